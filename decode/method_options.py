@@ -1,24 +1,22 @@
 """The options that decoding methods leave open, defined once for Python, the command line and configurations.
 
-`MethodOptions` is what a method gets; the settings of ``generate`` and ``bench`` extend it, and a benchmark's method
-may carry options of its own, ``ears:beta=0.2`` (`split_spec`). Ranges stand in the types and hold however an instance
-is made. This module loads neither torch nor transformers, so that ``--help`` answers at once. Annotations are types,
-not strings: the parser reads those of classes that other modules extend.
+`MethodOptions` is what a method gets; the settings of ``generate`` and ``bench`` extend it, and a method of a
+benchmark may have options of its own, ``ears:beta=0.2`` (`split_spec`). Ranges are part of the types and are checked on
+construction. This module imports neither torch nor transformers, so that ``--help`` answers at once. Annotations are
+types, not strings: the parser reads those of classes that other modules extend.
 """
 
-import re
 import typing
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from jsonargparse import ArgumentError, ArgumentParser
+import yaml
 from jsonargparse.typing import (
     ClosedUnitInterval,
     NonNegativeFloat,
     NonNegativeInt,
     OpenUnitInterval,
-    PositiveFloat,
     PositiveInt,
     restricted_number_type,
 )
@@ -41,63 +39,56 @@ else:
 
 
 class Checked:
-    """Base of settings: numbers are checked against their constrained types on construction.
-
-    Raises:
-        UserError: naming the option, its value and the values allowed.
-    """
+    """Base of settings whose numbers, switches and choices are checked on construction (`check_numbers`)."""
 
     def __post_init__(self) -> None:
         check_numbers(self)
 
 
 def check_numbers(settings: Any, where: str = "", *, nested: bool = False) -> None:
-    """Checks the fields of a constrained number type, whose values become plain numbers, and those of a few values.
+    """Check the fields whose type is a constrained number, a `Literal` or a bool; numbers become plain ones.
 
     Args:
         settings: an instance of a dataclass.
         where: put before the fields' names in errors.
-        nested: check the dataclasses in its fields too, under their dotted names.
+        nested: also check the dataclasses in its fields, under their dotted names.
+
+    Raises:
+        UserError: with the option, its value and the values allowed.
     """
-    settings_class: type = type(settings)
-    for name, (number, is_list) in _constrained(settings_class).items():
-        value = getattr(settings, name)
-        if value is not None:
-            checked = [_number(where + name, item, number) for item in (value if is_list else [value])]
-            setattr(settings, name, checked if is_list else checked[0])
-    for name in [f.name for f in fields(settings)] if nested else []:
-        value = getattr(settings, name)
-        for index, item in enumerate(value if isinstance(value, list) else [value]):
+    for name, hint in _hints(settings.__class__).items():
+        value, is_list = getattr(settings, name), typing.get_origin(hint) is list
+        args = () if typing.get_origin(hint) is Literal else typing.get_args(hint)
+        kinds = [kind for kind in args or (hint,) if kind is not type(None)]
+        if len(kinds) == 1 and (value is not None or not (is_list or type(None) in args)):
+            items = [_checked(where + name, item, kinds[0]) for item in (value if is_list else [value])]
+            setattr(settings, name, items if is_list else items[0])
+        for index, item in enumerate(value if isinstance(value, list) else [value]) if nested else ():
             if is_dataclass(item):
                 place = f"{name}[{index}]" if isinstance(value, list) else name
                 check_numbers(item, f"{where}{place}.", nested=True)
 
 
-def _number(name: str, value: Any, number: Any) -> Any:
-    """The value, if its type takes it; of a constrained number as a plain int or float."""
-    if typing.get_origin(number) is Literal:
-        if value not in typing.get_args(number):
-            raise UserError(f"{name} is {value!r}, expected {' or '.join(map(str, typing.get_args(number)))}")
+def _checked(name: str, value: Any, kind: Any) -> Any:
+    """The value if its type takes it; of a constrained number as a plain int or float."""
+    choices = (False, True) if kind is bool else typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+    if choices:
+        if value not in choices:
+            raise UserError(f"{name} is {value!r}, expected {' or '.join(map(str, choices))}")
+        return value
+    if not hasattr(kind, "_restrictions"):
         return value
     try:
-        return number._type(number(value))
+        return kind._type(kind(value))
     except (ValueError, TypeError, OverflowError):
-        kind = "a whole number" if number._type is int else "a number"
-        limits = re.sub(r"\bv|\.0\b", "", number._expression)  # such as >=0 and <4294967296
-        raise UserError(f"{name} is {value!r}, expected {kind} {limits}") from None
+        number = "a whole number" if kind._type is int else "a number"
+        limits = kind._expression.replace("v", "").replace(".0", "")  # such as >=0 and <4294967296
+        raise UserError(f"{name} is {value!r}, expected {number} {limits}") from None
 
 
 @cache
-def _constrained(settings_class: type) -> dict[str, tuple[Any, bool]]:
-    """The fields of a constrained number type or a `Literal`: that type, and whether the field is a list of them."""
-    found = {}
-    for name, hint in typing.get_type_hints(settings_class).items():
-        kinds = [hint] if typing.get_origin(hint) is Literal else [hint, *typing.get_args(hint)]
-        for kind in kinds:
-            alone = len(set(kinds[1:]) - {kind, type(None)}) == 0
-            if hasattr(kind, "_restrictions") or (typing.get_origin(kind) is Literal and alone):
-                found[name] = (kind, typing.get_origin(hint) is list)
-    return found
+def _hints(settings_class: Any) -> dict[str, Any]:
+    return typing.get_type_hints(settings_class)
 
 
 @dataclass
@@ -115,25 +106,15 @@ class MethodOptions(Checked):
     Hybrid: the head drafts on while the product of its largest probabilities is above this; null: 0.2."""
     target_acceptance: OpenUnitInterval | None = None
     """Acceptance rate that Draft & Verify's and AdaSPEED's controllers steer to; null: 0.9."""
-    cost_ratio: PositiveFloat | None = None
-    """Cost-optimal stopping: c, the time of one drafted token in one-token target forwards. null: c from measured costs
-    (bench measures them; otherwise python -m decode profile --batch-sizes writes them into the draft's folder);
-    without them, the draft's weight bytes over the target's, or for self-speculation the share of the layers
-    that run."""
-    verify_growth: NonNegativeFloat = 0.0
-    """Cost-optimal stopping: growth of the target's forward by one more token, in one-token target forwards."""
     never_slower: bool = False
     """Limit each round's draft to the length with the highest expected tokens per second, and draft nothing where no
-    length is expected to gain (a round is still drafted occasionally, to test this). For methods that draft
-    chains with a model or with the target's own layers; always on for cost-optimal. Costs: cost_ratio and
-    verify_growth if cost_ratio is given, else those that bench measures or that python -m decode profile
-    --batch-sizes wrote into the draft's folder. In a batch, a sampled text then depends on the other texts of
-    the batch."""
-    match_length: PositiveInt = 4
-    """Hybrid: tokens of the text's end that have to occur before, in the text or the datastore, for their continuation
-    to be copied instead of asking the draft; where the draft is unsure from the start, two suffice."""
+    length is expected to gain (a round is still drafted occasionally, to test this). For methods that draft chains with
+    a model or with the target's own layers; always on for cost-optimal. Costs are those that bench measures or that
+    python -m decode profile --batch-sizes wrote into the draft's folder; without them c is the ratio of the weights
+    that are read. In a batch, a sampled text then depends on the other texts of the batch."""
     copy_length: PositiveInt = 10
-    """Hybrid: maximum number of copied tokens, and at most twice as many as matched."""
+    """Hybrid: maximum number of tokens copied after a match of four tokens or more of the text's end, in the text or
+    the datastore (of two or more where the draft is unsure), and at most twice as many as matched."""
     copy_branch: NonNegativeInt = 0
     """Hybrid-tree: most tokens copied after a shorter match, of two tokens at least, as a branch of the head's tree."""
     fuzzy_threshold: NonNegativeFloat = 0.4
@@ -171,7 +152,7 @@ class MethodOptions(Checked):
 
 
 def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
-    """A method as settings name it, ``NAME`` or ``NAME:option=value:...``, such as ``ears:beta=0.2``.
+    """Split a method as settings name it, ``NAME`` or ``NAME:option=value:...``, such as ``ears:beta=0.2``.
 
     Returns:
         The method, and the `MethodOptions` given for it alone.
@@ -180,19 +161,13 @@ def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
         UserError: an unknown option, or a value that the option does not take.
     """
     method, *given = spec.split(":")
-    values = dict(item.partition("=")[::2] for item in given)
-    for key in values:
-        if key not in (known := [f.name for f in fields(MethodOptions)]):
-            raise UserError(f"{spec!r}: {unknown('option', key, known)}")
+    values = {key: yaml.safe_load(value) for key, _, value in (item.partition("=") for item in given)}
+    known = [f.name for f in fields(MethodOptions)]
     try:
-        parsed = MethodOptions(**vars(_parser().parse_args([f"--{key}={text}" for key, text in values.items()])))
-    except ArgumentError as error:
-        raise UserError(f"{spec!r}: {' '.join(str(error).split())}") from None
+        for key in values:
+            if key not in known:
+                raise UserError(unknown("option", key, known))
+        parsed = MethodOptions(**values)
+    except UserError as error:
+        raise UserError(f"{spec!r}: {error}") from None
     return method, {key: getattr(parsed, key) for key in values}
-
-
-@cache
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(exit_on_error=False, default_env=False)
-    parser.add_class_arguments(MethodOptions, None)
-    return parser

@@ -1,15 +1,15 @@
-"""When drafting stops: confidence × aggregate × threshold, under a window.
+"""When drafting stops: confidence × aggregate × threshold within a window; draft lengths that pay for a batch.
 
-A stop rule that reads the sampled token keeps that token in the draft; dropping it would bias the output. A rule that
-reads only the distribution may refuse to draft at all (`refuse=True`).
+A stop rule that reads the drawn token keeps that token in the draft; dropping it would bias the output. A rule that
+reads only the distribution may refuse to draw (`StopRule.refuse`).
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from decode.verify import entropy
 
 
 class Threshold:
-    """A value that drafting confidence must not fall below; what follows are the defaults of a constant one."""
+    """A value below which the confidence ends a draft. The methods here are those of a constant one."""
 
     value: float
 
@@ -33,13 +33,13 @@ class Threshold:
         return confidence
 
     def price(self, token_cost: float) -> None:
-        """What one more drafted token costs from now on, in rounds without a draft."""
+        """Set the cost of one more drafted token, in rounds without a draft."""
 
     def observe(self, round: Round, confidence: list[float]) -> None:
         """Learn from a round, given the confidence of each drafted token."""
 
     def reset(self) -> None:
-        """Back to the start."""
+        """Forget everything learned."""
 
 
 @dataclass
@@ -51,10 +51,10 @@ class Fixed(Threshold):
 
 @dataclass
 class TargetAcceptance(Threshold):
-    """Draft & Verify's controller: raise the threshold while the moving acceptance rate is below `alpha`.
+    """Draft & Verify's controller: raises the threshold while the moving acceptance rate is below `alpha`.
 
-    AR ← β₁·AR + (1 − β₁)·m/k; g = value ± ε; value ← β₂·value + (1 − β₂)·g. One round moves the threshold by at
-    most (1 − β₂)·ε, 0.001 with the paper's constants.
+    AR ← β₁·AR + (1 − β₁)·m/k; g = value ± ε; value ← β₂·value + (1 − β₂)·g, with k the draft's depth. One round moves
+    the threshold by at most (1 − β₂)·ε, 0.001 with the paper's constants.
     """
 
     start: float = 0.6
@@ -62,33 +62,31 @@ class TargetAcceptance(Threshold):
     step: float = 0.01
     beta1: float = 0.5
     beta2: float = 0.9
-    # do not lower after a draft that filled the window (Draft & Verify's code; not in AdaSPEED)
-    keep_at_cap: bool = True
-    window: int = 12
+    keep_at: int | None = 12  # drafts of this length do not lower the threshold (Draft & Verify's code; not AdaSPEED)
     value: float = field(init=False)
     rate: float = field(init=False)
 
     def observe(self, round: Round, confidence: list[float]) -> None:
         """Move towards the target acceptance."""
-        if not round.drafted:
+        depth = round.depth
+        if not depth:
             return
-        self.rate = self.beta1 * self.rate + (1 - self.beta1) * round.accepted / round.drafted
+        self.rate = self.beta1 * self.rate + (1 - self.beta1) * round.accepted / depth
+        goal = self.value
         if self.rate < self.alpha:
-            goal = self.value + self.step
-        elif self.keep_at_cap and round.drafted >= self.window:
-            goal = self.value
-        else:
-            goal = self.value - self.step
+            goal += self.step
+        elif self.keep_at is None or depth < self.keep_at:
+            goal -= self.step
         self.value = self.beta2 * self.value + (1 - self.beta2) * goal
 
     def reset(self) -> None:
-        """Back to the start."""
+        """See `Threshold.reset`."""
         self.value, self.rate = self.start, 0.0
 
 
 @dataclass
 class MeanOfRejected(Threshold):
-    """AdaSD's generation threshold: the mean confidence at first-rejected tokens; drafts to the window until one."""
+    """AdaSD's generation threshold: the mean confidence of first-rejected tokens, −∞ before the first."""
 
     value: float = field(init=False)
 
@@ -100,7 +98,7 @@ class MeanOfRejected(Threshold):
             self.value = self.total / self.count
 
     def reset(self) -> None:
-        """Back to the start."""
+        """See `Threshold.reset`."""
         self.total, self.count, self.value = 0.0, 0, -math.inf
 
 
@@ -109,13 +107,13 @@ class Roc(Threshold):
     """Hugging Face's update: the threshold on the ROC curve that minimises fpr + 3·(1 − tpr) over the history."""
 
     start: float = 0.4
-    limit: int = 4096
+    limit: int = 4096  # tokens of the history
     value: float = field(init=False)
 
     def observe(self, round: Round, confidence: list[float]) -> None:
-        """Add accepted tokens and the first rejected one; refit once both kinds have been seen."""
+        """Add the accepted tokens and the first rejected one; refit once both kinds have been seen."""
         seen = confidence[: round.tested]
-        accepted = min(round.accepted, len(seen))  # nothing is seen of a copied draft
+        accepted = min(round.accepted, len(seen))  # copied drafts have no confidence
         self.matches += [1] * accepted + [0] * (len(seen) - accepted)
         self.scores += seen
         del self.matches[: -self.limit], self.scores[: -self.limit]
@@ -124,12 +122,11 @@ class Roc(Threshold):
             order = np.argsort(-scores, kind="stable")
             scores, hits = scores[order], np.array(self.matches)[order].cumsum()
             last = np.append(np.flatnonzero(np.diff(scores)), len(scores) - 1)  # of equal scores
-            accepted, rejected = hits[last], last + 1 - hits[last]
-            cost = rejected / rejected[-1] + 3 * (1 - accepted / accepted[-1])
-            self.value = float(scores[last[cost.argmin()]])
+            tpr, fpr = hits[last] / hits[-1], (last + 1 - hits[last]) / (len(hits) - hits[-1])
+            self.value = float(scores[last[(fpr + 3 * (1 - tpr)).argmin()]])
 
     def reset(self) -> None:
-        """Back to the start."""
+        """See `Threshold.reset`."""
         self.value = self.start
         self.matches: list[int] = []
         self.scores: list[float] = []
@@ -137,150 +134,144 @@ class Roc(Threshold):
 
 @dataclass
 class CostOptimal(Threshold):
-    """Ours: one more token pays while P(all accepted) > R·(c + Δv).
+    """One more drafted token pays while P(all drafted tokens are accepted) > R·cost (ours).
 
-    c is the cost of a drafted token, Δv the growth of the target's forward by one more token, both in one-token target
-    forwards; R = Σ(m + 1) / Σ(1 + k·(c + Δv)) is the running rate of tokens, so that the threshold is the one of
-    renewal-reward optimality. The costs are given, for each batch size (`price`): a text does not depend on the load of
-    the machine. Confidence is first calibrated to acceptance by counting in bins.
+    cost is the time of one more drafted token, the growth of the target's forward included, in one-token target
+    forwards; R = Σ(m + 1) / Σ(1 + k·cost) is the running rate of tokens, which makes the threshold optimal in the sense
+    of renewal rewards. Costs are set (`price`), not timed while decoding: a text does not depend on the load of the
+    machine. Confidences are calibrated to acceptance probabilities by counts in bins of equal width.
     """
 
-    cost_ratio: float = 0.1  # c
-    verify_growth: float = 0.0  # Δv
+    cost: float = 0.1
     decay: float = 0.9  # weight of the past in the running rate
     prior: float = 8.0  # pseudo-counts that a bin starts with at its own confidence
-    bins: int = 20  # of confidences, equally wide
-    memory: int = 1024  # tokens that a bin counts before all its counts are halved, so that it follows a long session
+    bins: int = 20
+    memory: int = 1024  # observations of a bin after which its counts are halved
     value: float = field(init=False)
-    token: float = field(init=False, repr=False)
-    table: list[list[float]] = field(init=False, repr=False)
-    time: float = field(init=False, repr=False)
-    tokens: float = field(init=False, repr=False)
+    time: float = field(init=False)
+    tokens: float = field(init=False)
+
+    def _bin(self, confidence: float) -> list[float]:
+        return self.table[min(self.bins - 1, int(confidence * self.bins))]
 
     def calibrate(self, confidence: float) -> float:
         """Estimated acceptance probability at this confidence."""
         hits, seen = self._bin(confidence)
         return (hits + self.prior * confidence) / (seen + self.prior)
 
-    def _bin(self, confidence: float) -> list[float]:
-        return self.table[min(self.bins - 1, int(confidence * self.bins))]
-
     def observe(self, round: Round, confidence: list[float]) -> None:
-        """Update the calibration and the rate."""
+        """Update the calibration and the rate of tokens."""
         for i, value in enumerate(confidence[: round.tested]):
-            cell = self._bin(value)
-            cell[0] += i < round.accepted
-            cell[1] += 1
-            if cell[1] >= self.memory:
-                cell[:] = cell[0] / 2, cell[1] / 2
-        self.time = self.decay * self.time + 1 + round.drafted * self.token
+            count(self._bin(value), i < round.accepted, self.memory)
+        self.time = self.decay * self.time + 1 + round.drafted * self.token_cost
         self.tokens = self.decay * self.tokens + round.accepted + 1
-        self.value = self.tokens / self.time * self.token
+        self.value = self.tokens / self.time * self.token_cost
 
     def price(self, token_cost: float) -> None:
         """See `Threshold.price`."""
-        self.token = token_cost
+        self.token_cost = token_cost
         self.value = self.tokens / self.time * token_cost if self.time else token_cost
 
     def reset(self) -> None:
-        """Back to the start: the rate of decoding without a draft."""
-        self.value = self.token = self.cost_ratio + self.verify_growth
+        """Back to the rate of decoding without a draft."""
+        self.value = self.token_cost = self.cost
         self.table = [[0.0, 0.0] for _ in range(self.bins)]
         self.time = self.tokens = 0.0
 
 
+def count(cell: list[float], hit: bool, memory: float) -> None:
+    """Add an observation to ``[hits, observations]``; both are halved after `memory` observations."""
+    cell[0] += hit
+    cell[1] += 1
+    if cell[1] >= memory:
+        cell[:] = cell[0] / 2, cell[1] / 2
+
+
 @dataclass
 class DraftedToken:
-    """One drafted token as a stop rule sees it."""
+    """A drafted token as stop rules see it."""
 
-    probs: Tensor  # the warped probabilities ``[vocab]`` that the token is drawn from
-    token: Tensor | None  # the token (0-d long), or None before it is drawn
-    logits: Tensor  # the unwarped logits ``[vocab]``
-    hidden: Tensor  # the hidden state ``[width]`` that produced them
-    greedy: bool = False  # decoding is greedy, so that `probs` is one-hot and says nothing of confidence
+    probs: Tensor  # warped probabilities ``[vocab]`` that the token is drawn from
+    token: Tensor | None  # token id (0-d long), None before it is drawn
+    logits: Tensor  # unwarped logits ``[vocab]``
+    hidden: Tensor  # hidden state ``[width]`` that the logits are computed from
+    greedy: bool = False  # `probs` is one-hot and carries no confidence
 
 
 Confidence = Callable[[DraftedToken], float]
 
 
-def token_probability(step: DraftedToken) -> float:
+def token_probability(drafted: DraftedToken) -> float:
     """q(x) of the drafted token, unwarped (Draft & Verify, AdaSPEED)."""
-    assert step.token is not None
-    return step.logits.float().softmax(-1)[step.token].item()
+    assert drafted.token is not None
+    return drafted.logits.float().softmax(-1)[drafted.token].item()
 
 
-def warped_token_probability(step: DraftedToken) -> float:
-    """q(x) after warping; greedy decoding has nothing to warp and uses the unwarped one (Hugging Face)."""
-    assert step.token is not None
-    return token_probability(step) if step.greedy else step.probs[step.token].item()
+def warped_token_probability(drafted: DraftedToken) -> float:
+    """q(x) after warping (Hugging Face); unwarped in greedy decoding."""
+    assert drafted.token is not None
+    return token_probability(drafted) if drafted.greedy else drafted.probs[drafted.token].item()
 
 
-def max_probability(step: DraftedToken) -> float:
-    """max q, unwarped; reads the distribution only."""
-    return step.logits.float().softmax(-1).amax().item()
+def max_probability(drafted: DraftedToken) -> float:
+    """Max q, unwarped; reads the distribution only."""
+    return drafted.logits.float().softmax(-1).amax().item()
 
 
-def negative_entropy(step: DraftedToken) -> float:
-    """−H(q) in bits (AdaSD stops where H exceeds its threshold); reads the distribution only.
-
-    Greedy decoding takes the unwarped distribution, since a one-hot one has no entropy.
-    """
-    return -entropy(step.logits.float().softmax(-1) if step.greedy else step.probs).item()
+def negative_entropy(drafted: DraftedToken) -> float:
+    """−H(q) in bits, of the unwarped distribution in greedy decoding (AdaSD); reads the distribution only."""
+    return -entropy(drafted.logits.float().softmax(-1) if drafted.greedy else drafted.probs).item()
 
 
 @dataclass
 class StopRule:
-    """Stop once the aggregate of the confidences falls below the threshold, or the window is full."""
+    """Ends a draft when the aggregate of the confidences falls below the threshold, or at the window."""
 
-    window: int = 5  # the most tokens drafted in a round
-    confidence: Confidence | None = None  # what is read at each token; None stops at the window only and costs nothing
+    window: int = 5  # longest draft
+    confidence: Confidence | None = None  # read at each token; None: only the window ends a draft
     product: bool = False  # aggregate by the product over the draft (AdaSPEED) instead of the last value
-    threshold: Threshold = field(default_factory=Fixed)  # constant or adaptive
-    refuse: bool = False  # ask before drawing; only for confidences that read the distribution alone
-    schedule: str = "constant"  # or Hugging Face's ``heuristic``: window + 2 after a full acceptance, else − 1
+    threshold: Threshold = field(default_factory=Fixed)
+    refuse: bool = False  # compare before the token is drawn; only for confidences that read the distribution alone
+    heuristic: bool = False  # Hugging Face's schedule: window + 2 after a full acceptance, else − 1
 
     def __post_init__(self) -> None:
         self._window = self.window
-        self._aggregate = 1.0
-        self.seen: list[float] = []
+        self.begin()
 
     def begin(self) -> None:
         """A new round starts."""
-        self.seen, self._aggregate = [], 1.0
+        self.seen: list[float] = []
+        self._aggregate = 1.0
 
     def cap(self) -> int:
-        """The most tokens to draft this round."""
+        """The longest draft of this round."""
         return self._window
 
-    def _below(self, step: DraftedToken) -> bool:
+    def _below(self, drafted: DraftedToken) -> bool:
         assert self.confidence is not None
-        value = self.confidence(step)
+        value = self.confidence(drafted)
         if math.isnan(value):
             raise UserError("the draft's logits are NaN; check its weights, or load it in bfloat16 or float32")
-        self.seen.append(value)
         score = self.threshold.calibrate(value)
         self._aggregate = self._aggregate * score if self.product else score
-        return self._aggregate < self.threshold.value
+        below = self._aggregate < self.threshold.value
+        if not (below and self.refuse):
+            self.seen.append(value)
+        return below
 
-    def before(self, step: DraftedToken) -> bool:
-        """Whether to stop before drawing from ``step.probs``."""
-        if self.confidence is None or not self.refuse:
-            return False
-        stop = self._below(step)
-        if stop:
-            self.seen.pop()
-        return stop
+    def before(self, drafted: DraftedToken) -> bool:
+        """Whether to stop before drawing from ``drafted.probs``."""
+        return self.confidence is not None and self.refuse and self._below(drafted)
 
-    def after(self, step: DraftedToken) -> bool:
-        """Whether to stop after ``step.token``, which stays in the draft."""
-        return self.confidence is not None and not self.refuse and self._below(step)
+    def after(self, drafted: DraftedToken) -> bool:
+        """Whether to stop after ``drafted.token``, which stays in the draft."""
+        return self.confidence is not None and not self.refuse and self._below(drafted)
 
     def observe(self, round: Round) -> None:
         """Adapt to a verified round."""
         self.threshold.observe(round, self.seen)
-        if self.schedule != "constant" and round.drafted:
-            full = round.accepted == round.drafted
-            self._window = self._window + 2 if full else max(1, self._window - 1)
+        if self.heuristic and round.drafted:
+            self._window = self._window + 2 if round.accepted == round.depth else max(1, self._window - 1)
 
     def reset(self) -> None:
         """Forget everything learned."""
@@ -291,89 +282,91 @@ class StopRule:
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """Seconds, or any other unit, of the parts of a round by batch size, bookkeeping included.
+    """Times of the parts of a round by batch size, in seconds or any other unit, bookkeeping included.
 
-    Between measured batch sizes and widths costs are linear; below the first they are the first's, beyond
-    the last they grow as between the last two.
+    Between measured batch sizes and widths costs are linear; below the first point they are constant, beyond the last
+    they grow as between the last two.
     """
 
-    step: Mapping[int, float]  # of a round without a draft, by batch size
-    draft: Mapping[int, float]  # of the forward that drafts one more token of every text
-    # of the round's rest where every text has n tokens to be read, by batch size and n
-    verify: Mapping[int, Mapping[int, float]]
+    step: Mapping[int, float]  # a round without a draft, by batch size
+    draft: Mapping[int, float]  # one draft forward of all sequences, by batch size
+    verify: Mapping[int, Mapping[int, float]]  # the rest of a round, by batch size and tokens read of each sequence
 
     @classmethod
     def of_ratios(cls, cost_ratio: float, verify_growth: float = 0.0) -> RoundCosts:
-        """Costs that are known as c and the growth of the target's forward by one more token, at any batch size."""
+        """Costs known as c and the growth of the target's forward by one more token, the same at any batch size."""
         return cls({1: 1.0}, {1: cost_ratio}, {1: {1: 1.0, 2: 1.0 + verify_growth}})
 
     def plain(self, batch: float) -> float:
         """A round without a draft."""
         return between(self.step, batch)
 
-    def drafting(self, texts: float) -> float:
-        """A draft forward for so many texts."""
-        return between(self.draft, texts)
+    def drafting(self, sequences: float) -> float:
+        """A draft forward of this many sequences."""
+        return between(self.draft, sequences)
 
     def verifying(self, batch: float, tokens: float) -> float:
-        """The rest of a round whose texts have so many tokens to be read each, the pending one included."""
+        """The rest of a round in which each sequence has this many tokens to be read, the pending one included."""
         return between({size: between(row, tokens) for size, row in self.verify.items()}, batch)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, whose keys are texts."""
-        return {
-            "step": {str(b): value for b, value in self.step.items()},
-            "draft": {str(b): value for b, value in self.draft.items()},
-            "verify": {str(b): {str(n): value for n, value in row.items()} for b, row in self.verify.items()},
-        }
+        """For JSON."""
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> RoundCosts:
-        """From `to_dict`."""
-        step, draft = ({int(b): float(v) for b, v in content[key].items()} for key in ("step", "draft"))
-        rows = content["verify"].items()
-        return cls(step, draft, {int(b): {int(n): float(v) for n, v in row.items()} for b, row in rows})
+        """From `to_dict`, read from JSON, whose keys are strings."""
+        return cls(**{key: _with_int_keys(content[key]) for key in ("step", "draft", "verify")})
+
+
+def _with_int_keys(values: Mapping[str, Any]) -> Any:
+    return {int(k): _with_int_keys(v) if isinstance(v, Mapping) else float(v) for k, v in values.items()}
 
 
 def between(values: Mapping[int, float], x: float) -> float:
-    """A value between measured points, linear; the first one's below them, along the line of the last two beyond."""
+    """`interpolate` of values by their points."""
     points = sorted(values)
+    return interpolate(points, [values[point] for point in points], x)
+
+
+def interpolate(points: Sequence[float], values: Sequence[float], x: float) -> float:
+    """A value between measured points, linear; the first below them, along the line of the last two beyond, >= 0."""
     if len(points) == 1 or x <= points[0]:
-        return values[points[0]]
-    i = min(bisect_left(points, x), len(points) - 1)
-    left, right = points[i - 1], points[i]
-    return max(0.0, values[left] + (values[right] - values[left]) * (x - left) / (right - left))
+        return values[0]
+    i = min(bisect_right(points, x), len(points) - 1)
+    share = (x - points[i - 1]) / (points[i] - points[i - 1])
+    return max(0.0, values[i - 1] + (values[i] - values[i - 1]) * share)
 
 
-EVERY = 16  # rounds between two choices
-LOOK = 64  # rounds with drafts between two whose limit is larger than the chosen one
-GAIN = 0.02  # share by which a draft has to be faster than none: costs are known no better
-LOSS = 0.01  # share of the time that rounds may lose that only find out whether drafting pays again
-FIRST, PRIOR, MEMORY = 0.7, 4.0, 512
-"""Acceptance rate that the first position begins with (each other with the one before it), the observations that this
-counts for, and those after which all of a position's counts are halved."""
+EVERY = 16  # rounds between two choices of the draft length
+LOOK = 64  # every so many rounds with drafts the limit is larger than the chosen one
+GAIN = 0.02  # gain over plain decoding from which drafting is chosen: costs are known no better
+LOSS = 0.01  # share of the time spent on rounds that only test whether drafting pays again
+FIRST_RATE = 0.7  # prior acceptance rate of the first position; that of each other position is the one before it
+PRIOR, MEMORY = 4.0, 512  # observations that a prior counts as, and those after which counts are halved
 
 
 class DraftLengths:
-    """Chooses the longest draft of each round.
+    """Chooses the longest draft of each round by expected tokens per second, for all sequences of a batch together.
 
     Args:
         costs: of rounds by batch size.
         window: longest draft.
 
     Attributes:
-        chosen: the best limit of late; 0: drafting does not pay.
-        token_cost: of one more drafted token of every text, in rounds without a draft.
+        chosen: the best limit at present; 0: drafting does not pay.
+        token_cost: one more drafted token of every sequence, in rounds without a draft.
     """
 
     def __init__(self, costs: RoundCosts, window: int) -> None:
         self.costs, self.window = costs, window
-        self._known: dict[int, _Costs] = {}
+        # by batch size: a round without a draft, draft forwards of 1, 2, … sequences, verification of 1, 2, … tokens
+        self._known: dict[int, tuple[float, list[float], list[float]]] = {}
         self.reset()
 
     def reset(self) -> None:
         """Forget everything learned."""
-        # of each position: drafts that reached it and those that could have; of those that did, the accepted ones
+        # [hits, observations] of each position: drafts that reached it when they were allowed to, and accepted tokens
         self._drafted = [[0.0, 0.0] for _ in range(self.window)]
         self._accepted = [[0.0, 0.0] for _ in range(self.window)]
         self.chosen, self.token_cost, self._batch, self._rounds, self._with_draft = 0, 0.0, 0, 0, 0
@@ -381,7 +374,7 @@ class DraftLengths:
         self._learned = False
 
     def limit(self, batch: int) -> int:
-        """The longest draft in the round of so many texts that begins."""
+        """The longest draft of the round that begins, for `batch` sequences."""
         if batch != self._batch or (self._learned and self._rounds >= min(EVERY, 1 + self._with_draft // 2)):
             self._choose(batch)
         self._rounds += 1
@@ -389,71 +382,46 @@ class DraftLengths:
             self._with_draft += 1
             wider = self.chosen + max(2, self.chosen // 2)
             return min(self.window, wider) if self._with_draft % LOOK == 0 else self.chosen
-        self._waited += self._plain
+        self._waited += self._known[batch][0]
         if LOSS * self._waited < self._price:
             return 0
-        self._waited, self._rounds = 0.0, EVERY  # what this round shows counts at once
+        self._waited, self._rounds = 0.0, EVERY  # this round tests whether drafting pays, and is learned from at once
         return self._best
 
     def observe(self, rounds: Iterable[tuple[Round, int]]) -> None:
-        """Learn from a round of the texts, each with the longest draft that it was allowed."""
+        """Learn from a round of all sequences, each given with the longest draft that it was allowed."""
         self._learned = True
         for result, allowed in rounds:
             drafted, accepted = result.drafted, result.accepted
             for i in range(min(drafted + 1, allowed)):
-                _count(self._drafted[i], i < drafted)
+                count(self._drafted[i], i < drafted, MEMORY)
             for i in range(min(accepted + 1, drafted)):
-                _count(self._accepted[i], i < accepted)
+                count(self._accepted[i], i < accepted, MEMORY)
 
     def _choose(self, batch: int) -> None:
-        """The limit with most tokens a second, and what a round with it would lose where that is 0."""
+        """Set `chosen`, and the time that a round with the best draft loses against plain decoding if it is 0."""
         if batch not in self._known:
-            self._known[batch] = _Costs(self.costs, batch, self.window)
-        costs, self._batch, self._rounds, self._learned = self._known[batch], batch, 0, False
-        plain = self._plain = costs.plain
-        self.token_cost = costs.token
-        reach = kept = 1.0  # shares of drafts that are as long, and whose tokens so far are all accepted
-        longer, rate, tokens, drafted, spent = 1.0, FIRST, 1.0, 0.0, 0.0
-        best = 0.0
+            drafting = [self.costs.drafting(sequences) for sequences in range(1, batch + 1)]
+            verifying = [self.costs.verifying(batch, n) for n in range(1, self.window + 2)]
+            self._known[batch] = self.costs.plain(batch), drafting, verifying
+        plain, drafting, verifying = self._known[batch]
+        self._batch, self._rounds, self._learned = batch, 0, False
+        reach = min(8, self.window)
+        self.token_cost = (drafting[-1] + max(0.0, (verifying[reach] - verifying[0]) / reach)) / plain
+        sizes, widths = range(1, batch + 1), range(self.window + 1)
+        # shares of the drafts that are this long, and of those whose tokens so far are all accepted
+        reached = kept = longer = 1.0
+        rate, tokens, drafted, spent, best = FIRST_RATE, 1.0, 0.0, 0.0, 0.0
         for i in range(self.window):
             longer, rate = _rate(self._drafted[i], longer), _rate(self._accepted[i], rate)
-            reach, kept = reach * longer, kept * longer * rate
-            some = 1 - (1 - reach) ** batch  # drafting goes on while one text does
-            tokens, drafted = tokens + kept, drafted + reach
-            spent += some * _at(costs.drafting, reach * batch / some - 1) if some else 0.0
-            whole = spent + _at(costs.verifying, drafted)
+            reached, kept = reached * longer, kept * longer * rate
+            some = 1 - (1 - reached) ** batch  # drafting goes on while one sequence does
+            tokens, drafted = tokens + kept, drafted + reached
+            spent += some * interpolate(sizes, drafting, reached * batch / some) if some else 0.0
+            whole = spent + interpolate(widths, verifying, drafted)
             if tokens / whole > best:
                 best, self._best, self._price = tokens / whole, i + 1, whole - tokens * plain
         self.chosen = self._best if best * plain > 1 + GAIN else 0
-
-
-class _Costs:
-    """`RoundCosts` of one batch size, as lists that are quick to read.
-
-    Attributes:
-        verifying: the rest of a round after 0, 1, ... drafted tokens of every text.
-    """
-
-    def __init__(self, costs: RoundCosts, batch: int, window: int) -> None:
-        self.plain = costs.plain(batch)  # a round without a draft
-        self.drafting = [costs.drafting(texts) for texts in range(1, batch + 1)]  # a draft forward for 1, 2, ... texts.
-        self.verifying = [costs.verifying(batch, n) for n in range(1, window + 2)]
-        reach = min(8, window)
-        growth = (self.verifying[reach] - self.verifying[0]) / reach
-        self.token = (self.drafting[-1] + max(0.0, growth)) / self.plain  # see `DraftLengths.token_cost`
-
-
-def _at(values: list[float], place: float) -> float:
-    """A value between those of two places, linear."""
-    i = min(int(place), len(values) - 1)
-    return values[i] if i + 1 == len(values) else values[i] + (values[i + 1] - values[i]) * (place - i)
-
-
-def _count(cell: list[float], hit: bool) -> None:
-    cell[0] += hit
-    cell[1] += 1
-    if cell[1] >= MEMORY:
-        cell[:] = cell[0] / 2, cell[1] / 2
 
 
 def _rate(cell: list[float], prior: float) -> float:

@@ -1,5 +1,6 @@
-"""Which drafted nodes are kept, and the token that follows them: one function for chains, one for trees."""
+"""Acceptance rules, and the verification of chains and trees: which drafted nodes are kept, which token follows."""
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -9,6 +10,7 @@ from decode.draft import Draft
 from decode.sampling import Rng, Rows
 from decode.trace import Round, Values
 
+LN2 = math.log(2)
 Raw = tuple[Tensor, Tensor]  # unwarped logits of target and draft, ``[k, vocab]`` each
 
 
@@ -32,12 +34,12 @@ def js_distance(p: Tensor, q: Tensor) -> Tensor:
     """Jensen–Shannon distance √JSD in base 2 along the last axis; in [0, 1], a token of probability 0 adds 0."""
     m = (p + q) / 2
     jsd = (torch.xlogy(p, p / m.clamp_min(1e-38)) + torch.xlogy(q, q / m.clamp_min(1e-38))).sum(-1) / 2
-    return (jsd / 0.6931471805599453).clamp_min(0).sqrt()
+    return (jsd / LN2).clamp_min(0).sqrt()
 
 
 def entropy(p: Tensor) -> Tensor:
     """Shannon entropy in bits along the last axis."""
-    return -torch.xlogy(p, p).sum(-1) / 0.6931471805599453
+    return -torch.xlogy(p, p).sum(-1) / LN2
 
 
 class AcceptanceRule:
@@ -224,7 +226,7 @@ class Fuzzy(_FromTarget):
     def accept_prob(self, p: Tensor, q: Tensor, x: Tensor, raw: Raw | None = None) -> Tensor:
         """1 where JSD(p, q) <= T, else 0."""
         a, b = (p, q) if raw is None else (raw[0].float().softmax(-1), raw[1].float().softmax(-1))
-        divergence = js_distance(a, b).square() * 0.6931471805599453
+        divergence = js_distance(a, b).square() * LN2
         return (divergence <= self.threshold).to(p.dtype)
 
     def tv_spent(self, p: Tensor, q: Tensor, x: Tensor, accept: Tensor) -> Tensor:
@@ -243,7 +245,7 @@ class Typical(_FromTarget):
     delta: float = 0.3
 
     def _limit(self, p: Tensor) -> Tensor:
-        return (self.delta * torch.exp(-entropy(p) * 0.6931471805599453)).clamp(max=self.epsilon)
+        return (self.delta * torch.exp(-entropy(p) * LN2)).clamp(max=self.epsilon)
 
     def accept_prob(self, p: Tensor, q: Tensor, x: Tensor, raw: Raw | None = None) -> Tensor:
         """1 where p(x) exceeds the limit, else 0."""
@@ -261,48 +263,48 @@ VerifyStats = tuple[Values | None, Values | None, Values | None]
 
 
 def verify(draft: Draft, p: Rows, logits: Tensor, rule: AcceptanceRule, rng: Rng) -> tuple[list[int], int, VerifyStats]:
-    """Accepted path, following token, and (overlap, tv spent, js distance) at the tested positions."""
-    k = len(draft)
+    """Verify a draft by an acceptance rule.
+
+    Args:
+        draft: of n tokens.
+        p: warped target rows ``[n + 1, vocab]``; a tensor where the draft has probabilities.
+        logits: the same rows, unwarped.
+        rule: decides which tokens are kept.
+        rng: draws.
+
+    Returns:
+        The accepted nodes, the token after them, and what was measured at the tested positions.
+    """
     if draft.probs is None:
         spent = None
-        if rule.is_exact_now or not k:
+        if rule.is_exact_now or not len(draft):
             path, token = verify_tree(draft, p, rng)
         else:
             path, token, spent = verify_tree_relaxed(draft, p, logits, rule, rng)
-        overlap = _overlap_of_tree(draft, p, path)
-        if overlap is not None and spent is None and not rule.exact:
-            spent = torch.zeros_like(overlap)
+        # under a one-hot q, Σ min(p, q) is the target's probability of all tokens drafted at a position
+        below = [(row, list(draft.children[row])) for row in (0, *(node + 1 for node in path))]
+        masses = [p[row][tokens].sum() for row, tokens in below if tokens]
+        overlap = torch.stack(masses) if masses else None
+        if masses and spent is None and not rule.exact:
+            spent = torch.zeros(len(masses))
         return path, token, (overlap, spent, None)
     assert isinstance(p, Tensor)
-    q, x = draft.probs, draft.tokens
-    raw = None
-    if rule.needs_raw and draft.logits is not None:
-        raw = (logits[:k], draft.logits)
+    k, q, x = len(draft), draft.probs, draft.tokens
+    raw = (logits[:k], draft.logits) if rule.needs_raw and draft.logits is not None else None
     accept = rule.accept_prob(p[:k], q, x, raw)
     path, token = verify_chain(draft, p, accept, rule, rng)
     t = min(len(path) + 1, k)
     overlap = torch.minimum(p[:t], q[:t]).sum(-1)
     if rule.exact:
         return path, token, (overlap, None, None)
-    spent = rule.tv_spent(p[:t], q[:t], x[:t], accept[:t])
-    return path, token, (overlap, spent, js_distance(p[:t], q[:t]))
-
-
-def _overlap_of_tree(draft: Draft, p: Rows, path: list[int]) -> Tensor | None:
-    """Σ min(p, q) at the tested nodes: under a one-hot q the target's probability of the tokens drafted below each."""
-    rows = [0, *(node + 1 for node in path)]
-    if draft.is_chain and isinstance(p, Tensor):
-        return pick(p, draft.tokens[: len(rows)].to(p.device)) if len(draft) else None
-    children = draft.children
-    masses = [p[r][list(children[r])].sum() for r in rows if children[r]]
-    return torch.stack(masses) if masses else None
+    return path, token, (overlap, rule.tv_spent(p[:t], q[:t], x[:t], accept[:t]), js_distance(p[:t], q[:t]))
 
 
 def verify_greedy(draft: Draft, top: Tensor) -> tuple[list[int], int, list[float]]:
-    """Exact verification of a chain or tree where all distributions are one-hot: the host compares tokens.
+    """Exact verification where all distributions are one-hot: tokens are compared on the host.
 
     Args:
-        draft: of n tokens.
+        draft: a chain or tree of n tokens.
         top: the target's token after the pending one and after each drafted one, ``[n + 1]``.
 
     Returns:
@@ -336,15 +338,14 @@ def verify_chain(draft: Draft, p: Tensor, accept: Tensor, rule: AcceptanceRule, 
     """
     assert draft.probs is not None
     m = int(rng.first_reject(accept))
-    if m == len(draft):
-        return list(range(m)), int(rng.draw(p[m]))
-    return list(range(m)), int(rng.draw(rule.residual(p[m], draft.probs[m])))
+    weights = p[m] if m == len(draft) else rule.residual(p[m], draft.probs[m])
+    return list(range(m)), int(rng.draw(weights))
 
 
 def verify_tree(draft: Draft, p: Rows, rng: Rng) -> tuple[list[int], int]:
     """Exact verification of a deterministic tree: one draw a node; the draw that leaves the tree is emitted.
 
-    Each emitted token is a draw from its own row of p, so the distribution is the target's whatever the tree.
+    Each emitted token is a draw from its own row of p, so the output has the target's distribution whatever the tree.
 
     Args:
         draft: tokens and parents; no probabilities.
@@ -354,13 +355,11 @@ def verify_tree(draft: Draft, p: Rows, rng: Rng) -> tuple[list[int], int]:
     Returns:
         The accepted path and the token after it.
     """
-    children = draft.children
-    draws = rng.draw_rows(p)
+    draws, row = rng.draw_rows(p), 0
     path: list[int] = []
-    row = 0
     while True:
         token = int(draws[row])
-        node = children[row].get(token)
+        node = draft.children[row].get(token)
         if node is None:
             return path, token
         path.append(node)
@@ -375,27 +374,28 @@ def verify_tree_relaxed(
     After a rejected child the distribution becomes the rule's residual, so that the exact rule would stay exact.
 
     Returns:
-        The accepted path, the token after it, and the total variation spent at each tried child.
+        The accepted path, the token after it, and the total variation from p at each tested position: that of the
+        token emitted there, over all outcomes of the trials.
     """
-    children = draft.children
     path: list[int] = []
     spent: list[Tensor] = []
     row = 0
     while True:
-        weights = p[row]
-        taken = None
-        for token, node in children[row].items():
+        weights = rest = p[row]
+        emitted, reached, taken = torch.zeros_like(weights), weights.new_ones(()), None
+        for token, node in draft.children[row].items():
             x = torch.tensor([token], device=raw.device)
-            weights = weights / weights.sum()
-            delta = torch.zeros_like(weights).scatter_(0, x, 1.0)
-            pair: Raw | None = (raw[row : row + 1], torch.where(delta > 0, 0.0, -torch.inf)[None])
-            a = rule.accept_prob(weights[None], delta[None], x, pair)
-            spent.append(rule.tv_spent(weights[None], delta[None], x, a))
-            if int(rng.first_reject(a)) == 1:
-                taken = node
-                break
-            weights = rule.residual(weights, delta)
+            rest = rest / rest.sum()
+            delta = torch.zeros_like(rest).scatter_(0, x, 1.0)
+            pair = (raw[row : row + 1], torch.where(delta > 0, 0.0, -torch.inf)[None])
+            a = rule.accept_prob(rest[None], delta[None], x, pair)
+            emitted, reached = emitted + reached * a * delta, reached * (1 - a[0])
+            rest = rule.residual(rest, delta)
+            if taken is None:
+                weights, taken = rest, node if int(rng.first_reject(a)) == 1 else None
+        if draft.children[row]:
+            spent.append((emitted + reached * rest / rest.sum() - p[row]).abs().sum() / 2)
         if taken is None:
-            return path, int(rng.draw(weights)), torch.cat(spent) if spent else torch.empty(0)
+            return path, int(rng.draw(weights)), torch.stack(spent)
         path.append(taken)
         row = taken + 1

@@ -90,7 +90,7 @@ def test_drafting_without_a_model_leaves_the_text_unchanged(method: str) -> None
     assert decoded(model, method).new_ids == generated(model)
 
 
-@pytest.mark.parametrize("method", ["vanilla", "hf-dynamic", "product", "adasd-gen-only", "cost-optimal"])
+@pytest.mark.parametrize("method", ["vanilla", "hf-dynamic", "hf-heuristic", "adasd-gen-only", "cost-optimal"])
 def test_a_seed_gives_one_sampled_text(method: str) -> None:
     model, draft = on_device("llama"), resembling(build_tiny("llama"), 0.15).to(DEVICE)
     texts = [decoded(model, method, draft=draft, temperature=1.0, seed=s).new_ids for s in (3, 3, 4)]

@@ -26,6 +26,7 @@ from decode.stopping import (
     Fixed,
     MeanOfRejected,
     Roc,
+    RoundCosts,
     StopRule,
     TargetAcceptance,
     Threshold,
@@ -136,7 +137,7 @@ def test_draft_and_verify_moves_its_threshold_as_in_its_code() -> None:
 
 
 def test_adaspeed_lowers_its_threshold_at_the_cap_too() -> None:
-    controller = TargetAcceptance(0.8, keep_at_cap=False)
+    controller = TargetAcceptance(0.8, keep_at=None)
     controller.rate = 1.0
     controller.observe(chain_round(12, 12), [])
     assert controller.value == pytest.approx(0.799)
@@ -193,7 +194,7 @@ def test_hugging_faces_threshold_minimises_the_cost_on_its_roc_curve(digits: int
 
 
 def test_hugging_faces_heuristic_schedule_grows_by_two_and_shrinks_by_one() -> None:
-    stop = StopRule(4, schedule="heuristic")
+    stop = StopRule(4, heuristic=True)
     caps = []
     for drafted, accepted in [(4, 4), (6, 6), (8, 3), (7, 7), *[(5, 0)] * 12]:
         stop.observe(chain_round(drafted, accepted))
@@ -203,8 +204,21 @@ def test_hugging_faces_heuristic_schedule_grows_by_two_and_shrinks_by_one() -> N
     assert stop.cap() == 4
 
 
+def test_on_trees_hugging_faces_schedule_and_the_controllers_compare_with_the_depth() -> None:
+    """A path as long as the tree is deep is a full acceptance, however many siblings the tree has."""
+    tree = Draft.tree([0, 1, 2, 0, 1], [-1, -1, 0, 1, 2])
+    whole = Round(tree, [0, 2, 4], 0, torch.empty(0), torch.empty(0))
+    stop, controller = StopRule(4, heuristic=True), TargetAcceptance(alpha=0.4)
+    stop.observe(whole)
+    controller.observe(whole, [])
+    assert stop.cap() == 6
+    assert controller.rate == 0.5
+    stop.observe(Round(tree, [1], 0, torch.empty(0), torch.empty(0)))
+    assert stop.cap() == 5
+
+
 def test_the_cost_optimal_threshold_is_the_rate_times_the_price_of_a_token() -> None:
-    controller = CostOptimal(cost_ratio=0.2, verify_growth=0.1, decay=1.0)
+    controller = CostOptimal(0.3, decay=1.0)
     assert controller.value == pytest.approx(0.3)  # plain decoding: one token a forward
     cost = tokens = 0.0
     for drafted, accepted in [(1, 1), (3, 1), (5, 5), (2, 0), (4, 2)]:
@@ -217,7 +231,7 @@ def test_the_cost_optimal_threshold_is_the_rate_times_the_price_of_a_token() -> 
 
 
 def test_the_cost_optimal_rule_forgets_old_rounds() -> None:
-    controller = CostOptimal(cost_ratio=0.1, decay=0.5, memory=200)
+    controller = CostOptimal(0.1, decay=0.5, memory=200)
     for rounds, accepted in ((400, 0), (400, 2)):
         for _ in range(rounds):
             controller.observe(chain_round(2, accepted), [0.5, 0.5])
@@ -249,12 +263,12 @@ def test_a_seed_gives_the_same_text_whatever_the_machines_speed(
     assert text(slow=True) == text(slow=False)
 
 
-def test_cost_optimal_takes_its_costs_from_options_or_from_the_weights_that_are_read() -> None:
-    given = STOPS["cost-optimal"](parts(cost_ratio=0.2, verify_growth=0.05)).threshold
-    assert (given.cost_ratio, given.verify_growth) == (0.2, 0.05)  # type: ignore[attr-defined]
+def test_cost_optimal_takes_its_costs_from_measurements_or_from_the_weights_that_are_read() -> None:
     inputs = parts()
     inputs.draft.cost = 0.25
-    assert STOPS["cost-optimal"](inputs).threshold.cost_ratio == 0.25  # type: ignore[attr-defined]
+    assert STOPS["cost-optimal"](inputs).threshold.value == 0.25
+    inputs.costs = RoundCosts({1: 2.0}, {1: 0.8}, {1: {1: 2.0}})
+    assert STOPS["cost-optimal"](inputs).threshold.value == 0.4
 
 
 def test_cost_optimal_confidence_is_calibrated_by_counting() -> None:
