@@ -1,13 +1,12 @@
 """Any Hugging Face causal language model through its own forward, over a cache that rolls back."""
 
 import inspect
-import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -351,8 +350,8 @@ def rows_that_fit(
     """
     longest, wanted = max(lengths, default=1), max(1, min(batch_size or len(lengths), len(lengths)))
     rows = wanted
-    if bytes_per_token and (room := free_memory(device)) < math.inf:
-        rows = max(1, min(wanted, int(room / (GROWTH * longest * bytes_per_token))))
+    if bytes_per_token:
+        rows = max(1, min(wanted, int(free_memory(device) / (GROWTH * longest * bytes_per_token))))
     if rows < wanted:
         warnings.warn(
             f"memory holds {rows} texts of {longest} tokens; writing {rows} instead of {wanted} at once", stacklevel=3
@@ -361,13 +360,8 @@ def rows_that_fit(
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that can still be allocated; infinite where the system does not tell."""
+    """Bytes that can still be allocated on a device."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    meminfo = Path("/proc/meminfo")
-    if device.type == "cpu" and meminfo.exists():
-        for line in meminfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("MemAvailable:"):
-                return 1024.0 * int(line.split()[1])
-    return math.inf
+    return float(psutil.virtual_memory().available)
