@@ -160,21 +160,16 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
     opened = pair is None
     if pair is None:
         pair = open_pair(settings, settings.draft if needs_draft(method) else None)
-        print(f"{settings.target} {placement(pair.target)}", file=sys.stderr)
-    warp = make_warp(settings, pair.target, settings.temperature)
-    if opened and (followed := described(pair.target, warp)):
-        print(followed, file=sys.stderr)
-    if settings.threads is not None:  # the layout of weights is chosen by measurement
+    tokenizer, warp = pair.tokenizer, make_warp(settings, pair.target, settings.temperature)
+    chat = use_chat(settings, tokenizer)
+    if settings.threads is not None:  # before the layout of weights is chosen by measurement
         torch.set_num_threads(settings.threads)
     if opened:
         machine.set_threads(pair.runner, settings.threads)
-        for name, runner in (("target", pair.runner), ("draft", pair.draft_runner)):
-            if runner is not None and runner.packing:
-                print(f"{name}: {runner.packing}", file=sys.stderr)
-    tokenizer = pair.tokenizer
-    chat = use_chat(settings, tokenizer)
-    if opened and (told := told_chat(settings, chat)):
-        print(told, file=sys.stderr)
+        notices = [f"{settings.target} {placement(pair.target)}", described(pair.target, warp)]
+        runners = (("target", pair.runner), ("draft", pair.draft_runner))
+        notices += [f"{name}: {runner.packing}" for name, runner in runners if runner is not None and runner.packing]
+        print("\n".join(filter(None, [*notices, told_chat(settings, chat)])), file=sys.stderr)
     ids = chat_ids(tokenizer, user_says(prompt, settings.system)) if chat else prompt_ids(tokenizer, prompt)
     draft = None
     if needs_draft(method):

@@ -12,7 +12,6 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from decode.engines.acceptance import Drafts, ServedText
-from decode.engines.settings import NO_CUTS
 from decode.errors import UserError
 
 SETTLED = 0.05  # seconds after which counters that have not changed are taken as final
@@ -140,7 +139,7 @@ class Server:
         body = {
             "prompt": ids, "max_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "top_p": 1.0,
             "stop_token_ids": stop_ids, "return_token_ids": True, "model": self.model, "ignore_eos": ignore_eos,
-            **NO_CUTS,
+            "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,  # not as the model's generation_config has them
         }  # fmt: skip
         choice = self._call("POST", "/v1/completions", json=body).json()["choices"][0]
         if "token_ids" not in choice:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +17,6 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 VLLM_PYTHON = Path(".venv-vllm/bin/python")
 LLAMA_SERVER = Path(".engines/llama.cpp/build/bin/llama-server")
 OLDEST_VLLM = Version("0.32")
-NO_CUTS: dict[str, float] = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Fields of a request that keep vLLM from applying the model's generation_config."""
 
 
 @dataclass
@@ -31,12 +28,8 @@ class EngineSettings:
         draft: likewise; empty if the engine runs without one.
         method: draft_model, eagle3 or eagle.
         context: tokens of the longest text, prompt and answer.
-        batch: most requests in flight.
         dtype: number format of vLLM's weights.
-        exact: run vLLM without compiled kernels and prefix cache, so that texts can be compared.
-        arguments: further arguments of `vllm serve`.
         python: interpreter of vLLM's environment.
-        python_option: name of that option in error messages.
         binary: llama-server.
         url: address of a running server, which is used instead of starting one.
         port: port to listen on; None: a free one.
@@ -50,12 +43,8 @@ class EngineSettings:
     draft: str
     method: str = "draft_model"
     context: int = 512
-    batch: int = 1
     dtype: str = "float32"
-    exact: bool = True
-    arguments: Sequence[str] = ()
     python: str | None = None
-    python_option: str = "--python"
     binary: str | None = None
     url: str | None = None
     port: int | None = None
@@ -111,13 +100,11 @@ def check_vllm(python: str) -> None:
 
 def vllm_command(settings: EngineSettings, draft_length: int | None, port: int) -> tuple[list[str], dict[str, str]]:
     """The command that starts vLLM's server, and its environment variables."""
-    python = find(settings.python, VLLM_PYTHON, settings.python_option, "vLLM's environment (.venv-vllm/bin/python)")
+    python = find(settings.python, VLLM_PYTHON, "--python", "vLLM's environment (.venv-vllm/bin/python)")
     command = [python, "-m", "vllm.entrypoints.cli.main", "serve", settings.target, "--dtype", settings.dtype]
     command += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
-    command += ["--max-num-seqs", str(max(4, settings.batch))]
-    command += ["--max-model-len", str(settings.context), *settings.arguments]
-    if settings.exact:
-        command += ["--enforce-eager", "--no-enable-prefix-caching"]
+    command += ["--max-num-seqs", "4", "--max-model-len", str(settings.context)]
+    command += ["--enforce-eager", "--no-enable-prefix-caching"]  # so that texts can be compared
     if draft_length:
         config: dict[str, object] = {"method": settings.method, "model": settings.draft}
         config["num_speculative_tokens"] = draft_length
@@ -150,7 +137,7 @@ def llama_command(settings: EngineSettings, draft_length: int | None, port: int)
     """The command that starts llama-server, and its environment variables."""
     binary = find(settings.binary, LLAMA_SERVER, "--binary", "llama-server")
     command = [binary, "-m", settings.target, "--host", "127.0.0.1", "--port", str(port), "--metrics", "--no-webui"]
-    command += ["-np", str(settings.batch), "-c", str(settings.batch * (settings.context + 64))]
+    command += ["-np", "1", "-c", str(settings.context + 64)]
     # float32 throughout: float16 caches and flash attention decide near ties otherwise
     command += ["-ctk", "f32", "-ctv", "f32", "-fa", "off"]
     if settings.threads:
