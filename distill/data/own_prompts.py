@@ -297,7 +297,7 @@ class PromptSampler:
         while True:
             numbers = range(start, start + size)
             if not ranks.is_first():
-                ranks.wait_for(lambda count=numbers[-1] + 1: file.complete(count) or None, "the target's prompts")  # type: ignore[misc]
+                ranks.wait_for(lambda count=numbers[-1] + 1: len(file.read()) >= count or None, "the target's prompts")  # type: ignore[misc]
             elif not all(number in file.found for number in numbers):
                 if model is None:
                     model = self.model()

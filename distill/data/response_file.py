@@ -69,10 +69,6 @@ class ResponseFile:
             self._read()
         return self.found
 
-    def complete(self, count: int) -> bool:
-        """Whether ``count`` examples or more have a sound line, without changing anything."""
-        return len(self.read()) >= count
-
     def fill(self, responses: Iterable[Response], tokenizer: PreTrainedTokenizerBase) -> Iterator[Response]:
         """Writes a line at once for each response that has none yet; returns those."""
         with self.path.open("a", encoding="utf-8") as file:

@@ -76,13 +76,6 @@ def test_rows_are_counted_by_their_reason_with_the_first_ones_number(tmp_path: P
     assert "train: 3 rows without an assistant's turn dropped (row 1)" in notes
 
 
-def test_a_file_of_rows_that_all_cannot_be_used_is_refused_with_the_reason(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + "\n")
-    with pytest.raises(UserError, match=r"no training row .* without an assistant's turn"):
-        load_corpus(DataSettings(source=str(path)), seed=0, tokenizer=with_start("plain"))
-
-
 PAIR = {"question": "1+1?", "answer": "2"}
 
 
@@ -123,14 +116,6 @@ def test_a_chat_that_a_template_rewrites_costs_its_tokens_once(tmp_path: Path) -
         *(f"{n} assistant</s>" for n in range(5)),
         "<think></think>5 assistant</s>",
     ]
-
-
-@pytest.mark.parametrize("all_of_them", ["all", None])
-def test_all_training_rows_can_be_asked_for(tmp_path: Path, all_of_them: Any) -> None:
-    corpus = load(tmp_path, [PAIR], None, train_examples=all_of_them)
-    assert sum(len(split) for split in (corpus.train, corpus.validation, corpus.test)) == 41
-    with pytest.raises(UserError, match="give a number"):
-        load_corpus(DataSettings(train_examples=all_of_them), seed=0)
 
 
 def test_a_line_break_that_the_shell_left_as_two_characters_becomes_one(tmp_path: Path) -> None:

@@ -85,22 +85,6 @@ def test_the_same_settings_and_seed_give_the_same_corpus(corpus):
     assert load_corpus(replace(SMALL, max_length=500), seed=0).fingerprint != corpus.fingerprint
 
 
-def test_the_fingerprint_follows_the_contents_of_a_file(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    prints = set()
-    for rows in (PAIRS, PAIRS, [*PAIRS[:-1], PAIRS[-1] | {"answer": "It is odd."}]):
-        prints.add(load_corpus(DataSettings(source=write(path, rows)), seed=0).fingerprint)
-    assert len(prints) == 2
-
-
-def test_a_saved_tokenizer_is_loaded_by_its_folder(corpus, tmp_path):
-    corpus.tokenizer.save_pretrained(tmp_path)
-    loaded = load_corpus(replace(SMALL, tokenizer=str(tmp_path)), seed=0)
-    assert loaded.tokenizer.get_vocab() == corpus.tokenizer.get_vocab()
-    with pytest.raises(UserError, match=r"data\.tokenizer"):
-        load_corpus(replace(SMALL, tokenizer=str(tmp_path / "none")), seed=0)
-
-
 @pytest.mark.parametrize("ending", ["json", "jsonl", "csv", "parquet"])
 def test_every_local_format_of_pairs_is_read(tmp_path, ending):
     made = load_corpus(DataSettings(source=write(tmp_path / f"rows.{ending}", PAIRS)), seed=0)
@@ -187,13 +171,6 @@ def test_the_split_of_a_row_depends_neither_on_the_seed_nor_on_the_order(tmp_pat
         assert prompts(first, split) == prompts(second, split)
 
 
-def test_equal_prompts_stay_in_one_split(tmp_path):
-    rows = [row | {"answer": f"{row['answer']} ({n})"} for row in PAIRS[:40] for n in range(3)]
-    made = load_corpus(DataSettings(source=write(tmp_path / "r.jsonl", rows), validation_fraction=0.2), seed=0)
-    assert sum(len(getattr(made, split)) for split in SPLITS) == 120
-    assert not prompts(made, "train") & (prompts(made, "validation") | prompts(made, "test"))
-
-
 def test_fewer_examples_than_there_are_make_a_seeded_sample(tmp_path):
     settings = DataSettings(source=write(tmp_path / "r.jsonl", PAIRS), train_examples=30)
     assert len(load_corpus(settings, seed=0).train) == 30
@@ -222,13 +199,6 @@ def test_examples_whose_prompt_alone_is_too_long_are_dropped_even_when_cutting(t
     assert any("dropped" in note for note in made.notes)
     with pytest.raises(UserError, match=r"raise data\.max_length"):
         load_corpus(replace(settings, max_length=8), seed=0)
-
-
-def test_empty_responses_are_left_out_and_counted(tmp_path):
-    rows = [row | {"answer": row["answer"] if n % 4 else " "} for n, row in enumerate(PAIRS)]
-    made = load_corpus(DataSettings(source=write(tmp_path / "r.jsonl", rows)), seed=0)
-    assert sum(len(getattr(made, split)) for split in SPLITS) == 150
-    assert any("without a response" in note for note in made.notes)
 
 
 def test_mbpp_rows_keep_their_official_splits(tmp_path):
@@ -273,11 +243,6 @@ def test_rows_that_do_not_fit_are_refused_with_their_columns(tmp_path, rows, kin
         load_corpus(DataSettings(source=write(tmp_path / "r.jsonl", rows), kind=kind), seed=0)
 
 
-def test_a_preset_with_other_columns_says_which_are_missing(tmp_path):
-    with pytest.raises(UserError, match="question, answer is missing from text"):
-        load_corpus(DataSettings(source="gsm8k", train_file=write(tmp_path / "r.jsonl", STORIES)), seed=0)
-
-
 def test_a_hub_data_set_is_split_and_sampled(tmp_path, monkeypatch):
     """The Hub's libraries read a local folder in the place of a repository."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
@@ -300,25 +265,3 @@ def test_without_the_hub_the_error_names_the_local_alternative(monkeypatch):
     for source in ("gsm8k", "somebody/something"):
         with pytest.raises(UserError, match=r"HF_HUB_OFFLINE.*data\.train_file"):
             load_corpus(DataSettings(source=source), seed=0)
-
-
-def test_sharegpt_conversations_are_read_with_a_template_of_the_settings(tmp_path) -> None:
-    chat = [
-        {"from": "gpt", "value": "left over"},
-        {"from": "human", "value": "Hi {}"},
-        {"from": "gpt", "value": "Hello"},
-    ]
-    file = tmp_path / "chats.jsonl"
-    file.write_text("".join(json.dumps({"conversations": chat}).replace("{}", str(i)) + "\n" for i in range(60)))
-    settings = DataSettings(
-        source=str(file),
-        messages_column="conversations",
-        chat_template="{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}",
-        tokenizer_vocab_size=280,
-        validation_fraction=0.2,
-    )
-    row = load_corpus(settings, seed=0).train[0]
-    assert row["prompt"].startswith("<user>Hi ")
-    assert row["prompt"].endswith("<assistant>")
-    assert row["response"] == "Hello"

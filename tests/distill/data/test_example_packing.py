@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 import torch
 from families import build_tiny, in_double
-from tiny_run import run_tiny, tiny_settings
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from distill.config.training import TrainingSettings
 from distill.data.batches import Schedule, TokenDataset, TrainLoader, dealt_to_rows, keeps_apart
@@ -93,20 +91,3 @@ def test_a_model_that_ignores_positions_is_not_packed(monkeypatch: pytest.Monkey
     forward = model.base_model.forward
     monkeypatch.setattr(model.base_model, "forward", lambda position_ids=None, **given: forward(**given))
     assert not keeps_apart(model)
-
-
-def test_a_run_says_how_much_of_its_batches_was_padding(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = tiny_settings(tmp_path)
-    settings.trainer.packing = 2048  # a row for the four examples of a step
-
-    def not_of_targets(model: PreTrainedModel) -> bool:
-        return model.config.num_hidden_layers == 1
-
-    monkeypatch.setattr("distill.stages.keeps_apart", not_of_targets)
-    _, run, printed = run_tiny(settings)
-    shares = [float(line.split()[-2].rstrip("%")) for line in printed.splitlines() if line.endswith("% padding")]
-    assert len(shares) == 4
-    assert shares[1:] == [0, 0, 0]
-    assert shares[0] > 0
-    assert "not packed: the attention of LlamaForCausalLM" in printed
-    assert run.record("adaspec") is not None

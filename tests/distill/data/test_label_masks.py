@@ -107,12 +107,6 @@ def test_an_end_token_that_a_tokenizer_adds_is_taken_off_prompts():
     assert tokenizer.convert_ids_to_tokens(example.input_ids) == ["<s>", "▁", "a", "b", "c", "</s>"]
 
 
-def test_a_tokenizer_without_an_end_token_is_refused():
-    core = Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
-    with pytest.raises(UserError, match="no end-of-text token"):
-        label(PreTrainedTokenizerFast(tokenizer_object=core), [pair("a", "b")], chat=False)
-
-
 def test_a_chat_learns_every_assistant_turn_and_nothing_else(chatty):
     (example,) = examples_of(chatty, CHAT)
     assert learned(chatty, example) == ["hello to you<|endoftext|>", "There are 4.<|endoftext|>"]
@@ -120,11 +114,6 @@ def test_a_chat_learns_every_assistant_turn_and_nothing_else(chatty):
     assert text.startswith("[system]be kind\n[user]hello\n[assistant]hello to you<|endoftext|>\n[user]how many?")
     assert example.prompt == "[system]be kind\n[user]hello\n[assistant]"
     assert chatty.decode(prompt_part(example.input_ids, example.labels)) == example.prompt
-
-
-def test_a_chat_may_end_with_the_user(chatty):
-    (example,) = examples_of(chatty, CHAT[:4])
-    assert learned(chatty, example) == ["hello to you<|endoftext|>"]
 
 
 def test_a_template_that_drops_earlier_reasoning_gives_one_example_with_every_turn(chatty):
@@ -189,11 +178,6 @@ def test_masks_that_hide_all_or_nothing_are_refused_and_shown(tokenizer, masked,
         check_masks([row, row], tokenizer, "pairs")
     assert "all 2 examples" in str(caught.value)
     assert ("\nHow many pens?\n" if masked else "\n[[How many pens?]]\n") in str(caught.value)
-
-
-def test_masks_of_plain_text_may_be_open(tokenizer):
-    ids = tokenizer("How many pens?")["input_ids"]
-    check_masks([{"input_ids": ids, "labels": ids}], tokenizer, "text")
 
 
 def test_an_example_is_shown_with_its_mask_and_special_tokens(tokenizer):

@@ -308,19 +308,6 @@ def test_settings_that_cannot_work_are_refused(
         made.validate()
 
 
-def test_a_file_without_prompts_and_a_run_without_a_target_are_refused(tmp_path: Path, tiny: Tiny) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"text": "one"}\n')
-    with pytest.raises(UserError, match=r"holds no prompts: .* the first row has 'text'"):
-        prompt_rows(settings(file=str(path)), 0, None)
-    with pytest.raises(UserError, match=r"no target is named here: give target\.model"):
-        prompt_rows(settings(), 0, None)
-    made = own_run(tmp_path, tiny)
-    made.data.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(UserError, match="nothing before a user's turn"):
-        _ = context(made)[0].corpus
-
-
 def test_a_dry_run_takes_word_problems_for_the_prompts_and_keeps_the_path(tmp_path: Path, tiny: Tiny) -> None:
     made = own_run(tmp_path, tiny)
     made.training.steps = made.student.training.steps = 2

@@ -71,13 +71,6 @@ def test_the_quantisation_is_asked_of_transformers_and_the_signals_are_those_of_
     assert [stage for stage in keys if keys[stage] == plain[stage]] == ["target", "initial"]
 
 
-def test_where_the_target_is_does_not_make_another_one(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path)
-    plain = stage_fingerprints(settings)
-    settings.target.devices = ["cuda:1"]
-    assert stage_fingerprints(settings) == plain
-
-
 def test_what_a_sharded_target_cannot_do_is_refused(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path)
     settings.target.sharded = True

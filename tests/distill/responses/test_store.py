@@ -82,8 +82,8 @@ def test_a_kill_costs_the_line_being_written_and_an_altered_line_is_written_agai
     assert path.read_bytes() == lines[0]
     again = file.fill(plain(JOBS, EVERY), tokenizer)  # whole batches are answered again
     assert [response.example for response in again] == [1, 2, 3, 4]
-    assert ResponseFile(path, {"a": 1}).complete(5)
-    assert not ResponseFile(path, {"a": 2}).complete(5)
+    assert len(ResponseFile(path, {"a": 1}).read()) == 5
+    assert not ResponseFile(path, {"a": 2}).read()
 
 
 def test_responses_of_other_settings_are_set_aside(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
