@@ -106,7 +106,8 @@ class Benchmark:
             UserError: a draft or a store is missing, no prompt fits the context, or a model decodes one text at a time.
             KeyboardInterrupt: passed on after `blocks` has been brought up to date.
         """
-        suites, entries, sizes, session = list(suites), list(entries), sorted(set(batch_sizes)), self.session
+        suites, entries, session = list(suites), list(entries), self.session
+        sizes = sorted(set(batch_sizes)) or [1]
         check_entries(session, entries)
         self.blocks = list(finished)
         self.items = {suite.name: session.items(suite) for suite in suites}

@@ -234,3 +234,9 @@ def test_a_row_that_is_not_as_its_data_sets_is_a_mistake_that_is_told(tmp_path, 
     path = write(tmp_path / "mine.jsonl", [row])
     with pytest.raises(UserError, match=rf"the suite '{spec}=.* has rows that are not as those of {spec}"):
         load_suite(f"{spec}={path}")
+
+
+def test_held_out_prompts_are_a_fixed_share():
+    splits = [held_out(f"prompt {n}", 0.1) for n in range(4000)]
+    assert 300 < splits.count("validation") < 500
+    assert 300 < splits.count("test") < 500
