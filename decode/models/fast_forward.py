@@ -2,7 +2,7 @@
 
 Same arithmetic as transformers' modelling code, a few dozen operations a layer less: one projection for q, k and v,
 rotation in place, one preallocated cache for all layers, masks made once a call. On CPUs the weights are laid out anew
-for it (`fast_architectures`). `fast_runner.FastRunner` makes a `Runner` of it.
+for it (`families`). `fast_runner.FastRunner` makes a `Runner` of it.
 """
 
 from __future__ import annotations
