@@ -24,7 +24,7 @@ Settings = TypeVar("Settings", bound=LoadSettings)
 
 PLACED = {f.name for f in dataclasses.fields(LoadSettings)} - {"threads"}
 """Settings that are fixed once the models are open."""
-STORES = {"rest": "datastore", "adaptix": "trigrams", "adaptix-best-first": "trigrams"}
+STORES = {"rest": "datastore", "adaptix": "trigrams"}
 """Methods that draft from a store, and which one."""
 
 

@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from heapq import heappop, heappush
 from pathlib import Path
 from random import Random
 
@@ -289,46 +288,6 @@ def most_visited(
     return out
 
 
-def best_tree(root: int, successors: Successors, *, bits: int, mask: int, nodes: int, depth: int) -> Trie:
-    """The ``nodes`` most probable nodes: the tree with the most expected accepted tokens under the model.
-
-    The probability of a node is the product along its path of the weights, normalised where they exceed 1 in
-    sum. No node is likelier than its parent, so a best-first search takes the nodes in order.
-
-    Args:
-        root: the packed context.
-        successors: tokens and weights that follow a packed context.
-        bits: bits per token of a packed context.
-        mask: keeps the tokens of a context.
-        nodes: size of the tree.
-        depth: deepest node.
-    """
-    tree = Trie()
-    frontier: list[tuple[float, int, int, int, int, int]] = []
-    serial = 0  # ties go to the node that was found first
-
-    def expand(node: int, context: int, probability: float, level: int) -> None:
-        nonlocal serial
-        tokens, weights = successors(context)
-        scale = probability / max(1.0, sum(weights))
-        for token, weight in zip(tokens, weights):
-            serial += 1
-            below = ((context << bits) | token) & mask
-            heappush(frontier, (-weight * scale, serial, node, token, below, level))
-
-    if depth > 0:
-        expand(-1, root, 1.0, 1)
-    while frontier and len(tree) < nodes:
-        probability, _, parent, token, context, level = heappop(frontier)
-        node = tree.add(parent, token)
-        if level < depth:
-            expand(node, context, -probability, level + 1)
-    return tree
-
-
-DEPTHS = {"mcts": 3, "best-first": 8}
-
-
 Learned = dict[int, tuple[list[int], list[float]]]  # by packed context: tokens that follow it, and their weights
 
 
@@ -354,12 +313,10 @@ class TrigramDrafter(Drafter):
     """
 
     table: NgramTable  # the corpus's n-grams
-    method: str = "mcts"  # ``mcts``, the paper's search, or ``best-first``, the exact best tree
     nodes: int = 64  # most nodes in the tree
     searches: int = 150  # Monte Carlo iterations
-    # deepest node searched; null takes 3 for MCTS, whose sequences grow by one more token, and 8 for best-first
-    depth: int | None = None
-    sequences: int = 24  # most visited sequences taken from MCTS, each then extended
+    depth: int = 3  # deepest node searched; the sequences grow by one more token
+    sequences: int = 24  # most visited sequences, each then extended
     gain: float = 0.04  # weight added to a recent n-gram; 0 turns learning off
     ceiling: float = 3.0  # the weight that learning stops at
     recent: int = 16  # tokens of the text whose n-grams are learned each time
@@ -367,10 +324,6 @@ class TrigramDrafter(Drafter):
     widest: int = 64  # successors that a context keeps while it learns; the lightest leaves first
     seed: int = 0  # of the search's own generator, which restarts with every text and never touches the decoder's
     _learned: Learned = field(default_factory=dict, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.depth is None:
-            self.depth = DEPTHS[self.method]
 
     def start(self, prompt: Prompt) -> TrigramState:
         """A search's generator, and the learned weights: those of the drafter, or a copy for this sequence alone."""
@@ -390,10 +343,7 @@ class TrigramDrafter(Drafter):
         root = self.table.context(ids)
         if root is None or most < 1:
             return Draft.empty()
-        assert self.depth is not None
         bits, mask, depth, after = self.table.bits, self.table.mask, min(self.depth, most), state.successors
-        if self.method == "best-first":
-            return best_tree(root, after, bits=bits, mask=mask, nodes=self.nodes, depth=depth).draft()
         found = search(root, after, bits=bits, mask=mask, iterations=self.searches, depth=depth, random=state.random)
         return most_visited(*found, after, sequences=self.sequences, nodes=self.nodes, max_depth=most).draft()
 
@@ -422,13 +372,10 @@ class TrigramDrafter(Drafter):
             del known[next(iter(known))]
 
 
-def open_adaptix(
-    folder: str | Path, tokenizer: PreTrainedTokenizerBase | None, *, order: int = 3, best_first: bool = False
-) -> TrigramDrafter:
+def open_adaptix(folder: str | Path, tokenizer: PreTrainedTokenizerBase | None, *, order: int = 3) -> TrigramDrafter:
     """Adaptix with the paper's settings over the n-gram table in ``folder``.
 
     Raises:
         UserError: no tokenizer, or a table that is missing, damaged, or of another tokenizer.
     """
-    table = NgramTable.open(folder, require_fingerprint(tokenizer), order=order)
-    return TrigramDrafter(table, "best-first" if best_first else "mcts")
+    return TrigramDrafter(NgramTable.open(folder, require_fingerprint(tokenizer), order=order))

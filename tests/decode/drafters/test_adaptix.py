@@ -1,4 +1,3 @@
-import heapq
 import math
 import random
 from collections import Counter, defaultdict
@@ -251,36 +250,3 @@ def test_search_never_draws_from_the_decoders_generator(table):
     before = rng.generator.get_state()
     Drafting(TrigramDrafter(table), [0, 1]).propose([0, 1], max_depth=9, rng=rng)
     assert rng.generator.get_state().equal(before)
-
-
-@pytest.mark.parametrize("order", [2, 3, 4])
-def test_best_first_takes_the_most_probable_nodes(tmp_path, order):
-    table = opened(tmp_path, corpus(5), order)
-    source = random.Random(0)
-    for _ in range(20):
-        root = [source.randrange(6) for _ in range(order - 1)]
-        drafter = TrigramDrafter(table, "best-first", nodes=source.randrange(1, 30), depth=4, gain=0)
-        probability = {(): 1.0}
-        for _ in range(4):
-            for path in list(probability):
-                for token, weight in successors(table, [*root, *path]).items():
-                    probability[(*path, token)] = probability[path] * weight
-        del probability[()]
-        found = paths(propose(drafter, root, 9))
-        best = heapq.nlargest(drafter.nodes, probability.values())
-        assert [probability[path] for path in found] == pytest.approx(best)
-        assert len(set(found)) == len(found)
-
-
-def test_best_first_normalises_weights_that_learning_has_raised_above_one(tmp_path):
-    drafter = TrigramDrafter(opened(tmp_path, [[1, 2, 3], [1, 2, 4], [2, 4, 5]]), "best-first", nodes=3, depth=2)
-    for _ in range(40):
-        drafter._learn(drafter._learned, [1, 2, 3])
-    draft = propose(drafter, [1, 2], 9)  # weights 2.1 and 0.5: 4 has 0.19, 4 5 the same, deeper
-    assert paths(draft) == [(3,), (4,), (4, 5)]
-
-
-def test_best_first_respects_room(table):
-    for max_depth in (0, 1, 2):
-        draft = propose(TrigramDrafter(table, "best-first"), [0, 1], max_depth)
-        assert max(draft.depths(), default=0) == max_depth
