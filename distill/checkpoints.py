@@ -152,7 +152,10 @@ class Fsdp(ModelParallelStrategy):
         if self.is_global_zero:
             remove(aside)
         self.barrier()
-        super().save_checkpoint(checkpoint, aside, storage_options)
+        try:
+            super().save_checkpoint(checkpoint, aside, storage_options)
+        except sharded.CheckpointException as error:  # raise its cause, such as a full disk
+            raise next(iter(error.failures.values()))[0] from error
         self.barrier()
         if self.is_global_zero:
             remove(path)

@@ -357,19 +357,17 @@ class Victim:
 
 WRITTEN = "not as it was written"
 VICTIMS = [
-    Victim("weights of a stage", "reference/model.safetensors", says=WRITTEN),
-    Victim("newest checkpoint", "work/checkpoints-draft/step-*.ckpt", "draft", stop=True, says="is damaged"),
+    Victim("weights of a stage", "distillspec/model.safetensors", says=WRITTEN),
+    Victim("newest checkpoint", "work/checkpoints-adaspec/step-*.ckpt", "adaspec", stop=True, says="is damaged"),
     Victim("exported weights", "export/model.safetensors", says=WRITTEN),
-    Victim("cached signal of the target", "work/signals/target_hidden_train.npy", "draft"),
-    Victim("cached losses of the reference", "work/signals/reference_forward_kl.npy", "draft"),
-    Victim("note of a cached signal", "work/signals/target_hidden_train.json", "draft"),
-    Victim("cached responses", "work/responses/train.jsonl", "draft"),
-    Victim("note of the responses", "work/responses/train.json", "draft"),
+    Victim("cached signal of the target", "work/signals/target_hidden_train.npy", "adaspec"),
+    Victim("cached losses of the reference", "work/signals/distillspec_forward_kl.npy", "adaspec"),
+    Victim("note of a cached signal", "work/signals/target_hidden_train.json", "adaspec"),
+    Victim("cached responses", "work/responses/train.jsonl", "adaspec"),
+    Victim("note of the responses", "work/responses/train.json", "adaspec"),
     Victim("weights of the target", "target/model.safetensors", says=WRITTEN),
     Victim("configuration of a stage", "initial/config.json", says=WRITTEN),
-    Victim("note of a stage", "work/draft.json"),
-    Victim("best weights so far", "work/checkpoints-draft/best-*.ckpt", "draft", stop=True, says="is damaged"),
-    Victim("fingerprint of checkpoints", "work/checkpoints-draft/fingerprint.json", "draft", stop=True),
+    Victim("fingerprint of checkpoints", "work/checkpoints-adaspec/fingerprint.json", "adaspec", stop=True),
     Victim("exported configuration", "export/config.json", says=WRITTEN),
     Victim("report", "report.json", says=WRITTEN),
     Victim("note of the report", "work/report.json"),
@@ -381,7 +379,7 @@ def damage_all(
 ) -> list[str]:
     """Damages one file after the other in a finished run, starts it again, and returns the faults."""
     faults: list[str] = []
-    late = Kill("draft", moments(events)["adaspec"].index(f"step {2 * INTERVAL + 1}") + 1)
+    late = Kill("adaspec", moments(events)["adaspec"].index(f"step {2 * INTERVAL + 1}") + 1)
     for victim in victims:
         for how in (truncate, alter):
             if victim.again:

@@ -28,7 +28,7 @@ from distill.data.context import StageContext
 from distill.dry_run import shrink as shrink_run
 from distill.pipeline import complete_settings
 from distill.run_stages import run_stages
-from distill.stages import RunDir
+from distill.stages import run_of
 from probes.pipeline import run_probes
 from probes.settings import ProbesSettings
 from probes.settings import shrink as shrink_probes
@@ -42,7 +42,7 @@ MACHINE = ("device", "dtype", "device_map", "threads", "name", "output", "output
 def sections(path: Path) -> tuple[str, dict[str, Any]]:
     """The command that the file is for, and what it says to it."""
     content = read_config([path])
-    if "reference" in content and ("initial" in content or "probes" not in content):
+    if "drafts" in content:
         return "distill", {key: value for key, value in content.items() if key not in FOREIGN}
     if "probes" in content:
         return "probes", {key: value for key, value in content.items() if key != "bench"}
@@ -133,5 +133,5 @@ def test_files_with_all_that_any_file_asks_for_run_through(path: Path, tmp_path:
     else:
         run = shrink_run(settings, quiet)
         complete_settings(run, quiet)
-        ran = run_stages(StageContext(run, RunDir(tmp_path / run.name, [c.name for c in run.comparisons]), quiet))
-        assert ran == ["target", "initial", "reference", "draft", *(c.name for c in run.comparisons)]
+        ran = run_stages(StageContext(run, run_of(run), quiet))
+        assert ran == ["target", "initial", *(draft.name for draft in run.drafts)]

@@ -10,7 +10,7 @@ from decode.commands.parsing import parse
 from decode.models.shapes import FAMILIES
 from distill.__main__ import FOREIGN
 from distill.config.data import DataSettings
-from distill.config.drafts import EagleSettings
+from distill.config.drafts import DraftSettings
 from distill.config.run import Settings
 from distill.config.training import Architecture, StudentSettings, TargetSettings, TrainingSettings
 from distill.data.context import StageContext
@@ -19,7 +19,7 @@ from distill.models.lm_head import LMHead, check_head
 from distill.models.loading import build_model, count_parameters
 from distill.pipeline import run_pipeline
 from distill.run_stages import run_stages
-from distill.stages import RunDir
+from distill.stages import run_of
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 
@@ -48,12 +48,13 @@ def test_models_from_the_hub_take_the_path_of_their_kind(kind: str, tmp_path: Pa
         output_dir=str(tmp_path),
         target=TargetSettings(kind=kind, model="lmsys/vicuna-7b-v1.3", training=TrainingSettings(epochs=1)),  # type: ignore[arg-type]
         student=StudentSettings(kind=kind, model="double7/vicuna-68m", training=TrainingSettings(epochs=1)),  # type: ignore[arg-type]
+        drafts=[DraftSettings(name="own", training={"epochs": 3, "batch_size": 64})],
     )
     settings.training.epochs = 1
     small = shrink(settings, Console(quiet=True))
     assert small.target.kind == kind
-    ran = run_stages(StageContext(small, RunDir(tmp_path / small.name), Console(quiet=True)))
-    assert ran == ["target", "initial", "reference", "draft"]
+    ran = run_stages(StageContext(small, run_of(small), Console(quiet=True)))
+    assert ran == ["target", "initial", "own"]
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES.values())))
@@ -81,18 +82,16 @@ def test_templates_of_the_users_own_decide_the_columns_of_the_stand_in() -> None
 
 
 def test_a_second_dry_run_replaces_the_first(tmp_path: Path) -> None:
-    settings = Settings(output_dir=str(tmp_path), name="x")
-    for part in (settings.target, settings.student, settings.reference):
-        part.training.steps = 1
+    settings = load(QUICKSTART, tmp_path)
+    settings.name = "x"
     shrink(settings, Console(quiet=True))
     (tmp_path / "x-dry-run" / "left").mkdir(parents=True)
     shrink(settings, Console(quiet=True))
     assert not (tmp_path / "x-dry-run" / "left").exists()
 
 
-def test_the_sizes_of_a_head_are_those_that_the_tiny_target_has(tmp_path: Path) -> None:
+def test_a_head_is_trained_on_the_tiny_target(tmp_path: Path) -> None:
     settings = load(QUICKSTART, tmp_path)
-    settings.eagle = EagleSettings("eagle3", intermediate_size=14336, heads=9, kv_heads=8, layers=[2, 16, 29], unroll=1)
-    settings.draft.k = 0.05  # batches of 80
+    settings.student = StudentSettings(kind="eagle3", unroll=1)
     small = shrink(settings, Console(quiet=True))
-    assert run_stages(StageContext(small, RunDir(tmp_path / small.name), Console(quiet=True)))[-1] == "draft"
+    assert run_stages(StageContext(small, run_of(small), Console(quiet=True)))[-1] == "kl-tv"

@@ -51,10 +51,11 @@ def test_tracker_is_short_for_its_kind(
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("--draft.k", "1.5"), "draft.k"),
-        (("--draft.kk", "0.5"), "error: unknown option '--draft.kk'; the nearest known key is 'draft.k'"),
+        (("--drafts.adaspec.k", "1.5"), "drafts[1].k is 1.5"),
+        (("--drafts.adaspec.kk", "0.5"), "'kk' is not one of name, reference, k"),
+        (("--drafts.adaspek.k=0.5",), "'adaspek' is not one of distillspec, adaspec"),
         (("--data.train_file", "no.jsonl"), "no.jsonl"),
-        (("--initial.architecture.layers", "40"), "a draft has to be smaller"),
+        (("--student.architecture.layers", "40"), "a draft has to be smaller"),
         (("--name", "eagle3"), "eagle3"),
         (("--seed", "-1"), "seed"),
         (("--seed", str(10**30)), "seed"),
@@ -88,11 +89,11 @@ def test_the_whole_run_goes_to_its_report_and_a_second_one_changes_nothing(
     before = report.stat().st_mtime_ns
     status, out, _ = run(capsys, "--config", str(folder / "settings.yaml"))
     assert status == 0
-    assert out.count("up to date") == 6
+    assert out.count("up to date") == 5
     assert report.stat().st_mtime_ns == before
     report.write_text(json.dumps(json.loads(report.read_text()) | {"probes": [{"layer": 1}]}))
     status, out, _ = run(capsys, "--config", str(folder / "settings.yaml"), "--evaluation.prompts", "3")
-    assert (status, out.count("up to date")) == (0, 5)
+    assert (status, out.count("up to date")) == (0, 4)
     assert json.loads(report.read_text())["probes"] == [{"layer": 1}]
 
 

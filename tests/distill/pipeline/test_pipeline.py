@@ -5,6 +5,7 @@ import gc
 import json
 import shutil
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from decode.errors import UserError
 from decode.models.loading import load_model
-from distill.config.drafts import ComparisonSettings
+from distill.config.drafts import DraftSettings
 from distill.config.run import Settings
 from distill.config.training import TargetSettings, TrainerSettings
 from distill.files import only_one
@@ -25,11 +26,12 @@ from distill.losses.objective import Objective
 from distill.losses.selection import Selection
 from distill.models.loading import checkpoint_layers
 from distill.pipeline import complete_settings, run_pipeline
-from distill.stages import RunDir, StageRecord, StageResult, language_model, run_of, stage_fingerprints
+from distill.run_stages import StageResult, language_model
+from distill.stages import RunDir, StageRecord, run_of, stage_fingerprints
 from distill.teacher.store import prepare
 from distill.trainer import fit
 
-STAGES = ["target", "initial", "distillspec", "adaspec", "equal-tokens"]
+STAGES = ["target", "initial", "distillspec", "adaspec"]
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +61,13 @@ def setting(path: str, value: Any) -> Any:
     return change
 
 
+def draft(number: int, **values: Any) -> Any:
+    def change(settings: Settings) -> None:
+        settings.drafts[number] = replace(settings.drafts[number], **values)
+
+    return change
+
+
 def test_nothing_runs_again_when_nothing_changed(finished: tuple[Path, RunDir]) -> None:
     folder, run = finished
     times = {stage: (run.path(stage) / "model.safetensors").stat().st_mtime_ns for stage in STAGES}
@@ -76,20 +85,25 @@ def test_an_up_to_date_run_reads_no_data(finished: tuple[Path, RunDir], monkeypa
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
-        (setting("draft.k", 0.5), ["adaspec"]),
-        (setting("training.lr", 1e-4), ["distillspec", "adaspec", "equal-tokens"]),
-        (setting("initial.architecture.hidden_size", 8), ["initial", "distillspec", "adaspec", "equal-tokens"]),
+        (draft(1, k=0.5), ["adaspec"]),
+        (draft(1, training={"lr": 1e-4}), ["adaspec"]),
+        (draft(0, divergence="tv"), ["distillspec", "adaspec"]),
+        (setting("training.lr", 1e-4), ["distillspec", "adaspec"]),
+        (setting("student.architecture.hidden_size", 8), ["initial", "distillspec", "adaspec"]),
+        (setting("student.precision", "auto"), ["initial", "distillspec", "adaspec"]),
+        (setting("target.dtype", "bfloat16"), ["distillspec", "adaspec"]),
         (setting("target.training.steps", 9), STAGES),
         (setting("data.difficulty", 2), STAGES),
         (setting("seed", 5), STAGES),
         (setting("trainer.precision", "bf16-mixed"), STAGES),
-        (setting("initial.precision", "auto"), ["initial", "distillspec", "adaspec", "equal-tokens"]),
+        (setting("trainer.tf32", True), STAGES),
+        (setting("trainer.accumulate", 2), ["adaspec"]),  # each part of a step selects its own tokens
+        (setting("trainer.devices", 2), ["adaspec"]),
         (setting("data.test_examples", 3), []),
         (setting("evaluation.prompts", 3), []),
         (setting("trainer.log_every", 1), []),
         (setting("trainer.gradient_checkpointing", True), []),
         (setting("target.lora.rank", 3), []),  # not used by a target from scratch
-        (setting("threads", 2), []),
         (setting("teacher.signal_limit_gb", 5.0), []),
     ],
 )
@@ -109,7 +123,7 @@ def test_a_model_is_trained_in_its_own_precision_and_the_drafts_in_the_trainers(
         seen.append((trainer.precision, trainer.attention))
         return fit(module, data, trainer, *_, **more)
 
-    monkeypatch.setattr("distill.stages.fit", note)
+    monkeypatch.setattr("distill.run_stages.fit", note)
     monkeypatch.setattr("distill.models.loading.multiplies_bfloat16", lambda device: can)
     settings = tiny_settings(tmp_path)
     settings.target.precision = "auto"
@@ -147,11 +161,11 @@ def test_a_changed_data_file_makes_every_stage_run_again(tmp_path: Path) -> None
     assert all(before[stage][0] != stage_fingerprints(settings)[stage][0] for stage in STAGES)
 
 
-def test_a_changed_draft_setting_runs_that_stage_only(finished: tuple[Path, RunDir]) -> None:
+def test_a_further_draft_runs_that_stage_only(finished: tuple[Path, RunDir]) -> None:
     folder, _ = finished
     settings = tiny_settings(folder)
-    settings.comparisons = [ComparisonSettings(name="all-tokens", method="distillspec")]
-    assert run_tiny(settings)[0] == ["all-tokens"]
+    settings.drafts.append(DraftSettings(name="kl-tv", divergence="kl_tv"))
+    assert run_tiny(settings)[0] == ["kl-tv"]
 
 
 def test_a_damaged_folder_is_made_again(finished: tuple[Path, RunDir]) -> None:
@@ -166,14 +180,14 @@ def test_a_damaged_folder_is_made_again(finished: tuple[Path, RunDir]) -> None:
 
 def test_the_best_draft_on_the_validation_examples_is_chosen_for_export(finished: tuple[Path, RunDir]) -> None:
     _, run = finished
-    assert run.chosen("draft") == "adaspec"
+    assert run.chosen("adaspec") == "adaspec"
     assert run.chosen("equal-tokens") == "equal-tokens"
     trained = ("distillspec", "adaspec", "equal-tokens")
     curves = {name: [entry["alpha"] for entry in run.draft_record(name).history] for name in trained}
     assert run.chosen("best") == max(trained, key=lambda name: max(curves[name]))
     settings = tiny_settings(run.folder.parent)
     settings.export.choose = "adaspek"
-    with pytest.raises(UserError, match=r"export.choose is 'adaspek'.*equal-tokens"):
+    with pytest.raises(UserError, match=r"export.choose is 'adaspek'.*adaspec"):
         run_pipeline(settings)
 
 
@@ -192,18 +206,16 @@ def test_every_stage_is_a_plain_folder_that_transformers_loads(finished: tuple[P
 
 def test_records_hold_the_account_of_every_draft(finished: tuple[Path, RunDir]) -> None:
     _, run = finished
-    reference, draft, other = (run.record(stage) for stage in ("distillspec", "adaspec", "equal-tokens"))
+    reference, draft = (run.record(stage) for stage in ("distillspec", "adaspec"))
     assert reference is not None
     assert draft is not None
-    assert other is not None
     assert reference.account["optimiser_steps"] == draft.account["optimiser_steps"] == 12
-    assert draft.account["examples"] == 12 * 10  # batch 4 / 0.4
-    assert other.account["optimiser_steps"] == 5  # 12 · 4 / 10
+    assert draft.account["examples"] == 12 * 4
     tokens = draft.account["teacher_tokens"]
     assert 0.4 * tokens <= draft.account["selected_tokens"] <= 0.4 * tokens + 12
     assert draft.account["cumulative_teacher_tokens"] == tokens + reference.account["teacher_tokens"]
     assert sum(count for _, count in draft.selected) <= draft.account["selected_tokens"]
-    assert list(run.drafts) == ["undistilled", "distillspec", "adaspec", "equal-tokens"]
+    assert list(run.drafts) == ["undistilled", "distillspec", "adaspec"]
     assert run.draft_record("undistilled").account == {}
 
 
@@ -217,9 +229,9 @@ def test_a_full_disk_leaves_no_half_written_folder(finished: tuple[Path, RunDir]
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        other.put("draft", StageRecord("key"), fail)
+        other.put("adaspec", StageRecord("key"), fail)
     assert other.record("adaspec") is None
-    assert [path for path in tmp_path.rglob("*") if path.is_file() or "draft" in path.name] == []
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     kept = run.record("target")
     with pytest.raises(OSError, match="No space left"):
         run.put("target", StageRecord("other"), fail)
@@ -243,17 +255,14 @@ def test_a_model_taken_as_it_is_becomes_a_link_and_may_be_shared(finished: tuple
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (setting("draft.k", 0.0), r"draft.k is 0.0, expected a number >0 and <=1"),
-        (setting("draft.k", 1.1), r"draft.k is 1.1"),
+        (draft(1, k=0.0), r"drafts\[1\].k is 0.0, expected a number >0 and <=1"),
         (setting("target.training.steps", None), r"target.training.steps and target.training.epochs: neither is set"),
         (setting("target.training.epochs", 1.0), r"both are set; give exactly one"),
         (setting("target.kind", "finetune"), r"target.model is None: wanted a folder, a Hub name or a GGUF file"),
-        (setting("initial.model", "somewhere"), r"initial.model is 'somewhere': wanted no model"),
-        (setting("initial.architecture.heads", 3), r"hidden_size is 16, which 3 heads do not divide"),
-        (setting("reference.divergence", "reverse"), r"reference.divergence is 'reverse', expected forward_kl"),
+        (setting("student.model", "somewhere"), r"student.model is 'somewhere': wanted no model"),
+        (setting("student.architecture.heads", 3), r"hidden_size is 16, which 3 heads do not divide"),
         (setting("teacher.examples", 0), r"teacher.examples is 0"),
-        (setting("comparisons", [ComparisonSettings(name="adaspec")]), r"names a standard draft"),
-        (setting("comparisons", [ComparisonSettings()]), r"comparisons\[0\].name is ''"),
+        (setting("drafts", []), r"drafts is empty"),
         (setting("name", "a/b"), r"name is 'a/b', expected a plain folder name"),
         (setting("evaluation.temperatures", []), r"evaluation.temperatures"),
         (setting("trainer.validate_every", 0), r"trainer.validate_every is 0"),
@@ -297,13 +306,25 @@ def test_two_processes_cannot_work_in_one_folder(tmp_path: Path) -> None:
         pass  # free again
 
 
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_no_other_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(number, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with only_one(tmp_path / "run/work/lock"):
+        pass
+
+
 def test_the_description_of_a_stage_names_what_it_was_made_from(finished: tuple[Path, RunDir]) -> None:
     folder, run = finished
-    note = json.loads((run.work / "reference.json").read_text())
+    note = json.loads((run.work / "distillspec.json").read_text())
     keys = stage_fingerprints(tiny_settings(folder))
     assert note["fingerprint"] == keys["reference"][0]
     assert note["made_from"]["target"] == keys["target"][0]
-    assert note["made_from"]["reference"]["training"]["steps"] == 12
+    assert note["made_from"]["training"]["steps"] == 12
 
 
 @pytest.mark.parametrize("signal", ["online", "topk", "log_probs"])
@@ -347,8 +368,8 @@ def test_a_signal_above_the_limit_is_refused_before_it_is_made(finished: tuple[P
     [
         (lambda s: setattr(s.target.training, "batch_size", 49), "target.training.batch_size is 49 and there are 48"),
         (lambda s: setattr(s.training, "batch_size", 21), "training.batch_size is 21"),
-        (lambda s: setattr(s.draft, "k", 0.1), "over k, for adaspec, is 40"),
-        (lambda s: setattr(s.student.architecture, "positions", 16), "initial.architecture.positions is 16"),
+        (draft(1, training={"batch_size": 40}), "drafts.adaspec.training.batch_size is 40"),
+        (lambda s: setattr(s.student.architecture, "positions", 16), "student.architecture.positions is 16"),
     ],
 )
 def test_what_would_be_found_hours_later_is_found_before_anything_is_trained(tmp_path: Path, change, named) -> None:

@@ -1,6 +1,5 @@
 """A killed run, started again, ends with the weights of an uninterrupted one, bit by bit."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from distill.config.run import Settings
 from distill.run_stages import run_stages
 from distill.stages import RunDir, run_of
 
-STAGES = ["target", "initial", "distillspec", "adaspec", "equal-tokens"]
+STAGES = ["target", "initial", "distillspec", "adaspec"]
 
 
 @pytest.fixture(scope="module")
@@ -56,29 +55,18 @@ def assert_same(whole: dict[str, dict[str, torch.Tensor]], run: RunDir, *stages:
 
 def test_every_stage_continues_from_its_checkpoint(whole: dict[str, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path)
-    steps = {"target": 7, "initial": 11, "distillspec": 5, "draft": 9}
+    steps = {"target": 7, "initial": 11, "distillspec": 5, "adaspec": 9}
     for stage, step in steps.items():
         with killed(stage, step):
             run_tiny(settings)
     ran, run, printed = run_tiny(settings)
-    assert ran == ["draft", "equal-tokens"]
+    assert ran == ["adaspec"]
     assert "continuing from step 5" in printed
     assert_same(whole, run)
-    for stage in STAGES[:4]:
+    for stage in STAGES:
         record = run.record(stage)
         assert record is not None
         assert [row["step"] for row in record.history] == [0, 5, 10, 12], stage
-
-
-def test_killed_before_the_first_checkpoint_starts_over(
-    whole: dict[str, dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
-    settings = tiny_settings(tmp_path)
-    with killed("target", 3):
-        run_tiny(settings)
-    run, printed = finish_target(settings)
-    assert "continuing" not in printed
-    assert_same(whole, run, "target")
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(
@@ -101,9 +89,8 @@ def test_without_any_sound_checkpoint_the_stage_starts_over_and_says_so(
     settings = tiny_settings(tmp_path)
     with killed("target", 11):
         run_tiny(settings)
-    folder = tmp_path / "tiny/work/checkpoints-target"
-    for best in folder.glob("best-*"):  # sound checkpoints that name lost weights do not count either
-        alter(best)
+    for checkpoint in (tmp_path / "tiny/work/checkpoints-target").glob("step-*.ckpt"):
+        alter(checkpoint)
     run, printed = finish_target(settings)
     assert "no sound checkpoint is left: the stage starts from its beginning" in printed
     assert_same(whole, run, "target")
@@ -119,20 +106,19 @@ def test_checkpoints_of_other_settings_are_not_continued(tmp_path: Path) -> None
     assert not list((tmp_path / "tiny/work/checkpoints-target").glob("step-*"))
 
 
-def test_no_more_than_two_checkpoints_and_their_best_weights_are_kept(tmp_path: Path) -> None:
+def test_no_more_than_two_checkpoints_are_kept(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path)
     settings.trainer.validate_every = 2
     with killed("target", 11):
         run_tiny(settings)
     folder = tmp_path / "tiny/work/checkpoints-target"
     assert sorted(path.name for path in folder.glob("step-*.ckpt")) == ["step-00000008.ckpt", "step-00000010.ckpt"]
-    assert 1 <= len(list(folder.glob("best-*"))) <= 2
     assert not list(folder.glob(".tmp-*"))
 
 
-def test_a_stage_without_any_validation_has_no_weights_to_keep(tmp_path: Path) -> None:
+def test_a_stage_without_any_validation_has_no_weights_to_keep() -> None:
     with pytest.raises(UserError, match="no weights to keep"):
-        BestWeights(tmp_path, "validation_alpha", "max").restore(torch.nn.Linear(1, 1))
+        BestWeights("validation_alpha", "max").restore(torch.nn.Linear(1, 1))
 
 
 def test_a_stage_altered_without_a_change_of_size_is_made_again_and_said_so(
@@ -145,32 +131,15 @@ def test_a_stage_altered_without_a_change_of_size_is_made_again_and_said_so(
     weights.write_bytes(data)
     ran, run, printed = run_tiny(settings)
     assert ran == ["adaspec"]
-    assert f"{run.path('draft')} is not as it was written, and is made again" in printed
+    assert f"{run.path('adaspec')} is not as it was written, and is made again" in printed
     assert_same(whole, run)
-
-
-def test_a_note_of_a_stage_that_was_altered_is_not_believed(finished: tuple[Settings, RunDir]) -> None:
-    _, run = finished
-    note = run.work / "draft.json"
-    note.write_text(note.read_text().replace('"optimiser_steps": 12', '"optimiser_steps": 13'))
-    assert run.record("adaspec") is None
-    assert run.record("distillspec") is not None
-
-
-def test_a_stage_of_a_time_before_checksums_stays_valid(finished: tuple[Settings, RunDir]) -> None:
-    _, run = finished
-    note = run.work / "draft.json"
-    content = json.loads(note.read_text())
-    del content["seal"], content["checksums"]
-    note.write_text(json.dumps(content))
-    assert run.record("adaspec") is not None
 
 
 def test_checkpoints_that_a_kill_left_beside_a_finished_stage_are_cleared_away(
     finished: tuple[Settings, RunDir],
 ) -> None:
     settings, run = finished
-    left = run.work / "checkpoints-draft"
+    left = run.work / "checkpoints-adaspec"
     left.mkdir()
     (left / "step-00000010.ckpt").write_bytes(b"half")
     assert run_tiny(settings)[0] == []

@@ -21,9 +21,12 @@ def test_the_training_sweep_file_gives_commands_that_distill_accepts_and_names_a
     flags = utils.create_sweep_command_args({"args": values})["args"]
     command_line = [part for part in content["command"] if part not in ("${env}", "${args}")]
     assert command_line[:3] == ["python", "-m", "${program}"]
-    settings = parse(Settings, [*command_line[3:], *flags], prog="", description="", foreign=command.FOREIGN)
+    argv = [*command_line[3:], *flags]
+    options = command.take_draft_options(argv)
+    settings = parse(Settings, argv, prog="", description="", foreign=command.FOREIGN)
     settings.validate()
-    assert (settings.draft.k, settings.draft.iso) == (0.2, "epochs")
+    assert [draft.name for draft in settings.drafts] == ["distillspec", "adaspec"]
+    assert options == {"--drafts.adaspec.k": ("adaspec", "k", "0.2")}
     assert content["metric"]["name"] in _summary({"drafts": [{"name": "adaspec", "offline_alpha": 0.5}]})
 
 

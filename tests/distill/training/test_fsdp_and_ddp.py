@@ -21,7 +21,7 @@ from tiny_run import run_tiny, tiny_settings
 
 from decode.errors import UserError
 from distill import ranks
-from distill.config.training import LoraSettings, TrainingSettings
+from distill.config.training import TrainingSettings
 from distill.data.batches import Batch, DistillDataModule, OptimizerStep, Schedule, TokenDataset, TrainLoader
 from distill.data.chat import IGNORE
 from distill.losses.objective import Objective
@@ -79,7 +79,7 @@ def check_against_one(folder: Path, way: str, world: int) -> None:
     if way != next(iter(WAYS)):  # the first way's target, taken over: a process that is late finds it there
         trained -= {"target"}
     assert trained <= set(json.loads((folder / f"{way}-1.json").read_text()))
-    run = RunDir(folder / "several" / way, one.comparisons)
+    run = RunDir(folder / "several" / way)
     for stage in ran:
         ours, theirs = (load_file(r.path(stage) / "model.safetensors") for r in (run, one))
         assert ours.keys() == theirs.keys()
@@ -87,8 +87,8 @@ def check_against_one(folder: Path, way: str, world: int) -> None:
         if chosen.strategy == "ddp":  # in double precision
             assert gaps.max() < 1e-7, stage
         else:  # where a gradient is next to zero Adam makes a step of its rounding; a draft's selection may differ
-            assert gaps.mean() < (1e-4 if stage == "adaspec" else 1e-6), stage
-            assert gaps.max() < (5e-3 if stage == "adaspec" else 5e-4), stage
+            assert gaps.mean() < (1e-4 if stage not in ("target", "initial", "distillspec") else 1e-6), stage
+            assert gaps.max() < (5e-3 if stage not in ("target", "initial", "distillspec") else 5e-4), stage
         found, wanted = run.record(stage), one.record(stage)
         assert found is not None
         assert wanted is not None
@@ -294,8 +294,7 @@ def test_more_parts_than_examples_are_refused_before_anything_is_trained(tmp_pat
 def test_what_sharded_weights_cannot_do_is_refused_at_once(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path)
     settings.trainer.strategy = "fsdp"
-    settings.reference.lora = LoraSettings()
-    with pytest.raises(UserError, match=r"does not support target.training.optimizer muon, reference with lora"):
+    with pytest.raises(UserError, match=r"does not support target.training.optimizer muon"):
         settings.validate()
     settings.trainer.strategy = "hsdp"
     with pytest.raises(UserError, match=r"a copy on each of several machines, and trainer.num_nodes is 1: set it, or"):
