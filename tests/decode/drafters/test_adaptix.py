@@ -8,9 +8,7 @@ from stores import build_trigram_table
 
 from decode.drafters.adaptix import C1, C2, NgramTable, TrigramDrafter, most_visited, search
 from decode.errors import UserError
-from decode.loop import Method
 from decode.sampling import TorchRng
-from decode.stopping import StopRule
 
 
 def propose(drafter, ids, max_depth):
@@ -126,17 +124,6 @@ def test_what_a_long_session_learns_is_bounded(tmp_path):
     assert all(len(tokens) == len(weights) <= 4 for tokens, weights in drafter._learned.values())
     latest = drafter.table.context(text[end - 3 : end - 1])
     assert text[end - 1] in known(drafter, latest)[0]
-
-
-def test_resetting_a_system_forgets_what_its_drafter_learned(tmp_path):
-    drafter = TrigramDrafter(opened(tmp_path, [[1, 2, 3], [1, 2, 4]]))
-    system = Method("adaptix", drafter, StopRule())
-    context = drafter.table.context([1, 2])
-    fresh = known(drafter, context)
-    propose(drafter, [1, 2, 4, 1, 2], 5)
-    assert known(drafter, context) != fresh
-    system.reset()
-    assert known(drafter, context) == fresh
 
 
 def test_learning_can_be_turned_off(tmp_path):

@@ -81,13 +81,6 @@ def test_unknown_context_gives_an_empty_draft(tmp_path):
         assert len(propose(drafter, ids, 100)) == 0
 
 
-def test_same_text_gives_the_same_draft(tmp_path):
-    source = random.Random(0)
-    store = opened(tmp_path, [[source.randrange(4) for _ in range(500)]])
-    one, two = (propose(RetrievalDrafter(store), [1, 2], 100) for _ in range(2))
-    assert (one.tokens.tolist(), one.parents) == (two.tokens.tolist(), two.parents)
-
-
 def test_rest_opens_only_with_the_tokenizer_it_was_built_with(tmp_path):
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)

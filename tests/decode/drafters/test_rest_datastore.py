@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from decode.commands.datastore import read_corpus
 from decode.drafters import rest as datastore
 from decode.drafters.corpus_files import join_documents, read_texts, tokenize_files, tokenizer_fingerprint
-from decode.drafters.rest import FILE, Datastore, save_datastore, suffix_array
+from decode.drafters.rest import FILE, Datastore, suffix_array
 from decode.errors import UserError
 
 
@@ -102,12 +102,6 @@ def test_too_many_hits_are_thinned_evenly(tmp_path):
     assert rows[:, 0].tolist() == list(range(0, 100, 10))
 
 
-def test_no_hits_give_no_rows(store):
-    assert store.continuations([9, 9], length=3).shape == (0, 3)
-    assert store.continuations([], length=3).shape == (0, 3)
-    assert store.find([4, 1])[0] == store.find([4, 1])[1]
-
-
 @pytest.mark.parametrize("top", [65_534, 65_535, 150_000])
 def test_ids_of_large_vocabularies_fit(tmp_path, top):
     documents = [[top, 1, 2], [3, top, 1, top]]
@@ -178,13 +172,6 @@ def test_text_files_become_documents(tmp_path):
     assert documents == [[1, 2, 3], [1, 2, 4], [2, 3, 4]]
 
 
-def test_joined_text_builds_the_same_file_as_its_documents(tmp_path):
-    documents = [[1, 2, 3], [4, 1, 2]]
-    one = build_datastore(documents, tmp_path / "one", "tok")
-    two = save_datastore(join_documents(documents), tmp_path / "two", "tok")
-    assert one.read_bytes() == two.read_bytes()
-
-
 def test_missing_and_malformed_text_files_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"no file .*nothing\.txt"):
         list(tokenize_files([tmp_path / "nothing.txt"], word_tokenizer(["a"])))
@@ -192,12 +179,6 @@ def test_missing_and_malformed_text_files_are_refused(tmp_path):
         (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n' + line)
         with pytest.raises(UserError, match="line 2 is not a JSON object"):
             list(read_texts(tmp_path / "bad.jsonl"))
-
-
-def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match=r"no datastore at .*: build one"):
-        Datastore.open(tmp_path / "file", "tok")
 
 
 def test_fingerprint_tells_vocabularies_apart():

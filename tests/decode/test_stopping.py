@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor
 from decode.draft import Draft
 from decode.drafters.draft_model import ModelDrafter
 from decode.errors import UserError
-from decode.loop import decode
 from decode.method_options import MethodOptions
 from decode.methods import METHODS, STOPS, MethodInputs, build
 from decode.sampling import LogitsWarper, TorchRng
@@ -238,29 +236,6 @@ def test_the_cost_optimal_rule_forgets_old_rounds() -> None:
     assert controller.value == pytest.approx(3 / 1.2 * 0.1, rel=1e-6)
     assert controller.calibrate(0.5) > 0.9
     assert max(seen for _, seen in controller.table) < 200
-
-
-@pytest.mark.parametrize("seconds", [0.0, 0.004])
-def test_a_seed_gives_the_same_text_whatever_the_machines_speed(
-    seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A draft slowed down at random moments drafts as before."""
-
-    def text(slow: bool) -> list[int]:
-        inputs = parts()
-        read = inputs.draft.forward
-        moments = random.Random(1)
-
-        def delayed(*args, **options):  # type: ignore[no-untyped-def]
-            time.sleep(moments.choice((0.0, seconds)))
-            return read(*args, **options)
-
-        if slow:
-            monkeypatch.setattr(inputs.draft, "forward", delayed)
-        system = build("cost-optimal", inputs)
-        return decode(inputs.target, system, inputs.warp, [1, 2], max_new_tokens=60, rng=TorchRng(3)).ids
-
-    assert text(slow=True) == text(slow=False)
 
 
 def test_cost_optimal_takes_its_costs_from_measurements_or_from_the_weights_that_are_read() -> None:
