@@ -79,7 +79,7 @@ class LogitsWarper:
         return argmax(self.process(_wide(logits), prefixes) if self._context else logits)
 
     def __call__(self, logits: Tensor, prefixes: Sequence[Sequence[int]] | None = None) -> Tensor:
-        """LogitsWarper rows of logits.
+        """Warp rows of logits.
 
         Args:
             logits: ``[rows, vocab]``, any float dtype.
@@ -113,7 +113,7 @@ class LogitsWarper:
 
 
 class WarpedRows:
-    """Rows of `LogitsWarper.__call__`, each computed when it is asked for: of a tree, verification reads few."""
+    """Rows of `LogitsWarper.__call__`, each computed when first read: verification of a tree reads few of them."""
 
     def __init__(self, warp: LogitsWarper, logits: Tensor, prefixes: Sequence[Sequence[int]] | None = None) -> None:
         self._warp, self._logits, self._prefixes = warp, logits, prefixes
@@ -240,7 +240,7 @@ class TorchRng:
         return self._ready.pop()
 
     def uniforms(self, count: int) -> list[float]:
-        """The next numbers from [0, 1) of a CPU's generator, as so many draws take them."""
+        """The next `count` numbers from [0, 1) of a CPU's generator, as `draw` would take them."""
         return [self._uniform() for _ in range(count)]
 
     def _inverse(self, weights: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ class TorchRng:
         """See `Rng.draw`."""
         if not weights.is_cpu:
             return self._inverse(weights)
-        # as `inverse`, in half of its time where there is no device to be kept busy
+        # as `inverse`, in half of its time on the host
         cdf = weights.cumsum(-1, dtype=torch.float64).numpy()
         token = int(cdf.searchsorted(self._uniform() * cdf.item(-1), side="right"))
         return torch.full((), min(token, len(cdf) - 1))

@@ -19,12 +19,12 @@ def clustered_ratio(
 ) -> tuple[float, float]:
     """Σsums / Σcounts over independent clusters (texts, or all texts of a prompt), and its linearised standard error.
 
-    The positions of one text are not independent of each other, so that a text counts as one observation; the texts of
-    one prompt neither, so that a repeat of a deterministic one adds nothing.
+    The positions of a text depend on each other, so a text is one observation; so do the texts of a prompt, so that a
+    repeat of a deterministic text adds nothing.
 
     Args:
-        sums: of each part, the sum of what is averaged over its positions.
-        counts: of each part, its positions.
+        sums: sum of the averaged values of each part.
+        counts: number of positions of each part.
         clusters: the cluster that each part belongs to; each is its own if not given.
 
     Returns:
