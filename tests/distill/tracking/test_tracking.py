@@ -138,11 +138,21 @@ def test_the_report_is_recorded_as_tables_plots_and_summary(tmp_path):
     assert summary["offline_alpha/adaspec"] == 0.93
 
 
+def test_weights_are_uploaded_only_on_request(tmp_path):
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "model.safetensors").write_bytes(b"weights")
+    logger = make_logger(TrackerSettings(), tmp_path, "quick", {})
+    log_report(logger, REPORT)
+    log_draft(logger, tmp_path / "draft")
+    finish(logger)
+    assert "model" not in {artifact.type for artifact in records(tmp_path).get("artifact", [])}
+
+
 def test_the_draft_artifact_refers_to_its_files_without_copying_them(tmp_path):
     draft = tmp_path / "draft"
     draft.mkdir()
     (draft / "model.safetensors").write_bytes(os.urandom(1 << 20))
-    logger = make_logger(TrackerSettings(), tmp_path, "quick", {})
+    logger = make_logger(TrackerSettings(log_draft=True), tmp_path, "quick", {})
     log_draft(logger, draft)
     finish(logger)
 

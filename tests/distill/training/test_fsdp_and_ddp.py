@@ -260,12 +260,11 @@ def test_parts_of_next_token_training_average_to_the_whole_step(world: int) -> N
     schedule = Schedule(made.lengths, 7, seed=1)
     module = CausalLMModule(model, TrainingSettings(), 4)
     for everything in (False, True):
-        whole = next(iter(TrainLoader(made.all_labelled() if everything else made, schedule, 1, 0)))
+        labelled = made.all_labelled() if everything else made
+        whole = next(iter(TrainLoader(labelled, schedule, 1, 0)))
         wanted = module.training_step(whole, 0).item()
         parts = [
-            batch
-            for rank in range(world)
-            for batch in TrainLoader(made, schedule, 1, 0, rank, world, everything, micros=2)
+            batch for rank in range(world) for batch in TrainLoader(labelled, schedule, 1, 0, rank, world, micros=2)
         ]
         found = [module.training_step(batch, 0).item() for batch in parts]
         assert sum(found) / len(found) == pytest.approx(wanted, rel=1e-6)
