@@ -45,6 +45,7 @@ class FastForward:
 
     Attributes:
         cache: keys and values; a row is one sequence's.
+        positions: positions that rotary factors are held for, those of a row of the cache.
         rotary_factors: by position: complex factors of a whole row of q, k and v (tuned), or cos and ∓sin, stacked.
 
     Args:
@@ -61,7 +62,8 @@ class FastForward:
 
     def _new_cache(self) -> None:
         self.cache = KVCache(len(self.layers), self.shape.kv_heads, self.shape.width, self.weights.embedding)
-        self.rotary_factors = self._rotary_factors(self.cache.capacity)
+        self.positions = self.cache.capacity
+        self.rotary_factors = self._rotary_factors(self.positions)
 
     def first_layers(self, count: int) -> FastForward:
         """The first layers with the final norm and the head, over a cache of their own; weights are shared."""
@@ -101,15 +103,18 @@ class FastForward:
         self._extend_rotary()
 
     def _extend_rotary(self) -> None:
-        if len(self.rotary_factors) < self.cache.capacity:
+        if self.positions < self.cache.capacity:
+            self.positions = self.cache.capacity
             self.rotary_factors = self._rotary_factors(self.cache.capacity)
 
     def place(self, new: Sequence[NewTokens]) -> Placed:
         """Where these tokens belong; allocates their slots."""
-        if None in self.cache.rows:
-            self.cache.compact()
-        self.cache.grow(len(self.cache.rows), max(one.end for one in new))
-        self._extend_rotary()
+        rows = self.cache.rows
+        if len(rows) > 1 or new[0].end > self.positions:
+            if None in rows:
+                self.cache.compact()
+            self.cache.grow(len(rows), max(one.end for one in new))
+            self._extend_rotary()
         if len(new) > 1 or self.cache.tensor.shape[1] > 1:
             batch = RaggedBatch(new, self.groups, self.weights.window, self.weights.embedding)
             return Placed(self.rotary_factors.index_select(0, batch.positions), batch=batch)

@@ -124,10 +124,11 @@ class FastRunner(RowRunner):
         it. Logits are then those of the model's own final norm and head after the subset.
         """
         network, counts = self.network, [len(own) for own in tokens]
-        new = [
-            NewTokens.of(cache, cache.length if layers is None else cache.known, n, tree)
-            for cache, n, tree in zip(caches, counts, trees or [None] * len(counts))
-        ]
+        starts = [cache.length if layers is None else cache.known for cache in caches]
+        new = list(map(NewTokens, caches, starts, counts))
+        for i, tree in enumerate(trees or ()):
+            if tree is not None:
+                new[i] = NewTokens.of(caches[i], starts[i], counts[i], tree)
         placed, captured = network.place(new), None
         if layers is not None:
             x = network.embed(joined(tokens))
@@ -136,12 +137,12 @@ class FastRunner(RowRunner):
                 cache.shared = layers.shared
                 cache.ahead.append(own)
             x = self._sublayers(x, layers, placed)
-        elif any(cache.ahead for cache in caches):
+        elif caches[0].ahead or (len(caches) > 1 and any(cache.ahead for cache in caches)):
             assert trees is None or not any(trees), "what was read ahead is a chain"
             x = self._finish_ahead(caches, tokens, placed)
         else:
             x, captured = network.run_tokens(joined(tokens), placed, capture)
-        if last is not None:
+        if last is not None and (len(caches) > 1 or last < counts[0]):
             several = placed.batch is not None and len(caches) > 1 and last > 0
             x = x.index_select(0, placed.batch.last) if several else x[len(x) - last :]  # type: ignore[union-attr]
         logits, hidden = network.project(x)

@@ -160,6 +160,8 @@ def attention_mask(new: Sequence[NewTokens], groups: int, window: int | None, li
         window: positions that attention sees, or None for all.
         like: gives dtype and device.
     """
+    if len(new) == 1 and new[0].count == 1 and (window is None or new[0].end <= window):
+        return None
     device, width, slots = like.device, max(one.count for one in new), max(one.end for one in new)
     cut = window is not None and slots > window
     if width == 1 and not cut and all(one.end == slots and one.seen is None for one in new):
