@@ -6,13 +6,11 @@ from dataclasses import dataclass, field
 from itertools import islice, pairwise
 
 import numpy as np
-from transformers import PreTrainedModel
 
 from decode.bench.costs import CostModel
 from decode.drafters.base import NoDrafter
 from decode.drafters.early_exit import EarlyExitDrafter
 from decode.loop import Method, rounds
-from decode.models.families import decoder_layers
 from decode.models.fast_forward import LayerSubset
 from decode.models.fast_runner import FastRunner
 from decode.sampling import LogitsWarper, TorchRng
@@ -33,18 +31,6 @@ class Costs:
     exits: dict[int, CostModel]
     # what reading a confidence adds to each drafted token, by stop rule, in the same unit
     confidence: dict[str, float] = field(default_factory=dict)
-
-
-def of_weights(model: PreTrainedModel, exits: Sequence[int]) -> Costs:
-    """Costs where the weights that are read decide, as for a large model at batch one on a GPU.
-
-    Verification takes one step whatever the draft's length, a drafted token its share of layers and head, stop rules
-    and bookkeeping nothing.
-    """
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)]
-    head = model.get_output_embeddings().weight.numel()
-    whole = sum(layers) + head
-    return Costs({e: CostModel((sum(layers[:e]) + head) / whole, {1: 1.0}) for e in exits})
 
 
 def measure(

@@ -120,10 +120,8 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 
 def save_arrays(path: Path, arrays: dict[str, np.ndarray], *, kind: str, fingerprint: str, **facts: int) -> None:
     """Write arrays and their manifest as one safetensors file, whole or not at all."""
-    checksum = 0
-    for name in sorted(arrays):
-        arrays[name] = np.ascontiguousarray(arrays[name])
-        checksum = zlib.crc32(arrays[name].data, checksum)
+    arrays = {name: np.ascontiguousarray(arrays[name]) for name in sorted(arrays)}
+    checksum = _checksum(array.data for array in arrays.values())
     manifest = {"kind": kind, "format": FORMAT, "tokenizer": fingerprint, "crc32": str(checksum)}
     manifest |= {name: str(value) for name, value in facts.items()}
     # one entry, since safetensors writes several in random order and equal stores should be equal files
@@ -152,32 +150,31 @@ def map_arrays(
     try:
         with path.open("rb") as file:
             whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"no {kind} at {path}: build one with `python -m decode {command}`") from None
-    except ValueError:
-        raise UserError(f"{path} is empty: {again}") from None
-    try:
         start = 8 + int.from_bytes(whole[:8], "little")
         header = json.loads(bytes(whole[8:start]))
         manifest = json.loads(header.pop("__metadata__")["manifest"])
         spans = {name: entry["data_offsets"] for name, entry in sorted(header.items())}
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"no {kind} at {path}: build one with `python -m decode {command}`") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{path} is no {kind}, or its header is damaged: {again}") from None
+        raise UserError(f"{path} is empty, no {kind}, or its header is damaged: {again}") from None
     if (manifest.get("kind"), manifest.get("format")) != (kind, FORMAT):
         seen = f"{manifest.get('kind')} of format {manifest.get('format')}"
-        raise UserError(f"{path} holds a {seen}, wanted a {kind} of format {FORMAT}: {again}")
+        raise UserError(f"{path} holds a {seen}, expected a {kind} of format {FORMAT}: {again}")
     if manifest["tokenizer"] != fingerprint:
         raise UserError(
             f"{path} was built with another tokenizer ({manifest['tokenizer']}; this one is {fingerprint}): "
             f"{again} and the target's tokenizer"
         )
-    if len(whole) != start + max(end for _, end in spans.values()):
-        raise UserError(f"{path} is truncated ({len(whole):,} bytes): {again}")
+    complete = len(whole) == start + max(end for _, end in spans.values())
     arrays = {name: whole[start + begin : start + end] for name, (begin, end) in spans.items()}
-    if verify:
-        checksum = 0
-        for view in arrays.values():
-            checksum = zlib.crc32(view, checksum)
-        if str(checksum) != manifest["crc32"]:
-            raise UserError(f"{path} is corrupt (its checksum differs): {again}")
+    if not complete or (verify and str(_checksum(arrays.values())) != manifest["crc32"]):
+        raise UserError(f"{path} is truncated or corrupt ({len(whole):,} bytes): {again}")
     return manifest, arrays
+
+
+def _checksum(buffers: Iterable[memoryview]) -> int:
+    checksum = 0
+    for buffer in buffers:
+        checksum = zlib.crc32(buffer, checksum)
+    return checksum

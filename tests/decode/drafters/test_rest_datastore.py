@@ -128,7 +128,7 @@ def test_missing_truncated_corrupt_and_foreign_files_are_refused(tmp_path, store
         "truncated": whole[:-1],
         "is empty": b"",
         "header is damaged": whole[:40],
-        "is no datastore": b"not a datastore at all, only text",
+        "no datastore": b"not a datastore at all, only text",
         "corrupt": whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:],
     }
     for message, content in cases.items():
