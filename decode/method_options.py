@@ -82,7 +82,7 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
         return kind._type(kind(value))
     except (ValueError, TypeError, OverflowError):
         number = "a whole number" if kind._type is int else "a number"
-        limits = kind._expression.replace("v", "").replace(".0", "")  # such as >=0 and <4294967296
+        limits = kind._expression.replace("v", "")  # such as >=0 and <4294967296
         raise UserError(f"{name} is {value!r}, expected {number} {limits}") from None
 
 
