@@ -5,11 +5,12 @@ reference and draft at every step and computes the loss from whole logits; draft
 reference give, once per run, and computes the loss in chunks. The time of that cache is reported apart.
 """
 
+from __future__ import annotations
+
 import copy
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from jsonargparse.typing import PositiveInt
 from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.utils import logging as hf_logging
@@ -32,6 +32,7 @@ from decode.models.runner import synchronize
 from decode.progress import output_console, working
 from distill.config.drafts import DraftSettings
 from distill.config.run import Settings
+from distill.config.training import TrainingSettings
 from distill.data.batches import DistillDataModule, Schedule, TokenDataset
 from distill.data.chat import IGNORE
 from distill.data.corpus import load_corpus
@@ -71,6 +72,62 @@ class TrainingBenchSettings(Settings):
     """The benchmark."""
 
 
+@dataclass
+class Case:
+    """What both sides train: target, student and reference, the examples, and how."""
+
+    models: list[PreTrainedModel]
+    rows: TokenDataset
+    settings: TrainingBenchSettings
+    training: TrainingSettings
+    selection: Selection
+
+    @property
+    def schedule(self) -> Schedule:
+        """The examples of every step."""
+        return Schedule(self.rows.lengths, self.training.batch_size, self.training.length_bucket, self.settings.seed)
+
+    def with_trainer(self, clock: StepClock, folder: Path) -> float:
+        """Trains a copy of the student with Hugging Face's Trainer, and returns 0 seconds of preparation."""
+        (target, draft, reference), cpu = copy.deepcopy(self.models), clock.device.type == "cpu"
+        optimizer, steps, schedule = (
+            make_optimizer(draft.train(), self.training),
+            self.settings.speed.steps,
+            self.schedule,
+        )
+        arguments = TrainingArguments(
+            output_dir=str(folder), max_steps=steps, per_device_train_batch_size=1,  # an item is a step's whole batch
+            max_grad_norm=self.settings.trainer.gradient_clip, logging_strategy="no", save_strategy="no", report_to=[],
+            disable_tqdm=True, use_cpu=cpu, remove_unused_columns=False, dataloader_pin_memory=not cpu,
+        )  # fmt: skip
+        ThreeModels(
+            target, reference, self.selection, clock, model=draft, args=arguments, train_dataset=list(range(steps)),
+            data_collator=lambda items: self.rows.batch(schedule.batch(items[0]), 0),
+            optimizers=(optimizer, make_schedule(optimizer, self.training, steps)),
+        ).train()  # fmt: skip
+        return 0.0
+
+    def here(self, clock: StepClock, folder: Path) -> float:
+        """Trains a copy of the student as a run does, and returns the seconds that its cache took."""
+        (target, draft, reference), began = copy.deepcopy(self.models), time.perf_counter()
+        rows, steps, settings = replace(self.rows, signals={}), self.settings.speed.steps, self.settings
+        signal = TargetSignal.of(settings.teacher, min(LMHead(model).vocab for model in (target, draft)))
+        teacher = Teacher(target.to(clock.device), signal)
+        if signal.kind != "online":
+            store.keep_signal(teacher, target, rows, folder, "train")
+        rows.signals["reference_loss"] = store.reference_loss(
+            reference.to(clock.device), teacher, rows, Divergence(), folder=folder, name="reference"
+        )
+        prepared, objective = time.perf_counter() - began, Objective(selection=self.selection)
+        module = DistillModule(
+            draft.train(), self.training, steps, target=teacher, objective=objective, seed=settings.seed
+        )
+        data = DistillDataModule(rows, rows.part(0, min(4, len(rows))), self.schedule, steps, 0)
+        trainer, quiet = replace(settings.trainer, validate_every=steps), Console(quiet=True)
+        fit(module, data, trainer, folder / "work", name="bench", console=quiet, callbacks=(clock,))
+        return prepared
+
+
 def run(settings: TrainingBenchSettings, console: Console | None = None) -> dict[str, Any]:
     """Measures both sides, prints a table, and writes the numbers.
 
@@ -78,88 +135,54 @@ def run(settings: TrainingBenchSettings, console: Console | None = None) -> dict
         UserError: The settings cannot be used.
     """
     settings.validate()
-    own, student = settings.speed, settings.student
+    own, console = settings.speed, console or output_console()
     if own.steps < WARM + 5:
         raise UserError(f"speed.steps is {own.steps}, expected {WARM + 5} or more")
-    if student.is_head or settings.data.from_target:
+    if settings.student.is_head or settings.data.from_target:
         raise UserError("distill bench measures draft models on a data set's texts: use configs/quickstart.yaml")
     hf_logging.disable_progress_bar()
-    console = console or output_console()
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     draft = next((draft for draft in settings.drafts if draft.selects), DraftSettings())
+    selection = Selection(draft.k, draft.scope, draft.normalisation)
     with working(console, "models and data"):
         models, rows, trained = _prepare(settings, draft)
-    training = draft.training_of(settings.training)
-    schedule = Schedule(rows.lengths, training.batch_size, training.length_bucket, settings.seed)
-    selection = Selection(draft.k, draft.scope, draft.normalisation)
-    tokens = sum(rows.labels_of(schedule.batch(step)) for step in range(WARM, own.steps))
+    case = Case(models, rows, settings, draft.training_of(settings.training), selection)
+    tokens = sum(rows.labels_of(case.schedule.batch(step)) for step in range(WARM, own.steps))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found: dict[str, list[dict[str, Any]]] = {"Trainer": [], "draftsmith": []}
+    sides: dict[str, list[dict[str, Any]]] = {"Trainer": [], "draftsmith": []}
+    losses: dict[str, list[float]] = {"Trainer": [], "draftsmith": []}
     for number in range(own.rounds):
-        for side in found:
-            target, start, reference = copy.deepcopy(models)
-            clock, prepared = StepClock(device), 0.0
+        for side, train in zip(sides, (case.with_trainer, case.here)):
+            clock = StepClock(device)
             with working(console, f"round {number + 1} of {own.rounds}, {side}"), tempfile.TemporaryDirectory() as name:
-                optimizer = make_optimizer(start.train(), training)
-                if side == "Trainer":
-                    arguments = TrainingArguments(
-                        output_dir=name, max_steps=own.steps, per_device_train_batch_size=training.batch_size,
-                        max_grad_norm=settings.trainer.gradient_clip, logging_strategy="no", save_strategy="no",
-                        report_to=[], disable_tqdm=True, use_cpu=device.type == "cpu", remove_unused_columns=False,
-                        dataloader_pin_memory=device.type == "cuda",
-                    )  # fmt: skip
-                    ThreeModels(
-                        target, reference, selection, clock, model=start, args=arguments, data_collator=_collate,
-                        train_dataset=_examples(rows, schedule, own.steps),
-                        optimizers=(optimizer, make_schedule(optimizer, training, own.steps)),
-                    ).train()  # fmt: skip
-                else:
-                    began = time.perf_counter()
-                    signal = TargetSignal.of(settings.teacher, min(LMHead(m).vocab for m in (target, start)))
-                    teacher = Teacher(target.to(device), signal)
-                    if signal.kind != "online":
-                        store.keep_signal(teacher, target, rows, Path(name), "train")
-                    rows.signals["reference_loss"] = store.reference_loss(
-                        reference.to(device), teacher, rows, Divergence(), folder=Path(name), name="reference"
-                    )
-                    prepared = time.perf_counter() - began
-                    objective = Objective(selection=selection)
-                    module = DistillModule(
-                        start, training, own.steps, target=teacher, objective=objective, seed=settings.seed
-                    )
-                    data = DistillDataModule(rows, rows.part(0, min(4, len(rows))), schedule, own.steps, 0)
-                    trainer = replace(settings.trainer, validate_every=own.steps)
-                    fit(
-                        module,
-                        data,
-                        trainer,
-                        Path(name) / "work",
-                        name="bench",
-                        console=Console(quiet=True),
-                        callbacks=(clock,),
-                    )
-                    rows.signals.clear()
+                prepared = train(clock, Path(name))
             seconds = clock.ends[-1] - clock.ends[WARM - 1]
-            found[side].append(
-                {
-                    "tokens_per_second": tokens / seconds,
-                    "step_ms": 1000 * seconds / (own.steps - WARM),
-                    "prepare_seconds": prepared,
-                    "losses": [float(loss) for loss in clock.losses],
-                }
-            )
-    result = _summary(found) | {"k": selection.k, "weights": trained, "machine": machine.describe()}
+            step, losses[side] = 1000 * seconds / (own.steps - WARM), [float(loss) for loss in clock.losses]
+            sides[side].append({"tokens_per_second": tokens / seconds, "step_ms": step, "prepare_seconds": prepared})
+    ratios = [b["tokens_per_second"] / a["tokens_per_second"] for a, b in zip(*sides.values())]
+    medians = {
+        side: {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
+        for side, rounds in sides.items()
+    }
+    result = {
+        "k": selection.k,
+        "weights": trained,
+        "sides": medians,
+        "speedup": statistics.median(ratios),
+        "speedups": ratios,
+        "loss_difference": max(abs(a - b) / abs(a) for a, b in zip(*losses.values(), strict=True)),
+        "machine": machine.describe(),
+    }
     cells = [
         [side, f"{row['tokens_per_second']:,.0f}", f"{row['step_ms']:.1f} ms", f"{row['prepare_seconds']:.1f} s"]
-        for side, row in result["sides"].items()
+        for side, row in medians.items()
     ]
     headings = ["", "label tokens/s", "step", "cache, once per run"]
     console.print(plain_table(f"AdaSPEC training, k = {selection.k:g}, weights of {trained}", headings, cells))
-    low, high = min(result["speedups"]), max(result["speedups"])
     console.print(
-        f"ratio {result['speedup']:.2f} ({low:.2f} to {high:.2f}); largest relative difference of the losses "
-        f"{result['loss_difference']:.1e}",
+        f"ratio {result['speedup']:.2f} ({min(ratios):.2f} to {max(ratios):.2f}); largest relative difference of the "
+        f"losses {result['loss_difference']:.1e}",
         highlight=False,
     )
     if own.json is not None:
@@ -244,7 +267,7 @@ class ThreeModels(Trainer):
 
     def _get_train_sampler(self, *_: Any) -> SequentialSampler:
         assert self.train_dataset is not None
-        return SequentialSampler(self.train_dataset)  # the schedule has shuffled already
+        return SequentialSampler(self.train_dataset)  # the schedule has shuffled the examples already
 
 
 def selective_loss(draft: Tensor, target: Tensor, reference: Tensor, selection: Selection) -> Tensor:
@@ -256,33 +279,3 @@ def selective_loss(draft: Tensor, target: Tensor, reference: Tensor, selection: 
     count = share(selection.k, len(losses))
     chosen = torch.topk((losses - known).detach(), count).indices
     return losses[chosen].sum() / selection.divisor(count, len(losses))
-
-
-def _examples(rows: TokenDataset, schedule: Schedule, steps: int) -> list[dict[str, list[int]]]:
-    """Returns the examples of all steps, one after the other."""
-    spans = [(rows.offsets[i], rows.offsets[i + 1]) for step in range(steps) for i in schedule.batch(step)]
-    return [{"input_ids": rows.ids[a:b].tolist(), "labels": rows.labels[a:b].tolist()} for a, b in spans]
-
-
-def _collate(examples: Sequence[dict[str, list[int]]]) -> dict[str, Tensor]:
-    padding = {"input_ids": 0, "labels": IGNORE}
-    return {
-        name: pad_sequence([torch.tensor(row[name]) for row in examples], batch_first=True, padding_value=value)
-        for name, value in padding.items()
-    }
-
-
-def _summary(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Returns medians over the rounds, the ratio of each round, and the largest relative difference of the losses."""
-    losses = [[one.pop("losses") for one in rounds] for rounds in found.values()]
-    apart = [abs(a - b) / abs(a) for both in zip(*losses) for a, b in zip(*both, strict=True)]
-    ratios = [b["tokens_per_second"] / a["tokens_per_second"] for a, b in zip(*found.values())]
-    return {
-        "sides": {
-            side: {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
-            for side, rounds in found.items()
-        },
-        "speedup": statistics.median(ratios),
-        "speedups": ratios,
-        "loss_difference": max(apart),
-    }
