@@ -10,8 +10,9 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from decode.drafters.adaptix import open_adaptix
+from decode.drafters.adaptix import NgramTable, TrigramDrafter
 from decode.drafters.base import Drafter, NoDrafter
+from decode.drafters.corpus_files import tokenizer_fingerprint
 from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.eagle import FeatureDrafter, FeatureTreeDrafter, head_of
 from decode.drafters.early_exit import EarlyExitDrafter
@@ -19,7 +20,7 @@ from decode.drafters.hybrid import HybridDrafter
 from decode.drafters.lookahead import LookaheadDrafter
 from decode.drafters.probe import advised, load_probe
 from decode.drafters.prompt_lookup import LookupDrafter
-from decode.drafters.rest import open_rest
+from decode.drafters.rest import Datastore, RetrievalDrafter
 from decode.errors import UserError, choose
 from decode.loop import Method, tree_error
 from decode.method_options import MethodOptions
@@ -162,7 +163,7 @@ def _feature_tree(inputs: MethodInputs) -> Drafter:
 def _hybrid(inputs: MethodInputs, make_head: Callable[[MethodInputs], Drafter]) -> Drafter:
     head, options = make_head(inputs), inputs.options
     assert isinstance(head, ModelDrafter)
-    store = None if inputs.datastore is None else open_rest(inputs.datastore, inputs.tokenizer).store
+    store = None if inputs.datastore is None else Datastore(inputs.datastore, tokenizer_fingerprint(inputs.tokenizer))
     branch = options.copy_branch if isinstance(head, FeatureTreeDrafter) else 0  # chains stay chains
     return HybridDrafter(head, store, length=options.copy_length, branch=branch)
 
@@ -170,7 +171,7 @@ def _hybrid(inputs: MethodInputs, make_head: Callable[[MethodInputs], Drafter]) 
 def _rest(inputs: MethodInputs) -> Drafter:
     if inputs.datastore is None:
         raise UserError("rest needs a datastore; build one with python -m decode datastore build, give --datastore DIR")
-    return open_rest(inputs.datastore, inputs.tokenizer)
+    return RetrievalDrafter(Datastore(inputs.datastore, tokenizer_fingerprint(inputs.tokenizer)))
 
 
 def _adaptix(inputs: MethodInputs) -> Drafter:
@@ -179,8 +180,10 @@ def _adaptix(inputs: MethodInputs) -> Drafter:
             "adaptix needs a tri-gram table; build one with python -m decode trigrams build, give --trigrams DIR"
         )
     options = inputs.options
-    drafter = open_adaptix(smaller_store(inputs.trigrams, options.texts), inputs.tokenizer, order=options.order)
-    return replace(drafter, searches=options.searches, gain=drafter.gain if options.adaptive else 0.0)
+    folder = smaller_store(inputs.trigrams, options.texts)
+    table = NgramTable(folder, tokenizer_fingerprint(inputs.tokenizer), order=options.order)
+    gain = TrigramDrafter.gain if options.adaptive else 0.0
+    return TrigramDrafter(table, searches=options.searches, gain=gain)
 
 
 def _early_exit(inputs: MethodInputs) -> Drafter:

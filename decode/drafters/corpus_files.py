@@ -6,6 +6,7 @@ import mmap
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -16,23 +17,23 @@ from decode.errors import UserError, write_safely
 from decode.progress import Progress
 
 FORMAT = "1"
-BATCH_CHARACTERS = 1 << 20
+BLOCK = 1 << 20  # characters of a plain text that make a document
+BATCH = 1024  # lines of JSON Lines tokenised at once
 
 
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A digest of every token with its id: equal fingerprints mean that ids stand for the same tokens."""
-    vocabulary = sorted(tokenizer.get_vocab().items())
-    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """A digest of every token with its id: equal fingerprints mean that ids stand for the same tokens.
 
-
-def require_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """`tokenizer_fingerprint`, or a UserError where there is no tokenizer."""
+    Raises:
+        UserError: there is no tokenizer.
+    """
     if tokenizer is None:
         raise UserError(
             "a method that drafts from a corpus needs the target's tokenizer: the target has none; save the tokenizer "
             "in the target's folder"
         )
-    return tokenizer_fingerprint(tokenizer)
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
 
 
 def join_documents(documents: Iterable[Sequence[int] | np.ndarray]) -> np.ndarray:
@@ -70,7 +71,7 @@ def read_texts(path: Path) -> Iterator[str]:
     """
     with path.open(encoding="utf-8", errors="replace") as file:
         if path.suffix.lower() != ".jsonl":
-            while lines := file.readlines(BATCH_CHARACTERS):
+            while lines := file.readlines(BLOCK):
                 yield "".join(lines)
             return
         for number, line in enumerate(file, 1):
@@ -99,23 +100,11 @@ def tokenize_files(files: Sequence[str | Path], tokenizer: PreTrainedTokenizerBa
     with Progress() as progress:
         for path in paths:
             work = progress.add(f"tokenising {path.name}, MB", path.stat().st_size / 1e6)
-            for batch in _batches(read_texts(path)):
+            texts = read_texts(path)
+            while batch := list(islice(texts, BATCH if path.suffix.lower() == ".jsonl" else 1)):
                 yield from tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
                 work.advance(sum(len(text.encode()) for text in batch) / 1e6)
             work.update(done=work.total)
-
-
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def save_arrays(path: Path, arrays: dict[str, np.ndarray], *, kind: str, fingerprint: str, **facts: int) -> None:
@@ -129,15 +118,14 @@ def save_arrays(path: Path, arrays: dict[str, np.ndarray], *, kind: str, fingerp
 
 
 def map_arrays(
-    path: Path, *, kind: str, fingerprint: str, verify: bool, command: str = "datastore build"
+    path: Path, *, kind: str, fingerprint: str, command: str
 ) -> tuple[dict[str, str], dict[str, memoryview]]:
-    """Memory-map a file that `save_arrays` wrote.
+    """Memory-map a file that `save_arrays` wrote, and compare its checksum (about a second for 1 GB).
 
     Args:
         path: the file.
         kind: what the file must be.
         fingerprint: of the tokenizer in use.
-        verify: read everything once and compare the checksum (about a second for 1 GB).
         command: of this program, that writes such a file.
 
     Returns:
@@ -168,7 +156,7 @@ def map_arrays(
         )
     complete = len(whole) == start + max(end for _, end in spans.values())
     arrays = {name: whole[start + begin : start + end] for name, (begin, end) in spans.items()}
-    if not complete or (verify and str(_checksum(arrays.values())) != manifest["crc32"]):
+    if not complete or str(_checksum(arrays.values())) != manifest["crc32"]:
         raise UserError(f"{path} is truncated or corrupt ({len(whole):,} bytes): {again}")
     return manifest, arrays
 

@@ -138,7 +138,7 @@ def corpus_drafters(folder: Path, vocab: int, extra: list[list[int]] | None = No
     documents = [[generator.randrange(vocab) for _ in range(40)] for _ in range(5)] + (extra or [])
     build_datastore(documents, folder, "test")
     build_trigram_table(documents, folder, "test")
-    store, table = Datastore.open(folder, "test"), NgramTable.open(folder, "test")
+    store, table = Datastore(folder, "test"), NgramTable(folder, "test")
     return {
         "none": NoDrafter,
         "prompt-lookup": lambda: LookupDrafter(length=3),

@@ -12,8 +12,8 @@ from decode.drafters.rest import save_datastore
 Documents = Iterable[Sequence[int] | np.ndarray]
 
 
-def build_datastore(documents: Documents, path: str | Path, fingerprint: str, **options: int) -> Path:
-    return save_datastore(join_documents(documents), Path(path), fingerprint, **options)
+def build_datastore(documents: Documents, path: str | Path, fingerprint: str) -> Path:
+    return save_datastore(join_documents(documents), Path(path), fingerprint)
 
 
 def build_trigram_table(documents: Documents, path: str | Path, fingerprint: str, **options: int) -> Path:

@@ -23,7 +23,8 @@ from decode.bench.suites import Prompt, Suite
 from decode.commands.bench import Checkpoint, bench_options, choose_methods, plan_entries
 from decode.commands.bench import bench as bench_command
 from decode.commands.settings import BenchSettings
-from decode.drafters.rest import open_rest
+from decode.drafters.corpus_files import tokenizer_fingerprint
+from decode.drafters.rest import Datastore
 from decode.errors import UserError
 from decode.method_options import MethodOptions
 from decode.models.pair import Pair
@@ -342,7 +343,7 @@ def test_methods_that_copy_get_a_store_of_the_corpus(method, tiny, tmp_path):
     assert bench_options(settings, ["vanilla"], pair, tmp_path).datastore is None
     folder = bench_options(settings, [method], pair, tmp_path).datastore
     assert folder is not None
-    assert len(open_rest(folder, pair.tokenizer).store) > 5
+    assert len(Datastore(folder, tokenizer_fingerprint(pair.tokenizer))) > 5
 
 
 @pytest.fixture(scope="module")

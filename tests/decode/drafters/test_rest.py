@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from decode.draft import Trie, heaviest_tree
 from decode.drafters.corpus_files import tokenizer_fingerprint
-from decode.drafters.rest import Datastore, RetrievalDrafter, open_rest
+from decode.drafters.rest import Datastore, RetrievalDrafter
 from decode.errors import UserError
 
 
@@ -20,7 +20,7 @@ def propose(drafter, ids, max_depth):
 
 def opened(tmp_path, documents):
     build_datastore(documents, tmp_path, "tok")
-    return Datastore.open(tmp_path, "tok")
+    return Datastore(tmp_path, "tok")
 
 
 def paths(draft):
@@ -34,13 +34,6 @@ def test_trie_merges_prefixes_and_keeps_siblings_apart():
         for token in sequence:
             node = trie.add(node, token)
     assert (trie.tokens, trie.parents) == ([1, 2, 3, 4, 5], [-1, 0, 1, 1, -1])
-
-
-def test_heaviest_tree_on_a_known_corpus():
-    rows = np.array([[1, 2, 3], [1, 2, 4], [1, 2, 4], [1, 5, -1], [6, -1, -1], [6, 7, 8]])
-    draft = heaviest_tree(rows, 6)
-    assert paths(draft) == [(1,), (1, 2), (6,), (1, 2, 4), (1, 5), (6, 7)]
-    assert draft.parents == [-1, 0, -1, 1, 0, 2]
 
 
 def test_heaviest_tree_takes_the_most_frequent_prefixes():
@@ -85,9 +78,10 @@ def test_rest_opens_only_with_the_tokenizer_it_was_built_with(tmp_path):
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
     build_datastore([[0, 1, 0]], tmp_path, tokenizer_fingerprint(tokenizer))
-    assert propose(open_rest(tmp_path, tokenizer), [0, 1], 5).tokens.tolist() == [0]
+    drafter = RetrievalDrafter(Datastore(tmp_path, tokenizer_fingerprint(tokenizer)))
+    assert propose(drafter, [0, 1], 5).tokens.tolist() == [0]
     other = Tokenizer(models.WordLevel({"b": 0, "a": 1}, unk_token="a"))
     with pytest.raises(UserError, match="another tokenizer"):
-        open_rest(tmp_path, PreTrainedTokenizerFast(tokenizer_object=other))
+        Datastore(tmp_path, tokenizer_fingerprint(PreTrainedTokenizerFast(tokenizer_object=other)))
     with pytest.raises(UserError, match="needs the target's tokenizer"):
-        open_rest(tmp_path, None)
+        tokenizer_fingerprint(None)

@@ -482,7 +482,7 @@ def test_a_long_match_that_does_not_go_on_leaves_the_draft_to_the_head(tiny, tmp
     runner, head = open_runner(target), as_runner(target, 3)
     text = join_documents([[*PROMPT[-5:], token] for token in range(10, 20)])  # no continuation has a fifth of them
     save_datastore(text, tmp_path, "x")
-    drafter = HybridDrafter(FeatureDrafter(head, runner, GREEDY), Datastore.open(tmp_path, "x"), match=4)
+    drafter = HybridDrafter(FeatureDrafter(head, runner, GREEDY), Datastore(tmp_path, "x"), match=4)
     with torch.inference_mode():
         drafting = begin(drafter, runner, PROMPT)
         assert max(drafter._match(DraftRequest(drafting.state, PROMPT, StopRule(2), 5, TorchRng(0)))[::2]) >= 4
