@@ -166,7 +166,7 @@ def search(
                 weight_of += weights
                 parent += [node] * n
                 for column in (first, last, fresh, visits, total, mean, bonus):
-                    column += [0] * n  # type: ignore[operator]
+                    column += [0] * n
             child, high = fresh[node], last[node]
             if child < high:
                 fresh[node] = child + 1
@@ -282,7 +282,8 @@ class TrigramDrafter(Drafter):
             if context in known:
                 tokens, weights = known.pop(context)
             else:
-                tokens, weights = map(list, self.table.successors(context))  # type: ignore[assignment]
+                likely, shares = self.table.successors(context)
+                tokens, weights = likely.copy(), shares.copy()
             known[context] = tokens, weights  # the latest at the end
             if token not in tokens:
                 if len(tokens) >= self.widest:
