@@ -308,5 +308,7 @@ def _model_key(settings: ModelSettings) -> dict[str, Any]:
     }
     values = asdict(settings)
     key = {name: values[name] for name in used[settings.kind] if name in values}
+    if "layerskip" in key and not key["layerskip"]["enabled"]:
+        key["layerskip"] = None
     files = {"sha256": settings.package.sha256} if settings.package else files_state(_paths(settings.model))
     return key | {"kind": settings.kind, "model": None if settings.package else settings.model, "files": files}

@@ -7,12 +7,12 @@ import pytest
 import torch
 from families import FAMILIES, build_tiny, in_double
 from safetensors.torch import load_file
-from tiny_run import begun, killed, run_tiny, tiny_settings
+from tiny_run import run_tiny, tiny_settings
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from decode.errors import UserError
 from decode.models.families import decoder_layers, final_norm, state_of
-from distill.config.training import LoraSettings, StudentSettings, TrainingSettings
+from distill.config.training import StudentSettings, TrainingSettings
 from distill.models.layers import cut, kept_layers
 from distill.models.lm_head import LMHead, check_head
 
@@ -68,14 +68,14 @@ def _like(output: object, state: torch.Tensor) -> object:
 def test_a_cut_draft_is_distilled_with_or_without_training_of_its_own(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path, student=StudentSettings(kind="cut"))
     ran, run, _ = run_tiny(settings)
-    assert ran == ["target", "initial", "distillspec", "draft"]
+    assert ran == ["target", "initial", "distillspec", "adaspec"]
     target, initial = (load_file(run.path(stage) / "model.safetensors") for stage in ("target", "initial"))
     kept = [name for name in initial if "layers.1." not in name]
     assert all(torch.equal(initial[name], target[name]) for name in kept)
     assert run.record("initial").history == []  # type: ignore[union-attr]
     settings.student.training = TrainingSettings(steps=2, batch_size=4)
     ran, run, _ = run_tiny(settings)
-    assert ran == ["initial", "distillspec", "draft"]
+    assert ran == ["initial", "distillspec", "adaspec"]
     assert [row["step"] for row in run.record("initial").history] == [0, 2]  # type: ignore[union-attr]
 
 
@@ -85,32 +85,11 @@ def test_more_layers_than_the_target_has_are_refused_before_training(tmp_path: P
         run_tiny(settings)
     assert not list(tmp_path.rglob("*.safetensors"))
     settings.student.layers = 0
-    with pytest.raises(UserError, match=r"initial\.layers is 0"):
+    with pytest.raises(UserError, match=r"student\.layers is 0"):
         settings.validate()
     settings.student.model = "somewhere"
     with pytest.raises(UserError, match=r"wanted no model .it is cut from the target"):
         settings.validate()
     settings.target.kind = "cut"
-    with pytest.raises(UserError, match=r"target.kind is cut, which is for initial"):
+    with pytest.raises(UserError, match=r"target.kind is cut, which is for student"):
         settings.validate()
-
-
-def test_an_adapter_learns_is_merged_and_is_the_same_after_a_kill(tmp_path: Path) -> None:
-    whole, killed_run = (tiny_settings(tmp_path / name) for name in ("whole", "killed"))
-    for settings in (whole, killed_run):
-        settings.reference.lora = LoraSettings(rank=2)
-    _, wanted, _ = run_tiny(begun(whole))
-    with killed("distillspec", 3):  # before the first checkpoint: the adapter starts from the same weights
-        run_tiny(begun(killed_run))
-    with killed("draft", 7):
-        run_tiny(killed_run)
-    _, got, _ = run_tiny(killed_run)
-    initial = load_file(wanted.path("initial") / "model.safetensors")
-    for stage in ("distillspec", "draft"):
-        ours, theirs = (load_file(run.path(stage) / "model.safetensors") for run in (got, wanted))
-        assert theirs.keys() == initial.keys()  # merged: no trace of the adapter
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs), stage
-        changed = {name for name in theirs if not torch.equal(theirs[name], initial[name])}
-        assert changed == {name for name in theirs if "_proj" in name}
-        weight = "model.layers.0.self_attn.q_proj.weight"
-        assert torch.linalg.matrix_rank(theirs[weight] - initial[weight], atol=1e-6) <= 2
