@@ -54,24 +54,21 @@ def tree_error(runner: Runner) -> UserError:
     )
 
 
-def check_prompt(target: Runner, prompt: list[int], max_new_tokens: int) -> None:
-    """Refuse what cannot be decoded.
-
-    Raises:
-        UserError: an empty prompt, ids outside the vocabulary, or more tokens than the context holds.
-    """
+def prompt_error(target: Runner, prompt: list[int], max_new_tokens: int) -> UserError | None:
+    """Why a prompt cannot be decoded, if so: it is empty, has foreign ids or is longer than the context."""
     if not prompt:
-        raise UserError("the prompt is empty; give at least one token (a BOS token will do)")
+        return UserError("the prompt is empty; give at least one token (a BOS token will do)")
     if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens is {max_new_tokens}; it has to be at least 1")
+        return UserError(f"max_new_tokens is {max_new_tokens}; it has to be at least 1")
     foreign = next((i for i in prompt if not 0 <= i < target.vocab_size), None)
     if foreign is not None:
-        raise UserError(
+        return UserError(
             f"the prompt holds token id {foreign}, but the target's ids are 0 to {target.vocab_size - 1}; "
             "was it tokenised with another model's tokenizer?"
         )
     if len(prompt) > target.limit:
-        raise UserError(f"the prompt has {len(prompt)} tokens, the target's context holds {target.limit}; shorten it")
+        return UserError(f"the prompt has {len(prompt)} tokens, the target's context holds {target.limit}; shorten it")
+    return None
 
 
 class Sequence:
@@ -130,11 +127,7 @@ class Sequence:
         self.state: Any = None
         self.written_by: list[str] = []
         self.rejected: list[list[int]] = []
-        self.error: UserError | None = None
-        try:
-            check_prompt(target, prompt, max_new_tokens)
-        except UserError as error:
-            self.error = error
+        self.error = prompt_error(target, prompt, max_new_tokens)
 
     @property
     def new_ids(self) -> list[int]:

@@ -128,7 +128,7 @@ class FastRunner(RowRunner):
         new = list(map(NewTokens, caches, starts, counts))
         for i, tree in enumerate(trees or ()):
             if tree is not None:
-                new[i] = NewTokens.of(caches[i], starts[i], counts[i], tree)
+                new[i] = NewTokens(caches[i], starts[i], counts[i], [0, *tree.depths()], tree.visible())
         placed, captured = network.place(new), None
         if layers is not None:
             x = network.embed(joined(tokens))

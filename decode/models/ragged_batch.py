@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decode.draft import Draft
 from decode.models.runner import Cache
 
 PADDED = 32  # most new tokens of a sequence that is padded with its neighbours; one with more attends alone
@@ -132,11 +131,6 @@ class NewTokens:
     depths: Sequence[int] | None = None  # where they are no chain: position of each, less `start`
     # where they are no chain: bool ``[count, m]``, which of the last m slots each token sees; it sees all before these
     seen: Tensor | None = None
-
-    @classmethod
-    def of(cls, cache: Row, start: int, count: int, tree: Draft | None = None) -> NewTokens:
-        """A chain, or a pending token and the tree below it."""
-        return cls(cache, start, count, *(() if tree is None else ([0, *tree.depths()], tree.visible())))
 
     @property
     def end(self) -> int:

@@ -5,9 +5,8 @@ depends neither on its neighbours nor on when it is written, and a run that was 
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -86,17 +85,15 @@ def write_texts(
             finished(len(prompts) - len(asked))
             lengths = [len(prompts[i]) + limits[i] for i in asked]
             rows = rows_that_fit(runner.device, runner.cache_bytes_per_token, lengths, batch_size)
-            waiting = (_Text(i, prompts[i], limits[i], draws(i, limits[i])) for i in asked)
-            for done in _write_continuously(runner, waiting, rows, warp, set(stop_ids)):
-                texts[done.number] = done.written
+            uniforms = {i: draws(i, limits[i]) for i in asked}
+            for i, text in _write_continuously(runner, prompts, uniforms, rows, warp, set(stop_ids)):
+                texts[i] = text
                 finished(1)
             return texts
         for at in range(0, len(order), batch_size or max(1, len(order))):
             chosen = order[at : at + (batch_size or len(order))]
-            uniforms = [draws(i, max(0, limits[i])) for i in chosen]
-            written = _write(
-                model, [prompts[i] for i in chosen], [limits[i] for i in chosen], uniforms, warp, set(stop_ids)
-            )
+            drawn = [draws(i, max(0, limits[i])) for i in chosen]
+            written = _write(model, [prompts[i] for i in chosen], drawn, warp, set(stop_ids))
             for i, text in zip(chosen, written):
                 texts[i] = text
             finished(len(chosen))
@@ -116,42 +113,43 @@ def _evaluating(model: PreTrainedModel) -> Iterator[None]:
 # -- by the hand-written forward: a finished text's place is taken by a waiting one ------------------------------------
 
 
-@dataclass(eq=False)
-class _Text:
-    number: int
-    prompt: Sequence[int]
-    budget: int
-    uniforms: Sequence[float]
-    written: list[int] = field(default_factory=list)
-
-
 @torch.inference_mode()
 def _write_continuously(
-    runner: FastRunner, texts: Iterable[_Text], rows: int, warp: LogitsWarper, stop_ids: set[int]
-) -> Iterator[_Text]:
-    """Write all texts, at most `rows` at once, yielding each that is finished."""
-    waiting, live = deque(texts), list[tuple[Row, _Text]]()
+    runner: FastRunner,
+    prompts: Sequence[Sequence[int]],
+    uniforms: dict[int, Sequence[float]],
+    rows: int,
+    warp: LogitsWarper,
+    stop_ids: set[int],
+) -> Iterator[tuple[int, list[int]]]:
+    """Write at most `rows` texts at once, yielding the number of each that is finished and its new tokens.
+
+    `uniforms` holds the numbers of the texts in the order in which they begin, and as many draws as each may have
+    tokens.
+    """
+    waiting, live = deque(uniforms), list[tuple[Row, int, list[int]]]()
     runner.reserve(rows=min(rows, len(waiting)))
     while waiting or live:
         new = 0  # prompts are read along with the others' next tokens, some at a time
-        while len(live) < rows and waiting and (not new or new + len(waiting[0].prompt) <= PROMPT_TOKENS):
-            live.append((runner.new_cache(), waiting.popleft()))
-            new += len(live[-1][1].prompt)
+        while len(live) < rows and waiting and (not new or new + len(prompts[waiting[0]]) <= PROMPT_TOKENS):
+            live.append((runner.new_cache(), waiting.popleft(), []))
+            new += len(prompts[live[-1][1]])
         if not waiting:
             runner.reserve(rows=1)  # from now on texts that end give their memory back
-        live.sort(key=lambda pair: pair[0].row)
-        feeds = [torch.tensor(text.written[-1:] or text.prompt, device=runner.device) for _, text in live]
-        logits = runner.forward([cache for cache, _ in live], feeds, last=1).logits
-        u = [text.uniforms[len(text.written)] for _, text in live]
-        prefixes = [[*text.prompt, *text.written] for _, text in live] if warp.needs_prefix else None
+        live.sort(key=lambda text: text[0].row)
+        feeds = [torch.tensor(written[-1:] or prompts[i], device=runner.device) for _, i, written in live]
+        logits = runner.forward([cache for cache, _, _ in live], feeds, last=1).logits
+        u = [uniforms[i][len(written)] for _, i, written in live]
+        prefixes = [[*prompts[i], *written] for _, i, written in live] if warp.needs_prefix else None
         going = []
-        for (cache, text), token in zip(live, next_tokens(logits, warp, prefixes, u)):
-            text.written.append(token)
-            if token in stop_ids or len(text.written) == text.budget:
+        for text, token in zip(live, next_tokens(logits, warp, prefixes, u)):
+            cache, i, written = text
+            written.append(token)
+            if token in stop_ids or len(written) == len(uniforms[i]):
                 cache.close()
-                yield text
+                yield i, written
             else:
-                going.append((cache, text))
+                going.append(text)
         live = going
 
 
@@ -168,14 +166,13 @@ def _packing(model: PreTrainedModel, rows: int) -> str:
 def _write(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
-    budgets: Sequence[int],
     uniforms: Sequence[Sequence[float]],
     warp: LogitsWarper,
     stop_ids: set[int],
 ) -> list[list[int]]:
     device = model.get_input_embeddings().weight.device
     texts: list[list[int]] = [[] for _ in prompts]
-    live = [place for place, budget in enumerate(budgets) if budget > 0]
+    live = [place for place, u in enumerate(uniforms) if len(u)]
     if not live:
         return texts
     feed, mask = _left_padded([prompts[place] for place in live], device)
@@ -193,7 +190,7 @@ def _write(
         going = [
             row
             for row, place in enumerate(live)
-            if texts[place][-1] not in stop_ids and len(texts[place]) < budgets[place]
+            if texts[place][-1] not in stop_ids and len(texts[place]) < len(uniforms[place])
         ]
         if not going:
             return texts
