@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,8 @@ class AcceptanceProbe:
     def __call__(self, step: DraftedToken) -> float:
         """Confidence of a drafted token, for `decode.stopping.StopRule`."""
         assert step.token is not None
-        z = torch.dot(step.hidden.float(), self._weight_on(step.hidden.device)).item() + self.bias
+        self.weight = self.weight.to(step.hidden.device)  # itself after the first time
+        z = torch.dot(step.hidden.float(), self.weight).item() + self.bias
         if len(self.extra):
             # `confidence_features` of one row, with as few operations as possible: this runs for every drafted token
             known = step.logits.float().log_softmax(-1).clamp_min_(-1e30)
@@ -84,11 +85,6 @@ class AcceptanceProbe:
             u = self.extra.tolist()
             z += u[0] * max(known[step.token].item(), LEAST) + u[1] * entropy + u[2] * min(first - second, -LEAST)
         return 1 / (1 + math.exp(-max(-50.0, min(50.0, z / self.temperature))))
-
-    def _weight_on(self, device: torch.device) -> Tensor:
-        if self.weight.device != device:
-            self.weight = self.weight.to(device)
-        return self.weight
 
 
 def weight_sample(model: PreTrainedModel) -> dict[str, Any]:
@@ -124,14 +120,11 @@ def save_probes(
         best: for ``greedy`` and ``sampled`` the fastest `decode.methods.MethodOptions` of each method.
     """
     tensors: dict[str, Tensor] = {}
-    for probe in probes:
-        tensors[f"{probe.name}/weight"] = probe.weight.contiguous().clone()
-        tensors[f"{probe.name}/extra"] = probe.extra.contiguous().clone()
-        tensors[f"{probe.name}/bias"] = torch.tensor([probe.bias])
-    described = [
-        {"label": p.label, "kind": p.kind, "layer": p.layer, "temperature": p.temperature, "metrics": p.metrics}
-        for p in probes
-    ]
+    described: list[dict[str, Any]] = []
+    for p in probes:
+        weights = {"weight": p.weight, "extra": p.extra, "bias": torch.tensor([p.bias])}
+        tensors |= {f"{p.name}/{name}": tensor.contiguous().clone() for name, tensor in weights.items()}
+        described.append({key: getattr(p, key) for key in ("label", "kind", "layer", "temperature", "metrics")})
     note: dict[str, Any] = {"model": weight_sample(model), "class": type(model).__name__, "features": FEATURES}
     note |= {"best": dict(best or {}), "probes": described}
     write_safely(folder / "probes.safetensors", lambda path: save_file(tensors, path))
@@ -177,28 +170,23 @@ def load_probe(
             "train probes for this one with python -m probes"
         )
     fitting = [p for p in note["probes"] if p["kind"] == kind and p["label"] in labels]
-    at = {p["label"]: p for p in fitting if p["layer"] == layer}
-    chosen = next((at[label] for label in labels if label in at), None)
-    if chosen is None:
-        there = sorted({p["layer"] for p in fitting})
-        known = f"layers {there}" if there else "no layer"
+    here = sorted((p for p in fitting if p["layer"] == layer), key=lambda p: labels.index(p["label"]))
+    if not here:
         raise UserError(
-            f"the folder {str(folder)!r} has a {kind} with label {' or '.join(labels)} for {known}, not for layer "
-            f"{layer}; choose another exit_layer, or train one with python -m probes"
+            f"the folder {str(folder)!r} has a {kind} with label {' or '.join(labels)} for layers "
+            f"{sorted({p['layer'] for p in fitting})}, not for layer {layer}; choose another exit_layer, or train one "
+            "with python -m probes"
         )
-    probe = AcceptanceProbe(
-        layer, kind, chosen["label"], torch.empty(0), torch.empty(0), 0.0, chosen["temperature"], chosen["metrics"]
-    )
+    probe = AcceptanceProbe(**here[0], weight=torch.empty(0), extra=torch.empty(0), bias=0.0)
     try:
         tensors = load_file(Path(folder) / "probes.safetensors")
-        probe.weight, probe.extra = tensors[f"{probe.name}/weight"], tensors[f"{probe.name}/extra"]
-        probe.bias = float(tensors[f"{probe.name}/bias"])
+        weight, extra, bias = (tensors[f"{probe.name}/{part}"] for part in ("weight", "extra", "bias"))
+        return replace(probe, weight=weight, extra=extra, bias=float(bias))
     except (OSError, KeyError, SafetensorError) as error:
         raise UserError(
             f"the weights of the probes in {str(folder)!r} are damaged or missing ({type(error).__name__}); train them "
             "again with python -m probes"
         ) from error
-    return probe
 
 
 def advised(folder: str | Path, method: str, *, greedy: bool) -> dict[str, Any]:

@@ -146,24 +146,6 @@ def test_errors_are_those_of_texts_and_a_repeated_text_adds_nothing() -> None:
     assert alone.text == [0, 0, 0, 1, 1, 1, 2, 2]
 
 
-def test_an_empty_trace_has_no_rates_and_spent_nothing() -> None:
-    metrics = Trace().metrics()
-    assert metrics["tv_spent"] == 0
-    assert metrics["rounds"] == 0
-    assert all(math.isnan(metrics[name]) for name in ("alpha", "accepted_per_tested", "block_efficiency"))
-    assert Trace().acceptance_by_position() == []
-
-
-def test_traces_add_up() -> None:
-    both = example()
-    both.extend(example())
-    once, twice = example().metrics(), both.metrics()
-    for name in ("alpha", "accepted_per_drafted", "block_efficiency", "tv_spent", "tokens_per_second"):
-        assert twice[name] == pytest.approx(once[name])
-    for name in ("rounds", "tokens", "draft_seconds", "total_seconds"):
-        assert twice[name] == 2 * once[name]
-
-
 def test_alpha_of_a_deterministic_draft_is_the_targets_mass_on_it() -> None:
     def logits(context: tuple[int, ...]) -> Tensor:
         return torch.tensor([0.5, 0.2, 0.3, 0.0], dtype=torch.float64).log()
