@@ -157,7 +157,7 @@ class TeacherSettings:
 DivergenceName = Literal["forward_kl", "reverse_kl", "jsd", "tv", "neg_log_alpha", "lk_hybrid", "kl_tv"]
 """Losses per token; `distill.losses.divergences` holds what they compute."""
 Scope = Literal["microbatch", "global"]
-Normalisation = Literal["paper", "response", "official"]
+Normalisation = Literal["paper", "official"]
 
 START = "undistilled", "untrained"
 """How reports name the student before distillation: a language model, and a feature head."""
@@ -184,8 +184,7 @@ class DraftSettings:
     the result does not depend on their number; with accumulate the draft reads every batch twice."""
     normalisation: Normalisation = "paper"
     """With a reference: the divisor of the loss summed over selected tokens. paper: the number of selected tokens.
-    response: k times the length of each response, averaged over responses, so that long responses count no more than
-    short ones. official: the number of all label tokens, as in the official code; the loss is then k times as large."""
+    official: the number of all label tokens, as in the official code; the loss is then k times as large."""
     divergence: DivergenceName = "forward_kl"
     """Loss per token between target p and draft q; alpha = sum_x min(p(x), q(x)) is the acceptance rate. forward_kl:
     KL(p || q), as in the papers. reverse_kl: KL(q || p). jsd: Jensen-Shannon, see jsd_beta. tv: total variation
@@ -210,8 +209,8 @@ class DraftSettings:
 
     @property
     def selects(self) -> bool:
-        """Whether a reference selects tokens, or weights them by response."""
-        return self.reference is not None and (self.k < 1 or self.normalisation == "response")
+        """Whether a reference selects tokens."""
+        return self.reference is not None and self.k < 1
 
     def training_of(self, shared: TrainingSettings) -> TrainingSettings:
         """The section ``training`` with this draft's own values; steps replace epochs, and epochs steps."""
