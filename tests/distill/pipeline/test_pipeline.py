@@ -313,8 +313,10 @@ def test_a_file_system_without_locks_is_no_other_process(
         raise OSError(number, "Function not implemented")
 
     monkeypatch.setattr("fcntl.flock", refuse)
+    entered = False
     with only_one(tmp_path / "run/work/lock"):
-        pass
+        entered = True
+    assert entered
 
 
 def test_the_description_of_a_stage_names_what_it_was_made_from(finished: tuple[Path, RunDir]) -> None:
