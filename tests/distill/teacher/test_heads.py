@@ -193,13 +193,11 @@ def test_a_target_beside_the_head_trains_the_same_one(run, tmp_path: Path) -> No
     again.name, again.output_dir = "online", str(tmp_path)
     again.teacher.signal, again.target.devices = "online", ["cpu"]
     run_tiny(again)
-    start = load_file(folder.path("initial") / "model.safetensors")
-    one, two = (load_file(path / "adaspec" / "model.safetensors") for path in (folder.folder, tmp_path / "online"))
-    # Adam makes much of a last digit, so single weights say little: the difference is small beside what training changed
-    apart, learned = (
-        sum(float((a[n].float() - b[n].float()).square().sum()) for n in one) for a, b in ((one, two), (one, start))
-    )
-    assert apart < 0.05**2 * learned, (apart, learned)
+    for stage in STAGES[2:]:
+        kept, beside = (each.record(stage).history for each in (folder, run_of(again)))
+        # the first steps are the same to rounding; Adam and the selection make more of a last digit in later ones
+        assert kept[0]["loss"] == pytest.approx(beside[0]["loss"], rel=1e-4), stage
+        assert kept[-1]["loss"] == pytest.approx(beside[-1]["loss"], rel=0.02), stage
 
 
 def test_a_killed_training_ends_with_the_weights_of_an_undisturbed_one(run, tmp_path: Path) -> None:
