@@ -24,7 +24,7 @@ from decode.models.huggingface_runner import rows_that_fit
 from decode.models.runner import Output, Runner, synchronize
 from decode.sampling import LogitsWarper, Rng, Rows, TorchRng, WarpedRows, argmax, one_hot
 from decode.stopping import DraftLengths, StopRule
-from decode.trace import Round, Trace
+from decode.trace import Step, Trace
 from decode.verify import AcceptanceRule, Exact, VerifyStats, verify, verify_greedy
 
 
@@ -169,7 +169,7 @@ class Sequence:
         most = self.remaining if limit is None else min(limit, self.remaining)
         return DraftRequest(self.state, self.ids, self.stop, most, self.rng)
 
-    def verify(self, draft: Draft, out: Output) -> tuple[Round, VerifyStats]:
+    def verify(self, draft: Draft, out: Output) -> tuple[Step, VerifyStats]:
         """Keep a path of the draft, and choose the token that follows it.
 
         Args:
@@ -201,9 +201,9 @@ class Sequence:
             probs = partial(warp, logits, texts) if isinstance(p, WarpedRows) else p
         base = self.cache.length - len(draft) - 1
         self.cache.keep(base, [base, *(base + 1 + i for i in path)])
-        return Round(draft, path, token, probs, logits, out.captured), stats
+        return Step(draft, path, token, probs, logits, out.captured), stats
 
-    def settle(self, drafter: Drafter, result: Round, stats: VerifyStats) -> list[int]:
+    def settle(self, drafter: Drafter, result: Step, stats: VerifyStats) -> list[int]:
         """Grow by what the step emitted, cut at a stop id and at the budget; every adaptive part learns from it."""
         ids, stop_ids, most = self.ids, self.stop_ids, self.remaining
         new = result.emitted[: self.end - len(ids)]
@@ -228,7 +228,7 @@ class Sequence:
         return new
 
 
-def step(target: Runner, method: Method, sequences: abc.Sequence[Sequence]) -> list[tuple[Round, list[int]]]:
+def step(target: Runner, method: Method, sequences: abc.Sequence[Sequence]) -> list[tuple[Step, list[int]]]:
     """Decode one step of every sequence: a draft each, one forward of the target over all of them, verification.
 
     Seconds that the sequences spend together count in equal parts for each.
@@ -275,7 +275,7 @@ def step(target: Runner, method: Method, sequences: abc.Sequence[Sequence]) -> l
 @torch.inference_mode()
 def run(
     target: Runner, method: Method, sequences: Iterable[Sequence], rows: int = 1
-) -> Iterator[tuple[Sequence, Round, list[int]]]:
+) -> Iterator[tuple[Sequence, Step, list[int]]]:
     """Decode sequences to their ends, at most `rows` at once; a waiting one begins when another one has ended.
 
     Yields:
@@ -319,7 +319,7 @@ def _close(method: Method, sequence: Sequence) -> None:
 
 def rounds(
     target: Runner, method: Method, warp: LogitsWarper, prompt: list[int], **options: Any
-) -> Iterator[tuple[Round, list[int]]]:
+) -> Iterator[tuple[Step, list[int]]]:
     """Decode one text, yielding each round with the tokens it added.
 
     Arguments are those of `Sequence`; what the method learns serves later texts.

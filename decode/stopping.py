@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from decode.errors import UserError
-from decode.trace import Round
+from decode.trace import Step
 from decode.verify import entropy
 
 
@@ -35,7 +35,7 @@ class Threshold:
     def price(self, token_cost: float) -> None:
         """Set the cost of one more drafted token, in rounds without a draft."""
 
-    def observe(self, round: Round, confidence: list[float]) -> None:
+    def observe(self, round: Step, confidence: list[float]) -> None:
         """Learn from a round, given the confidence of each drafted token."""
 
     def reset(self) -> None:
@@ -66,7 +66,7 @@ class TargetAcceptance(Threshold):
     value: float = field(init=False)
     rate: float = field(init=False)
 
-    def observe(self, round: Round, confidence: list[float]) -> None:
+    def observe(self, round: Step, confidence: list[float]) -> None:
         """Move towards the target acceptance."""
         depth = round.depth
         if not depth:
@@ -90,7 +90,7 @@ class MeanOfRejected(Threshold):
 
     value: float = field(init=False)
 
-    def observe(self, round: Round, confidence: list[float]) -> None:
+    def observe(self, round: Step, confidence: list[float]) -> None:
         """Record the confidence of the first rejected token."""
         if round.accepted < len(confidence):
             self.total += confidence[round.accepted]
@@ -110,7 +110,7 @@ class Roc(Threshold):
     limit: int = 4096  # tokens of the history
     value: float = field(init=False)
 
-    def observe(self, round: Round, confidence: list[float]) -> None:
+    def observe(self, round: Step, confidence: list[float]) -> None:
         """Add the accepted tokens and the first rejected one; refit once both kinds have been seen."""
         seen = confidence[: round.tested]
         accepted = min(round.accepted, len(seen))  # copied drafts have no confidence
@@ -159,7 +159,7 @@ class CostOptimal(Threshold):
         hits, seen = self._bin(confidence)
         return (hits + self.prior * confidence) / (seen + self.prior)
 
-    def observe(self, round: Round, confidence: list[float]) -> None:
+    def observe(self, round: Step, confidence: list[float]) -> None:
         """Update the calibration and the rate of tokens."""
         for i, value in enumerate(confidence[: round.tested]):
             count(self._bin(value), i < round.accepted, self.memory)
@@ -267,7 +267,7 @@ class StopRule:
         """Whether to stop after ``drafted.token``, which stays in the draft."""
         return self.confidence is not None and not self.refuse and self._below(drafted)
 
-    def observe(self, round: Round) -> None:
+    def observe(self, round: Step) -> None:
         """Adapt to a verified round."""
         self.threshold.observe(round, self.seen)
         if self.heuristic and round.drafted:
@@ -388,7 +388,7 @@ class DraftLengths:
         self._waited, self._rounds = 0.0, EVERY  # this round tests whether drafting pays, and is learned from at once
         return self._best
 
-    def observe(self, rounds: Iterable[tuple[Round, int]]) -> None:
+    def observe(self, rounds: Iterable[tuple[Step, int]]) -> None:
         """Learn from a round of all sequences, each given with the longest draft that it was allowed."""
         self._learned = True
         for result, allowed in rounds:

@@ -49,8 +49,8 @@ Values = Tensor | list[float]  # one number for each tested position
 
 
 @dataclass
-class Round:
-    """One round, as handed to every adaptive part."""
+class Step:
+    """One step of decoding, as handed to every adaptive part."""
 
     draft: Draft  # what was proposed
     path: list[int]  # accepted node indices, root to leaf
@@ -132,7 +132,7 @@ class Trace:
 
     def close(
         self,
-        round: Round,
+        round: Step,
         overlap: Values | None,
         spent: Values | None,
         distance: Values | None,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from decode.draft import Draft
 from decode.sampling import Rng, Rows
-from decode.trace import Round, Values
+from decode.trace import Step, Values
 
 LN2 = math.log(2)
 Raw = tuple[Tensor, Tensor]  # unwarped logits of target and draft, ``[k, vocab]`` each
@@ -69,7 +69,7 @@ class AcceptanceRule:
     def start(self) -> None:
         """A new text begins."""
 
-    def observe(self, round: Round) -> None:
+    def observe(self, round: Step) -> None:
         """Learn from a verified round."""
 
     def reset(self) -> None:
@@ -165,7 +165,7 @@ class JensenShannon(AcceptanceRule):
             self._distance = js_distance(p, q)
         return torch.where(self._distance < self.theta, torch.ones_like(p[:, 0]), ratio(p, q, x))
 
-    def observe(self, round: Round) -> None:
+    def observe(self, round: Step) -> None:
         """Record the distances of the accepted positions and of the first rejected one."""
         distance, self._distance = self._distance, None
         if self.threshold is not None:
@@ -195,7 +195,7 @@ class JensenShannon(AcceptanceRule):
         self.start()
 
 
-def _tree_distance(round: Round, unwarped: bool) -> Tensor:
+def _tree_distance(round: Step, unwarped: bool) -> Tensor:
     """D(p, one-hot) ``[t]`` at the accepted nodes of a deterministic draft, then at the first rejected one."""
     rows = [0, *(node + 1 for node in round.path)]
     nodes = [*round.path, *[i for i, parent in enumerate(round.draft.parents) if parent == rows[-1] - 1][:1]]

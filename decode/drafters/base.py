@@ -11,7 +11,7 @@ from torch import Tensor
 from decode.draft import Draft
 from decode.sampling import Rng
 from decode.stopping import StopRule
-from decode.trace import Round
+from decode.trace import Step
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Drafter:
         """A draft for each of several sequences."""
         return [self.draft(request) for request in requests]
 
-    def update(self, state: Any, ids: list[int], round: Round) -> None:
+    def update(self, state: Any, ids: list[int], round: Step) -> None:
         """Learn from a verified round, after which the sequence is `ids`; its last token is pending."""
 
     def close(self, state: Any) -> None:

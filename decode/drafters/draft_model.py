@@ -14,7 +14,7 @@ from decode.drafters.base import Drafter, DraftRequest, Prompt
 from decode.models.runner import Output, Runner
 from decode.sampling import LogitsWarper, argmax, one_hot
 from decode.stopping import DraftedToken
-from decode.trace import Round
+from decode.trace import Step
 
 Drafting = Generator[Any, Output, Draft]
 """Yields what the draft model has to read next, is sent the output for it, and returns the draft."""
@@ -135,7 +135,7 @@ class ModelDrafter(Drafter):
         missing = self.vocab - logits.shape[-1]
         return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, : self.vocab]
 
-    def update(self, state: ModelState, ids: list[int], round: Round) -> None:
+    def update(self, state: ModelState, ids: list[int], round: Step) -> None:
         """Drop what was rejected; an unread tail is fed by the next proposal."""
         state.cache.truncate(len(ids) - 1)
 

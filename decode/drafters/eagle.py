@@ -14,7 +14,7 @@ from decode.errors import UserError
 from decode.models.head_runner import HeadRunner
 from decode.models.runner import Output, Runner
 from decode.sampling import LogitsWarper
-from decode.trace import Round
+from decode.trace import Step
 
 
 def head_of(draft: Runner | None) -> HeadRunner:
@@ -67,7 +67,7 @@ class FeatureDrafter(ModelDrafter):
             return Draft.empty()
         return (yield from super()._drafting(request))
 
-    def update(self, state: ModelState, ids: list[int], round: Round) -> None:
+    def update(self, state: ModelState, ids: list[int], round: Step) -> None:
         """Queue the target's features of the pending token and of the accepted ones."""
         if not state.full:
             assert round.captured is not None

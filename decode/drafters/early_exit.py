@@ -15,7 +15,7 @@ from decode.models.fast_forward import LayerSubset
 from decode.models.fast_runner import FastRunner
 from decode.models.runner import Output
 from decode.sampling import LogitsWarper
-from decode.trace import Round
+from decode.trace import Step
 from decode.verify import overlap
 
 
@@ -39,7 +39,7 @@ class EarlyExitDrafter(ModelDrafter):
     def _forward(self, caches: list[Any], feeds: list[Any]) -> list[Output]:
         return self.runner.forward(caches, feeds, last=1, layers=self.subset).split([1] * len(caches))
 
-    def update(self, state: ModelState, ids: list[int], round: Round) -> None:
+    def update(self, state: ModelState, ids: list[int], round: Step) -> None:
         """The target has dropped what was rejected for both."""
 
     def close(self, state: ModelState) -> None:

@@ -15,7 +15,7 @@ from decode.drafters.base import Drafter, DraftRequest, Prompt
 from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.prompt_lookup import NgramIndex, copy_from
 from decode.drafters.rest import Datastore
-from decode.trace import Round
+from decode.trace import Step
 
 LONGEST, SHORTEST = 8, 2  # tokens of the text's end that are looked up
 OCCURRENCES = 256  # most occurrences in the corpus whose continuations are read
@@ -96,7 +96,7 @@ class HybridDrafter(Drafter):
         )
         return most_frequent(rows)
 
-    def update(self, state: HybridState, ids: list[int], round: Round) -> None:
+    def update(self, state: HybridState, ids: list[int], round: Step) -> None:
         """The head learns from copies too: it drafts on from their features."""
         self.head.update(state.head, ids, round)
 

@@ -12,7 +12,7 @@ from random import Random
 
 from decode.draft import Draft, Trie
 from decode.drafters.base import Drafter, DraftRequest, Prompt
-from decode.trace import Round
+from decode.trace import Step
 
 
 @dataclass
@@ -58,7 +58,7 @@ class LookaheadDrafter(Drafter):
                 node = tree.add(node, token)
         return tree.draft()
 
-    def update(self, state: LookaheadState, ids: list[int], round: Round) -> None:
+    def update(self, state: LookaheadState, ids: list[int], round: Step) -> None:
         """Read the target's answers after the window, pool finished n-grams and move the window on.
 
         A window that `max_depth` has cut stays as it is: the text is about to end.

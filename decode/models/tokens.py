@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from decode.errors import UserError
-from decode.trace import Round
+from decode.trace import Step
 
 Message = Mapping[str, Any]
 """One turn of a chat as OpenAI and chat templates write it: ``role``, ``content``, possibly ``tool_calls``."""
@@ -224,7 +224,7 @@ def marked(
     Args:
         detokenizer: has read the text before.
         tokens: the next tokens.
-        written_by: `Round.written_by`.
+        written_by: `Step.written_by`.
         rejected: for each token the drafted ones that were rejected in its place; at most three are shown.
         alone: there is no drafter, so the target's tokens are no bonus.
     """
@@ -237,12 +237,12 @@ def marked(
 
 
 def stop_at(
-    rounds: Iterable[tuple[Round, list[int]]],
+    rounds: Iterable[tuple[Step, list[int]]],
     prompt: Sequence[int],
     tokenizer: PreTrainedTokenizerBase,
     strings: Sequence[str],
     found: Callable[[int], None] = lambda dropped: None,
-) -> Iterator[tuple[Round, list[int]]]:
+) -> Iterator[tuple[Step, list[int]]]:
     """Cut rounds after the first token that completes one of the strings, by transformers' own criterion.
 
     A round emits several tokens, so the text may end inside it; the rest of the round is dropped.

@@ -33,12 +33,12 @@ from decode.stopping import (
     token_probability,
     warped_token_probability,
 )
-from decode.trace import Round
+from decode.trace import Step
 
 
-def chain_round(drafted: int, accepted: int, seconds: tuple[float, float] = (0.0, 0.0)) -> Round:
+def chain_round(drafted: int, accepted: int, seconds: tuple[float, float] = (0.0, 0.0)) -> Step:
     draft = Draft.chain(torch.zeros(drafted, dtype=torch.long))
-    return Round(draft, list(range(accepted)), 0, torch.empty(0), torch.empty(0), None, seconds)
+    return Step(draft, list(range(accepted)), 0, torch.empty(0), torch.empty(0), None, seconds)
 
 
 def step(*logits: float, token: int = 0, warp: LogitsWarper | None = None) -> DraftedToken:
@@ -205,13 +205,13 @@ def test_hugging_faces_heuristic_schedule_grows_by_two_and_shrinks_by_one() -> N
 def test_on_trees_hugging_faces_schedule_and_the_controllers_compare_with_the_depth() -> None:
     """A path as long as the tree is deep is a full acceptance, however many siblings the tree has."""
     tree = Draft.tree([0, 1, 2, 0, 1], [-1, -1, 0, 1, 2])
-    whole = Round(tree, [0, 2, 4], 0, torch.empty(0), torch.empty(0))
+    whole = Step(tree, [0, 2, 4], 0, torch.empty(0), torch.empty(0))
     stop, controller = StopRule(4, heuristic=True), TargetAcceptance(alpha=0.4)
     stop.observe(whole)
     controller.observe(whole, [])
     assert stop.cap() == 6
     assert controller.rate == 0.5
-    stop.observe(Round(tree, [1], 0, torch.empty(0), torch.empty(0)))
+    stop.observe(Step(tree, [1], 0, torch.empty(0), torch.empty(0)))
     assert stop.cap() == 5
 
 

@@ -14,11 +14,11 @@ from decode.loop import Method, decode
 from decode.models.choose_runner import open_runner
 from decode.sampling import LogitsWarper, TorchRng
 from decode.stopping import StopRule
-from decode.trace import Round, Trace
+from decode.trace import Step, Trace
 
 
-def make_round(tokens: list[int], parents: list[int], path: list[int], token: int = 9) -> Round:
-    return Round(Draft.tree(tokens, parents), path, token, torch.empty(0), torch.empty(0), seconds=(0.25, 0.5))
+def make_round(tokens: list[int], parents: list[int], path: list[int], token: int = 9) -> Step:
+    return Step(Draft.tree(tokens, parents), path, token, torch.empty(0), torch.empty(0), seconds=(0.25, 0.5))
 
 
 CHAIN = [-1, 0, 1, 2]

@@ -18,7 +18,7 @@ from decode.drafters.draft_model import ModelDrafter
 from decode.loop import Method, decode
 from decode.sampling import LogitsWarper, Rng, TorchRng
 from decode.stopping import StopRule
-from decode.trace import Round
+from decode.trace import Step
 from decode.verify import AcceptanceRule, Ears, Exact, Fuzzy, JensenShannon, Typical, entropy, js_distance
 
 Probs = list[Fraction]
@@ -205,8 +205,8 @@ def test_adasd_thresholds_follow_from_the_mean_distances(variant: str, theta: fl
     assert rule.theta == pytest.approx(theta, abs=1e-15)
 
 
-def step(draft: Draft, path: list[int], probs: Tensor, logits: Tensor | None = None, token: int = 0) -> Round:
-    return Round(draft, path, token, probs, probs.log() if logits is None else logits)
+def step(draft: Draft, path: list[int], probs: Tensor, logits: Tensor | None = None, token: int = 0) -> Step:
+    return Step(draft, path, token, probs, probs.log() if logits is None else logits)
 
 
 def test_adasd_records_the_accepted_distances_and_the_first_rejected_one() -> None:

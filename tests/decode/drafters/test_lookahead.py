@@ -5,7 +5,7 @@ import torch
 from reading import Drafting
 
 from decode.drafters.lookahead import LookaheadDrafter, LookaheadState
-from decode.trace import Round
+from decode.trace import Step
 
 VOCAB = 50
 
@@ -22,7 +22,7 @@ def answered(draft, ids, target):
     while rows[row] in table[row]:
         path.append(table[row][rows[row]])
         row = path[-1] + 1
-    return Round(draft, path, rows[row], logits, logits)
+    return Step(draft, path, rows[row], logits, logits)
 
 
 def decode(drafter, ids, target, count, check=None):
