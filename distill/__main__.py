@@ -23,6 +23,7 @@ EXAMPLES = """\
   python -m distill --config configs/quickstart.yaml --name k20 --drafts.adaspec.k 0.2
   python -m distill bench                                     how fast AdaSPEC trains here; own settings: --speed.*
   python -m distill ablate --config configs/ablation.yaml     variations of AdaSPEC over several seeds
+  python -m distill design --config configs/quickstart.yaml   which draft to train: costs, short trials
   wandb sweep configs/sweeps/distill.yaml                     grids of settings"""
 
 BENCH = """Measures AdaSPEC's training steps and the memory of its loss against a straightforward implementation over
@@ -33,6 +34,11 @@ ABLATE = """Trains each of the drafts with several seeds, and compares them with
 offline alpha on the same texts. Target, student and references are taken from another run where they are the same.
 Finished drafts are kept; the table grows with each new one. Without --config, configs/ablation.yaml."""
 
+DESIGN = """Compares drafts that could be trained for a target: each is timed with random weights, which gives the
+acceptance rate that it needs to gain; those that can gain are trained briefly, the better half again for twice the
+steps. Writes a table and winner.yaml, which a second --config of python -m distill reads, to <name>-design. Without
+--config, configs/quickstart.yaml."""
+
 FOREIGN = {"bench", "probes", "ablation", "design"}  # sections of a shared configuration of other commands
 TRACKER = {"tracker": "tracker.kind"}
 
@@ -40,7 +46,7 @@ TRACKER = {"tracker": "tracker.kind"}
 def main(argv: list[str] | None = None) -> None:
     """Parses the arguments and runs."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    others = {"bench": _bench, "ablate": _ablate}
+    others = {"bench": _bench, "ablate": _ablate, "design": _design}
     from distill.ranks import check_alone
 
     if argv and argv[0] in others:
@@ -111,6 +117,14 @@ def _ablate(argv: list[str]) -> None:
     argv, foreign = _with_config(argv, "configs/ablation.yaml"), FOREIGN - {"ablation"}
     prog = "python -m distill ablate"
     ablate(parse(AblateSettings, argv, prog=prog, description=ABLATE, foreign=foreign, aliases=TRACKER))
+
+
+def _design(argv: list[str]) -> None:
+    from distill.experiments.design import DesignRunSettings, design
+
+    argv, foreign = _with_config(argv), FOREIGN - {"design"}
+    prog = "python -m distill design"
+    design(parse(DesignRunSettings, argv, prog=prog, description=DESIGN, foreign=foreign, aliases=TRACKER))
 
 
 def _with_config(argv: list[str], default: str = "configs/quickstart.yaml") -> list[str]:
