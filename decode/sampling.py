@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, SupportsInt
+from typing import Protocol, SupportsInt
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloat
 from torch import Tensor
 from transformers.generation.logits_process import (
     LogitsProcessor,
@@ -19,50 +19,36 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from decode.errors import UserError
-from decode.method_options import COLDEST
+from decode.method_options import Checked, Share, Temperature
 
 
 @dataclass
-class LogitsWarper:
+class LogitsWarper(Checked):
     """Processors, then temperature, top-k, top-p and min-p: what transformers computes, in its own order.
 
     At temperature 0 the result is one-hot at the argmax, so that greedy decoding is no special case anywhere.
     """
 
-    temperature: float = 0.0  # 0 is greedy; otherwise logits are divided by it
-    top_k: int = 0  # keep the k most probable tokens; 0 keeps all (transformers' own default is 50)
-    top_p: float = 1.0  # keep the smallest set of tokens whose probability reaches this
-    min_p: float = 0.0  # keep tokens at least this fraction as probable as the most probable one
-    repetition_penalty: float = 1.0  # divide (multiply, if negative) the logits of tokens in the prefix; 1: no change
+    temperature: Temperature = 0.0  # 0 is greedy; otherwise logits are divided by it
+    top_k: NonNegativeInt = 0  # keep the k most probable tokens; 0 keeps all (transformers' own default is 50)
+    top_p: Share = 1.0  # keep the smallest set of tokens whose probability reaches this
+    min_p: ClosedUnitInterval = 0.0  # keep tokens at least this fraction as probable as the most probable one
+    repetition_penalty: PositiveFloat = 1.0  # divide (multiply, if negative) the logits of tokens in the prefix
     # more processors that look at the prefix; they run before temperature, on drafted prefixes too
     processors: list[LogitsProcessor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        limits = {
-            "temperature": (
-                self.temperature == 0 or COLDEST <= self.temperature < math.inf,
-                f"0 (greedy) or at least {COLDEST:g}: below, logits divided by it overflow",
-            ),
-            "top_k": (self.top_k >= 0, "at least 0 (0 keeps all tokens)"),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-            "min_p": (0 <= self.min_p <= 1, "in [0, 1]"),
-            "repetition_penalty": (self.repetition_penalty > 0, "positive (1 changes nothing)"),
-        }
-        for name, (valid, expected) in limits.items():
-            if not valid:
-                raise UserError(f"{name} is {getattr(self, name)}; it has to be {expected}")
+        super().__post_init__()
         self._context: list[LogitsProcessor] = list(self.processors)
-        if self.repetition_penalty != 1.0:
+        if self.repetition_penalty != 1:
             self._context.insert(0, RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
         self._cut: list[LogitsProcessor] = []
-        if self.temperature > 0:
-            if self.top_k:
-                self._cut.append(TopKLogitsWarper(self.top_k))
-            if self.top_p < 1:
-                self._cut.append(TopP(self.top_p))
-            if self.min_p > 0:
-                self._cut.append(MinPLogitsWarper(self.min_p))
+        if self.top_k:
+            self._cut.append(TopKLogitsWarper(self.top_k))
+        if self.top_p < 1:
+            self._cut.append(TopP(self.top_p))
+        if self.min_p:
+            self._cut.append(MinPLogitsWarper(self.min_p))
 
     @property
     def greedy(self) -> bool:
@@ -119,9 +105,6 @@ class WarpedRows:
         self._warp, self._logits, self._prefixes = warp, logits, prefixes
         self._rows: dict[int, Tensor] = {}
 
-    def __len__(self) -> int:
-        return len(self._logits)
-
     def __getitem__(self, row: int) -> Tensor:
         if row not in self._rows:
             prefix = None if self._prefixes is None else self._prefixes[row : row + 1]
@@ -145,23 +128,16 @@ class TopP(TopPLogitsWarper):
         """Logits ``[rows, vocab]`` with -inf outside the nucleus."""
         if not scores.is_cpu or scores.requires_grad:
             return super().__call__(input_ids, scores)
-        p = scores.softmax(-1)
-        borders = [self._border(row) for row in p.numpy()]
-        found = scores.masked_fill(p < p.new_tensor([lowest for lowest, _ in borders])[:, None], self.filter_value)
-        for row, (lowest, outside) in enumerate(borders):
-            if outside:
-                found[row, (p[row] == lowest).nonzero()[:outside, 0]] = self.filter_value
-        return found
-
-    def _border(self, p: NDArray[Any]) -> tuple[float, int]:
-        """The least probability in the nucleus, and how many tokens that have it are outside."""
-        likely = p[p >= (1 - self.top_p) / len(p)]
-        if not len(likely):  # not a number
-            return 0.0, 0
-        likely.sort()
-        mass = likely.cumsum()
-        first = min(int(np.searchsorted(mass, mass[-1] - self.top_p, side="right")), len(likely) - 1)
-        return float(likely[first]), first - int(np.searchsorted(likely, likely[first]))
+        probs, found = scores.softmax(-1).numpy(), scores.numpy().copy()
+        for p, row in zip(probs, found):
+            likely = np.sort(p[p >= (1 - self.top_p) / len(p)])
+            if len(likely):  # empty where logits are not numbers
+                mass = likely.cumsum()
+                first = min(int(np.searchsorted(mass, mass[-1] - self.top_p, side="right")), len(likely) - 1)
+                least = likely[first]  # the least probability in the nucleus; some tokens that have it may be outside
+                row[p < least] = self.filter_value
+                row[(p == least).nonzero()[0][: first - np.searchsorted(likely, least)]] = self.filter_value
+        return torch.from_numpy(found)
 
 
 def _wide(logits: Tensor) -> Tensor:
@@ -189,11 +165,7 @@ class Rng(Protocol):
     """Source of every random choice in decoding."""
 
     def draw(self, weights: Tensor) -> Tensor:
-        """One token id (0-d long) from non-negative weights ``[vocab]``, normalised or not."""
-        ...
-
-    def draw_rows(self, weights: Rows) -> Sequence[int]:
-        """One token id for each row of ``[rows, vocab]``; rows that are not read need not be drawn."""
+        """Token ids ``[...]`` (long) from non-negative weights ``[..., vocab]``, normalised or not."""
         ...
 
     def first_reject(self, accept: Tensor) -> SupportsInt:
@@ -226,6 +198,7 @@ class TorchRng:
     def __init__(self, seed: int | None = None, device: torch.device | str = "cpu"):
         self.generator = torch.Generator(device=device)
         self._ready: list[float] = []
+        self._greedy = False
         if seed is None:
             self.generator.seed()
         else:
@@ -234,33 +207,26 @@ class TorchRng:
     def _uniform(self) -> float:
         """The next number from [0, 1) of a CPU's generator, which gives a block of them in the time of one."""
         if not self._ready:
-            self._ready = torch.rand(
-                BLOCK, generator=self.generator, dtype=torch.float64, device=self.generator.device
-            ).tolist()
+            self._ready = torch.rand(BLOCK, generator=self.generator, dtype=torch.float64).tolist()
         return self._ready.pop()
 
     def uniforms(self, count: int) -> list[float]:
         """The next `count` numbers from [0, 1) of a CPU's generator, as `draw` would take them."""
         return [self._uniform() for _ in range(count)]
 
-    def _inverse(self, weights: Tensor) -> Tensor:
-        u = torch.rand((*weights.shape[:-1], 1), generator=self.generator, dtype=torch.float64, device=weights.device)
-        return inverse(weights, u)
-
     def draw(self, weights: Tensor) -> Tensor:
         """See `Rng.draw`."""
-        if not weights.is_cpu:
-            return self._inverse(weights)
+        if self._greedy:
+            return argmax(weights)
+        if not weights.is_cpu or weights.dim() > 1:
+            u = torch.rand(
+                (*weights.shape[:-1], 1), generator=self.generator, dtype=torch.float64, device=weights.device
+            )
+            return inverse(weights, u)
         # as `inverse`, in half of its time on the host
         cdf = weights.cumsum(-1, dtype=torch.float64).numpy()
         token = int(cdf.searchsorted(self._uniform() * cdf.item(-1), side="right"))
         return torch.full((), min(token, len(cdf) - 1))
-
-    def draw_rows(self, weights: Rows) -> Sequence[int]:
-        """See `Rng.draw_rows`; on an accelerator one draw for all rows and one transfer to the host."""
-        if isinstance(weights, Tensor) and not weights.is_cpu:
-            return self._inverse(weights).tolist()
-        return _Draws(self, weights)
 
     def first_reject(self, accept: Tensor) -> SupportsInt:
         """See `Rng.first_reject`; accepts where u < a, so that a = 0 is never accepted."""
@@ -272,26 +238,6 @@ class TorchRng:
 
     def for_greedy(self) -> TorchRng:
         """The same source for one-hot weights only, whose draw is their argmax whatever the uniform."""
-        greedy = object.__new__(_OneHotRng)
-        greedy.generator, greedy._ready = self.generator, self._ready
+        greedy = copy.copy(self)
+        greedy._greedy = True
         return greedy
-
-
-class _Draws(Sequence[int]):
-    """A draw of each row, made when it is read."""
-
-    def __init__(self, rng: TorchRng, weights: Rows) -> None:
-        self._rng, self._weights = rng, weights
-
-    def __len__(self) -> int:
-        return len(self._weights)
-
-    def __getitem__(self, row: Any) -> Any:
-        return int(self._rng.draw(self._weights[row]))
-
-
-class _OneHotRng(TorchRng):
-    def _inverse(self, weights: Tensor) -> Tensor:
-        return argmax(weights)
-
-    draw = _inverse

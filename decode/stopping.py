@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -118,12 +118,10 @@ class Roc(Threshold):
         self.scores += seen
         del self.matches[: -self.limit], self.scores[: -self.limit]
         if len(self.scores) > 5 and 0 < sum(self.matches) < len(self.matches):
-            scores = np.array(self.scores)
-            order = np.argsort(-scores, kind="stable")
-            scores, hits = scores[order], np.array(self.matches)[order].cumsum()
-            last = np.append(np.flatnonzero(np.diff(scores)), len(scores) - 1)  # of equal scores
-            tpr, fpr = hits[last] / hits[-1], (last + 1 - hits[last]) / (len(hits) - hits[-1])
-            self.value = float(scores[last[(fpr + 3 * (1 - tpr)).argmin()]])
+            values, place = np.unique(-np.array(self.scores), return_inverse=True)
+            kept = np.bincount(place, self.matches).cumsum()  # accepted tokens with at least this confidence
+            refused = np.bincount(place).cumsum() - kept
+            self.value = -float(values[(refused / refused[-1] + 3 * (1 - kept / kept[-1])).argmin()])
 
     def reset(self) -> None:
         """See `Threshold.reset`."""
@@ -324,18 +322,13 @@ def _with_int_keys(values: Mapping[str, Any]) -> Any:
 
 
 def between(values: Mapping[int, float], x: float) -> float:
-    """`interpolate` of values by their points."""
-    points = sorted(values)
-    return interpolate(points, [values[point] for point in points], x)
-
-
-def interpolate(points: Sequence[float], values: Sequence[float], x: float) -> float:
     """A value between measured points, linear; the first below them, along the line of the last two beyond, >= 0."""
+    points = sorted(values)
     if len(points) == 1 or x <= points[0]:
-        return values[0]
+        return values[points[0]]
     i = min(bisect_right(points, x), len(points) - 1)
-    share = (x - points[i - 1]) / (points[i] - points[i - 1])
-    return max(0.0, values[i - 1] + (values[i] - values[i - 1]) * share)
+    low, high = points[i - 1 : i + 1]
+    return max(0.0, values[low] + (values[high] - values[low]) * ((x - low) / (high - low)))
 
 
 EVERY = 16  # rounds between two choices of the draft length
@@ -408,21 +401,18 @@ class DraftLengths:
         self._batch, self._rounds, self._learned = batch, 0, False
         reach = min(8, self.window)
         self.token_cost = (drafting[-1] + max(0.0, (verifying[reach] - verifying[0]) / reach)) / plain
-        sizes, widths = range(1, batch + 1), range(self.window + 1)
         # shares of the drafts that are this long, and of those whose tokens so far are all accepted
-        reached = kept = longer = 1.0
-        rate, tokens, drafted, spent, best = FIRST_RATE, 1.0, 0.0, 0.0, 0.0
-        for i in range(self.window):
-            longer, rate = _rate(self._drafted[i], longer), _rate(self._accepted[i], rate)
-            reached, kept = reached * longer, kept * longer * rate
-            some = 1 - (1 - reached) ** batch  # drafting goes on while one sequence does
-            tokens, drafted = tokens + kept, drafted + reached
-            spent += some * interpolate(sizes, drafting, reached * batch / some) if some else 0.0
-            whole = spent + interpolate(widths, verifying, drafted)
-            if tokens / whole > best:
-                best, self._best, self._price = tokens / whole, i + 1, whole - tokens * plain
-        self.chosen = self._best if best * plain > 1 + GAIN else 0
+        longer = np.array(_rates(self._drafted, 1.0))
+        reached, kept = longer.cumprod(), (longer * _rates(self._accepted, FIRST_RATE)).cumprod()
+        some = 1 - (1 - reached) ** batch  # drafting goes on while one sequence does
+        each = np.interp(reached * batch / np.maximum(some, 1e-12), range(1, batch + 1), drafting)
+        whole = (some * each).cumsum() + np.interp(reached.cumsum(), range(self.window + 1), verifying)
+        tokens = 1 + kept.cumsum()
+        best = int((tokens / whole).argmax())
+        self._best, self._price = best + 1, float(whole[best] - tokens[best] * plain)
+        self.chosen = self._best if tokens[best] / whole[best] * plain > 1 + GAIN else 0
 
 
-def _rate(cell: list[float], prior: float) -> float:
-    return (cell[0] + PRIOR * prior) / (cell[1] + PRIOR)
+def _rates(cells: Iterable[list[float]], rate: float) -> list[float]:
+    """The rate at each position; what is expected before anything is seen is the rate of the position before."""
+    return [rate := (hits + PRIOR * rate) / (seen + PRIOR) for hits, seen in cells]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft
-from decode.sampling import Rng, Rows
+from decode.sampling import Rng, Rows, one_hot
 from decode.trace import Step, Values
 
 LN2 = math.log(2)
@@ -42,16 +42,22 @@ def entropy(p: Tensor) -> Tensor:
     return -torch.xlogy(p, p).sum(-1) / LN2
 
 
+def softmax(raw: Raw) -> Raw:
+    """The unwarped distributions, in float32."""
+    return raw[0].float().softmax(-1), raw[1].float().softmax(-1)
+
+
 class AcceptanceRule:
     """Which drafted tokens are kept, and how a rejected position is corrected."""
 
     exact: bool = False  # the output has the target's distribution
     needs_raw: bool = False  # `accept_prob` looks at the unwarped logits
+    corrects_from_p: bool = False  # a rejected token is replaced by one from p, not from the residual
 
     @property
     def is_exact_now(self) -> bool:
         """Whether the rule decides as the exact one does, for now."""
-        return False
+        return self.exact
 
     def accept_prob(self, p: Tensor, q: Tensor, x: Tensor, raw: Raw | None = None) -> Tensor:
         """Probability ``[k]`` of keeping each drafted token ``x [k]``, from ``p, q [k, vocab]``."""
@@ -59,6 +65,8 @@ class AcceptanceRule:
 
     def residual(self, p: Tensor, q: Tensor) -> Tensor:
         """Weights ``[vocab]`` of the token that replaces a rejected one: [p − q]₊, or p where that has no mass."""
+        if self.corrects_from_p:
+            return p
         rest = (p - q).clamp_min_(0)
         return torch.where(rest.sum() > 0, rest, p)
 
@@ -80,11 +88,6 @@ class Exact(AcceptanceRule):
     """Keep x with probability min(1, p(x)/q(x)); lossless (Leviathan et al. 2211.17192, Chen et al. 2302.01318)."""
 
     exact = True
-
-    @property
-    def is_exact_now(self) -> bool:
-        """Always; a subclass has to say so itself."""
-        return type(self) is Exact
 
     def accept_prob(self, p: Tensor, q: Tensor, x: Tensor, raw: Raw | None = None) -> Tensor:
         """See `AcceptanceRule.accept_prob`."""
@@ -148,42 +151,35 @@ class JensenShannon(AcceptanceRule):
         (sum_a, n_a), (sum_r, n_r) = self.accepted, self.rejected
         if not n_a or not n_r:
             return 0.0
-        mean_a, mean_r = sum_a / n_a, sum_r / n_r
-        w_a, w_r = {
-            "midpoint": (1, 1),
-            "a": (1, 0),
-            "b": (n_a, n_r),
-            "c": (max(1, self.sequences[0]), max(1, self.sequences[1])),
-        }[self.variant]
-        return (w_a * mean_a + w_r * mean_r) / (w_a + w_r)
+        weights = {"midpoint": (1, 1), "a": (1, 0), "b": (n_a, n_r), "c": self.sequences}
+        w_a, w_r = weights[self.variant]
+        return (w_a * (sum_a / n_a) + w_r * (sum_r / n_r)) / (w_a + w_r)
 
     def accept_prob(self, p: Tensor, q: Tensor, x: Tensor, raw: Raw | None = None) -> Tensor:
         """1 where D(p, q) < θ, min(1, p(x)/q(x)) elsewhere."""
-        if self.unwarped and raw is not None:
-            self._distance = js_distance(raw[0].float().softmax(-1), raw[1].float().softmax(-1))
-        else:
-            self._distance = js_distance(p, q)
+        self._distance = js_distance(*(softmax(raw) if self.unwarped and raw is not None else (p, q)))
         return torch.where(self._distance < self.theta, torch.ones_like(p[:, 0]), ratio(p, q, x))
 
     def observe(self, round: Step) -> None:
         """Record the distances of the accepted positions and of the first rejected one."""
         distance, self._distance = self._distance, None
-        if self.threshold is not None:
+        if self.threshold is not None or not round.drafted:
             return
-        if round.draft.probs is None:
-            distance = _tree_distance(round, self.unwarped)
+        if round.draft.probs is None:  # D(p, one-hot) at the accepted nodes, then at the first rejected one
+            rows = [0, *(node + 1 for node in round.path)]
+            nodes = round.path + list(round.draft.children[rows[-1]].values())[:1]
+            rows = rows[: len(nodes)]
+            p = round.logits[rows].float().softmax(-1) if self.unwarped else round.probs[rows]
+            distance = js_distance(p, one_hot(round.draft.tokens.to(p.device)[nodes], p))
         if distance is None:
             return
         distances = distance[: round.tested].tolist()
-        for sums, values, which in (
-            (self.accepted, distances[: round.accepted], 0),
-            (self.rejected, distances[round.accepted :], 1),
-        ):
+        kept = distances[: round.accepted], distances[round.accepted :]
+        for which, (sums, values) in enumerate(zip((self.accepted, self.rejected), kept)):
             sums[0] += sum(values)
             sums[1] += len(values)
-            if values and not self._seen[which]:
-                self._seen[which] = True
-                self.sequences[which] += 1
+            self.sequences[which] += bool(values) and not self._seen[which]
+            self._seen[which] |= bool(values)
 
     def start(self) -> None:
         """A new sequence begins (variant c counts them)."""
@@ -195,47 +191,28 @@ class JensenShannon(AcceptanceRule):
         self.start()
 
 
-def _tree_distance(round: Step, unwarped: bool) -> Tensor:
-    """D(p, one-hot) ``[t]`` at the accepted nodes of a deterministic draft, then at the first rejected one."""
-    rows = [0, *(node + 1 for node in round.path)]
-    nodes = [*round.path, *[i for i, parent in enumerate(round.draft.parents) if parent == rows[-1] - 1][:1]]
-    rows = rows[: len(nodes)]
-    p = round.logits[rows].float().softmax(-1) if unwarped else round.probs[rows]
-    tokens = round.draft.tokens.to(p.device)[nodes]
-    return js_distance(p, torch.zeros_like(p).scatter_(-1, tokens[:, None], 1.0))
-
-
-class _FromTarget(AcceptanceRule):
-    """Shared by rules that ignore q when they correct: a rejected token is replaced by one from p."""
-
-    def residual(self, p: Tensor, q: Tensor) -> Tensor:
-        """P itself."""
-        return p
-
-
 @dataclass
-class Fuzzy(_FromTarget):
+class Fuzzy(AcceptanceRule):
     """Fuzzy speculative decoding: keep x where a divergence of the unwarped p and q is at most T.
 
     The decision ignores the token, so a rejected position is drawn from p, and the price of a kept one is TV(p, q).
     """
 
     threshold: float = 0.4  # T; the divergence is the Jensen–Shannon divergence in nats (FSD's example for js: 0.4)
-    needs_raw = True
+    needs_raw = corrects_from_p = True
 
     def accept_prob(self, p: Tensor, q: Tensor, x: Tensor, raw: Raw | None = None) -> Tensor:
         """1 where JSD(p, q) <= T, else 0."""
-        a, b = (p, q) if raw is None else (raw[0].float().softmax(-1), raw[1].float().softmax(-1))
-        divergence = js_distance(a, b).square() * LN2
+        divergence = js_distance(*((p, q) if raw is None else softmax(raw))).square() * LN2
         return (divergence <= self.threshold).to(p.dtype)
 
     def tv_spent(self, p: Tensor, q: Tensor, x: Tensor, accept: Tensor) -> Tensor:
         """TV(p, q) where the draft is kept."""
-        return accept * (1 - torch.minimum(p, q).sum(-1))
+        return accept * (1 - overlap(p, q))
 
 
 @dataclass
-class Typical(_FromTarget):
+class Typical(AcceptanceRule):
     """Medusa's typical acceptance: keep x where p(x) > min(ε, δ·exp(−H(p))), H in nats.
 
     Under one-hot p (greedy) this is the exact match.
@@ -243,6 +220,7 @@ class Typical(_FromTarget):
 
     epsilon: float = 0.09
     delta: float = 0.3
+    corrects_from_p = True
 
     def _limit(self, p: Tensor) -> Tensor:
         return (self.delta * torch.exp(-entropy(p) * LN2)).clamp(max=self.epsilon)
@@ -284,20 +262,20 @@ def verify(draft: Draft, p: Rows, logits: Tensor, rule: AcceptanceRule, rng: Rng
         # under a one-hot q, Σ min(p, q) is the target's probability of all tokens drafted at a position
         below = [(row, list(draft.children[row])) for row in (0, *(node + 1 for node in path))]
         masses = [p[row][tokens].sum() for row, tokens in below if tokens]
-        overlap = torch.stack(masses) if masses else None
+        shared = torch.stack(masses) if masses else None
         if masses and spent is None and not rule.exact:
             spent = torch.zeros(len(masses))
-        return path, token, (overlap, spent, None)
+        return path, token, (shared, spent, None)
     assert isinstance(p, Tensor)
     k, q, x = len(draft), draft.probs, draft.tokens
     raw = (logits[:k], draft.logits) if rule.needs_raw and draft.logits is not None else None
     accept = rule.accept_prob(p[:k], q, x, raw)
-    path, token = verify_chain(draft, p, accept, rule, rng)
-    t = min(len(path) + 1, k)
-    overlap = torch.minimum(p[:t], q[:t]).sum(-1)
-    if rule.exact:
-        return path, token, (overlap, None, None)
-    return path, token, (overlap, rule.tv_spent(p[:t], q[:t], x[:t], accept[:t]), js_distance(p[:t], q[:t]))
+    m = int(rng.first_reject(accept))  # the host waits here and for the token, never for each drafted one
+    token = int(rng.draw(p[k] if m == k else rule.residual(p[m], q[m])))
+    t = min(m + 1, k)
+    p, q, shared = p[:t], q[:t], torch.minimum(p[:t], q[:t]).sum(-1)
+    stats = (None, None) if rule.exact else (rule.tv_spent(p, q, x[:t], accept[:t]), js_distance(p, q))
+    return list(range(m)), token, (shared, *stats)
 
 
 def verify_greedy(draft: Draft, top: Tensor) -> tuple[list[int], int, list[float]]:
@@ -323,25 +301,6 @@ def verify_greedy(draft: Draft, top: Tensor) -> tuple[list[int], int, list[float
     return path, expected[row], agreed
 
 
-def verify_chain(draft: Draft, p: Tensor, accept: Tensor, rule: AcceptanceRule, rng: Rng) -> tuple[list[int], int]:
-    """Modified rejection sampling on a chain drawn from `draft.probs`; the host waits twice a round, never per token.
-
-    Args:
-        draft: a chain of k tokens with the probabilities they were drawn from.
-        p: warped target rows ``[k + 1, vocab]``.
-        accept: acceptance probabilities ``[k]``.
-        rule: gives the residual of the first rejected position.
-        rng: draws.
-
-    Returns:
-        The accepted nodes and the token after them: a correction from the residual, or the bonus token from p.
-    """
-    assert draft.probs is not None
-    m = int(rng.first_reject(accept))
-    weights = p[m] if m == len(draft) else rule.residual(p[m], draft.probs[m])
-    return list(range(m)), int(rng.draw(weights))
-
-
 def verify_tree(draft: Draft, p: Rows, rng: Rng) -> tuple[list[int], int]:
     """Exact verification of a deterministic tree: one draw a node; the draw that leaves the tree is emitted.
 
@@ -355,10 +314,12 @@ def verify_tree(draft: Draft, p: Rows, rng: Rng) -> tuple[list[int], int]:
     Returns:
         The accepted path and the token after it.
     """
-    draws, row = rng.draw_rows(p), 0
+    # on an accelerator one draw for all rows and one transfer to the host; on a CPU rows are drawn as they are reached
+    draws = rng.draw(p).tolist() if isinstance(p, Tensor) and not p.is_cpu else None
     path: list[int] = []
+    row = 0
     while True:
-        token = int(draws[row])
+        token = int(rng.draw(p[row])) if draws is None else draws[row]
         node = draft.children[row].get(token)
         if node is None:
             return path, token

@@ -151,7 +151,6 @@ def test_ties_at_the_edge_of_top_k_are_cut_as_in_transformers() -> None:
     [
         {"temperature": -0.1},
         {"temperature": float("nan")},
-        {"temperature": float("inf")},
         {"temperature": 1e-40},
         {"top_k": -1},
         {"top_p": 0.0},
@@ -208,7 +207,6 @@ def test_a_row_warped_alone_is_that_of_all_rows(settings: dict) -> None:
     )
     prefixes = [[1, 2], [1, 2, 3], [1, 2, 3, 4], [1, 2, 5]]
     rows = WarpedRows(warp, logits, prefixes if warp.needs_prefix else None)
-    assert len(rows) == 4
     for row in (2, 0, 3, 1):
         assert torch.equal(rows[row], warp(logits, prefixes)[row])
 

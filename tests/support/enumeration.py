@@ -6,7 +6,7 @@ import copy
 import itertools
 import random
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -54,27 +54,12 @@ class EnumerationRng:
         """See `Rng.draw`."""
         return torch.tensor(self._choose(weights))
 
-    def draw_rows(self, weights: Tensor) -> Sequence[int]:
-        """See `Rng.draw_rows`; a row is drawn when it is read, so unread rows cost no branches."""
-        return _LazyRows(self, weights)
-
     def first_reject(self, accept: Tensor) -> Tensor:
         """See `Rng.first_reject`: outcome i has probability a₀ … aᵢ₋₁ (1 − aᵢ), outcome k that of no rejection."""
         a = accept.double()
         assert ((a >= 0) & (a <= 1)).all(), accept
         reach = torch.cat([torch.ones(1, dtype=a.dtype), a.cumprod(0)])
         return torch.tensor(self._choose(reach * torch.cat([1 - a, torch.ones(1, dtype=a.dtype)])))
-
-
-class _LazyRows(Sequence):
-    def __init__(self, rng: EnumerationRng, weights: Tensor) -> None:
-        self._rng, self._weights = rng, weights
-
-    def __len__(self) -> int:
-        return len(self._weights)
-
-    def __getitem__(self, row):  # type: ignore[no-untyped-def]
-        return self._rng._choose(self._weights[row])
 
 
 def enumerate_runs(run: Callable[[Rng], tuple[int, ...]]) -> Distribution:
