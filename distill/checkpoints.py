@@ -201,8 +201,8 @@ class FirstBad:
 
 def explain(module: L.LightningModule, step: int) -> UserError:
     """The error for a loss that was no number at a step."""
-    data = getattr(module.trainer, "datamodule", None)
-    schedule, rows = getattr(data, "schedule", None), getattr(data, "train", None)
+    loader = getattr(getattr(module.trainer, "datamodule", None), "loader", None)
+    schedule, rows = getattr(loader, "schedule", None), getattr(loader, "rows", None)
     examples = [] if schedule is None else sorted(int(i) for i in schedule.batch(step))
     where = f" (training examples {', '.join(map(str, examples[:SHOWN]))}{', …' if len(examples) > SHOWN else ''})"
     return UserError(

@@ -19,7 +19,8 @@ from decode.models.heads import FeatureHead
 from distill import ranks
 from distill.checkpoints import FirstBad, Fsdp, explain, shard
 from distill.config.training import StudentSettings, TrainingSettings
-from distill.data.batches import Batch, OptimizerStep, example_of_rows, label_mask
+from distill.data.batches import Batch, example_of_rows, label_mask
+from distill.data.loader import OptimizerStep
 from distill.losses.chunked import LossRequest, LossRows, can_fuse, fused_loss, plain_loss
 from distill.losses.next_token import next_token_hits, next_token_loss
 from distill.losses.objective import Drafted, Objective

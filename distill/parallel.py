@@ -24,8 +24,8 @@ from decode.progress import working
 from distill import ranks
 from distill.checks import check_inputs
 from distill.config.run import Settings
-from distill.data.batches import Seen
 from distill.data.context import StageContext
+from distill.data.loader import Seen
 from distill.losses.objective import Objective
 from distill.run_stages import run_stages
 from distill.stages import run_of, stage_fingerprints

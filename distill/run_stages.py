@@ -22,9 +22,10 @@ from distill import ranks
 from distill.checks import check_inputs
 from distill.config.drafts import DraftSettings
 from distill.config.training import ModelSettings, StudentSettings, TargetSettings, TrainerSettings, TrainingSettings
-from distill.data.batches import DistillDataModule, Schedule, TokenDataset, keeps_apart
+from distill.data.batches import TokenDataset, keeps_apart
 from distill.data.chat import IGNORE
 from distill.data.context import StageContext
+from distill.data.loader import DistillDataModule, Schedule, TrainLoader
 from distill.files import remove, save_tokenizer
 from distill.losses.objective import objective_of
 from distill.models.layers import LayerSkip, ProgressiveStacking, cut
@@ -334,9 +335,8 @@ def _fit(
 ) -> tuple[list[dict[str, float]], float]:
     """Train; return the learning curve and the seconds, those before an interruption included."""
     selection = module.objective.selection if isinstance(module, DistillModule) else None
-    batches = DistillDataModule(
+    loader = TrainLoader(
         train,
-        validation,
         schedule,
         steps,
         context.pad_id,
@@ -347,14 +347,14 @@ def _fit(
     )
     history, seconds = fit(
         module,
-        batches,
+        DistillDataModule(loader, validation),
         trainer,
         context.run.checkpoints(stage, key),
         name=stage,
         logger=for_stage(context.logger, stage),
         console=context.console,
     )
-    seen = batches.seen
+    seen = loader.seen
     if seen.batches == steps * trainer.accumulate:  # not continued from a checkpoint
         context.seen[stage] = seen
     context.console.print(

@@ -30,7 +30,7 @@ from decode.progress import EVERY, Progress, output_console
 from distill import ranks
 from distill.checkpoints import BestWeights, Fsdp, SafeCheckpointIO, newest_sound
 from distill.config.training import SHARDED, TrainerSettings
-from distill.data.batches import DistillDataModule, Seen
+from distill.data.loader import DistillDataModule, Seen
 from distill.models.loading import checkpoint_layers, use_attention
 from distill.modules import TrainingModule
 
@@ -184,12 +184,12 @@ def fit(
         "inference_mode": not sharded,
         "precision": settings.precision,
         "gradient_clip_val": settings.gradient_clip or None,
-        "max_steps": data.steps,
-        "val_check_interval": min(settings.validate_every, data.steps) * settings.accumulate,
+        "max_steps": data.loader.steps,
+        "val_check_interval": min(settings.validate_every, data.loader.steps) * settings.accumulate,
         "num_sanity_val_steps": 0,
         "log_every_n_steps": settings.log_every,
         "logger": logger or False,
-        "callbacks": [timer, Speed(data.seen), *further, best, resume],
+        "callbacks": [timer, Speed(data.loader.seen), *further, best, resume],
         "profiler": settings.profiler_instance(),
         "plugins": [SafeCheckpointIO()],
         "enable_progress_bar": bar,

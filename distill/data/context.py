@@ -19,9 +19,10 @@ from decode.models.loading import load_model, load_tokenizer
 from decode.progress import working
 from distill import ranks
 from distill.config.run import Settings
-from distill.data.batches import Seen, TokenDataset
+from distill.data.batches import TokenDataset
 from distill.data.chat import ChatFormat
 from distill.data.corpus import Corpus, kept_corpus, load_corpus
+from distill.data.loader import Seen
 from distill.data.own_prompts import PromptSampler, user_turn
 from distill.data.response_file import ResponseFile
 from distill.data.target import open_placed, shard_layers

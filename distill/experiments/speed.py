@@ -33,9 +33,10 @@ from decode.progress import output_console, working
 from distill.config.drafts import DraftSettings
 from distill.config.run import Settings
 from distill.config.training import TrainingSettings
-from distill.data.batches import DistillDataModule, Schedule, TokenDataset
+from distill.data.batches import TokenDataset
 from distill.data.chat import IGNORE
 from distill.data.corpus import load_corpus
+from distill.data.loader import DistillDataModule, Schedule, TrainLoader
 from distill.files import write_json
 from distill.losses.divergences import Divergence
 from distill.losses.objective import Objective
@@ -122,7 +123,7 @@ class Case:
         module = DistillModule(
             draft.train(), self.training, steps, target=teacher, objective=objective, seed=settings.seed
         )
-        data = DistillDataModule(rows, rows.part(0, min(4, len(rows))), self.schedule, steps, 0)
+        data = DistillDataModule(TrainLoader(rows, self.schedule, steps, 0), rows.part(0, min(4, len(rows))))
         trainer, quiet = replace(settings.trainer, validate_every=steps), Console(quiet=True)
         fit(module, data, trainer, folder / "work", name="bench", console=quiet, callbacks=(clock,))
         return prepared

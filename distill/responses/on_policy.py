@@ -26,7 +26,8 @@ from decode.sampling import LogitsWarper, TorchRng
 from decode.verify import AcceptanceRule
 from distill import ranks
 from distill.config.drafts import ResponseSettings
-from distill.data.batches import Picks, Schedule, TokenDataset
+from distill.data.batches import Picks, TokenDataset
+from distill.data.loader import Schedule
 from distill.responses.store import response_rows
 
 Writer = Callable[..., list[list[int]]]

@@ -29,8 +29,9 @@ from decode.progress import current, working
 from distill import ranks
 from distill.config.drafts import Signal
 from distill.config.training import TargetSettings
-from distill.data.batches import EvalBatches, Ints, Schedule, TokenDataset, label_mask
+from distill.data.batches import Ints, TokenDataset, label_mask
 from distill.data.context import StageContext
+from distill.data.loader import EvalBatches, Schedule
 from distill.data.target import in_step
 from distill.files import checksum, fingerprint, write_json
 from distill.losses.chunked import LossRequest, TargetRows, fused_loss

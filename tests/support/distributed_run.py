@@ -32,8 +32,8 @@ from distributed_settings import SLOW, WAYS, settings_of  # noqa: E402
 from rich.console import Console  # noqa: E402
 
 from decode.errors import UserError  # noqa: E402
-from distill.data.batches import OptimizerStep, TrainLoader  # noqa: E402
 from distill.data.context import StageContext  # noqa: E402
+from distill.data.loader import OptimizerStep, TrainLoader  # noqa: E402
 from distill.pipeline import alone_in  # noqa: E402
 from distill.run_stages import run_stages  # noqa: E402
 from distill.stages import run_of  # noqa: E402

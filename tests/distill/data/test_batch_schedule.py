@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from distill.data.batches import Batch, EvalBatches, Schedule, TokenDataset, TrainLoader, label_mask
+from distill.data.batches import Batch, TokenDataset, label_mask
 from distill.data.chat import IGNORE
+from distill.data.loader import EvalBatches, Schedule, TrainLoader
 
 
 def dataset() -> Dataset:

@@ -11,8 +11,9 @@ from families import build_tiny, in_double
 from torch import Tensor
 
 from distill.config.training import TrainingSettings
-from distill.data.batches import Schedule, TokenDataset, TrainLoader, dealt_to_rows, keeps_apart
+from distill.data.batches import TokenDataset, dealt_to_rows, keeps_apart
 from distill.data.chat import IGNORE
+from distill.data.loader import Schedule, TrainLoader
 from distill.losses.objective import Objective
 from distill.losses.selection import Selection
 from distill.modules import CausalLMModule, DistillModule, TrainingModule

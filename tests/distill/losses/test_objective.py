@@ -10,7 +10,8 @@ from families import build_tiny, in_double
 from decode.models.heads import FeatureHead, head_config
 from distill.config.drafts import DraftSettings, Scope
 from distill.config.training import StudentSettings, TrainingSettings
-from distill.data.batches import Schedule, TokenDataset, TrainLoader
+from distill.data.batches import TokenDataset
+from distill.data.loader import Schedule, TrainLoader
 from distill.losses.divergences import Divergence
 from distill.losses.objective import Objective, objective_of
 from distill.losses.selection import Selection

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from decode.errors import UserError
 from decode.models.writing import write_texts
 from distill.config.drafts import ResponseSettings
-from distill.data.batches import Picks, Schedule, TokenDataset
+from distill.data.batches import Picks, TokenDataset
 from distill.data.chat import IGNORE
+from distill.data.loader import Schedule
 from distill.responses.on_policy import OnPolicy
 
 Tiny = Callable[..., PreTrainedModel]

@@ -22,8 +22,9 @@ from tiny_run import run_tiny, tiny_settings
 from decode.errors import UserError
 from distill import ranks
 from distill.config.training import TrainingSettings
-from distill.data.batches import Batch, DistillDataModule, OptimizerStep, Schedule, TokenDataset, TrainLoader
+from distill.data.batches import Batch, TokenDataset
 from distill.data.chat import IGNORE
+from distill.data.loader import DistillDataModule, OptimizerStep, Schedule, TrainLoader
 from distill.losses.objective import Objective
 from distill.losses.selection import Selection, top_share
 from distill.modules import CausalLMModule, DistillModule
@@ -170,9 +171,9 @@ def test_torchrun_ends_all_within_a_minute_of_a_kill_and_says_which_one_was_kill
 
 def test_different_data_on_the_processes_are_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     made = rows()
-    module = DistillDataModule(made, made, Schedule(made.lengths, 4), 2, 0)
+    module = DistillDataModule(TrainLoader(made, Schedule(made.lengths, 4), 2, 0), made)
     module.setup("fit")
-    monkeypatch.setattr(ranks, "exchange", lambda own: [own, [*own[:2], 8, own[3]]])
+    monkeypatch.setattr(ranks, "exchange", lambda own: [own, [8, *own[1:]]])
     with pytest.raises(UserError, match="process 1 has 8 training examples and process 0 7, not the same ones"):
         module.setup("fit")
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from decode.errors import UserError
 from distill.checkpoints import BestWeights
 from distill.config.training import TrainerSettings
-from distill.data.batches import DistillDataModule, Schedule
+from distill.data.loader import DistillDataModule, Schedule, TrainLoader
 from distill.losses.divergences import Divergence
 from distill.losses.objective import Objective
 from distill.losses.selection import Selection
@@ -54,7 +54,7 @@ def train(
 ) -> CausalLMModule:
     rows = some_rows()
     module = CausalLMModule(copy.deepcopy(model).requires_grad_(True), TRAINING, steps)
-    data = DistillDataModule(rows, some_rows(4), Schedule(rows.lengths, 4), steps, pad_id=0)
+    data = DistillDataModule(TrainLoader(rows, Schedule(rows.lengths, 4), steps, pad_id=0), some_rows(4))
     chosen = TrainerSettings(**{"accelerator": "cpu", "validate_every": 3, "log_every": 2} | settings)
     chosen.validate()
     fit(module, data, chosen, folder / "work", name="x", console=Console(quiet=True), callbacks=callbacks,
@@ -179,7 +179,7 @@ def test_a_target_that_is_run_every_step_is_on_the_device_before_the_first_valid
     module = DistillModule(
         copy.deepcopy(tiny("llama")).requires_grad_(True), TRAINING, 1, target=Watched(tiny("llama", seed=4))
     )
-    data = DistillDataModule(rows, some_rows(2), Schedule(rows.lengths, 2), 1, pad_id=0)
+    data = DistillDataModule(TrainLoader(rows, Schedule(rows.lengths, 2), 1, pad_id=0), some_rows(2))
     fit(module, data, TrainerSettings(accelerator="cpu"), tmp_path, name="x", console=Console(quiet=True))
     assert events[:2] == ["moved to cpu", "used"]
 
@@ -200,7 +200,7 @@ def test_a_draft_equal_to_its_reference_has_no_loss_difference(tiny: Tiny, tmp_p
             return super().choose(delta)
 
     module = DistillModule(copy.deepcopy(model), TRAINING, 1, target=target, objective=Objective(selection=Noting(0.4)))
-    data = DistillDataModule(rows, some_rows(2), Schedule(rows.lengths, 5), 1, pad_id=0)
+    data = DistillDataModule(TrainLoader(rows, Schedule(rows.lengths, 5), 1, pad_id=0), some_rows(2))
     chosen = TrainerSettings(accelerator="cpu", precision=precision)
     fit(module, data, chosen, tmp_path / "work", name="x", console=Console(quiet=True))
     scale = float(np.abs(rows.signals["reference_loss"]).max())

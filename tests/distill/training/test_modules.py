@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from decode.errors import UserError
 from decode.models.families import decoder_layers
 from distill.config.drafts import Signal
-from distill.data.batches import Schedule, TokenDataset, TrainLoader, label_mask
+from distill.data.batches import TokenDataset, label_mask
 from distill.data.chat import IGNORE
+from distill.data.loader import Schedule, TrainLoader
 from distill.losses.objective import Objective
 from distill.losses.selection import Selection
 from distill.models.lm_head import LMHead, check_head, last_hidden

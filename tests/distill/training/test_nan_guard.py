@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from decode.errors import UserError
 from distill.checkpoints import FirstBad
 from distill.config.training import TrainerSettings
-from distill.data.batches import DistillDataModule, Schedule, TokenDataset
+from distill.data.batches import TokenDataset
+from distill.data.loader import DistillDataModule, Schedule, TrainLoader
 from distill.losses.objective import Objective
 from distill.losses.selection import Selection
 from distill.modules import CausalLMModule, DistillModule
@@ -40,7 +41,7 @@ class Poison(Callback):
 
 def train(module: Any, rows: TokenDataset, folder: Path, *callbacks: Callback, precision: Any = "32-true") -> Schedule:
     schedule = Schedule(rows.lengths, 2)
-    data = DistillDataModule(rows, some_rows(2), schedule, steps=9, pad_id=0)
+    data = DistillDataModule(TrainLoader(rows, schedule, steps=9, pad_id=0), some_rows(2))
     settings = TrainerSettings(accelerator="cpu", precision=precision, validate_every=3, log_every=100)
     fit(module, data, settings, folder, name="x", console=Console(quiet=True), callbacks=callbacks)
     return schedule
