@@ -38,7 +38,6 @@ STOPPED = {
 """Methods with a threshold, and the confidence that they compare with it."""
 PRODUCT = {"adaspeed", "adaspeed-probe", "confidence-probe"}  # methods that multiply the confidence over the draft
 METHODS = ("layerskip", *STOPPED)
-UNTUNED = 6  # draft length in the example of LayerSkip's library, the constant length of somebody who does not tune
 
 
 @dataclass
@@ -206,25 +205,21 @@ def run_best(
         Rows as those of `decode bench`, with ``title``, ``exit_layer``, ``threshold``, ``target_acceptance``,
         ``predicted_speedup``, ``best`` (the fastest of its title) and ``speedup_vs_layerskip`` with its interval.
     """
-    entries: dict[str, tuple[BenchEntry, str, float | None]] = {}
+    entries: dict[str, tuple[BenchEntry, str, float]] = {}
 
-    def add(choice: Choice, title: str, predicted: float | None, method: str = "", **changes: Any) -> None:
+    def add(choice: Choice, title: str, predicted: float, **changes: Any) -> None:
         values: dict[str, Any] = {"exit_layer": choice.exit_layer, "draft_length": choice.window}
         if choice.threshold is not None:  # the controller starts at the threshold and is steered to its acceptance
             values |= {"threshold": choice.threshold, "target_acceptance": min(0.99, max(0.01, choice.accepted))}
         given = MethodOptions(**values | {"probes": str(context.run.folder / "probes")} | changes)
         shown = {"E": given.exit_layer, "k": given.draft_length, "γ": given.threshold}
         name = " ".join([title, *(f"{short}{value:g}" for short, value in shown.items() if value is not None)])
-        entry = BenchEntry(method or choice.method, options=given, temperature=mode.warp.temperature, name=name)
+        entry = BenchEntry(choice.method, options=given, temperature=mode.warp.temperature, name=name)
         entries[name] = entry, title, predicted
 
     for method in METHODS:
         for choice in best_of(choices, method, options.confirm):
             add(choice, method, choice.speedup)
-    constant = best_of(choices, "layerskip", len(choices))
-    for choice in [c for c in constant if c.window == UNTUNED][:1]:
-        add(choice, "layerskip-untuned", choice.speedup)
-    add(constant[0], "layerskip-separate", None, "layerskip-separate")
     if skips := {key: subset[key] for key in ("skip_attention", "skip_mlp") if subset.get(key)}:
         stop, predicted = best_of(choices, "draft-verify")[0], subset["predicted_speedup"]
         add(stop, "draft-verify-subset", predicted, exit_layer=None, target_acceptance=None, **skips)

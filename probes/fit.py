@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import Logger
 from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import average_precision_score, roc_auc_score
+from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 from decode.bench.statistics import bootstrap
@@ -209,8 +209,8 @@ def evaluate(probability: Tensor, outcome: Tensor, bins: int = BINS) -> dict[str
     """Compare a predicted probability ``[n]`` with the outcome ``[n]`` of 0 and 1.
 
     Returns:
-        ``auroc`` and ``average_precision`` (None if only one outcome occurs), ``brier``, ``ece``, ``accuracy`` at 0.5,
-        ``base_rate`` (share accepted), and ``bins`` of ``[mean probability, rate, count]``.
+        ``auroc`` (None if only one outcome occurs), ``brier``, ``ece``, ``base_rate`` (share accepted), and ``bins`` of
+        ``[mean probability, rate, count]``.
     """
     p, y = probability.double().clamp(0, 1).numpy(), outcome.round().int().numpy()
     both = 0 < y.sum() < len(y)
@@ -219,10 +219,8 @@ def evaluate(probability: Tensor, outcome: Tensor, bins: int = BINS) -> dict[str
     cells = [[float(p[here].mean()), float(y[here].mean()), int(here.sum())] for here in filled]
     return {
         "auroc": float(roc_auc_score(y, p)) if both else None,
-        "average_precision": float(average_precision_score(y, p)) if both else None,
         "brier": float(np.mean((p - y) ** 2)),
         "ece": sum(count * abs(mean - rate) for mean, rate, count in cells) / max(1, len(y)),
-        "accuracy": float(np.mean((p > 0.5) == (y == 1))),
         "base_rate": float(y.mean()),
         "bins": cells,
     }

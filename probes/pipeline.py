@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from decode.bench import machine
 from decode.bench.statistics import plain
-from decode.drafters.probe import save_probes
+from decode.drafters.probe import AcceptanceProbe, save_probes
 from decode.errors import read_json
 from decode.models.choose_runner import open_runner
 from decode.models.fast_runner import FastRunner
@@ -29,7 +29,7 @@ from distill.tracking import finish, for_stage, make_logger
 from probes.exit_search import METHODS, Choice, best_of, fastest_options, find_subset, predict_all, run_best
 from probes.features import Features, collect, exit_layers
 from probes.fit import evaluate_exits, train_probes
-from probes.labels import Mode, modes_of, prompts_of, write_texts
+from probes.labels import modes_of, prompts_of, write_texts
 from probes.report import answer, console_tables, write_page
 from probes.settings import ProbesSettings
 
@@ -54,13 +54,12 @@ def run_probes(settings: ProbesSettings, console: Console | None = None) -> dict
         with alone_in(run, settings, console):
             logger = make_logger(settings.tracker, run.folder, settings.name, asdict(settings)) if first else None
             try:
-                added = _Experiment(settings, StageContext(settings, run, console, logger)).run()
+                added = _experiment(settings, StageContext(settings, run, console, logger))
                 if not first:
                     return {}
                 _log(for_stage(logger, "probes"), added)
             finally:
                 finish(logger)
-            added["probe_settings"]["seconds"]["total"] = time.monotonic() - began
             slim = [{key: value for key, value in row.items() if key != "bins"} for row in added["probes"]]
             path = run.folder / "report.json"
             write_json(path, {"name": run.folder.name, **read_json(path), **added, "probes": slim})
@@ -72,127 +71,106 @@ def run_probes(settings: ProbesSettings, console: Console | None = None) -> dict
     return added
 
 
-class _Experiment:
-    """The steps between the target and the rows of the report, and the seconds that each took."""
-
-    def __init__(self, settings: ProbesSettings, context: StageContext) -> None:
-        self.settings, self.options, self.context = settings, settings.probes, context
-        self.seconds: dict[str, float] = {}
+def _experiment(settings: ProbesSettings, context: StageContext) -> dict[str, Any]:
+    """Do everything; return the parts of the report, and nothing in processes other than the first."""
+    options, folder, seconds = settings.probes, context.run.folder / "probes", dict[str, float]()
 
     @contextmanager
-    def step(self, name: str, title: str, *, bars: bool = True) -> Iterator[None]:
-        """Print what is done and add its time to `seconds`."""
-        began = time.perf_counter()
-        with working(self.context.console, title, bars=bars):
+    def step(name: str, title: str) -> Iterator[None]:
+        """Print what is done and add its time to ``seconds``."""
+        started = time.perf_counter()
+        with working(context.console, title, bars=name != "texts"):
             yield
-        spent = time.perf_counter() - began
-        self.seconds[name] = self.seconds.get(name, 0.0) + spent
-        self.context.console.print(f"  {title} [dim]{spent:.1f} s[/dim]", highlight=False)
+        spent = time.perf_counter() - started
+        seconds[name] = seconds.get(name, 0.0) + spent
+        context.console.print(f"  {title} [dim]{spent:.1f} s[/dim]", highlight=False)
 
-    def run(self) -> dict[str, Any]:
-        """Do everything; returns the parts of the report, and nothing in processes other than the first."""
-        context, options, folder = self.context, self.options, self.context.run.folder / "probes"
-        run_stages(context, only=("target",))
-        context.console.print("[bold]probes[/bold]", highlight=False)
-        model = context.load_target()
-        exits, modes, prompts = exit_layers(model, options.layers), modes_of(options), prompts_of(context, options)
+    run_stages(context, only=("target",))
+    context.console.print("[bold]probes[/bold]", highlight=False)
+    model = context.load_target()
+    exits, modes, prompts = exit_layers(model, options.layers), modes_of(options), prompts_of(context, options)
+    for mode in modes:
+        with step("texts", f"{mode.name} texts of the target"):
+            write_texts(context, model, mode, prompts, options)
+    if not ranks.is_first():
+        return {}
+    models: dict[str, PreTrainedModel | None] = {"target": None}
+    if options.draft is not None:
+        trust = settings.target.trust_remote_code
+        check_tokenizers(context.corpus.tokenizer, load_tokenizer(options.draft, trust_remote_code=trust))
+        models["draft"] = load_model(options.draft, device=model.device, dtype="float32", trust_remote_code=trust)
+    features: dict[str, dict[str, Features]] = {}  # of the target, by mode and split
+    probes: dict[str, dict[str, list[AcceptanceProbe]]] = {name: {} for name in models}
+    rows: list[dict[str, Any]] = []
+    for name, draft in models.items():
         for mode in modes:
-            with self.step("texts", f"{mode.name} texts of the target", bars=False):
-                write_texts(context, model, mode, prompts, options)
-        if not ranks.is_first():
-            return {}
-        features = {mode.name: self.read(model, mode, exits=exits) for mode in modes}
-        probes, rows = {}, []
-        for mode in modes:
-            with self.step("training", f"probes, {mode.name}, label {mode.label}"):
-                logger = for_stage(context.logger, f"probes-{mode.label}")
-                seen = features[mode.name]
+            with step("features", f"{mode.name} texts read"):
+                seen = {
+                    split: collect(
+                        model, texts, mode, exits=exits, draft=draft, batch_size=options.batch_size,
+                        positions=None if split == "validation" else options.positions, seed=settings.seed + i,
+                    )
+                    for i, (split, texts) in enumerate(mode.texts.items())
+                }  # fmt: skip
+            with step("training", f"probes, {name}, {mode.name}, label {mode.label}"):
+                logger = for_stage(context.logger, f"probes-{mode.label}") if draft is None else None
                 made = train_probes(seen["train"], seen["validation"], mode.label, options, logger)
                 found = evaluate_exits(made, seen["validation"], seen["test"])
-            probes[mode.name] = made
-            rows += [row | {"mode": mode.name, "model": "target"} for row in found]
-        everything = [probe for made in probes.values() for probe in made]
-        save_probes(folder, model, everything)
-        if options.draft is not None:
-            rows += self.probes_of_draft(model, modes, options.draft)
-        torch.set_num_threads(options.threads or torch.get_num_threads())  # how weights are laid out is measured
-        runner = open_runner(model, pack="auto")
-        predicted: dict[str, list[Choice]] = {}
-        costs: dict[str, Any] = {}
-        table, subset = [], {}
-        if isinstance(runner, FastRunner):
-            machine.set_threads(runner, options.threads)
-            suite = test_suite(context.corpus, self.settings.data.source, options.bench_prompts)
-            for mode in modes:
-                with self.step("choice", f"predicted speedup of every setting, {mode.name}"):
-                    held = features[mode.name]["validation"]
-                    choices, costs[mode.name] = predict_all(runner, mode, held, probes[mode.name], options)
-                    predicted[mode.name] = choices
-            texts = [text for text in modes[0].texts["validation"] if len(text[0]) > text[1]][: options.subset_prompts]
-            if texts:
-                with self.step("subset", "search of a layer subset"):
-                    subset = find_subset(runner, texts, modes[0].warp, costs[modes[0].name])
-            for mode in modes:
-                with self.step("confirmation", f"real runs of the best settings, {mode.name}"):
-                    table += run_best(context, model, suite, mode, predicted[mode.name], subset, options)
-            save_probes(folder, model, everything, fastest_options(table))
-        else:
-            context.console.print(
-                f"  [yellow]{model.config.model_type}: decoding with early exits is not supported for this family, so "
-                "probes are evaluated, but no exit is chosen[/yellow]"
-            )
-        facts = {
-            "layers": int(model.config.get_text_config().num_hidden_layers),
-            "tokens": {f"{name}/{split}": len(f) for name, seen in features.items() for split, f in seen.items()},
-            "labels": {mode.name: mode.label for mode in modes},
-            "temperature": options.temperature,
-            "top_p": options.top_p,
-            "predicted": {
-                name: [
-                    vars(best_of([c for c in choices if c.exit_layer == layer], method)[0])
-                    for layer in exits
-                    for method in METHODS
-                ]
-                for name, choices in predicted.items()
-            },
-            "costs": costs,
-            "subset": subset,
-            "machine": machine.describe(model.device),
-            "seconds": self.seconds,
-        }
-        added = plain({"probes": rows, "self_speculation": table, "probe_settings": facts})
-        return {**added, "probe_findings": [answer(added, mode.name) for mode in modes]}
-
-    def read(self, model: PreTrainedModel, mode: Mode, **exits: Any) -> dict[str, Features]:
-        """Features of a mode's texts by split, at every exit or at a draft model's last layer."""
-        found, options = {}, self.options
-        with self.step("features", f"{mode.name} texts read"):
-            for i, (split, texts) in enumerate(mode.texts.items()):
-                found[split] = collect(
-                    model,
-                    texts,
-                    mode,
-                    positions=None if split == "validation" else options.positions,
-                    batch_size=options.batch_size,
-                    seed=self.settings.seed + i,
-                    **exits,
-                )
-        return found
-
-    def probes_of_draft(self, model: PreTrainedModel, modes: list[Mode], name: str) -> list[dict[str, Any]]:
-        """Probes of a separate draft model's last hidden state, in ``probes/draft``."""
-        trust = self.settings.target.trust_remote_code
-        check_tokenizers(self.context.corpus.tokenizer, load_tokenizer(name, trust_remote_code=trust))
-        draft = load_model(name, device=model.device, dtype="float32", trust_remote_code=trust)
-        probes, rows = [], []
+            probes[name][mode.name] = made
+            rows += [row | {"mode": mode.name, "model": name} for row in found]
+            if draft is None:
+                features[mode.name] = seen
+        everything = [probe for made in probes[name].values() for probe in made]
+        save_probes(folder if draft is None else folder / "draft", model if draft is None else draft, everything)
+    torch.set_num_threads(options.threads or torch.get_num_threads())  # how weights are laid out is measured
+    runner = open_runner(model, pack="auto")
+    predicted: dict[str, list[Choice]] = {}
+    costs: dict[str, Any] = {}
+    table, subset = [], {}
+    if isinstance(runner, FastRunner):
+        machine.set_threads(runner, options.threads)
         for mode in modes:
-            seen = self.read(model, mode, draft=draft)
-            made = train_probes(seen["train"], seen["validation"], mode.label, self.options)
-            probes += made
-            found = evaluate_exits(made, seen["validation"], seen["test"])
-            rows += [row | {"mode": mode.name, "model": "draft"} for row in found]
-        save_probes(self.context.run.folder / "probes" / "draft", draft, probes)
-        return rows
+            with step("choice", f"predicted speedup of every setting, {mode.name}"):
+                held = features[mode.name]["validation"]
+                predicted[mode.name], costs[mode.name] = predict_all(
+                    runner, mode, held, probes["target"][mode.name], options
+                )
+        texts = [text for text in modes[0].texts["validation"] if len(text[0]) > text[1]][: options.subset_prompts]
+        if texts:
+            with step("subset", "search of a layer subset"):
+                subset = find_subset(runner, texts, modes[0].warp, costs[modes[0].name])
+        suite = test_suite(context.corpus, settings.data.source, options.bench_prompts)
+        for mode in modes:
+            with step("confirmation", f"real runs of the best settings, {mode.name}"):
+                table += run_best(context, model, suite, mode, predicted[mode.name], subset, options)
+        of_target = [probe for made in probes["target"].values() for probe in made]
+        save_probes(folder, model, of_target, fastest_options(table))
+    else:
+        context.console.print(
+            f"  [yellow]{model.config.model_type}: decoding with early exits is not supported for this family, so "
+            "probes are evaluated, but no exit is chosen[/yellow]"
+        )
+    facts = {
+        "layers": int(model.config.get_text_config().num_hidden_layers),
+        "tokens": {f"{name}/{split}": len(f) for name, seen in features.items() for split, f in seen.items()},
+        "labels": {mode.name: mode.label for mode in modes},
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "predicted": {
+            name: [
+                vars(best_of([c for c in choices if c.exit_layer == layer], method)[0])
+                for layer in exits
+                for method in METHODS
+            ]
+            for name, choices in predicted.items()
+        },
+        "costs": costs,
+        "subset": subset,
+        "machine": machine.describe(model.device),
+        "seconds": seconds,
+    }
+    added = plain({"probes": rows, "self_speculation": table, "probe_settings": facts})
+    return {**added, "probe_findings": [answer(added, mode.name) for mode in modes]}
 
 
 def _log(logger: Any, added: dict[str, Any]) -> None:

@@ -15,8 +15,6 @@ TITLES = {
     "autoregressive": "no draft",
     "generate": "transformers generate",
     "layerskip": "LayerSkip",
-    "layerskip-untuned": "LayerSkip, 6 tokens",
-    "layerskip-separate": "LayerSkip, separate cache",
     "draft-verify": "Draft & Verify",
     "draft-verify-subset": "Draft & Verify, subset",
     "adaspeed": "AdaSPEED",
@@ -24,7 +22,7 @@ TITLES = {
     "confidence-probe": "AdaSPEED, confidence probe",
 }
 """Names of the methods in tables, in the order of the tables."""
-BASELINES = ("autoregressive", "generate", "layerskip-untuned", "layerskip-separate")
+BASELINES = ("autoregressive", "generate")
 SCORES = {
     "probe": "",
     "confidence probe": "_confidence_probe",

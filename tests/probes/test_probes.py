@@ -193,7 +193,6 @@ def test_metrics_are_what_their_formulas_say() -> None:
     found = evaluate(p, y, bins=2)
     assert found["auroc"] == 0.75
     assert found["base_rate"] == 0.5
-    assert found["accuracy"] == 0.5
     assert found["brier"] == pytest.approx((0.01 + 0.64 + 0.49 + 0.01) / 4)
     assert found["bins"] == [pytest.approx([0.2, 0.5, 2]), pytest.approx([0.85, 0.5, 2])]
     assert found["ece"] == pytest.approx((0.3 + 0.35) / 2)
@@ -234,7 +233,7 @@ def test_every_exit_gets_a_row_with_all_scores_on_the_same_tokens() -> None:
     train, held, test = (synthetic(1000, seed=s) for s in (1, 2, 3))
     rows = evaluate_exits(train_probes(train, held, "match"), held, test)
     assert [row["layer"] for row in rows] == [1, 2, 3]
-    expected = {"auroc", "brier", "ece", "accuracy", "base_rate", "auroc_token_probability", "brier_confidence_probe"}
+    expected = {"auroc", "brier", "ece", "base_rate", "auroc_token_probability", "brier_confidence_probe"}
     assert all(expected <= row.keys() for row in rows)
     assert all(sum(b[2] for b in row["bins"][name]) == 1000 for row in rows for name in row["bins"])
 
