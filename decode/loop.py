@@ -39,12 +39,6 @@ class Method:
     # limits the drafts of all sequences of a step to what pays; None: the stop rule alone ends them
     lengths: DraftLengths | None = None
 
-    def reset(self) -> None:
-        """Forget everything adapted so far, the drafter's learned weights included."""
-        for part in (self.stop, self.rule, self.drafter, self.lengths):
-            if part is not None:
-                part.reset()
-
 
 def tree_error(runner: Runner) -> UserError:
     """The error where a method drafts trees and the target reads chains only."""

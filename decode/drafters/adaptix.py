@@ -49,20 +49,19 @@ def save_ngram_table(text: np.ndarray, path: Path, fingerprint: str, *, order: i
         inside &= tokens > 0
         key = key << np.uint64(bits) | tokens - (tokens > 0)
     grams, counts = np.unique(key[inside], return_counts=True)
-    contexts = grams >> np.uint64(bits)
-    heads = np.flatnonzero(np.diff(contexts, prepend=~contexts[:1]))
-    sizes = np.diff(heads, append=len(grams))
-    share = counts / np.repeat(np.add.reduceat(counts, heads), sizes) if len(grams) else np.empty(0)
-    ranked = np.lexsort((-counts, contexts))
-    kept = ranked[np.arange(len(grams)) - np.repeat(heads, sizes) < SUCCESSORS]
+    contexts, heads, sizes = np.unique(grams >> np.uint64(bits), return_index=True, return_counts=True)
+    first = np.repeat(heads, sizes)  # of each n-gram, the first one of its context
+    share = counts / np.bincount(first, counts)[first] if len(grams) else np.empty(0)
+    ranked = np.lexsort((-counts, first))
+    kept = ranked[np.arange(len(grams)) - first < SUCCESSORS]
     arrays = {
-        "contexts": contexts[heads],
-        "offsets": np.append(0, np.cumsum(np.minimum(sizes, SUCCESSORS))).astype(np.int64),
+        "contexts": contexts,
+        "offsets": np.append(0, np.cumsum(np.minimum(sizes, SUCCESSORS))),
         "tokens": (grams[kept] & np.uint64((1 << bits) - 1)).astype(np.int32),
         "probabilities": share[kept].astype(np.float32),
     }
     file = path / f"ngrams-{order}.safetensors"
-    save_arrays(file, arrays, kind=KIND, fingerprint=fingerprint, order=order, successors=SUCCESSORS)
+    save_arrays(file, arrays, kind=KIND, fingerprint=fingerprint)
     return file
 
 
@@ -77,8 +76,12 @@ class NgramTable:
         fingerprint: of the tokenizer in use.
         order: n of the n-grams.
 
+    Attributes:
+        successors: of a packed context the tokens that follow it, most frequent first, and their probabilities, whose
+            sum may be below 1.
+
     Raises:
-        UserError: the table is missing, truncated, corrupt, or of another tokenizer.
+        UserError: the table is missing, truncated, or of another tokenizer.
     """
 
     def __init__(self, path: str | Path, fingerprint: str, *, order: int = 3) -> None:
@@ -86,18 +89,16 @@ class NgramTable:
         _, arrays = map_arrays(file, kind=KIND, fingerprint=fingerprint, command=command)
         self.order, self.bits = order, min(31, 64 // order)
         self.mask = (1 << self.bits * (order - 1)) - 1
-        contexts, offsets = arrays["contexts"].cast("Q"), arrays["offsets"].cast("q")
-        tokens, probabilities = arrays["tokens"].cast("i"), arrays["probabilities"].cast("f")
+        contexts, offsets = arrays["contexts"].data, arrays["offsets"].data
+        tokens, probabilities = arrays["tokens"].data, arrays["probabilities"].data
 
         def successors(context: int) -> tuple[list[int], list[float]]:
             at = bisect_left(contexts, context)
             if at == len(contexts) or contexts[at] != context:
                 return [], []
-            low, high = offsets[at], offsets[at + 1]
-            return tokens[low:high].tolist(), probabilities[low:high].tolist()  # type: ignore[return-value]
+            kept = slice(offsets[at], offsets[at + 1])
+            return tokens[kept].tolist(), probabilities[kept].tolist()  # type: ignore[return-value]
 
-        self.contexts = contexts
-        # of a packed context: successors, most frequent first, and their probabilities, whose sum may be below 1
         self.successors: Successors = lru_cache(maxsize=1 << 16)(successors)
 
     def context(self, ids: Sequence[int]) -> int | None:
@@ -118,7 +119,7 @@ C1, C2 = 32.0, 8.0
 
 def search(
     root: int, successors: Successors, table: NgramTable, *, iterations: int, depth: int, random: Random
-) -> tuple[Trie, list[int], list[int]]:
+) -> tuple[list[int], list[int], list[int], list[int]]:
     """Adaptix's Monte Carlo tree search (Eqs. 2 and 3).
 
     An iteration walks down by PUCT, Q + (C1 + ln((N + C2 + 1) / C2)) · P · √N / (1 + n), an unvisited child
@@ -135,8 +136,7 @@ def search(
         random: for the samples.
 
     Returns:
-        The tree of visited nodes, the visits of each and the packed context after each; a node comes after
-        its parent.
+        Token, parent, visits and packed context of each node. Node 0 is the root, and a node comes after its parent.
     """
     # One function over flat lists: node objects and calls would cost more than the search itself.
     # Node 0 is the root. The children of n are first[n] .. last[n] - 1; fresh[n] is its next unvisited one.
@@ -202,11 +202,7 @@ def search(
             value = total[i] = total[i] + score
             mean[i] = value / n
             bonus[i] = weight_of[i] / (1 + n)
-    tree, place = Trie(), {0: -1}
-    kept = [i for i in range(1, len(token)) if visits[i]]
-    for i in kept:
-        place[i] = tree.add(place[parent[i]], token[i])
-    return tree, [visits[i] for i in kept], [context[i] for i in kept]
+    return token, parent, visits, context
 
 
 Learned = dict[int, tuple[list[int], list[float]]]  # by packed context: tokens that follow it, and their weights
@@ -217,7 +213,7 @@ class TrigramDrafter(Drafter):
     """Drafts a tree of likely continuations under an n-gram model.
 
     Before each search every n-gram of the last ``recent`` tokens gains ``gain`` in weight, so the model moves
-    towards what the target writes. What is learned stays for later texts; `reset` forgets it.
+    towards what the target writes. What is learned stays for later texts.
     """
 
     table: NgramTable  # the corpus's n-grams
@@ -239,10 +235,6 @@ class TrigramDrafter(Drafter):
             return Random(self.seed), self.learned
         return Random(self.seed), {context: (list(t), list(w)) for context, (t, w) in self.learned.items()}
 
-    def reset(self) -> None:
-        """Forget what was learned from texts."""
-        self.learned.clear()
-
     def draft(self, request: DraftRequest) -> Draft:
         """The most visited nodes of a search, each extended by its likeliest successor; at most ``max_depth`` deep.
 
@@ -258,19 +250,20 @@ class TrigramDrafter(Drafter):
         def after(context: int) -> tuple[list[int], list[float]]:
             return learned.get(context) or table.successors(context)
 
-        tree, visits, contexts = search(
-            root, after, table, iterations=self.searches, depth=min(self.depth, most), random=random
+        levels = min(self.depth, most)
+        token, parent, visits, context = search(
+            root, after, table, iterations=self.searches, depth=levels, random=random
         )
-        out, place, depth = Trie(), {-1: -1}, {-1: 0}
-        best = sorted(range(len(visits)), key=lambda i: -visits[i])[: min(self.sequences, self.nodes)]
+        tree, place, depth = Trie(), {0: -1}, {0: 0}
+        best = sorted((i for i in range(1, len(token)) if visits[i]), key=lambda i: -visits[i])
+        best = best[: min(self.sequences, self.nodes)]
         for i in best:
-            place[i] = out.add(place[tree.parents[i]], tree.tokens[i])
-            depth[i] = depth[tree.parents[i]] + 1
+            place[i], depth[i] = tree.add(place[parent[i]], token[i]), depth[parent[i]] + 1
         for i in best:
-            tokens, weights = after(contexts[i]) if depth[i] < most and len(out) < self.nodes else ([], [])
+            tokens, weights = after(context[i]) if depth[i] < most and len(tree.tokens) < self.nodes else ([], [])
             if tokens:
-                out.add(place[i], tokens[weights.index(max(weights))])
-        return out.draft()
+                tree.add(place[i], tokens[weights.index(max(weights))])
+        return tree.draft()
 
     def learn(self, known: Learned, ids: list[int]) -> None:
         """Raise the weight of each n-gram among the last ``recent`` tokens."""
@@ -282,8 +275,7 @@ class TrigramDrafter(Drafter):
             if context in known:
                 tokens, weights = known.pop(context)
             else:
-                likely, shares = self.table.successors(context)
-                tokens, weights = likely.copy(), shares.copy()
+                tokens, weights = map(list, self.table.successors(context))  # type: ignore[arg-type]
             known[context] = tokens, weights  # the latest at the end
             if token not in tokens:
                 if len(tokens) >= self.widest:

@@ -22,7 +22,7 @@ class Prompt:
     cache: Any = None  # the target's cache of the sequence
     captured: Tensor | None = None  # `Drafter.capture` states of all tokens that the target has read
     stop_ids: Collection[int] = ()  # tokens that end the text
-    defer_prefill: bool = False  # the first rounds have no draft, so that the prompt may be read later
+    defer_prefill: bool = False  # the first steps have no draft, so that the prompt may be read later
     alone: bool = True  # what the drafter learns from this sequence serves later ones
 
 
@@ -57,8 +57,8 @@ class Drafter:
         """A draft for each of several sequences."""
         return [self.draft(request) for request in requests]
 
-    def update(self, state: Any, ids: list[int], round: Step) -> None:
-        """Learn from a verified round, after which the sequence is `ids`; its last token is pending."""
+    def update(self, state: Any, ids: list[int], step: Step) -> None:
+        """Learn from a verified step, after which the sequence is `ids`; its last token is pending."""
 
     def close(self, state: Any) -> None:
         """Free the memory of a sequence that has ended."""
@@ -70,9 +70,6 @@ class Drafter:
     def cache_bytes_per_token(self) -> int:
         """Bytes that a token of a sequence takes in caches of the drafter."""
         return 0
-
-    def reset(self) -> None:
-        """Forget everything learned from earlier sequences."""
 
 
 class NoDrafter(Drafter):

@@ -69,10 +69,8 @@ class ModelDrafter(Drafter):
                     feeds[i] = drafting[i].send(result)
                 except StopIteration as end:
                     drafts[i] = end.value
-            if not feeds:
-                break
-            outputs = self._forward([requests[i].state.cache for i in feeds], list(feeds.values()))
-            results = dict(zip(feeds, outputs))
+            caches = [requests[i].state.cache for i in feeds]
+            results = dict(zip(feeds, self._forward(caches, list(feeds.values())))) if feeds else {}
         return drafts
 
     def _forward(self, caches: list[Any], feeds: list[Any]) -> list[Output]:
@@ -83,18 +81,18 @@ class ModelDrafter(Drafter):
         """One draft, token by token."""
         state, ids, stop, runner = request.state, request.ids, request.stop, self.runner
         limit = min(stop.cap(), request.max_depth, runner.remaining(state.cache, ids))
-        feed = self._known(ids[state.cache.length :])  # two tokens after a fully accepted round
-        tokens: list[Tensor] = []
-        probs: list[Tensor] = []
-        logits: list[Tensor] = []
-        hidden: list[Tensor] = []
+        feed = self._known(ids[state.cache.length :])  # two tokens after a fully accepted step
+        tokens, probs, logits, hidden = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
         greedy, prefixed, watch = self.warp.greedy, self.warp.needs_prefix, stop.confidence is not None
         # what follows the end of the text is never used; where nobody waits for the token anyway, looking is free
         reads_tokens = bool(state.stop_ids) and (watch or runner.device.type == "cpu")
         at_once = greedy and not watch and not prefixed
         for _ in range(limit):
             out = yield feed
-            row = self._fit(out.logits) if self.padded else out.logits
+            row = out.logits
+            if self.padded:
+                missing = self.vocab - row.shape[-1]
+                row = F.pad(row, (0, missing), value=-torch.inf) if missing > 0 else row[:, : self.vocab]
             if at_once:  # a draw from one-hot weights is their argmax: all of them are made together at the end
                 feed = argmax(row)
             else:
@@ -131,11 +129,7 @@ class ModelDrafter(Drafter):
         known = torch.from_numpy(np.asarray(ids, dtype=np.int64))  # in half of torch.tensor's time
         return known.to(self.runner.device)
 
-    def _fit(self, logits: Tensor) -> Tensor:
-        missing = self.vocab - logits.shape[-1]
-        return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, : self.vocab]
-
-    def update(self, state: ModelState, ids: list[int], round: Step) -> None:
+    def update(self, state: ModelState, ids: list[int], step: Step) -> None:
         """Drop what was rejected; an unread tail is fed by the next proposal."""
         state.cache.truncate(len(ids) - 1)
 

@@ -39,16 +39,13 @@ class EarlyExitDrafter(ModelDrafter):
     def _forward(self, caches: list[Any], feeds: list[Any]) -> list[Output]:
         return self.runner.forward(caches, feeds, last=1, layers=self.subset).split([1] * len(caches))
 
-    def update(self, state: ModelState, ids: list[int], round: Step) -> None:
-        """The target has dropped what was rejected for both."""
+    def update(self, state: ModelState, ids: list[int], step: Step) -> None:
+        """The target drops what was rejected for both, and closes its cache."""
 
     def close(self, state: ModelState) -> None:
-        """The target closes its cache."""
+        """See `update`."""
 
-    @property
-    def cache_bytes_per_token(self) -> int:
-        """The drafter has no cache."""
-        return 0
+    cache_bytes_per_token = 0  # the drafter has no cache
 
 
 PATIENCE = 3  # steps without a better set before the search ends

@@ -57,23 +57,17 @@ class HybridDrafter(Drafter):
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """A copy or the head's draft; the heads that are asked draft together, and the stop rule's window is theirs."""
-        drafts = [Draft.empty() for _ in requests]
-        matches = [self._match(one) for one in requests]
-        copies: list[list[int]] = [
-            self._copy(one, min(self.length, one.max_depth), *match) if max(match[::2]) >= self.match else []
-            for one, match in zip(requests, matches)
+        found = [self._match(one) for one in requests]
+        long = [max(in_text, in_store) >= self.match for in_text, _, in_store in found]
+        copies = [
+            self._copy(one, self.length, *match) if enough else [] for one, match, enough in zip(requests, found, long)
         ]
         heads = [i for i, one in enumerate(requests) if one.max_depth > 0 and not copies[i]]
-        if heads:
-            to_head = [replace(requests[i], state=requests[i].state.head) for i in heads]
-            for i, draft in zip(heads, self.head.propose(to_head)):
-                drafts[i] = draft
-        for i, one in enumerate(requests):
-            if not len(drafts[i]):
-                copied = copies[i] or self._copy(one, min(self.length, one.max_depth), *matches[i])
-                drafts[i] = Draft.chain(torch.tensor(copied, dtype=torch.long))
-            elif self.branch:
-                drafts[i] = drafts[i].with_branch(self._copy(one, min(self.branch, one.max_depth), *matches[i]))
+        drafts = [Draft.chain(torch.tensor(copied, dtype=torch.long)) for copied in copies]
+        asked = [replace(requests[i], state=requests[i].state.head) for i in heads]
+        for i, draft in zip(heads, self.head.propose(asked) if asked else ()):
+            copied = self._copy(requests[i], self.branch if len(draft) else self.length, *found[i])
+            drafts[i] = draft.with_branch(copied) if len(draft) else Draft.chain(torch.tensor(copied, dtype=torch.long))
         return drafts
 
     def _match(self, request: DraftRequest) -> tuple[int, int, int]:
@@ -83,22 +77,30 @@ class HybridDrafter(Drafter):
         return *ngrams.find(ids), in_store
 
     def _copy(self, request: DraftRequest, most: int, in_text: int, after: int, in_store: int) -> list[int]:
-        """The continuation of the longer match."""
+        """The continuation of the longer match; from the corpus, the most frequent one that `SUPPORT` holds for."""
         matched = max(in_text, in_store)
-        count = min(most, 2 * matched)
+        count = min(most, request.max_depth, 2 * matched)
         if count < 1:
             return []
-        if in_text == matched:  # of equals the text is closer to what is being written
+        if in_text == matched or self.store is None:  # of equals the text is closer to what is being written
             return copy_from(request.ids, after, count)
-        assert self.store is not None
         rows = self.store.continuations(
             request.ids, length=count, limit=OCCURRENCES, max_span=matched, min_span=SHORTEST
         )
-        return most_frequent(rows)
+        chain: list[int] = []
+        needed = max(1.0, SUPPORT * len(rows))
+        for column in range(count):
+            tokens, counts = np.unique(rows[:, column], return_counts=True)
+            counts[tokens < 0] = 0
+            if not len(counts) or counts.max() < needed:
+                break
+            chain.append(int(tokens[counts.argmax()]))
+            rows = rows[rows[:, column] == chain[-1]]
+        return chain
 
-    def update(self, state: HybridState, ids: list[int], round: Step) -> None:
+    def update(self, state: HybridState, ids: list[int], step: Step) -> None:
         """The head learns from copies too: it drafts on from their features."""
-        self.head.update(state.head, ids, round)
+        self.head.update(state.head, ids, step)
 
     def close(self, state: HybridState) -> None:
         """See `Drafter.close`."""
@@ -112,25 +114,3 @@ class HybridDrafter(Drafter):
     def cache_bytes_per_token(self) -> int:
         """See `Drafter.cache_bytes_per_token`."""
         return self.head.cache_bytes_per_token
-
-    def reset(self) -> None:
-        """Forget what the head learned."""
-        self.head.reset()
-
-
-def most_frequent(rows: np.ndarray) -> list[int]:
-    """The most frequent first token, the most frequent one after it, and so on, as long as `SUPPORT` holds.
-
-    Args:
-        rows: int ``[rows, length]``; -1 ends a row early.
-    """
-    chain: list[int] = []
-    needed = SUPPORT * len(rows)
-    for column in range(rows.shape[1]):
-        tokens, counts = np.unique(rows[:, column], return_counts=True)
-        counts[tokens < 0] = 0
-        if not len(counts) or counts.max() < max(1.0, needed):
-            break
-        chain.append(int(tokens[counts.argmax()]))
-        rows = rows[rows[:, column] == chain[-1]]
-    return chain

@@ -1,8 +1,8 @@
 """Lookahead decoding: n-grams that the target's own parallel guesses produce (Fu et al., ICML 2024).
 
 A window of guessed tokens rides along with every verification. Level 0 is the pending token and the guesses
-after it, level l the target's answers from l rounds ago; a node's parent is the same column one level up, so
-each column is a chain that the target extends by one token a round. A column that has grown through all
+after it, level l the target's answers from l steps ago; a node's parent is the same column one level up, so
+each column is a chain that the target extends by one token a step. A column that has grown through all
 levels is an n-gram for the pool. The window and the pool's candidates form one deterministic tree, so the
 exact verification may accept any part of it.
 """
@@ -51,14 +51,24 @@ class LookaheadDrafter(Drafter):
                 state.pooled = at + 1
         state.pending = ids[-1]
         tree = Trie()
-        state.bottom = self._add_window(state.levels, tree, depth)
+
+        def add(above: int | None, token: int, level: int) -> int | None:
+            return None if above is None or level > depth else tree.add(above, token)
+
+        nodes: list[int | None] = [-1]
+        for at, token in enumerate(state.levels[0], 1):
+            nodes.append(add(nodes[-1], token, at))
+        for level, row in enumerate(state.levels[1:], 1):
+            for column, token in enumerate(row):
+                nodes[column] = add(nodes[column], token, column + level)
+        state.bottom = nodes
         for gram in reversed(state.pool.get(state.pending, [])):
             node = -1
             for token in gram[:depth]:
                 node = tree.add(node, token)
         return tree.draft()
 
-    def update(self, state: LookaheadState, ids: list[int], round: Step) -> None:
+    def update(self, state: LookaheadState, ids: list[int], step: Step) -> None:
         """Read the target's answers after the window, pool finished n-grams and move the window on.
 
         A window that `max_depth` has cut stays as it is: the text is about to end.
@@ -66,7 +76,7 @@ class LookaheadDrafter(Drafter):
         bottom = [node for node in state.bottom if node is not None]
         if not bottom or len(bottom) < len(state.bottom):
             return
-        answers: list[int] = round.logits[[node + 1 for node in bottom]].argmax(-1).tolist()
+        answers: list[int] = step.logits[[node + 1 for node in bottom]].argmax(-1).tolist()
         levels = [*state.levels, answers]
         if len(state.levels) < self.level - 1:  # still filling: every level loses the column that the text has passed
             state.levels = [row[1:] for row in levels]
@@ -74,19 +84,6 @@ class LookaheadDrafter(Drafter):
         for column, key in enumerate([state.pending, *state.levels[0]]):
             self._remember(state, key, tuple(row[column] for row in levels[1:]))
         state.levels = [levels[1][1:], *levels[2:]]
-
-    def _add_window(self, levels: list[list[int]], tree: Trie, max_depth: int) -> list[int | None]:
-        """Add the window's nodes of depth up to `max_depth`; the nodes of its last level, None where cut."""
-        nodes: list[int | None] = [-1]
-        for depth, token in enumerate(levels[0], 1):
-            above = nodes[-1]
-            nodes.append(tree.add(above, token) if above is not None and depth <= max_depth else None)
-        for level, row in enumerate(levels[1:], 1):
-            for column, token in enumerate(row):
-                above = nodes[column]
-                fits = above is not None and column + level <= max_depth
-                nodes[column] = tree.add(above, token) if above is not None and fits else None
-        return nodes
 
     def _remember(self, state: LookaheadState, key: int, gram: tuple[int, ...]) -> None:
         grams = state.pool.setdefault(key, [])

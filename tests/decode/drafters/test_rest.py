@@ -1,39 +1,144 @@
+"""REST: the datastore equals a scan of the documents, and the draft is the tree of what followed the longest tail."""
+
+import json
 import random
 from collections import Counter
 
 import numpy as np
 import pytest
+from pairs import make_tokenizer
 from reading import Drafting
 from stores import build_datastore
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from decode.draft import Trie, heaviest_tree
-from decode.drafters.corpus_files import tokenizer_fingerprint
-from decode.drafters.rest import Datastore, RetrievalDrafter
+from decode.commands.datastore import read_corpus
+from decode.draft import heaviest_tree
+from decode.drafters.corpus_files import join_documents, read_texts, tokenize_files, tokenizer_fingerprint
+from decode.drafters.rest import FILE, Datastore, RetrievalDrafter, suffix_array
 from decode.errors import UserError
 
 
-def propose(drafter, ids, max_depth):
+def occurrences(documents, pattern):
+    n = len(pattern)
+    return sum(doc[i : i + n] == pattern for doc in documents for i in range(len(doc) - n + 1))
+
+
+def following(documents, pattern, length):
+    """Every continuation of ``pattern``, padded with -1 at the end of its document, sorted."""
+    n, rows = len(pattern), []
+    for doc in documents:
+        for i in range(len(doc) - n + 1):
+            if doc[i : i + n] == pattern:
+                rest = doc[i + n : i + n + length]
+                rows.append(rest + [-1] * (length - len(rest)))
+    return sorted(rows)
+
+
+def word_tokenizer(words):
+    vocabulary = {word: i for i, word in enumerate(["<unk>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+def opened(path, documents):
+    build_datastore(documents, path, "tok")
+    return Datastore(path, "tok")
+
+
+def propose(drafter, ids, max_depth=100):
     return Drafting(drafter, ids).propose(ids, max_depth=max_depth)
 
 
-def opened(tmp_path, documents):
-    build_datastore(documents, tmp_path, "tok")
-    return Datastore(tmp_path, "tok")
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_suffix_array_is_in_the_order_of_a_plain_sort(dtype):
+    source = np.random.default_rng(0)
+    for vocabulary in (1, 2, 5, 60_000):
+        for n in (1, 2, 3, 7, 64, 333):
+            text = np.append(source.integers(1, vocabulary + 1, n - 1), 0).astype(dtype)
+            text[n // 2 : min(n // 2 + 1, n - 2)] = 0  # a border inside, never two in a row
+            order = suffix_array(text, depth=16)
+            assert sorted(order.tolist()) == list(range(n))
+            tails = [text[i : i + 16].tolist() for i in order]
+            assert tails == sorted(tails)
 
 
-def paths(draft):
-    return [tuple(draft.text_before([], node)) for node in range(len(draft))]
+def test_longest_tail_and_its_continuations_equal_a_scan(tmp_path):
+    source = random.Random(2)
+    for trial in range(20):
+        documents = [[source.randrange(3) for _ in range(source.randrange(60))] for _ in range(8)] + [[1, 2, 3]]
+        store = opened(tmp_path / str(trial), documents)
+        for _ in range(30):
+            ids = [source.randrange(3) for _ in range(source.randrange(12))]
+            spans = [n for n in range(2, min(6, len(ids)) + 1) if occurrences(documents, ids[-n:])]
+            span, (low, high) = store.longest(ids, max_span=6)
+            assert span == max(spans, default=0)
+            want = following(documents, ids[-span:], 5) if span else []
+            assert high - low == len(want)
+            assert store.continuations(ids, length=5, max_span=6).tolist() == want
 
 
-def test_trie_merges_prefixes_and_keeps_siblings_apart():
-    trie = Trie()
-    for sequence in ([1, 2, 3], [1, 2, 4], [5], [1, 2, 3]):
-        node = -1
-        for token in sequence:
-            node = trie.add(node, token)
-    assert (trie.tokens, trie.parents) == ([1, 2, 3, 4, 5], [-1, 0, 1, 1, -1])
+def test_too_many_hits_are_thinned_evenly(tmp_path):
+    rows = opened(tmp_path, [[200, 200, i] for i in range(100)]).continuations([200, 200], length=1, limit=10)
+    assert rows[:, 0].tolist() == list(range(0, 100, 10))
+
+
+@pytest.mark.parametrize("top", [65_534, 65_535, 150_000])
+def test_ids_of_large_vocabularies_fit_and_others_are_unknown(tmp_path, top):
+    store = opened(tmp_path, [[top, 1, 2], [3, top, 1, top]])
+    assert store.continuations([top, 1], length=2).tolist() == [[2, -1], [top, -1]]
+    small = opened(tmp_path, [[1, 2, 3]])
+    assert small.longest([70_000, 2, 3])[0] == 2
+    assert small.longest([2, 3, 70_000])[0] == 0
+
+
+def test_missing_truncated_and_foreign_files_are_refused(tmp_path):
+    opened(tmp_path, [[1, 2, 3]])
+    whole = (tmp_path / FILE).read_bytes()
+    for content in (whole[:-1], b"", whole[:40], b"not a datastore at all, only text"):
+        (tmp_path / "broken").mkdir(exist_ok=True)
+        (tmp_path / "broken" / FILE).write_bytes(content)
+        with pytest.raises(UserError, match="truncated or damaged"):
+            Datastore(tmp_path / "broken", "tok")
+    with pytest.raises(UserError, match=r"no datastore at .*: build one"):
+        Datastore(tmp_path / "nowhere", "tok")
+    with pytest.raises(UserError, match="another tokenizer"):
+        Datastore(tmp_path, "other")
+    one, same, other = word_tokenizer(["a", "b"]), word_tokenizer(["a", "b"]), word_tokenizer(["b", "a"])
+    assert tokenizer_fingerprint(one) == tokenizer_fingerprint(same) != tokenizer_fingerprint(other)
+
+
+def test_empty_and_negative_input_is_refused():
+    with pytest.raises(UserError, match="no tokens"):
+        join_documents([[], []])
+    with pytest.raises(UserError, match="negative"):
+        join_documents([[1, -1]])
+
+
+def test_text_files_become_documents(tmp_path):
+    tokenizer = word_tokenizer(["a", "b", "c", "d"])
+    (tmp_path / "one.jsonl").write_text(
+        json.dumps({"text": "a b c", "note": "d"}) + "\n\n" + json.dumps({"question": "a b", "answer": "d", "n": 1})
+    )
+    (tmp_path / "two.txt").write_text("b c\nd\n")
+    documents = list(tokenize_files([tmp_path / "one.jsonl", tmp_path / "two.txt"], tokenizer))
+    assert documents == [[1, 2, 3], [1, 2, 4], [2, 3, 4]]
+    with pytest.raises(UserError, match=r"no file .*nothing\.txt"):
+        list(tokenize_files([tmp_path / "nothing.txt"], tokenizer))
+    for line in ("{broken", '"a string"', "[1]"):
+        (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n' + line)
+        with pytest.raises(UserError, match="line 2 is not a JSON object"):
+            list(read_texts(tmp_path / "bad.jsonl"))
+
+
+def test_a_table_of_rows_is_read_by_its_columns(tmp_path):
+    (tmp_path / "own.csv").write_text("question,answer\nWhy?,Because #### 1\n")
+    tokenizer = make_tokenizer()
+    texts = [tokenizer.decode(ids) for ids in read_corpus([str(tmp_path / "own.csv")], tokenizer, 5)]
+    assert len(texts) == 1
+    assert "Why?" in texts[0]
+    assert "," not in texts[0]
 
 
 def test_heaviest_tree_takes_the_most_frequent_prefixes():
@@ -43,20 +148,20 @@ def test_heaviest_tree_takes_the_most_frequent_prefixes():
         rows = sorted([source.randrange(3) for _ in range(length)] for _ in range(source.randrange(1, 40)))
         weight = Counter(tuple(row[: n + 1]) for row in rows for n in range(length))
         draft = heaviest_tree(np.array(rows), nodes)
-        found = paths(draft)
+        found = [tuple(draft.text_before([], node)) for node in range(len(draft))]
         assert len(set(found)) == len(found) == min(nodes, len(weight))
         assert [weight[path] for path in found] == sorted(weight.values(), reverse=True)[: len(found)]
         assert all(len(path) == 1 or path[:-1] in found[:i] for i, path in enumerate(found))
 
 
 def test_draft_is_the_tree_of_what_followed_the_longest_tail(tmp_path):
-    store = opened(tmp_path, [[9, 1, 2, 3, 4], [8, 1, 2, 3, 5], [1, 2, 3, 5], [7, 2, 3, 6]])
-    drafter = RetrievalDrafter(store)
-    draft = propose(drafter, [0, 1, 2, 3], 100)
-    assert (draft.tokens.tolist(), draft.parents) == ([5, 4], [-1, -1])
-    draft = propose(drafter, [0, 0, 2, 3], 100)
+    drafter = RetrievalDrafter(opened(tmp_path, [[9, 1, 2, 3, 4], [8, 1, 2, 3, 5], [1, 2, 3, 5], [7, 2, 3, 6]]))
+    draft = propose(drafter, [0, 1, 2, 3])
+    assert (draft.tokens.tolist(), draft.parents, draft.probs) == ([5, 4], [-1, -1], None)
+    draft = propose(drafter, [0, 0, 2, 3])
     assert (draft.tokens.tolist(), draft.parents) == ([5, 4, 6], [-1, -1, -1])
-    assert draft.probs is None
+    for ids in ([3], [3, 1], [5, 6, 7]):
+        assert len(propose(drafter, ids)) == 0
 
 
 def test_draft_is_no_deeper_than_room_and_no_larger_than_nodes(tmp_path):
@@ -66,22 +171,3 @@ def test_draft_is_no_deeper_than_room_and_no_larger_than_nodes(tmp_path):
         draft = propose(RetrievalDrafter(store, nodes=20), [1, 2], max_depth)
         assert max(draft.depths(), default=0) <= min(max_depth, 10)
         assert len(draft) == (0 if max_depth == 0 else 4 if max_depth == 1 else 20)
-
-
-def test_unknown_context_gives_an_empty_draft(tmp_path):
-    drafter = RetrievalDrafter(opened(tmp_path, [[1, 2, 3]]))
-    for ids in ([3], [3, 1], [2, 3], [5, 6, 7]):
-        assert len(propose(drafter, ids, 100)) == 0
-
-
-def test_rest_opens_only_with_the_tokenizer_it_was_built_with(tmp_path):
-    words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
-    build_datastore([[0, 1, 0]], tmp_path, tokenizer_fingerprint(tokenizer))
-    drafter = RetrievalDrafter(Datastore(tmp_path, tokenizer_fingerprint(tokenizer)))
-    assert propose(drafter, [0, 1], 5).tokens.tolist() == [0]
-    other = Tokenizer(models.WordLevel({"b": 0, "a": 1}, unk_token="a"))
-    with pytest.raises(UserError, match="another tokenizer"):
-        Datastore(tmp_path, tokenizer_fingerprint(PreTrainedTokenizerFast(tokenizer_object=other)))
-    with pytest.raises(UserError, match="needs the target's tokenizer"):
-        tokenizer_fingerprint(None)

@@ -24,7 +24,7 @@ from decode.bench.offline_acceptance import offline_alpha
 from decode.draft import Draft
 from decode.drafters.base import Drafter, DraftRequest
 from decode.drafters.corpus_files import join_documents
-from decode.drafters.eagle import FeatureDrafter, FeatureTreeDrafter, _Candidates
+from decode.drafters.eagle import FeatureDrafter, FeatureTreeDrafter
 from decode.drafters.hybrid import HybridDrafter
 from decode.drafters.rest import Datastore, save_datastore
 from decode.errors import UserError
@@ -196,20 +196,6 @@ def test_feature_heads_are_lossless_for_two_texts(tiny) -> None:
             assert joint_bias(runner, Method("", drafter, StopRule(3)), warp, [PROMPT, [2, 7]], 2) < 1e-12
 
 
-def test_candidates_see_all_their_ancestors_and_nothing_else() -> None:
-    found = _Candidates(math.log(0.01))
-    found.add([-1], [[5, 6]], [[math.log(0.5), math.log(0.25)]])
-    assert found.read([0, 1]).tolist() == [[], []]
-    found.add([0, 1], [[7, 8], [9, 4]], [[math.log(0.5), math.log(0.01)], [math.log(0.5), -math.inf]])
-    assert found.likeliest(3, 2) == [2, 4]  # the others are below the least probability, or impossible
-    assert found.read([2, 4]).tolist() == [[True, False], [False, True]]
-    found.add([2, 4], [[1], [2]], [[math.log(0.5)], [math.log(0.5)]])
-    assert found.read([6, 7]).tolist() == [[True, False, True, False], [False, True, False, True]]
-    assert [found.path(node) for node in (-1, 1, 7)] == [[], [6], [6, 9, 2]]
-    tree = found.tree(4)  # 0.5, 0.25, 0.25 and, of two of 0.125, the first
-    assert (tree.ids, tree.parents) == ([5, 6, 7, 9], [-1, -1, 0, 1])
-
-
 def test_what_followed_a_short_match_is_a_branch_of_the_heads_tree(tiny) -> None:
     target = tiny("llama")
     runner, head = open_runner(target), as_runner(target, 3)
@@ -249,9 +235,9 @@ def test_accepted_tokens_leave_the_head_with_the_targets_features(tiny) -> None:
                 draft.probs = torch.nn.functional.one_hot(draft.tokens, VOCAB).float()
             return [draft]
 
-        def update(self, state, ids, round):  # type: ignore[no-untyped-def]
-            accepted.add(round.accepted)
-            super().update(state, ids, round)
+        def update(self, state, ids, step):  # type: ignore[no-untyped-def]
+            accepted.add(step.accepted)
+            super().update(state, ids, step)
 
     assert_decodes(runner, Method("half", Half(head, runner, GREEDY), StopRule(4)), text, PROMPTS[0])
     assert accepted >= {0, 1, 3}
