@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache as TransformersCache
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from decode.draft import Draft
@@ -22,11 +22,12 @@ IMPLEMENTATIONS = ("sdpa", "eager")  # attention implementations that take any m
 
 
 @contextmanager
-def masks_of_tree(tree: Draft, past: int, implementation: str, device: torch.device) -> Iterator[None]:
+def masks_of_tree(tree: Draft, past: int, config: Any, device: torch.device) -> Iterator[None]:
     """Within it, transformers makes the masks of a forward over a pending token and a tree that follow `past` tokens.
 
     Not for threads that call other models meanwhile.
     """
+    implementation = config._attn_implementation
     allowed = F.pad(tree.visible(), (past, 0), value=True).to(device)[None, None]
     position = torch.cat([torch.arange(past), past + torch.tensor([0, *tree.depths()])]).to(device)
     one = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
@@ -59,74 +60,35 @@ def tree_refusal(config: PreTrainedConfig, arguments: set[str]) -> str:
     return ""
 
 
-class RollbackLayer(CacheLayerMixin):
-    """Keys and values of one layer, ``[batch, heads, capacity, width]``, of which the first `length` are held.
+class RollbackLayer(DynamicLayer):
+    """transformers' growing layer over memory that is allocated in advance, so that appending copies nothing held.
 
     Sliding-window layers are held whole too: the mask hides what lies outside the window, so that any rollback stays
-    possible.
+    possible. `keys` and `values` are views ``[batch, heads, length, width]`` of the first positions of `memory`.
     """
-
-    is_croppable = True
-    is_sliding = False
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
-        self.capacity = capacity
-        self.length = 0
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate from the first states' shape, dtype and device."""
-        batch, heads, _, width = key_states.shape
-        self.keys = key_states.new_empty(batch, heads, self.capacity, width)
-        self.values = value_states.new_empty(batch, heads, self.capacity, value_states.shape[-1])
-        self.is_initialized = True
+        self.capacity, self.memory = capacity, list[Tensor]()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append, and return views of all that is held."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start, end = self.length, self.length + key_states.shape[2]
-        if end > self.keys.shape[2]:
-            self._grow(end)
-        self.keys[:, :, start:end] = key_states
-        self.values[:, :, start:end] = value_states
-        self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def _grow(self, needed: int) -> None:
-        extra = max(needed, self.capacity, 2 * self.keys.shape[2]) - self.keys.shape[2]
-        shape = (*self.keys.shape[:2], extra)
-        self.keys = torch.cat([self.keys, self.keys.new_empty(*shape, self.keys.shape[3])], 2)
-        self.values = torch.cat([self.values, self.values.new_empty(*shape, self.values.shape[3])], 2)
-
-    def get_seq_length(self) -> int:
-        """Positions held."""
-        return self.length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(key length, offset) that the mask of the next forward needs."""
-        return self.length + query_length, 0
-
-    def get_max_length(self) -> int:
-        """No maximum."""
-        return -1
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last ``-tokens_to_remove`` positions (transformers' sign convention)."""
-        assert -self.length <= tokens_to_remove <= 0, (tokens_to_remove, self.length)
-        self.length += tokens_to_remove
-
-    def reset(self) -> None:
-        """Forget everything, keep the memory."""
-        self.length = 0
-
-    def keep(self, base: int, slots: Tensor) -> None:
-        """Move positions ``slots`` (ascending, at or after `base`) to `base`, `base` + 1, … and drop the rest."""
-        end = base + len(slots)
-        if self.is_initialized:
-            for states in (self.keys, self.values):
-                states[:, :, base:end] = states.index_select(2, slots.to(states.device))
-        self.length = end
+        start = self.get_seq_length()
+        end = start + key_states.shape[2]
+        if not self.memory or end > self.capacity:
+            self.capacity = max(end, 2 * self.capacity if self.memory else self.capacity)
+            new = key_states, value_states
+            grown = [states.new_empty(*states.shape[:2], self.capacity, states.shape[3]) for states in new]
+            for memory, held in zip(grown, (self.keys, self.values)):
+                if start:
+                    memory[:, :, :start] = held
+            self.memory = grown
+        for memory, states in zip(self.memory, (key_states, value_states)):
+            memory[:, :, start:end] = states
+        self.keys, self.values = self.memory[0][:, :, :end], self.memory[1][:, :, :end]
+        return self.keys, self.values
 
 
 class RollbackCache(TransformersCache, Cache):
@@ -143,13 +105,14 @@ class RollbackCache(TransformersCache, Cache):
     def truncate(self, length: int) -> None:
         """See `Cache.truncate`."""
         for layer in self.layers:
-            layer.crop(min(0, length - layer.length))
+            layer.crop(min(0, length - layer.get_seq_length()))
         self.length = min(length, self.length)
 
     def gather(self, base: int, slots: list[int]) -> None:
         """See `Cache.gather`."""
         for layer in self.layers:
-            layer.keep(base, torch.tensor(slots))
+            for states in (layer.keys, layer.values) if layer.is_initialized else ():
+                states[:, :, base : base + len(slots)] = states[:, :, slots]
 
 
 class HuggingFaceRunner(Runner):
@@ -159,13 +122,10 @@ class HuggingFaceRunner(Runner):
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.config: Any = model.config.get_text_config()
         super().__init__(**facts_of(model))
-        self._implementation: str = getattr(self.config, "_attn_implementation", "eager")
-        self._capacity = 256
-        arguments = arguments_of(model)
-        self._optional = arguments & {"position_ids", "logits_to_keep"}
-        self.tree_refusal = tree_refusal(self.config, arguments)
+        self.config: Any = model.config.get_text_config()
+        self._capacity, self._arguments = 256, arguments_of(model)
+        self.tree_refusal = tree_refusal(self.config, self._arguments)
 
     def new_cache(self) -> RollbackCache:
         """See `Runner.new_cache`."""
@@ -191,30 +151,22 @@ class HuggingFaceRunner(Runner):
     def _read(
         self, cache: RollbackCache, tokens: Tensor, tree: Draft | None, capture: tuple[int, ...], last: int | None
     ) -> Output:
-        n, past, rows = len(tokens), cache.length, 0 if last is None else max(1, last)
+        n, past = len(tokens), cache.length
         extra: dict[str, Any] = {}
-        if "position_ids" in self._optional:
+        if "position_ids" in self._arguments:
             depths = torch.arange(n) if tree is None else torch.tensor([0, *tree.depths()])
             extra["position_ids"] = (past + depths.to(self.device))[None]
-        if "logits_to_keep" in self._optional:
-            extra["logits_to_keep"] = rows
+        if "logits_to_keep" in self._arguments:
+            extra["logits_to_keep"] = 0 if last is None else max(1, last)
         head_inputs: list[Tensor] = []
         # the states that the head reads, without asking the model to keep those of every layer
         hook = self.model.get_output_embeddings().register_forward_pre_hook(
             lambda module, inputs: head_inputs.append(inputs[0])
         )
-        masks: Any = nullcontext()
-        if tree is not None:
-            masks = masks_of_tree(tree, past, self._implementation, self.device)
         try:
-            with masks:
-                out = self.model(
-                    input_ids=tokens[None],
-                    past_key_values=cache,
-                    use_cache=True,
-                    output_hidden_states=bool(capture),
-                    **extra,
-                )
+            with nullcontext() if tree is None else masks_of_tree(tree, past, self.config, self.device):
+                extra |= {"past_key_values": cache, "use_cache": True, "output_hidden_states": bool(capture)}
+                out = self.model(input_ids=tokens[None], **extra)
         finally:
             hook.remove()
         cache.length = past + n
@@ -266,69 +218,53 @@ def last_logits(model: PreTrainedModel, count: int, **inputs: Any) -> Any:
     return out
 
 
-def longrope_boundary(config: PreTrainedConfig) -> int | None:
+def longrope_boundary(config: Any) -> int | None:
     """Tokens up to which the short factors serve, or None for models without longrope or without longer texts."""
     rope: Any = getattr(config, "rope_parameters", None) or {}
     for one in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if one.get("rope_type") == "longrope":
-            boundary = one.get("original_max_position_embeddings") or getattr(
-                config, "original_max_position_embeddings", None
+            short = one.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", 0
             )
-            return int(boundary) if boundary and boundary < config.max_position_embeddings else None
+            return int(short) if 0 < short < config.max_position_embeddings else None
     return None
 
 
-class LongRopeCache(Cache):
-    """The cache of a sequence whose keys all have one rotation, with the token ids that a change of it reads again."""
-
-    def __init__(self, inner: Any, device: torch.device) -> None:
-        self.inner, self.long = inner, False
-        self.ids = torch.empty(0, dtype=torch.long, device=device)
-
-    @property
-    def length(self) -> int:  # type: ignore[override]
-        """See `Cache.length`."""
-        return int(self.inner.length)
-
-    def truncate(self, length: int) -> None:
-        """See `Cache.truncate`."""
-        self.inner.truncate(length)
-
-    def close(self) -> None:
-        """See `Cache.close`."""
-        self.inner.close()
-
-
 class LongRopeRunner(WrappedRunner):
-    """A runner whose caches always hold keys of one rotation, that of the sequence's length."""
+    """A runner whose caches always hold keys of one rotation, that of the sequence's length.
+
+    A cache has two more attributes: `ids`, the tokens that a change of rotation reads again, and `long`.
+    """
 
     def __init__(self, inner: Runner, boundary: int) -> None:
         super().__init__(inner, f"its rotation changes at {boundary} tokens (longrope)")
         self.boundary = boundary
 
-    def new_cache(self) -> LongRopeCache:
+    def new_cache(self) -> Any:
         """See `Runner.new_cache`."""
-        return LongRopeCache(self.inner.new_cache(), self.device)
+        cache = self.inner.new_cache()
+        cache.ids, cache.long = torch.empty(0, dtype=torch.long, device=self.device), False
+        return cache
 
     def _read(
-        self, cache: LongRopeCache, tokens: Tensor, tree: Draft | None, capture: tuple[int, ...], last: int | None
+        self, cache: Any, tokens: Tensor, tree: Draft | None, capture: tuple[int, ...], last: int | None
     ) -> Output:
         """Tokens on both sides of the boundary each get the logits of their own rotation."""
         assert tree is None, self.tree_refusal
-        n, short = len(tokens), self.boundary - cache.length
+        start, n = cache.length, len(tokens)
+        short = self.boundary - start
         if 0 < short < n and (last is None or last > n - short or capture):
-            before = last if last is None else max(0, last - (n - short))
-            after = last if last is None else min(last, n - short)
-            parts = (tokens[:short], before), (tokens[short:], after)
-            return Output.join([self._read(cache, part, None, capture, rows) for part, rows in parts])
-        start = cache.length
+            before, after = (None, None) if last is None else (max(0, last - (n - short)), min(last, n - short))
+            first = self._read(cache, tokens[:short], None, capture, before)
+            return Output.join([first, self._read(cache, tokens[short:], None, capture, after)])
         cache.ids = torch.cat([cache.ids[:start], tokens])
-        long, changed = start + n > self.boundary, start and (start + n > self.boundary) != cache.long
+        long = start + n > self.boundary
+        changed = start and long != cache.long
         if changed:  # all keys are computed again, in one forward: the last position decides its rotation
-            cache.inner.truncate(0)
+            cache.truncate(0)
             tokens, last = cache.ids, n if last is None else last
         cache.long = long
-        out = self.inner.forward([cache.inner], [tokens], capture=capture, last=last)
+        out = self.inner.forward([cache], [tokens], capture=capture, last=last)
         if changed and out.captured is not None:
             out.captured = out.captured[-n:]
         return out
@@ -349,13 +285,13 @@ def rows_that_fit(
         batch_size: texts asked for; None: all.
     """
     longest, wanted = max(lengths, default=1), max(1, min(batch_size or len(lengths), len(lengths)))
-    rows = wanted
-    if bytes_per_token:
-        rows = max(1, min(wanted, int(free_memory(device) / (GROWTH * longest * bytes_per_token))))
-    if rows < wanted:
-        warnings.warn(
-            f"memory holds {rows} texts of {longest} tokens; writing {rows} instead of {wanted} at once", stacklevel=3
-        )
+    most = free_memory(device) / (GROWTH * longest * max(1, bytes_per_token))
+    if most >= wanted:
+        return wanted
+    rows = max(1, int(most))
+    warnings.warn(
+        f"memory holds {rows} texts of {longest} tokens; writing {rows} instead of {wanted} at once", stacklevel=3
+    )
     return rows
 
 
