@@ -67,6 +67,9 @@ class RollbackLayer(DynamicLayer):
     possible. `keys` and `values` are views ``[batch, heads, length, width]`` of the first positions of `memory`.
     """
 
+    keys: Any
+    values: Any
+
     def __init__(self, capacity: int) -> None:
         super().__init__()
         self.capacity, self.memory = capacity, list[Tensor]()
