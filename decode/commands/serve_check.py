@@ -4,29 +4,45 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
-from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from decode.bench import machine
-from decode.bench.session import Session
-from decode.bench.statistics import plain
+from decode.bench.report import markdown_table, plain_table
+from decode.bench.session import Item, Session
+from decode.bench.statistics import median_interval, plain
 from decode.commands.checks import check_models, measure_options, open_pair, open_suites, told_chat, use_chat
 from decode.commands.settings import ServeCheckSettings, required
-from decode.engines.gap_causes import Cause
+from decode.engines.acceptance import (
+    Acceptance,
+    ServedText,
+    acceptance,
+    difference_error,
+    marginal_rates,
+    mean_length,
+    predicted_drafts,
+    target_logprob,
+)
+from decode.engines.gap_causes import Cause, causes_in_files, causes_in_numbers
 from decode.engines.gguf import convert
-from decode.engines.launch import COMMANDS, check_engine
-from decode.engines.serve_check import CheckOptions, serve_check, time_untrained_draft, write_untrained_draft
-from decode.engines.settings import EngineSettings
+from decode.engines.server import ENGINES, Engine, check_engine, opened
 from decode.errors import UserError, choose, read_json, scratch_folder, write_section, write_text
 from decode.models.heads import FeatureHead
-from decode.models.loading import stop_ids
+from decode.models.loading import load_tokenizer
+from decode.models.shapes import config_for
 from decode.progress import output_console
+from decode.sampling import LogitsWarper
 
+Row = dict[str, Any]
+
+ASSUMED = (0.5, 0.6, 0.7, 0.8, 0.9)
+"""Acceptance rates for which the speedup of an untrained draft is computed, the same at every position."""
 COLUMNS = {
     "T": "temperature:g", "drafted": "draft_length:d", "accepted length": "served_length:.2f",
     "±": "served_length_se:.2f", "predicted": "predicted_length:.2f", "tokens/s": "tokens_per_second:.1f",
@@ -34,121 +50,255 @@ COLUMNS = {
     "texts": "texts:d",
 }  # fmt: skip
 """Columns of the table, each with the field of a row and its format."""
+UNTRAINED = {
+    "drafted": "draft_length:d", "acceptance rate": "acceptance:g", "tokens/round": "tokens_per_round:.2f",
+    "speedup": "speedup:.2f",
+}  # fmt: skip
+"""Columns of the table of an untrained draft."""
 FORMULA = "accepted length: 1 + Σ accepted / Σ rounds, one request at a time, as the engine counts it and as predicted"
 
 
 def run(settings: ServeCheckSettings) -> None:
-    """Check the pair of the settings in the engine, print what was found, and record it in the draft's folder."""
-    check(settings)
+    """Check the pair of the settings in the engine, print what was found, and record it in the draft's folder.
+
+    Raises:
+        UserError: before anything is loaded, if the engine, the draft or the target is missing.
+    """
+    check_models(settings)
+    if settings.draft_shape is None:
+        required(settings, "draft")
+    choose("engine", settings.engine, ENGINES)
+    engine = Engine(settings.engine, url=settings.url, threads=settings.threads, seconds=settings.timeout)
+    engine.program = settings.python if settings.engine == "vllm" else settings.binary
+    if settings.url is None:
+        check_engine(engine)
+    elif len(settings.draft_lengths) != 1 or settings.draft_shape:
+        raise UserError("a server that runs already drafts one length; give it alone, such as --draft-lengths 5")
     console = Console(stderr=True)
-    with scratch_folder() as untrained:
-        if settings.draft_shape is not None:
-            count = write_untrained_draft(untrained, str(settings.target), settings.draft_shape, settings.seed)
-            settings = dataclasses.replace(settings, draft=str(untrained))
-        pair = open_pair(settings, settings.draft)
-        assert pair.draft is not None
+    with scratch_folder() as scratch, console.status("loading") as status:
+        engine.target, engine.draft = str(settings.target), str(settings.draft)
+        if settings.draft_shape:
+            engine.draft = str(scratch / "untrained")
+            write_untrained_draft(Path(engine.draft), engine.target, settings.draft_shape, settings.seed)
+        pair = open_pair(settings, engine.draft)
         chat = use_chat(settings, pair.tokenizer)
         if told := told_chat(settings, chat):
             console.print(told, soft_wrap=True)
-        suites = open_suites(settings.suite, limit=settings.limit, seed=settings.seed, split=settings.split)
         session = Session(pair.target, {"draft": pair.draft}, pair.tokenizer, measure_options(settings, chat=chat))
+        suites = open_suites(settings.suite, limit=settings.limit, seed=settings.seed, split=settings.split)
         items = [item for suite in suites for item in session.items(suite)]
         head = pair.draft if isinstance(pair.draft, FeatureHead) else None
-        method = "draft_model" if head is None else "eagle3" if head.version == 3 else "eagle"
-        dtype = str(pair.target.dtype).removeprefix("torch.")  # as in the prediction
-        names = ("draft_lengths", "temperatures", "max_new_tokens", "seed")
-        options = CheckOptions(**{name: getattr(settings, name) for name in names}, chat=chat)
-        with console.status("starting") as status, engine_files(settings, head is not None) as files:
-            engine = engine_settings(settings, *files, method=method, dtype=dtype)
-            if settings.draft_shape is not None:
-                rows = plain(time_untrained_draft(settings.engine, engine, items, options, status.update))
-            else:
-                checked = serve_check(
-                    settings.engine, engine, pair.target, pair.draft, items,
-                    sorted(stop_ids(pair.target, pair.tokenizer)), options, status.update,
-                    (str(settings.target), str(settings.draft)),
-                )  # fmt: skip
-    if settings.draft_shape is not None:
-        result = {"draft_shape": settings.draft_shape, "parameters": count, "rows": rows}
-        return print(json.dumps(result)) if settings.json else show_untrained(result, settings.engine)
-    facts = {"suite": settings.suite, "machine": machine.describe(session.runner.device)}
-    result = plain(dataclasses.asdict(checked) | facts)
-    for path in record(result, Path(str(settings.draft)), Path(settings.output) if settings.output else None):
-        console.print(f"[dim]wrote {path}")
-    print(json.dumps(result, ensure_ascii=False)) if settings.json else show(checked.rows, checked.causes)
+        engine.method = "draft_model" if head is None else "eagle3" if head.version == 3 else "eagle"
+        engine.dtype = str(pair.target.dtype).removeprefix("torch.")  # as in the prediction
+        engine.context = (
+            max(len(item.ids) for item in items) + settings.max_new_tokens + max(settings.draft_lengths) + 1
+        )
+        folders = engine.target, engine.draft
+        if engine.name == "llama.cpp" and settings.url is None:
+            status.update("converting to GGUF")
+            files = []
+            for name, path in zip(("target", "draft"), folders):
+                made = f"{name}-{settings.gguf_type}.gguf"
+                exported = Path(folders[1]) / "gguf" / made
+                of = folders[0] if name == "draft" and head else None
+                if exported.is_file():
+                    files.append(str(exported))
+                elif path.endswith(".gguf"):
+                    files.append(path)
+                else:
+                    files.append(str(convert(path, scratch / made, settings.gguf_type, target=of)))
+            engine.target, engine.draft = files
+        causes = [] if settings.draft_shape else causes_in_files(*folders, context=engine.context)
+        rows, more = serve_check(engine, session, items, settings, status.update)
+        causes += more
+    result = plain({"engine": engine.name, "rows": rows, "causes": [dataclasses.asdict(cause) for cause in causes]})
+    result |= {"suite": settings.suite, "machine": machine.describe(session.runner.device)}
+    if not settings.draft_shape:
+        for file in record(result, Path(folders[1]), Path(settings.output) if settings.output else None):
+            console.print(f"[dim]wrote {file}")
+    print(json.dumps(result, ensure_ascii=False)) if settings.json else show(result["rows"], causes)
 
 
-def check(settings: ServeCheckSettings) -> None:
-    """Refuse what is known to fail before anything is loaded."""
-    check_models(settings)
-    required(settings, "target", *([] if settings.draft_shape else ["draft"]))
-    choose("engine", settings.engine, COMMANDS)
+def serve_check(
+    engine: Engine,
+    session: Session,
+    items: Sequence[Item],
+    settings: ServeCheckSettings,
+    progress: Callable[[str], None],
+) -> tuple[list[Row], list[Cause]]:
+    """Run prompts through an engine, without and with the draft, and predict the acceptance.
+
+    An untrained draft (``draft_shape``) is only timed: a round takes the same time whatever is accepted of its draft,
+    so the speedup at a conditional acceptance rate a is (1 + a + a² + … + aᵏ) / cost of a round of k drafted tokens in
+    steps of the target without a draft.
+
+    Args:
+        engine: what is started for every draft length.
+        session: target and draft as transformers loads them.
+        items: prompts.
+        settings: draft lengths, temperatures, budget and seed.
+        progress: called with the name of each step.
+
+    Returns:
+        A row for each temperature and draft length (of an untrained draft for each assumed acceptance rate), and the
+        causes of differences that the numbers show.
+
+    Raises:
+        UserError: the engine does not start, or does not answer.
+    """
+    target, (draft,) = session.model, session.draft_models.values()
+    untrained = settings.draft_shape is not None
+    temperatures = [0.0] if untrained else settings.temperatures
+    ends, budget = sorted(session.stop_ids), settings.max_new_tokens
+    rows: list[Row] = []
+    other_ids: list[str] = []
+
+    def written(length: int | None) -> dict[float, list[ServedText]]:
+        progress(f"{engine.name}: {len(items)} texts, {f'{length} drafted tokens' if length else 'no draft'}")
+        found = {}
+        with opened(engine, length) as server:
+            if not (session.options.chat or other_ids):  # a chat's text is in no template there
+                differences = (server.differs_in_ids(item.prompt.text, item.ids) for item in items[:4])
+                other_ids.extend(filter(None, differences))
+            for t in temperatures:
+                how: dict[str, Any] = {"temperature": t, "stop_ids": ends, "ignore_eos": untrained}
+                # the first request of a temperature compiles kernels and fills caches
+                server.write(items[0].ids, seed=0, max_new_tokens=8, **how)
+                found[t] = [
+                    server.write(item.ids, seed=settings.seed + i, max_new_tokens=budget, **how)
+                    for i, item in enumerate(items)
+                ]
+        return found
+
+    def read(texts: Sequence[ServedText]) -> list[tuple[list[int], list[int]]]:
+        return [(item.ids, text.ids) for item, text in zip(items, texts)]
+
     if settings.url is None:
-        check_engine(settings.engine, engine_settings(settings, "", ""))
-    elif len(settings.draft_lengths) != 1 or settings.draft_shape:
-        raise UserError("a server that runs already drafts one length; give it alone, such as --draft-lengths 5")
+        alone = written(None)
+    else:  # the server has the draft: texts by transformers' weights here, whose speed says nothing
+        prompts = [item.ids for item in items]
+        answers = {t: session.written(prompts, LogitsWarper(t)) for t in temperatures}
+        alone = {t: [ServedText(ids, math.nan) for ids in texts] for t, texts in answers.items()}
+    if untrained:
+        for length in settings.draft_lengths:
+            costs = []  # of a round, in steps without a draft; the first token belongs to neither
+            for text, other in zip(written(length)[0.0], alone[0.0]):
+                ours, theirs = (one.decode_seconds or one.seconds for one in (text, other))
+                costs.append(ours / max(1, text.drafts.rounds) / (theirs / max(1, len(other.ids) - 1)))
+            for rate in ASSUMED:
+                tokens = sum(rate**i for i in range(length + 1))
+                middle, *interval = median_interval([tokens / cost for cost in costs])
+                rows.append(
+                    {"acceptance": rate, "draft_length": length, "tokens_per_round": tokens, "speedup": middle,
+                     "speedup_ci95": interval}
+                )  # fmt: skip
+        return rows, []
+    progress("predicting acceptance from the texts")
+    longest = max(settings.draft_lengths)
+    predicted = {t: acceptance(target, draft, read(texts), longest) for t, texts in alone.items()}
+    entropy = {t: target_logprob(target, read(texts), t) for t, texts in alone.items() if t}
+    for length in settings.draft_lengths:
+        for t, texts in written(length).items():
+            row = {"engine": engine.name, "temperature": t, "draft_length": length}
+            row |= compared(texts, alone[t], predicted[t], length, budget if engine.name == "llama.cpp" else None)
+            if t:
+                (mean, se), (own, own_se) = target_logprob(target, read(texts), t), entropy[t]
+                row |= {"identical_share": None, "target_logprob": mean, "plain_target_logprob": own}
+                row["lossless"] = abs(mean - own) <= max(0.05, 4 * math.hypot(se, own_se))
+            rows.append(row)
+    agreement = predicted[0.0].agreement if 0.0 in predicted else None
+    return rows, causes_in_numbers(rows, other_ids=next(iter(other_ids), None), agreement=agreement)
 
 
-@contextmanager
-def engine_files(settings: ServeCheckSettings, head: bool) -> Iterator[tuple[str, str]]:
-    """Target and draft as the engine reads them: for llama.cpp, GGUF files, converted where they are not there yet."""
-    files = {
-        "target": settings.engine_target or str(settings.target),
-        "draft": settings.engine_draft or str(settings.draft),
+def compared(
+    texts: Sequence[ServedText], alone: Sequence[ServedText], kept: Acceptance, length: int, budget: int | None
+) -> Row:
+    """Served beside predicted at one temperature and draft length.
+
+    Args:
+        texts: with the draft.
+        alone: without it.
+        kept: the predicted acceptance.
+        length: tokens drafted per round.
+        budget: see `predicted_drafts`.
+    """
+
+    def fits(served: float, predicted: float, error: float) -> bool:  # 0.02: where there is no error
+        return abs(served - predicted) <= max(2 * error if math.isfinite(error) else 0.0, 0.02)
+
+    served = [text.drafts for text in texts]
+    expected = [predicted_drafts(accept, n, length, budget=budget) for accept, n in zip(kept.texts, kept.lengths)]
+    (mean, mean_se), (expected_mean, expected_se) = mean_length(served), mean_length(expected)
+    same = [a.ids == b.ids for a, b in zip(texts, alone)]
+    # of the same texts the errors are those of the differences
+    error = difference_error(served, expected) if all(same) else math.hypot(mean_se, expected_se)
+    positions = [
+        {"position": i, "served_marginal": ours, "predicted_marginal": theirs,
+         "within": fits(ours, theirs, math.hypot(se, other_se))}
+        for i, ((ours, se), (theirs, other_se)) in enumerate(
+            zip(marginal_rates(served, length), marginal_rates(expected, length)), 1
+        )
+    ]  # fmt: skip
+    middle, *interval = median_interval([a.tokens_per_second / b.tokens_per_second for a, b in zip(texts, alone)])
+    speeds = [sum(len(text.ids) for text in of) / sum(text.seconds for text in of) for of in (texts, alone)]
+    return {
+        "positions": positions,
+        "served_length": mean,
+        "served_length_se": mean_se,
+        "predicted_length": expected_mean,
+        "predicted_length_se": expected_se,
+        "difference_se": error,
+        "fits": fits(mean, expected_mean, error),
+        "tokens_per_second": speeds[0],
+        "plain_tokens_per_second": speeds[1],
+        "speedup": middle,
+        "speedup_ci95": interval,
+        "identical_share": sum(same) / len(same),
+        "texts": len(texts),
     }
-    if settings.engine == "llama.cpp" and settings.url is None:
-        exported = Path(files["draft"]) / "gguf"
-        with scratch_folder() as folder:
-            for name, path in files.items():
-                made = exported / f"{name}-{settings.gguf_type}.gguf"
-                if made.is_file() and not (name == "target" and settings.engine_target):
-                    files[name] = str(made)
-                elif Path(path).suffix != ".gguf":
-                    of = str(settings.target) if name == "draft" and head else None
-                    files[name] = str(convert(path, folder / made.name, settings.gguf_type, target=of))
-            yield files["target"], files["draft"]
-    else:
-        yield files["target"], files["draft"]
 
 
-def engine_settings(settings: ServeCheckSettings, target: str, draft: str, **more: Any) -> EngineSettings:
-    """How the engine is started."""
-    names = ("python", "binary", "url", "port", "threads", "draft_sampling")
-    shared = {name: getattr(settings, name) for name in names}
-    limits = {"seconds": settings.timeout, "request_seconds": settings.request_timeout}
-    return EngineSettings(target, draft, **shared | limits | more)
+def write_untrained_draft(folder: Path, target: str, shape: str, seed: int) -> None:
+    """Write a Llama of a shape with random weights, and the target's tokenizer.
+
+    Raises:
+        UserError: the shape is not width x layers x heads, or the heads do not divide the width into even parts.
+    """
+    parts = [int(part) if part.isdigit() else 0 for part in shape.lower().split("x")]
+    if len(parts) != 3 or not all(parts) or parts[0] % (2 * parts[2]):
+        raise UserError(
+            f"draft_shape is {shape!r}; give width x layers x heads, such as 192x2x3, where the heads divide the width "
+            "into even parts"
+        )
+    ours = AutoConfig.from_pretrained(target).get_text_config()
+    config = config_for(
+        "llama", hidden_size=parts[0], layers=parts[1], heads=parts[2], vocab=ours.vocab_size,
+        positions=ours.max_position_embeddings,
+        extra={key: getattr(ours, key, None) for key in ("bos_token_id", "eos_token_id")},
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    load_tokenizer(target).save_pretrained(folder)
 
 
-def show_untrained(result: Mapping[str, Any], engine: str) -> None:
-    """Print the speedups of an untrained draft."""
-    table = Table("drafted", "acceptance rate", "tokens/round", "speedup", box=None)
-    for row in result["rows"]:
-        low, high = row["speedup_ci95"]
-        speed = f"{row['speedup']:.2f} [{low:.2f}, {high:.2f}]"
-        table.add_row(str(row["draft_length"]), f"{row['acceptance']:g}", f"{row['tokens_per_round']:.2f}", speed)
-    console = output_console(highlight=False)
-    console.print(f"an untrained draft of {result['draft_shape']} ({result['parameters']:,} parameters) in {engine}")
-    console.print(table)
-
-
-def cells(row: Mapping[str, Any]) -> list[str]:
-    """A row's cells in the order of `COLUMNS`; empty where there is no value."""
-    keys = (column.partition(":") for column in COLUMNS.values())
+def cells(row: Mapping[str, Any], columns: Mapping[str, str]) -> list[str]:
+    """A row's cells in the order of the columns; empty where there is no value."""
+    keys = (column.partition(":") for column in columns.values())
     return ["" if row[key] is None else format(row[key], form) for key, _, form in keys]
 
 
 def show(rows: Sequence[Mapping[str, Any]], causes: Sequence[Cause]) -> None:
     """Print the tables and the causes."""
     console = output_console(width=150, highlight=False)
-    table = Table(*COLUMNS, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*cells(row), style="" if row["fits"] else "yellow")
-    console.print(table)
+    columns = UNTRAINED if "acceptance" in rows[0] else COLUMNS
+    console.print(plain_table("", list(columns), [cells(row, columns) for row in rows]))
+    if columns is UNTRAINED:
+        return
     console.print(f"[dim]{FORMULA}")
     console.print("\nShare of rounds that accept each draft position: served / predicted", style="bold")
     for row in rows:
         marginals = (
-            f"{at['served_marginal']:.3f}/{at['predicted_marginal']:.3f}{'' if at['within'] else '!'}"
+            f"{at['served_marginal'] or 0:.3f}/{at['predicted_marginal'] or 0:.3f}{'' if at['within'] else '!'}"
             for at in row["positions"]
         )
         console.print(f"T {row['temperature']:g}, k {row['draft_length']}: {'  '.join(marginals)}", soft_wrap=True)
@@ -165,7 +315,7 @@ def record(result: Mapping[str, Any], draft: Path, run: Path | None) -> list[Pat
     """Put a check in place of earlier ones of its engine.
 
     Args:
-        result: a `decode.engines.serve_check.Check` as a dictionary, ready for JSON.
+        result: engine, rows and causes, ready for JSON.
         draft: the draft's folder, whose speculation_profile.json and model card get it.
         run: a run's folder, whose report.json gets it.
 
@@ -181,9 +331,8 @@ def record(result: Mapping[str, Any], draft: Path, run: Path | None) -> list[Pat
             write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
             written.append(path)
     if card.is_file() and profile in written:
-        lines = ["## Served", "", f"| engine | {' | '.join(COLUMNS)} |", f"| --- {'| ---: ' * len(COLUMNS)}|"]
-        for served in read_json(profile)["served"]:
-            lines += [f"| {served['engine']} | {' | '.join(cells(row))} |" for row in served["rows"]]
-        write_section(card, "served", "\n".join([*lines, "", f"{FORMULA}."]))
+        table = [[of["engine"], *cells(row, COLUMNS)] for of in read_json(profile)["served"] for row in of["rows"]]
+        text = markdown_table(["engine", *COLUMNS], table)
+        write_section(card, "served", f"## Served\n\n{text}\n\n{FORMULA}.")
         written.append(card)
     return written

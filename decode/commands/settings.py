@@ -300,8 +300,6 @@ class ServeCheckSettings(SuiteSettings, ChatSettings, LoadSettings):
     """0 is greedy; the smallest other value is 0.001."""
     max_new_tokens: PositiveInt = 64
     """Maximum number of new tokens per text."""
-    draft_sampling: Literal["greedy", "probabilistic"] = "greedy"
-    """What vLLM and llama.cpp draft above temperature 0: greedy, their default, or probabilistic."""
     python: str | None = None
     """Interpreter of an environment that has vLLM; null: .venv-vllm/bin/python."""
     binary: str | None = None
@@ -309,18 +307,10 @@ class ServeCheckSettings(SuiteSettings, ChatSettings, LoadSettings):
     url: str | None = None
     """Address of a running server with the draft, whose draft length is given by --draft-lengths. Its texts are
     compared with transformers', and no speedup is measured."""
-    port: PositiveInt | None = None
-    """Port to listen on; null: a free one."""
-    engine_target: str | None = None
-    """Another file of the target for the engine, such as a GGUF; null: the target itself, converted where needed."""
-    engine_draft: str | None = None
-    """Another file of the draft for the engine, such as a GGUF; null: the draft itself, converted where needed."""
     gguf_type: str = "f32"
     """Number format of what is converted for llama.cpp: f32, f16, bf16 or q8_0."""
     timeout: PositiveInt = 300
-    """Seconds until the engine has to be ready."""
-    request_timeout: PositiveInt = 120
-    """Seconds for each text."""
+    """Seconds until the engine has to be ready, and for each text."""
     output: str | None = None
     """Folder of a run whose report.json gets the rows under the key served; null: none. The draft's
     speculation_profile.json and model card always get them."""

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
 from decode.errors import UserError, read_json
 from decode.models.loading import check_tokenizers, load_tokenizer
 
-SNIFFED = ("eagle-", "eagle3", "dflash", "dspark")  # parts of a draft's path from which vLLM derives a method
+EXPORT_AGAIN = "export the draft again"
 
 
 @dataclass(frozen=True)
@@ -35,18 +33,16 @@ def weight_fingerprints(folder: str | Path) -> dict[str, str]:
     return found
 
 
-def causes_in_files(target: str | Path, draft: str | Path, *, context: int, engine: str) -> list[Cause]:
+def causes_in_files(target: str | Path, draft: str | Path, *, context: int) -> list[Cause]:
     """Causes that the folders show before anything is started.
 
     Args:
         target: folder of the target.
         draft: folder of the draft or head.
         context: tokens of the longest text, prompt and answer.
-        engine: that is to load them.
     """
     target, draft = Path(target), Path(draft)
     ours, theirs = read_json(target / "config.json"), read_json(draft / "config.json")
-    architecture = (theirs.get("architectures") or [""])[0]
     found: list[Cause] = []
     if (draft / "tokenizer.json").exists() and target.is_dir():
         try:
@@ -57,65 +53,33 @@ def causes_in_files(target: str | Path, draft: str | Path, *, context: int, engi
     measured = read_json(draft / "speculation_profile.json").get("weights")
     if measured and measured != weight_fingerprints(draft):
         evidence = "the safetensors files differ from those that speculation_profile.json was measured on"
-        remedy = "export the run again, so that weights and speculation_profile.json belong together"
-        found.append(Cause("other weights than measured", evidence, remedy))
+        found.append(Cause("other weights than measured", evidence, EXPORT_AGAIN))
     own, wanted = (config.get("max_position_embeddings") or math.inf for config in (theirs, ours))
     if own < wanted and own < context:
         evidence = (
             f"the draft's max_position_embeddings is {own:,}, the target's {wanted:,}, and texts here have up to "
             f"{context:,} tokens; vLLM takes the smaller for both, SGLang refuses the draft"
         )
-        remedy = "export the draft again: rotary positions are extended to the target's context"
-        found.append(Cause("cut context", evidence, remedy))
-    if "Eagle3" in architecture:
-        found += _eagle3(draft, theirs, ours.get("num_hidden_layers"))
+        found.append(Cause("cut context", evidence, EXPORT_AGAIN))
+    if "Eagle3" in (theirs.get("architectures") or [""])[0]:
+        captured = theirs.get("eagle_aux_hidden_state_layer_ids")
+        trained, layers = theirs.get("captured_layers") or captured, ours.get("num_hidden_layers")
+        if trained and max(trained) == layers:
+            evidence = f"the head reads state {layers} of {layers} layers, which engines give before the last norm"
+            found.append(Cause("last state captured", evidence, f"train it on three states below {layers}"))
+        if trained and captured and captured != trained:
+            evidence = (
+                f"the head was trained on the states that enter layers {trained}; eagle_aux_hidden_state_layer_ids is "
+                f"{captured} (expected the same)"
+            )
+            found.append(Cause("captured layers off by one", evidence, EXPORT_AGAIN))
     elif ours and theirs and ours.get("vocab_size") != theirs.get("vocab_size"):
         evidence = f"config.json has {theirs.get('vocab_size')} tokens, the target's {ours.get('vocab_size')}"
-        remedy = "export the draft again: python -m distill pads or cuts it to the target's size"
-        found.append(Cause("vocabulary", evidence, remedy))
+        found.append(Cause("vocabulary", evidence, EXPORT_AGAIN))
     for name, config in (("target", ours), ("draft", theirs)):
-        if how := config.get("quantization_config"):
-            kind = how.get("quant_method", "an unnamed method") if isinstance(how, Mapping) else how
-            evidence = f"the {name}'s config.json names {kind}; the prediction is for the weights in transformers"
+        if quantised := config.get("quantization_config"):
+            evidence = f"the {name}'s config.json has {quantised}; the prediction is for the weights in transformers"
             found.append(Cause("quantisation", evidence, "compare with the weights that it was made from"))
-    part = next((part for part in SNIFFED if part in str(draft.resolve()).lower()), None)
-    if engine == "vllm" and "Eagle" not in architecture and part:
-        evidence = f"vLLM derives another method from {part!r} in {draft.resolve()}"
-        found.append(Cause("name of the folder", evidence, "rename the folder"))
-    return found
-
-
-def _eagle3(draft: Path, config: Mapping[str, Any], layers: int | None) -> list[Cause]:
-    found: list[Cause] = []
-    names: set[str] = set()
-    for file in draft.glob("*.safetensors"):
-        with safe_open(file, "pt") as content:
-            names |= set(content.keys())
-    if config.get("bias") or config.get("attention_bias"):
-        unfilled = "some biases" if any(name.endswith(".bias") for name in names) else "o_proj.bias and fc.bias"
-        evidence = f"config.json has bias set and no tensor fills {unfilled}: vLLM and SGLang leave random values there"
-        remedy = "remove the key from config.json, or export the head again"
-        found.append(Cause("bias in an EAGLE-3 head", evidence, remedy))
-    tables = sorted(names & {"d2t", "t2d"})
-    if tables and config.get("draft_vocab_size") == config.get("vocab_size"):
-        evidence = f"the head drafts every token and has {', '.join(tables)}, for which vLLM makes no parameter"
-        found.append(Cause("vocabulary", evidence, "export the head again"))
-    captured = config.get("eagle_aux_hidden_state_layer_ids")
-    sglang = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    trained = config.get("captured_layers") or captured
-    if trained and max(trained) == layers:
-        evidence = (
-            f"the head reads state {layers} of {layers} layers, which follows the target's last norm; vLLM and "
-            "llama.cpp give the one before it, SGLang none"
-        )
-        remedy = f"train it on three states below {layers}"
-        found.append(Cause("last state captured", evidence, remedy))
-    if trained and ((captured and captured != trained) or (sglang and [i + 1 for i in sglang] != list(trained))):
-        evidence = (
-            f"the head was trained on the states that enter layers {trained}; eagle_aux_hidden_state_layer_ids is "
-            f"{captured} for vLLM and llama.cpp (expected the same) and {sglang} for SGLang (expected one less each)"
-        )
-        found.append(Cause("captured layers off by one", evidence, "export the head again"))
     return found
 
 
@@ -125,7 +89,7 @@ def causes_in_numbers(
     """Causes that the measured rows show.
 
     Args:
-        rows: of `decode.engines.serve_check.serve_check`.
+        rows: of `decode.commands.serve_check.serve_check`.
         other_ids: the first prompt that the engine splits into other token ids, if any.
         agreement: share of the tokens of the engine's greedy texts that are the argmax of the target here.
     """
@@ -151,7 +115,4 @@ def causes_in_numbers(
             "memory that was never filled), or take another one"
         )
         found.append(Cause("the engine's sampling with a draft is not the target's", evidence, remedy))
-    if short := sum(row.get("cut", 0) for row in rows):
-        evidence = f"{short} texts end before their budget with a draft that go on without one"
-        found.append(Cause("cut context", evidence, "give the draft the target's max_position_embeddings"))
     return found

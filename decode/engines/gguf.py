@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from decode.engines.settings import CHECKOUT
+from decode.engines.server import CHECKOUT
 from decode.errors import UserError
 
 CONVERTER = Path(".engines/llama.cpp/src/convert_hf_to_gguf.py")

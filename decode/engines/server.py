@@ -1,21 +1,254 @@
-"""A running vLLM or llama.cpp server: texts from token ids, and the drafts that its metrics count."""
+"""vLLM's and llama.cpp's servers: starting and ending one, asking it for texts, and the drafts that it counts."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import socket
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
+from packaging.version import Version
 from prometheus_client.parser import text_string_to_metric_families
 
 from decode.engines.acceptance import Drafts, ServedText
-from decode.errors import UserError
+from decode.errors import UserError, scratch_folder
 
-SETTLED = 0.05  # seconds after which counters that have not changed are taken as final
-LATE = 200  # readings without a change after which they are final although tokens are missing in them
+ENGINES = {"vllm": "--python", "llama.cpp": "--binary"}
+"""The engines, each with the option that names its program."""
+CHECKOUT = Path(__file__).resolve().parents[2]
+"""Where `make engines` installs the engines, unless that is the working directory."""
+VLLM_PYTHON = Path(".venv-vllm/bin/python")
+LLAMA_SERVER = Path(".engines/llama.cpp/build/bin/llama-server")
+OLDEST_VLLM = Version("0.32")
+LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
+"""Environment variables by which torchrun's processes find each other; an engine must not see them."""
+LAST_LINES = 15  # lines of a failed engine that are shown
+SETTLED, READINGS = 0.05, 200  # seconds between two readings of the counters, and the largest number of readings
+WATCHER = """
+import os, signal, sys, time
+sys.stdin.read()
+try:
+    for kind, seconds in (signal.SIGTERM, 15), (signal.SIGKILL, 15):
+        os.killpg(int(sys.argv[1]), kind)
+        for _ in range(10 * seconds):
+            time.sleep(0.1)
+            os.killpg(int(sys.argv[1]), 0)
+except ProcessLookupError:
+    pass
+"""
+"""Ends a process group once standard input is closed, which happens however the process at its other end exits."""
+
+
+@dataclass
+class Engine:
+    """Options that an engine is started with, or the address of a running server."""
+
+    name: str  # a key of `ENGINES`
+    target: str = ""  # folder, Hub name or GGUF file
+    draft: str = ""  # the same of the draft
+    method: str = "draft_model"  # draft_model, eagle3 or eagle
+    context: int = 512  # tokens of the longest text, prompt and answer
+    dtype: str = "float32"  # number format of vLLM's weights
+    program: str | None = None  # vLLM's interpreter or llama-server; None: as `make engines` installs it
+    url: str | None = None  # address of a running server, which is used instead of starting one
+    threads: int | None = None  # None: the engine's default
+    seconds: float = 300.0  # time limit for loading, and for each text
+
+
+def find(given: str | None, installed: Path, option: str, what: str) -> str:
+    """The path of an engine's program: as given, or as `make engines` installs it.
+
+    Raises:
+        UserError: there is none.
+    """
+    if given is not None:
+        if not Path(given).is_file() or not os.access(given, os.X_OK):
+            raise UserError(f"{option} is {given!r}, which is no program that can be run; give the path of {what}")
+        return given
+    for folder in (Path.cwd(), CHECKOUT):
+        if (folder / installed).is_file():
+            return str(folder / installed)
+    raise UserError(f"{what} is not installed here; run `make engines`, or give its path with {option}")
+
+
+def program_of(engine: Engine) -> str:
+    """The path of the engine's program. Raises as `find` does."""
+    if engine.name == "vllm":
+        return find(engine.program, VLLM_PYTHON, "--python", "vLLM's environment (.venv-vllm/bin/python)")
+    return find(engine.program, LLAMA_SERVER, "--binary", "llama-server")
+
+
+def output_of(*command: str) -> str:
+    """Standard output and errors of a program that only prints.
+
+    Raises:
+        UserError: it cannot be run, or does not end within two minutes.
+    """
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"{command[0]} cannot be run: {error}") from error
+    return done.stdout + done.stderr
+
+
+def check_vllm(python: str) -> None:
+    """Refuse an environment without vLLM, or with a version older than the tested one."""
+    printed = output_of(python, "-c", "import importlib.metadata as m; print('version', m.version('vllm'))")
+    found = next((line.split()[1] for line in printed.splitlines() if line.startswith("version ")), None)
+    if found is None or Version(found) < OLDEST_VLLM:
+        raise UserError(
+            f"{python} has {f'vLLM {found}' if found else 'no vLLM'}; {OLDEST_VLLM} or newer can be started: run "
+            "`make engines`, or start the server yourself and give its address"
+        )
+
+
+def check_engine(engine: Engine) -> None:
+    """Refuse an engine that is missing or too old, before anything is loaded.
+
+    Raises:
+        UserError: with the next step.
+    """
+    program = program_of(engine)
+    if engine.name == "vllm":
+        check_vllm(program)
+    elif "--spec-draft-sampling" not in output_of(program, "--help"):
+        raise UserError(
+            f"{program} has no option --spec-draft-sampling: it is older than the llama.cpp of `make engines`, or "
+            "another program; run `make engines`, or give another program with --binary"
+        )
+
+
+def start_command(engine: Engine, draft_length: int | None, port: int) -> tuple[list[str], dict[str, str]]:
+    """The command that starts an engine's server, and the environment variables that it adds.
+
+    Args:
+        engine: what to start.
+        draft_length: tokens drafted per round; None starts it without the draft.
+        port: to listen on.
+    """
+    address = ["--host", "127.0.0.1", "--port", str(port)]
+    if engine.name == "llama.cpp":
+        command = [program_of(engine), "-m", engine.target, *address, "--metrics", "--no-webui", "-np", "1"]
+        command += ["-c", str(engine.context + 64)]
+        # float32 throughout: float16 caches and flash attention decide near ties otherwise
+        command += ["-ctk", "f32", "-ctv", "f32", "-fa", "off"]
+        if engine.threads:
+            command += ["-t", str(engine.threads), "-tb", str(engine.threads)]
+        if draft_length:
+            kind = "draft-eagle3" if engine.method == "eagle3" else "draft-simple"
+            command += ["-md", engine.draft, "--spec-type", kind, "--spec-draft-n-max", str(draft_length)]
+            command += ["--spec-draft-p-min", "0", "--spec-draft-sampling", "greedy", "-ctkd", "f32", "-ctvd", "f32"]
+            command += ["--no-spec-draft-backend-sampling"]  # which mixes up the drafts of texts in one batch
+        return command, {}
+    command = [program_of(engine), "-m", "vllm.entrypoints.cli.main", "serve", engine.target, *address]
+    command += ["--dtype", engine.dtype, "--max-num-seqs", "4", "--max-model-len", str(engine.context)]
+    command += ["--disable-uvicorn-access-log"]
+    command += ["--enforce-eager", "--no-enable-prefix-caching"]  # so that texts can be compared
+    if draft_length:
+        drafting = {"method": engine.method, "model": engine.draft, "num_speculative_tokens": draft_length}
+        command += ["--speculative-config", json.dumps(drafting)]
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(int(engine.seconds)),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if engine.threads:
+        environment |= {"OMP_NUM_THREADS": str(engine.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if Path(engine.target).is_dir():
+        environment["HF_HUB_OFFLINE"] = "1"
+    return command, environment
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def running(
+    command: Sequence[str],
+    ready: Callable[[], bool],
+    *,
+    name: str,
+    seconds: float,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Path]:
+    """Run a server until the block is left; yields its log once it is ready.
+
+    The server and everything it started end with the block, and with this process however that ends.
+
+    Args:
+        command: the program and its arguments.
+        ready: called twice a second; whether the server answers.
+        name: of the engine, for messages.
+        seconds: time limit for becoming ready.
+        environment: variables added to those of this process.
+
+    Raises:
+        UserError: it ends before it is ready, or is not ready in time; with its last lines.
+    """
+    kept = {name: os.environ[name] for name in os.environ.keys() - LAUNCHER}
+    with scratch_folder() as folder, (folder / "log").open("wb") as out:
+        process = subprocess.Popen(
+            list(command), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+            env=kept | dict(environment or {}), start_new_session=True,
+        )  # fmt: skip
+        watcher = subprocess.Popen(
+            [sys.executable, "-ISc", WATCHER, str(process.pid)], stdin=subprocess.PIPE, start_new_session=True
+        )
+        try:
+            end = time.monotonic() + seconds
+            while not ready():
+                ended = process.poll() is not None
+                if ended or time.monotonic() > end:
+                    what = (
+                        f"ended with status {process.returncode} while loading"
+                        if ended
+                        else f"was not ready after {seconds:.0f} s; give it longer with --timeout"
+                    )
+                    lines = (folder / "log").read_text(encoding="utf-8", errors="replace").split("\n")
+                    last = "\n".join(f"  | {line[:240]}" for line in [x for x in lines if x.strip()][-LAST_LINES:])
+                    raise UserError(f"{name} {what}. Its last lines:\n{last}\nThe command was: {' '.join(command)}")
+                time.sleep(0.5)
+            yield folder / "log"
+        finally:
+            assert watcher.stdin is not None
+            watcher.stdin.close()
+            process.wait()  # takes the exit status, so that the group can vanish
+            watcher.wait()
+
+
+@contextmanager
+def opened(engine: Engine, draft_length: int | None) -> Iterator[Server]:
+    """A server with a draft of this length or without one, until the block is left.
+
+    Raises:
+        UserError: it is not installed, does not start (see `running`), or does not answer at its address.
+    """
+    if engine.url is not None:
+        server = Server(engine.url, engine.name, engine.seconds)
+        if not server.ready():
+            raise UserError(f"nothing answers at {engine.url}/health; start the server first, or leave out --url")
+        yield server
+        return
+    port = free_port()
+    command, environment = start_command(engine, draft_length, port)
+    server = Server(f"http://127.0.0.1:{port}", engine.name, engine.seconds)
+    with running(command, server.ready, name=engine.name, seconds=engine.seconds, environment=environment):
+        yield server
 
 
 @dataclass
@@ -23,7 +256,7 @@ class Metrics:
     """Counters of an engine since it started."""
 
     drafts: Drafts
-    decode_seconds: float | None  # time after the first tokens of all requests; None where it is not published
+    decode_seconds: float  # time after the first tokens of all requests; 0 where it is not published
     tokens: float  # written tokens; infinite where they are not published
 
 
@@ -33,25 +266,22 @@ def parse_metrics(page: str) -> Metrics:
     Raises:
         UserError: the page is of another server.
     """
-    values: dict[str, float] = {}
-    positions: dict[int, float] = {}
+    values: defaultdict[str, float] = defaultdict(float)
+    accepted: defaultdict[int, float] = defaultdict(float)
     try:
         for sample in (sample for family in text_string_to_metric_families(page) for sample in family.samples):
             prefix, _, name = sample.name.removesuffix("_total").partition(":")
-            if prefix not in ("vllm", "llamacpp"):
-                continue
-            values[name] = values.get(name, 0.0) + sample.value
-            if name == "spec_decode_num_accepted_tokens_per_pos":
-                place = int(sample.labels["position"])
-                positions[place] = positions.get(place, 0.0) + sample.value
+            if prefix in ("vllm", "llamacpp"):
+                values[name] += sample.value
+                if name == "spec_decode_num_accepted_tokens_per_pos":
+                    accepted[int(sample.labels["position"])] += sample.value
     except ValueError:
-        values = {}
+        values.clear()
     if not values:
         raise UserError("the metrics page is not vLLM's or llama.cpp's; start the server with metrics (--metrics)")
-    rounds, drafted = (values.get(f"spec_decode_num_{what}", 0.0) for what in ("drafts", "draft_tokens"))
     tokens = values.get("generation_tokens", values.get("tokens_predicted", math.inf))
-    drafts = Drafts(rounds, drafted, [positions[i] for i in sorted(positions)])
-    return Metrics(drafts, values.get("request_decode_time_seconds_sum"), tokens)
+    drafts = Drafts(values["spec_decode_num_drafts"], [accepted[i] for i in sorted(accepted)])
+    return Metrics(drafts, values["request_decode_time_seconds_sum"], tokens)
 
 
 class Server:
@@ -63,7 +293,7 @@ class Server:
         seconds: time limit of each request.
     """
 
-    def __init__(self, url: str, name: str, seconds: float = 120.0) -> None:
+    def __init__(self, url: str, name: str, seconds: float = 300.0) -> None:
         self.url, self.name, self.seconds = url.rstrip("/"), name, seconds
         self.client = httpx.Client(base_url=self.url, timeout=seconds, trust_env=False)
         self.model: str | None = None
@@ -96,15 +326,37 @@ class Server:
             stop_ids: tokens that end the text.
             ignore_eos: continue after every stop token.
         """
-        before = self._settled()
-        began = time.perf_counter()
-        text = self._complete(list(ids), temperature, seed, max_new_tokens, list(stop_ids), ignore_eos)
-        text.seconds = time.perf_counter() - began
-        after = self._settled(before.tokens + len(text.ids))
-        text.drafts = after.drafts - before.drafts
-        if text.decode_seconds is None and before.decode_seconds is not None and after.decode_seconds is not None:
-            text.decode_seconds = after.decode_seconds - before.decode_seconds
-        return text
+        body: dict[str, Any] = {"prompt": list(ids), "temperature": temperature, "seed": seed, "ignore_eos": ignore_eos}
+        body |= {"top_p": 1.0, "min_p": 0.0}  # not as the model's generation_config has them
+        if self.name == "llama.cpp":
+            for i in stop_ids:
+                if i not in self.pieces:
+                    self.pieces[i] = str(self._call("POST", "/detokenize", json={"tokens": [i]}).json()["content"])
+            # llama-server stops at strings, not at ids, and shows special tokens only where they are preserved
+            stop = [self.pieces[i] for i in stop_ids if self.pieces[i]]
+            path, body = "/completion", body | {
+                "n_predict": max_new_tokens, "top_k": 0, "samplers": ["temperature"], "return_tokens": True,
+                "cache_prompt": False, "stop": stop, "preserved_tokens": stop,
+            }  # fmt: skip
+        else:
+            if self.model is None:
+                self.model = str(self._call("GET", "/v1/models").json()["data"][0]["id"])
+            path, body = "/v1/completions", body | {
+                "max_tokens": max_new_tokens, "top_k": -1, "repetition_penalty": 1.0, "stop_token_ids": list(stop_ids),
+                "return_token_ids": True, "model": self.model,
+            }  # fmt: skip
+        before, began = self._settled(), time.perf_counter()
+        answer = self._call("POST", path, json=body).json()
+        seconds = time.perf_counter() - began
+        new = answer["tokens"] if self.name == "llama.cpp" else answer["choices"][0].get("token_ids")
+        if new is None:
+            raise UserError(f"{self.name} at {self.url} returns no token ids; vLLM 0.10 or newer is required")
+        after = self._settled(before.tokens + len(new))
+        decode_seconds = after.decode_seconds - before.decode_seconds
+        if self.name == "llama.cpp":
+            decode_seconds = answer["timings"]["predicted_ms"] / 1e3
+        end = next((n for n, i in enumerate(new, 1) if i in stop_ids), len(new))
+        return ServedText(list(new[:end]), seconds, decode_seconds, after.drafts - before.drafts)
 
     def differs_in_ids(self, text: str, ids: Sequence[int]) -> str | None:
         """Where the server's token ids of a text differ from these; None where they do not."""
@@ -115,60 +367,27 @@ class Server:
         at = next((i for i, (a, b) in enumerate(zip(theirs, ids)) if a != b), min(len(theirs), len(ids)))
         return f"of {text[:40]!r}, token {at} is {theirs[at : at + 3]} there and {list(ids[at : at + 3])} here"
 
-    def _complete(
-        self, ids: list[int], temperature: float, seed: int, max_new_tokens: int, stop_ids: list[int], ignore_eos: bool
-    ) -> ServedText:
-        if self.name == "llama.cpp":
-            for i in stop_ids:
-                if i not in self.pieces:
-                    answer = self._call("POST", "/detokenize", json={"tokens": [i]})
-                    self.pieces[i] = str(answer.json()["content"])
-            # llama-server stops at strings, not at ids, and shows special tokens only where they are preserved
-            stop = [self.pieces[i] for i in stop_ids if self.pieces[i]]
-            body: dict[str, Any] = {
-                "prompt": ids, "n_predict": max_new_tokens, "temperature": temperature, "seed": seed, "top_k": 0,
-                "top_p": 1.0, "min_p": 0.0, "samplers": ["temperature"], "return_tokens": True, "cache_prompt": False,
-                "ignore_eos": ignore_eos, "stop": stop, "preserved_tokens": stop,
-            }  # fmt: skip
-            found = self._call("POST", "/completion", json=body).json()
-            new = [int(i) for i in found["tokens"]]
-            end = next((n for n, i in enumerate(new, 1) if i in stop_ids), len(new))
-            return ServedText(new[:end], 0.0, float(found["timings"]["predicted_ms"]) / 1e3)
-        if self.model is None:
-            self.model = str(self._call("GET", "/v1/models").json()["data"][0]["id"])
-        body = {
-            "prompt": ids, "max_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "top_p": 1.0,
-            "stop_token_ids": stop_ids, "return_token_ids": True, "model": self.model, "ignore_eos": ignore_eos,
-            "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,  # not as the model's generation_config has them
-        }  # fmt: skip
-        choice = self._call("POST", "/v1/completions", json=body).json()["choices"][0]
-        if "token_ids" not in choice:
-            raise UserError(f"{self.name} at {self.url} returns no token ids; vLLM 0.10 or newer is required")
-        return ServedText([int(i) for i in choice["token_ids"]], 0.0)
-
     def _settled(self, tokens: float = 0.0) -> Metrics:
         """Metrics that count at least `tokens` and no longer change; engines publish them after the answer."""
-        last, same = parse_metrics(self._call("GET", "/metrics").text), 0
-        for _ in range(round(self.seconds / SETTLED)):
+        now, before = parse_metrics(self._call("GET", "/metrics").text), None
+        for _ in range(READINGS):
             time.sleep(SETTLED)
-            now = parse_metrics(self._call("GET", "/metrics").text)
-            same = same + 1 if now == last else 0
-            last = now
-            if same and (now.tokens >= tokens or same >= LATE):
-                break
-        if not same:
+            now, before = parse_metrics(self._call("GET", "/metrics").text), now
+            if now == before and now.tokens >= tokens:
+                return now
+        if now != before:
             raise UserError(
-                f"the counters of {self.name} at {self.url} were still changing after {self.seconds:.0f} s, so other "
-                "clients are sending requests; stop them and run the command again"
+                f"the counters of {self.name} at {self.url} do not stop changing, so other clients are sending "
+                "requests; stop them and run the command again"
             )
-        return last
+        return now
 
     def _call(self, method: str, path: str, **options: Any) -> httpx.Response:
         try:
             answer = self.client.request(method, path, **options)
         except httpx.TimeoutException as error:
             raise UserError(
-                f"{self.name} did not answer {path} within {self.seconds:.0f} s; raise --request-timeout or lower "
+                f"{self.name} did not answer {path} within {self.seconds:.0f} s; raise --timeout or lower "
                 "--max-new-tokens"
             ) from error
         except httpx.HTTPError as error:

@@ -12,8 +12,7 @@ from typing import Any
 import openai
 from transformers import PreTrainedTokenizerBase
 
-from decode.engines.launch import LAUNCHER
-from decode.engines.settings import VLLM_PYTHON, check_vllm, find
+from decode.engines.server import LAUNCHER, VLLM_PYTHON, check_vllm, find
 from decode.errors import UserError
 from decode.models.tokens import continuation_ids, end_token
 from distill.config.drafts import ResponseSettings, ServerSettings

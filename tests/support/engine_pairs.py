@@ -17,15 +17,14 @@ from pairs import make_tokenizer
 
 from decode.__main__ import main
 from decode.engines.gguf import convert
-from decode.engines.launch import opened
-from decode.engines.settings import CHECKOUT, LLAMA_SERVER, VLLM_PYTHON, EngineSettings
+from decode.engines.server import CHECKOUT, LLAMA_SERVER, VLLM_PYTHON, Engine, opened
 from decode.models.heads import save_head
 from distill.config.run import ExportSettings
 from distill.export.draft import export_draft
 from distill.export.head import export_head
 
 PROMPTS = ("Tom has 3 apples", "How many apples does he have?", "buys 4 more apples", "Das Ma")
-LIMITS = ("--threads", "1", "--timeout", "1800", "--request-timeout", "900")
+LIMITS = ("--threads", "1", "--timeout", "1800")
 """Generous ones: a busy machine takes minutes to load vLLM."""
 
 
@@ -86,6 +85,6 @@ def serve_check(folder: Path, engine: str, draft: str, *more: str, temperatures:
 def check_of_a_running_vllm(folder: Path, draft: str) -> dict[str, Any]:
     """The same of a vLLM that runs already, which starts once instead of twice: its texts beside transformers' own."""
     method = "eagle3" if draft == "head" else "draft_model"
-    settings = EngineSettings(str(folder / "target"), str(folder / draft), method, 128, threads=1, seconds=1800)
-    with opened("vllm", settings, 3) as server:
+    engine = Engine("vllm", str(folder / "target"), str(folder / draft), method, 128, threads=1, seconds=1800)
+    with opened(engine, 3) as server:
         return serve_check(folder, "vllm", draft, "--url", server.url)

@@ -29,9 +29,17 @@ class SimulatedEngine:
 
     @torch.inference_mode()
     def write(
-        self, ids: Sequence[int], *, temperature: float, seed: int, max_new_tokens: int, stop_ids: Sequence[int] = ()
+        self,
+        ids: Sequence[int],
+        *,
+        temperature: float,
+        seed: int,
+        max_new_tokens: int,
+        stop_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
     ) -> ServedText:
         """One text, with its drafts."""
+        stop_ids = () if ignore_eos else stop_ids
         chance = torch.Generator().manual_seed(seed)
 
         def target(text: list[int]) -> torch.Tensor:
@@ -58,17 +66,17 @@ class SimulatedEngine:
             text = [*text, *drafted[:accepted], drawn(p)]
             if drafted:
                 counts = [n + (accepted > i) for i, n in enumerate(drafts.accepted)]
-                drafts = Drafts(drafts.rounds + 1, drafts.drafted + self.length, counts)
+                drafts = Drafts(drafts.rounds + 1, counts)
             new = text[len(ids) :]
         end = next((n for n, i in enumerate(new, 1) if i in stop_ids), len(new))
-        return ServedText(new[: min(end, max_new_tokens)], 1.0, None, drafts)
+        return ServedText(new[: min(end, max_new_tokens)], 1.0, 0.0, drafts)
 
 
 def simulated(target: PreTrainedModel, draft: PreTrainedModel) -> Any:
-    """A stand-in for `decode.engines.launch.opened`."""
+    """A stand-in for `decode.engines.server.opened`."""
 
     @contextmanager
-    def opened(name: str, settings: Any, length: int | None) -> Any:
+    def opened(engine: Any, length: int | None) -> Any:
         yield SimulatedEngine(target, draft if length else None, length or 1)
 
     return opened

@@ -25,9 +25,7 @@ from engine_pairs import (
 from pairs import TEXT, make_tokenizer
 
 from decode.__main__ import main
-from decode.engines.launch import free_port, opened, running
-from decode.engines.server import Server
-from decode.engines.settings import LLAMA_SERVER, VLLM_PYTHON, EngineSettings
+from decode.engines.server import LLAMA_SERVER, VLLM_PYTHON, Engine, Server, free_port, opened, running
 from decode.errors import UserError
 from decode.models.loading import load_model
 
@@ -112,23 +110,23 @@ def test_an_untrained_draft_is_timed_in_vllm(llama: Path, capsys) -> None:
 @needs_vllm
 def test_a_model_that_vllm_does_not_load_shows_why(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["NoSuchModel"]}')
-    settings = EngineSettings(str(tmp_path), str(llama / "draft"), seconds=900)
-    with pytest.raises(UserError, match="ended with status"), opened("vllm", settings, None):
+    engine = Engine("vllm", str(tmp_path), str(llama / "draft"), seconds=900)
+    with pytest.raises(UserError, match="ended with status"), opened(engine, None):
         pass
 
 
 @needs_llama
 def test_llama_server_shows_why_it_does_not_load(tmp_path: Path) -> None:
     (tmp_path / "wrong.gguf").write_bytes(b"GGUF" + bytes(64))
-    settings = EngineSettings(str(tmp_path / "wrong.gguf"), "", seconds=300)
-    with pytest.raises(UserError, match="ended with status"), opened("llama.cpp", settings, None):
+    engine = Engine("llama.cpp", str(tmp_path / "wrong.gguf"))
+    with pytest.raises(UserError, match="ended with status"), opened(engine, None):
         pass
 
 
 @needs_llama
 def test_llama_server_stops_at_the_targets_stop_ids(llama: Path) -> None:
-    files = EngineSettings(str(gguf(llama, "target")), str(gguf(llama, "draft")), threads=1, seconds=600)
-    with opened("llama.cpp", files, 3) as server:
+    engine = Engine("llama.cpp", str(gguf(llama, "target")), str(gguf(llama, "draft")), threads=1, seconds=600)
+    with opened(engine, 3) as server:
         whole = server.write([40, 9, 17], temperature=0.0, seed=0, max_new_tokens=16, ignore_eos=True)
         stop = whole.ids[8]
         text = server.write([40, 9, 17], temperature=0.0, seed=0, max_new_tokens=16, stop_ids=[stop])

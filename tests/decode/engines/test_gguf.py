@@ -14,7 +14,7 @@ from pairs import make_tokenizer, save_pair
 from safetensors.torch import load_file
 
 from decode.engines.gguf import CONVERTER, convert, split_of
-from decode.engines.settings import CHECKOUT
+from decode.engines.server import CHECKOUT
 from decode.errors import UserError
 from decode.models.heads import FeatureHead, head_config
 from distill.config.run import ExportSettings

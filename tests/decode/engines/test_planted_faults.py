@@ -56,10 +56,6 @@ def short(folder: Path) -> None:
     edit(folder / "config.json", max_position_embeddings=64)
 
 
-def bias(folder: Path) -> None:
-    edit(folder / "config.json", bias=True)
-
-
 def layers_in_the_engines_key(folder: Path) -> None:
     edit(folder / "config.json", eagle_aux_hidden_state_layer_ids=[0, 1, 2])
 
@@ -86,8 +82,6 @@ FAULTS = [
     pytest.param("llama.cpp", "draft", of_another_step, "other weights than measured", True, marks=needs_llama),
     pytest.param("llama.cpp", "draft", short, "cut context", False, marks=needs_llama),
     pytest.param("vllm", "head", layers_in_the_engines_key, "captured layers off by one", True, marks=needs_vllm),
-    # vLLM leaves the bias unfilled: what lies in that memory decides whether the drafts suffer
-    pytest.param("vllm", "head", bias, "bias in an EAGLE-3 head", None, marks=needs_vllm),
 ]
 
 
@@ -97,8 +91,7 @@ def test_a_fault_is_named(exports: Path, tmp_path: Path, engine, draft, fault, n
     found = check_of_a_running_vllm(folder, draft) if engine == "vllm" else serve_check(folder, engine, draft)
     (row,) = found["rows"]
     assert name in [cause["name"] for cause in found["causes"]]
-    if hurts is not None:
-        assert (row["served_length"] < float((exports / f"{draft}-length").read_text()) - 0.1) == hurts
+    assert (row["served_length"] < float((exports / f"{draft}-length").read_text()) - 0.1) == hurts
     assert row["identical_share"] == 1  # whatever is drafted
 
 

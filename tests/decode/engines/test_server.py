@@ -1,10 +1,14 @@
-"""Requests and metrics of servers, also of those that are late, busy, silent or gone."""
+"""Engines as processes, of which none is left behind, and their answers and metrics, late, busy, silent or gone."""
 
 from __future__ import annotations
 
 import http.server
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,8 +18,110 @@ from types import SimpleNamespace
 import pytest
 
 from decode.engines.acceptance import Drafts
-from decode.engines.server import Metrics, Server, parse_metrics
+from decode.engines.server import Engine, Metrics, Server, check_engine, opened, parse_metrics, running
 from decode.errors import UserError
+
+FOREVER = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], " \
+    "stdout=open(sys.argv[1], 'w')); print('up', flush=True); time.sleep(600)"  # fmt: skip
+
+
+def test_a_process_that_dies_shows_its_last_lines() -> None:
+    code = "import sys; print('reading weights'); sys.exit('no kernel for this machine')"
+    with (
+        pytest.raises(UserError, match=r"status 1 while loading(.|\n)*no kernel for this machine"),
+        running([sys.executable, "-c", code], lambda: False, name="engine", seconds=30),
+    ):
+        pass
+
+
+def test_a_process_that_hangs_is_ended_with_its_children(tmp_path) -> None:
+    marker = tmp_path / "child"
+    with (
+        pytest.raises(UserError, match="not ready after 2 s"),
+        running([sys.executable, "-c", FOREVER, str(marker)], lambda: False, name="engine", seconds=2),
+    ):
+        pass
+    assert not _holders(str(marker))
+
+
+def test_leaving_the_block_ends_everything(tmp_path) -> None:
+    marker = tmp_path / "child"
+    with running([sys.executable, "-c", FOREVER, str(marker)], marker.exists, name="engine", seconds=60) as log:
+        while not _holders(str(marker)):
+            time.sleep(0.05)
+    assert not _holders(str(marker))
+    assert not log.exists()
+
+
+@pytest.mark.parametrize("ended_by", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_check_that_is_ended_takes_its_engine_and_its_workers_with_it(
+    tmp_path, monkeypatch, ended_by: signal.Signals
+) -> None:
+    """The worker does not end with the engine, as vLLM's may not. The folder goes at the next start at the latest."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    marker, ready = tmp_path / "worker", tmp_path / "ready"
+    code = (
+        "import pathlib, signal, sys, time\nfrom decode.engines.server import running\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
+        f"ready = lambda: pathlib.Path({str(marker)!r}).exists()\n"
+        f"with running([sys.executable, '-c', {FOREVER!r}, {str(marker)!r}], ready, name='engine', seconds=600):\n"
+        f"    pathlib.Path({str(ready)!r}).touch()\n"
+        "    time.sleep(600)"
+    )
+    check = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    while not ready.exists() or not _holders(str(marker)):
+        time.sleep(0.05)
+    check.send_signal(ended_by)
+    check.wait()
+    end = time.monotonic() + 30
+    while _holders(str(marker)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not _holders(str(marker))
+    assert any(scratch.iterdir()) == (ended_by != signal.SIGINT)
+
+
+def _holders(path: str) -> list[str]:
+    """Processes that have a file open."""
+    found = []
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            handles = os.listdir(f"/proc/{process}/fd")
+            found += [process for handle in handles if os.readlink(f"/proc/{process}/fd/{handle}") == path]
+        except OSError:
+            continue
+    return found
+
+
+def test_what_is_not_installed_is_said_with_the_next_step(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("decode.engines.server.CHECKOUT", tmp_path)
+    with pytest.raises(UserError, match="make engines"):
+        check_engine(Engine("vllm"))
+    with pytest.raises(UserError, match="no program that can be run"):
+        check_engine(Engine("llama.cpp", program=str(tmp_path)))
+    with pytest.raises(UserError, match="nothing answers"), opened(Engine("vllm", url="http://127.0.0.1:9"), 3):
+        pass
+
+
+def test_a_program_of_another_version_is_said(tmp_path, monkeypatch) -> None:
+    def refused(name: str, sentence: str, program: str) -> None:
+        with pytest.raises(UserError, match=sentence):
+            check_engine(Engine(name, program=program))
+
+    refused("vllm", r"has no vLLM; 0\.32 or newer", sys.executable)
+    (tmp_path / "vllm-0.11.0.dist-info").mkdir()
+    (tmp_path / "vllm-0.11.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.11.0\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    refused("vllm", r"has vLLM 0\.11\.0; 0\.32 or newer can be started", sys.executable)
+    (tmp_path / "llama-server").write_text("#!/bin/sh\necho usage: --model FILE\n")
+    (tmp_path / "llama-server").chmod(0o755)
+    refused("llama.cpp", "no option --spec-draft-sampling", str(tmp_path / "llama-server"))
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
 
 COUNTS = """vllm:generation_tokens_total{{engine="0"}} {tokens}
 vllm:spec_decode_num_drafts_total{{engine="0"}} {drafts}
@@ -66,7 +172,7 @@ def test_counts_that_come_late_belong_to_their_text() -> None:
 
     with serving(page) as server:
         text = write(server)
-    assert (text.ids, text.drafts) == ([7, 8, 9], Drafts(2, 2, [2]))
+    assert (text.ids, text.drafts) == ([7, 8, 9], Drafts(2, [2]))
 
 
 def test_a_server_with_other_users_is_refused() -> None:
@@ -105,7 +211,7 @@ def test_llama_server_is_given_the_targets_stop_ids(monkeypatch: pytest.MonkeyPa
 
     server = Server("http://127.0.0.1:1", "llama.cpp")
     monkeypatch.setattr(server, "_call", answer)
-    monkeypatch.setattr(server, "_settled", lambda tokens=0.0: Metrics(Drafts(), None, 0.0))
+    monkeypatch.setattr(server, "_settled", lambda tokens=0.0: Metrics(Drafts(), 0.0, 0.0))
     text = server.write([3, 4], temperature=0.0, seed=0, max_new_tokens=4, stop_ids=[5, 6])
     assert (text.ids, text.decode_seconds) == ([1, 2, 5], 0.5)
     body = sent[-1][1]
@@ -140,8 +246,8 @@ llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 10
 
 
 def test_metrics_pages() -> None:
-    assert parse_metrics(VLLM) == Metrics(Drafts(207, 621, [206, 199, 190]), 12.5, math.inf)
-    assert parse_metrics(LLAMA) == Metrics(Drafts(11, 44, [11, 10]), None, 52.0)
+    assert parse_metrics(VLLM) == Metrics(Drafts(207, [206, 199, 190]), 12.5, math.inf)
+    assert parse_metrics(LLAMA) == Metrics(Drafts(11, [11, 10]), 0.0, 52.0)
     for other in ("<html>404</html>", "sglang:num_running_reqs 0.0\n"):
         with pytest.raises(UserError, match=r"not vLLM's or llama\.cpp's"):
             parse_metrics(other)

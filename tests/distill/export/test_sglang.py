@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from sglang_classes import sglang_classes
 from transformers import LlamaConfig
 
-from decode.engines.settings import CHECKOUT
+from decode.engines.server import CHECKOUT
 from decode.models.heads import FeatureHead, head_config
 from distill.export.head import TABLES, check_files, write_head
 

@@ -291,7 +291,7 @@ def test_an_engine_that_is_not_installed_is_refused_before_the_first_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("decode.engines.settings.CHECKOUT", tmp_path)
+    monkeypatch.setattr("decode.engines.server.CHECKOUT", tmp_path)
     with pytest.raises(UserError, match=r"make engines.*responses\.server\.python"):
         run_tiny(vllm_settings(tmp_path))
     assert not (tmp_path / "tiny/target").exists()
