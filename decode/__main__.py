@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from decode.commands.parsing import parse, run_main, take_flag
+from decode.commands.parsing import parse, run_main
 from decode.commands.settings import bench_settings
 from decode.errors import choose
 
@@ -60,12 +60,7 @@ def _run(argv: list[str]) -> None:
     if "positional" in command and rest and not rest[0].startswith("-"):
         rest.insert(0, f"--{command['positional']}")
     if name == "bench":
-        dry_run = take_flag(rest, "--dry-run")
         settings = bench_settings(rest, command["about"], examples)
-        if dry_run:
-            from decode.commands.dry_run import shrink
-
-            settings = shrink(settings)
     else:
         settings_class: type[Any] = pkgutil.resolve_name(command["settings"])
         prog = f"python -m decode {name}"

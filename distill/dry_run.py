@@ -7,17 +7,22 @@ files are word problems in their place.
 """
 
 import copy
+import json
 import shutil
 import string
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers.utils import logging as hf_logging
 
+from decode.bench.arithmetic import problems
 from decode.bench.datasets import PRESETS
-from decode.commands.dry_run import row_with, save_tiny, tiny_model, write_rows
+from decode.models.shapes import config_for, family_of
 from decode.progress import output_console
 from distill.config.data import DataSettings
 from distill.config.run import HubSettings, Settings
@@ -25,6 +30,8 @@ from distill.config.training import ModelSettings, TrainingSettings
 from distill.data.corpus import load_corpus
 
 STEPS = 4
+FIRST_NUMBER = {"train": 601, "validation": 511, "test": 11}  # MBPP's task numbers define its splits
+TEXT_COLUMNS = ("prompt", "question", "instruction", "input", "text", "article", "document")
 
 PLAIN_CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -68,8 +75,8 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
                 intermediate_size=None, positions=2048, tie_embeddings=shape.tie_embeddings and not own_head,
             )  # fmt: skip
         else:
-            made = tiny_model(name, tokenizer, width, layers, console, tied=not own_head)
-            model.model = save_tiny(made, tokenizer, folder / "models" / stage)
+            place = folder / "models" / stage
+            model.model = save_tiny_model(name, tokenizer, place, width, layers, console, not own_head)
         if model.trained:
             _shorten(model.training)
     small.student.layers, small.target.layerskip.exits = 1, []
@@ -118,7 +125,7 @@ def _shrink_data(data: DataSettings, folder: Path, count: int, console: Console)
         data.chat_template = data.chat_template or PLAIN_CHAT  # the target's own comes with its tokenizer
     if data.from_target:
         console.print("  word problems stand for the prompts that the target writes", highlight=False)
-        files = write_rows(folder, data.source, lambda question, *_: {"question": question}, train=count)
+        files = write_rows(folder, lambda question, *_: {"question": question}, train=count)
         data.prompts.file, data.prompts.file_share = str(files["train"]), 1.0
         data.chat_template = data.chat_template or PLAIN_CHAT
         return
@@ -127,7 +134,7 @@ def _shrink_data(data: DataSettings, folder: Path, count: int, console: Console)
     if local:
         return
     console.print(f"  word problems stand for the rows of {data.source}", highlight=False)
-    files = write_rows(folder, data.source, lambda *problem: stand_in(data, *problem), train=count)
+    files = write_rows(folder, lambda *problem: stand_in(data, *problem), train=count)
     data.train_file, data.validation_file, data.test_file = (str(files[s]) for s in ("train", "validation", "test"))
 
 
@@ -140,9 +147,56 @@ def stand_in(data: DataSettings, question: str, solution: str, number: int) -> d
         return {data.messages_column: chat, "messages": chat}
     if data.kind == "text":
         return {data.text_column: f"{question}\n{solution}"}
-    return row_with(columns, data.source, question, solution, number)
+    special = {
+        "test_list": ["assert True"],
+        "task_id": number,
+        "choices": ["1", "2", "3", "4"],
+        "turns": [question],
+        "category": "word problems",
+    }
+    row = {name: special.get(name, question if name in TEXT_COLUMNS else solution) for name in columns}
+    if data.source == "mmlu":
+        row["answer"] = 0
+    if "category" in row:  # the multi-turn sets, whose first turn is the prompt
+        row["turns"] = [question]
+    return row or {"prompt": question, "response": solution}
 
 
 def _fields(template: str | None) -> list[str]:
     """Column names in a format string."""
     return [name for _, name, _, _ in string.Formatter().parse(template or "") if name]
+
+
+def save_tiny_model(
+    name: str, tokenizer: PreTrainedTokenizerBase, folder: Path, width: int, layers: int, console: Console, tied: bool
+) -> str:
+    """Write a random model of the named one's family, whose embedding and head may be tied; returns the folder."""
+    family, grouped, note = family_of(name)
+    if note:
+        console.print(f"  {note}", highlight=False)
+    shape: dict[str, Any] = {"hidden_size": width, "layers": layers, "heads": 4, "kv_heads": 2 if grouped else None}
+    vocab = len(tokenizer)
+    config = config_for(family, **shape, vocab=vocab, positions=4096, tie_embeddings=tied, tokenizer=tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    bars = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    if bars:
+        hf_logging.enable_progress_bar()
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def write_rows(folder: Path, row: Callable[[str, str, int], dict[str, Any]], *, train: int) -> dict[str, Path]:
+    """Write stand-in rows, one file for each split; `row` makes one of a question, its solution and a number."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {}
+    for split, count in {"train": train, "validation": 8, "test": 8}.items():
+        made = enumerate(problems(0, split, count), FIRST_NUMBER[split])
+        rows = [row(problem.question, problem.solution, number) for number, problem in made]
+        files[split] = folder / f"{split}.jsonl"
+        files[split].write_text("".join(json.dumps(content) + "\n" for content in rows), encoding="utf-8")
+    return files

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.bench.benchmark import Benchmark
-from decode.bench.entries import BenchEntry
+from decode.bench.benchmark import BenchEntry, Benchmark
 from decode.bench.offline_acceptance import DEPTH, OfflineAlpha, offline_alphas, paired
 from decode.bench.prediction import best_length, break_even, speedups_by_length
 from decode.bench.session import BenchOptions, Session
@@ -29,8 +28,6 @@ from distill.data.corpus import test_suite
 from distill.stages import account_of
 
 Text = tuple[list[int], int]  # token ids, and how many of them are the prompt
-PROFILE_TURNS, COST_TURNS = 12, 8
-"""Measurements of costs for the profile, and in each block of timed texts."""
 
 
 class Histograms:
@@ -124,7 +121,6 @@ class Evaluation:
             seed=self.full.seed,
             threads=settings.threads,
             samples=2,
-            cost_turns=COST_TURNS,
             warp=own_warp(self.target, 0.0, {}),
         )
         self.session = Session(self.target, self.models, self.tokenizer, options)
@@ -250,9 +246,9 @@ class Evaluation:
     def _profile(self, greedy: dict[str, list[OfflineAlpha]]) -> dict[str, Any]:
         """Returns the exported draft's costs, and the speedup that they predict for every draft length."""
         items, work = self.session.items(self.suite), self.bar.add("costs of forwards", 1)
-        self.session.measure_costs(items, [self.best], longest=max(self.settings.draft_lengths), repeats=PROFILE_TURNS)
+        self.session.measure_costs(items, [self.best], longest=max(self.settings.draft_lengths))
         work.advance()
-        cost = self.session.costs[self.best]
+        cost = self.session.costs[self.best][1]
         widest = max(cost.verify_cost)
         predicted = {name: speedups_by_length(own, cost, widest - 1) for name, own in greedy.items()}
         speedups = predicted[self.best]
@@ -314,7 +310,7 @@ class Evaluation:
         if self.best in fastest:
             profile["measured_best_draft_length"] = fastest[self.best]["draft_length"]
             samples = details[fastest[self.best]["name"]]["samples"]
-        costs = [{"suite": b.suite, "temperature": b.temperature, "costs": b.costs} for b in benchmark.blocks]
+        costs = {name or "": of[1].to_dict() for name, of in self.session.costs.items()}
         decoding = [
             row
             | {"draft": row["draft"] or row["name"], "draft_lengths": lengths.get((row["name"], row["temperature"]))}

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.bench.benchmark import Benchmark
-from decode.bench.costs import CostMeter
-from decode.bench.entries import BenchEntry
-from decode.bench.exit_costs import Costs, measure
+from decode.bench.benchmark import BenchEntry, Benchmark
+from decode.bench.costs import CostModel, exit_costs, measure_costs
 from decode.bench.prediction import replayed_speedup, speedup
 from decode.bench.records import paired_ratios
 from decode.bench.session import BenchOptions, Session
@@ -94,7 +92,8 @@ def predict(
     outcomes: Sequence[Sequence[float]],
     confidences: Mapping[str, Sequence[Sequence[float]]],
     exit_layer: int,
-    costs: Costs,
+    cost: CostModel,
+    reading: Mapping[str, float],
     options: ProbeSettings,
 ) -> list[Choice]:
     """All settings of one exit layer with their predicted speedups.
@@ -103,14 +102,15 @@ def predict(
         outcomes: acceptance at every position, by text.
         confidences: the same for ``token`` and the kinds of probes.
         exit_layer: the exit.
-        costs: what drafting and verifying cost here.
+        cost: what drafting and verifying cost with this exit.
+        reading: what reading a confidence adds to each drafted token (see `decode.bench.costs.exit_costs`).
         options: ``window`` and ``thresholds`` are read.
     """
     settings: list[tuple[str, int, float | None]] = [("layerskip", k, None) for k in range(1, options.window + 1)]
     settings += [
         (m, options.window, t) for m, rule in STOPPED.items() if rule in confidences for t in options.thresholds
     ]
-    cost, found = costs.exits[exit_layer], []
+    found = []
     for method, window, threshold in settings:
         rule = STOPPED.get(method, "length")
         drafted: list[int] = []
@@ -120,7 +120,7 @@ def predict(
             d, a = simulate(outcome, confidence, window, threshold or 0.0, product=method in PRODUCT)
             drafted += d
             accepted += a
-        priced = replace(cost, draft_overhead=cost.draft_overhead + costs.confidence.get(rule, 0.0))
+        priced = replace(cost, draft_overhead=cost.draft_overhead + reading.get(rule, 0.0))
         speed = speedup(sum(accepted) + len(accepted), Counter(drafted), priced)
         found.append(Choice(method, exit_layer, window, threshold, speed, sum(accepted) / max(1, sum(drafted))))
     return found
@@ -156,13 +156,13 @@ def predict_all(
     mine = {(probe.layer, probe.kind): probe for probe in probes}
     prompts = [ids[: (len(ids) + start) // 2] for ids, start in mode.texts["validation"][:3]]
     timed = {kind: mine[held.exits[0], kind] for kind in KINDS}
-    costs = measure(runner, held.exits, timed, mode.warp, prompts, longest=options.window)
+    costs, reading = exit_costs(runner, held.exits, timed, mode.warp, prompts, longest=options.window)
     found: list[Choice] = []
     for i, layer in enumerate(held.exits):
         scores = {"token": held.token_probability[i]}
         scores |= {kind: logits(mine[layer, kind], held).sigmoid() for kind in KINDS}
         confidences = {name: by_text(values, held.text) for name, values in scores.items()}
-        found += predict(by_text(held.outcome[i], held.text), confidences, layer, costs, options)
+        found += predict(by_text(held.outcome[i], held.text), confidences, layer, costs[layer], reading, options)
     rows = {
         layer: {
             "draft": cost.cost_ratio,
@@ -170,17 +170,17 @@ def predict_all(
             "per_token": cost.draft_overhead,
             "per_round": cost.overhead,
         }
-        for layer, cost in costs.exits.items()
+        for layer, cost in costs.items()
     }
-    step = costs.exits[held.exits[0]].target_seconds
-    return found, {"step_seconds": step, "exits": rows, "confidence": costs.confidence}
+    step = costs[held.exits[0]].target_seconds
+    return found, {"step_seconds": step, "exits": rows, "confidence": reading}
 
 
 def find_subset(
     runner: FastRunner, texts: Sequence[Text], warp: LogitsWarper, costs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Draft & Verify's set of skipped sublayers with the best predicted speedup on some texts."""
-    cost = CostMeter(runner, widths=(1, 2, 3, 5, 9, 13)).run(seconds=2.0)
+    cost = measure_costs(runner, widths=(1, 2, 3, 5, 9, 13))
     fixed = next(iter(costs["exits"].values()))["per_token"] + costs["confidence"].get("token", 0.0)
     found = search(runner, texts, warp, speedup=replayed_speedup, verify_cost=cost.v, fixed=min(0.5, fixed + 0.05))
     return {

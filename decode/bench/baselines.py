@@ -3,7 +3,7 @@
 import copy
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,17 @@ from transformers.utils import logging as hf_logging
 from decode.models.runner import synchronize
 from decode.sampling import LogitsWarper
 
-TRANSFORMERS_BASELINES = {
-    "generate": "model.generate",
-    "generate-assistant": "generate(assistant_model=…), the fixed draft length of `vanilla`",
-    "generate-assistant-dynamic": "generate(assistant_model=…), its defaults: up to 20 tokens, confidence 0.4",
-    "generate-prompt-lookup": "generate(prompt_lookup_num_tokens=…)",
+TRANSFORMERS_BASELINES: dict[str, int | None] = {
+    "generate": None,
+    "generate-assistant": 5,
+    "generate-assistant-dynamic": 20,
+    "generate-prompt-lookup": 10,
 }
-"""Baselines by name, with their calls."""
+"""Baselines with their draft lengths, which may be set except that of ``generate-assistant-dynamic``.
+
+``generate-assistant`` drafts a fixed number of tokens as `vanilla` does; ``generate-assistant-dynamic`` has
+transformers' defaults, up to 20 tokens and a confidence of 0.4.
+"""
 
 NEEDS_DRAFT = {"generate-assistant", "generate-assistant-dynamic"}
 
@@ -34,7 +38,7 @@ class TransformersBaseline:
     draft: PreTrainedModel | None  # the assistant, for the methods that take one
     warp: LogitsWarper  # sampling settings; further processors are those of the model's own generation_config
     stop_ids: Collection[int] = ()  # tokens that end a text; none generates to the full length
-    draft_length: int | None = None  # tokens drafted in a round (assistant of fixed length) or looked up
+    draft_length: int | None = None  # tokens drafted in a round or looked up
 
     def run(self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int) -> tuple[list[list[int]], float, int]:
         """Generate for several prompts in one call, padded on the left; several prompts only for ``generate``.
@@ -43,32 +47,11 @@ class TransformersBaseline:
             The new tokens of each up to its end, the seconds it took (prompts included), and the target's forwards.
         """
         model: Any = self.target
-        device = model.get_input_embeddings().weight.device
-        longest = max(map(len, prompts))
+        device, warp, ends = model.get_input_embeddings().weight.device, self.warp, sorted(self.stop_ids)
+        longest, forwards, extra = max(map(len, prompts)), [0], dict[str, Any]()
         ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
-        extra: dict[str, Any] = {}
-        with ExitStack() as stack:
-            stack.enter_context(using_config(model, self._config(max_new_tokens)))
-            if self.name in NEEDS_DRAFT:
-                assert self.draft is not None
-                stack.enter_context(using_config(self.draft, self._draft_config()))
-                extra["assistant_model"] = self.draft
-            if self.name == "generate-prompt-lookup":
-                extra["prompt_lookup_num_tokens"] = self.draft_length or 10
-            forwards = stack.enter_context(_counted(model))
-            torch.manual_seed(seed)
-            synchronize(device)
-            began = time.perf_counter()
-            out = model.generate(ids, attention_mask=mask, **extra)
-            synchronize(device)
-            seconds = time.perf_counter() - began
-        return [cut_at(row, self.stop_ids) for row in out[:, longest:].tolist()], seconds, forwards[0]
-
-    def _config(self, max_new_tokens: int) -> GenerationConfig:
-        """The model's own generation config with the benchmark's settings."""
-        warp, ends = self.warp, sorted(self.stop_ids)
-        config = copy.deepcopy(self.target.generation_config)
+        config, fixed = copy.deepcopy(model.generation_config), self.name == "generate-assistant"
         sampling = dict.fromkeys(("temperature", "top_k", "top_p", "min_p"))
         if not warp.greedy:
             sampling |= {name: getattr(warp, name) for name in sampling}
@@ -83,16 +66,32 @@ class TransformersBaseline:
             pad_token_id=ends[0] if ends else 0,
             **sampling,
         )
-        return config
-
-    def _draft_config(self) -> GenerationConfig:
-        fixed = self.name == "generate-assistant"
-        return GenerationConfig(
-            num_assistant_tokens=(self.draft_length or 5) if fixed else 20,
+        draft_config = GenerationConfig(
+            num_assistant_tokens=self.draft_length,
             num_assistant_tokens_schedule="constant",
             assistant_confidence_threshold=0.0 if fixed else 0.4,
             pad_token_id=0,
         )
+        if self.name in NEEDS_DRAFT:
+            extra["assistant_model"] = self.draft
+        if self.name == "generate-prompt-lookup":
+            extra["prompt_lookup_num_tokens"] = self.draft_length
+
+        def count(*_: object) -> None:
+            forwards[0] += 1
+
+        hook = model.register_forward_pre_hook(count)
+        try:
+            with using_config(model, config), using_config(self.draft, draft_config):
+                torch.manual_seed(seed)
+                synchronize(device)
+                began = time.perf_counter()
+                out = model.generate(ids, attention_mask=mask, **extra)
+                synchronize(device)
+                seconds = time.perf_counter() - began
+        finally:
+            hook.remove()
+        return [cut_at(row, self.stop_ids) for row in out[:, longest:].tolist()], seconds, forwards[0]
 
 
 def cut_at(tokens: Sequence[int], ends: Collection[int]) -> list[int]:
@@ -103,27 +102,15 @@ def cut_at(tokens: Sequence[int], ends: Collection[int]) -> list[int]:
 
 @contextmanager
 def using_config(model: Any, config: GenerationConfig) -> Iterator[None]:
-    """Replace the model's generation config inside the block."""
-    own = model.generation_config
-    model.generation_config = config
+    """Replace the generation config of a model, if there is one, inside the block."""
+    own = getattr(model, "generation_config", None)
+    if model is not None:
+        model.generation_config = config
     try:
         yield
     finally:
-        model.generation_config = own
-
-
-@contextmanager
-def _counted(model: Any) -> Iterator[list[int]]:
-    count = [0]
-
-    def add(*_: object) -> None:
-        count[0] += 1
-
-    hook = model.register_forward_pre_hook(add)
-    try:
-        yield count
-    finally:
-        hook.remove()
+        if model is not None:
+            model.generation_config = own
 
 
 @contextmanager

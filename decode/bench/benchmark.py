@@ -14,70 +14,280 @@
 """
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
-import torch
+from transformers import PreTrainedModel
 
-from decode.bench.baselines import TRANSFORMERS_BASELINES, quiet
-from decode.bench.costs import CostModel
-from decode.bench.entries import REFERENCE, BenchEntry, Chat, EntryRun, check_entries
+from decode.bench.baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES, TransformersBaseline, quiet
+from decode.bench.costs import round_costs
 from decode.bench.offline_acceptance import prompt_numbers
-from decode.bench.prediction import speedup_of_trace
-from decode.bench.records import (
-    COLUMNS,
-    Record,
-    TimedText,
-    acceptance,
-    analysis,
-    by_category,
-    counts,
-    speeds,
-)
-from decode.bench.session import BASELINE, Item, Session
+from decode.bench.records import Record, TimedText, analysis, make_row
+from decode.bench.session import Item, Session
 from decode.bench.statistics import plain
 from decode.bench.suites import Suite
 from decode.errors import UserError
-from decode.methods import METHODS, TREE_DRAFTERS
+from decode.loop import decode, decode_texts
+from decode.method_options import MethodOptions, split_spec
+from decode.methods import (
+    DRAFTED,
+    HEADED,
+    METHODS,
+    SELF_SPECULATIVE,
+    TREE_DRAFTERS,
+    MethodInputs,
+    build,
+    is_lossless,
+)
+from decode.models.heads import FeatureHead
+from decode.models.other_tokenizer import DraftModel
 from decode.models.tokens import Detokenizer, marked
 from decode.progress import current
+from decode.sampling import TorchRng
+from decode.verify import JensenShannon
 
+BASELINE = "autoregressive"  # the loop without a drafter, the baseline of `speedup`
+REFERENCE = "generate"  # the method of `speedup_vs_generate`, whose texts greedy ones have to equal
 TREES = {name for name, (drafter, _, _) in METHODS.items() if drafter in TREE_DRAFTERS}
 FILLED = 2  # least number of prompts for each place of a batch
+WARM_UP = 24  # most tokens of the text that every method writes before it is timed
+TURN_SEED = 101  # distance of the seeds of a chat's turns
+Chat = Sequence[Item]  # the turns of one prompt
 
 
-@dataclass
-class ResultBlock:
-    """The results of one suite at one temperature and batch size."""
+@dataclass(frozen=True)
+class BenchEntry:
+    """One line of the table: a method with its draft, options and temperature."""
 
-    suite: str
-    temperature: float
-    rows: list[dict[str, Any]]  # one for each entry, with the fields `COLUMNS`
-    analysis: list[dict[str, Any]]  # for each row acceptance by position, draft lengths, seconds by phase, sample texts
-    # `CostModel.to_dict` by draft, from which this block's `predicted_speedup` was computed; "" is the target alone
-    costs: dict[str, dict[str, Any]]
-    complete: bool = True  # every prompt was measured
-    batch_size: int = 1
+    method: str  # a name of `decode.methods.METHODS` or of `decode.bench.baselines.TRANSFORMERS_BASELINES`
+    draft: str | None = None  # name of a draft of the session
+    options: MethodOptions = field(default_factory=MethodOptions)
+    stop: str | None = None  # another stop rule than the method's own
+    rule: str | None = None  # another acceptance rule than the method's own
+    temperature: float = 0.0  # 0 is greedy
+    name: str = ""  # name in rows; empty: the method's name
+
+    @property
+    def label(self) -> str:
+        """The name in rows."""
+        return self.name or self.method
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether transformers' own generation runs."""
+        return self.method in TRANSFORMERS_BASELINES
+
+    @property
+    def needs_draft(self) -> bool:
+        """Whether a draft model takes part."""
+        return self.method in NEEDS_DRAFT or self.method in DRAFTED
+
+    @property
+    def stop_rule(self) -> str | None:
+        """The name of the stop rule, if there is one."""
+        return None if self.is_baseline else self.stop or METHODS[self.method][1]
+
+
+def plan(
+    methods: Sequence[str],
+    drafts: Mapping[str, DraftModel],
+    temperatures: Sequence[float] = (0.0,),
+    *,
+    draft_lengths: Sequence[int] = (),
+    options: MethodOptions | None = None,
+    stop: str | None = None,
+    rule: str | None = None,
+) -> list[BenchEntry]:
+    """Entries for all combinations, with unique names.
+
+    Methods may carry options of their own (`split_spec`). Methods of a fixed length get one entry for each of
+    `draft_lengths`; without any, the length that the draft was exported with (``num_assistant_tokens`` of its
+    generation config), or the method's own.
+    """
+    entries = []
+    for temperature, spec in ((temperature, spec) for temperature in temperatures for spec in methods):
+        method, own = split_spec(spec)
+        base = replace(options or MethodOptions(), **own)
+        entry = BenchEntry(method, None, base, stop, rule, temperature)
+        if entry.is_baseline or method == BASELINE:
+            entry = replace(entry, stop=None, rule=None)
+        fitting: list[str | None] = [None]
+        if entry.needs_draft and drafts:  # transformers takes plain models only, trees of EAGLE need a head
+            kind = PreTrainedModel if method in NEEDS_DRAFT else FeatureHead if method in HEADED else object
+            fitting = [name for name, draft in drafts.items() if isinstance(draft, kind)]
+        fixed = method == "generate-assistant" or (entry.needs_draft and entry.stop_rule == "length")
+        several = fixed and draft_lengths and "draft_length" not in own
+        lengths: Sequence[int | None] = draft_lengths if several else [base.draft_length]
+        for draft, length in ((draft, length) for draft in fitting for length in lengths):
+            name = spec.replace(":", " ") + (f" k={length}" if len(lengths) > 1 else "")
+            name += f" ({draft})" if draft is not None and len(drafts) > 1 else ""
+            if draft is not None and fixed and length is None:
+                length = exported_length(drafts[draft])
+            entries.append(replace(entry, draft=draft, options=replace(base, draft_length=length), name=name))
+    return entries
+
+
+def exported_length(draft: DraftModel) -> int | None:
+    """The draft length in the draft's generation config (of a head, its configuration), if any."""
+    source = draft.config if isinstance(draft, FeatureHead) else draft.generation_config
+    length = getattr(source, "num_assistant_tokens", None)
+    return int(length) if length else None
+
+
+class EntryRun:
+    """An entry ready to run: one copy of its method for each repeat, so that no repeat has learned from another.
+
+    Attributes:
+        methods: the copies; the last one warms up.
+        record: the timed sequences.
+        samples: annotated outputs of the first prompts.
+        note: why transformers refused the entry; empty if it ran.
+
+    Raises:
+        UserError: the draft or a file that the method needs is missing.
+    """
+
+    def __init__(self, session: Session, entry: BenchEntry, batch_size: int = 1) -> None:
+        self.entry, self.session, self.batch_size, self.note = entry, session, batch_size, ""
+        self.warp, options = replace(session.options.warp, temperature=entry.temperature), entry.options
+        self.record = Record(greedy=self.warp.greedy, batch_size=batch_size)
+        self.samples: list[Any] = []
+        self.methods: list[Any] = []
+        self.draft_length: int | None = None  # the largest draft length at the start, if there is one
+        draft = session.drafts.get(entry.draft or "")
+        if entry.needs_draft and draft is None:
+            missing = f"no draft named {entry.draft!r}" if entry.draft else "no draft"
+            raise UserError(f"{entry.label} drafts with a model, but there is {missing}; give one with --draft")
+        if entry.is_baseline:
+            model: Any = session.draft_models.get(entry.draft or "")
+            self.draft_length = TRANSFORMERS_BASELINES[entry.method]
+            if self.draft_length and entry.method != "generate-assistant-dynamic":
+                self.draft_length = options.draft_length or self.draft_length
+            self.baseline = TransformersBaseline(
+                entry.method, session.model, model, self.warp, session.stop_ids, self.draft_length
+            )
+            return
+        costs = session.costs.get(entry.draft) if entry.draft else None  # fixed from now on
+        inputs = MethodInputs(
+            session.runner,
+            self.warp,
+            draft if entry.needs_draft else None,
+            session.tokenizer,
+            session.options.datastore,
+            session.options.trigrams,
+            options,
+            round_costs(costs.values()) if costs else None,
+        )
+        for _ in range(session.options.repeats + 1):
+            self.methods.append(build(entry.method, inputs, stop=entry.stop, rule=entry.rule))
+        if entry.needs_draft or entry.method in {"prompt-lookup"} | SELF_SPECULATIVE:
+            self.draft_length = int(self.methods[0].stop.window)
+
+    def write(
+        self, chats: Sequence[Chat], repeat: int, seeds: Sequence[int], budget: int, *, sample: bool = False
+    ) -> list[TimedText]:
+        """Decode chats once, `batch_size` at a time; of a batch, only first turns.
+
+        Args:
+            chats: the turns of each prompt.
+            repeat: which copy of the method decodes; -1 warms up.
+            seeds: of the sampling of each chat.
+            budget: maximum number of new tokens of a turn.
+            sample: keep annotated outputs (at batch size 1).
+        """
+        runner, size, texts = self.session.runner, self.batch_size, [TimedText() for _ in chats]
+        how: dict[str, Any] = {"max_new_tokens": budget, "stop_ids": self.session.stop_ids}
+        if self.entry.is_baseline:
+            turns = [
+                (t, item, seed + TURN_SEED * n) for t, c, seed in zip(texts, chats, seeds) for n, item in enumerate(c)
+            ]
+            if size > 1:  # texts of similar length together
+                turns.sort(key=lambda turn: len(turn[1].ids))
+            for at in range(0, len(turns), size):
+                some = turns[at : at + size]
+                new, seconds, forwards = self.baseline.run([item.ids for _, item, _ in some], budget, some[0][2])
+                for (text, *_), ids in zip(some, new):
+                    text.add(ids, seconds / len(some), seconds, forwards, None)
+            return texts
+        method = self.methods[repeat]
+        if size > 1:
+            began, rngs = time.perf_counter(), [TorchRng(seed, runner.device) for seed in seeds]
+            prompts = [chat[0].ids for chat in chats]
+            outputs = decode_texts(runner, method, self.warp, prompts, rngs=rngs, batch_size=size, **how)
+            spent = (time.perf_counter() - began) / max(1e-12, sum(out.trace.total_seconds for out in outputs))
+            for text, out in zip(texts, outputs):
+                trace = out.trace
+                text.add(out.new_ids, spent * trace.total_seconds, trace.wall_seconds, trace.rounds, trace)
+            return texts
+        for text, chat, seed in zip(texts, chats, seeds):
+            for turn, item in enumerate(chat):
+                rng = TorchRng(seed + TURN_SEED * turn, runner.device)
+                out = decode(runner, method, self.warp, item.ids, annotate=sample, rng=rng, **how)
+                seconds = out.trace.total_seconds
+                text.add(out.new_ids, seconds, seconds, out.trace.rounds, out.trace)
+                self.samples += [out] if sample else []
+        return texts
+
+
+def time_texts(runs: Sequence[EntryRun], groups: Sequence[Sequence[Chat]], name: str) -> None:
+    """Time all entries on all prompts, entry beside entry; the texts are added to the entries' records.
+
+    Args:
+        runs: the entries.
+        groups: the chats that an entry decodes before the next entry does.
+        name: of the work, for people.
+
+    Raises:
+        KeyboardInterrupt: the records then hold the groups that all entries had finished.
+    """
+    options, work = runs[0].session.options, current()
+    for run in runs:
+        some = [chat[:1] for chat in groups[0][: run.batch_size]]
+        try:
+            run.write(some, -1, [0] * len(some), min(WARM_UP, options.max_new_tokens))
+        except UserError:
+            raise
+        except (ValueError, RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
+            if not run.entry.is_baseline:
+                raise
+            run.note = f"transformers refused: {type(error).__name__}: {str(error).splitlines()[0][:160]}"
+    running = [run for run in runs if not run.note]
+    for i, chats in enumerate(groups):
+        found: list[list[list[TimedText]]] = [[[] for _ in chats] for _ in running]
+        for repeat in range(options.repeats):
+            seeds = [options.seed + 1009 * (i + j) + repeat for j in range(len(chats))]
+            for turn in range(len(running)):
+                place = (i * options.repeats + repeat + turn) % len(running)
+                run = running[place]
+                work.update(name=f"{name} {run.entry.label}")
+                sample = run.batch_size == 1 and i < options.samples and repeat == 0
+                written = run.write(chats, repeat, seeds, options.max_new_tokens, sample=sample)
+                for texts, text in zip(found[place], written):
+                    texts.append(text)
+                work.advance()
+        for run, texts_of_chats in zip(running, found):
+            run.record.texts += texts_of_chats
 
 
 class Benchmark:
     """Measures entries on suites.
 
     Attributes:
-        blocks: results so far; after an interrupt the last one holds the prompts that all methods had finished.
-        items: the prompts of each suite that fit the contexts.
-        records: the timed sequences of what was measured here, by suite, temperature, batch size and label.
+        rows: a row for each entry, suite, temperature and batch size, ready for JSON.
+        analysis: for each row acceptance by position, draft lengths and sample texts.
+        records: the timed sequences by suite, temperature, batch size and label.
+        stopped: what an interrupt ended, whose rows then cover the prompts that all methods had finished.
     """
 
     def __init__(self, session: Session) -> None:
-        self.session = session
-        self.blocks: list[ResultBlock] = []
-        self.items: dict[str, list[Item]] = {}
+        self.session, self.stopped = session, ""
+        self.rows: list[dict[str, Any]] = []
+        self.analysis: list[dict[str, Any]] = []
         self.records: dict[tuple[str, float, int, str], Record] = {}
-        self._reference: dict[tuple[Any, ...], list[int]] = {}  # greedy texts of generate by `_key`
-        self._scores: dict[tuple[int, str], float] = {}
+        self._expected: dict[tuple[tuple[int, ...], ...], list[int]] = {}  # greedy texts of generate by prompt
 
     def run(
         self,
@@ -86,8 +296,6 @@ class Benchmark:
         *,
         batch_sizes: Iterable[int] = (1,),
         prompts: int | None = None,
-        finished: Iterable[ResultBlock] = (),
-        on_block: Callable[[ResultBlock], None] | None = None,
     ) -> list[dict[str, Any]]:
         """Measure all entries on all suites at all batch sizes; the baselines are added at every temperature.
 
@@ -96,205 +304,118 @@ class Benchmark:
             entries: in the order of the table; of transformers' methods only ``generate`` decodes batches.
             batch_sizes: sequences at once.
             prompts: number of prompts of each suite at batch sizes that need no more; None: all.
-            finished: blocks of an earlier run that need not be measured again.
-            on_block: called with every block that is complete.
 
         Returns:
-            The rows of all blocks.
+            `rows`.
 
         Raises:
-            UserError: a draft or a store is missing, no prompt fits the context, or a model decodes one text at a time.
-            KeyboardInterrupt: passed on after `blocks` has been brought up to date.
+            UserError: a draft or a store is missing, or no prompt fits the context.
+            KeyboardInterrupt: passed on after `rows` has been brought up to date.
         """
-        suites, entries, session = list(suites), list(entries), self.session
-        sizes = sorted(set(batch_sizes)) or [1]
-        check_entries(session, entries)
-        self.blocks = list(finished)
-        self.items = {suite.name: session.items(suite) for suite in suites}
+        entries, session, sizes = list(entries), self.session, sorted(set(batch_sizes))
+        for entry in entries:
+            EntryRun(session, entry)
+        items = [(suite, session.items(suite)) for suite in suites]
         if session.options.costs:
-            used = [c for c in entries if c.needs_draft and c.draft is not None]
+            drafted = [e for e in entries if e.needs_draft and e.draft]
             session.measure_costs(
-                [item for items in self.items.values() for item in items],
-                dict.fromkeys(c.draft for c in used if c.draft),
-                longest=max((c.options.draft_length or 0 for c in entries), default=0),
-                trees=any(c.method in TREES for c in entries),
-                repeats=max(1, session.options.cost_turns // 4),
+                [item for _, some in items for item in some],
+                dict.fromkeys(str(e.draft) for e in drafted),
+                longest=max((e.options.draft_length or 0 for e in entries), default=0),
+                trees=any(e.method in TREES for e in entries),
                 batch_sizes=sizes,
-                adapting={c.draft for c in used if c.adapts_to_costs and c.draft},
+                bookkeeping={str(e.draft) for e in drafted if e.options.never_slower or e.stop_rule == "cost-optimal"},
             )
-        done = {(block.suite, block.temperature, block.batch_size) for block in self.blocks}
-        temperatures = dict.fromkeys(c.temperature for c in entries)
-        jobs = [(s, t, size) for s in suites for t in temperatures for size in sizes if (s.name, t, size) not in done]
-        work, repeats = current(), session.options.repeats
-        tables = [self._table(entries, t, size) for _, t, size in jobs]
-        groups = [self._groups(suite.name, size, prompts) for suite, _, size in jobs]
-        work.update(done=0, total=repeats * sum(len(table) * len(some) for table, some in zip(tables, groups)))
-        for (suite, temperature, size), table, some in zip(jobs, tables, groups):
+        blocks = []
+        temperatures = dict.fromkeys(e.temperature for e in entries)
+        for suite, some, temperature, size in ((*of, t, size) for of in items for t in temperatures for size in sizes):
+            table = [e for e in entries if e.temperature == temperature]
+            if size > 1:
+                table = [e for e in table if not e.is_baseline or e.method == REFERENCE]
+            given = {e.method: e for e in reversed(table)}
+            first = [given.get(m, BenchEntry(m, temperature=temperature)) for m in (BASELINE, REFERENCE)]
+            if size == 1:
+                chats = [list(turns) for _, turns in groupby(some, key=lambda item: id(item.prompt))]
+                groups = [[chat] for chat in chats[:prompts]]
+            else:
+                count = max(len(some) if prompts is None else prompts, FILLED * size)
+                groups = [[[some[i % len(some)]] for i in range(count)]]
+            blocks.append((suite, temperature, size, first + [e for e in table if e not in first], groups))
+        rounds = sum(len(table) * len(groups) for *_, table, groups in blocks)
+        current().update(done=0, total=session.options.repeats * rounds)
+        for suite, temperature, size, table, groups in blocks:
             runs = [EntryRun(session, entry, size) for entry in table]
+            name = f"{suite.name} T={temperature:g}" + (f" batch {size}" if size > 1 else "")
             try:
                 with quiet():
-                    self._measure(
-                        some, runs, f"{suite.name} T={temperature:g}" + (f" batch {size}" if size > 1 else "")
-                    )
+                    time_texts(runs, groups, name)
             except KeyboardInterrupt:
-                if any(run.record.texts for run in runs):
-                    self.blocks.append(self._report(suite, some, runs, complete=False))
+                self.stopped = name
+                if runs[0].record.texts:
+                    self._add_rows(suite, runs, [chat for chats in groups for chat in chats])
                 raise
-            self.blocks.append(self._report(suite, some, runs))
-            if on_block is not None:
-                on_block(self.blocks[-1])
+            self._add_rows(suite, runs, [chat for chats in groups for chat in chats])
         return self.rows
 
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        """The rows of all blocks, ready for JSON."""
-        return [row for block in self.blocks for row in block.rows]
-
-    @property
-    def analysis(self) -> list[dict[str, Any]]:
-        """For every row acceptance by position, draft lengths, seconds by phase, sample texts."""
-        return [entry for block in self.blocks for entry in block.analysis]
-
-    def _table(self, entries: Sequence[BenchEntry], temperature: float, size: int) -> list[BenchEntry]:
-        """The entries of one temperature, the baselines first; of transformers' methods only generate batches."""
-        some = [c for c in entries if c.temperature == temperature]
-        if size > 1:
-            some = [c for c in some if c.method not in TRANSFORMERS_BASELINES or c.method == REFERENCE]
-        given = {c.method: c for c in reversed(some)}
-        first = [given.get(m, BenchEntry(m, temperature=temperature)) for m in (BASELINE, REFERENCE)]
-        return first + [c for c in some if c not in first]
-
-    def _groups(self, suite: str, size: int, prompts: int | None) -> Sequence[Sequence[Chat]]:
-        """The chats that a method decodes before the next method does: one chat, or all prompts of a batch."""
-        items = self.items[suite]
-        if size == 1:
-            return [[list(turns)] for _, turns in groupby(items, key=lambda item: id(item.prompt))][:prompts]
-        count = max(len(items) if prompts is None else prompts, FILLED * size)
-        return [[[items[i % len(items)]] for i in range(count)]]
-
-    def _measure(self, groups: Sequence[Sequence[Chat]], runs: list[EntryRun], label: str) -> None:
-        options, work = self.session.options, current()
+    def _add_rows(self, suite: Suite, runs: Sequence[EntryRun], chats: Sequence[Chat]) -> None:
+        """Make the rows of one suite, temperature and batch size."""
+        session, temperature, size = self.session, runs[0].entry.temperature, runs[0].batch_size
+        score: Any = suite.score
+        keys = [tuple(tuple(item.ids) for item in chat) for chat in chats]
+        numbers = prompt_numbers([(item.ids, len(item.ids)) for item, *_ in chats]) if size > 1 else ()
         for run in runs:
-            self._warm_up(run, groups[0][: run.batch_size])
-        running = [run for run in runs if not run.note]
-        for i, chats in enumerate(groups):
-            texts: dict[int, list[list[TimedText]]] = {id(run): [[] for _ in chats] for run in running}
-            for repeat in range(options.repeats):
-                first = (i * options.repeats + repeat) % len(running)
-                for run in running[first:] + running[:first]:
-                    work.update(name=f"{label} {run.entry.label}")
-                    seeds = [options.seed + 1009 * (i + j) + repeat for j in range(len(chats))]
-                    sample = run.batch_size == 1 and i < options.samples and repeat == 0
-                    written = run.write(chats, repeat, seeds, options.max_new_tokens, sample)
-                    for own, text in zip(texts[id(run)], written):
-                        own.append(text)
-                    work.advance()
-            for run in running:
-                run.record.texts += texts[id(run)]
-            if runs[0].batch_size == 1:
-                for meter in dict.fromkeys(self.session.meters.values()):  # under the same load of the machine
-                    meter.run(1 + options.cost_turns // len(groups), seconds=1.0)
-
-    def _warm_up(self, run: EntryRun, chats: Sequence[Chat]) -> None:
-        """Decode short texts; at batch size 1 also run a forward of every width of a fixed draft length."""
-        try:
-            run.write([chat[:1] for chat in chats], -1, [0] * len(chats), min(24, self.session.options.max_new_tokens))
-        except UserError:
-            raise
-        except (ValueError, RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
-            if run.baseline is None:
-                raise
-            run.note = f"transformers refused: {type(error).__name__}: {str(error).splitlines()[0][:160]}"
-            return
-        if run.batch_size == 1 and run.baseline is None and run.draft_length and run.entry.needs_draft:
-            runner = self.session.runner
-            with torch.inference_mode():
-                for n in range(1, min(run.draft_length + 1, runner.limit) + 1):
-                    cache = runner.new_cache()
-                    runner.forward([cache], [torch.zeros(n, dtype=torch.long, device=runner.device)])
-                    cache.close()
-
-    def _report(
-        self, suite: Suite, groups: Sequence[Sequence[Chat]], runs: Sequence[EntryRun], complete: bool = True
-    ) -> ResultBlock:
-        session, chats, rows, details = self.session, [chat for group in groups for chat in group], [], []
-        size, temperature = runs[0].batch_size, runs[0].entry.temperature
-        session.costs = {name: meter.cost() for name, meter in session.meters.items()}
-        for run in runs:
+            run.record.prompts = numbers
             self.records[suite.name, temperature, size, run.entry.label] = run.record
-            if size > 1:
-                run.record.clusters = prompt_numbers([(item.ids, len(item.ids)) for item, *_ in chats])
             if run.entry.method == REFERENCE and temperature == 0:
-                for chat, texts in zip(chats, run.record.texts):
-                    self._reference.setdefault(_key(suite.name, chat), texts[0].new_ids)
+                for key, texts in zip(keys, run.record.texts):
+                    self._expected.setdefault(key, texts[0].new_ids)
         for run in runs:
+            entry, record = run.entry, run.record
+            draft = entry.draft if entry.needs_draft else None
+            of = {other.entry.method: other.record for other in runs if other.record.texts}
+            for other in runs:  # of several assistants the one of this draft and length, if there is one
+                if other.record.texts and (other.entry.draft, other.draft_length) == (draft, run.draft_length):
+                    of[other.entry.method] = other.record
+            marks = [
+                statistics.fmean(score(item.prompt, session.text(text.new_ids)) for text in texts)
+                for (item, *_), texts in zip(chats, record.texts if score is not None else ())
+            ]
             where = {"suite": suite.name, "temperature": temperature}
-            marks = self._marks(run.record, suite, chats)
-            rows.append(plain(where | self._row(run, runs, suite.name, chats, marks)))
-            if run.record.texts:
-                alone = run.baseline is None and METHODS[run.entry.method][0] == "none"
-                prompts = [item for chat in chats for item in chat]
-                samples = [
-                    {
-                        "prompt": item.said,
-                        "text": session.text(out.new_ids),
-                        "tokens": marked(
-                            Detokenizer(session.tokenizer), out.new_ids, out.written_by, out.rejected, alone
-                        ),
-                    }
-                    for item, out in zip(prompts, run.samples)
-                ]
-                kept = {"name": run.entry.label, "samples": samples}
-                details.append(plain(where | {"batch_size": size} | analysis(run.record) | run.learned | kept))
-        costs = {name or "": cost.to_dict() for name, cost in self._costs(size).items()}
-        return ResultBlock(suite.name, temperature, rows, details, costs, complete, size)
-
-    def _costs(self, size: int) -> dict[str | None, CostModel]:
-        at = self.session.costs_at.items()
-        return self.session.costs if size == 1 else {name: cost for (name, batch), cost in at if batch == size}
-
-    def _row(
-        self, run: EntryRun, runs: Sequence[EntryRun], suite: str, chats: Sequence[Chat], marks: Sequence[float]
-    ) -> dict[str, Any]:
-        entry, record, seed = run.entry, run.record, self.session.options.seed
-        row = dict.fromkeys(COLUMNS) | run.about() | {"note": run.note, "prompts": len(record.texts)}
-        if not record.texts:
-            return row
-
-        def unlike(other: EntryRun) -> tuple[bool, bool]:  # of several assistants the one most like this entry
-            return entry.draft not in (None, other.entry.draft), other.draft_length != run.draft_length
-
-        of = {
-            other.entry.method: other.record for other in sorted(runs, key=unlike, reverse=True) if other.record.texts
-        }
-        in_turn = entry.needs_draft and entry.method not in TREES | {"hybrid"}  # one draft forward for each token
-        row |= speeds(record, of, seed) | counts(record) | acceptance(record, seed)
-        if (cost := self._costs(run.batch_size).get(row["draft"])) is not None:
-            row["predicted_speedup"] = speedup_of_trace(record.trace(), cost, drafts_with_model=in_turn)
-        row["categories"] = by_category(record, of, [chat[0].prompt.category for chat in chats], seed)
-        if marks:
-            error = statistics.stdev(marks) / len(marks) ** 0.5 if len(marks) > 1 else None
-            row |= {"accuracy": statistics.fmean(marks), "accuracy_se": error}
-        if entry.temperature == 0 and self._reference:
-            known = [self._reference[_key(suite, chat)] for chat, _ in zip(chats, record.texts)]
-            same = [text.new_ids == ids for ids, own in zip(known, record.texts) for text in own]
-            row |= {"identical_share": statistics.fmean(same), "identical_to_target": all(same)}
-        return row
-
-    def _marks(self, record: Record, suite: Suite, chats: Sequence[Chat]) -> list[float]:
-        """The mean score of each prompt's texts; empty if the suite has no scorer."""
-        means = []
-        for (item, *_), texts in zip(chats, record.texts) if suite.score is not None else ():
-            marks = []
-            for written in texts:
-                text = self.session.text(written.new_ids)
-                key = (id(item.prompt), text)
-                if key not in self._scores:
-                    self._scores[key] = float(suite.score(item.prompt, text))  # type: ignore[misc]
-                marks.append(self._scores[key])
-            means.append(statistics.fmean(marks))
-        return means
-
-
-def _key(suite: str, chat: Chat) -> tuple[Any, ...]:
-    return (suite, *(tuple(item.ids) for item in chat))
+            about: dict[str, Any] = where | {
+                "name": entry.label,
+                "method": entry.method,
+                "draft": draft,
+                "draft_length": run.draft_length,
+                "batch_size": size,
+                "lossless": entry.is_baseline or is_lossless(entry.method, entry.rule),
+                "baseline": entry.is_baseline,
+                "repeats": session.options.repeats,
+                "note": run.note,
+            }
+            row = make_row(
+                record,
+                of,
+                session.options.seed,
+                cost=session.costs.get(draft, {}).get(size),
+                drafts_in_turn=entry.needs_draft and entry.method not in TREES | {"hybrid"},
+                categories=[chat[0].prompt.category for chat in chats],
+                marks=marks,
+                expected=[self._expected.get(key) for key in keys] if temperature == 0 else [],
+            )
+            self.rows.append(plain(about | row))
+            if not record.texts:
+                continue
+            detail: dict[str, Any] = where | {"batch_size": size, "name": entry.label} | analysis(record)
+            rules = [method.rule for method in run.methods[:-1]]
+            if rules and isinstance(rules[0], JensenShannon):  # the final threshold of an adaptive acceptance rule
+                detail["verification_threshold"] = statistics.fmean(rule.theta for rule in rules)
+            alone = not entry.is_baseline and METHODS[entry.method][0] == "none"
+            detail["samples"] = [
+                {
+                    "prompt": item.said,
+                    "text": session.text(out.new_ids),
+                    "tokens": marked(Detokenizer(session.tokenizer), out.new_ids, out.written_by, out.rejected, alone),
+                }
+                for item, out in zip([item for chat in chats for item in chat], run.samples)
+            ]
+            self.analysis.append(plain(detail))

@@ -1,24 +1,43 @@
-"""Measured costs, in one-token target forwards: c of a draft forward, v(n) of an n-token target forward."""
+"""Measured costs, in one-token target forwards: c of a draft forward, v(n) of an n-token target forward.
+
+Forwards are timed by `measure_costs`, the bookkeeping of decoding around them by `with_bookkeeping`, and drafting with
+the target's own first layers by `exit_costs`.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
+from decode import loop
+from decode.drafters.base import NoDrafter
+from decode.drafters.early_exit import EarlyExitDrafter
+from decode.loop import Method
+from decode.method_options import MethodOptions
+from decode.methods import MethodInputs, build
+from decode.models.fast_forward import LayerSubset
+from decode.models.fast_runner import FastRunner
 from decode.models.other_tokenizer import ForeignRunner
 from decode.models.runner import Runner, synchronize
-from decode.stopping import RoundCosts, between
+from decode.sampling import LogitsWarper, TorchRng
+from decode.stopping import Confidence, Fixed, RoundCosts, StopRule, between, token_probability
 
 LONGEST = 15  # v(n) is measured for n up to LONGEST + 1
 BURST = 5  # most draft forwards in a row before a target forward is timed
 SETTLE, STEADY = 0.03, 8
 """Seconds of one-token target forwards before timing starts, and the number of those that are timed."""
+TURNS, LEAST_TURNS, MOST_SECONDS = 15, 3, 5.0
+"""Turns of measurements; after the least number of them, no further one begins after so many seconds."""
+REPEATS, ROUNDS = 3, 8  # bookkeeping is the median of so many repeats of so many rounds
+EXIT_LENGTHS = (1, 2, 4, 8, 16, 24)  # draft lengths of early exits that are timed
+RULED = 8  # tokens a round while stop rules are timed
+EXIT_ROUNDS, EXIT_TURNS, EXIT_SECONDS = 4, 9, 20.0  # rounds of a text, most texts of each method, seconds of all
 
 
 @dataclass
@@ -36,14 +55,8 @@ class CostModel:
     step_overhead: float = 0.0  # bookkeeping of a plain step
 
     def v(self, n: float) -> float:
-        """Cost of an n-token target forward: linear between measured points, and along the upper half beyond them."""
-        widths = sorted(self.verify_cost)
-        if n in self.verify_cost:
-            return self.verify_cost[int(n)]
-        if n <= widths[-1] or len(widths) == 1:
-            return between(self.verify_cost, n)
-        middle, last = widths[len(widths) // 2 - 1], widths[-1]
-        return between({middle: self.verify_cost[middle], last: self.verify_cost[last]}, n)
+        """Cost of an n-token target forward, linear between the measured points and beyond them."""
+        return between(self.verify_cost, n)
 
     @property
     def plain(self) -> float:
@@ -76,16 +89,20 @@ def round_costs(costs: Iterable[CostModel]) -> RoundCosts:
     return RoundCosts(step, draft, verify)
 
 
-Texts = Any  # a runner with the caches of several sequences
-
-
-class CostMeter:
-    """Times the forwards of a pair in the order in which decoding runs them.
+@torch.inference_mode()
+def measure_costs(
+    target: Runner,
+    draft: Runner | None = None,
+    *,
+    widths: Iterable[int] = range(1, LONGEST + 2),
+    context: int = 128,
+    batch: int = 1,
+) -> CostModel:
+    """Time the forwards of a pair in the order in which decoding runs them.
 
     A one-token target forward follows several others, as without a draft; draft forwards follow each other, and an
     n-token target forward follows n − 1 of them (at most `BURST`). In isolation the same forwards take between half and
-    twice the time, depending on what the processor's caches hold. Turns may be spread over a benchmark, so that costs
-    and speeds are measured under the same load of the machine.
+    twice the time, depending on what the processor's caches hold.
 
     Args:
         target: the target.
@@ -94,157 +111,195 @@ class CostMeter:
         context: tokens before the measured ones; fewer if a model's context is shorter.
         batch: sequences in every forward.
     """
+    runners = [target] if draft is None or draft is target else [target, draft]
+    room = min(runner.limit for runner in runners)
+    widths = sorted({n for n in widths if 1 < n < room})
+    steady = min(STEADY, room - 1)
+    longest = max([steady, *widths])
+    context = max(1, min(context, room - longest))
+    if isinstance(draft, ForeignRunner):  # it drafts common tokens only, each of which is one of its own
+        known = draft.vocabulary.target_ids.cpu()
+    else:
+        known = torch.arange(min(runner.vocab_size for runner in runners))
+    random = torch.Generator().manual_seed(0)
+    tokens = known[torch.randint(len(known), (context + longest,), generator=random)].to(target.device)
+    caches: dict[int, list[Any]] = {id(runner): [] for runner in runners}
 
-    def __init__(
-        self,
-        target: Runner,
-        draft: Runner | None = None,
-        *,
-        widths: Iterable[int] = range(1, LONGEST + 2),
-        context: int = 128,
-        batch: int = 1,
-    ) -> None:
-        self.target, self.draft, self.batch = target, draft, batch
-        self.runners = [target] if draft is None or draft is target else [target, draft]
-        room = min(runner.limit for runner in self.runners)
-        self.widths = sorted({n for n in widths if 1 < n < room})
-        longest = max([min(STEADY, room - 1), *self.widths])
-        self.context = max(1, min(context, room - longest))
-        generator = torch.Generator().manual_seed(0)
-        if isinstance(draft, ForeignRunner):  # it drafts common tokens only, each of which is one of its own
-            known = draft.vocabulary.target_ids.cpu()
-        else:
-            known = torch.arange(min(runner.vocab_size for runner in self.runners))
-        self.tokens = known[torch.randint(len(known), (self.context + longest,), generator=generator)]
-        self.plain: list[float] = []
-        self.drafting: list[float] = []
-        self.verifying: dict[int, list[float]] = {n: [] for n in self.widths}
-        self.turns = 0
+    def seconds(runner: Runner, n: int, times: int = 1) -> list[float]:
+        """Times of successive n-token forwards after the context."""
+        rows, found = caches[id(runner)], []
+        for _ in range(times):
+            feed = tokens[rows[0].length : rows[0].length + n].to(runner.device)
+            synchronize(runner.device)
+            began = time.perf_counter()
+            runner.forward(rows, [feed] * batch, last=1 if n == 1 else None)
+            synchronize(runner.device)
+            found.append(time.perf_counter() - began)
+        for cache in rows:
+            cache.truncate(context)
+        return found
 
-    @contextmanager
-    def _filled(self) -> Iterator[tuple[Texts, Texts]]:
-        """Sequences of `context` tokens in caches of target and draft (the same ones if the target drafts)."""
-        opened: dict[int, Texts] = {}
-        with torch.inference_mode():
-            try:
-                for runner in self.runners:
-                    runner.reserve(rows=self.batch, capacity=len(self.tokens))
-                    caches = [runner.new_cache() for _ in range(self.batch)]
-                    opened[id(runner)] = runner, caches
-                    for cache in caches:
-                        runner.forward([cache], [self.tokens[: self.context].to(runner.device)], last=0)
-                yield opened[id(self.target)], opened.get(id(self.draft))
-            finally:
-                for runner, caches in opened.values():
-                    for cache in caches:
-                        cache.close()
-                    runner.reserve(rows=1)
-
-    @torch.inference_mode()
-    def _turn(self, target: Texts, draft: Texts) -> None:
-        steps, settled = min(STEADY, len(self.tokens) - self.context), 0.0
-        while settled < SETTLE:
-            settled += sum(self._steps(target, steps))
-        self.plain += self._steps(target, steps)
-        for i in range(len(self.widths)):
-            n = self.widths[(i + self.turns) % len(self.widths)]
-            if draft:
-                self.drafting += self._steps(draft, min(n - 1, BURST))
-            if not draft or not self.turns:
-                self._time(target, n)
-                self._back(target)
-            self.verifying[n].append(self._time(target, n))
-            self._back(target)
-        self.turns += 1
-
-    def _steps(self, texts: Texts, count: int) -> list[float]:
-        times = [self._time(texts, 1) for _ in range(count)]
-        self._back(texts)
-        return times
-
-    def _back(self, texts: Texts) -> None:
-        for cache in texts[1]:
-            cache.truncate(self.context)
-
-    def _time(self, texts: Texts, n: int) -> float:
-        runner, caches = texts
-        feed = self.tokens[caches[0].length : caches[0].length + n].to(runner.device)
-        synchronize(runner.device)
-        began = time.perf_counter()
-        runner.forward(caches, [feed] * len(caches), last=1 if n == 1 else None)
-        synchronize(runner.device)
-        return time.perf_counter() - began
-
-    def cost(self) -> CostModel:
-        """Costs from the medians of all times so far."""
-        one = float(np.median(self.plain))
-        spent = float(np.median(self.drafting)) if self.drafting else 0.0
-        verify = {1: 1.0} | {n: float(np.median(times)) / one for n, times in self.verifying.items()}
-        seconds = {"target_seconds": one, "draft_seconds": spent}
-        return CostModel(spent / one, verify, **seconds, context=self.context, batch=self.batch)
-
-    def run(self, repeats: int = 21, seconds: float = 5.0, least: int | None = None) -> CostModel:
-        """Up to `repeats` turns; after `least` in all (None: five, of a batch two), none begins after `seconds`."""
-        began, least = time.perf_counter(), least or (5 if self.batch == 1 else 2)
-        with self._filled() as texts:
-            for turn in range(repeats):
-                if self.turns >= least and turn and time.perf_counter() - began > seconds:
-                    break
-                self._turn(*texts)
-        return self.cost()
-
-
-class ForwardTimer:
-    """Seconds inside the forwards of some runners.
-
-    Attributes:
-        seconds: of all forwards.
-        prompt_seconds: of the forwards that gave no logits.
-        forwards: number of forwards of the first runner that gave logits; one over several sequences counts once.
-        inside: whether a forward is running.
-    """
-
-    seconds = prompt_seconds = 0.0
-    forwards = 0
-    inside = False
-
-
-@contextmanager
-def time_forwards(*runners: Runner) -> Iterator[ForwardTimer]:
-    """Add up the time of all forwards, including those of early layers; the rest of a round is bookkeeping."""
-    timer = ForwardTimer()
-    different = list({id(r): r for r in runners}.values())
-
-    def timed(read: Callable[..., Any], device: torch.device, first: bool) -> Callable[..., Any]:
-        def call(*args: Any, **extra: Any) -> Any:
-            if timer.inside:  # a forward that calls another one
-                return read(*args, **extra)
-            synchronize(device)
-            began, timer.inside = time.perf_counter(), True
-            try:
-                logits = read(*args, **extra)
-            finally:
-                timer.inside = False
-            synchronize(device)
-            spent, prompt = time.perf_counter() - began, extra.get("last") == 0
-            timer.seconds += spent
-            timer.prompt_seconds += spent * prompt
-            timer.forwards += first and not prompt
-            return logits
-
-        return call
-
-    for runner in different:
-        for name in WAYS:
-            if hasattr(runner, name):
-                vars(runner)[name] = timed(getattr(runner, name), runner.device, runner is different[0])
+    plain: list[float] = []
+    drafting: list[float] = []
+    verifying: dict[int, list[float]] = {n: [] for n in widths}
     try:
-        yield timer
+        for runner in runners:
+            runner.reserve(rows=batch, capacity=len(tokens))
+            for _ in range(batch):
+                cache = runner.new_cache()
+                caches[id(runner)].append(cache)
+                runner.forward([cache], [tokens[:context].to(runner.device)], last=0)
+        began = time.perf_counter()
+        for turn in range(TURNS):
+            if turn >= LEAST_TURNS and time.perf_counter() - began > MOST_SECONDS:
+                break
+            settled = 0.0
+            while settled < SETTLE:
+                settled += sum(seconds(target, 1, steady))
+            plain += seconds(target, 1, steady)
+            first = turn % max(1, len(widths))
+            for n in widths[first:] + widths[:first]:
+                if draft is not None:
+                    drafting += seconds(draft, 1, min(n - 1, BURST))
+                if draft is None or not turn:
+                    seconds(target, n)  # warms up
+                verifying[n] += seconds(target, n)
     finally:
-        for runner in different:
-            for name in WAYS:
-                vars(runner).pop(name, None)
+        for runner in runners:
+            for cache in caches[id(runner)]:
+                cache.close()
+            runner.reserve(rows=1)
+    one, drafted = float(np.median(plain)), float(np.median(drafting or [0.0]))
+    verify = {1: 1.0} | {n: float(np.median(times)) / one for n, times in verifying.items()}
+    return CostModel(drafted / one, verify, 0, 0, one, drafted, context, batch)
 
 
-WAYS = ("forward", "forward_pairs", "forward_level")
-"""Methods that are forwards."""
+def timed_rounds(
+    target: Runner, method: Method, warp: LogitsWarper, prompts: Sequence[list[int]], count: int, seed: int = 0
+) -> tuple[float, float, float, float]:
+    """Decode some rounds of sequences together.
+
+    Returns:
+        Mean seconds of a round's drafting, of its verification and of the rest of it, and the mean number of tokens
+        drafted for each sequence.
+    """
+    budget = count * (method.stop.window + 2)  # so that no draft is cut
+    sequences = [
+        loop.Sequence(target, method, warp, prompt, max_new_tokens=budget, rng=TorchRng(seed + i, target.device))
+        for i, prompt in enumerate(prompts)
+    ]
+    for _ in islice(loop.run(target, method, sequences, len(sequences)), count * len(sequences)):
+        pass
+    traces = [one.trace for one in sequences]
+    rounds = sum(trace.rounds for trace in traces) / len(traces)
+    drafting, verifying = (
+        sum(map(sum, times)) for times in zip(*((t.draft_seconds, t.verify_seconds) for t in traces))
+    )
+    total = sum(trace.total_seconds - trace.prefill_seconds for trace in traces)
+    drafted = sum(sum(trace.drafted) for trace in traces) / len(traces)
+    return drafting / rounds, verifying / rounds, (total - drafting - verifying) / rounds, drafted / rounds
+
+
+def with_bookkeeping(
+    cost: CostModel, target: Runner, draft: Runner, warp: LogitsWarper, prompts: Sequence[list[int]]
+) -> CostModel:
+    """The costs with the bookkeeping of a plain step, of a round beyond it, and of a drafted token.
+
+    Bookkeeping is what a round takes beyond the models' forwards; two draft lengths separate its parts. It is measured
+    on the CPU only, where a forward has ended when its call returns, and 0 elsewhere.
+    """
+    if target.device.type != "cpu":
+        return cost
+    spent, drafted = [], []  # of a round of lengths 0, 2 and 8
+    for length in (0, 2, 8):
+        inputs = MethodInputs(target, warp, draft if length else None, options=MethodOptions(length or None))
+        method, found = build("vanilla" if length else "autoregressive", inputs), []
+        for repeat in range(REPEATS):
+            chosen = [prompts[(repeat * cost.batch + i) % len(prompts)] for i in range(cost.batch)]
+            *parts, k = timed_rounds(target, method, warp, chosen, ROUNDS, repeat * cost.batch)
+            found.append((sum(parts) / cost.target_seconds - k * cost.cost_ratio - cost.v(k + 1), k))
+        spent.append(float(np.median([more for more, _ in found])))
+        drafted.append(float(np.median([k for _, k in found])))
+    plain = max(0.0, spent[0])
+    slope = max(0.0, (spent[2] - spent[1]) / (drafted[2] - drafted[1])) if drafted[2] > drafted[1] else 0.0
+    rest = max(0.0, spent[1] - slope * drafted[1] - plain)
+    return replace(cost, overhead=rest, draft_overhead=slope, step_overhead=plain)
+
+
+def exit_costs(
+    runner: FastRunner,
+    exits: Sequence[int],
+    probes: Mapping[str, Confidence],
+    warp: LogitsWarper,
+    prompts: Sequence[list[int]],
+    *,
+    longest: int = EXIT_LENGTHS[-1],
+) -> tuple[dict[int, CostModel], dict[str, float]]:
+    """Time rounds of decoding whose drafts exit early.
+
+    Of many exits the first, the middle and the last one are timed: every layer costs the same, so the others lie on
+    the straight line through them.
+
+    Args:
+        runner: the target.
+        exits: exit layers.
+        probes: one of each kind, to time them.
+        warp: decoding mode.
+        prompts: token ids, as long as the contexts that costs are wanted for.
+        longest: longest draft that costs are wanted for.
+
+    Returns:
+        For each exit layer the costs in steps of plain decoding: v(n) verifies with the shared cache, c is that of the
+        layers, and `draft_overhead` what a drafted token costs whatever the exit (head, bookkeeping). And, by the name
+        of a confidence (``token`` and those of `probes`), what reading it adds to each drafted token.
+    """
+    timed = sorted({exits[0], exits[len(exits) // 2], exits[-1]})
+    room = (runner.limit - max(map(len, prompts))) // EXIT_ROUNDS - 2
+    lengths = [k for before, k in pairwise((0, *EXIT_LENGTHS)) if before < longest and k <= room] or [1]
+    ruled, confidences = min(RULED, lengths[-1]), {"token": token_probability, **probes}
+    drafters = {layer: EarlyExitDrafter(runner, warp, LayerSubset(layer)) for layer in timed}
+    methods = {(0, 0, ""): Method("plain", NoDrafter(), StopRule(1))}
+    methods |= {(e, k, ""): Method("length", drafters[e], StopRule(k)) for e in timed for k in lengths}
+    methods |= {
+        (timed[0], ruled, name): Method(name, drafters[timed[0]], StopRule(ruled, confidence, threshold=Fixed(-1.0)))
+        for name, confidence in confidences.items()
+    }
+    seen: dict[tuple[int, int, str], list[tuple[float, ...]]] = {key: [] for key in methods}
+    began = time.perf_counter()
+    for turn in range(EXIT_TURNS):
+        if turn > 3 and time.perf_counter() - began > EXIT_SECONDS:
+            break
+        for key, method in methods.items():
+            count = EXIT_ROUNDS if key[1] else 4 * EXIT_ROUNDS
+            found = timed_rounds(runner, method, warp, [prompts[turn % len(prompts)]], count, turn)
+            if turn:  # the first one warms up
+                seen[key].append((found[0] / max(1.0, found[3]), *found[1:3]))
+    # the lower quartile: other programs only ever make a measurement longer
+    draft, verify, rest = ({k: float(np.quantile([f[i] for f in v], 0.25)) for k, v in seen.items()} for i in range(3))
+    plain = verify[0, 0, ""]
+    step = plain + rest[0, 0, ""]
+    slope, start = _line(timed, [float(np.median([draft[e, k, ""] for k in lengths])) for e in timed])
+    lines = {k + 1: _line(timed, [verify[e, k, ""] for e in timed]) for k in lengths}
+    bookkeeping = float(np.median([rest[e, k, ""] for e in timed for k in lengths]))
+    costs = {
+        layer: CostModel(
+            max(1e-9, slope * layer) / step,
+            {1: plain / step} | {n: max(1e-9, a * layer + b) / step for n, (a, b) in lines.items()},
+            overhead=bookkeeping / step,
+            draft_overhead=max(0.0, start) / step,
+            target_seconds=step,
+            draft_seconds=slope * layer + start,
+            context=len(prompts[0]),
+        )
+        for layer in exits
+    }
+    unread = draft[timed[0], ruled, ""]
+    return costs, {name: max(0.0, draft[timed[0], ruled, name] - unread) / step for name in confidences}
+
+
+def _line(x: Sequence[int], y: Sequence[float]) -> tuple[float, float]:
+    """Slope and value at 0 of the straight line through the points; one point has a line through the origin."""
+    if len(x) == 1:
+        return y[0] / x[0], 0.0
+    slope, start = np.polyfit(x, y, 1)
+    return float(slope), float(start)

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import psutil
 import torch
 import transformers
 
-from decode.models.runner import Runner, synchronize
+from decode.models.runner import Runner
 
 BUSY = 0.1  # share of processor time of other processes above which measured speeds are not reliable
 SLOW = 0.05  # seconds of a one-token forward above which more threads are always faster and are not measured
@@ -19,9 +18,11 @@ SLOW = 0.05  # seconds of a one-token forward above which more threads are alway
 
 def describe(device: torch.device | str = "cpu") -> dict[str, Any]:
     """Processor, cores, threads, accelerator and library versions, for reports."""
-    device = torch.device(device)
+    device, info = torch.device(device), Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
     facts: dict[str, Any] = {
-        "cpu": _cpu_name(),
+        "cpu": names[0] if names else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "device": str(device),
@@ -38,10 +39,9 @@ def describe(device: torch.device | str = "cpu") -> dict[str, Any]:
 def sentence(facts: dict[str, Any]) -> str:
     """`describe` in one line."""
     where = facts.get("accelerator") or f"{facts['cpu']}, {facts['cores']} cores"
-    threads = f"{facts['threads']} thread{'s' if facts['threads'] != 1 else ''}"
     others = facts.get("other_processes_share") or 0.0
     load = f", {others:.0%} of the processors' time taken by other processes" if others > BUSY else ""
-    return f"{where}, {threads}, torch {facts['torch']}, transformers {facts['transformers']}{load}"
+    return f"{where}, threads: {facts['threads']}, torch {facts['torch']}, transformers {facts['transformers']}{load}"
 
 
 class Load:
@@ -70,60 +70,40 @@ def _processor_seconds() -> tuple[float, float, float]:
     return busy, own.user + own.system + own.children_user + own.children_system, whole
 
 
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 @torch.inference_mode()
-def seconds_per_token(runner: Runner, *, context: int = 64, repeats: int = 15) -> float:
-    """Median time of a one-token forward at the present thread count."""
-    context = max(1, min(context, runner.limit - 1))
-    token = torch.zeros(1, dtype=torch.long, device=runner.device)
-    cache = runner.new_cache()
-    runner.forward([cache], [token.expand(context)], last=0)
-    times = []
-    for _ in range(repeats):
-        synchronize(runner.device)
-        began = time.perf_counter()
-        runner.forward([cache], [token])
-        synchronize(runner.device)
-        times.append(time.perf_counter() - began)
-        cache.truncate(context)
-    cache.close()
-    return statistics.median(times)
-
-
-def set_threads(runner: Runner, threads: int | None = None) -> tuple[int, str]:
+def set_threads(runner: Runner, threads: int | None = None) -> str:
     """Set torch's thread count: the one asked for, or the faster of one and all, measured on this model.
 
     Small models are often fastest on one thread: handing out work costs more than the work.
 
     Returns:
-        The count, and a sentence that says why.
+        The count, and why it was chosen.
     """
-    if threads is not None:
-        torch.set_num_threads(threads)
-        return threads, f"{threads} thread{'s' if threads > 1 else ''}, as set"
     most = torch.get_num_threads()
-    if most == 1 or runner.device.type != "cpu":
-        return most, f"{most} thread{'s' if most > 1 else ''}, torch's own choice"
-    torch.set_num_threads(1)
-    alone = seconds_per_token(runner, context=1, repeats=2)
-    if alone > SLOW:
-        torch.set_num_threads(most)
-        return most, f"{most} threads: a one-token target forward takes {1e3 * alone:.0f} ms on one, enough to share"
-    times: dict[int, list[float]] = {1: [], most: []}
-    for _ in range(3):  # interleaved, so that other load of the machine affects both
-        for count, seen in times.items():
-            torch.set_num_threads(count)
-            seen.append(seconds_per_token(runner, repeats=7))
+    if threads is not None or most == 1 or runner.device.type != "cpu":
+        torch.set_num_threads(threads or most)
+        return f"threads: {threads or most}"
+    length, token, cache = min(64, runner.limit - 1), torch.zeros(1, dtype=torch.long), runner.new_cache()
+    runner.forward([cache], [token.expand(length)], last=0)
+
+    def fastest(count: int, repeats: int) -> float:
+        """Seconds of the fastest one-token forward with this many threads."""
+        torch.set_num_threads(count)
+        times = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            runner.forward([cache], [token])
+            times.append(time.perf_counter() - began)
+            cache.truncate(length)
+        return min(times)
+
+    times = {1: fastest(1, 2), most: 0.0}
+    if times[1] <= SLOW:
+        rounds = [(fastest(most, 7), fastest(1, 7)) for _ in range(3)]  # interleaved: other load affects both alike
+        times = dict(zip((most, 1), map(min, zip(*rounds))))
+    cache.close()
     # waiting for a descheduled thread is expensive, so more threads have to be clearly faster
-    best = most if min(times[most]) < 0.85 * min(times[1]) else 1
+    best = most if times[most] < 0.85 * times[1] else 1
     torch.set_num_threads(best)
-    measured = ", ".join(f"{1e3 * min(seen):.2f} ms with {count}" for count, seen in times.items())
-    return best, f"{best} thread{'s' if best > 1 else ''}: a one-token target forward takes {measured}"
+    measured = ", ".join(f"{1e3 * times[n]:.2f} ms with {n}" for n in (1, most) if times[n])
+    return f"threads: {best} (a one-token target forward takes {measured})"

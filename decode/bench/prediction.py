@@ -10,13 +10,10 @@ The rounds come from an acceptance rate α that is the same at every position (L
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from decode.bench.costs import CostModel, round_costs
 from decode.bench.offline_acceptance import OfflineAlpha
-from decode.stopping import RoundCosts
 from decode.trace import Trace
 
 
@@ -145,82 +142,59 @@ TOLERANCE = 0.01  # lengths whose speedups differ by less than this share count 
 SCHEDULE = "num_speculative_tokens_per_batch_size"  # vLLM's name of draft lengths by batch size
 
 
-@dataclass
-class BatchForecast:
-    """Predicted speedups of one pair by batch size."""
+def forecast(
+    costs: Sequence[CostModel], alphas: Sequence[OfflineAlpha], longest: int, allowed: int | None = None
+) -> dict[str, Any]:
+    """Predicted speedups of a pair by batch size, over the same batch without a draft.
 
-    costs: Sequence[CostModel]  # measured, one for each batch size, in increasing order
-    alphas: Sequence[OfflineAlpha]  # by depth in the draft
-    longest: int  # largest draft length
+    Args:
+        costs: measured, one for each batch size, in increasing order; costs between them are interpolated.
+        alphas: acceptance by depth in the draft.
+        longest: largest draft length.
+        allowed: largest draft length of the schedule; vLLM takes none above its ``num_speculative_tokens``.
 
-    @cached_property
-    def seconds(self) -> RoundCosts:
-        """The costs as `RoundCosts`, which interpolates between batch sizes."""
-        return round_costs(self.costs)
+    Returns:
+        ``batches``: costs, speedups and goodput (tokens/s of all sequences) at each measured batch size; vLLM's
+        schedule, [first batch size, last batch size, drafted tokens], in which a length is kept for larger batch sizes
+        while it is within `TOLERANCE` of the best one; ``drafting_loses_from_batch_size``, None if a draft gains at the
+        largest batch size; ``round_costs``.
+    """
+    seconds, rounds = round_costs(costs), {k: replayed(alphas, k) for k in range(1, longest + 1)}
 
-    @cached_property
-    def rounds(self) -> dict[int, tuple[int, dict[int, float]]]:
-        """Tokens and rounds of each draft length."""
-        return {k: replayed(self.alphas, k) for k in range(1, self.longest + 1)}
-
-    def speedups(self, batch: int, longest: int | None = None) -> dict[int, float]:
-        """Predicted speedups by draft length at any batch size, over the same batch without a draft."""
-        draft, plain, found = self.seconds.drafting(batch), self.seconds.plain(batch), {}
-        for k in range(1, min(longest or self.longest, self.longest) + 1):
-            tokens, lengths = self.rounds[k]
-            spent = sum(
-                n * (draft * drafted + self.seconds.verifying(batch, drafted + 1)) for drafted, n in lengths.items()
-            )
+    def speedups(batch: int, most: int = longest) -> dict[int, float]:
+        plain, draft, found = seconds.plain(batch), seconds.drafting(batch), {}
+        for k in range(1, most + 1):
+            tokens, lengths = rounds[k]
+            spent = sum(n * (draft * k + seconds.verifying(batch, k + 1)) for k, n in lengths.items())
             found[k] = tokens * plain / spent
         return found
 
-    @property
-    def losing_from(self) -> int | None:
-        """The smallest batch size from which no draft length gains; None if one gains at the largest measured size."""
-        sizes = range(self.costs[-1].batch, 0, -1)
-        gaining = next((size for size in sizes if best_length(self.speedups(size))), 0)
-        return gaining + 1 if gaining < self.costs[-1].batch else None
-
-    def schedule(self, longest: int | None = None) -> list[list[int]]:
-        """vLLM's draft lengths by batch size, up to the largest measured one.
-
-        Returns:
-            Entries [first batch size, last batch size, drafted tokens]; a length is kept for larger batch sizes while
-            it is within `TOLERANCE` of the best one.
-        """
-        entries: list[list[int]] = []
-        for size in range(1, self.costs[-1].batch + 1):
-            speedups = self.speedups(size, longest)
-            best = best_length(speedups)
-            before = entries[-1][2] if entries else 0
-            if best and before and speedups[before] >= max(1.0, (1 - TOLERANCE) * speedups[best]):
-                best = before
-            if entries and entries[-1][2] == best:
-                entries[-1][1] = size
-            else:
-                entries.append([size, size, best])
-        return entries
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Costs, speedups and goodput (tokens/s of all sequences) at each measured batch size."""
-        found = []
-        for cost in self.costs:
-            plain, speedups = cost.batch / self.seconds.plain(cost.batch), self.speedups(cost.batch)
-            best = best_length(speedups)
-            lengths = [{"draft_length": k, "predicted_speedup": s, "goodput": s * plain} for k, s in speedups.items()]
-            found.append(
-                cost.to_dict()
-                | {"batch_size": cost.batch, "goodput_without_draft": plain, "best_draft_length": best}
-                | {"best_speedup": speedups.get(best, 1.0), "best_goodput": plain * speedups.get(best, 1.0)}
-                | {"draft_lengths": lengths}
-            )
-        return found
-
-    def to_dict(self, longest: int | None = None) -> dict[str, Any]:
-        """For JSON; `longest` limits the schedule, since vLLM takes no length above ``num_speculative_tokens``."""
-        return {
-            "batches": self.rows(),
-            SCHEDULE: self.schedule(longest),
-            "drafting_loses_from_batch_size": self.losing_from,
-            "round_costs": self.seconds.to_dict(),
-        }
+    rows: list[dict[str, Any]] = []
+    for cost in costs:
+        found, plain = speedups(cost.batch), cost.batch / seconds.plain(cost.batch)
+        best = best_length(found)
+        row: dict[str, Any] = {"batch_size": cost.batch, "goodput_without_draft": plain, "best_draft_length": best}
+        row |= {"best_speedup": found.get(best, 1.0), "best_goodput": plain * found.get(best, 1.0)}
+        row["draft_lengths"] = [
+            {"draft_length": k, "predicted_speedup": s, "goodput": s * plain} for k, s in found.items()
+        ]
+        rows.append(cost.to_dict() | row)
+    schedule: list[list[int]] = []
+    losing: int | None = 1
+    for size in range(1, costs[-1].batch + 1):
+        found = speedups(size, min(allowed or longest, longest))
+        best, before = best_length(found), schedule[-1][2] if schedule else 0
+        if best and before and found[before] >= max(1.0, (1 - TOLERANCE) * found[best]):
+            best = before
+        if schedule and before == best:
+            schedule[-1][1] = size
+        else:
+            schedule.append([size, size, best])
+        if best_length(speedups(size)):
+            losing = size + 1 if size < costs[-1].batch else None
+    return {
+        "batches": rows,
+        SCHEDULE: schedule,
+        "drafting_loses_from_batch_size": losing,
+        "round_costs": seconds.to_dict(),
+    }

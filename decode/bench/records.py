@@ -1,4 +1,4 @@
-"""Timed sequences and the rows that reports show of them."""
+"""Timed sequences, and the row of a report that is made of them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import torch
-
-from decode.bench.statistics import median_interval, ratio_interval, throughput_interval
+from decode.bench.costs import CostModel
+from decode.bench.prediction import speedup_of_trace
+from decode.bench.statistics import median_interval, ratio_interval
 from decode.trace import Trace
 
 Row = Mapping[str, Any]
@@ -26,55 +25,44 @@ BASELINES = {
 DISTINCT = {"alpha", "alpha_se", "accepted_per_tested", "accepted_per_drafted", "tv_spent", "js_distance"}
 """Metrics to which a repeat of a deterministic run adds nothing."""
 COLUMNS = (
-    "tokens_per_second", "tokens_per_second_ci95", "speedup", "speedup_ci95",
-    "speedup_without_prefill", "speedup_vs_generate", "speedup_vs_generate_ci95", "speedup_vs_assistant",
-    "speedup_vs_assistant_ci95", "predicted_speedup", "accepted_length", "block_efficiency", "block_efficiency_ci95",
-    "alpha", "alpha_se", "alpha_ci95", "accepted_per_tested", "accepted_per_drafted", "tv_spent", "js_distance",
-    "accuracy", "accuracy_se", "identical_to_target", "identical_share", "drafted_per_round",
-    "seconds_per_token", "rounds", "tokens",
+    "tokens_per_second", "speedup", "speedup_ci95", "speedup_without_prefill",
+    "speedup_vs_generate", "speedup_vs_generate_ci95", "speedup_vs_assistant", "speedup_vs_assistant_ci95",
+    "predicted_speedup", "accepted_length", "block_efficiency", "block_efficiency_ci95", "alpha", "alpha_se",
+    "accepted_per_tested", "accepted_per_drafted", "tv_spent", "js_distance", "accuracy", "accuracy_se",
+    "identical_to_target", "identical_share", "drafted_per_round", "seconds_per_token", "rounds", "tokens",
 )  # fmt: skip
 """Measured fields of a row; every row has all of them, null if they do not apply."""
 
 
 @dataclass
 class TimedText:
-    """One sequence as one method wrote it once."""
+    """One sequence (of a chat all turns) as one method wrote it once."""
 
-    new_ids: list[int]  # the generated tokens
-    seconds: float  # wall time from the prompt on; of sequences decoded together, an equal share of each round
-    prefill: float | None = None  # seconds until the first round; None if unknown
+    new_ids: list[int] = field(default_factory=list)  # the generated tokens
+    seconds: float = 0.0  # from the prompt on; of sequences decoded together, an equal share of each round
+    latency: float = 0.0  # wall time from the prompt to the end, other sequences included
     forwards: int = 0  # target forwards that gave the tokens
     trace: Trace | None = None  # the rounds; None for transformers' own generation
-    latency: float = math.nan  # wall time from the prompt to the end, other sequences included
 
-    @property
-    def speed(self) -> float:
-        """Tokens per second."""
-        return len(self.new_ids) / self.seconds if self.seconds else math.nan
-
-    @property
-    def decoding_speed(self) -> float:
-        """Tokens per second after the prefill."""
-        rest = self.seconds - (self.prefill or 0.0)
-        return len(self.new_ids) / rest if self.prefill is not None and rest > 0 else math.nan
-
-    @classmethod
-    def joined(cls, turns: Sequence[TimedText]) -> TimedText:
-        """The turns of a chat as one sequence."""
-        if len(turns) == 1:
-            return turns[0]
-        whole, known = Trace(), turns[0]
-        for turn in turns:
-            if turn.trace is not None:
-                whole.extend(turn.trace, 0)
-        return cls(
-            [token for turn in turns for token in turn.new_ids],
-            sum(turn.seconds for turn in turns),
-            None if known.prefill is None else sum(turn.prefill or 0.0 for turn in turns),
-            sum(turn.forwards for turn in turns),
-            None if known.trace is None else whole,
-            sum(turn.latency for turn in turns),
+    def add(self, new_ids: list[int], seconds: float, latency: float, forwards: int, trace: Trace | None) -> None:
+        """Append a turn."""
+        self.new_ids, self.seconds, self.latency = (
+            self.new_ids + new_ids,
+            self.seconds + seconds,
+            self.latency + latency,
         )
+        self.forwards += forwards
+        if self.trace is None or trace is None:
+            self.trace = trace
+        else:
+            self.trace.extend(trace, 0)
+
+    def speed(self, *, prefill: bool = True) -> float:
+        """Tokens per second, with or without the reading of the prompt; NaN where that is unknown."""
+        if not prefill and self.trace is None:
+            return math.nan
+        seconds = self.seconds - (0.0 if prefill or self.trace is None else self.trace.prefill_seconds)
+        return len(self.new_ids) / seconds if seconds > 0 else math.nan
 
 
 @dataclass
@@ -84,18 +72,13 @@ class Record:
     texts: list[list[TimedText]] = field(default_factory=list)  # by prompt and repeat
     greedy: bool = False  # equal repeats of a prompt are one observation
     batch_size: int = 1
-    clusters: list[int] = field(
-        default_factory=list
-    )  # of each text, the number of its distinct prompt; empty: all differ
+    # the number of each text's distinct prompt: texts of one prompt are one observation; empty: all prompts differ
+    prompts: Sequence[int] = ()
 
-    def cluster(self, i: int) -> int:
-        """Number of the distinct prompt of text i: texts of one prompt are one observation."""
-        return self.clusters[i] if self.clusters else i
-
-    def part(self, kept: Sequence[int]) -> Record:
-        """The record of some of the prompts."""
-        clusters = [self.clusters[i] for i in kept] if self.clusters else []
-        return Record([self.texts[i] for i in kept], self.greedy, self.batch_size, clusters)
+    @property
+    def clusters(self) -> Sequence[int]:
+        """The number of each text's distinct prompt."""
+        return self.prompts or range(len(self.texts))
 
     def trace(self, *, distinct: bool = False) -> Trace:
         """All rounds, over prompts and repeats; a distinct prompt is one text of standard errors.
@@ -104,132 +87,124 @@ class Record:
             distinct: leave out greedy repeats that equal an earlier one of their prompt.
         """
         whole = Trace()
-        for i, texts in enumerate(self.texts):
+        for cluster, texts in zip(self.clusters, self.texts):
             seen = []
             for text in texts:
                 way = text.trace and (text.new_ids, text.trace.drafted, text.trace.accepted)
                 if text.trace is None or (distinct and self.greedy and way in seen):
                     continue
                 seen.append(way)
-                whole.extend(text.trace, self.cluster(i))
+                whole.extend(text.trace, cluster)
         return whole
 
-    def tokens_per_second(self) -> float:
-        """Σ tokens / Σ seconds; at batch size 1 over the repeat of median speed of each prompt."""
-        chosen = [text for texts in self.texts for text in texts]
-        if self.batch_size == 1:
-            chosen = [sorted(texts, key=lambda text: text.speed)[(len(texts) - 1) // 2] for texts in self.texts]
-        seconds = sum(text.seconds for text in chosen)
-        return sum(len(text.new_ids) for text in chosen) / seconds if seconds else math.nan
-
-    def cells(self) -> np.ndarray:
-        """Tokens and seconds of each distinct prompt in each repeat, ``[prompts, repeats, 2]``."""
-        numbers = [self.cluster(i) for i in range(len(self.texts))]
-        rows = {number: place for place, number in enumerate(dict.fromkeys(numbers))}
-        table = np.zeros((len(rows), len(self.texts[0]), 2))
-        for number, texts in zip(numbers, self.texts):
-            for repeat, text in enumerate(texts):
-                table[rows[number], repeat] += len(text.new_ids), text.seconds
-        return table
+    def sums(self) -> list[list[float]]:
+        """Tokens and seconds of each prompt over all repeats."""
+        return [[sum(len(t.new_ids) for t in texts), sum(t.seconds for t in texts)] for texts in self.texts]
 
 
-def paired_ratios(record: Record, base: Record, speed: str = "speed") -> list[float]:
+def paired_ratios(record: Record, base: Record, *, prefill: bool = True) -> list[float]:
     """For each prompt the median over repeats of this method's speed over the other's in the same repeat."""
     return [
-        statistics.median(getattr(a, speed) / getattr(b, speed) for a, b in zip(ours, theirs))
+        statistics.median(a.speed(prefill=prefill) / b.speed(prefill=prefill) for a, b in zip(ours, theirs))
         for ours, theirs in zip(record.texts, base.texts)
     ]
 
 
-def speeds(record: Record, of: Mapping[str, Record], seed: int) -> dict[str, Any]:
-    """The timing columns of a row.
+def measured(record: Record, of: Mapping[str, Record], seed: int) -> dict[str, Any]:
+    """The columns of a row that come from the timed sequences: speeds, acceptance and counts.
 
-    At batch size 1 a ratio is the median over prompts of `paired_ratios`; above, it is the ratio of throughputs.
+    At batch size 1 a ratio of speeds is the median over prompts of `paired_ratios`; above, it is the ratio of
+    throughputs Σ tokens / Σ seconds. Intervals are over prompts.
 
     Args:
         record: the method's sequences.
         of: records of the same block by method, for the ratios.
         seed: of the bootstrap.
     """
-    row: dict[str, Any] = {"tokens_per_second": record.tokens_per_second()}
-    if record.batch_size > 1:
-        row["tokens_per_second_ci95"] = list(throughput_interval(record.cells(), seed)[1:])
-    for key, method in BASELINES.items():
-        if method in of:
-            if record.batch_size == 1:
-                middle, *ends = median_interval(paired_ratios(record, of[method]), seed=seed)
-            else:
-                middle, *ends = throughput_interval(np.concatenate([record.cells(), of[method].cells()], 2), seed)
-            row |= {key: middle, f"{key}_ci95": ends}
-    if (base := of.get(BASELINES["speedup"])) is not None and record.batch_size == 1:
-        row["speedup_without_prefill"] = median_interval(paired_ratios(record, base, "decoding_speed"))[0]
-    per_token = [
-        statistics.median(text.latency for text in texts) / tokens
-        for texts in record.texts
-        if (tokens := statistics.fmean(len(text.new_ids) for text in texts))
-    ]
-    row["seconds_per_token"] = statistics.median(per_token) if per_token else None
-    return row
-
-
-def acceptance(record: Record, seed: int) -> dict[str, Any]:
-    """Accepted length and α with bootstrap intervals over prompts; of transformers' own methods the length alone."""
-    numbers, trace = [record.cluster(i) for i in range(len(record.texts))], record.trace()
-    if record.texts[0][0].trace is None:
-        tokens = [sum(len(text.new_ids) for text in texts) for texts in record.texts]
-        middle, *ends = ratio_interval(
-            numbers, tokens, [sum(t.forwards for t in texts) for texts in record.texts], seed
-        )
+    every, clusters = [text for texts in record.texts for text in texts], record.clusters
+    timed = every
+    if record.batch_size == 1:  # of each prompt the repeat of median speed
+        timed = [sorted(texts, key=TimedText.speed)[(len(texts) - 1) // 2] for texts in record.texts]
+    row: dict[str, Any] = {
+        "tokens_per_second": sum(len(text.new_ids) for text in timed) / sum(text.seconds for text in timed),
+        "seconds_per_token": statistics.median(text.latency / len(text.new_ids) for text in every),
+        "tokens": sum(len(text.new_ids) for text in every),
+    }
+    for key, base in ((key, of[method]) for key, method in BASELINES.items() if method in of):
+        if record.batch_size == 1:
+            middle, *ends = median_interval(paired_ratios(record, base), seed=seed)
+        else:
+            pairs = [a + b for a, b in zip(record.sums(), base.sums())]
+            middle, *ends = ratio_interval(clusters, pairs, seed)
+        row |= {key: middle, f"{key}_ci95": ends}
+        if key == "speedup" and record.batch_size == 1:
+            row["speedup_without_prefill"] = median_interval(paired_ratios(record, base, prefill=False))[0]
+    if every[0].trace is None:  # of transformers' own methods the length alone is known
+        forwards = [[sum(len(t.new_ids) for t in texts), sum(t.forwards for t in texts)] for texts in record.texts]
+        middle, *ends = ratio_interval(clusters, forwards, seed)
     else:
-        middle, *ends = ratio_interval(trace.text, [m + 1 for m in trace.accepted], [1.0] * trace.rounds, seed)
-    row = {"accepted_length": middle, "block_efficiency": middle, "block_efficiency_ci95": ends}
-    distinct = record.trace(distinct=True)
-    overlaps = [torch.as_tensor([] if part is None else part).double() for part in distinct.overlap]
-    if any(part.numel() for part in overlaps):
-        sums, counts = [part.sum().item() for part in overlaps], [part.numel() for part in overlaps]
-        middle, *ends = ratio_interval(distinct.text, sums, counts, seed)
-        row |= {"alpha": middle, "alpha_ci95": ends}
-    return row
+        trace = record.trace()
+        middle, *ends = ratio_interval(trace.text, [(m + 1, 1) for m in trace.accepted], seed)
+        distinct = record.trace(distinct=True).metrics()
+        row = trace.metrics() | {key: distinct[key] for key in DISTINCT} | row
+    return row | {"accepted_length": middle, "block_efficiency": middle, "block_efficiency_ci95": ends}
 
 
-def counts(record: Record) -> dict[str, Any]:
-    """The columns that come from the rounds; of transformers' own methods the tokens alone."""
-    texts = [text for texts in record.texts for text in texts]
-    if texts[0].trace is None:
-        return {"tokens": sum(len(text.new_ids) for text in texts)}
-    row: dict[str, Any] = record.trace().metrics()
-    row |= {key: value for key, value in record.trace(distinct=True).metrics().items() if key in DISTINCT}
-    del row["tokens_per_second"]
-    return row
+def make_row(
+    record: Record,
+    of: Mapping[str, Record],
+    seed: int,
+    *,
+    cost: CostModel | None,
+    drafts_in_turn: bool,
+    categories: Sequence[str],
+    marks: Sequence[float],
+    expected: Sequence[Sequence[int] | None],
+) -> dict[str, Any]:
+    """The measured fields of a row, with those of each category if there are several.
 
-
-def by_category(record: Record, of: Mapping[str, Record], categories: Sequence[str], seed: int) -> list[dict[str, Any]]:
-    """Speeds and acceptance of each category; empty if all prompts are of one."""
+    Args:
+        record: the method's sequences.
+        of: records of the same block by method, for the ratios.
+        seed: of the bootstrap.
+        cost: of the pair, for the predicted speedup.
+        drafts_in_turn: every drafted token takes a forward of the draft model.
+        categories: of each prompt.
+        marks: the mean score of each prompt's texts; empty without a scorer.
+        expected: the greedy text of `model.generate` for each prompt; empty for sampled texts.
+    """
+    parts: list[dict[str, Any]] = []
+    row: dict[str, Any] = dict.fromkeys(COLUMNS) | {"prompts": len(record.texts), "categories": parts}
+    if not record.texts:
+        return row
+    row |= measured(record, of, seed)
+    if cost is not None:
+        row["predicted_speedup"] = speedup_of_trace(record.trace(), cost, drafts_with_model=drafts_in_turn)
     names = list(dict.fromkeys(categories[: len(record.texts)]))
-    rows = []
     for name in names if len(names) > 1 else ():
         kept = [i for i in range(len(record.texts)) if categories[i] == name]
-        part, base = record.part(kept), {method: theirs.part(kept) for method, theirs in of.items()}
-        rows.append({"category": name, "prompts": len(kept), **speeds(part, base, seed), **acceptance(part, seed)})
-    return rows
+        own, *others = [
+            Record([one.texts[i] for i in kept], one.greedy, one.batch_size, [one.clusters[i] for i in kept])
+            for one in (record, *of.values())
+        ]
+        parts.append({"category": name, "prompts": len(kept)} | measured(own, dict(zip(of, others)), seed))
+    if marks:
+        error = statistics.stdev(marks) / len(marks) ** 0.5 if len(marks) > 1 else None
+        row |= {"accuracy": statistics.fmean(marks), "accuracy_se": error}
+    same = [text.new_ids == ids for ids, texts in zip(expected, record.texts) for text in texts if ids is not None]
+    if same:
+        row |= {"identical_share": statistics.fmean(same), "identical_to_target": all(same)}
+    return row
 
 
 def analysis(record: Record) -> dict[str, Any]:
-    """Acceptance by position, draft lengths and seconds by phase, for report.json and plots."""
+    """Acceptance by position and draft lengths, for report.json and plots."""
     trace = record.trace()
     if not trace.rounds:
         return {}
-    histogram = Counter(trace.drafted)
-    return {
-        "acceptance_by_position": record.trace(distinct=True).acceptance_by_position(),
-        "draft_lengths": {str(k): histogram[k] for k in sorted(histogram)},
-        "phases": {
-            "prefill": trace.prefill_seconds,
-            "draft": sum(trace.draft_seconds),
-            "verify": sum(trace.verify_seconds),
-            "total": trace.total_seconds,
-        },
-    }
+    lengths = {str(k): count for k, count in sorted(Counter(trace.drafted).items())}
+    positions = record.trace(distinct=True).acceptance_by_position()
+    return {"acceptance_by_position": positions, "draft_lengths": lengths}
 
 
 def differing(rows: Sequence[Row]) -> list[str]:

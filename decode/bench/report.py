@@ -143,7 +143,6 @@ def write_report(
     bench: Benchmark,
     settings: Mapping[str, Any],
     folder: Path,
-    notes: Mapping[str, str] | None = None,
 ) -> tuple[Path, Path]:
     """Write report.json and the page.
 
@@ -159,13 +158,10 @@ def write_report(
         "bench": {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "settings": dict(settings),
-            "costs": {name or "": cost.to_dict() for name, cost in session.costs.items()},
-            "blocks": [
-                {key: getattr(block, key) for key in ("suite", "temperature", "batch_size", "complete", "costs")}
-                for block in bench.blocks
-            ],
+            "costs": {name or "": costs[1].to_dict() for name, costs in session.costs.items()},
+            "stopped": bench.stopped,
             "analysis": bench.analysis,
-            "notes": dict(notes or {}),
+            "notes": session.notes,
         },
     }
     write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")

@@ -37,37 +37,24 @@ def median_interval(values: Sequence[float], *, seed: int = 0) -> tuple[float, f
     return middle, min(middle, low), max(middle, high)
 
 
-def ratio_interval(
-    clusters: Iterable[int], a: Iterable[float], b: Iterable[float], seed: int
-) -> tuple[float, float, float]:
-    """Σ a / Σ b and its interval; values of one cluster (all texts of a prompt) are one observation."""
-    sums: dict[int, np.ndarray] = {}
-    for cluster, x, y in zip(clusters, a, b):
-        sums[cluster] = sums.get(cluster, np.zeros(2)) + np.array([x, y])
-    values = np.array([pair for pair in sums.values() if pair[1]]).reshape(-1, 2)
-    return bootstrap(values, lambda drawn: drawn[..., 0].sum(1) / drawn[..., 1].sum(1), seed=seed)
-
-
-def throughput_interval(table: np.ndarray, seed: int) -> tuple[float, float, float]:
-    """Σ tokens / Σ seconds with its interval, or the ratio of two such rates.
-
-    Prompts and repeats are both resampled: a disturbance of the machine in one repeat affects all its texts.
+def ratio_interval(clusters: Iterable[int], sums: Iterable[Sequence[float]], seed: int) -> tuple[float, float, float]:
+    """Σ a / Σ b and its interval; values of one cluster (all texts of a prompt) are one observation.
 
     Args:
-        table: ``[prompts, repeats, 2 or 4]``, tokens and seconds of one method, or of two.
+        clusters: the cluster of each observation.
+        sums: a and b of each, or a, b, c and d for the ratio of Σ a / Σ b to Σ c / Σ d.
         seed: of the resampling.
     """
-    picks = np.random.default_rng(seed).integers(table.shape[1], size=(RESAMPLES, table.shape[1]))
+    table: dict[int, np.ndarray] = {}
+    for cluster, parts in zip(clusters, sums):
+        table[cluster] = table.get(cluster, np.zeros(len(parts))) + np.array(parts)
 
-    def statistic(drawn: np.ndarray) -> np.ndarray:  # [samples, prompts, repeats, columns]
-        per_repeat = drawn.sum(1)
-        if len(drawn) > 1:
-            per_repeat = np.take_along_axis(per_repeat, picks[:, :, None], 1)
-        sums = per_repeat.sum(1)
-        rates = sums[:, 0::2] / sums[:, 1::2]
-        return np.asarray(rates[:, 0] / rates[:, 1] if rates.shape[1] > 1 else rates[:, 0])
+    def ratio(drawn: np.ndarray) -> np.ndarray:
+        totals = drawn.sum(1)
+        first = totals[:, 0] / totals[:, 1]
+        return np.asarray(first if totals.shape[1] == 2 else first * totals[:, 3] / totals[:, 2])
 
-    return bootstrap(table, statistic, seed=seed)
+    return bootstrap(np.array(list(table.values())), ratio, seed=seed)
 
 
 def plain(value: Any) -> Any:

@@ -1,8 +1,6 @@
 """``python -m decode bench``: from settings to tables, report.json and a page."""
 
 import dataclasses
-import hashlib
-import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -10,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from decode.bench.baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
-from decode.bench.benchmark import FILLED, Benchmark, ResultBlock
-from decode.bench.entries import BenchEntry, plan
+from decode.bench.benchmark import FILLED, BenchEntry, Benchmark, plan
 from decode.bench.records import drafting
 from decode.bench.report import answers, block_table, by_block, write_report
 from decode.bench.session import BenchOptions, Session
@@ -35,7 +32,7 @@ from decode.commands.datastore import read_corpus, write_stores
 from decode.commands.parsing import check_writable
 from decode.commands.settings import BenchSettings
 from decode.drafters.corpus_files import join_documents
-from decode.errors import UserError, read_json, write_text
+from decode.errors import UserError
 from decode.method_options import split_spec
 from decode.methods import HEADED, METHODS, PROBED, SELF_SPECULATIVE, smaller_store
 from decode.models.heads import is_head
@@ -69,38 +66,6 @@ def draft_names(given: Sequence[str]) -> dict[str, str]:
             raise UserError(f"two drafts are called {name!r}; name them: --draft one=PATH two=PATH")
         named[name] = path
     return named
-
-
-class Checkpoint:
-    """Finished blocks of a run that was stopped, valid for the same settings and weights."""
-
-    def __init__(self, path: Path, settings: BenchSettings) -> None:
-        facts: dict[str, Any] = dataclasses.asdict(settings)
-        for name in filter(None, (settings.target, *draft_names(settings.draft).values(), settings.probes)):
-            file = Path(name)
-            files = [file] if file.is_file() else sorted([*file.glob("*.safetensors"), *file.glob("*.gguf")])
-            states = {str(weights): weights.stat() for weights in files}
-            facts[f"weights of {name}"] = [(key, state.st_size, state.st_mtime_ns) for key, state in states.items()]
-        self.path = path
-        self.key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-        self.blocks: list[ResultBlock] = []
-
-    def read(self) -> list[ResultBlock]:
-        """Blocks that need not be measured again."""
-        content = read_json(self.path)
-        if content.get("key") == self.key:
-            self.blocks = [ResultBlock(**block) for block in content["blocks"]]
-        return list(self.blocks)
-
-    def add(self, block: ResultBlock) -> None:
-        """Keep a block that is complete."""
-        self.blocks.append(block)
-        content = {"key": self.key, "blocks": [dataclasses.asdict(block) for block in self.blocks]}
-        write_text(self.path, json.dumps(content))
-
-    def clear(self) -> None:
-        """Forget all blocks after the last one was measured."""
-        self.path.unlink(missing_ok=True)
 
 
 def check(settings: BenchSettings) -> tuple[BenchSettings, list[str], list[Suite]]:
@@ -169,25 +134,28 @@ def bench_options(settings: BenchSettings, methods: Sequence[str], pair: Pair, f
     """Options of the measurement; missing stores are built from the corpus."""
     datastore, trigrams = store_folders(settings)
     chosen = [split_spec(method) for method in methods]
-    stores = STORES | dict.fromkeys(("hybrid", "hybrid-tree"), "datastore")  # optional for these
-    missing = {stores[m] for m, _ in chosen if m in stores} - {
-        name for name, given in (("datastore", datastore), ("trigrams", trigrams)) if given
-    }
-    if missing and settings.corpus:
+    needed = {STORES.get(m, "datastore" if m.startswith("hybrid") else "") for m, _ in chosen}  # optional for hybrids
+    whole, tables = "datastore" in needed and not datastore, "trigrams" in needed and not trigrams
+    if settings.corpus and (whole or tables):
         built = folder / "work" / "stores"
-        shared: dict[str, Any] = {"order": settings.order or 3, "texts": settings.texts}
-        tables = [shared | own for method, own in chosen if STORES.get(method) == "trigrams"]
-        for texts in dict.fromkeys([None, *(own["texts"] for own in tables)]):
-            orders = {own["order"] for own in tables if own["texts"] == texts}
-            if not orders and (texts or "datastore" not in missing):
-                continue
-            count = texts or settings.corpus_texts
-            read = join_documents(read_corpus(settings.corpus, pair.tokenizer, count, settings.seed))
-            whole = texts is None and "datastore" in missing
-            write_stores(read, smaller_store(built, texts), pair.tokenizer, datastore=whole, orders=orders)
+        orders: dict[int | None, set[int]] = {None: set()}  # of the n-gram tables, by the number of texts they hold
+        for own in (own for method, own in chosen if STORES.get(method) == "trigrams" and tables):
+            texts = own.get("texts", settings.texts)
+            orders.setdefault(texts, set()).add(own.get("order", settings.order))
+        for texts, some in orders.items():
+            if some or (whole and texts is None):
+                count = texts or settings.corpus_texts
+                read = join_documents(read_corpus(settings.corpus, pair.tokenizer, count, settings.seed))
+                place = smaller_store(built, texts)
+                write_stores(read, place, pair.tokenizer, datastore=whole and texts is None, orders=some)
         datastore, trigrams = datastore or built, trigrams or built
-    chat, warp = use_chat(settings, pair.tokenizer), make_warp(settings, pair.target)
-    return measure_options(settings, chat=chat, warp=warp, datastore=datastore, trigrams=trigrams)
+    return measure_options(
+        settings,
+        chat=use_chat(settings, pair.tokenizer),
+        warp=make_warp(settings, pair.target),
+        datastore=datastore,
+        trigrams=trigrams,
+    )
 
 
 def bench(
@@ -250,12 +218,10 @@ def run(settings: BenchSettings) -> None:
     ):
         if line:
             console.print(line, soft_wrap=True)
-    benchmark, work = Benchmark(session), Checkpoint(folder / "work" / "bench.json", settings)
+    benchmark = Benchmark(session)
     try:
         with working(console, "costs of forwards"):
-            sizes, limit = settings.batch_sizes, settings.limit
-            benchmark.run(suites, entries, batch_sizes=sizes, prompts=limit, finished=work.read(), on_block=work.add)
-        work.clear()
+            benchmark.run(suites, entries, batch_sizes=settings.batch_sizes, prompts=settings.limit)
         if os.environ.get("WANDB_SWEEP_ID"):  # the process was started by `wandb agent`
             import wandb
 
@@ -263,15 +229,13 @@ def run(settings: BenchSettings) -> None:
             tracked.summary.update(sweep_summary(benchmark.rows))
             tracked.finish()
     finally:  # an interrupt keeps what was measured
-        if benchmark.blocks:
-            notes = session.notes(suites)
-            files = write_report(benchmark, dataclasses.asdict(settings), folder, notes)
-            stopped = [b for b in benchmark.blocks if not b.complete]
+        if benchmark.rows:
+            files = write_report(benchmark, dataclasses.asdict(settings), folder)
             for title, rows in by_block(benchmark.rows).items():
                 console.print(block_table(title, rows, console.width))
             for line in (
-                *(f"{b.suite}, T = {b.temperature:g}: stopped early" for b in stopped),
-                *(f"{name}: {note}" for name, note in notes.items()),
+                f"{benchmark.stopped}: stopped early" if benchmark.stopped else "",
+                *(f"{name}: {note}" for name, note in session.notes.items()),
                 *answers(benchmark.rows),
                 session.load.warning(),
                 f"wrote {' and '.join(map(str, files))}",

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from decode.bench import machine
-from decode.bench.entries import exported_length
+from decode.bench.benchmark import exported_length
 from decode.bench.page import WRITERS
 from decode.bench.statistics import plain
 from decode.commands.checks import (

@@ -14,12 +14,11 @@ from decode.bench.costs import LONGEST, CostModel
 from decode.bench.offline_acceptance import DEPTH, OfflineAlpha, offline_alphas
 from decode.bench.prediction import (
     SCHEDULE,
-    BatchForecast,
     best_length,
     break_even,
+    forecast,
     predicted_speedup,
-    replayed,
-    speedup,
+    speedups_by_length,
     verdict,
 )
 from decode.bench.report import TABLES, console_table, plain_table
@@ -48,12 +47,21 @@ class PairProfile:
     """Costs, acceptance and predictions of one target and draft."""
 
     cost: CostModel
-    alpha: OfflineAlpha  # offline, over all positions of all texts
+    alphas: Sequence[OfflineAlpha]  # offline, by depth in the draft; of the first drafted token first
     lengths: list[dict[str, Any]]  # predictions by draft length
     best: int  # the length with the largest predicted speedup; 0 if none gains
     verdict: str  # in a sentence
     machine: dict[str, Any]
-    batches: BatchForecast | None = None  # predictions by batch size, if they were asked for
+    batches: Sequence[CostModel] = ()  # costs by batch size, if they were asked for
+
+    @property
+    def alpha(self) -> OfflineAlpha:
+        """Offline acceptance, over all positions of all texts."""
+        return self.alphas[0]
+
+    def forecast(self, allowed: int | None = None) -> dict[str, Any]:
+        """Predictions by batch size (see `decode.bench.prediction.forecast`); empty if none were asked for."""
+        return dict(plain(forecast(self.batches, self.alphas, len(self.lengths), allowed))) if self.batches else {}
 
     def to_dict(self) -> dict[str, Any]:
         """The object that ``--json`` prints."""
@@ -66,7 +74,7 @@ class PairProfile:
             "verdict": self.verdict,
             "machine": self.machine,
         }
-        return dict(plain(facts | (self.batches.to_dict() if self.batches is not None else {})))
+        return dict(plain(facts)) | self.forecast()
 
 
 def profile_pair(
@@ -89,10 +97,10 @@ def profile_pair(
         batch_sizes: also measure costs at these batch sizes and predict the speedups there.
 
     Raises:
-        UserError: a model that decodes one text at a time, or a target that wrote nothing.
+        UserError: a target that wrote nothing.
     """
-    session.measure_costs(items, [draft], longest=longest)
-    cost = session.with_overhead(draft, items, warp, session.costs[draft])
+    session.measure_costs(items, [draft], longest=longest, batch_sizes=batch_sizes, bookkeeping=[draft], warp=warp)
+    cost = session.costs[draft][1]
     answers = session.written([item.ids for item in items], warp)
     texts = [(item.ids + answer, len(item.ids)) for item, answer in zip(items, answers)]
     alphas = offline_alphas(session.model, {draft: session.draft_models[draft]}, texts, warp, depth=DEPTH)[draft]
@@ -100,27 +108,20 @@ def profile_pair(
     if not sum(alpha.counts):
         raise UserError("the target wrote nothing, so α cannot be measured; choose other prompts or more new tokens")
     forwards = replace(cost, overhead=0.0, draft_overhead=0.0, step_overhead=0.0)
-    lengths: list[dict[str, Any]] = []
-    for k in range(1, longest + 1):
-        rounds = replayed(alphas, k)
-        lengths.append(
-            {
-                "draft_length": k,
-                "round_cost": forwards.of_round(k),
-                "break_even_alpha": break_even(k, cost),
-                "predicted_speedup": predicted_speedup(alpha.mean, k, forwards),
-                "replayed_speedup": speedup(*rounds, forwards),
-                "with_bookkeeping": speedup(*rounds, cost),
-            }
-        )
-    speedups = {row["draft_length"]: row["with_bookkeeping"] for row in lengths}
-    sentence, where = verdict(alpha.mean, cost, speedups), machine.describe(session.runner.device)
-    found = PairProfile(cost, alpha, lengths, best_length(speedups), sentence, where)
-    if batch_sizes:
-        others = [size for size in batch_sizes if size > 1]
-        more = session.batch_costs(draft, items, warp, others, longest=longest, context=cost.context)
-        found.batches = BatchForecast([cost] * (1 in batch_sizes) + more, alphas, longest)
-    return found
+    speedups = speedups_by_length(alphas, cost, longest)
+    lengths = [
+        {
+            "draft_length": k,
+            "round_cost": forwards.of_round(k),
+            "break_even_alpha": break_even(k, cost),
+            "predicted_speedup": predicted_speedup(alpha.mean, k, forwards),
+            "with_bookkeeping": replayed,
+        }
+        for k, replayed in speedups.items()
+    ]
+    about, where = verdict(alpha.mean, cost, speedups), machine.describe(session.runner.device)
+    batches = [session.costs[draft][size] for size in sorted(set(batch_sizes))]
+    return PairProfile(cost, alphas, lengths, best_length(speedups), about, where, batches)
 
 
 def profile(pair: Pair, suite: Sequence[str] = ("arithmetic",), **options: Any) -> PairProfile:
@@ -169,59 +170,56 @@ def run(settings: ProfileSettings) -> None:
     else:
         show(found, session.threads, session.packing)
     path = Path(str(settings.draft)) / "speculation_profile.json"
-    if found.batches is not None and (content := read_json(path)):
-        forecast = plain(found.batches.to_dict(content.get("num_speculative_tokens")))
-        content |= forecast | {"batch_size_conditions": found.machine}
+    if found.batches and (content := read_json(path)):
+        content |= found.forecast(content.get("num_speculative_tokens")) | {"batch_size_conditions": found.machine}
         write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
         print(f"wrote the draft lengths by batch size into {path}", file=sys.stderr)
-    for name, vocabulary in session.vocabularies.items():
-        print(f"{name}: {vocabulary}", file=sys.stderr)
+    for suite, note in session.notes.items():
+        print(f"{suite}: {note}", file=sys.stderr)
 
 
 def show(found: PairProfile, threads: str, packing: Sequence[str] = ()) -> None:
     """Print the profile as tables."""
-    console = output_console(highlight=False)
-    cost = found.cost
-    console.print("\n".join([machine.sentence(found.machine), threads, *packing]), soft_wrap=True)
+    console, cost, alpha = output_console(highlight=False), found.cost, found.alpha
     facts = (
-        ("t(1)", f"{1e3 * cost.target_seconds:.3f} ms", f"one-token target forward, {cost.context} tokens before it"),
-        ("c", f"{cost.cost_ratio:.3f}", FORMULAS["cost_ratio"]),
-        ("b", f"{cost.step_overhead:.3f}", "bookkeeping of a plain step, in the same unit"),
-        ("o", f"{cost.overhead:.3f}", "bookkeeping of a speculative round beyond a plain step's"),
-        ("o/k", f"{cost.draft_overhead:.3f}", "bookkeeping of each drafted token"),
-        ("α", f"{found.alpha.mean:.4f}", f"{FORMULAS['offline_alpha']}: {sum(found.alpha.counts)} positions"),
-        ("± α", f"{found.alpha.se:.4f}", "standard error, prompts as the unit of sampling"),
+        ("t(1)", 1e3 * cost.target_seconds, f"ms: a one-token target forward, {cost.context} tokens before it"),
+        ("c", cost.cost_ratio, FORMULAS["cost_ratio"]),
+        ("b", cost.step_overhead, "bookkeeping of a plain step, in the same unit"),
+        ("o", cost.overhead, "bookkeeping of a speculative round beyond a plain step's"),
+        ("o/k", cost.draft_overhead, "bookkeeping of each drafted token"),
+        ("α", alpha.mean, f"± {alpha.se:.4f}, {sum(alpha.counts)} positions: {FORMULAS['offline_alpha']}"),
     )
-    console.print("\n".join(f"{name:<5} {value:>9}  [dim]{formula}[/]" for name, value, formula in facts))
+    lines = [machine.sentence(found.machine), threads, *packing]
+    lines += [f"{name:<5} {value:>9.4f}  [dim]{formula}[/]" for name, value, formula in facts]
     costs = "  ".join(f"v({n}) {v:.2f}" for n, v in sorted(cost.verify_cost.items()))
-    console.print(f"[dim]{FORMULAS['verify_cost']}[/]\n{costs}\n", soft_wrap=True)
+    console.print("\n".join([*lines, f"[dim]{FORMULAS['verify_cost']}[/]", f"{costs}\n"]), soft_wrap=True)
     best = ({"style": "bold green"} if row["draft_length"] == found.best else {} for row in found.lengths)
     console.print(console_table("", TABLES["lengths"], [row | style for row, style in zip(found.lengths, best)]))
-    for line in (
-        "round cost: c·k + v(k+1). predicted: (1 − α^(k+1)) / ((1 − α)·round cost), the same α at every position.",
-        "replayed: tokens / Σ round costs over the texts, with the acceptance of each position.",
-        "with o: tokens·(1 + b) / Σ (round cost + (o/k)·k + o + b); break-even α includes bookkeeping too.",
-    ):
-        console.print(f"[dim]{line}", soft_wrap=True)
+    console.print(
+        "[dim]round cost: c·k + v(k+1). predicted: (1 − α^(k+1)) / ((1 − α)·round cost), one α at every position.\n"
+        "with o: tokens·(1 + b) / Σ (round cost + (o/k)·k + o + b), with the acceptance of each position of the texts; "
+        "break-even α includes bookkeeping too.",
+        soft_wrap=True,
+    )
     console.print(f"\n{found.verdict}", soft_wrap=True, style="bold")
-    if (batches := found.batches) is None:
+    if not found.batches:
         return
-    rows = batches.rows()
+    by_batch = found.forecast()
     more = [
         row | {"ms": 1e3 * row["target_seconds"], "v2": cost.v(2), "v5": cost.v(5)}
-        for row, cost in zip(rows, batches.costs)
+        for row, cost in zip(by_batch["batches"], found.batches)
     ]
     console.print(console_table("\nby batch size", TABLES["forecast"], more))
-    lengths = [f"k = {at['draft_length']}" for at in rows[0]["draft_lengths"]]
     cells = [
-        [str(row["batch_size"]), *(f"{at['predicted_speedup']:.2f}" for at in row["draft_lengths"])] for row in rows
+        [str(row["batch_size"]), *(f"{at['predicted_speedup']:.2f}" for at in row["draft_lengths"])] for row in more
     ]
-    console.print(plain_table("\npredicted speedup by draft length", ["batch", *lengths], cells))
+    headings = ["batch", *(f"k = {row['draft_length']}" for row in found.lengths)]
+    console.print(plain_table("\npredicted speedup by draft length", headings, cells))
     console.print(
         "[dim]c(B), v(nB): a forward of the draft over B tokens, of the target over n·B, in target forwards over B "
         "tokens. speedup: tokens per round and sequence · (1 + b) / (k·(c(B) + o/k) + v((k+1)·B) + o + b)[/]\n"
-        f'vLLM: "{SCHEDULE}": {json.dumps(batches.schedule())}'.replace("[[", r"\[["),
+        f'vLLM: "{SCHEDULE}": {json.dumps(by_batch[SCHEDULE])}'.replace("[[", r"\[["),
         soft_wrap=True,
     )
-    if batches.losing_from is not None:
-        console.print(f"no draft length gains from batch size {batches.losing_from} on", style="bold")
+    if (losing := by_batch["drafting_loses_from_batch_size"]) is not None:
+        console.print(f"no draft length gains from batch size {losing} on", style="bold")

@@ -228,10 +228,6 @@ class BenchSettings(SuiteSettings, ChatSettings, SamplingSettings, MethodSetting
     where none is given."""
     corpus_texts: PositiveInt = 20_000
     """Texts taken from each suite of the corpus."""
-    cost_turns: PositiveInt = 24
-    """Measurements of c and v(n), spread over the prompts of each suite."""
-    samples: NonNegativeInt = 1
-    """Prompts of each suite whose texts are kept in the report, with marks on who wrote each token."""
     output: str | None = None
     """Folder of report.json and the HTML page; null: runs/bench, with a configuration runs/<name>."""
 

@@ -107,7 +107,7 @@ def search(
         runner: the target.
         texts: what it wrote.
         warp: decoding mode.
-        speedup: predicts it from acceptances, draft length, c and v (`predicted_speedup.replayed_speedup`).
+        speedup: predicts it from acceptances, draft length, c and v (`decode.bench.prediction.replayed_speedup`).
         verify_cost: v(n), an n-token target forward in one-token ones.
         fixed: share of a one-token forward that does not depend on the layers.
         longest: longest draft considered.

@@ -72,9 +72,7 @@ def test_mistakes_are_user_errors(pair, options, message):
 
 def test_bench_returns_the_rows_of_the_report_and_writes_nothing(pair, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    rows = bench(
-        pair, ["vanilla:draft_length=2"], ["open"], limit=1, repeats=1, max_new_tokens=6, cost_turns=1, threads=1
-    )
+    rows = bench(pair, ["vanilla:draft_length=2"], ["open"], limit=1, repeats=1, max_new_tokens=6, threads=1)
     assert [row["name"] for row in rows] == ["autoregressive", "generate", "vanilla draft_length=2"]
     assert all(row["identical_to_target"] for row in rows)
     assert not list(tmp_path.iterdir())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from decode.bench.costs import CostModel
-from decode.bench.exit_costs import Costs, measure
+from decode.bench.costs import CostModel, exit_costs
 from decode.loop import decode
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
@@ -50,23 +49,22 @@ def test_the_best_setting_is_the_cheapest_way_to_the_same_tokens() -> None:
     outcomes = [[1.0] * 9 + [0.0] + [1.0] * 10]
     sure = {"token": [[0.9] * 9 + [0.1] + [0.9] * 10]}
     for verify, expected in ((free, 9), (dear, 1)):
-        costs = Costs({2: CostModel(0.1, verify)})
-        found = predict(outcomes, sure, 2, costs, ProbeSettings(window=12, thresholds=[0.05, 0.5]))
+        cost = CostModel(0.1, verify)
+        found = predict(outcomes, sure, 2, cost, {}, ProbeSettings(window=12, thresholds=[0.05, 0.5]))
         lengths = [c for c in found if c.method == "layerskip"]
         best = best_of(found, "layerskip")[0]
         assert len(lengths) == 12
         assert best.speedup == max(c.speedup for c in lengths)
         assert (best.window >= expected) if verify is free else (best.window == 1)
-    dearer = Costs({2: CostModel(0.2, free)})
-    stopped = predict(outcomes, sure, 2, dearer, ProbeSettings(window=12, thresholds=[0.5]))
+    stopped = predict(outcomes, sure, 2, CostModel(0.2, free), {}, ProbeSettings(window=12, thresholds=[0.5]))
     assert best_of(stopped, "draft-verify")[0].accepted > 0.85
     assert set(METHODS) - {c.method for c in found} == {"adaspeed-probe", "confidence-probe"}
 
 
 def test_costs_are_in_steps_of_plain_decoding_and_deeper_exits_draft_dearer(tiny) -> None:
     runner = fast_runner(tiny("llama", num_hidden_layers=8, hidden_size=128))
-    costs = measure(runner, [1, 7], {}, LogitsWarper(), [[3, 1, 4]], seconds=2.0)
-    shallow, deep = costs.exits[1], costs.exits[7]
+    costs, reading = exit_costs(runner, [1, 7], {}, LogitsWarper(), [[3, 1, 4]])
+    shallow, deep = costs[1], costs[7]
     assert 0 < shallow.cost_ratio < deep.cost_ratio < 1.5
     assert shallow.verify_cost[1] < 1.5
-    assert set(costs.confidence) == {"token"}
+    assert set(reading) == {"token"}

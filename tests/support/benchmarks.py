@@ -5,8 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.bench.benchmark import Benchmark
-from decode.bench.entries import BenchEntry
+from decode.bench.benchmark import BenchEntry, Benchmark
 from decode.bench.session import BenchOptions, Session
 from decode.bench.suites import Suite
 from decode.models.other_tokenizer import DraftModel

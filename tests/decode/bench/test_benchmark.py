@@ -9,19 +9,18 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import torch
-from benchmarks import Watched, run_benchmark
+from benchmarks import run_benchmark
 from pairs import make_pair, make_suite, make_tokenizer
 
-from decode.bench.benchmark import Benchmark
+from decode.bench.benchmark import BenchEntry, Benchmark, EntryRun, plan
 from decode.bench.costs import CostModel
-from decode.bench.entries import BenchEntry, EntryRun, plan
-from decode.bench.records import COLUMNS, Record, TimedText, fastest_lossless, paired_ratios
+from decode.bench.records import COLUMNS, Record, TimedText, fastest_lossless, measured, paired_ratios
 from decode.bench.report import answers, write_report
 from decode.bench.session import BenchOptions, Session
-from decode.bench.statistics import throughput_interval
+from decode.bench.statistics import ratio_interval
 from decode.bench.suites import Prompt, Suite
-from decode.commands.bench import Checkpoint, bench_options, choose_methods, plan_entries
 from decode.commands.bench import bench as bench_command
+from decode.commands.bench import bench_options, choose_methods, plan_entries
 from decode.commands.settings import BenchSettings
 from decode.drafters.corpus_files import tokenizer_fingerprint
 from decode.drafters.rest import Datastore
@@ -29,7 +28,6 @@ from decode.errors import UserError
 from decode.method_options import MethodOptions
 from decode.models.pair import Pair
 from decode.models.tokens import chat_ids, prompt_ids
-from decode.progress import as_current
 
 METHODS = [
     "vanilla",
@@ -56,19 +54,8 @@ def models(tiny):
 def bench(models):
     target, draft = models
     entries = plan(METHODS, {"small": draft}, [0.0, 1.0])
-    options = BenchOptions(max_new_tokens=24, repeats=2)
+    options = BenchOptions(max_new_tokens=16, repeats=2)
     return run_benchmark(target, {"small": draft}, make_tokenizer(), [make_suite()], entries, options)
-
-
-def test_drafts_of_one_shape_share_one_measurement_of_their_costs(models, tiny):
-    target, draft = models
-    drafts = {"small": draft, "trained": copy.deepcopy(draft), "wide": tiny("llama", hidden_size=32)}
-    session = Session(target, drafts, make_tokenizer(), BenchOptions(8, 1))
-    session.measure_costs(session.items(make_suite()), drafts, repeats=1)
-    assert session.meters["small"] is session.meters["trained"]
-    assert len(set(session.meters.values())) == 3  # the target alone, and two shapes
-    assert session.costs.keys() == {None, *drafts}
-    assert session.costs["small"].to_dict() == session.costs["trained"].to_dict()
 
 
 def rows_of(bench, temperature, **wanted):
@@ -94,24 +81,18 @@ def test_lossless_methods_and_baselines_write_what_generate_writes(bench):
         assert row["identical_to_target"] is None
 
 
-def test_relaxed_methods_are_marked_and_say_what_they_spend(bench):
-    relaxed = {r["name"] for r in bench.rows if not r["lossless"]}
-    assert relaxed == {"adasd", "ears"}
+def test_metrics_follow_their_definitions_and_relaxed_methods_are_marked(bench):
+    assert {r["name"] for r in bench.rows if not r["lossless"]} == {"adasd", "ears"}
     assert rows_of(bench, 1.0, name="ears")[0]["tv_spent"] > 0
     for row in bench.rows:
+        assert row["accepted_length"] >= 1 - 1e-9
         if row["lossless"] and not row["baseline"]:
             assert row["tv_spent"] == 0
-
-
-def test_metrics_follow_their_definitions(bench):
-    for row in bench.rows:
-        assert row["block_efficiency"] >= 1 - 1e-9
         if row["name"] == "vanilla":
-            m, k, r = (row["accepted_per_drafted"], row["drafted_per_round"], row["rounds"])
-            assert row["block_efficiency"] == pytest.approx(1 + m * k)
+            m, k, r = row["accepted_per_drafted"], row["drafted_per_round"], row["rounds"]
+            assert row["accepted_length"] == row["block_efficiency"] == pytest.approx(1 + m * k)
             assert r <= row["tokens"]
             assert 0 < row["alpha"] < 1
-            assert row["predicted_speedup"] > 0
             assert row["draft_length"] == 5
     assert rows_of(bench, 0.0, name="vanilla")[0]["accuracy"] == rows_of(bench, 0.0, name="generate")[0]["accuracy"]
 
@@ -119,19 +100,28 @@ def test_metrics_follow_their_definitions(bench):
 def test_the_analysis_adds_up_to_the_rows(bench):
     rows = {(r["name"], r["temperature"]): r for r in bench.rows}
     for entry in bench.analysis:
-        row = rows[entry["name"], entry["temperature"]]
-        if row["baseline"]:
+        if rows[entry["name"], entry["temperature"]]["baseline"]:
             assert entry["samples"] == []
             continue
-        assert sum(entry["draft_lengths"].values()) == row["rounds"]
-        assert entry["phases"]["total"] >= entry["phases"]["draft"] + entry["phases"]["verify"]
+        assert sum(entry["draft_lengths"].values()) == rows[entry["name"], entry["temperature"]]["rounds"]
         sample = entry["samples"][0]
-        kept = [t["text"] for t in sample["tokens"] if t["who"] != "rejected"]
-        assert sample["text"].startswith("".join(kept))
-    vanilla = next(e for e in bench.analysis if e["name"] == "vanilla")
-    first = vanilla["acceptance_by_position"][0]
-    assert first["conditional"] == first["marginal"]
-    assert len(vanilla["acceptance_by_position"]) == 5
+        assert sample["text"].startswith("".join(t["text"] for t in sample["tokens"] if t["who"] != "rejected"))
+    assert len(next(e for e in bench.analysis if e["name"] == "vanilla")["acceptance_by_position"]) == 5
+
+
+def test_ratios_are_paired_by_prompt_and_repeat_and_intervals_are_over_prompts():
+    def record(*texts: list[tuple[int, float]], **more) -> Record:
+        return Record(
+            [[TimedText([1] * n, seconds, forwards=1) for n, seconds in repeats] for repeats in texts], **more
+        )
+
+    ours, base = record([(10, 1.0), (10, 2.0)], [(6, 1.0)] * 2), record([(10, 2.0), (10, 8.0)], [(3, 1.0)] * 2)
+    assert paired_ratios(ours, base) == [3.0, 2.0]  # median of 2 and 4; lengths do not matter
+    assert measured(ours, {}, 0)["tokens_per_second"] == pytest.approx(16 / 3)  # of each prompt the lower median repeat
+    batch = record([(4, 1.0)] * 3, [(2, 1.0)] * 3, batch_size=2)
+    assert ratio_interval([0, 1], batch.sums(), 0) == (3, 2, 4)  # one prompt or the other
+    assert measured(batch, {"autoregressive": batch}, 0)["speedup_ci95"] == [1, 1]
+    assert ratio_interval([0, 0], batch.sums(), 0) == (3, 3, 3)  # a prompt given twice is one observation
 
 
 def test_repeats_of_a_greedy_run_add_nothing_to_errors_and_rates(models):
@@ -156,13 +146,11 @@ def test_predicted_speedups_of_every_block_follow_from_the_report(bench, written
     """Tokens over Σ (c·k + v(k + 1)), from report.json alone."""
     content = json.loads(written[0].read_text())
     details = {(e["name"], e["temperature"]): e for e in content["bench"]["analysis"]}
-    costs = {(b["suite"], b["temperature"]): b["costs"] for b in content["bench"]["blocks"]}
-    assert set(costs) == {("toy", 0.0), ("toy", 1.0)}
     checked = 0
     for row in content["methods"]:
         if row["method"] not in ("vanilla", "adasd", "ears", "prompt-lookup"):
             continue
-        cost = CostModel.from_dict(costs[row["suite"], row["temperature"]][row["draft"] or ""])
+        cost = CostModel.from_dict(content["bench"]["costs"][row["draft"] or ""])
         rounds = details[row["name"], row["temperature"]]["draft_lengths"]
         drafted = sum(int(k) * n for k, n in rounds.items())
         c = cost.cost_ratio if row["draft"] else row["draft_seconds"] / drafted / cost.target_seconds
@@ -191,34 +179,37 @@ def test_texts_have_equal_lengths_when_eos_is_ignored(models):
         assert row["identical_to_target"]
 
 
-def test_several_drafts_and_lengths_get_names_of_their_own(models):
+def test_entries_are_all_combinations_with_names_options_and_lengths_of_their_own(models):
     target, draft = models
     entries = plan(["vanilla", "hf-constant"], {"a": draft, "b": target}, [0.0], draft_lengths=[2, 4])
-    names = [c.label for c in entries]
-    assert names == [
+    assert [c.label for c in entries] == [
         "vanilla k=2 (a)", "vanilla k=4 (a)", "vanilla k=2 (b)", "vanilla k=4 (b)",
         "hf-constant (a)", "hf-constant (b)",
     ]  # fmt: skip
-    bench = run_benchmark(
-        target,
-        {"a": draft, "b": target},
-        make_tokenizer(),
-        [make_suite(1)],
-        entries,
-        BenchOptions(12, 1, costs=False),
-    )
-    efficient = {r["name"]: r["block_efficiency"] for r in bench.rows}
-    assert efficient["vanilla k=4 (b)"] > efficient["vanilla k=2 (b)"] > 2  # the target accepts all of its own drafts
-    assert all(r["identical_to_target"] for r in bench.rows if r["lossless"])
-    assert {r["draft_length"] for r in bench.rows if r["method"] == "vanilla"} == {2, 4}
+    methods = ["ears:beta=0.2", "vanilla:draft_length=5", "vanilla", "adaptix:adaptive=false"]
+    planned = plan(methods, {"d": draft}, draft_lengths=[3], options=MethodOptions(beta=0.05))
+    assert [c.name for c in planned] == [m.replace(":", " ") for m in methods]
+    assert [c.options.beta for c in planned] == [0.2, 0.05, 0.05, 0.05]
+    assert [c.options.draft_length for c in planned] == [3, 5, 3, None]
+    assert [c.options.adaptive for c in planned] == [True, True, True, False]
+    exported = copy.deepcopy(draft)
+    exported.generation_config.num_assistant_tokens = 7
+    assert [c.options.draft_length for c in plan(["vanilla", "adasd"], {"d": exported})] == [7, None]
+    assert plan(["vanilla"], {"d": exported}, options=MethodOptions(draft_length=3))[0].options.draft_length == 3
 
 
-def test_the_exported_draft_length_is_the_default(models):
-    draft = copy.deepcopy(models[1])
-    draft.generation_config.num_assistant_tokens = 7
-    assert [c.options.draft_length for c in plan(["vanilla", "adasd"], {"d": draft})] == [7, None]
-    chosen = plan(["vanilla"], {"d": draft}, options=MethodOptions(draft_length=3))
-    assert chosen[0].options.draft_length == 3
+def test_cost_optimal_drafts_by_the_costs_that_were_measured_before(models) -> None:
+    target, draft = models
+    session = Session(target, {"small": draft}, make_tokenizer(), BenchOptions(max_new_tokens=8, repeats=1))
+    cost = CostModel(0.25, {1: 1.0, 9: 1.4}, draft_overhead=0.05, target_seconds=0.01)
+    session.costs["small"] = {1: cost}
+    entry, plain, guarded = plan(["cost-optimal", "vanilla", "vanilla:never_slower=true"], {"small": draft}, [0.0])
+    lengths = EntryRun(session, entry).methods[0].lengths
+    lengths.limit(1)
+    assert lengths.token_cost == pytest.approx(0.30 + 0.05)
+    assert EntryRun(session, plain).methods[0].lengths is None
+    costs = EntryRun(session, guarded).methods[0].lengths.costs
+    assert costs.drafting(1) == pytest.approx(0.30 * costs.plain(1))
 
 
 def test_a_repeat_knows_nothing_of_what_another_learned(models):
@@ -227,55 +218,9 @@ def test_a_repeat_knows_nothing_of_what_another_learned(models):
     run = EntryRun(bench.session, BenchEntry("adasd", "d", temperature=1.0))
     items = bench.session.items(make_suite(1))
     run.write([items], 0, [0], 20)
-    learned = [system.stop.threshold.count for system in run.systems]
+    learned = [system.stop.threshold.count for system in run.methods]
     assert learned[0] > 0
     assert learned[1:] == [0, 0]
-
-
-def test_an_interrupt_keeps_the_prompts_that_all_methods_finished(models):
-    target, _ = models
-    bench = Benchmark(Session(target, None, make_tokenizer(), BenchOptions(8, 1, costs=False)))
-
-    def progress(done, total, label):
-        assert total == 4 * 3
-        if done == 8:  # in the middle of the third prompt
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt), as_current(Watched(progress)):
-        bench.run([make_suite(4)], [BenchEntry("prompt-lookup")])
-    assert not bench.blocks[-1].complete
-    assert [row["prompts"] for row in bench.rows] == [2, 2, 2]
-
-
-def test_finished_blocks_are_not_measured_again(models, tmp_path):
-    target, _ = models
-    settings = BenchSettings(target="somewhere", temperatures=[0.0, 1.0])
-    work = Checkpoint(tmp_path / "bench.json", settings)
-    assert work.read() == []
-    entries = plan(["prompt-lookup"], {}, [0.0, 1.0])
-
-    def stop_at_sampling(done, total, label):
-        if "T=1" in label:
-            raise KeyboardInterrupt
-
-    first = Benchmark(Session(target, None, make_tokenizer(), BenchOptions(8, 1, costs=False)))
-    with pytest.raises(KeyboardInterrupt), as_current(Watched(stop_at_sampling)):
-        first.run([make_suite(2)], entries, on_block=work.add)
-
-    again = Checkpoint(tmp_path / "bench.json", settings)
-    told = []
-    second = Benchmark(Session(target, None, make_tokenizer(), BenchOptions(8, 1, costs=False)))
-    with as_current(Watched(lambda *args: told.append(args[2]))):
-        second.run([make_suite(2)], entries, finished=again.read())
-    assert any(told)
-    assert all("T=1" in label for label in told if label)
-    assert second.rows[:3] == first.rows[:3]
-    assert {row["temperature"] for row in second.rows} == {0.0, 1.0}
-
-    other = BenchSettings(target="somewhere", temperatures=[0.0, 1.0], max_new_tokens=9)
-    assert Checkpoint(tmp_path / "bench.json", other).read() == []
-    again.clear()
-    assert Checkpoint(tmp_path / "bench.json", settings).read() == []
 
 
 def test_a_baseline_that_refuses_is_a_note_and_not_the_end(tiny, models):
@@ -312,18 +257,7 @@ def test_prompts_that_cannot_fit_are_refused_with_the_numbers(models):
     short = Session(models[0], None, make_tokenizer(), BenchOptions(200, 1))
     kept = short.items(make_suite(12))
     assert 0 < len(kept) < 12
-    assert short.left_out["toy"].startswith(f"{12 - len(kept)} of 12 prompts do not fit")
-
-
-def test_ratios_are_paired_by_prompt_and_repeat():
-    ours = Record(
-        [[TimedText([1] * 10, 1.0), TimedText([1] * 10, 2.0)], [TimedText([1] * 6, 1.0), TimedText([1] * 6, 1.0)]]
-    )
-    base = Record(
-        [[TimedText([1] * 10, 2.0), TimedText([1] * 10, 8.0)], [TimedText([1] * 3, 1.0), TimedText([1] * 3, 1.0)]]
-    )
-    assert paired_ratios(ours, base) == [3.0, 2.0]  # median of 2 and 4; lengths do not matter
-    assert ours.tokens_per_second() == pytest.approx(16 / 3)  # of each prompt the (lower) median repeat
+    assert short.notes["toy"].startswith(f"{12 - len(kept)} of 12 prompts do not fit")
 
 
 def test_methods_default_to_what_the_given_parts_allow():
@@ -359,7 +293,7 @@ def test_a_report_of_distill_keeps_what_it_holds(bench, written):
     assert content["drafts"] == [1]
     assert content["methods"] == bench.rows
     assert content["machine"]["threads"] == torch.get_num_threads()
-    assert content["bench"]["costs"]["small"]["cost_ratio"] == bench.session.costs["small"].cost_ratio
+    assert content["bench"]["costs"]["small"]["cost_ratio"] == bench.session.costs["small"][1].cost_ratio
 
 
 def test_the_page_holds_every_method_and_needs_nothing_from_outside(bench, written):
@@ -389,31 +323,6 @@ def test_no_method_is_called_the_fastest_lossless_one_if_its_texts_are_not_the_t
     assert not any("fastest lossless" in line for line in answers(rows))
 
 
-def test_methods_may_carry_options_of_their_own(models):
-    _, draft = models
-    methods = ["ears:beta=0.2", "vanilla:draft_length=5", "vanilla", "adaptix:adaptive=false"]
-    planned = plan(methods, {"d": draft}, draft_lengths=[3], options=MethodOptions(beta=0.05))
-    assert [c.name for c in planned] == [m.replace(":", " ") for m in methods]
-    assert [c.options.beta for c in planned] == [0.2, 0.05, 0.05, 0.05]
-    assert [c.options.draft_length for c in planned] == [3, 5, 3, None]
-    assert [c.options.adaptive for c in planned] == [True, True, True, False]
-
-
-def test_cost_optimal_drafts_by_the_costs_that_were_measured_before(models) -> None:
-    target, draft = models
-    session = Session(target, {"small": draft}, make_tokenizer(), BenchOptions(max_new_tokens=8, repeats=1))
-    session.costs["small"] = CostModel(0.25, {1: 1.0, 9: 1.4}, draft_overhead=0.05, target_seconds=0.01)
-    (entry,) = plan(["cost-optimal"], {"small": draft}, [0.0])
-    lengths = EntryRun(session, entry).systems[0].lengths
-    lengths.limit(1)
-    assert lengths.token_cost == pytest.approx(0.30 + 0.05)
-    (plain, guarded) = plan(["vanilla", "vanilla:never_slower=true"], {"small": draft}, [0.0])
-    assert EntryRun(session, plain).systems[0].lengths is None
-    assert EntryRun(session, guarded).systems[0].lengths.costs.drafting(1) == pytest.approx(
-        0.30 * lengths.costs.plain(1)
-    )
-
-
 def test_a_method_that_was_named_and_no_draft_suits_is_refused(models):
     methods = ["eagle-tree", "vanilla"]
     with pytest.raises(UserError, match="no draft suits eagle-tree"):
@@ -441,9 +350,8 @@ def test_all_turns_of_a_chat_are_one_prompt(chat_bench):
         assert row["temperature"] or row["identical_to_target"] is not False
     plain = chat_bench.records["chats", 0.0, 1, "autoregressive"]
     assert [len(text.new_ids) for text, _ in plain.texts] == [16, 32, 16, 32]
-    turns = [item.said for item in chat_bench.items["chats"]]
-    assert turns == ["Count to 0", "Say 1", "And then?", "Count to 2", "Say 3", "And then?"]
-    assert [sample["prompt"] for sample in chat_bench.analysis[0]["samples"]] == turns[:3]
+    turns = ["Count to 0", "Say 1", "And then?"]
+    assert [sample["prompt"] for sample in chat_bench.analysis[0]["samples"]] == turns
 
 
 def test_categories_are_parts_of_the_whole_and_stand_in_the_report(chat_bench, tmp_path):
@@ -477,22 +385,8 @@ def test_every_method_writes_the_same_greedy_texts_at_every_batch_size(batches):
         assert row["prompts"] == (2 if row["batch_size"] == 1 else 6)  # twice the places of the batch
         assert row["seconds_per_token"] > 0
     large = [row for row in batches.rows if row["batch_size"] == 3]
-    assert all(row["tokens_per_second_ci95"][0] <= row["tokens_per_second"] for row in large)
     assert all(row["predicted_speedup"] > 0 for row in large if row["draft"])
     assert [row["speedup"] for row in batches.rows if row["method"] == "autoregressive"] == [1, 1]
-
-
-def test_rates_are_over_all_texts_and_intervals_cover_prompts_and_repeats():
-    texts = [[TimedText([1] * n, 1.0) for _ in range(3)] for n in (4, 2)]
-    table = Record(texts, batch_size=2).cells()
-    assert table[:, 0].tolist() == [[4, 1], [2, 1]]
-    assert throughput_interval(table, 0) == (3, 2, 4)  # one prompt or the other
-    assert throughput_interval(np.concatenate([table, 2 * table], 2), 0) == (1, 1, 1)
-    slow = [[TimedText([1] * 4, s) for s in (1.0, 2.0)] for _ in range(2)]
-    # both prompts are alike: only the repeats differ
-    assert throughput_interval(Record(slow).cells(), 0) == (pytest.approx(8 / 3), 2, 4)
-    # a prompt given twice is one observation
-    assert Record(slow, clusters=[0, 0]).cells().shape == (1, 2, 2)
 
 
 def test_the_api_measures_batches_and_refuses_what_cannot_be_measured(models):

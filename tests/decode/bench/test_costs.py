@@ -1,21 +1,23 @@
-"""Costs and the formulas on them."""
+"""Costs, and the speedups that are predicted from them and from acceptances."""
 
 from __future__ import annotations
 
 import itertools
 import json
+from itertools import pairwise
 
 import pytest
 from pairs import make_pair, make_tokenizer
-from reading import Reader
 
-from decode.bench.costs import WAYS, CostMeter, CostModel, time_forwards
+from decode.bench.costs import CostModel, measure_costs, with_bookkeeping
 from decode.bench.offline_acceptance import OfflineAlpha, offline_alpha
 from decode.bench.prediction import (
     best_length,
     break_even,
+    forecast,
     predicted_speedup,
     replay,
+    replayed,
     replayed_speedup,
     speedup,
     speedups_by_length,
@@ -25,8 +27,6 @@ from decode.loop import decode
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_runner
-from decode.models.fast_runner import FastRunner
-from decode.models.head_runner import HeadRunner
 from decode.sampling import LogitsWarper
 
 
@@ -122,18 +122,23 @@ def test_verify_cost_is_interpolated_and_extended():
 
 def test_costs_are_measured_at_every_width_and_leave_no_trace_in_the_caches(tiny):
     target, draft = (open_runner(model) for model in make_pair(tiny))
-    cost = CostMeter(target, draft, context=20).run(3)
-    assert sorted(cost.verify_cost) == list(range(1, 17))
-    assert cost.verify_cost[1] == 1
-    assert cost.cost_ratio == pytest.approx(cost.draft_seconds / cost.target_seconds)
-    assert cost.context == 20
-    assert target.network.cache.rows == draft.network.cache.rows == []
-    assert CostMeter(target).run(1).cost_ratio == 0
+    for batch in (1, 3):
+        cost = measure_costs(target, draft, context=20, batch=batch)
+        assert sorted(cost.verify_cost) == list(range(1, 17))
+        assert cost.verify_cost[1] == 1
+        assert cost.cost_ratio == pytest.approx(cost.draft_seconds / cost.target_seconds)
+        assert (cost.context, cost.batch) == (20, batch)
+        assert target.network.cache.rows == draft.network.cache.rows == []
+        known = with_bookkeeping(cost, target, draft, LogitsWarper(), [[3, 1, 4], [1, 5]])
+        assert known.verify_cost == cost.verify_cost
+        assert min(known.overhead, known.draft_overhead, known.step_overhead) >= 0
+        assert target.network.cache.rows == draft.network.cache.rows == []
+    assert measure_costs(target).cost_ratio == 0
 
 
 def test_costs_stay_within_a_short_context(tiny):
     runner = open_runner(tiny("gpt2", n_positions=12))
-    cost = CostMeter(runner, context=128).run(1)
+    cost = measure_costs(runner, context=128)
     assert max(cost.verify_cost) < 12
     assert cost.context + max(cost.verify_cost) <= 12
 
@@ -145,12 +150,38 @@ def test_a_head_whose_later_tokens_are_rejected_is_predicted_slower() -> None:
     assert speedups_by_length([first, never], cost, 4)[4] == pytest.approx(2.0)
 
 
-def test_every_way_of_reading_is_timed_and_the_runner_is_left_as_it_was(tiny):
-    ways = {name for kind in (FastRunner, HeadRunner) for name in dir(kind) if name.startswith("forward")}
-    assert ways == set(WAYS)
-    runner = open_runner(make_pair(tiny)[0])
-    before = runner.forward
-    with time_forwards(runner, runner) as watch:
-        Reader(runner).read([1, 2, 3])
-    assert watch.seconds > 0
-    assert runner.forward == before
+ALPHA = OfflineAlpha([[0.8] * 60, [1.0, 0.2] * 30])
+
+
+def cost_at(batch: int, growth: float) -> CostModel:
+    """A pair whose target reads another token of every text for `growth` of a forward."""
+    verify = {n: 1 + growth * (n - 1) for n in (1, 2, 4, 8)}
+    return CostModel(0.1, verify, 0.05, target_seconds=0.01 * batch**0.5, batch=batch, step_overhead=0.1)
+
+
+def test_the_forecast_by_batch_size_follows_from_costs_and_acceptances():
+    costs = [cost_at(1, 0.05), cost_at(2, 0.2), cost_at(4, 0.4), cost_at(8, 2.0)]
+    found = forecast(costs, [ALPHA], 6)
+    for cost, row in zip(costs, found["batches"]):
+        for at in row["draft_lengths"]:
+            wanted = speedup(*replayed([ALPHA], at["draft_length"]), cost)
+            assert at["predicted_speedup"] == pytest.approx(wanted)
+    row = found["batches"][1]
+    assert row["goodput_without_draft"] == pytest.approx(2 / (1.1 * 0.01 * 2**0.5))
+    assert row["best_goodput"] == pytest.approx(row["goodput_without_draft"] * row["best_speedup"])
+    assert 4 < found["drafting_loses_from_batch_size"] <= 8
+    for longest in (None, 2):
+        schedule = forecast(costs, [ALPHA], 6, longest)["num_speculative_tokens_per_batch_size"]
+        assert (schedule[0][0], schedule[-1][1]) == (1, 8)
+        assert all(first <= last and 0 <= k <= (longest or 6) for first, last, k in schedule)
+        assert all(entry[0] == before[1] + 1 and entry[2] != before[2] for before, entry in pairwise(schedule))
+        assert [k for _, _, k in schedule] == sorted((k for _, _, k in schedule), reverse=True)
+        assert schedule[-1][2] == 0
+
+
+def test_the_forecast_of_a_pair_that_gains_everywhere_and_of_one_that_gains_nowhere():
+    everywhere = forecast([cost_at(1, 0.0), cost_at(2, 0.0)], [ALPHA], 4)
+    assert everywhere["drafting_loses_from_batch_size"] is None
+    nowhere = forecast([cost_at(2, 3.0)], [ALPHA], 4)
+    assert nowhere["num_speculative_tokens_per_batch_size"] == [[1, 2, 0]]
+    assert nowhere["drafting_loses_from_batch_size"] == 1

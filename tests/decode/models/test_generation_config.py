@@ -12,7 +12,7 @@ import torch
 from benchmarks import run_benchmark
 from pairs import make_pair, make_suite, make_tokenizer, save_pair
 
-from decode.bench.entries import plan
+from decode.bench.benchmark import plan
 from decode.bench.session import BenchOptions
 from decode.commands.generate import start
 from decode.commands.settings import GenerateSettings

@@ -17,7 +17,7 @@ from tokenizers_of_kinds import byte_level, sentencepiece, spelled_out
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from decode import loop
-from decode.bench.entries import plan
+from decode.bench.benchmark import plan
 from decode.bench.session import BenchOptions
 from decode.commands import generate
 from decode.commands.settings import GenerateSettings
@@ -293,4 +293,4 @@ def test_bench_compares_it_and_leaves_it_out_of_transformers_own_methods(folder,
     rows = [row for row in bench.rows if row["method"] == "vanilla"]
     assert [row["identical_to_target"] for row in rows] == [True, None]
     assert all(row["alpha"] > 0 for row in rows)
-    assert bench.session.vocabularies["toy"].startswith("d: the draft shares")
+    assert bench.session.notes["toy"].startswith("d: the draft shares")
