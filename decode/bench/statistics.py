@@ -52,7 +52,7 @@ def ratio_interval(clusters: Iterable[int], sums: Iterable[Sequence[float]], see
     def ratio(drawn: np.ndarray) -> np.ndarray:
         totals = drawn.sum(1)
         first = totals[:, 0] / totals[:, 1]
-        return np.asarray(first if totals.shape[1] == 2 else first * totals[:, 3] / totals[:, 2])
+        return np.asarray(first if totals.shape[1] == 2 else first / (totals[:, 2] / totals[:, 3]))
 
     return bootstrap(np.array(list(table.values())), ratio, seed=seed)
 

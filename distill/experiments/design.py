@@ -18,7 +18,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from decode.bench import machine
-from decode.bench.costs import CostMeter, CostModel
+from decode.bench.costs import CostModel, measure_costs
 from decode.bench.prediction import best_length, predicted_speedup, speedups_by_length
 from decode.bench.report import markdown_table, plain_table
 from decode.errors import UserError, read_json, write_text
@@ -183,7 +183,8 @@ def _costed(
         threads = torch.get_num_threads()
         torch.set_num_threads(context.settings.evaluation.threads or threads)
         try:
-            cost = CostMeter(open_runner(target), open_draft_runner(draft, target), widths=range(1, longest + 2)).run()
+            pair = open_runner(target), open_draft_runner(draft, target)
+            cost = measure_costs(*pair, widths=range(1, longest + 2))
         finally:
             torch.set_num_threads(threads)
     parameters = sum(p.numel() for p in draft.parameters())
