@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
 from decode.errors import UserError
 
@@ -50,15 +50,13 @@ class HeadLayer(nn.Module):
 
     def __init__(self, config: LlamaConfig, version: int) -> None:
         super().__init__()
-        width, inner, d = config.hidden_size, config.intermediate_size, config.head_dim
+        width, d = config.hidden_size, config.head_dim
         queries, keys = config.num_attention_heads * d, config.num_key_value_heads * d
-        self.self_attn, self.mlp = nn.Module(), nn.Module()
+        self.self_attn = nn.Module()
         for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
             setattr(self.self_attn, name, nn.Linear(width if version == 1 else 2 * width, rows, bias=False))
         self.self_attn.o_proj = nn.Linear(queries, width, bias=False)
-        self.mlp.gate_proj = nn.Linear(width, inner, bias=False)
-        self.mlp.up_proj = nn.Linear(width, inner, bias=False)
-        self.mlp.down_proj = nn.Linear(inner, width, bias=False)
+        self.mlp = LlamaMLP(config)
         if version == 3:
             self.input_layernorm = RMSNorm(width, config.rms_norm_eps)
             self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
@@ -154,57 +152,46 @@ class FeatureHead(nn.Module):
             would need tokens past the end they are undefined. Indices that are sent back (ascending) select the rows
             for which the following steps are computed.
         """
-        layer, width, (batch, time) = self.layer, self.config.head_dim, embeds.shape[:2]
-        mask = torch.ones(batch, time, dtype=torch.bool, device=embeds.device) if rows is None else rows
-        read = mask.flip(1).cummax(1).values.flip(1)  # positions after a text's last row are not read
-        text, wanted = (which.flatten().nonzero()[:, 0] for which in (read, mask))
-        cos, sin = (
-            f[0] for f in self.rotary(embeds, position_ids=torch.arange(time + steps, device=embeds.device)[None])
-        )
-        # queries are computed for all positions from the first wanted one on
-        start = int((wanted % time).min()) if len(wanted) else 0
-        grid = batch, time - start
-        place = wanted // max(1, time) * grid[1] + wanted % max(1, time) - start
+        layer, d, grid = self.layer, self.config.head_dim, embeds.shape[:2]
+        embeds, hidden = embeds.flatten(0, 1), self.fuse(features).flatten(0, 1)
+        position = torch.arange(grid[1], device=embeds.device).repeat(grid[0])
+        turns = torch.arange(grid[1] + steps, device=embeds.device)
+        cos, sin = (factors[0, :, None] for factors in self.rotary(embeds, position_ids=turns[None]))
+
+        def rotate(x: Tensor, turn: Tensor) -> Tensor:
+            """Rotates ``x [rows, heads · d]`` to the rows' positions."""
+            x = x.unflatten(-1, (-1, d))
+            a, b = x.chunk(2, -1)
+            return (x * cos[turn] + torch.cat([-b, a], -1) * sin[turn]).to(x.dtype)
+
+        def spread(values: Tensor) -> Tensor:
+            """Puts ``values [rows, heads, d]`` at their places in ``[batch, heads, time, d]``, with zeros elsewhere."""
+            if len(values) < len(embeds):
+                values = values.new_zeros(len(embeds), *values.shape[1:]).index_copy(0, wanted, values)
+            return values.unflatten(0, grid).transpose(1, 2)
+
+        wanted = torch.arange(len(embeds), device=embeds.device) if rows is None else rows.flatten().nonzero()[:, 0]
         seen: list[Tensor] = []  # keys and values in turn: the text's, then those of each step
-        embeds, hidden = embeds.flatten(0, 1), self.fuse(features.flatten(0, 1).index_select(0, text))
         for step in range(steps):
-            at = wanted if step else text
-            e, turn = embeds.index_select(0, (at + step).clamp_max(len(embeds) - 1)), at % max(1, time) + step
+            turn = position[wanted] + step if step else position  # the first step reads all pairs of the text
+            e = embeds.index_select(0, (wanted + step).clamp_max(len(embeds) - 1)) if step else embeds
             if self.version == 1:
                 x = y = self.fc(torch.cat([e, hidden], -1))
             else:
                 x, y = hidden, torch.cat([layer.input_layernorm(e), layer.hidden_norm(hidden)], -1)
-            k, v = (p(y).unflatten(-1, (-1, width)) for p in (layer.self_attn.k_proj, layer.self_attn.v_proj))
-            k = _rotate(k, cos[turn], sin[turn])
-            if not step:
-                chosen = torch.searchsorted(text, wanted)
-                x, y, turn = (values.index_select(0, chosen) for values in (x, y, turn))
-            q = _rotate(layer.self_attn.q_proj(y).unflatten(-1, (-1, width)), cos[turn], sin[turn])
+            k, v = rotate(layer.self_attn.k_proj(y), turn), layer.self_attn.v_proj(y).unflatten(-1, (-1, d))
+            if len(wanted) < len(x):
+                x, y, turn = (values.index_select(0, wanted) for values in (x, y, turn))
+            q = rotate(layer.self_attn.q_proj(y), turn)
             if len(wanted):
-                where, shape = (place, grid) if step else (text, (batch, time))
-                seen += [_spread(k, where, shape), _spread(v, where, shape)]
-                found = attend(_spread(q, place, grid), start, *seen)
-                q = found.transpose(1, 2).flatten(0, 1).index_select(0, place)
+                seen += [spread(k), spread(v)]
+                q = attend(spread(q), *seen).transpose(1, 2).flatten(0, 1)
+                q = q.index_select(0, wanted) if len(wanted) < len(q) else q
             x = x + layer.self_attn.o_proj(q.flatten(1))
-            m, z = layer.mlp, layer.post_attention_layernorm(x)
-            hidden = x + m.down_proj(F.silu(m.gate_proj(z)) * m.up_proj(z))
-            kept = yield hidden.unflatten(0, (batch, time)) if rows is None else hidden
+            hidden = x + layer.mlp(layer.post_attention_layernorm(x))
+            kept = yield hidden.unflatten(0, grid) if rows is None else hidden
             if kept is not None:
-                wanted, place, hidden = wanted[kept], place[kept], hidden[kept]
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates ``x [rows, heads, d]`` by the factors ``[rows, d]`` of each row's position."""
-    a, b = x.chunk(2, -1)
-    return (x * cos[:, None] + torch.cat([-b, a], -1) * sin[:, None]).to(x.dtype)
-
-
-def _spread(values: Tensor, place: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Puts ``values [rows, heads, d]`` at their places in ``[batch, heads, time, d]``, with zeros elsewhere."""
-    batch, time = grid
-    if len(values) < batch * time:
-        values = values.new_zeros(batch * time, *values.shape[1:]).index_copy(0, place, values)
-    return values.unflatten(0, grid).transpose(1, 2)
+                wanted, hidden = wanted[kept], hidden[kept]
 
 
 # -- its attention -----------------------------------------------------------------------------------------------------
@@ -214,92 +201,75 @@ class _ChainAttention(torch.autograd.Function):
     """Flash attention to the text, merged with scores of the query's own steps by their log-sum-exps."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, start: int, k: Tensor, v: Tensor, *chain: Tensor) -> Tensor:
-        group = q.shape[1] // k.shape[1]
-        parts, sums = [], []
-        for keys, values, causal in _parts(start, k, v):
-            d, given = q.shape[-1], _repeated(q, keys, values)
-            if q.device.type == "cuda":
-                kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-                out, own, *_ = kernel(*given, None, True, 0.0, causal, scale=d**-0.5)
-            else:
-                kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-                out, own = kernel(*given, 0.0, causal, scale=d**-0.5)
-            parts.append(out[..., :d])
-            sums.append(own[..., : q.shape[2]])
-        wide, texts = q.to(sums[0].dtype), len(sums)
-        for key, value in zip(chain[::2], chain[1::2], strict=True):
-            sums.append((wide * key.repeat_interleave(group, 1)).sum(-1) * q.shape[-1] ** -0.5)
-            parts.append(value.repeat_interleave(group, 1))
-        every = torch.stack(sums)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *chain: Tensor) -> Tensor:
+        given, d = _for_kernel(q, k, v), q.shape[-1]
+        if q.device.type == "cuda":
+            kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+            out, sums, *_ = kernel(*given, None, True, 0.0, True, scale=d**-0.5)
+        else:
+            kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            out, sums = kernel(*given, 0.0, True, scale=d**-0.5)
+        sums = sums[..., : q.shape[2]]
+        wide = q.to(sums.dtype)
+        every = torch.stack([sums, *((wide * _repeated(q, key)).sum(-1) * d**-0.5 for key in chain[::2])])
         whole = every.logsumexp(0)
         weights = (every - whole).exp()[..., None]
-        out = weights[0] * parts[0]
-        for weight, part in zip(weights[1:], parts[1:], strict=True):
-            out.addcmul_(weight, part.to(out.dtype))
+        out = weights[0] * out[..., :d]
+        for weight, value in zip(weights[1:], chain[1::2], strict=True):
+            out.addcmul_(weight, _repeated(q, value).to(out.dtype))
         out = out.to(q.dtype)
-        ctx.start = start
-        ctx.save_for_backward(q, out, whole, weights[texts:], k, v, *chain)
+        ctx.save_for_backward(q, out, whole, weights[1:], k, v, *chain)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Each part's kernel gets the output and the log-sum-exp of the whole, as in ring attention."""
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        """The text's kernel gets the output and the log-sum-exp of the whole, as in ring attention."""
         q, out, whole, weights, k, v, *chain = ctx.saved_tensors
-        to_q, to_text, d = torch.zeros_like(q, dtype=whole.dtype), [], q.shape[-1]
-        for keys, values, causal in _parts(ctx.start, k, v):
-            given, (wanted, made) = _repeated(q, keys, values), _repeated(grad, out)
-            if q.device.type == "cuda":
-                sums = F.pad(whole, (0, -whole.shape[-1] % 32), value=torch.inf)  # as its kernel lays them out
-                seed = torch.zeros((), dtype=torch.long)  # of dropout, which is 0
-                kernel = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-                rest = seed, seed, 0.0, [True] * 3 + [False], causal
-                found = kernel(wanted, *given, None, made, sums, *rest, scale=d**-0.5)
-            else:
-                kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-                found = kernel(wanted, *given, made, whole, 0.0, causal, scale=d**-0.5)
-            to_q += found[0][..., :d]
-            to_text.append([_shared(values[..., :d], k) for values in found[1:3]])
+        given, (wanted, made), d = _for_kernel(q, k, v), _for_kernel(grad, out), q.shape[-1]
+        if q.device.type == "cuda":
+            sums = F.pad(whole, (0, -whole.shape[-1] % 32), value=torch.inf)  # as its kernel lays them out
+            seed = torch.zeros((), dtype=torch.long)  # of dropout, which is 0
+            kernel = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+            rest = seed, seed, 0.0, [True] * 3 + [False], True
+            found = kernel(wanted, *given, None, made, sums, *rest, scale=d**-0.5)
+        else:
+            kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+            found = kernel(wanted, *given, made, whole, 0.0, True, scale=d**-0.5)
+        to_q, to_k, to_v = (values[..., :d] for values in found[:3])
         wide, grad = q.to(whole.dtype), grad.to(whole.dtype)
-        mean, to_chain = (grad * out).sum(-1, keepdim=True), []
+        to_q, to_chain = to_q.to(wide.dtype), [to_k, to_v]
+        mean = (grad * out).sum(-1, keepdim=True)
         for weight, key, value in zip(weights, chain[::2], chain[1::2], strict=True):
-            key, value = (values.repeat_interleave(q.shape[1] // k.shape[1], 1) for values in (key, value))
-            score = weight * ((grad * value).sum(-1, keepdim=True) - mean) * d**-0.5
-            to_q.addcmul_(score, key.to(to_q.dtype))
-            to_chain += [_shared(score * wide, k), _shared(weight * grad, k)]
-        return to_q.to(q.dtype), None, *(torch.cat(values, 2) for values in zip(*to_text, strict=True)), *to_chain
+            score = weight * ((grad * _repeated(q, value)).sum(-1, keepdim=True) - mean) * d**-0.5
+            to_q.addcmul_(score, _repeated(q, key).to(to_q.dtype))
+            to_chain += [score * wide, weight * grad]
+        # heads that share a key head add their gradients
+        return to_q.to(q.dtype), *(values.unflatten(1, (k.shape[1], -1)).sum(2).to(k.dtype) for values in to_chain)
 
 
 attend: Callable[..., Tensor] = _ChainAttention.apply
-"""Attention of queries to the text up to their own position, and to keys of their own.
+"""Attention of every position to the text up to itself, and to keys of its own.
 
 Args:
-    q: ``[batch, heads, queries, d]``, of the positions from ``start`` on.
-    start: position of the first query.
-    k: the text's keys, ``[batch, kv heads, start + queries, d]``.
+    q: ``[batch, heads, time, d]``.
+    k: the text's keys, ``[batch, kv heads, time, d]``.
     v: its values.
-    chain: keys and values in turn, ``[batch, kv heads, queries, d]``: one of each for every query.
+    chain: keys and values in turn, ``[batch, kv heads, time, d]``: one of each for every query.
 
 Returns:
-    ``[batch, heads, queries, d]``.
+    ``[batch, heads, time, d]``.
 """
 
 
-def _parts(start: int, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor, bool]]:
-    """Keys and values of the text before the queries, which all see, and of the queries' own positions (causal)."""
-    before = [(k[:, :, :start], v[:, :, :start], False)] if start else []
-    return [*before, (k[:, :, start:], v[:, :, start:], True)]
+def _repeated(q: Tensor, values: Tensor) -> Tensor:
+    """Key or value heads, repeated for the heads that share them."""
+    group = q.shape[1] // values.shape[1]
+    return values.repeat_interleave(group, 1) if group > 1 else values
 
 
-def _shared(values: Tensor, k: Tensor) -> Tensor:
-    """Sums the gradients of the heads that share a key head."""
-    return values.unflatten(1, (k.shape[1], -1)).sum(2).to(k.dtype)
-
-
-def _repeated(q: Tensor, *others: Tensor) -> list[Tensor]:
-    """Repeats key heads for every head, and pads the width to a multiple of eight, which CUDA's kernel needs."""
-    group, missing = q.shape[1] // others[-1].shape[1], -q.shape[-1] % 8
-    every = [q, *(values.repeat_interleave(group, 1) if group > 1 else values for values in others)]
+def _for_kernel(q: Tensor, *others: Tensor) -> list[Tensor]:
+    """One head for every query head, of a width that is a multiple of eight, which CUDA's kernel needs."""
+    every, missing = [q, *(_repeated(q, values) for values in others)], -q.shape[-1] % 8
     return [F.pad(values, (0, missing)) for values in every] if missing else every
 
 
@@ -478,28 +448,20 @@ def load_head(folder: str | os.PathLike[str], target: PreTrainedModel | None = N
     try:
         fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         state = load_file(folder / "model.safetensors")
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"no feature head can be read from {folder}: {error}") from error
-    try:
         head = FeatureHead(_config_of(fields, target, folder))
+        if SHARED in state:
+            head.embed_tokens = nn.Embedding.from_pretrained(state[SHARED])
+        # files may leave out t2d, which follows from d2t, and both where the head drafts all tokens
+        optional = ("t2d",) if head.reduced else ("t2d", "d2t")
+        head.load_state_dict({n: table for n, table in head.state_dict().items() if n in optional} | state)
     except UserError:
         raise
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-        raise UserError(f"{folder}/config.json does not describe a feature head: {error!r}") from error
-    if SHARED in state:
-        head.embed_tokens = nn.Embedding.from_pretrained(state.pop(SHARED))
-    try:
-        missing, unknown = head.load_state_dict(state, strict=False)
-    except RuntimeError as error:  # tensors of other shapes
-        raise UserError(f"{folder} does not hold what its config.json names: {error}") from error
-    if head.reduced and "d2t" in state:
-        head.set_vocabulary(cast(Tensor, head.draft_ids()))  # files may leave out t2d, which follows from d2t
-    missing = [name for name in missing if name not in ("t2d", SHARED) and (name != "d2t" or head.reduced)]
-    if missing or unknown:
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RuntimeError, SafetensorError) as error:
         raise UserError(
-            f"{folder} does not hold what its config.json names: missing {missing[:4] or 'nothing'}, unknown "
-            f"{unknown[:4] or 'nothing'}"
-        )
+            f"{folder} holds no feature head that can be read; save it or download it again ({error!r})"
+        ) from error
+    if head.reduced:
+        head.set_vocabulary(cast(Tensor, head.draft_ids()))
     if target is not None:
         device = target.get_input_embeddings().weight.device
         head.to(device=device, dtype=target.dtype)
@@ -518,8 +480,7 @@ def _config_of(fields: dict[str, Any], target: PreTrainedModel | None, folder: P
         )
     if fields.get("target_hidden_size") not in (None, width):
         raise UserError(f"{folder} is {width} wide, its target {fields['target_hidden_size']}; they have to be equal")
-    names = ("captured_layers", "taps", "eagle_aux_hidden_state_layer_ids")  # ours, our former one, the engines'
-    captured = next((fields[name] for name in names if fields.get(name)), None)
+    captured = fields.get("captured_layers") or fields.get("eagle_aux_hidden_state_layer_ids")  # ours, the engines'
     if target is None and not captured:
         raise UserError(f"{folder} does not name its feature layers; load it together with its target")
     if target is not None:

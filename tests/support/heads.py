@@ -54,9 +54,7 @@ def learned_head(
     return head.eval().requires_grad_(False)
 
 
-def check_chain_attention(
-    start: int, queries: int = 40, device: str = "cpu", dtype: torch.dtype = torch.float64
-) -> int:
+def check_chain_attention(time: int = 40, device: str = "cpu", dtype: torch.dtype = torch.float64) -> int:
     """`attend` finds what one softmax over all keys finds, with its gradients; returns the bytes kept for these."""
     generator = torch.Generator().manual_seed(0)
     heads, kv, d, steps = 4, 2, 12, 3
@@ -64,8 +62,8 @@ def check_chain_attention(
     def some(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype).requires_grad_(True)
 
-    q, k, v = some(2, heads, queries, d), some(2, kv, start + queries, d), some(2, kv, start + queries, d)
-    given = [q, k, v, *(some(2, kv, queries, d) for _ in range(2 * steps))]
+    q, k, v = some(2, heads, time, d), some(2, kv, time, d), some(2, kv, time, d)
+    given = [q, k, v, *(some(2, kv, time, d) for _ in range(2 * steps))]
     kept: dict[int, int] = {}
 
     def keep(values: Tensor) -> Tensor:
@@ -73,10 +71,10 @@ def check_chain_attention(
         return values
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda values: values):
-        found = attend(q, start, *given[1:])
+        found = attend(q, *given[1:])
     plain = [values.detach().cpu().double().requires_grad_(True) for values in given]
     q, k, v, *chain = [values.repeat_interleave(heads // values.shape[1], 1) for values in plain]
-    scores = (q @ k.mT).masked_fill(~torch.ones(queries, start + queries).tril(start).bool(), -torch.inf)
+    scores = (q @ k.mT).masked_fill(~torch.ones(time, time).tril().bool(), -torch.inf)
     own = torch.stack([(q * key).sum(-1) for key in chain[::2]], -1)
     weights = (torch.cat([scores, own], -1) * d**-0.5).softmax(-1)
     wanted = weights[..., :-steps] @ v

@@ -453,14 +453,13 @@ def test_a_reduced_vocabulary_needs_its_table_and_the_mask_follows_from_it(tiny,
         load_head(tmp_path, tiny("llama"))
 
 
-@pytest.mark.parametrize("start", [0, 5])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_attention_to_a_text_and_a_chain_is_one_softmax_over_both(start: int, dtype: torch.dtype) -> None:
-    check_chain_attention(start, dtype=dtype)
+def test_attention_to_a_text_and_a_chain_is_one_softmax_over_both(dtype: torch.dtype) -> None:
+    check_chain_attention(dtype=dtype)
 
 
 def test_what_attention_keeps_for_its_gradients_grows_with_the_length_alone() -> None:
-    assert check_chain_attention(0, 160) <= 2 * check_chain_attention(0, 80)
+    assert check_chain_attention(160) <= 2 * check_chain_attention(80)
 
 
 def test_a_long_match_that_does_not_go_on_leaves_the_draft_to_the_head(tiny, tmp_path) -> None:
@@ -496,5 +495,5 @@ def test_a_head_whose_configuration_is_not_that_of_its_weights_is_refused(change
     save_head(make_head(tiny("llama"), 3), tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text()) | change
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in fields.items() if v is not None}))
-    with pytest.raises(UserError, match=told or "does not describe a feature head"):
+    with pytest.raises(UserError, match=told or "no feature head"):
         load_head(tmp_path, tiny("llama"))
