@@ -144,80 +144,58 @@ def smaller_store(folder: Path, texts: int | None) -> Path:
     return folder if texts is None else folder / f"texts-{texts}"
 
 
-def _model(inputs: MethodInputs) -> Drafter:
-    if inputs.draft is None:
-        raise UserError("this method drafts with a model; give one with --draft (a folder or hub name)")
-    if isinstance(inputs.draft, HeadRunner):
-        return FeatureDrafter(inputs.draft, inputs.target, inputs.warp)
-    return ModelDrafter(inputs.draft, inputs.warp, inputs.target.vocab_size)
+def store_of(inputs: MethodInputs) -> Datastore | None:
+    """The datastore of the inputs, whose tokenizer has to be the target's."""
+    return None if inputs.datastore is None else Datastore(inputs.datastore, tokenizer_fingerprint(inputs.tokenizer))
 
 
-def _feature_tree(inputs: MethodInputs) -> Drafter:
-    options = inputs.options
-    return FeatureTreeDrafter(
-        head_of(inputs.draft), inputs.target, inputs.warp,
-        width=options.tree_width, nodes=options.tree_nodes, threshold=options.tree_threshold,
-    )  # fmt: skip
+def make_drafter(name: str, inputs: MethodInputs) -> Drafter:
+    """The drafter of a line of `METHODS`.
 
-
-def _hybrid(inputs: MethodInputs, make_head: Callable[[MethodInputs], Drafter]) -> Drafter:
-    head, options = make_head(inputs), inputs.options
-    assert isinstance(head, ModelDrafter)
-    store = None if inputs.datastore is None else Datastore(inputs.datastore, tokenizer_fingerprint(inputs.tokenizer))
-    branch = options.copy_branch if isinstance(head, FeatureTreeDrafter) else 0  # chains stay chains
-    return HybridDrafter(head, store, length=options.copy_length, branch=branch)
-
-
-def _rest(inputs: MethodInputs) -> Drafter:
-    if inputs.datastore is None:
-        raise UserError("rest needs a datastore; build one with python -m decode datastore build, give --datastore DIR")
-    return RetrievalDrafter(Datastore(inputs.datastore, tokenizer_fingerprint(inputs.tokenizer)))
-
-
-def _adaptix(inputs: MethodInputs) -> Drafter:
-    if inputs.trigrams is None:
-        raise UserError(
-            "adaptix needs a tri-gram table; build one with python -m decode trigrams build, give --trigrams DIR"
-        )
-    options = inputs.options
-    folder = smaller_store(inputs.trigrams, options.texts)
-    table = NgramTable(folder, tokenizer_fingerprint(inputs.tokenizer), order=options.order)
-    gain = TrigramDrafter.gain if options.adaptive else 0.0
-    return TrigramDrafter(table, searches=options.searches, gain=gain)
-
-
-def _early_exit(inputs: MethodInputs) -> Drafter:
-    runner = self_speculating(inputs.target)
-    return EarlyExitDrafter(runner, inputs.warp, LayerSubset.early_exit(runner.depth, inputs.exit_layer))
-
-
-def _separate(inputs: MethodInputs) -> Drafter:
-    runner = self_speculating(inputs.target)
-    return ModelDrafter(runner.first_layers(inputs.exit_layer), inputs.warp, runner.vocab_size)
-
-
-def _layer_subset(inputs: MethodInputs) -> Drafter:
-    attention, mlp, runner = inputs.options.skip_attention, inputs.options.skip_mlp, self_speculating(inputs.target)
-    if not attention and not mlp:
-        return _early_exit(inputs)
-    return EarlyExitDrafter(runner, inputs.warp, LayerSubset.skipping(runner.depth, attention, mlp))
-
-
-DRAFTERS: dict[str, Callable[[MethodInputs], Drafter]] = {
-    "none": lambda inputs: NoDrafter(),
-    "model": _model,
-    "feature": lambda inputs: FeatureDrafter(head_of(inputs.draft), inputs.target, inputs.warp),
-    "feature-tree": _feature_tree,
-    "hybrid": lambda inputs: _hybrid(inputs, _model),
-    "hybrid-tree": lambda inputs: _hybrid(inputs, _feature_tree),
-    "prompt-lookup": lambda inputs: LookupDrafter(length=inputs.window(10)),
-    "rest": _rest,
-    "adaptix": _adaptix,
-    "lookahead": lambda inputs: LookaheadDrafter(),
-    "early-exit": _early_exit,
-    "early-exit-separate": _separate,
-    "layer-subset": _layer_subset,
-}
+    Raises:
+        UserError: a model or file that it needs is missing.
+    """
+    target, draft, warp, options = inputs.target, inputs.draft, inputs.warp, inputs.options
+    if name == "feature" or (name in ("model", "hybrid") and isinstance(draft, HeadRunner)):
+        drafter: ModelDrafter = FeatureDrafter(head_of(draft), target, warp)
+    elif name in ("feature-tree", "hybrid-tree"):
+        shape = {"width": options.tree_width, "nodes": options.tree_nodes}
+        drafter = FeatureTreeDrafter(head_of(draft), target, warp, **shape, threshold=options.tree_threshold)
+    elif name in ("model", "hybrid"):
+        if draft is None:
+            raise UserError("this method drafts with a model; give one with --draft (a folder or hub name)")
+        drafter = ModelDrafter(draft, warp, target.vocab_size)
+    elif name == "prompt-lookup":
+        return LookupDrafter(length=inputs.window(10))
+    elif name == "lookahead":
+        return LookaheadDrafter()
+    elif name == "rest":
+        if (store := store_of(inputs)) is None:
+            raise UserError(
+                "rest needs a datastore; build one with python -m decode datastore build, give --datastore DIR"
+            )
+        return RetrievalDrafter(store)
+    elif name == "adaptix":
+        if inputs.trigrams is None:
+            raise UserError(
+                "adaptix needs a tri-gram table; build one with python -m decode trigrams build, give --trigrams DIR"
+            )
+        folder = smaller_store(inputs.trigrams, options.texts)
+        table = NgramTable(folder, tokenizer_fingerprint(inputs.tokenizer), order=options.order)
+        return TrigramDrafter(table, searches=options.searches, gain=TrigramDrafter.gain if options.adaptive else 0.0)
+    elif name == "none":
+        return NoDrafter()
+    else:  # the target's own layers
+        runner, skipped = self_speculating(target), (options.skip_attention, options.skip_mlp)
+        if name == "early-exit-separate":
+            return ModelDrafter(runner.first_layers(inputs.exit_layer), warp, runner.vocab_size)
+        if name == "layer-subset" and any(skipped):
+            return EarlyExitDrafter(runner, warp, LayerSubset.skipping(runner.depth, *skipped))
+        return EarlyExitDrafter(runner, warp, LayerSubset.early_exit(runner.depth, inputs.exit_layer))
+    if name.startswith("hybrid"):
+        branch = options.copy_branch if name == "hybrid-tree" else 0  # chains stay chains
+        return HybridDrafter(drafter, store_of(inputs), length=options.copy_length, branch=branch)
+    return drafter
 
 
 def _cost_optimal(inputs: MethodInputs) -> StopRule:
@@ -305,7 +283,7 @@ def build(method: str, inputs: MethodInputs, *, stop: str | None = None, rule: s
     acceptance = choose("acceptance rule", rule_name, RULES)(inputs)
     if drafter_name in TREE_DRAFTERS and not inputs.target.supports_trees:
         raise tree_error(inputs.target)
-    drafter = DRAFTERS[drafter_name](inputs)
+    drafter = make_drafter(drafter_name, inputs)
     drawing = drafter.head if isinstance(drafter, HybridDrafter) else drafter
     if isinstance(drawing, ModelDrafter):
         drawing.keep_logits, drawing.keep_probs = acceptance.needs_raw, not acceptance.exact

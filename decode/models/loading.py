@@ -59,20 +59,19 @@ def choose_device(name: str | torch.device = "auto") -> torch.device:
     Raises:
         UserError: no such device here, or one that exact sampling cannot run on.
     """
-    available = torch.cuda.is_available()
     if name == "auto":
-        return torch.device("cuda" if available else "cpu")
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise UserError(f"device is {name!r}; choose auto, cpu, cuda or cuda:1") from error
     if device.type == "mps":
         raise UserError("device is 'mps', which has no float64, and tokens are drawn in float64; choose cpu")
-    if device.type == "cuda" and not available:
-        build = "is built without CUDA" if torch.version.cuda is None else "finds no GPU (see nvidia-smi)"
-        raise UserError(f"device is {str(name)!r}, but torch {torch.__version__} {build}; choose cpu or auto")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"device is {str(name)!r}, but there are {torch.cuda.device_count()} CUDA devices, from cuda:0")
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise UserError(
+            f"device is {str(name)!r}, but torch {torch.__version__} finds {count} CUDA devices; choose cpu or auto"
+        )
     return device
 
 
@@ -91,10 +90,9 @@ def choose_dtype(name: str, device: torch.device) -> str:
 
 def placement(model: PreTrainedModel) -> str:
     """The device and number format of an opened model, in a sentence for the terminal; with what 16 bits mean."""
-    device = model.get_input_embeddings().weight.device
+    device, name = model.get_input_embeddings().weight.device, str(model.dtype).removeprefix("torch.")
     where = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
-    name = str(model.dtype).removeprefix("torch.")
-    return f"on {where}, {name}" + (f": {SIXTEEN_BITS}" if model.dtype in (torch.bfloat16, torch.float16) else "")
+    return f"on {where}, {name}" + (f": {SIXTEEN_BITS}" if model.dtype.itemsize == 2 else "")
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -107,19 +105,17 @@ def gguf_file(name: str | os.PathLike[str]) -> Path | None:
         UserError: there is no such file, or the folder has several.
     """
     path = Path(name)
+    files = [path] if path.suffix.lower() == ".gguf" and not path.is_dir() else []
     if path.is_dir() and not (path / "config.json").exists():
         files = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf")
-        if len(files) > 1:
-            raise UserError(
-                f"{str(name)!r} holds {len(files)} GGUF files; give one of them, such as {files[0]} (parts of a model "
-                "are joined by llama.cpp's llama-gguf-split --merge)"
-            )
-        return files[0] if files else None
-    if path.suffix.lower() != ".gguf" or path.is_dir():
-        return None
-    if not path.is_file():
+    if len(files) > 1:
+        raise UserError(
+            f"{str(name)!r} holds {len(files)} GGUF files; give one of them, such as {files[0]} (parts of a model are "
+            "joined by llama.cpp's llama-gguf-split --merge)"
+        )
+    if files and not files[0].is_file():
         raise UserError(f"there is no file {str(name)!r}; check the path (it is relative to {Path.cwd()})")
-    return path
+    return files[0] if files else None
 
 
 @cache
@@ -136,22 +132,19 @@ def pinned(name: str | os.PathLike[str]) -> tuple[str, dict[str, str]]:
 
 def _unreadable(name: str | os.PathLike[str], what: str, error: Exception) -> UserError:
     """The error of a model or tokenizer that transformers could not open."""
-    folder, hint = Path(name), ""
-    if folder.suffix.lower() == ".gguf" or (folder.is_dir() and gguf_file(folder)):
+    hint = ""
+    if gguf_file(name):
         hint = (
-            "; the file may be damaged or one part of several, or of an architecture or a quantisation that "
-            "transformers does not read: download it again, or take the model's safetensors files"
+            "; it may be damaged, or of an architecture or a quantisation that transformers does not read: download "
+            "it again, or take the model's safetensors files"
         )
     elif isinstance(error, SafetensorError):
         hint = "; its safetensors file is damaged or cut off: download or save it again"
-    elif folder.is_dir():
-        files = {file.suffix for file in folder.iterdir()}
-        if what == "model" and ".bin" in files and ".safetensors" not in files:
-            hint = "; weights in .bin files are pickles, which are not read: save them as safetensors"
-    elif not folder.exists() and (str(name).startswith((".", "/", "~", "runs/")) or str(name).count("/") != 1):
-        hint = "; there is no such folder: train it first (make distill) or give the path of one"
-    elif constants.HF_HUB_OFFLINE:
-        hint = f"; {OFFLINE}"
+    elif not Path(name).exists():
+        if str(name).startswith((".", "/", "~", "runs/")) or str(name).count("/") != 1:
+            hint = "; there is no such folder: train it first (make distill) or give the path of one"
+        elif constants.HF_HUB_OFFLINE:
+            hint = f"; {OFFLINE}"
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return UserError(f"cannot load the {what} {str(name)!r}: {type(error).__name__}: {first}{hint}")
 
@@ -179,11 +172,12 @@ def load_model(
         UserError: the model cannot be found or read, its files do not fit each other, or the device or number format
             is unknown.
     """
-    device = choose_device(device)
+    device, packed = choose_device(device), gguf_file(name)
     format = choose_dtype(dtype, device)
-    packed = gguf_file(name)
     folder, revision = pinned(packed.parent if packed else name)
-    extra: dict[str, Any] = options | revision | ({"device_map": device_map} if device_map else {})
+    extra: dict[str, Any] = options | revision
+    if device_map:
+        extra["device_map"] = device_map
     if packed:
         extra["gguf_file"] = packed.name
         if hasattr(quantization_config, "GgufConfig"):  # from transformers 5.23 on it may keep them packed on a GPU
@@ -196,9 +190,9 @@ def load_model(
             fields, _ = PretrainedConfig.get_config_dict(folder, **revision)
             if "quantization_config" in options or "quantization_config" in fields:
                 extra["device_map"] = {"": device}  # quantised weights are placed while loading and do not move later
-        with contextlib.ExitStack() as stack:
-            if packed and not sys.stderr.isatty():  # transformers draws a bar while it unpacks weights
-                stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        # transformers draws a bar while it unpacks weights
+        quiet = packed and not sys.stderr.isatty()
+        with contextlib.redirect_stderr(io.StringIO()) if quiet else contextlib.nullcontext():
             model, found = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=DTYPES.get(format, format),
@@ -302,9 +296,16 @@ def open_draft(
     kinds = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")
     if not folder.is_dir() or gguf_file(name) or any(file.name.startswith(kinds) for file in folder.iterdir()):
         own = load_tokenizer(name, trust_remote_code=trust_remote_code)  # one that is there has to be readable
-    differs = None if own is None else _difference(tokenizer, own)
-    if differs and vocabulary != "intersection":
-        raise UserError(f"{differs}; or decode with the tokens that both have: --draft-vocabulary intersection")
+    differs = False
+    if own is not None:
+        try:
+            check_tokenizers(tokenizer, own)
+        except UserError as error:
+            differs = True
+            if vocabulary != "intersection":
+                raise UserError(
+                    f"{error}; or decode with the tokens that both have: --draft-vocabulary intersection"
+                ) from error
     device, dtype = target.get_input_embeddings().weight.device, str(target.dtype).removeprefix("torch.")
     model = load_model(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     known = int(model.get_output_embeddings().weight.shape[0])
@@ -327,26 +328,19 @@ def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizer
     Raises:
         UserError: with the first id that differs.
     """
-    if differs := _difference(target, draft):
-        raise UserError(differs)
-
-
-def _difference(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> str:
-    """See `check_tokenizers`; empty where the tokenizers agree."""
     ours = {i: t for t, i in target.get_vocab().items()}
     theirs = {i: t for t, i in draft.get_vocab().items()}
     for i in sorted(ours.keys() & theirs.keys()):
         if ours[i] != theirs[i]:
-            return (
+            raise UserError(
                 f"the draft's tokenizer is not the target's: id {i} is {ours[i]!r} for the target and {theirs[i]!r} "
                 "for the draft; use a draft of the same model family, or train one with python -m distill"
             )
     if min(len(ours), len(theirs)) < 0.9 * max(len(ours), len(theirs)):
-        return (
+        raise UserError(
             f"the tokenizers know {len(ours)} (target) and {len(theirs)} (draft) tokens; they have to be the same "
             "except for padding; use a draft of the same model family"
         )
-    return ""
 
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> set[int]:

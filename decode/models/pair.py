@@ -127,22 +127,17 @@ def own_warp(model: PreTrainedModel, temperature: float, given: Mapping[str, Any
 
 
 def described(model: PreTrainedModel, warp: LogitsWarper) -> str:
-    """Which fields of the model's ``generation_config`` are followed, replaced or unsupported; empty without any."""
-    config, parts = model.generation_config, []
-    own = {name: v for name, v in own_sampling(model).items() if name == "repetition_penalty" or not warp.greedy}
-    followed = [f"{name} {value:g}" for name, value in own.items() if getattr(warp, name) == value]
-    followed += [type(processor).__name__.removesuffix("LogitsProcessor") for processor in own_processors(model)]
-    if getattr(config, "do_sample", False):
-        own["temperature"] = getattr(config, "temperature", None) or 1.0
-    taken = {name: getattr(warp, name) for name in own}
-    changed = [f"{name} {taken[name]:g} for {own[name]:g}" for name in own if taken[name] != own[name]]
-    missing = [
-        name
-        for neutral, names in UNSUPPORTED.items()
-        for name in names
-        if getattr(config, name, None) not in (None, neutral)
+    """Which fields of the model's ``generation_config`` are followed and which are not; empty without any."""
+    config, own = model.generation_config, own_sampling(model)
+    followed = [
+        f"{name} {value:g}"
+        for name, value in own.items()
+        if getattr(warp, name) == value and (name == "repetition_penalty" or not warp.greedy)
     ]
-    parts += [f"follows {', '.join(followed)}"] if followed else []
-    parts += [f"takes {', '.join(changed)}"] if changed else []
+    followed += [type(processor).__name__.removesuffix("LogitsProcessor") for processor in own_processors(model)]
+    missing = [
+        name for off, names in UNSUPPORTED.items() for name in names if getattr(config, name, None) not in (None, off)
+    ]
+    parts = [f"follows {', '.join(followed)}"] if followed else []
     parts += [f"does not follow {', '.join(missing)}, so texts differ from the model's own generate"] if missing else []
     return f"the model's generation_config: decoding {'; '.join(parts)}" if parts else ""

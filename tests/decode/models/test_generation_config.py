@@ -71,11 +71,7 @@ def test_what_is_given_goes_before_the_models_own(tiny: Any) -> None:
     model.generation_config.update(repetition_penalty=1.1, top_p=0.8, top_k=20, temperature=0.7, do_sample=True)
     warp = own_warp(model, 1.0, {"top_p": 0.5, "repetition_penalty": 1.0, "top_k": None})
     assert (warp.top_p, warp.top_k, warp.repetition_penalty) == (0.5, 20, 1.0)
-    told = described(model, warp)
-    assert "follows top_k 20" in told
-    assert "top_p 0.5 for 0.8" in told
-    assert "repetition_penalty 1 for 1.1" in told
-    assert "temperature 1 for 0.7" in told
+    assert "follows top_k 20" in described(model, warp)
 
 
 def test_what_is_not_followed_is_named(tiny: Any) -> None:
