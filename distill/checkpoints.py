@@ -226,6 +226,6 @@ def _cause(module: L.LightningModule, rows: object, examples: list[int]) -> str:
     rate = cast(TrainingSettings, module.training_settings)
     return (
         f"lower the learning rate (its peak is {rate.lr:.2g}) or raise warmup_steps ({rate.warmup_steps}); "
-        f"trainer.gradient_clip (1.0 is usual) holds back single large steps"
+        "a smaller gradient_clip_val in trainer.extra holds back single large steps"
         + ("" if precision == "32-true" else f"; or train with precision 32-true instead of {precision}")
     )

@@ -109,12 +109,11 @@ def check_machine(context: StageContext, models: dict[str, ModelSettings]) -> No
     formats: dict[str, str] = {"trainer.precision": trainer.precision}
     for name, model in models.items():
         if model.trained:
-            formats[f"{name}.precision"] = model.precision or ""
             check_optimizer(model.training, device)
         else:
             formats[f"{name}.dtype"] = model.dtype
         if model.kind == "lora":
-            check_base(model.lora, model.precision or trainer.precision, device)
+            check_base(model.lora, trainer.precision, device)
         if model.kind != "cut" and trainer.attention != "auto":
             check_attention(config_of(model, len(context.corpus.tokenizer)), trainer.attention)
     for draft in settings.drafts:
@@ -139,12 +138,12 @@ def _check_disk(context: StageContext) -> None:
     """Refuse a signal that the disk has no room for, where the label tokens are those of the data."""
     settings, teacher, corpus = context.settings, context.settings.teacher, context.corpus
     folder = context.run.work / "signals"
-    if teacher.responses.from_target or not corpus.answered or settings.training.prompt_loss or folder.exists():
+    if teacher.responses.from_target or not corpus.answered or folder.exists():
         return  # the number of label tokens is not known yet, or the signal is written
     if teacher.signal in ("auto", "online"):
         return
     config = config_of(settings.target, len(corpus.tokenizer)).get_text_config()
-    hidden = config.hidden_size * (2 if teacher.signal_dtype == "bfloat16" else 4)
+    hidden = config.hidden_size * (2 if settings.target.dtype == "bfloat16" else 4)
     a_token = {"hidden": hidden, "topk": 8 * teacher.signal_k, "log_probs": 4 * config.vocab_size}[teacher.signal]
     states, head = hidden * (3 if settings.student.version == 3 else 1), settings.student.is_head  # of every token
     if settings.student.version == 1 and teacher.signal == "hidden":

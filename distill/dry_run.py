@@ -25,7 +25,7 @@ from decode.bench.datasets import PRESETS
 from decode.models.shapes import config_for, family_of
 from decode.progress import output_console
 from distill.config.data import DataSettings
-from distill.config.run import HubSettings, Settings
+from distill.config.run import Settings
 from distill.config.training import ModelSettings, TrainingSettings
 from distill.data.corpus import load_corpus
 
@@ -69,10 +69,11 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
         model.package, model.lora.quantization = None, None
         if name is None:
             shape = model.architecture
-            grouped = shape.kv_heads is not None and shape.kv_heads < shape.heads
+            grouped = {"num_key_value_heads": 2} if "num_key_value_heads" in shape.extra else {}
+            untied = {"tie_word_embeddings": False} if own_head else {}
             model.architecture = replace(
-                shape, hidden_size=width, layers=layers, heads=4, kv_heads=2 if grouped else None,
-                intermediate_size=None, positions=2048, tie_embeddings=shape.tie_embeddings and not own_head,
+                shape, hidden_size=width, layers=layers, heads=4, intermediate_size=None, positions=2048,
+                extra=shape.extra | grouped | untied,
             )  # fmt: skip
         else:
             place = folder / "models" / stage
@@ -91,9 +92,9 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
     responses = small.teacher.responses  # short, and written here whatever server is meant to
     responses.max_new_tokens, responses.batch_size, responses.refresh_every = 8, 8, STEPS // 2
     if responses.server.answers:
-        others = ", ".join(responses.server.addresses) or responses.server.engine
+        others = ", ".join(responses.server.urls) or responses.server.engine
         console.print(f"  the target made here answers in place of {others}", highlight=False)
-        responses.server.url, responses.server.urls, responses.server.engine = None, [], None
+        responses.server.urls, responses.server.engine = [], None
     trainer, evaluation = small.trainer, small.evaluation
     trainer.validate_every, trainer.validation_examples = STEPS // 2, 8
     trainer.devices, trainer.num_nodes, trainer.strategy, trainer.accumulate = 1, 1, "auto", min(2, trainer.accumulate)
@@ -106,7 +107,7 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
     evaluation.prompts, evaluation.accuracy_prompts, evaluation.decode_prompts = 4, 4, 2
     evaluation.max_new_tokens, evaluation.repeats = 8, 1
     evaluation.draft_lengths = sorted(evaluation.draft_lengths)[:2]
-    small.tracker.mode, small.export.hub = "offline", HubSettings()
+    small.tracker.mode, small.export.hub = "offline", None
     return small
 
 
@@ -118,7 +119,7 @@ def _shorten(training: TrainingSettings) -> None:
 def _shrink_data(data: DataSettings, folder: Path, count: int, console: Console) -> None:
     """Few rows and a small tokenizer; word problems in the columns of a data set that would have to be downloaded."""
     data.train_examples, data.validation_examples, data.test_examples = count, 8, 8
-    data.tokenizer, data.tokenizer_vocab_size, data.trust_remote_code = None, 320, False
+    data.tokenizer, data.tokenizer_vocab_size = None, 320
     data.max_length, data.overlong = 512, "cut"
     preset = PRESETS.get(data.source)
     if data.kind == "chat" or (preset is not None and preset.kind == "chat"):
@@ -144,9 +145,9 @@ def stand_in(data: DataSettings, question: str, solution: str, number: int) -> d
     columns = list(preset.columns) if preset else _fields(data.prompt_template) + _fields(data.response_template)
     if data.kind == "chat" or (preset and preset.kind == "chat"):
         chat = [{"role": "user", "content": question}, {"role": "assistant", "content": solution}]
-        return {data.messages_column: chat, "messages": chat}
+        return {"messages": chat}
     if data.kind == "text":
-        return {data.text_column: f"{question}\n{solution}"}
+        return {"text": f"{question}\n{solution}"}
     special = {
         "test_list": ["assert True"],
         "task_id": number,

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from decode.progress import duration, working
 from distill import ranks
-from distill.config.run import HubSettings, Settings
+from distill.config.run import Settings
 from distill.data.batches import TokenDataset
 from distill.data.context import DATA, MEASUREMENT, StageContext
 from distill.files import remove
@@ -85,7 +85,7 @@ def show(parts: list[Part], memory: float, console: Console) -> None:
 def _shortened(settings: Settings) -> Settings:
     """Return the same run with a few steps of every training, in one process."""
     small = copy.deepcopy(settings)
-    small.name, small.tracker.kind, small.export.hub = f"{settings.name}-estimate", "none", HubSettings()
+    small.name, small.tracker.kind, small.export.hub = f"{settings.name}-estimate", "none", None
     trainer, texts = small.trainer, small.evaluation
     trainer.accumulate *= ranks.process_count(trainer.accelerator, trainer.devices, trainer.num_nodes)
     trainer.devices, trainer.num_nodes, trainer.strategy, trainer.validate_every = 1, 1, "auto", 10**6

@@ -100,7 +100,7 @@ class Evaluation:
         self.context, self.full, self.run = context, context.settings, context.run
         self.settings, self.tokenizer = self.full.evaluation, context.corpus.tokenizer
         self.histograms, self.threads = Histograms(), torch.get_num_threads()
-        self.target = context.load_target(self.settings.dtype)
+        self.target = context.load_target()
         self.best = self.run.chosen(self.full.export.choose)
         trust = self.full.student.trust_remote_code
         self.models = {
@@ -157,7 +157,7 @@ class Evaluation:
             "profile": profile,
             "analysis": analysis | self._analysis(by_depth),
             "samples": samples,
-            "machine": self.session.facts() | {"dtype": settings.dtype or self.full.target.dtype},
+            "machine": self.session.facts() | {"dtype": self.full.target.dtype},
         }
 
     # -- texts and acceptance --------------------------------------------------------------------------------------

@@ -162,8 +162,8 @@ def measure(context: StageContext) -> dict[str, Any]:
         own = settings.student.trust_remote_code
         export_draft(*exported, trust_remote_code=trust, trust_draft_code=own)
     export_gguf(run.export, run.target, settings.export)
-    length, mapped = draft_length(profile, settings.export), (run.export / TOKEN_MAP).exists()
-    report["exported"] = {"length": length, "token_map": mapped, "gguf_type": settings.export.gguf_types[0]}
+    length, mapped = draft_length(profile), (run.export / TOKEN_MAP).exists()
+    report["exported"] = {"length": length, "token_map": mapped, "gguf_type": (settings.export.gguf or ["f32"])[0]}
     write_report(run.folder, report)
     report = read_json(run.folder / "report.json")
     log_report(context.logger, report, lambda: figures(report))

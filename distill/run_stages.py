@@ -171,9 +171,7 @@ def language_model(context: StageContext, stage: str, key: str) -> StageResult:
         rows, validation = answered_by_original(context, model.to(context.device))
     elif not context.corpus.answered:
         rows, validation = answered_by_target(context)
-    if settings.training.prompt_loss:
-        rows = rows.all_labelled()
-    trainer, adapter = _trainer_of(context, settings), None
+    trainer, adapter = _trainer_of(context), None
     if settings.kind == "lora":
         assert settings.model is not None
         trust = settings.trust_remote_code
@@ -194,15 +192,14 @@ def language_model(context: StageContext, stage: str, key: str) -> StageResult:
     return StageResult(record, ready_to_save(model, tokenizer), tokenizer)
 
 
-def _trainer_of(context: StageContext, settings: ModelSettings) -> TrainerSettings:
-    """Return the trainer of a language model, with the model's own precision.
+def _trainer_of(context: StageContext) -> TrainerSettings:
+    """Return the trainer of a language model.
 
     In bfloat16 on a CPU the gradient of PyTorch's fused attention takes several times as long as that of the plain one.
     """
     trainer = context.settings.trainer
-    precision = settings.precision or trainer.precision
-    slow = trainer.attention == "auto" and "bf16" in precision and context.device.type == "cpu"
-    return replace(trainer, precision=precision, attention="eager" if slow else trainer.attention)
+    slow = trainer.attention == "auto" and "bf16" in trainer.precision and context.device.type == "cpu"
+    return replace(trainer, attention="eager" if slow else trainer.attention)
 
 
 def untrained_head(context: StageContext, key: str) -> StageResult:

@@ -225,7 +225,7 @@ Key = tuple[str, dict[str, Any]]
 def stage_fingerprints(settings: Settings) -> dict[str, Key]:
     """Return the fingerprint of every stage, in order, with what it is made from."""
     trainer, teacher, student = settings.trainer, settings.teacher, settings.student
-    names = ("precision", "tf32", "gradient_clip", "validate_every", "validation_examples", "extra", "callbacks")
+    names = ("precision", "tf32", "validate_every", "validation_examples", "extra", "callbacks")
     common = {"version": VERSION, **{name: getattr(trainer, name) for name in names}}
     data, responses = data_key(settings), teacher.responses
     keys: dict[str, Key] = {}
@@ -244,7 +244,6 @@ def stage_fingerprints(settings: Settings) -> dict[str, Key]:
     texts = {
         "examples": teacher.examples,
         "responses": responses.key(),
-        "prompt_loss": settings.training.prompt_loss,
         "target_dtype": settings.target.dtype,
         "target_quantization": settings.target.quantization,
     }
@@ -300,11 +299,11 @@ def _paths(*paths: str | None) -> list[str]:
 def _model_key(settings: ModelSettings) -> dict[str, Any]:
     """Return what a language model is made from, without the settings that its kind does not use."""
     used = {
-        "scratch": ("architecture", "training", "precision", "layerskip", "stacking"),
-        "finetune": ("training", "precision", "layerskip"),
-        "lora": ("lora", "training", "precision", "layerskip"),
+        "scratch": ("architecture", "training", "layerskip", "stacking"),
+        "finetune": ("training", "layerskip"),
+        "lora": ("lora", "training", "layerskip"),
         "as_is": ("dtype", "round_to"),
-        "cut": ("layers", "training", "precision"),
+        "cut": ("layers", "training"),
     }
     values = asdict(settings)
     key = {name: values[name] for name in used[settings.kind] if name in values}

@@ -80,8 +80,6 @@ class WandbRun:
         )
         options: dict[str, Any] = {
             "project": self.settings.project,
-            "entity": self.settings.entity,
-            "tags": self.settings.tags or None,
             "name": self.name,
             "dir": str(self.run_dir),
             "id": self.run_id,

@@ -5,9 +5,6 @@ from typing import Any, Literal
 
 from jsonargparse.typing import (
     ClosedUnitInterval,
-    NonNegativeFloat,
-    NonNegativeInt,
-    OpenUnitInterval,
     PositiveFloat,
     PositiveInt,
 )
@@ -20,46 +17,27 @@ from distill.config.training import TrainingSettings
 
 @dataclass
 class ServerSettings:
-    """Servers that run the target and speak OpenAI's protocol (vLLM, SGLang, transformers serve, ...)."""
+    """Servers that run the target and speak OpenAI's protocol (vLLM, SGLang, ...), or a vLLM that the run starts."""
 
-    url: str | None = None
-    """Address up to the version, such as http://127.0.0.1:8000/v1. The server then writes the target's responses;
-    null: this process writes them. vLLM adds the sampling settings of the target's generation_config (top_k,
-    repetition_penalty) unless it is started with --generation-config vllm."""
     urls: list[str] = field(default_factory=list)
-    """In place of url: several servers with the same target, which share the prompts evenly. The list may change when
-    a run is continued: finished responses are kept."""
+    """Addresses up to the version, such as http://127.0.0.1:8000/v1, of servers with the same target, which share the
+    prompts evenly; empty: this process writes the responses. The list may change when a run is continued: finished
+    responses are kept. A key is read from OPENAI_API_KEY. vLLM adds the sampling settings of the target's
+    generation_config (top_k, repetition_penalty) unless it is started with --generation-config vllm."""
     engine: Literal["vllm"] | None = None
-    """In place of url: start vLLM with the target, in the environment of `make engine-vllm`, and stop it after the last
-    response. Prompts and responses are exchanged as token ids."""
-    python: str | None = None
-    """Interpreter of an environment with vLLM; null: .venv-vllm/bin/python, which `make engine-vllm` makes."""
+    """In place of urls: start vLLM with the target, in the environment of `make engine-vllm`, and stop it after the
+    last response. Prompts and responses are exchanged as token ids."""
     arguments: list[str] = field(default_factory=list)
     """Further arguments of `vllm serve`, such as [--tensor-parallel-size=4]."""
     model: str | None = None
     """The target's name on the server; null: the only model that it lists."""
-    endpoint: Literal["completions", "chat"] = "completions"
-    """completions: send the prompt with the chat template applied. chat: send the messages; the server applies its own
-    template."""
-    key_variable: str = "OPENAI_API_KEY"
-    """Environment variable with the API key, where the server needs one."""
     concurrency: PositiveInt = 32
     """Requests in flight at each server."""
-    retries: NonNegativeInt = 6
-    """Retries of a failed request by the openai client, after 0.5, 1, 2, ... seconds (at most 8), or as the server
-    asks."""
-    timeout: PositiveFloat = 300.0
-    """Seconds until a request counts as failed."""
-
-    @property
-    def addresses(self) -> list[str]:
-        """Addresses of all servers that run already."""
-        return self.urls or ([] if self.url is None else [self.url])
 
     @property
     def answers(self) -> bool:
         """Whether servers write the target's responses instead of this process."""
-        return bool(self.addresses or self.engine)
+        return bool(self.urls or self.engine)
 
 
 @dataclass
@@ -91,31 +69,25 @@ class ResponseSettings:
         return self.source == "target"
 
     def key(self) -> dict[str, Any]:
-        """The settings that decide the fixed responses, for fingerprints."""
+        """Return the settings that decide the fixed responses, for fingerprints."""
         return self.written() if self.from_target else {"source": self.source}
 
     def written(self) -> dict[str, Any]:
-        """The settings that decide a response that the target writes; addresses, retries and timeouts do not."""
-        names = "temperature", "top_p", "max_new_tokens", "batch_size", "dtype"
-        key = {name: getattr(self, name) for name in names}
-        if self.server.engine:
-            return key | {"server": self.server.engine}
-        return key | ({"server": [self.server.model, self.server.endpoint]} if self.server.addresses else {})
+        """Return the settings that decide a response that the target writes; the servers' addresses do not."""
+        key = {name: getattr(self, name) for name in ("temperature", "top_p", "max_new_tokens", "batch_size", "dtype")}
+        if self.server.answers:
+            key["server"] = self.server.engine or self.server.model or ""
+        return key
 
     def validate(self, where: str) -> None:
         """Check the servers' addresses, and that they are used."""
         server = self.server
-        given = [name for name in ("url", "urls", "engine") if getattr(server, name)]
-        if len(given) > 1:
-            raise UserError(f"{where}.server has {' and '.join(given)}: give one of them")
-        if server.engine and server.endpoint == "chat":
-            raise UserError(f"{where}.server.endpoint is chat, which engine {server.engine} does not use: remove it")
+        if server.urls and server.engine:
+            raise UserError(f"{where}.server has urls and engine: give one of them")
         if server.answers and not self.from_target:
-            raise UserError(f"{where}.server.{given[0]} is set and {where}.source is {self.source}: set it to target")
-        if not all(address.startswith(("http://", "https://")) for address in server.addresses):
-            raise UserError(
-                f"{where}.server has the addresses {server.addresses}: expected such as http://127.0.0.1:8000/v1"
-            )
+            raise UserError(f"{where}.server is set and {where}.source is {self.source}: set it to target")
+        if not all(address.startswith(("http://", "https://")) for address in server.urls):
+            raise UserError(f"{where}.server.urls is {server.urls}: expected such as http://127.0.0.1:8000/v1")
 
 
 Signal = Literal["auto", "hidden", "topk", "log_probs", "online"]
@@ -130,13 +102,11 @@ class TeacherSettings:
     whatever the number of epochs."""
     signal: Signal = "auto"
     """What is kept of the target on disk, so that it runs over the examples once. hidden: last hidden states at label
-    positions (exact; hidden_size x 4 bytes a token). topk: the signal_k largest log-probabilities (8 bytes each a
-    token; exact but for the tail, whose mass is printed). log_probs: all log-probabilities (exact; vocabulary x 4 bytes
-    a token; for vocabularies of some thousand ids). online: nothing; the target runs beside the draft at every step,
-    on its device or on target.devices. auto: the first of hidden, topk and online that fits signal_limit_gb and the
-    disk."""
-    signal_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of a hidden signal. bfloat16 halves the file, and loses nothing where target.dtype is bfloat16."""
+    positions (exact; hidden_size x 4 bytes a token, x 2 where target.dtype is bfloat16). topk: the signal_k largest
+    log-probabilities (8 bytes each a token; exact but for the tail, whose mass is printed). log_probs: all
+    log-probabilities (exact; vocabulary x 4 bytes a token; for vocabularies of some thousand ids). online: nothing;
+    the target runs beside the draft at every step, on its device or on target.devices. auto: the
+    first of hidden, topk and online that fits signal_limit_gb and the disk."""
     signal_autocast: bool | Literal["auto"] = False
     """Compute the signal under bfloat16 autocast, in half the time on a CPU with AVX512-BF16 or AMX; auto: there and on
     GPUs. The signal then differs from the float32 target's."""
@@ -148,10 +118,6 @@ class TeacherSettings:
     """Divisor of both models' logits in the loss and in the validation alpha: the temperature of later decoding."""
     responses: ResponseSettings = field(default_factory=ResponseSettings)
     """Who writes the responses that all drafts are trained on."""
-
-    def validate(self) -> None:
-        """Check the responses."""
-        self.responses.validate("teacher.responses")
 
 
 DivergenceName = Literal["forward_kl", "reverse_kl", "jsd", "tv", "neg_log_alpha", "lk_hybrid", "kl_tv"]
@@ -187,13 +153,9 @@ class DraftSettings:
     official: the number of all label tokens, as in the official code; the loss is then k times as large."""
     divergence: DivergenceName = "forward_kl"
     """Loss per token between target p and draft q; alpha = sum_x min(p(x), q(x)) is the acceptance rate. forward_kl:
-    KL(p || q), as in the papers. reverse_kl: KL(q || p). jsd: Jensen-Shannon, see jsd_beta. tv: total variation
+    KL(p || q), as in the papers. reverse_kl: KL(q || p). jsd: Jensen-Shannon. tv: total variation
     1 - alpha, the rejection rate; slow from a cold start, see kl_first. neg_log_alpha: -log alpha. lk_hybrid:
-    w*KL + (1 - w)*tv with w = exp(-3*alpha). kl_tv: KL + tv_weight*tv. dL is measured in the same divergence."""
-    jsd_beta: OpenUnitInterval = 0.5
-    """Of jsd: the target's share in the mixture; near 0 it behaves as forward_kl."""
-    tv_weight: NonNegativeFloat = 2.0
-    """Of kl_tv: weight of the total variation."""
+    w*KL + (1 - w)*tv with w = exp(-3*alpha). kl_tv: KL + 2*tv. dL is measured in the same divergence."""
     kl_first: ShareBelowOne = 0.0
     """Share of the steps, from the first, that use forward KL before divergence takes over."""
     on_policy: ClosedUnitInterval = 0.0
@@ -224,8 +186,6 @@ class DraftSettings:
     def key(self) -> dict[str, Any]:
         """The settings that decide the draft, for fingerprints; the reference and the training are added by callers."""
         unused = {"name", "reference", "training"} | (set() if self.selects else {"k", "scope", "normalisation"})
-        unused |= set() if self.divergence == "jsd" else {"jsd_beta"}
-        unused |= set() if self.divergence == "kl_tv" else {"tv_weight"}
         return {name: value for name, value in asdict(self).items() if name not in unused}
 
     def validate(self, where: str, shared: TrainingSettings, earlier: list[str]) -> None:

@@ -3,26 +3,13 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jsonargparse.typing import ClosedUnitInterval, PositiveInt
+from jsonargparse.typing import PositiveInt
 
 from decode.errors import UserError
 from decode.method_options import Seed, Temperature, check_numbers
 from distill.config.data import DataSettings
 from distill.config.drafts import DraftSettings, TeacherSettings
 from distill.config.training import SHARDED, StudentSettings, TargetSettings, TrainerSettings, TrainingSettings
-
-
-@dataclass
-class HubSettings:
-    """Where the export is uploaded at the end of a run."""
-
-    repository: str | None = None
-    """Repository of the Hugging Face Hub, such as me/my-draft, made if it is not there; null: none. It gets the draft,
-    its card and its profile, with a token from `hf auth login` or HF_TOKEN."""
-    private: bool = True
-    """Whether a repository that is made is private."""
-    revision: str | None = None
-    """Branch, made if it is not there; null: main."""
 
 
 @dataclass
@@ -34,16 +21,11 @@ class ExportSettings:
     validation examples. Reported figures are measured on the test examples in each case."""
     dtype: Literal["keep", "float32", "bfloat16", "float16"] = "keep"
     """Number format of the exported weights; keep: as trained."""
-    draft_length: PositiveInt | None = None
-    """Tokens drafted per round, written to generation_config.json; null: the best length measured."""
-    formats: list[Literal["hf", "gguf"]] = field(default_factory=lambda: ["hf"])
-    """hf is always written; gguf adds target and draft for llama.cpp, by its own converter (make engines)."""
-    gguf_types: list[Literal["f32", "f16", "bf16", "q8_0"]] = field(default_factory=lambda: ["f32"])
-    """Number formats of the GGUF files."""
-    hub: HubSettings = field(default_factory=HubSettings)
-    """Upload to the Hugging Face Hub."""
-    confidence_threshold: ClosedUnitInterval = 0.0
-    """Transformers' assistant_confidence_threshold: drafting stops below it; 0 always drafts the full length."""
+    gguf: list[Literal["f32", "f16", "bf16", "q8_0"]] = field(default_factory=list)
+    """Number formats in which target and draft are also written for llama.cpp, by its own converter (make engines)."""
+    hub: str | None = None
+    """Repository of the Hugging Face Hub, such as me/my-draft, made (private) if it is not there. It gets the draft,
+    its card and its profile, with a token from `hf auth login` or HF_TOKEN; null: nothing is uploaded."""
 
 
 @dataclass
@@ -55,11 +37,7 @@ class TrackerSettings:
     mode: Literal["auto", "online", "offline"] = "auto"
     """W&B only. auto: online when logged in and the server answers, else offline (upload: `wandb sync`)."""
     project: str = "draftsmith"
-    """W&B only: project name."""
-    entity: str | None = None
-    """W&B only: user or team; none means the account's default."""
-    tags: list[str] = field(default_factory=list)
-    """W&B only: tags of the run."""
+    """W&B only: project name. Entity, tags and the rest are read from W&B's own environment variables."""
     log_draft: bool = False
     """W&B only: upload the exported draft's weights as an artifact; metrics and tables are logged in any case."""
 
@@ -89,21 +67,8 @@ class EvaluationSettings:
     """Times each speed is measured; the median counts."""
     batch_size: PositiveInt = 32
     """Test prompts that the target answers at a time, before anything is timed."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Number format of target and drafts while they are measured, on the trainer's device; null: target.dtype."""
     threads: PositiveInt | None = 1
     """CPU threads while decoding one text; small models are faster with one. null: leave as it is."""
-
-    def validate(self) -> None:
-        """Check that something is measured."""
-        for key in ("temperatures", "draft_lengths"):
-            if not getattr(self, key):
-                raise UserError(f"evaluation.{key} is empty: give at least one")
-        if len(self.tree_widths) != len(self.tree_nodes):
-            raise UserError(
-                f"evaluation.tree_widths is {self.tree_widths} and evaluation.tree_nodes {self.tree_nodes}: expected "
-                "equal lengths"
-            )
 
 
 @dataclass
@@ -146,13 +111,18 @@ class Settings:
         """The draft of this name."""
         return next(draft for draft in self.drafts if draft.name == name)
 
+    @property
+    def on_policy(self) -> bool:
+        """Whether a draft writes training texts of its own."""
+        return any(draft.on_policy for draft in self.drafts)
+
     def validate(self) -> None:
         """Check everything that can be judged without loading a model or data."""
         self.validate_run()
         self.data.validate()
         self.target.validate("target")
         self.student.validate("student")
-        self.teacher.validate()
+        self.teacher.responses.validate("teacher.responses")
         if not self.drafts:
             raise UserError("drafts is empty: give at least one, such as drafts: [{name: distillspec}]")
         earlier: list[str] = []
@@ -163,18 +133,22 @@ class Settings:
             raise UserError(
                 f"export.choose is {self.export.choose!r}, expected best or one of the drafts: {', '.join(earlier)}"
             )
-        if self.data.from_target:
-            self._check_own_prompts()
         if self.student.steps < 2 and any(draft.accepted_only for draft in self.drafts):
             raise UserError(
                 f"drafts[].accepted_only needs a feature head of two drafting steps or more, and student.kind is "
                 f"{self.student.kind}, student.unroll {self.student.unroll}"
             )
-        self.evaluation.validate()
+        measured = self.evaluation
+        if not (measured.temperatures and measured.draft_lengths):
+            raise UserError("evaluation.temperatures or evaluation.draft_lengths is empty: give at least one")
+        if len(measured.tree_widths) != len(measured.tree_nodes):
+            raise UserError(
+                f"evaluation.tree_widths is {measured.tree_widths} and evaluation.tree_nodes {measured.tree_nodes}: "
+                "expected equal lengths"
+            )
         self.trainer.validate()
-        if self.trainer.strategy in SHARDED:
-            self._check_sharding()
-        self._check_placed_target()
+        self.check_unanswered()
+        self._check_places()
 
     def validate_run(self) -> None:
         """Check what every command uses: the name, and every number against its range."""
@@ -182,60 +156,45 @@ class Settings:
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise UserError(f"name is {self.name!r}, expected a plain folder name")
 
-    @property
-    def on_policy(self) -> bool:
-        """Whether a draft writes training texts of its own."""
-        return any(draft.on_policy for draft in self.drafts)
-
-    def _check_own_prompts(self) -> None:
-        """Refuse prompts without answers that nobody answers."""
-        if not self.teacher.responses.from_target:
+    def check_unanswered(self) -> None:
+        """Refuse to train on prompts that nobody answers, or not yet."""
+        if not self.data.from_target:
+            return
+        if self.drafts and not self.teacher.responses.from_target:
             raise UserError(
                 "data.source is target, whose prompts have no answers, and teacher.responses.source is "
                 f"{self.teacher.responses.source}: set it to target"
             )
-        self.check_unanswered()
-
-    def check_unanswered(self) -> None:
-        """Refuse to train a target on prompts without answers."""
-        if self.data.from_target and self.target.trained and not self.target.layerskip.own_answers:
+        if self.target.trained and not self.target.layerskip.own_answers:
             raise UserError(
                 f"data.source is target and target.kind is {self.target.kind}, which would train the target on answers "
                 "that it has yet to write: set target.kind to as_is (or, under layerskip, target.layerskip.own_answers)"
             )
 
-    def _check_placed_target(self) -> None:
-        """Refuse what needs a target that is whole, or on the draft's device."""
-        responses, target = self.teacher.responses, self.target
-        if target.sharded and responses.from_target and not responses.server.answers:
+    def _check_places(self) -> None:
+        """Refuse what needs the weights of a model in one place where they are spread."""
+        target, responses = self.target, self.teacher.responses
+        if target.sharded:
+            writes = responses.from_target and not responses.server.answers
+            if writes or (self.data.from_target and self.data.prompts.writes) or self.on_policy:
+                raise UserError(
+                    "target.sharded is set, and a sharded target writes neither prompts nor responses, nor does a "
+                    "draft beside it (drafts[].on_policy): use teacher.responses.server and data.prompts.file with "
+                    "file_share 1, or set target.devices or target.quantization instead"
+                )
+        if self.on_policy and target.placed and self.student.is_head:
             raise UserError(
-                "target.sharded is set and teacher.responses.source is target: a sharded target writes no responses; "
-                "let servers write them (teacher.responses.server: urls or engine)"
+                "drafts[].on_policy is set, which for feature heads needs the target on the draft's device: set "
+                "target.devices to [] and target.quantization to null"
             )
-        if target.sharded and self.data.from_target and self.data.prompts.writes:
-            raise UserError(
-                "target.sharded is set and data.source is target: a sharded target writes no prompts; give them with "
-                "data.prompts.file and data.prompts.file_share 1, or set target.devices or target.quantization instead"
-            )
-        if self.on_policy and (target.sharded or (target.placed and self.student.is_head)):
-            raise UserError(
-                "drafts[].on_policy is set, which needs an unsharded target: set target.sharded to false; for feature "
-                "heads set target.devices to [] and target.quantization to null as well"
-            )
-
-    def _check_sharding(self) -> None:
-        """Refuse what needs a model's weights in one place."""
-        trainings = {"target": self.target, "student": self.student}
-        problems = [
-            f"{name}.training.optimizer {model.training.optimizer}"
-            for name, model in trainings.items()
-            if model.trained and model.training.uses_muon
-        ]
-        if any(draft.training_of(self.training).uses_muon for draft in self.drafts):
-            problems.append("training.optimizer muon")
-        problems += [f"{name}.kind lora" for name, model in trainings.items() if model.kind == "lora"]
-        problems += ["drafts[].on_policy"] * self.on_policy
-        problems += ["target.layerskip"] * self.target.layerskip.enabled
+        if self.trainer.strategy not in SHARDED:
+            return
+        models = {"target": target, "student": self.student}
+        trainings = {f"{name}.training": model.training for name, model in models.items() if model.trained}
+        trainings |= {f"drafts.{draft.name}.training": draft.training_of(self.training) for draft in self.drafts}
+        problems = [f"{name}.optimizer {each.optimizer}" for name, each in trainings.items() if each.uses_muon]
+        problems += [f"{name}.kind {model.kind}" for name, model in models.items() if model.kind == "lora"]
+        problems += ["drafts[].on_policy"] * self.on_policy + ["target.layerskip"] * target.layerskip.enabled
         problems += [f"student.kind {self.student.kind}"] * self.student.is_head
         if problems:
             raise UserError(

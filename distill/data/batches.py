@@ -35,7 +35,6 @@ class TokenDataset:
         signals: Cached values per label token, ``[label tokens, ...]``, by name; batches carry their share.
         tokens: Cached values per token, those of the prompt too, ``[tokens, ...]``, by name; batches carry them padded
             with zeros.
-        prompt_lengths: Tokens of each prompt ``[examples]`` if every token is a label; None: the labels show them.
     """
 
     ids: NDArray[np.int32]
@@ -44,7 +43,6 @@ class TokenDataset:
     label_offsets: Ints
     signals: dict[str, np.ndarray] = field(default_factory=dict)
     tokens: dict[str, np.ndarray] = field(default_factory=dict)
-    prompt_lengths: Ints | None = None
 
     @classmethod
     def from_lists(cls, input_ids: Sequence[Any], labels: Sequence[Any]) -> TokenDataset:
@@ -85,15 +83,7 @@ class TokenDataset:
     def prompt(self, example: int) -> list[int]:
         """Token ids that a response follows: those before the first label, or a quarter of a block of plain text."""
         ids = self.ids[self.span(example)].tolist()
-        if self.prompt_lengths is not None:
-            return ids[: self.prompt_lengths[example]]
         return prompt_part(ids, self.labels[self.span(example)].tolist())
-
-    def all_labelled(self) -> TokenDataset:
-        """The same examples with every token a label, and without cached values."""
-        prompts = np.array([len(self.prompt(i)) for i in range(len(self))], dtype=np.int64)
-        starts = self.offsets - np.arange(len(self) + 1)  # an example's first token is predicted from nothing
-        return TokenDataset(self.ids, self.ids, self.offsets, starts, prompt_lengths=prompts)
 
     def part(self, first: int, last: int) -> TokenDataset:
         """The examples from ``first`` to before ``last``, without copying."""
@@ -105,7 +95,6 @@ class TokenDataset:
             self.label_offsets[first : last + 1] - self.label_offsets[first],
             {name: values[labels] for name, values in self.signals.items()},
             {name: values[tokens] for name, values in self.tokens.items()},
-            None if self.prompt_lengths is None else self.prompt_lengths[first:last],
         )
 
     def batch(self, examples: Ints, pad_id: int) -> Batch:

@@ -98,7 +98,7 @@ class StageContext:
         target, settings, tokenizer = self.settings.target, self.settings.data.prompts, chat.tokenizer
         ends = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
         turn, dtype = user_turn(chat, ends), self.settings.teacher.responses.dtype or target.dtype
-        names = "temperature", "top_p", "max_tokens", "batch_size", "openings", "openings_share"
+        names = "max_tokens", "batch_size", "openings", "openings_share"
         made_from = {
             "target": files_state([str(target.model)]) or target.model,
             "dtype": dtype,

@@ -155,7 +155,7 @@ def _tokenizer(settings: DataSettings, train: Sequence[Row], seed: int) -> PreTr
         tokenizer = train_tokenizer((text_of(train[place]) for place in sample), settings.tokenizer_vocab_size)
     else:
         try:
-            tokenizer = load_tokenizer(settings.tokenizer, trust_remote_code=settings.trust_remote_code)
+            tokenizer = load_tokenizer(settings.tokenizer)
         except UserError as error:
             raise UserError(f"data.tokenizer: {error}") from error
     if settings.chat_template is not None:
@@ -209,7 +209,7 @@ def _examples(
             count = len(ordered) if missing is None else max(BATCH, round(1.1 * missing))  # some will be dropped
             batch, ordered = ordered[:count], ordered[count:]
             few = min(max(1, len(batch) // A_PROCESS), os.cpu_count() or 1)
-            processes = min(settings.workers or few, len(batch))
+            processes = min(few, len(batch))
             if processes > 1:
                 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process, without a warning
             # JSON, because rows need not agree in the types of their fields
@@ -345,7 +345,7 @@ def kept_corpus(
             return None
         splits: dict[str, Any] = {split: load_from_disk(str(folder / split)) for split in SPLITS}
         path = settings.tokenizer or folder / "tokenizer"
-        found = tokenizer or load_tokenizer(path, trust_remote_code=settings.trust_remote_code)
+        found = tokenizer or load_tokenizer(path)
         if settings.chat_template is not None:
             found.chat_template = settings.chat_template
         return Corpus(found, **splits, **note["about"])

@@ -25,6 +25,12 @@ from distill.data.response_file import Response, ResponseFile
 WORD = re.compile(r"\w+")
 Triple = tuple[str, ...]
 ORDER = ("test", "validation", "train")  # prompts are dealt out in this order: more training ones change no other split
+MIN_TOKENS = 4  # shortest prompt
+ASCII_LETTERS = 0.9  # smallest share of ASCII letters, a cheap rule for English
+START_WORDS = 10  # a prompt whose first words are those of an earlier one is a near duplicate
+OVERLAP = 0.6  # and so is one with this share of its word trigrams in one earlier prompt
+TRIES = 8  # samples at most for each prompt wanted
+SAMPLING = LogitsWarper(1.0, top_p=0.95)  # Magpie samples broadly, and leaves out what is hardly ever said
 PROBE = "\ue000prompt\ue001"  # replaces the user's words while their place in a rendered chat is searched; in no text
 INSTEAD = "name a file with prompts as data.source with teacher.responses.source target"
 
@@ -60,14 +66,14 @@ class PromptFilter:
         letters = [character for character in text if character.isalpha()]
         if not ended:
             reason = f"unfinished after {settings.max_tokens} tokens"
-        elif tokens < settings.min_tokens or not text.strip():
-            reason = f"shorter than {settings.min_tokens} tokens"
+        elif tokens < MIN_TOKENS or not text.strip():
+            reason = f"shorter than {MIN_TOKENS} tokens"
         elif "\ufffd" in text:
             reason = "broken characters"
         elif any(marker in text for marker in self.markers):
             reason = "template markers inside"
-        elif sum(map(str.isascii, letters)) < settings.ascii_letters * max(1, len(letters)):
-            reason = f"less than {settings.ascii_letters:.0%} ASCII letters"
+        elif sum(map(str.isascii, letters)) < ASCII_LETTERS * max(1, len(letters)):
+            reason = f"less than {ASCII_LETTERS:.0%} ASCII letters"
         else:
             return self.is_new(text)
         self.dropped[reason] += 1
@@ -76,9 +82,9 @@ class PromptFilter:
     def is_new(self, text: str) -> bool:
         """Whether a prompt repeats none that was kept, nearly or exactly; it is then kept itself."""
         words = WORD.findall(text.lower())
-        whole, start = " ".join(words) or text, tuple(words[: self.settings.same_start])
+        whole, start = " ".join(words) or text, tuple(words[:START_WORDS])
         triples = {tuple(words[at : at + 3]) for at in range(len(words) - 2)}
-        needed, near = math.ceil(self.settings.overlap * len(triples)), False
+        needed, near = math.ceil(OVERLAP * len(triples)), False
         if needed:  # an earlier prompt with that many of the triples has one of the rarest (all - needed + 1) of them
             rare = sorted(triples, key=lambda triple: (len(self._places.get(triple, ())), triple))
             places = {place for triple in rare[: len(triples) - needed + 1] for place in self._places.get(triple, ())}
@@ -88,7 +94,7 @@ class PromptFilter:
             return False
         self.kept += 1
         self._texts.add(whole)
-        if len(start) == self.settings.same_start:
+        if len(start) == START_WORDS:
             self._starts.add(start)
         for triple in triples:
             self._places[triple].append(len(self._triples))
@@ -167,11 +173,11 @@ def prompt_rows(
     work.update(name="prompts of the target", total=total)
     for split in ORDER:
         while missing[split]:
-            if written >= max(100, own.tries * total):
+            if written >= max(100, TRIES * total):
                 raise UserError(
                     f"data.source is target, and of {written} prompts that it wrote {accepted} can be used of {total} "
                     f"wanted ({kept.reasons()}): use an instruction-tuned target, loosen the limits of data.prompts, "
-                    "raise data.prompts.tries, or add prompts with data.prompts.file"
+                    "or add prompts with data.prompts.file"
                 )
             sample, written = next(samples), written + 1
             if kept.written(sample.text, sample.tokens, ended=sample.ended):
@@ -325,7 +331,7 @@ class PromptSampler:
         texts = write_texts(
             model,
             [written_ids(self.tokenizer, self.turn.text + words) if words else self.turn.before for words in openings],
-            LogitsWarper(self.settings.temperature, top_p=self.settings.top_p),
+            SAMPLING,
             budgets=self.settings.max_tokens + 1,
             stop_ids=self.turn.ends,
             draws=lambda i, count: uniform_draws(self.seed, 5, numbers[i], count=count),

@@ -18,6 +18,7 @@ from string import Formatter
 from decode.bench.arithmetic import problems
 from decode.bench.datasets import PRESETS, READERS, Preset, Row, held_out, iter_rows, load_hub
 from decode.errors import UserError
+from decode.models.loading import pinned
 from distill.config.data import DataSettings
 from distill.data.chat import UnusableRow, clean_messages
 
@@ -30,6 +31,8 @@ TEMPLATES = (
     ("{input}\n", "{output}"),
 )
 """Prompt and response of rows with these columns, where no other template is given."""
+CHAT_COLUMNS = "messages", "conversations"
+HELD_OUT = 0.05  # share of the training rows that goes to each split that the source lacks
 PASSAGE = 2000  # least characters of a plain text file that go to one split together (whole paragraphs)
 Shape = Callable[[Row], Row]  # brings a row of a source into its plain shape
 
@@ -105,12 +108,11 @@ def load_rows(settings: DataSettings, seed: int) -> SourceRows:
             f"data: no training row of {settings.source!r} can be used ({'; '.join(rows.notes)}): check data.kind and "
             "the templates, or name other columns with data.prompt_template and data.response_template"
         )
-    _complete_splits(rows, settings.validation_fraction)
+    _complete_splits(rows)
     for split in SPLITS:
         if not rows.splits[split]:
             raise UserError(
-                f"data.source {settings.source!r} leaves no {split} rows: give more rows, a larger "
-                f"data.validation_fraction (now {settings.validation_fraction}), or a data.{split}_file"
+                f"data.source {settings.source!r} leaves no {split} rows: give more rows, or a data.{split}_file"
             )
     return rows
 
@@ -122,11 +124,11 @@ def _key_of(row: Row) -> str:
     return str(row["text"] if "text" in row else row["prompt"] or row["response"])
 
 
-def _complete_splits(rows: SourceRows, fraction: float) -> None:
+def _complete_splits(rows: SourceRows) -> None:
     """Gives training rows to empty splits, and drops rows whose prompt is in a later split too."""
     empty = [split for split in SPLITS if not rows.splits[split]]
     for row in rows.splits.pop("train") if empty else ():
-        split = held_out(_key_of(row), fraction)
+        split = held_out(_key_of(row), HELD_OUT)
         rows.splits.setdefault(split if split in empty else "train", []).append(row)
     rows.splits = {split: rows.splits.get(split, []) for split in SPLITS}
     seen: set[str] = set()
@@ -144,7 +146,8 @@ def _complete_splits(rows: SourceRows, fraction: float) -> None:
 
 def _shape(settings: DataSettings, preset: Preset | None, columns: Sequence[str]) -> tuple[str, Shape]:
     """The kind of rows with these columns, and the function that brings one into its plain shape."""
-    kind, messages, text, listed = settings.kind, settings.messages_column, settings.text_column, ", ".join(columns)
+    kind, listed = settings.kind, ", ".join(columns)
+    messages = next((name for name in CHAT_COLUMNS if name in columns), CHAT_COLUMNS[0])
     if (own := settings.templates()) is not None:
         shape, needed = _from_templates(*own)
         if missing := [column for column in needed if column not in columns]:
@@ -170,12 +173,11 @@ def _shape(settings: DataSettings, preset: Preset | None, columns: Sequence[str]
             shape, needed = _from_templates(*templates)
             if {*needed} <= {*columns}:
                 return "pairs", shape
-    if kind in ("auto", "text") and text in columns:
-        return "text", _from_text(text)
+    if kind in ("auto", "text") and "text" in columns:
+        return "text", _from_text("text")
     raise UserError(
-        f"data.kind {kind!r} does not fit the columns {', '.join(map(repr, columns))}: name the right one with "
-        f"data.messages_column (now {messages!r}) or data.text_column (now {text!r}), or give data.prompt_template "
-        "and data.response_template"
+        f"data.kind {kind!r} does not fit the columns {', '.join(map(repr, columns))}: expected messages "
+        "or conversations (chats), text, or columns that data.prompt_template and data.response_template name"
     )
 
 
@@ -250,7 +252,7 @@ def _from_files(files: Mapping[str, str], settings: DataSettings, preset: Preset
         read: Iterable[Row] = iter_rows(path)
         if Path(path).suffix.lower() == ".txt":
             next(iter(read))  # raises for a file without text
-            read = ({settings.text_column: text} for text in _passages(Path(path).read_text(encoding="utf-8")))
+            read = ({"text": text} for text in _passages(Path(path).read_text(encoding="utf-8")))
         rows = list(islice(read, _enough(settings) if settings.streaming else None))
         if preset is None or not preset.last_keys or split != "train":
             found[split] = rows
@@ -302,8 +304,8 @@ def _from_hub(settings: DataSettings, preset: Preset | None, seed: int) -> dict[
         raise UserError(f"data.source {settings.source!r} is not on the Hub: give local rows with data.train_file")
     enough, found = _enough(settings), dict[str, list[Row]]()
     try:
-        config = settings.hub_config or (preset.config if preset else None)
-        loaded = load_hub(name, config, revision=settings.revision, streaming=settings.streaming)
+        name, revision = pinned(name)
+        loaded = load_hub(name, preset.config if preset else None, **revision, streaming=settings.streaming)
     except UserError as error:
         known = f"a preset ({', '.join(PRESETS)}), a file, a folder or a Hub name"
         raise UserError(f"data.source {settings.source!r}: {error} (data.train_file); a source is {known}") from error

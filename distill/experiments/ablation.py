@@ -116,7 +116,7 @@ class Meter:
     def __init__(self, context: StageContext, batch_size: int) -> None:
         self.context, self.folder = context, context.run.work / "ablation"
         settings, corpus = context.settings.evaluation, context.corpus
-        self.target = context.load_target(settings.dtype)
+        self.target = context.load_target()
         self.keys = {stage: key for stage, (key, _) in stage_fingerprints(context.settings).items()}
         count, seed = min(settings.prompts, len(corpus.test)), context.settings.seed
         self.texts: dict[str, list[tuple[list[int], int]]] = {}  # by mode, token ids and the length of the prompt

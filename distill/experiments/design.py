@@ -89,7 +89,7 @@ def design(settings: DesignRunSettings, console: Console | None = None) -> Path:
     with alone_in(run, full, console):
         context = StageContext(full, run, console)
         run_stages(context, ("target",))
-        target = context.load_target(full.evaluation.dtype)
+        target = context.load_target()
         students = {shape: student_of(shape, full, target) for shape in options.shapes or shapes_for(target)}
         key = fingerprint(stage_fingerprints(full)["target"][0], options.longest, full.evaluation.threads)
         kept = read_json(run.folder / "design.json")

@@ -98,7 +98,7 @@ class Case:
         )
         arguments = TrainingArguments(
             output_dir=str(folder), max_steps=steps, per_device_train_batch_size=1,  # an item is a step's whole batch
-            max_grad_norm=self.settings.trainer.gradient_clip, logging_strategy="no", save_strategy="no", report_to=[],
+            max_grad_norm=1.0, logging_strategy="no", save_strategy="no", report_to=[],
             disable_tqdm=True, use_cpu=cpu, remove_unused_columns=False, dataloader_pin_memory=not cpu,
         )  # fmt: skip
         ThreeModels(

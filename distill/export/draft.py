@@ -58,9 +58,9 @@ def export_draft(
         target_dir: Folder or Hub name of its target, of which only configuration and tokenizer are read.
         out_dir: Destination. An earlier export there is replaced once the new one is complete. It may be
             ``draft_dir`` itself.
-        profile: Measurements. ``best_draft_length`` is required unless ``settings.draft_length`` is set;
-            `speculation_profile` and `model_card` list the optional keys.
-        settings: Number format, draft length, confidence threshold.
+        profile: Measurements. ``best_draft_length`` is required; `speculation_profile` and `model_card` list the
+            optional keys.
+        settings: Number format.
         trust_remote_code: Run model code that comes with the folders.
         trust_draft_code: Run only the draft's.
 
@@ -73,7 +73,7 @@ def export_draft(
     """
     draft_dir, out_dir = Path(draft_dir), Path(out_dir)
     check_export_path(out_dir)
-    length = draft_length(profile, settings)
+    length = draft_length(profile)
     options = {"trust_remote_code": trust_remote_code}
     own_options = {"trust_remote_code": trust_remote_code or trust_draft_code}
     tokenizer = AutoTokenizer.from_pretrained(target_dir, **options)
@@ -105,7 +105,7 @@ def export_draft(
             pad_token_id=target_generation.pad_token_id,
             num_assistant_tokens=length,
             num_assistant_tokens_schedule="constant",
-            assistant_confidence_threshold=settings.confidence_threshold,
+            assistant_confidence_threshold=0.0,
         )
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(model.config, key, getattr(target_generation, key))
@@ -114,7 +114,7 @@ def export_draft(
         save_tokenizer(tokenizer, partial)
         card = model_card(
             profile, model, str(target_dir), str(out_dir), length, notes,
-            trained_vocabulary=trained_vocabulary, gguf_type=settings.gguf_types[0],
+            trained_vocabulary=trained_vocabulary, gguf_type=(settings.gguf or ["f32"])[0],
         )  # fmt: skip
         write_beside(partial, speculation_profile(profile, length), card)
         _check_reload(partial, model.config, probe, source, own_options)
@@ -240,17 +240,17 @@ def add_legacy_fields(path: Path) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def draft_length(profile: Mapping[str, Any], settings: ExportSettings) -> int:
-    """Returns the draft length that is set, or else the best measured one.
+def draft_length(profile: Mapping[str, Any]) -> int:
+    """Returns the best measured draft length.
 
     Raises:
-        UserError: Neither is a length.
+        UserError: There is none.
     """
-    length = settings.draft_length if settings.draft_length is not None else profile.get("best_draft_length")
+    length = profile.get("best_draft_length")
     if not isinstance(length, int) or length < 0:
         raise UserError(
             f"The draft length to export is {length!r}, expected a whole number of at least 1. Measure it with "
-            "`python -m decode profile`, or set export.draft_length."
+            "`python -m decode profile`."
         )
     return max(1, length)  # a measured best of 0 means that drafting does not pay; engines need at least 1
 
@@ -285,23 +285,23 @@ def check_gguf(settings: ExportSettings, head: int | None = None) -> None:
     Raises:
         UserError: The converter is not installed, or does not support heads of this version.
     """
-    if "gguf" in settings.formats:
+    if settings.gguf:
         find_converter()
         if head == 1:
-            raise UserError("llama.cpp has no EAGLE-1 heads; train student.kind eagle3, or leave gguf out of formats")
+            raise UserError("llama.cpp has no EAGLE-1 heads; train student.kind eagle3, or leave export.gguf empty")
 
 
 def export_gguf(export: Path, target: Path, settings: ExportSettings) -> list[Path]:
-    """Writes ``gguf/target-<type>.gguf`` and ``gguf/draft-<type>.gguf`` into an export if its formats include them.
+    """Writes ``gguf/target-<type>.gguf`` and ``gguf/draft-<type>.gguf`` into an export, for each of ``gguf``.
 
     Raises:
         UserError: The converter refuses a model.
     """
-    if "gguf" not in settings.formats:
+    if not settings.gguf:
         return []
     folder, of = export / "gguf", target if is_head(export) else None
     return [
         convert(source, folder / f"{name}-{kind}.gguf", kind, target=of if name == "draft" else None)
-        for kind in settings.gguf_types
+        for kind in settings.gguf
         for name, source in (("target", target), ("draft", export))
     ]

@@ -71,7 +71,7 @@ def export_head(
     target = load_model(target_dir, device="cpu", dtype="float32", trust_remote_code=trust_remote_code)
     head = load_head(head_dir, target)
     check_head_path(out_dir, head.version)
-    length = draft_length(profile, settings)
+    length = draft_length(profile)
     tokenizer = load_tokenizer(target_dir, trust_remote_code=trust_remote_code)
     dtype = torch.float32 if settings.dtype == "keep" else getattr(torch, settings.dtype)
     with replaced(out_dir) as partial:
@@ -79,7 +79,7 @@ def export_head(
         layers = int(target.config.get_text_config().num_hidden_layers)
         card = model_card(
             profile, head, str(target_dir), str(out_dir), length, [engine_note(target.config)],
-            layers=layers, gguf_type=settings.gguf_types[0],
+            layers=layers, gguf_type=(settings.gguf or ["f32"])[0],
         )  # fmt: skip
         write_beside(partial, speculation_profile(profile, length) | {"method": KINDS[head.version]}, card)
         check_files(partial)

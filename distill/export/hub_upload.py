@@ -10,19 +10,17 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from decode.errors import UserError
-from distill.config.run import HubSettings
 
 
-def check_hub(settings: HubSettings) -> None:
+def check_hub(name: str | None) -> None:
     """Refuses an upload that would fail; cheap, so it is called before training starts.
 
     Raises:
         UserError: The name is not valid, there is no token, the Hub refuses it, or the Hub does not answer.
     """
-    name = settings.repository
     if name is None:
         return
-    given = f"export.hub.repository is {name!r}"
+    given = f"export.hub is {name!r}"
     try:
         validate_repo_id(name)
     except HFValidationError as error:
@@ -40,38 +38,35 @@ def check_hub(settings: HubSettings) -> None:
         raise _failure(given, error) from error
 
 
-def push(export: Path, settings: HubSettings, names: Mapping[str, str]) -> str | None:
+def push(export: Path, name: str | None, names: Mapping[str, str]) -> str | None:
     """Uploads an export without the target's GGUF files, and returns its address. None: no upload is wanted.
 
     Args:
         export: The finished export.
-        settings: The repository and its branch, which are created if they do not exist.
+        name: The repository, which is created (private) if it does not exist.
         names: What replaces folders of this machine in the card.
 
     Raises:
         UserError: The Hub refuses the upload, or does not answer.
     """
-    name = settings.repository
     if name is None:
         return None
     card, api = (export / "README.md").read_text(encoding="utf-8"), HfApi()
     for folder, known in {str(export): name, **names}.items():
         card = card.replace(folder, known)
-    branch, message = settings.revision, "Draft model with its card and speculation profile"
+    message = "Draft model with its card and speculation profile"
     try:
-        repository = api.create_repo(name, private=settings.private, exist_ok=True)
-        if branch is not None:
-            api.create_branch(repository.repo_id, branch=branch, exist_ok=True)
+        repository = api.create_repo(name, private=True, exist_ok=True)
         api.upload_folder(
             repo_id=repository.repo_id, folder_path=export, ignore_patterns=["README.md", "*/target-*"],
-            revision=branch, commit_message=message,
+            commit_message=message,
         )  # fmt: skip
         api.upload_file(
-            repo_id=repository.repo_id, path_or_fileobj=card.encode(), path_in_repo="README.md", revision=branch,
+            repo_id=repository.repo_id, path_or_fileobj=card.encode(), path_in_repo="README.md",
             commit_message=message,
         )  # fmt: skip
     except Exception as error:
-        raise _failure(f"export.hub.repository is {name!r}", error) from error
+        raise _failure(f"export.hub is {name!r}", error) from error
     return str(repository)
 
 

@@ -94,7 +94,7 @@ def objective_of(draft: DraftSettings, steps: int, temperature: float = 1.0) -> 
         temperature: Divisor of the logits.
     """
     return Objective(
-        Divergence(draft.divergence, draft.jsd_beta, draft.tv_weight, temperature),
+        Divergence(draft.divergence, temperature=temperature),
         Selection(draft.k, draft.scope, draft.normalisation) if draft.selects else None,
         round(draft.kl_first * steps),
         draft.accepted_only,

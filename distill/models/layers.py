@@ -90,13 +90,10 @@ def trained_exits(settings: LayerSkipSettings, layers: int) -> list[int]:
     return sorted({e - 1 for e in settings.exits if e < layers}) or list(range(layers - 1))
 
 
-def exits_on(settings: LayerSkipSettings, layers: int, step: int, steps: int) -> list[int]:
+def exits_on(settings: LayerSkipSettings, layers: int, step: int) -> list[int]:
     """Returns the indices of the layers whose exits are trained at a step, C(t, l), without the last layer."""
     early = trained_exits(settings, layers)
-    count = len(early)
-    if settings.curriculum == "gradual":  # one more exit every T/(2L) steps, from the last one down
-        return early[count - min(count, int(step * 2 * (count + 1) / max(1, steps))) :]
-    distance = max(1, settings.rotation or count)
+    distance = max(1, settings.rotation or len(early))
     return early[step % distance :: distance]
 
 
@@ -152,7 +149,7 @@ class LayerSkip:
         """
         settings, self._running = self.settings, layers or self.count
         self._rates = dropout_rates(self._running, step, self.steps, settings.dropout, scratch=self.scratch)
-        self._exits = exits_on(settings, self._running, step, self.steps) if settings.early_exit_scale else []
+        self._exits = exits_on(settings, self._running, step) if settings.early_exit_scale else []
         self._states = {}
 
     def watch(self) -> None:

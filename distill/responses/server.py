@@ -21,12 +21,13 @@ from distill.responses.store import Answer, Job, Response
 
 KEPT = "What is finished is kept: run the same command again to continue"
 WHERE = "teacher.responses.server"
+TIMEOUT, RETRIES = 300.0, 6  # seconds of a request; the client waits 0.5, 1, 2, ... seconds between two of them
 
 
 def client_of(server: ServerSettings, url: str, **options: Any) -> openai.OpenAI:
-    """A client that sends the key of ``server.key_variable`` and retries failed requests itself."""
-    key = os.environ.get(server.key_variable) or "none"
-    return openai.OpenAI(base_url=url, api_key=key, timeout=server.timeout, max_retries=server.retries, **options)
+    """A client that sends OPENAI_API_KEY and retries failed requests itself."""
+    key = os.environ.get("OPENAI_API_KEY") or "none"
+    return openai.OpenAI(base_url=url, api_key=key, timeout=TIMEOUT, max_retries=RETRIES, **options)
 
 
 def model_of(server: ServerSettings, url: str, **options: Any) -> str:
@@ -53,8 +54,7 @@ def model_of(server: ServerSettings, url: str, **options: Any) -> str:
 def refused(server: ServerSettings, url: str, error: Exception) -> UserError:
     """The error of a request that failed after all retries."""
     if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
-        advice = f"put the key into the environment variable {server.key_variable}, or name another with "
-        return UserError(f"{url} wants a key ({error}): {advice}{WHERE}.key_variable")
+        return UserError(f"{url} wants a key ({error}): put it into the environment variable OPENAI_API_KEY")
     return UserError(f"{url} failed: {type(error).__name__}: {error}. Check the server and {WHERE}. {KEPT}")
 
 
@@ -68,7 +68,7 @@ def check_servers(server: ServerSettings, *, started: bool = True) -> None:
     Raises:
         UserError: With the next step.
     """
-    for url in server.addresses if started else ():
+    for url in server.urls if started else ():
         model_of(server, url, timeout=10, max_retries=0)
     if server.engine is not None:
         check_vllm(vllm_python(server))
@@ -91,15 +91,9 @@ def answered_by_servers(
         how: dict[str, Any] = {"model": model, "max_tokens": job.budget}
         how |= {"temperature": settings.temperature, "top_p": settings.top_p}
         how["seed"] = (seed * 1_000_003 + job.example) % (1 << 31)
-        if server.endpoint == "chat":
-            messages = json.loads(job.messages or "[]") or [{"role": "user", "content": job.text}]
-            choice: Any = client.chat.completions.create(messages=messages, **how).choices[0]
-            text = choice.message.content
-        else:  # servers put the start token before a prompt themselves
-            start = str(tokenizer.bos_token or "")
-            choice = client.completions.create(prompt=job.text.removeprefix(start), **how).choices[0]
-            text = choice.text
-        return job, text or "", choice.finish_reason == "stop"
+        start = str(tokenizer.bos_token or "")  # servers put it before a prompt themselves
+        choice = client.completions.create(prompt=job.text.removeprefix(start), **how).choices[0]
+        return job, choice.text or "", choice.finish_reason == "stop"
 
     def encoded(job: Job, text: str, ended: bool) -> Response:
         ids = continuation_ids(tokenizer, [text])[0] if text else []
@@ -108,7 +102,7 @@ def answered_by_servers(
         return Response(job.example, ids[: job.budget])
 
     def answers(jobs: Sequence[Job], missing: Collection[int]) -> Iterator[Response]:
-        urls = server.addresses
+        urls = server.urls
         clients = [(client_of(server, url), model_of(server, url)) for url in urls]
         yield from (Response(job.example, []) for job in jobs if job.example in missing and not job.budget)
         wanted = [job for job in jobs if job.example in missing and job.budget]
@@ -140,7 +134,7 @@ def answered_by_servers(
 
 def vllm_python(server: ServerSettings) -> str:
     """The interpreter of vLLM's environment."""
-    return find(server.python, VLLM_PYTHON, f"{WHERE}.python", "vLLM's environment (.venv-vllm/bin/python)")
+    return find(None, VLLM_PYTHON, f"{WHERE}.engine", "vLLM's environment (.venv-vllm/bin/python)")
 
 
 def answered_by_vllm(

@@ -30,14 +30,12 @@ class Job:
         ids: Its token ids.
         text: The same as text.
         budget: Longest response in tokens.
-        messages: The turns of a chat before the response, as JSON; empty: the prompt is no chat.
     """
 
     example: int
     ids: list[int]
     text: str
     budget: int
-    messages: str = ""
 
 
 def make_jobs(
@@ -47,13 +45,13 @@ def make_jobs(
 
     Args:
         rows: The data set's own examples.
-        split: Their columns ``prompt`` and ``messages``.
+        split: Their column ``prompt``.
         settings: Longest response.
         limit: Longest prompt and response together, in tokens.
     """
     return [
-        Job(i, ids := rows.prompt(i), text, max(0, min(settings.max_new_tokens, limit - len(ids))), messages)
-        for i, text, messages in zip(range(len(rows)), split["prompt"], split["messages"])
+        Job(i, ids := rows.prompt(i), text, max(0, min(settings.max_new_tokens, limit - len(ids))))
+        for i, text in zip(range(len(rows)), split["prompt"])
     ]
 
 

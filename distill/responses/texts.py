@@ -39,8 +39,6 @@ def fixed_texts(
         made_from |= {"responses": settings.teacher.responses.key()}
         splits = _answered(context, target, ends, splits, made_from, context.run.target)
     splits = {split: replace(rows, signals={}, tokens={}) for split, rows in splits.items()}
-    if settings.training.prompt_loss:
-        splits["train"], made_from["prompt_loss"] = splits["train"].all_labelled(), True
     return splits["train"], splits["validation"], fingerprint(made_from)
 
 
@@ -83,7 +81,7 @@ def _answered(
     def writer() -> Answer:
         if settings.server.engine:
             return answered_by_vllm(settings, seed, ends, Path(path), limit, settings.dtype or own)
-        if settings.server.addresses:
+        if settings.server.urls:
             return answered_by_servers(settings, seed, tokenizer, ends)
         model = target if settings.dtype in (None, own) else context.open_target(path, settings.dtype)
         return answered_here(context.at_work(model), settings, seed, ends)

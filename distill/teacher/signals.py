@@ -133,11 +133,12 @@ class TargetSignal:
     autocast: bool = False
 
     @classmethod
-    def of(cls, settings: TeacherSettings, vocab: int, temperature: float = 1.0) -> TargetSignal:
+    def of(
+        cls, settings: TeacherSettings, vocab: int, temperature: float = 1.0, *, bfloat16: bool = False
+    ) -> TargetSignal:
         """The signal of the settings, over ``vocab`` ids; ``auto`` is hidden (see `store.choose_signal` for runs)."""
         kind: Signal = "hidden" if settings.signal == "auto" else settings.signal
-        half, autocast = settings.signal_dtype == "bfloat16", settings.signal_autocast is True
-        return cls(kind, half, settings.signal_k, vocab, temperature, autocast)
+        return cls(kind, bfloat16, settings.signal_k, vocab, temperature, settings.signal_autocast is True)
 
     @property
     def name(self) -> str:

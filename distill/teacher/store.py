@@ -378,7 +378,7 @@ def choose_signal(context: StageContext, size_of: Callable[[Signal], int], key: 
     settings, note = context.settings.teacher, context.run.work / "signals" / "kind.json"
     if settings.signal != "auto":
         return settings.signal
-    about = fingerprint(key, settings.signal_dtype, settings.signal_k, settings.signal_limit_gb)
+    about = fingerprint(key, settings.signal_k, settings.signal_limit_gb)
 
     def noted() -> Signal | None:
         known = read_json(note)
@@ -473,7 +473,8 @@ def prepare(
 
     def teacher_of(kind: Signal) -> Teacher:
         how = replace(settings.teacher, signal=kind)
-        signal = TargetSignal.of(how, vocab, objective.divergence.temperature)
+        bfloat16 = settings.target.dtype == "bfloat16"  # then the states have no more digits
+        signal = TargetSignal.of(how, vocab, objective.divergence.temperature, bfloat16=bfloat16)
         return Teacher(model, signal, head, stays=settings.target.placed)
 
     def size_of(kind: Signal) -> int:

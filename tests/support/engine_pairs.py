@@ -52,13 +52,13 @@ def save_exports(folder: Path, family: str, steps: int = 24) -> Path:
         model.generation_config.eos_token_id = 0
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    settings = ExportSettings(draft_length=3)
-    export_draft(folder / "trained", folder / "target", folder / "draft", {}, settings)
+    settings = ExportSettings()
+    export_draft(folder / "trained", folder / "target", folder / "draft", {"best_draft_length": 3}, settings)
     prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
     head = learned_head(target, prompts, captured_layers=(1, 2, 3), steps=steps)
     (folder / "trained-head").mkdir()
     save_head(head, folder / "trained-head")
-    export_head(folder / "trained-head", folder / "target", folder / "head", {}, settings)
+    export_head(folder / "trained-head", folder / "target", folder / "head", {"best_draft_length": 3}, settings)
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
     return folder
 

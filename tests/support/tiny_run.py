@@ -53,7 +53,9 @@ def tiny_settings(folder: Path, **changes: Any) -> Settings:
             DraftSettings(name="distillspec"),
             DraftSettings(name="adaspec", reference="distillspec"),
         ],
-        trainer=TrainerSettings(accelerator="cpu", validate_every=5, validation_examples=8, log_every=3),
+        trainer=TrainerSettings(
+            accelerator="cpu", validate_every=5, validation_examples=8, extra={"log_every_n_steps": 3}
+        ),
         tracker=TrackerSettings(kind="none"),
     )
     settings.target.training.optimizer = "muon"

@@ -43,11 +43,11 @@ def test_a_missing_converter_is_said_before_training(tmp_path: Path, monkeypatch
     monkeypatch.setattr("decode.engines.gguf.CHECKOUT", tmp_path)
     check_gguf(ExportSettings())
     with pytest.raises(UserError, match="make engines"):
-        check_gguf(ExportSettings(formats=["hf", "gguf"]))
+        check_gguf(ExportSettings(gguf=["f32"]))
     (tmp_path / CONVERTER).parent.mkdir(parents=True)
     (tmp_path / CONVERTER).touch()
     with pytest.raises(UserError, match="no EAGLE-1 heads"):
-        check_gguf(ExportSettings(formats=["hf", "gguf"]), 1)
+        check_gguf(ExportSettings(gguf=["f32"]), 1)
     with pytest.raises(UserError, match="number format is 'q4'"):
         convert(tmp_path, tmp_path / "x.gguf", "q4")
 
@@ -71,7 +71,7 @@ def read(file: Path):
 @needs_converter
 def test_the_files_hold_the_models_own_weights(tiny, tmp_path: Path) -> None:
     save_pair(tmp_path, tiny)
-    files = export_gguf(tmp_path / "draft", tmp_path / "target", ExportSettings(formats=["gguf"], gguf_types=["f32"]))
+    files = export_gguf(tmp_path / "draft", tmp_path / "target", ExportSettings(gguf=["f32"]))
     assert [file.name for file in files] == ["target-f32.gguf", "draft-f32.gguf"]
     for name, file in zip(("target", "draft"), files):
         tensors, _ = read(file)
@@ -105,7 +105,7 @@ def test_the_converter_takes_eagle3_heads_whole(family, tmp_path: Path) -> None:
     write_head(head, tmp_path / "head", make_tokenizer(), 3, torch.float32)
     (file,) = [
         file
-        for file in export_gguf(tmp_path / "head", tmp_path / "target", ExportSettings(formats=["gguf"]))
+        for file in export_gguf(tmp_path / "head", tmp_path / "target", ExportSettings(gguf=["f32"]))
         if file.name == "draft-f32.gguf"
     ]
     tensors, fields = read(file)

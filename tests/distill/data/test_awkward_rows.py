@@ -37,7 +37,7 @@ def load(tmp_path: Path, rows: list[dict[str, Any]], template: str | None, **set
     good = [{"messages": t} if chat else {"question": f"good {n}", "answer": "fine"} for n, t in enumerate(turns)]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *good]))
-    given = DataSettings(source=str(path), validation_fraction=0.2, **settings)
+    given = DataSettings(source=str(path), **settings)
     return load_corpus(given, seed=0, tokenizer=with_start(template))
 
 

@@ -42,11 +42,6 @@ def test_a_batch_is_padded_on_the_right_and_its_signals_are_in_the_order_of_its_
     assert int(label_mask(batch["labels"]).sum()) == len(batch["value"])
 
 
-def test_all_tokens_labels_the_prompt_but_never_the_padding() -> None:
-    batch = TokenDataset.of(dataset()).all_labelled().batch(np.array([2, 1]), pad_id=1)
-    assert batch["labels"].tolist() == [[10, 11, 12, 13], [8, 9, IGNORE, IGNORE]]
-
-
 @pytest.mark.parametrize("bucket", [1, 4])
 def test_every_example_is_seen_equally_often_across_epochs(bucket: int) -> None:
     schedule = Schedule(np.arange(20), batch_size=6, bucket=bucket, seed=3)

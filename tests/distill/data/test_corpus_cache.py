@@ -51,7 +51,7 @@ def test_a_process_whose_data_are_not_the_first_one_s_says_so(tmp_path: Path, mo
 def written(folder: Path) -> DataSettings:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return DataSettings(source=str(path), validation_fraction=0.2, tokenizer_vocab_size=280)
+    return DataSettings(source=str(path), tokenizer_vocab_size=280)
 
 
 LETTERS = train_tokenizer(["some other text"] * 3, 280)
@@ -60,7 +60,7 @@ LETTERS = train_tokenizer(["some other text"] * 3, 280)
 
 def test_several_processes_make_the_same_examples_and_notes_as_one(tmp_path: Path) -> None:
     settings = replace(written(tmp_path), max_length=70, train_examples=20)
-    one, two = (load_corpus(replace(settings, workers=n), seed=0, tokenizer=LETTERS) for n in (1, 2))
+    one, two = (load_corpus(settings, seed=0, tokenizer=LETTERS) for n in (1, 2))
     assert rows_of(one) == rows_of(two)
     assert one.notes == two.notes
     assert any("longer than data.max_length (70 tokens) dropped" in note for note in one.notes)
@@ -89,7 +89,7 @@ def test_a_later_process_reads_what_the_first_has_made(
     assert first.tokenizer.eos_token_id == second.tokenizer.eos_token_id
 
 
-@pytest.mark.parametrize("change", ["seed", "max_length", "a file altered", "a file cut short", "workers"])
+@pytest.mark.parametrize("change", ["seed", "max_length", "a file altered", "a file cut short", "loader_workers"])
 def test_a_corpus_made_from_something_else_or_damaged_is_made_again(
     tmp_path: Path, loads: list[Any], change: str
 ) -> None:
@@ -101,13 +101,13 @@ def test_a_corpus_made_from_something_else_or_damaged_is_made_again(
         settings.seed = 5
     elif change == "max_length":
         settings.data.max_length = 255
-    elif change == "workers":
-        settings.data.workers = 2
+    elif change == "loader_workers":
+        settings.data.loader_workers = 2
     else:
         half = len(content) // 2
         file.write_bytes(content[:half] + (b"" if "cut" in change else b"?" + content[half + 1 :]))
     again = rows_of(bench(settings)[0].corpus)
-    assert len(loads) == (1 if change == "workers" else 2)
+    assert len(loads) == (1 if change == "loader_workers" else 2)
     assert (again == wanted) == (change != "seed")
 
 

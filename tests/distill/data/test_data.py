@@ -98,7 +98,7 @@ def test_every_local_format_of_pairs_is_read(tmp_path, ending):
 def test_every_local_format_of_text_is_read(tmp_path, ending):
     rows = STORIES * 8 if ending == "txt" else STORIES
     path = write(tmp_path / f"rows.{ending}", rows)
-    made = load_corpus(DataSettings(source=path, max_length=32, validation_fraction=0.2), seed=0)
+    made = load_corpus(DataSettings(source=path, max_length=32), seed=0)
     assert made.kind == "text"
     for split in SPLITS:
         rows = getattr(made, split)
@@ -115,7 +115,7 @@ def test_chats_are_rendered_and_masked(tmp_path, ending):
     path = write(tmp_path / f"chats.{ending}", chats)
     tokenizer = train_tokenizer(["user assistant say I say 0 1 2"] * 5, 300)
     tokenizer.chat_template = TEMPLATE
-    made = load_corpus(DataSettings(source=path, validation_fraction=0.2), seed=0, tokenizer=tokenizer)
+    made = load_corpus(DataSettings(source=path), seed=0, tokenizer=tokenizer)
     assert made.kind == "chat"
     for row in made.train:
         assert row["prompt"].startswith("[user]say ")
@@ -234,7 +234,7 @@ def test_settings_that_cannot_work_are_refused_by_name(change, said):
     [
         ([{"a": 1, "b": 2}], "auto", "columns 'a', 'b'"),
         (PAIRS, "text", "data.kind 'text'"),
-        (PAIRS, "chat", "data.messages_column"),
+        (PAIRS, "chat", "messages or conversations"),
         (PAIRS[:1], "auto", "leaves no (train|validation) rows"),
     ],
 )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from families import build_tiny, in_double
+from some_rows import every_token
 from torch import Tensor
 
 from distill.config.training import TrainingSettings
@@ -73,7 +74,7 @@ def test_the_same_tokens_are_selected(scope: str, micros: int) -> None:
 
 def test_the_first_token_of_a_text_is_not_learned_from_the_end_of_the_one_before() -> None:
     module = CausalLMModule(in_double(build_tiny("llama", seed=5, dtype=torch.float64)), TrainingSettings(), 4)
-    assert is_same(module, rows().all_labelled())
+    assert is_same(module, every_token(rows()))
 
 
 @pytest.mark.parametrize("row_length", [1024, 2048, 8192])

@@ -15,7 +15,7 @@ from distill.data.corpus import Corpus, load_corpus
 from distill.data.sources import SPLITS, load_rows
 
 PAIRS = [{"question": f"What is {n} plus {n}?", "answer": f"It is {2 * n}."} for n in range(200)]
-FEW = {"train_examples": 10, "validation_examples": 3, "test_examples": 3, "validation_fraction": 0.2}
+FEW = {"train_examples": 10, "validation_examples": 3, "test_examples": 3}
 
 
 def written(path: Path, rows: list[dict[str, str]], after: str = "") -> str:

@@ -77,7 +77,7 @@ def test_what_a_sharded_target_cannot_do_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"and 1 was started: start several by torchrun"):
         check_place(settings.target, torch.device("cpu"))
     settings.teacher.responses.source = "target"
-    with pytest.raises(UserError, match=r"a sharded target writes no responses"):
+    with pytest.raises(UserError, match=r"a sharded target writes neither prompts nor responses"):
         settings.validate()
     settings.target.devices = ["cpu"]
     with pytest.raises(UserError, match=r"target.devices and target.sharded are set"):

@@ -16,7 +16,6 @@ from tiny_run import tiny_settings
 
 from decode.errors import UserError
 from decode.models.loading import load_config, load_model, load_tokenizer, pinned
-from distill.config.run import HubSettings
 from distill.export.hub_upload import check_hub, push
 from distill.models.loading import source_folder
 from distill.pipeline import run_pipeline
@@ -90,15 +89,12 @@ def test_an_export_is_uploaded_with_its_card_and_profile_under_the_names_that_ot
     for name in ("model.safetensors", "speculation_profile.json", "gguf/draft-f32.gguf", "gguf/target-f32.gguf"):
         (export / name).write_bytes(name.encode())
     (export / "README.md").write_text(f"---\ntags: [a]\n---\nserve {target} --draft {export}")
-    settings = HubSettings("me/draft", revision="v1")
-    check_hub(settings)
-    assert push(export, settings, {target: "some/target"}) == f"{hub.url}/me/draft"
-    files = hub.branches["v1"]
+    check_hub("me/draft")
+    assert push(export, "me/draft", {target: "some/target"}) == f"{hub.url}/me/draft"
+    files = hub.branches["main"]
     assert set(files) == {"README.md", "model.safetensors", "speculation_profile.json", "gguf/draft-f32.gguf"}
     assert files["README.md"].endswith(b"serve some/target --draft me/draft")
     assert files["model.safetensors"] == b"model.safetensors"
-    paths = [path for path, _, _ in hub.asked]
-    assert paths.index("/api/repos/create") < paths.index("/api/models/me/draft/branch/v1")
     created = next(json.loads(body) for path, _, body in hub.asked if path == "/api/repos/create")
     assert created["name"] == "draft"
     assert created.get("private", created.get("visibility")) in (True, "private")
@@ -107,14 +103,14 @@ def test_an_export_is_uploaded_with_its_card_and_profile_under_the_names_that_ot
 
 def test_a_token_that_the_hub_refuses_is_told(hub: Hub) -> None:
     hub.refusal = 401
-    with pytest.raises(UserError, match=r"export.hub.repository is 'me/draft' and the Hub refuses it"):
-        check_hub(HubSettings("me/draft"))
+    with pytest.raises(UserError, match=r"export.hub is 'me/draft' and the Hub refuses it"):
+        check_hub("me/draft")
 
 
 @pytest.mark.parametrize(
     ("name", "token", "offline", "wanted"),
     [
-        ("me/my draft", "hf_x", False, "export.hub.repository is 'me/my draft', expected a name such as me/my-draft"),
+        ("me/my draft", "hf_x", False, "export.hub is 'me/my draft', expected a name such as me/my-draft"),
         ("me/draft", "", False, "there is no token for the Hub: log in with `hf auth login`"),
         ("me/draft", "hf_x", True, r"the Hub is switched off \(HF_HUB_OFFLINE\)"),
         ("me/draft", "hf_x", False, r"the Hub \(http://127.0.0.1:9\) does not answer"),
@@ -128,7 +124,7 @@ def test_an_upload_that_would_fail_is_refused_before_anything_is_trained(
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
     monkeypatch.setenv("HF_TOKEN", token)
     settings = tiny_settings(tmp_path)
-    settings.export.hub.repository = name
+    settings.export.hub = name
     with pytest.raises(UserError, match=wanted):
         run_pipeline(settings)
     assert not (tmp_path / "tiny").exists()

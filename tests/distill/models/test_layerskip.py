@@ -57,17 +57,13 @@ def test_layers_are_dropped_by_the_papers_formula() -> None:
 
 
 def test_the_rotation_trains_every_exit_in_turn_and_the_gradual_one_all_from_half_time() -> None:
-    assert [exits_on(ON, 5, step, 100) for step in range(5)] == [[0], [1], [2], [3], [0]]
+    assert [exits_on(ON, 5, step) for step in range(5)] == [[0], [1], [2], [3], [0]]
     pairs = LayerSkipSettings(rotation=2)
-    assert [exits_on(pairs, 5, step, 100) for step in range(3)] == [[0, 2], [1, 3], [0, 2]]
+    assert [exits_on(pairs, 5, step) for step in range(3)] == [[0, 2], [1, 3], [0, 2]]
     rare = LayerSkipSettings(rotation=6)
-    assert [exits_on(rare, 5, step, 100) for step in range(7)] == [[0], [1], [2], [3], [], [], [0]]
+    assert [exits_on(rare, 5, step) for step in range(7)] == [[0], [1], [2], [3], [], [], [0]]
     few = LayerSkipSettings(exits=[4, 2])
-    assert [exits_on(few, 5, step, 100) for step in range(3)] == [[1], [3], [1]]
-    gradual = LayerSkipSettings(curriculum="gradual")
-    assert exits_on(gradual, 5, 0, 100) == []
-    assert exits_on(gradual, 5, 10, 100) == [3]
-    assert exits_on(gradual, 5, 50, 100) == exits_on(gradual, 5, 99, 100) == [0, 1, 2, 3]
+    assert [exits_on(few, 5, step) for step in range(3)] == [[1], [3], [1]]
 
 
 def test_the_weights_are_the_papers_and_add_up_to_one() -> None:

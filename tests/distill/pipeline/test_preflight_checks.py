@@ -40,17 +40,12 @@ def test_formats_that_are_auto_are_bfloat16_where_the_processor_multiplies_in_it
     for module in ("models.loading", "checks"):
         monkeypatch.setattr(f"distill.{module}.multiplies_bfloat16", lambda device: can)
     settings = tiny_settings(tmp_path)
-    settings.trainer.precision = settings.target.precision = "auto"
+    settings.trainer.precision = "auto"
     settings.teacher.responses.dtype = settings.teacher.signal_autocast = "auto"
     choose_number_formats(settings, torch.device("cpu"))
-    wanted = ("bf16-mixed", "bf16-mixed", "bfloat16", True) if can else ("32-true", "32-true", None, False)
+    wanted = ("bf16-mixed", "bfloat16", True) if can else ("32-true", None, False)
     teacher = settings.teacher
-    assert wanted == (
-        settings.trainer.precision,
-        settings.target.precision,
-        teacher.responses.dtype,
-        teacher.signal_autocast,
-    )
+    assert wanted == (settings.trainer.precision, teacher.responses.dtype, teacher.signal_autocast)
     settings.trainer.precision, teacher.signal_autocast = "bf16-mixed", True  # asked for by name
     context, printed = bench(settings)
     check_inputs(context)

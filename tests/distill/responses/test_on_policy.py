@@ -93,12 +93,6 @@ def test_mixing_is_by_sample_in_the_share_asked_for(tiny: Tiny) -> None:
     assert sum(counts) / 800 == pytest.approx(0.3, abs=0.05)
 
 
-def test_prompts_of_the_drafts_own_texts_are_labelled_too_where_they_are_of_the_others(tiny: Tiny) -> None:
-    own = policy(tiny("llama"), some_rows().all_labelled())
-    for made, i in own(0, picks(own, 0)):
-        assert made.labels_of(np.array([i])) == made.lengths[i] - 1
-
-
 @pytest.mark.parametrize(("share", "source", "signal"), [(1.0, "dataset", "hidden"), (0.5, "target", "online")])
 def test_a_killed_run_trains_on_the_same_texts_and_ends_with_the_same_weights(
     tmp_path: Path, share: float, source: Any, signal: Any

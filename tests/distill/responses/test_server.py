@@ -21,7 +21,7 @@ from distill.config.drafts import ResponseSettings, ServerSettings
 from distill.config.run import Settings
 from distill.config.training import TargetSettings
 from distill.data.response_file import Response
-from distill.data.tokenizer import EOS, train_tokenizer
+from distill.data.tokenizer import train_tokenizer
 from distill.responses.server import answered_by_servers, check_servers
 from distill.responses.store import Job
 
@@ -126,7 +126,7 @@ def test_what_is_finished_is_kept_when_the_server_fails_for_good(tokenizer: PreT
 
     found: list[int] = []
     with serving(Played(dying)) as played:
-        answers = asked(tokenizer, played, concurrency=1, retries=2)
+        answers = asked(tokenizer, played, concurrency=1)
         with pytest.raises(UserError, match=r"failed: InternalServerError: .*What is finished is kept"):
             found.extend(response.example for response in answers)
     assert found == [0, 1, 2, 3, 4]
@@ -135,32 +135,10 @@ def test_what_is_finished_is_kept_when_the_server_fails_for_good(tokenizer: PreT
         assert sorted(response.example for response in rest) == list(range(5, 12))
 
 
-def test_the_chat_endpoint_gets_messages_and_the_key_of_the_environment(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def chat(body: dict[str, Any], number: int) -> Reply:
-        text = f" re: {body['messages'][-1]['content']}"
-        return 200, {}, {"choices": [{"message": {"content": text}, "finish_reason": "stop"}]}
-
-    monkeypatch.setenv("MY_KEY", "secret")
-    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "prompt 3"}]
-    with serving(Played(chat)) as played:
-        server = ServerSettings(url=played.url, endpoint="chat", key_variable="MY_KEY")
-        answers = answered_by_servers(ResponseSettings(source="target", server=server), 5, tokenizer, {0})
-        jobs = [Job(0, [3, 4], "<|user|>prompt 3", 8, json.dumps(turns)), JOBS[3]]
-        found = {response.example: response.ids for response in answers(jobs, {0, 3})}
-    assert played.keys == {"Bearer secret"}
-    assert {body["path"] for body in played.bodies} == {"/v1/chat/completions"}
-    assert sorted(len(body["messages"]) for body in played.bodies) == [1, 2]
-    assert tokenizer.eos_token == EOS
-    whole = tokenizer(" re: prompt 3")["input_ids"]
-    assert found[0] == found[3] == [*whole, tokenizer.eos_token_id][:8]
-
-
 @pytest.mark.parametrize(
     ("reply", "words"),
     [
-        ((401, {}, {"error": "no"}), "wants a key .*put the key into the environment variable OPENAI_API_KEY"),
+        ((401, {}, {"error": "no"}), "wants a key .*put it into the environment variable OPENAI_API_KEY"),
         ((404, {}, {"error": "no"}), "failed: NotFoundError: .*Check the server and .*responses.server"),
         ((200, {}, {"choices": []}), "failed: IndexError"),
     ],
@@ -184,7 +162,7 @@ def test_a_server_that_does_not_answer_is_refused_before_the_first_stage() -> No
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
         with pytest.raises(UserError, match=r"no server answers at .*start one with the target"):
-            check_servers(ServerSettings(url=url))
+            check_servers(ServerSettings(urls=[url]))
 
 
 def test_a_run_continues_with_the_responses_that_a_server_had_given(tmp_path: Path) -> None:
@@ -194,7 +172,7 @@ def test_a_run_continues_with_the_responses_that_a_server_had_given(tmp_path: Pa
     settings = tiny_settings(tmp_path)
     settings.teacher.responses = ResponseSettings(source="target", max_new_tokens=8)
     server = settings.teacher.responses.server
-    server.concurrency, server.retries = 1, 0
+    server.concurrency = 1
     with serving(Played(dying)) as played:
         server.urls = [played.url]
         with pytest.raises(UserError, match="What is finished is kept"):
@@ -266,7 +244,8 @@ def test_vllm_gets_the_prompts_as_tokens_and_what_fails_says_why(
     for name, value in {"PYTHONPATH": package, "STAND_IN_LOG": log, "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr("distill.responses.server.check_vllm", lambda python: None)
-    settings = vllm_settings(tmp_path, python=sys.executable, arguments=["--tensor-parallel-size=2"], concurrency=7)
+    monkeypatch.setattr("distill.responses.server.VLLM_PYTHON", Path(sys.executable))
+    settings = vllm_settings(tmp_path, arguments=["--tensor-parallel-size=2"], concurrency=7)
     monkeypatch.setenv("STAND_IN_FAILS", "1")
     with pytest.raises(UserError, match=r"(?s)vLLM ended with status 1.*out of memory"):
         run_tiny(begun(settings))
@@ -292,7 +271,7 @@ def test_an_engine_that_is_not_installed_is_refused_before_the_first_stage(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("decode.engines.server.CHECKOUT", tmp_path)
-    with pytest.raises(UserError, match=r"make engines.*responses\.server\.python"):
+    with pytest.raises(UserError, match=r"make engines.*responses\.server\.engine"):
         run_tiny(vllm_settings(tmp_path))
     assert not (tmp_path / "tiny/target").exists()
 

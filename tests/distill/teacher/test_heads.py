@@ -15,6 +15,7 @@ import torch
 from plain_logits import head_logits
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from some_rows import every_token
 from tiny_run import begun, bench, killed, run_tiny, tiny_settings
 
 from decode.bench.offline_acceptance import offline_alpha
@@ -90,7 +91,7 @@ def test_training_sees_what_decoding_will_draft(run, all_tokens: bool) -> None:
     settings, folder = run
     head = load_head(folder.path("distillspec"))
     rows, source, target = rows_and_source(settings, folder, head)
-    example = (rows.all_labelled() if all_tokens else rows).batch(torch.arange(3).numpy(), 0)
+    example = (every_token(rows) if all_tokens else rows).batch(torch.arange(3).numpy(), 0)
     mask = label_mask(example["labels"])
     for step, drafted in enumerate(drafting_steps(head, source, example, 3)):
         seen, asked = [], mask.clone()
@@ -114,7 +115,7 @@ def test_a_chain_goes_on_from_the_tokens_that_are_accepted(
     settings, folder = run
     head = load_head(folder.path("distillspec"))
     rows, source, _ = rows_and_source(settings, folder, head)
-    batch = (rows.all_labelled() if all_tokens else rows).batch(torch.arange(4).numpy(), 0)
+    batch = (every_token(rows) if all_tokens else rows).batch(torch.arange(4).numpy(), 0)
     eagle = replace(settings.student, unroll=4)
     objective = Objective(Divergence("kl_tv"), accepted_only=True)
     module = HeadModule(head, TrainingSettings(), 1, settings=eagle, target=source, objective=objective)
@@ -215,7 +216,9 @@ def test_a_killed_training_ends_with_the_weights_of_an_undisturbed_one(run, tmp_
 
 def test_the_exported_head_decodes_like_the_trained_one(run, tmp_path: Path) -> None:
     settings, folder = run
-    out = export_head(folder.path("adaspec"), folder.target, tmp_path / "head", {}, ExportSettings(draft_length=3))
+    out = export_head(
+        folder.path("adaspec"), folder.target, tmp_path / "head", {"best_draft_length": 3}, ExportSettings()
+    )
     target = load_model(folder.target, device="cpu", dtype="float32")
     runner = open_runner(target)
     texts = []
@@ -249,7 +252,9 @@ def test_a_head_over_the_whole_vocabulary_is_exported_as_engines_load_it(tmp_pat
     made, _ = bench(settings)
     assert run_stages(made, ("target", "initial")) == ["target", "initial"]
     folder = made.run
-    out = export_head(folder.path("initial"), folder.target, tmp_path / "head", {}, ExportSettings(draft_length=3))
+    out = export_head(
+        folder.path("initial"), folder.target, tmp_path / "head", {"best_draft_length": 3}, ExportSettings()
+    )
     state, config = load_file(out / "model.safetensors"), json.loads((out / "config.json").read_text())
     assert {"d2t", "t2d"}.isdisjoint(state)
     assert "bias" not in config
@@ -266,7 +271,9 @@ def test_a_head_over_the_whole_vocabulary_is_exported_as_engines_load_it(tmp_pat
 
 def test_an_incomplete_export_is_noticed(run, tmp_path: Path) -> None:
     _, folder = run
-    out = export_head(folder.path("adaspec"), folder.target, tmp_path / "head", {}, ExportSettings(draft_length=3))
+    out = export_head(
+        folder.path("adaspec"), folder.target, tmp_path / "head", {"best_draft_length": 3}, ExportSettings()
+    )
     config = json.loads((out / "config.json").read_text())
     del config["rms_norm_eps"]
     (out / "config.json").write_text(json.dumps(config))
@@ -332,12 +339,11 @@ def _plain(head: FeatureHead, embeds: torch.Tensor, hidden: torch.Tensor):  # ty
 
 
 def test_heads_are_trained_with_everything_that_drafts_are(tmp_path: Path) -> None:
-    """Top-k and bfloat16 signals, another divergence, Muon, a selection over accumulated batches, prompts."""
+    """Top-k signals, another divergence, Muon, bfloat16, a selection over accumulated batches."""
     settings = head_settings(tmp_path, "eagle3")
     teacher, plain, wide = settings.teacher, *settings.drafts[:2]
     plain.divergence, wide.scope, wide.divergence = "lk_hybrid", "global", "kl_tv"
-    teacher.signal, teacher.signal_dtype, teacher.signal_k = "topk", "bfloat16", 16
-    settings.training.optimizer, settings.training.prompt_loss = "muon", True
+    teacher.signal, teacher.signal_k, settings.training.optimizer = "topk", 16, "muon"
     settings.trainer.accumulate, settings.trainer.precision = 2, "bf16-mixed"
     _, folder, printed = run_tiny(begun(settings))
     assert re.search(r"the target's signal \(topk\): [\d.]+ MB", printed)
@@ -373,7 +379,9 @@ def test_a_head_of_some_tokens_starts_from_its_target_and_is_lossless(kind: str,
     head = load_head(made.run.path("initial"))
     target = load_model(made.run.target, device="cpu", dtype="float32")
     assert len(head.draft_ids()) == 32
-    out = export_head(made.run.path("initial"), made.run.target, tmp_path / "head", {}, ExportSettings(draft_length=3))
+    out = export_head(
+        made.run.path("initial"), made.run.target, tmp_path / "head", {"best_draft_length": 3}, ExportSettings()
+    )
     if kind == "eagle":
         assert torch.load(out / "token_map.pt", weights_only=True) == head.draft_ids().tolist()
         assert "--speculative-token-map" in (out / "README.md").read_text()

@@ -17,6 +17,7 @@ import torch
 from distributed_settings import SLOW, WAYS, settings_of
 from families import build_tiny, in_double
 from safetensors.torch import load_file
+from some_rows import every_token
 from tiny_run import run_tiny, tiny_settings
 
 from decode.errors import UserError
@@ -261,7 +262,7 @@ def test_parts_of_next_token_training_average_to_the_whole_step(world: int) -> N
     schedule = Schedule(made.lengths, 7, seed=1)
     module = CausalLMModule(model, TrainingSettings(), 4)
     for everything in (False, True):
-        labelled = made.all_labelled() if everything else made
+        labelled = every_token(made) if everything else made
         whole = next(iter(TrainLoader(labelled, schedule, 1, 0)))
         wanted = module.training_step(whole, 0).item()
         parts = [

@@ -42,7 +42,9 @@ class Poison(Callback):
 def train(module: Any, rows: TokenDataset, folder: Path, *callbacks: Callback, precision: Any = "32-true") -> Schedule:
     schedule = Schedule(rows.lengths, 2)
     data = DistillDataModule(TrainLoader(rows, schedule, steps=9, pad_id=0), some_rows(2))
-    settings = TrainerSettings(accelerator="cpu", precision=precision, validate_every=3, log_every=100)
+    settings = TrainerSettings(
+        accelerator="cpu", precision=precision, validate_every=3, extra={"log_every_n_steps": 100}
+    )
     fit(module, data, settings, folder, name="x", console=Console(quiet=True), callbacks=callbacks)
     return schedule
 
