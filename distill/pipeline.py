@@ -167,7 +167,8 @@ def measure(context: StageContext) -> dict[str, Any]:
     write_report(run.folder, report)
     report = read_json(run.folder / "report.json")
     log_report(context.logger, report, lambda: figures(report))
-    log_draft(context.logger, run.export)
+    if settings.tracker.log_draft:
+        log_draft(context.logger, run.export)
     write_json(note, _state(key, target, report, run.export))
     console.print(f"  {run.folder / 'report.json'} [dim]{time.monotonic() - started:.1f} s[/dim]", highlight=False)
     return report

@@ -15,9 +15,8 @@ import torch
 
 from decode.errors import UserError
 from distill import tracking
-from distill import tracking as wandb_run
 from distill.config.run import TrackerSettings
-from distill.tracking import finish, for_stage, log_draft, log_report, make_logger, where
+from distill.tracking import finish, for_stage, log_draft, log_report, make_logger, wandb_mode, where
 
 REPORT = {
     "target": {"accuracy": 0.62},
@@ -82,7 +81,6 @@ def test_stages_share_one_offline_run_under_their_own_names(tmp_path):
     logger = make_logger(TrackerSettings(), tmp_path, "quick", {"seed": 3, "target": {"steps": 5}})
     for_stage(logger, "target").log_metrics({"loss": 2.0}, step=500)
     for_stage(logger, "draft").log_metrics({"loss": 1.0, "alpha": 0.9}, step=10)
-    for_stage(logger, "draft").log_hyperparams({"k": 0.4})
     finish(logger)
 
     found = records(tmp_path)
@@ -127,90 +125,19 @@ def test_the_report_is_recorded_as_tables_plots_and_summary(tmp_path):
     finish(logger)
 
     found = records(tmp_path)
-    row = found["history"][0]
     table = next((tmp_path / "wandb").glob("*/files/media/table/tables/drafts*.json"))
     assert json.loads(table.read_text())["data"][1] == ["adaspec", 0.93, "[1, 2]"]
     assert next((tmp_path / "wandb").glob("*/files/media/html/plots/*.html")).read_text().startswith("<svg")
-    assert any(key.startswith("plots/speedup") for key in row)
+    assert any(key.startswith("plots/speedup") for row in found["history"] for key in row)
     summary = {i.key: json.loads(i.value_json) for s in found["summary"] for i in s.update}
     # The faster row is not identical to the target, so it must not count as the best.
     assert summary["best/speedup"] == 1.6
     assert summary["offline_alpha/adaspec"] == 0.93
 
 
-def test_weights_are_uploaded_only_on_request(tmp_path):
-    (tmp_path / "draft").mkdir()
-    (tmp_path / "draft" / "model.safetensors").write_bytes(b"weights")
-    logger = make_logger(TrackerSettings(), tmp_path, "quick", {})
-    log_report(logger, REPORT)
-    log_draft(logger, tmp_path / "draft")
-    finish(logger)
-    assert "model" not in {artifact.type for artifact in records(tmp_path).get("artifact", [])}
-
-
-def test_the_draft_artifact_refers_to_its_files_without_copying_them(tmp_path):
-    draft = tmp_path / "draft"
-    draft.mkdir()
-    (draft / "model.safetensors").write_bytes(os.urandom(1 << 20))
-    logger = make_logger(TrackerSettings(log_draft=True), tmp_path, "quick", {})
-    log_draft(logger, draft)
-    finish(logger)
-
-    artifact = records(tmp_path)["artifact"][0]
-    assert artifact.type == "model"
-    assert [Path(e.local_path) for e in artifact.manifest.contents] == [draft / "model.safetensors"]
-    copied = sum(p.stat().st_size for p in (tmp_path / "wandb").rglob("*") if p.is_file())
-    assert copied < 1 << 19
-
-
-def test_a_key_means_online_and_a_netrc_counts_as_one(monkeypatch, tmp_path):
-    assert wandb_run.wandb_mode("auto") == "offline"
-    netrc = tmp_path / "netrc"
-    netrc.write_text("machine api.wandb.ai login user password " + "a" * 40)
-    monkeypatch.setenv("NETRC", str(netrc))
-    assert wandb_run.wandb_mode("auto") == "online"
-    assert wandb_run.wandb_mode("offline") == "offline"
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert wandb_run.wandb_mode("auto") == "disabled"
-
-
 def test_online_without_a_key_is_refused_with_the_next_step(tmp_path):
     with pytest.raises(UserError, match="wandb login"):
         make_logger(TrackerSettings(mode="online"), tmp_path, "quick", {})
-
-
-def test_a_key_without_a_reachable_server_is_recorded_offline(monkeypatch, tmp_path):
-    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    logger = make_logger(TrackerSettings(), tmp_path, "quick", {})
-    logger.log_metrics({"loss": 1.0}, step=0)
-    finish(logger)
-    assert records(tmp_path)["history"]
-
-
-def test_a_refused_key_is_recorded_offline_instead_of_stopping_the_run(monkeypatch, tmp_path):
-    class Refuse(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.send_response(401)
-            self.end_headers()
-
-        do_GET = do_POST
-
-        def log_message(self, *args):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refuse)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
-    try:
-        logger = make_logger(TrackerSettings(), tmp_path, "quick", {})
-        logger.log_metrics({"loss": 1.0}, step=0)
-        finish(logger)
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert records(tmp_path)["history"]
 
 
 def test_csv_keeps_the_metrics_of_a_killed_run_when_it_is_continued(tmp_path):
@@ -223,15 +150,13 @@ def test_csv_keeps_the_metrics_of_a_killed_run_when_it_is_continued(tmp_path):
     for path in sorted(tmp_path.glob("csv/draft/*/metrics.csv")):
         losses += [float(row["loss"]) for row in csv.DictReader(path.open())]
     assert losses == [2.0, 1.0]
-    assert "seed: 3" in next(tmp_path.glob("csv/draft/*/hparams.yaml")).read_text()
 
 
 def test_csv_and_tensorboard_take_the_whole_report(tmp_path):
     pytest.importorskip("tensorboard")
     for kind in ("csv", "tensorboard"):
         logger = make_logger(TrackerSettings(kind=kind), tmp_path, "quick", {"seed": 3})
-        log_report(logger, REPORT)
-        log_draft(logger, tmp_path)
+        log_report(logger, REPORT, dict)
         finish(logger)
         assert kind in where(logger)
     row = next(csv.DictReader(next(tmp_path.glob("csv/run/*/metrics.csv")).open()))
@@ -239,26 +164,60 @@ def test_csv_and_tensorboard_take_the_whole_report(tmp_path):
     assert list((tmp_path / "tensorboard").rglob("events.out.*"))
 
 
-def test_missing_tensorboard_names_the_install_command(monkeypatch, tmp_path):
-    monkeypatch.setattr(tracking, "_has_tensorboard", lambda: False)
-    with pytest.raises(UserError, match=r"pip install 'draftsmith\[tensorboard\]'"):
-        make_logger(TrackerSettings(kind="tensorboard"), tmp_path, "quick", {})
-
-
-def test_no_tracker_needs_no_special_case(tmp_path):
-    logger = make_logger(TrackerSettings(kind="none"), tmp_path, "quick", {})
-    assert logger is None
-    assert for_stage(logger, "draft") is None
-    log_report(logger, REPORT)
-    log_draft(logger, tmp_path)
+def test_a_draft_is_read_in_place_when_it_is_uploaded(tmp_path):
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "model.safetensors").write_bytes(os.urandom(1 << 20))
+    logger = make_logger(TrackerSettings(), tmp_path, "quick", {})
+    log_draft(logger, draft)
     finish(logger)
-    assert not list(tmp_path.iterdir())
+
+    artifact = records(tmp_path)["artifact"][0]
+    assert artifact.type == "model"
+    assert [Path(e.local_path) for e in artifact.manifest.contents] == [draft / "model.safetensors"]
+    copied = sum(p.stat().st_size for p in (tmp_path / "wandb").rglob("*") if p.is_file())
+    assert copied < 1 << 19
+
+
+def test_settings_win_over_the_environment_and_without_a_key_a_run_is_offline(monkeypatch):
+    monkeypatch.setattr(tracking, "accepted", lambda *_: True)
+    assert wandb_mode("auto") == "offline"
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    assert wandb_mode("auto") == "online"
+    assert wandb_mode("offline") == "offline"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert wandb_mode("auto") == "disabled"
+
+
+@pytest.mark.parametrize("reply", [200, 401, None])
+def test_a_run_is_online_only_if_the_server_accepts_the_key(monkeypatch, tmp_path, reply):
+    class Server(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            assert self.headers["Authorization"].startswith("Basic ")
+            self.send_response(reply)
+            self.end_headers()
+            self.wfile.write(b'{"data": {"viewer": {"id": "x"}}}')
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    url = f"http://127.0.0.1:{server.server_port if reply else 9}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    netrc = tmp_path / "netrc"
+    netrc.write_text(f"machine {url.removeprefix('http://')} login user password {'a' * 40}")
+    monkeypatch.setenv("NETRC", str(netrc))
+    monkeypatch.setenv("WANDB_BASE_URL", url)
+    try:
+        assert wandb_mode("auto") == ("online" if reply == 200 else "offline")
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 class Tiny(lightning.LightningModule):
     def __init__(self, width: int = 2):
         super().__init__()
-        self.save_hyperparameters()
         self.layer = torch.nn.Linear(width, 1)
 
     def training_step(self, batch, index):
@@ -284,6 +243,3 @@ def test_lightning_trainers_of_two_stages_log_into_the_same_run(tmp_path):
     assert len(found["run"]) == 1
     for stage in ("target", "draft"):
         assert [row["trainer/global_step"] for row in found["history"] if f"{stage}/loss" in row] == [0, 1, 2]
-    updates = [item for config in found["config"] for item in config.update]
-    hyperparameters = {item.key: json.loads(item.value_json) for item in updates}
-    assert hyperparameters["draft"] == {"width": 2}
