@@ -28,8 +28,6 @@ from decode.errors import UserError
 
 Settings = TypeVar("Settings")
 
-UNION = ("Does not validate against any", "Subtypes:", "Errors:", "Given value type:")
-"""Lines of jsonargparse's errors for optional values that do not help a user."""
 VERBATIM = {"stop", "input", "runs"}  # list options whose values are not split at commas
 
 
@@ -56,7 +54,8 @@ def parse(
         description: A paragraph above the help.
         examples: Command lines below the help.
         foreign: Top-level sections of a shared YAML file that belong to other commands; skipped.
-        section: Section of the file that holds the settings; ``None``: they are at its top level.
+        section: Section of the file that holds the settings, of which others than it are skipped; ``None``: they are at
+            its top level.
         aliases: Short names of options.
 
     Raises:
@@ -64,22 +63,27 @@ def parse(
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     keys: type = settings_class
-    parser = _parser(keys, prog, description)
+    parser, known = _parser(keys, prog, description), known_keys(keys)
     if "-h" in argv or "--help" in argv:  # also beside arguments that are wrong
         parser.print_help()
         print(f"\nexamples:\n{examples}" if examples else "")
         raise SystemExit(0)
-    paths, given = _read_options(argv, known_keys(keys), prog, aliases or {})
-    content = merge(read_config(paths, foreign, settings_class, section), given)
+    paths = config_paths(argv)
+    given = _read_options(argv, known, prog, aliases or {})
+    content = read_config(paths)
+    source = " and ".join([*map(str, paths), *(["the command line"] if given else [])]) or prog
+    if section is not None:
+        if near := difflib.get_close_matches(section, content.keys() - {section}, 1, 0.75):
+            raise UserError(f"{source}: unknown key '{near[0]}'; the nearest known key is '{section}'")
+        content, source = content.get(section) or {}, f"{source}, section {section}"
+    content = {key: value for key, value in content.items() if key not in foreign}
+    _check_keys(content, known, "", source)
     try:
-        return settings_class(**vars(parser.instantiate(parser.parse_object(content))))
+        return settings_class(**vars(parser.instantiate(parser.parse_object(merge(content, given)))))
     except UserError:
         raise
     except (jsonargparse.ArgumentError, ValueError, TypeError) as error:
-        source = " and ".join([*map(str, paths), *(["the command line"] if given else [])]) or prog
-        lines = (line.strip() for line in str(error).splitlines())  # of optional values, one for each type tried
-        message = " ".join(line for line in lines if "NoneType" not in line and not line.startswith(UNION))
-        raise UserError(f"{source}: {message}") from error
+        raise UserError(f"{source}: {' '.join(str(error).split())}") from error
 
 
 @functools.cache
@@ -108,37 +112,16 @@ class HyphenFormatter(jsonargparse.DefaultHelpFormatter):
 # -- configuration files -----------------------------------------------------------------------------------------------
 
 
-def read_config(
-    paths: Sequence[Path], foreign: Collection[str] = (), settings_class: type | None = None, section: str | None = None
-) -> dict[str, Any]:
+def read_config(paths: Sequence[Path]) -> dict[str, Any]:
     """The content of configuration files and of those that they build on; later files override earlier ones.
 
-    Args:
-        paths: The files.
-        foreign: Top-level sections to leave out.
-        settings_class: Dataclass whose fields are the known keys; ``None``: keys are not checked.
-        section: The section to return; other sections are skipped, unless their name resembles it.
-
     Raises:
-        UserError: A file that is missing, is not valid YAML, builds on itself, or has an unknown key.
+        UserError: A file that is missing, is not valid YAML, or builds on itself.
     """
-    whole: dict[str, Any] = {}
-    for path, content in [layer for given in paths for layer in _layers(given)]:
-        content = {key: value for key, value in content.items() if key not in foreign}
-        if section is not None:
-            shared = {section, "name", "output_dir"}
-            for key in content.keys() - shared:
-                if near := difflib.get_close_matches(str(key), shared, 1, 0.75):
-                    raise UserError(f"{path}: unknown key '{key}'; the nearest known key is '{near[0]}'")
-            content = content.get(section) or {}
-        if settings_class is not None:
-            _check_keys(content, known_keys(settings_class), "", f"{path}, section {section}" if section else str(path))
-        whole = merge(whole, content)
-    return whole
+    return functools.reduce(merge, map(_read_file, paths), {})
 
 
-def _layers(path: Path, above: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str, Any]]]:
-    """A configuration file after those that it builds on (its key ``base``), each with its own content."""
+def _read_file(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     if not path.is_file():
         found = ", ".join(sorted(map(str, Path("configs").glob("*.yaml")))) or f"none under {Path.cwd()}/configs"
         raise UserError(f"there is no configuration file {str(path)!r}; these exist: {found}")
@@ -148,12 +131,13 @@ def _layers(path: Path, above: tuple[Path, ...] = ()) -> list[tuple[Path, dict[s
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} holds a {type(content).__name__}, expected one 'key: value' a line")
-    base = content.pop("base", None)
+    base, above = content.pop("base", None), (*above, path.resolve())
     if base is None:
-        return [(path, content)]
-    if not isinstance(base, str) or (path.parent / base).resolve() in {p.resolve() for p in (path, *above)}:
+        return content
+    below = path.parent / str(base)
+    if below.resolve() in above:
         raise UserError(f"{path}: 'base' is {base!r}, expected the path of another file, relative to this one")
-    return [*_layers(path.parent / base, (path, *above)), (path, content)]
+    return merge(_read_file(below, above), content)
 
 
 def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -184,82 +168,65 @@ def known_keys(settings_class: type, prefix: str = "") -> dict[str, Any]:
 
 
 def _check_keys(content: Mapping[str, Any], known: Mapping[str, Any], prefix: str, source: str) -> None:
-    """Refuse the first key of nested mappings that is not known."""
+    """Refuse the first key of nested mappings that is not known, and a value in place of a section."""
     for key, value in content.items():
         name = f"{prefix}{key}"
         if name not in known:
             raise UserError(f"{source}: unknown key '{name}'; {_nearest(name, known)}")
         if any(other.startswith(f"{name}.") for other in known):
             for item in value if isinstance(value, list) else [value]:
-                if isinstance(item, dict):
-                    _check_keys(item, known, f"{name}.", source)
-                elif item is not None:
+                if not isinstance(item, dict | None):
                     raise UserError(f"{source}: '{name}' is {item!r}, expected a section of 'key: value' lines")
+                _check_keys(item or {}, known, f"{name}.", source)
 
 
 def _nearest(key: str, known: Collection[str]) -> str:
     """The known key that looks most like `key`, or has the same last part in another section."""
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     last = key.rsplit(".", 1)[-1]
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     close = close or [name for name in known if name.rsplit(".", 1)[-1] == last]
-    close = close or difflib.get_close_matches(last, [name.rsplit(".", 1)[-1] for name in known], n=1)
     return f"the nearest known key is '{close[0]}'" if close else f"known keys are {', '.join(list(known)[:40])}"
 
 
-def _read_options(
-    argv: list[str], known: Mapping[str, Any], prog: str, aliases: Mapping[str, str]
-) -> tuple[list[Path], dict[str, Any]]:
-    """The configuration files, and the options as a nested mapping of texts and lists of texts."""
-    paths: list[Path] = []
+def _read_options(argv: list[str], known: Mapping[str, Any], prog: str, aliases: Mapping[str, str]) -> dict[str, Any]:
+    """The options but ``--config`` as a nested mapping of texts and lists of texts; consumes the arguments."""
     found: dict[str, Any] = {}
     while argv:
         name, equals, value = argv.pop(0).partition("=")
-        key = name[2:].replace("-", "_")
-        key = aliases.get(key, key)
-        switched_off = key.startswith("no_") and _is_switch(known.get(key[3:]))
         if not name.startswith("--"):
             raise UserError(f"unexpected argument {name!r}; options start with --, `{prog} --help` lists them all")
-        if key not in known and key != "config" and not switched_off:
+        key = name[2:].replace("-", "_")
+        key = aliases.get(key, key)
+        off = key.startswith("no_") and _is_switch(known.get(key[3:]))
+        key = key[3:] if off else key
+        if key not in known and key != "config":
             raise UserError(f"unknown option '{name}'; {_nearest(key, known)}. `{prog} --help` lists them all")
-        values = [value] if equals else []
-        if switched_off:
-            key, values = key[3:], ["false"]
-        elif _is_switch(known.get(key)):
-            if not equals:
-                values = [argv.pop(0) if argv and argv[0].lower() in ("true", "false", "null") else "true"]
-        elif _is_list(known.get(key)):
-            while not equals and argv and not argv[0].startswith("--"):
-                values.append(argv.pop(0))
-        elif not equals and argv and argv[0].partition("=")[0][2:].replace("-", "_") not in known:
-            values = [argv.pop(0)]
-        if not values or (key == "config" and not values[0]):
+        is_list = list in (typing.get_origin(hint) for hint in (known.get(key), *typing.get_args(known.get(key))))
+        values = ["false"] if off else [value] if equals else []
+        if not values and _is_switch(known.get(key)):
+            values = [argv.pop(0) if argv and argv[0].lower() in ("true", "false", "null") else "true"]
+        while not (equals or off) and argv and (is_list or not values):
+            # a text may begin with hyphens unless it is an option; an item of a list may not
+            if argv[0].startswith("--") and (is_list or argv[0].partition("=")[0][2:].replace("-", "_") in known):
+                break
+            values.append(argv.pop(0))
+        if not values:
             raise UserError(f"{name} needs a value; `{prog} --help` explains it")
         if key == "config":
-            paths.append(Path(values[0]))
             continue
-        section = found
         *outer, last = key.split(".")
-        for part in outer:
-            section[part] = section[part] if isinstance(section.get(part), dict) else {}
-            section = section[part]
-        if not _is_list(known[key]) or (len(values) == 1 and (values[0].startswith("[") or values[0] == "null")):
-            section[last] = values[0]
-        elif key not in VERBATIM and any("{" in item for item in values):  # sections
-            section[last] = f"[{','.join(values)}]"
-        else:
-            if key not in VERBATIM:
-                values = [part.strip() for item in values for part in item.strip("[]").split(",") if part.strip()]
-            earlier = section.get(last)
-            section[last] = [*(earlier if isinstance(earlier, list) else []), *values]
-    return paths, found
+        place = functools.reduce(lambda section, part: section.setdefault(part, {}), outer, found)
+        if not is_list or (len(values) == 1 and (values[0].startswith("[") or values[0] == "null")):
+            place[last] = values[0]
+            continue
+        if key not in VERBATIM:
+            values = [part.strip() for item in values for part in item.strip("[]").split(",") if part.strip()]
+        place[last] = [*place.get(last, []), *values]
+    return found
 
 
 def _is_switch(hint: Any) -> bool:
     return hint is bool or set(typing.get_args(hint)) == {bool, type(None)}
-
-
-def _is_list(hint: Any) -> bool:
-    return list in (typing.get_origin(hint), *map(typing.get_origin, typing.get_args(hint)))
 
 
 def config_paths(argv: Sequence[str]) -> list[Path]:
@@ -323,18 +290,17 @@ def run_main(function: Callable[[], object]) -> int:
     return status
 
 
-def writing_error(error: BaseException) -> str | None:
+def writing_error(error: BaseException | None) -> str | None:
     """Why a file could not be written, if that is the cause of an exception; libraries wrap it in their own errors."""
-    if isinstance(error, OSError) and error.errno in WRITING:
-        name = error.filename2 or error.filename
-        return f"{name} cannot be written: {error.strerror}" if name else error.strerror
-    for number in WRITING:  # safetensors and tokenizers, which are written in Rust
-        if f"(os error {number})" in str(error):
-            return os.strerror(number)
-    if "PytorchStreamWriter failed" in str(error) or "inline_container" in str(error):  # torch.save loses the number
-        return "a file cannot be written"
-    below = error.__cause__ or error.__context__
-    return writing_error(below) if below is not None else None
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in WRITING:
+            return f"{error.filename2 or error.filename or 'a file'} cannot be written: {error.strerror}"
+        # safetensors and tokenizers, which are written in Rust, name the number; torch.save does not
+        number = next((number for number in WRITING if f"(os error {number})" in str(error)), None)
+        if number or "PytorchStreamWriter failed" in str(error) or "inline_container" in str(error):
+            return f"a file cannot be written{f': {os.strerror(number)}' if number else ''}"
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def check_writable(folder: str | Path) -> Path:

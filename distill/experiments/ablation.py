@@ -7,9 +7,10 @@ by text. Nothing is decoded. Finished drafts and measurements are kept, so a kil
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rich.console import Console
 
 from decode.bench import machine
 from decode.bench.offline_acceptance import OfflineAlpha, offline_alphas, paired, prompt_numbers
-from decode.bench.prediction import replay
+from decode.bench.prediction import replayed
 from decode.bench.report import markdown_table, plain_table
 from decode.errors import UserError, read_json, write_text
 from decode.method_options import Seed
@@ -45,12 +46,9 @@ FORMULAS = {
     "gain": "α minus that of the first draft with the same seed, on the same texts; mean over seeds ± √(variance of "
     "the seeds' gains / seeds + squared standard error of the mean gain over prompts)",
     "greedy gain": "the same at temperature 0: agreement of the argmax on the target's greedy texts",
-    "over the 2nd": "gain over the second draft",
     "accepted length": f"tokens / expected rounds of {DRAFTED} drafted tokens, replayed over the sampled texts; mean "
     "over seeds",
-    "length gain": "accepted length minus that of the first draft, with the errors of gain",
 }
-HEADINGS = ("draft", "seeds", *FORMULAS, "teacher tokens", "s")
 
 
 @dataclass
@@ -72,7 +70,7 @@ class AblateSettings(Settings):
 
 
 def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
-    """Trains and measures what is missing. The table is written after each draft.
+    """Trains what is missing and measures it. The table is written after each draft.
 
     Returns:
         The folder of ``ablation.json`` and ``ablation.md``.
@@ -91,13 +89,11 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
     full.validate()
     run = run_of(full)
     context = StageContext(full, run, console)
+    alphas: dict[str, dict[int, Alphas]] = {}
+    used: dict[str, list[Row]] = {}
     with alone_in(run, full, console):
         run_stages(context, ("target", "initial", *references))
-        meter, alphas, used = (
-            Meter(context, settings.ablation.batch_size),
-            dict[str, dict[int, Alphas]](),
-            dict[str, list[Row]](),
-        )
+        meter = Meter(context, settings.ablation.batch_size)
         for seed in seeds:
             for name in variants:
                 draft = f"{name}-seed{seed}"
@@ -111,94 +107,95 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
 
 
 class Meter:
-    """Measures drafts on texts that the target generates once."""
+    """Measures drafts on texts that the target generates once. Texts and measurements are kept in the run's folder."""
 
     def __init__(self, context: StageContext, batch_size: int) -> None:
-        self.context, self.folder = context, context.run.work / "ablation"
+        self.context, self.batch_size = context, batch_size
         settings, corpus = context.settings.evaluation, context.corpus
         self.target = context.load_target()
         self.keys = {stage: key for stage, (key, _) in stage_fingerprints(context.settings).items()}
-        count, seed = min(settings.prompts, len(corpus.test)), context.settings.seed
-        self.texts: dict[str, list[tuple[list[int], int]]] = {}  # by mode, token ids and the length of the prompt
-        self.made_from = fingerprint(self.keys["target"], corpus.fingerprint, count, settings.max_new_tokens, seed)
-        for mode, temperature in MODES.items():
-            kept = read_json(path := self.folder / f"texts-{mode}.json")
-            if kept.get("made_from") != self.made_from:
-                prompts = list(filter(None, map(prompt_of, corpus.test.select(range(count)))))
-                with working(context.console, f"texts of the target, {mode}"):
-                    answers = write_texts(
-                        self.target,
-                        prompts,
-                        own_warp(self.target, temperature, {}),
-                        budgets=[
-                            min(settings.max_new_tokens, context.settings.data.max_length - len(p)) for p in prompts
-                        ],
-                        stop_ids=stop_ids(self.target, corpus.tokenizer),
-                        draws=draws_of_loop(seed),
-                        batch_size=batch_size,
-                    )
-                kept = {"made_from": self.made_from, "texts": [[p + a, len(p)] for p, a in zip(prompts, answers) if a]}
-                write_json(path, kept)
-            self.texts[mode] = [(ids, start) for ids, start in kept["texts"]]
+        self.made_from = fingerprint(
+            self.keys["target"], corpus.fingerprint, settings.prompts, settings.max_new_tokens, context.settings.seed
+        )
+        self.texts = {mode: self.kept(f"texts-{mode}", self.made_from, partial(self.answers, mode)) for mode in MODES}
+
+    def kept(self, name: str, key: str, make: Callable[[], Any]) -> Any:
+        """Returns what was made from the inputs of this key; makes it where it is missing or they have changed."""
+        content = read_json(path := self.context.run.work / "ablation" / f"{name}.json")
+        if content.get("made_from") != key:
+            with working(self.context.console, f"  ablation: {name}"):
+                content = {"made_from": key, "content": make()}
+            write_json(path, content)
+        return content["content"]
+
+    def answers(self, mode: str) -> list[tuple[list[int], int]]:
+        """Returns the target's answers to the test prompts: ids of prompt and answer, and the prompt's length."""
+        settings, corpus = self.context.settings, self.context.corpus
+        prompts = []
+        for row in corpus.test.select(range(min(settings.evaluation.prompts, len(corpus.test)))):
+            start = next((i for i, label in enumerate(row["labels"]) if label >= 0), len(row["labels"]))
+            if start:  # the tokens before the first label
+                prompts.append(list(row["input_ids"][:start]))
+        answers = write_texts(
+            self.target,
+            prompts,
+            own_warp(self.target, MODES[mode], {}),
+            budgets=[min(settings.evaluation.max_new_tokens, settings.data.max_length - len(p)) for p in prompts],
+            stop_ids=stop_ids(self.target, corpus.tokenizer),
+            draws=draws_of_loop(settings.seed),
+            batch_size=self.batch_size,
+        )
+        return [(p + a, len(p)) for p, a in zip(prompts, answers) if a]
+
+    def acceptance(self, draft: str) -> dict[str, list[list[list[float]]]]:
+        """Returns Σₓ min(p(x), q(x)) by mode, drafted token (of heads that sample), text and position."""
+        student, found = self.context.settings.student, {}
+        trust, tokenizer = student.trust_remote_code, self.context.corpus.tokenizer
+        model = open_draft(self.context.run.path(draft), self.target, tokenizer, trust_remote_code=trust)
+        for mode, texts in self.texts.items():
+            depth, warp = (
+                DRAFTED if student.is_head and mode == "sampled" else 1,
+                own_warp(self.target, MODES[mode], {}),
+            )
+            alphas = offline_alphas(self.target, {draft: model}, texts, warp, depth=depth)
+            found[mode] = [alpha.texts for alpha in alphas[draft]]
+        return found
 
     def measure(self, draft: str) -> Alphas:
         """Returns the acceptance of a draft in every mode; of a feature head for every depth if sampled."""
-        key = fingerprint(self.keys[draft], self.made_from)
-        kept = read_json(path := self.folder / f"{draft}.json")
-        if kept.get("made_from") != key:
-            trust = self.context.settings.student.trust_remote_code
-            tokenizer = self.context.corpus.tokenizer
-            model = open_draft(self.context.run.path(draft), self.target, tokenizer, trust_remote_code=trust)
-            found = {}
-            for mode, texts in self.texts.items():
-                depth = DRAFTED if self.context.settings.student.is_head and mode == "sampled" else 1
-                warp = own_warp(self.target, MODES[mode], {})
-                with working(self.context.console, f"  acceptance of {draft}, {mode}"):
-                    alphas = offline_alphas(self.target, {draft: model}, texts, warp, depth=depth)[draft]
-                found[mode] = [alpha.texts for alpha in alphas]
-            kept = {"made_from": key, "alphas": found}
-            write_json(path, kept)
+        found = self.kept(draft, fingerprint(self.keys[draft], self.made_from), partial(self.acceptance, draft))
         prompts = {mode: prompt_numbers(texts) for mode, texts in self.texts.items()}
-        return {mode: [OfflineAlpha(a, prompts[mode]) for a in depths] for mode, depths in kept["alphas"].items()}
-
-
-def prompt_of(row: Mapping[str, Any]) -> list[int]:
-    """Returns the tokens of an example before its first label."""
-    start = next((i for i, label in enumerate(row["labels"]) if label >= 0), len(row["labels"]))
-    return list(row["input_ids"][:start])
+        return {mode: [OfflineAlpha(texts, prompts[mode]) for texts in depths] for mode, depths in found.items()}
 
 
 def table(alphas: Mapping[str, Mapping[int, Alphas]], used: Mapping[str, Sequence[Row]]) -> list[Row]:
-    """Returns a row for each draft: α, gains over the first and the second draft, accepted length, and what it took.
+    """Returns a row for each draft: α, gains over the first draft, accepted length, and what it took.
 
     Args:
         alphas: By name and seed.
         used: By name, what the training with each seed took.
     """
-    (first, *others), rows = alphas, []
+    first, rows = next(iter(alphas)), []
     for name, by_seed in alphas.items():
         mean = _mean([of["sampled"][0] for of in by_seed.values()])
-        rounds = _mean([_rounds(of["sampled"]) for of in by_seed.values()]).mean
-        row: Row = {"name": name, "seeds": len(by_seed), "offline_alpha": mean.mean, "accepted_length": 1 / rounds}
+        row: Row = {"name": name, "seeds": len(by_seed), "offline_alpha": mean.mean}
         row["offline_alpha_se"] = None if math.isnan(mean.se) else mean.se
+        replays = [replayed(of["sampled"], DRAFTED) for of in by_seed.values()]
+        row["accepted_length"] = statistics.fmean(tokens / sum(rounds.values()) for tokens, rounds in replays)
         if name != first:
-            row["gain"] = gain(by_seed, alphas[first], lambda of: of["sampled"][0])
-            row["greedy_gain"] = gain(by_seed, alphas[first], lambda of: of["greedy"][0])
-            base = 1 / _mean([_rounds(of["sampled"]) for of in alphas[first].values()]).mean
-            fewer = gain(by_seed, alphas[first], lambda of: _rounds(of["sampled"]))
-            slope = base * row["accepted_length"]  # tokens per round by rounds per token, between both
-            row["length_gain"] = {"gain": -slope * fewer["gain"], "se": slope * fewer["se"]}
-        if name in others[1:]:
-            row["over_second"] = gain(by_seed, alphas[others[0]], lambda of: of["sampled"][0])
+            row |= {
+                "gain": gain(by_seed, alphas[first], "sampled"),
+                "greedy_gain": gain(by_seed, alphas[first], "greedy"),
+            }
         keys = ("optimiser_steps", "teacher_tokens", "selected_tokens", "seconds")
         rows.append(row | {key: statistics.fmean(one[key] for one in used[name]) for key in keys})
     return rows
 
 
-def gain(mine: Mapping[int, Alphas], theirs: Mapping[int, Alphas], of: Any) -> Row:
+def gain(mine: Mapping[int, Alphas], theirs: Mapping[int, Alphas], mode: str) -> Row:
     """Returns the mean difference over common seeds, paired by seed, with its errors over seeds and prompts."""
     seeds = sorted(mine.keys() & theirs.keys())
-    a, b = [of(theirs[seed]) for seed in seeds], [of(mine[seed]) for seed in seeds]
+    a, b = ([of[seed][mode][0] for seed in seeds] for of in (theirs, mine))
     by_seed = [paired(x, y)["difference"] for x, y in zip(a, b)]
     se_texts = paired(_mean(a), _mean(b))["se"]
     se_seeds = statistics.stdev(by_seed) / math.sqrt(len(seeds)) if len(seeds) > 1 else None
@@ -214,36 +211,26 @@ def _mean(alphas: Sequence[OfflineAlpha]) -> OfflineAlpha:
     return OfflineAlpha(texts, alphas[0].prompts)
 
 
-def _rounds(alphas: Sequence[OfflineAlpha]) -> OfflineAlpha:
-    """Returns the expected rounds of each text, spread over its tokens; their mean is rounds per token."""
-    first, *deeper = [alpha.texts for alpha in alphas]
-    rounds = [replay(text, DRAFTED, [of[i] for of in deeper])[0] for i, text in enumerate(first)]
-    return OfflineAlpha([[n / len(text)] * len(text) for n, text in zip(rounds, first)], alphas[0].prompts)
-
-
 def write_table(folder: Path, rows: Sequence[Row], console: Console) -> None:
     """Prints the table, and writes ``ablation.json`` and ``ablation.md``."""
     created = datetime.now(UTC).isoformat(timespec="seconds")
     content = {"created": created, "formulas": FORMULAS, "drafts": rows, "machine": machine.describe()}
     write_json(folder / "ablation.json", content)
-
-    def error(row: Row | None, digits: int = 4) -> str:
-        return f"{signed(row['gain'])} ± {row['se']:.{digits}f}" if row else "–"
-
-    cells = [
-        [
-            display(row["name"]),
-            str(row["seeds"]),
-            f"{row['offline_alpha']:.4f}" + (f" ± {se:.4f}" if (se := row["offline_alpha_se"]) is not None else ""),
-            *(error(row.get(key)) for key in ("gain", "greedy_gain", "over_second")),
-            f"{row['accepted_length']:.3f}",
-            error(row.get("length_gain")),
-            f"{row['teacher_tokens']:,.0f}",
-            f"{row['seconds']:.0f}",
-        ]
-        for row in rows
-    ]
+    headings, cells = ("draft", "seeds", *FORMULAS, "teacher tokens", "s"), []
+    for row in rows:
+        se, gains = row["offline_alpha_se"], [row.get("gain"), row.get("greedy_gain")]
+        cells.append(
+            [
+                display(row["name"]),
+                str(row["seeds"]),
+                f"{row['offline_alpha']:.4f}" + (f" ± {se:.4f}" if se is not None else ""),
+                *(f"{signed(one['gain'])} ± {one['se']:.4f}" if one else "–" for one in gains),
+                f"{row['accepted_length']:.3f}",
+                f"{row['teacher_tokens']:,.0f}",
+                f"{row['seconds']:.0f}",
+            ]
+        )
     legend = "\n".join(f"- **{name}**: {formula}." for name, formula in FORMULAS.items())
-    write_text(folder / "ablation.md", f"{markdown_table(HEADINGS, cells)}\n\n{legend}\n")
-    console.print(plain_table("", HEADINGS, cells))
+    write_text(folder / "ablation.md", f"{markdown_table(headings, cells)}\n\n{legend}\n")
+    console.print(plain_table("", headings, cells))
     console.print(str(folder / "ablation.md"), highlight=False)

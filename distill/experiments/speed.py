@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import statistics
-import tempfile
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,13 +25,12 @@ from transformers.utils import logging as hf_logging
 
 from decode.bench import machine
 from decode.bench.report import plain_table
-from decode.errors import UserError
-from decode.models.loading import load_model, load_tokenizer
+from decode.errors import UserError, scratch_folder
+from decode.models.loading import load_tokenizer
 from decode.models.runner import synchronize
 from decode.progress import output_console, working
 from distill.config.drafts import DraftSettings
 from distill.config.run import Settings
-from distill.config.training import TrainingSettings
 from distill.data.batches import TokenDataset
 from distill.data.chat import IGNORE
 from distill.data.corpus import load_corpus
@@ -45,7 +43,6 @@ from distill.models.lm_head import LMHead
 from distill.models.loading import load_or_build
 from distill.models.optimizers import make_optimizer, make_schedule
 from distill.modules import DistillModule
-from distill.stages import run_of
 from distill.teacher import store
 from distill.teacher.signals import TargetSignal, Teacher
 from distill.trainer import fit
@@ -73,62 +70,6 @@ class TrainingBenchSettings(Settings):
     """The benchmark."""
 
 
-@dataclass
-class Case:
-    """What both sides train: target, student and reference, the examples, and how."""
-
-    models: list[PreTrainedModel]
-    rows: TokenDataset
-    settings: TrainingBenchSettings
-    training: TrainingSettings
-    selection: Selection
-
-    @property
-    def schedule(self) -> Schedule:
-        """The examples of every step."""
-        return Schedule(self.rows.lengths, self.training.batch_size, self.training.length_bucket, self.settings.seed)
-
-    def with_trainer(self, clock: StepClock, folder: Path) -> float:
-        """Trains a copy of the student with Hugging Face's Trainer, and returns 0 seconds of preparation."""
-        (target, draft, reference), cpu = copy.deepcopy(self.models), clock.device.type == "cpu"
-        optimizer, steps, schedule = (
-            make_optimizer(draft.train(), self.training),
-            self.settings.speed.steps,
-            self.schedule,
-        )
-        arguments = TrainingArguments(
-            output_dir=str(folder), max_steps=steps, per_device_train_batch_size=1,  # an item is a step's whole batch
-            max_grad_norm=1.0, logging_strategy="no", save_strategy="no", report_to=[],
-            disable_tqdm=True, use_cpu=cpu, remove_unused_columns=False, dataloader_pin_memory=not cpu,
-        )  # fmt: skip
-        ThreeModels(
-            target, reference, self.selection, clock, model=draft, args=arguments, train_dataset=list(range(steps)),
-            data_collator=lambda items: self.rows.batch(schedule.batch(items[0]), 0),
-            optimizers=(optimizer, make_schedule(optimizer, self.training, steps)),
-        ).train()  # fmt: skip
-        return 0.0
-
-    def here(self, clock: StepClock, folder: Path) -> float:
-        """Trains a copy of the student as a run does, and returns the seconds that its cache took."""
-        (target, draft, reference), began = copy.deepcopy(self.models), time.perf_counter()
-        rows, steps, settings = replace(self.rows, signals={}), self.settings.speed.steps, self.settings
-        signal = TargetSignal.of(settings.teacher, min(LMHead(model).vocab for model in (target, draft)))
-        teacher = Teacher(target.to(clock.device), signal)
-        if signal.kind != "online":
-            store.keep_signal(teacher, target, rows, folder, "train")
-        rows.signals["reference_loss"] = store.reference_loss(
-            reference.to(clock.device), teacher, rows, Divergence(), folder=folder, name="reference"
-        )
-        prepared, objective = time.perf_counter() - began, Objective(selection=self.selection)
-        module = DistillModule(
-            draft.train(), self.training, steps, target=teacher, objective=objective, seed=settings.seed
-        )
-        data = DistillDataModule(TrainLoader(rows, self.schedule, steps, 0), rows.part(0, min(4, len(rows))))
-        trainer, quiet = replace(settings.trainer, validate_every=steps), Console(quiet=True)
-        fit(module, data, trainer, folder / "work", name="bench", console=quiet, callbacks=(clock,))
-        return prepared
-
-
 def run(settings: TrainingBenchSettings, console: Console | None = None) -> dict[str, Any]:
     """Measures both sides, prints a table, and writes the numbers.
 
@@ -136,39 +77,81 @@ def run(settings: TrainingBenchSettings, console: Console | None = None) -> dict
         UserError: The settings cannot be used.
     """
     settings.validate()
-    own, console = settings.speed, console or output_console()
-    if own.steps < WARM + 5:
-        raise UserError(f"speed.steps is {own.steps}, expected {WARM + 5} or more")
+    speed, console = settings.speed, console or output_console()
+    if speed.steps < WARM + 5:
+        raise UserError(f"speed.steps is {speed.steps}, expected {WARM + 5} or more")
     if settings.student.is_head or settings.data.from_target:
         raise UserError("distill bench measures draft models on a data set's texts: use configs/quickstart.yaml")
     hf_logging.disable_progress_bar()
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     draft = next((draft for draft in settings.drafts if draft.selects), DraftSettings())
-    selection = Selection(draft.k, draft.scope, draft.normalisation)
+    training, selection = draft.training_of(settings.training), Selection(draft.k, draft.scope, draft.normalisation)
     with working(console, "models and data"):
-        models, rows, trained = _prepare(settings, draft)
-    case = Case(models, rows, settings, draft.training_of(settings.training), selection)
-    tokens = sum(rows.labels_of(case.schedule.batch(step)) for step in range(WARM, own.steps))
+        given, limit = settings.target, min(settings.data.train_limit or 1000, settings.teacher.examples or 1000)
+        tokenizer = None
+        if given.model is not None and settings.data.tokenizer is None:
+            tokenizer = load_tokenizer(given.model, trust_remote_code=given.trust_remote_code)
+        corpus = load_corpus(replace(settings.data, train_examples=limit), seed=settings.seed, tokenizer=tokenizer)
+        rows, vocab = TokenDataset.of(corpus.train, settings.teacher.examples), len(corpus.tokenizer)
+        sources = (settings.target, settings.student, settings.student)  # of target, draft and reference
+        models = [load_or_build(source, corpus.tokenizer, vocab, seed) for seed, source in enumerate(sources)]
+        if settings.student.kind != "scratch":
+            for parameter in models[2].parameters():  # a reference that equals the draft ranks no token above another
+                parameter.data.mul_(1.01)
+    schedule = Schedule(rows.lengths, training.batch_size, training.length_bucket, settings.seed)
+    tokens = sum(rows.labels_of(schedule.batch(step)) for step in range(WARM, speed.steps))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    sides: dict[str, list[dict[str, Any]]] = {"Trainer": [], "draftsmith": []}
-    losses: dict[str, list[float]] = {"Trainer": [], "draftsmith": []}
-    for number in range(own.rounds):
-        for side, train in zip(sides, (case.with_trainer, case.here)):
+
+    def with_trainer(clock: StepClock, folder: Path) -> float:
+        (target, student, reference), cpu = copy.deepcopy(models), device.type == "cpu"
+        optimizer = make_optimizer(student.train(), training)
+        arguments = TrainingArguments(
+            output_dir=str(folder), max_steps=speed.steps, per_device_train_batch_size=1,  # an item is a whole batch
+            max_grad_norm=1.0, logging_strategy="no", save_strategy="no", report_to=[],
+            disable_tqdm=True, use_cpu=cpu, remove_unused_columns=False, dataloader_pin_memory=not cpu,
+        )  # fmt: skip
+        ThreeModels(
+            target, reference, selection, clock, model=student, args=arguments, train_dataset=list(range(speed.steps)),
+            data_collator=lambda items: rows.batch(schedule.batch(items[0]), 0),
+            optimizers=(optimizer, make_schedule(optimizer, training, speed.steps)),
+        ).train()  # fmt: skip
+        return 0.0
+
+    def here(clock: StepClock, folder: Path) -> float:
+        (target, student, reference), began = copy.deepcopy(models), time.perf_counter()
+        own = replace(rows, signals={})
+        signal = TargetSignal.of(settings.teacher, min(LMHead(model).vocab for model in (target, student)))
+        teacher = Teacher(target.to(device), signal)
+        if signal.kind != "online":
+            store.keep_signal(teacher, target, own, folder, "train")
+        own.signals["reference_loss"] = store.reference_loss(
+            reference.to(device), teacher, own, Divergence(), folder=folder, name="reference"
+        )
+        prepared, objective = time.perf_counter() - began, Objective(selection=selection)
+        module = DistillModule(
+            student.train(), training, speed.steps, target=teacher, objective=objective, seed=settings.seed
+        )
+        data = DistillDataModule(TrainLoader(own, schedule, speed.steps, 0), own.part(0, min(4, len(own))))
+        trainer, quiet = replace(settings.trainer, validate_every=speed.steps), Console(quiet=True)
+        fit(module, data, trainer, folder / "work", name="bench", console=quiet, callbacks=(clock,))
+        return prepared
+
+    sides = {"Trainer": with_trainer, "draftsmith": here}
+    found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+    losses: dict[str, list[float]] = {}
+    for number in range(speed.rounds):
+        for side, train in sides.items():
             clock = StepClock(device)
-            with working(console, f"round {number + 1} of {own.rounds}, {side}"), tempfile.TemporaryDirectory() as name:
-                prepared = train(clock, Path(name))
-            seconds = clock.ends[-1] - clock.ends[WARM - 1]
-            step, losses[side] = 1000 * seconds / (own.steps - WARM), [float(loss) for loss in clock.losses]
-            sides[side].append({"tokens_per_second": tokens / seconds, "step_ms": step, "prepare_seconds": prepared})
-    ratios = [b["tokens_per_second"] / a["tokens_per_second"] for a, b in zip(*sides.values())]
-    medians = {
-        side: {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
-        for side, rounds in sides.items()
-    }
+            with working(console, f"round {number + 1} of {speed.rounds}, {side}"), scratch_folder() as folder:
+                prepared = train(clock, folder)
+            seconds, losses[side] = clock.ends[-1] - clock.ends[WARM - 1], [float(loss) for loss in clock.losses]
+            step = 1000 * seconds / (speed.steps - WARM)
+            found[side].append({"tokens_per_second": tokens / seconds, "step_ms": step, "prepare_seconds": prepared})
+    ratios = [b["tokens_per_second"] / a["tokens_per_second"] for a, b in zip(*found.values())]
+    medians = {side: {key: statistics.median(one[key] for one in of) for key in of[0]} for side, of in found.items()}
     result = {
         "k": selection.k,
-        "weights": trained,
         "sides": medians,
         "speedup": statistics.median(ratios),
         "speedups": ratios,
@@ -180,40 +163,15 @@ def run(settings: TrainingBenchSettings, console: Console | None = None) -> dict
         for side, row in medians.items()
     ]
     headings = ["", "label tokens/s", "step", "cache, once per run"]
-    console.print(plain_table(f"AdaSPEC training, k = {selection.k:g}, weights of {trained}", headings, cells))
+    console.print(plain_table(f"AdaSPEC training, k = {selection.k:g}", headings, cells))
     console.print(
         f"ratio {result['speedup']:.2f} ({min(ratios):.2f} to {max(ratios):.2f}); largest relative difference of the "
         f"losses {result['loss_difference']:.1e}",
         highlight=False,
     )
-    if own.json is not None:
-        write_json(Path(own.json), result)
+    if speed.json is not None:
+        write_json(Path(speed.json), result)
     return result
-
-
-def _prepare(settings: TrainingBenchSettings, draft: DraftSettings) -> tuple[list[PreTrainedModel], TokenDataset, str]:
-    """Returns target, student and reference, the examples, and whose weights the models have."""
-    folder = run_of(settings)
-    stages = ("target", "initial", draft.reference or "reference")
-    trained = all(folder.record(stage) is not None for stage in stages)
-    if not trained:
-        settings.data.train_examples = min(settings.data.train_limit or 1000, settings.teacher.examples or 1000)
-    given, tokenizer = settings.target, None
-    if given.model is not None and settings.data.tokenizer is None:
-        tokenizer = load_tokenizer(given.model, trust_remote_code=given.trust_remote_code)
-    corpus = load_corpus(settings.data, seed=settings.seed, tokenizer=tokenizer)
-    models = []
-    for number, stage in enumerate(stages):
-        if trained:
-            models.append(load_model(folder.path(stage), device="cpu", dtype="float32"))
-            continue
-        source = settings.target if stage == "target" else settings.student
-        models.append(load_or_build(source, corpus.tokenizer, len(corpus.tokenizer), number))
-    if not trained and settings.student.kind != "scratch":
-        for parameter in models[2].parameters():  # a reference that equals the student ranks no token before another
-            parameter.data.mul_(1.01)
-    rows = TokenDataset.of(corpus.train, settings.teacher.examples)
-    return models, rows, str(folder.folder) if trained else "no run"
 
 
 class StepClock(Callback):
@@ -254,17 +212,14 @@ class ThreeModels(Trainer):
         self.clock.tick(loss)
         return loss
 
-    def compute_loss(
-        self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: dict[str, Tensor], *_: Any, **__: Any) -> Tensor:
         """Returns the loss of one step."""
         mask = inputs.pop("labels")[:, 1:] != IGNORE
-        outputs = model(**inputs, use_cache=False)
+        draft = model(**inputs, use_cache=False).logits[:, :-1][mask]
         with torch.no_grad():
             target = self.target(**inputs, use_cache=False).logits[:, :-1][mask]
             reference = self.reference(**inputs, use_cache=False).logits[:, :-1][mask]
-        loss = selective_loss(outputs.logits[:, :-1][mask], target, reference, self.selection)
-        return (loss, outputs) if return_outputs else loss
+        return selective_loss(draft, target, reference, self.selection)
 
     def _get_train_sampler(self, *_: Any) -> SequentialSampler:
         assert self.train_dataset is not None

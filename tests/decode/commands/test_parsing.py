@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 
-from decode.commands.parsing import WRITING, known_keys, merge, parse, run_main, take_flag
+from decode.commands.parsing import merge, parse, run_main
 from decode.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -82,8 +82,8 @@ def test_a_list_is_typed_with_commas_spaces_or_brackets(tmp_path: Path, typed: l
     assert read(tmp_path, "sizes: [1]", *typed, "--name", "b") == Outer(name="b", sizes=[4, 8])
     got = read(tmp_path, "extra: [{rate: 1.0}, {kind: sgd}]", *typed)
     assert got.extra == [Inner(rate=1.0), Inner(kind="sgd")]
-    assert read(tmp_path, "", "--extra", "[{rate: 2.0}]", *typed).extra == [Inner(rate=2.0)]
-    assert read(tmp_path, "", "--extra", "{rate: 2.0, kind: sgd}", "{rate: 1.0}", *typed).extra[0] == Inner(2.0, "sgd")
+    got = read(tmp_path, "", "--extra", "[{rate: 2.0, kind: sgd}, {rate: 1.0}]", *typed)
+    assert got.extra == [Inner(2.0, "sgd"), Inner(rate=1.0)]
 
 
 @pytest.mark.parametrize(
@@ -93,8 +93,7 @@ def test_a_list_is_typed_with_commas_spaces_or_brackets(tmp_path: Path, typed: l
         ("inner: {rat: 1}", "unknown key 'inner.rat'; the nearest known key is 'inner.rate'"),
         ("rate: 1.0", "unknown key 'rate'; the nearest known key is 'inner.rate'"),
         ("extra: [{rate: 1.0}, {knd: sgd}]", "unknown key 'extra.knd'; the nearest known key is 'extra.kind'"),
-        ("zzz: 1", "unknown key 'zzz'; known keys are name, inner"),
-        ("bench: {anything: 1}", "unknown key 'bench'"),
+        ("bench: {anything: 1}", "unknown key 'bench'; known keys are name, inner"),
     ],
 )
 def test_an_unknown_key_names_file_key_and_nearest(tmp_path: Path, text: str, wanted: str) -> None:
@@ -111,15 +110,13 @@ def test_an_unknown_key_names_file_key_and_nearest(tmp_path: Path, text: str, wa
         ("inner: {kind: lion}", (), r"c\.yaml: .*inner\.kind.*'adam', 'sgd'.* lion"),
         ("inner: 3", (), r"c\.yaml: 'inner' is 3, expected a section"),
         ("inner: {rate: -1}", (), r"inner.rate is -1.0, wanted a number above 0"),
+        ("depth: deep", (), r"c\.yaml: .*depth.*'int'.* deep"),
         ("", ("--inner.rate", "fast"), r"the command line: .*inner\.rate.* fast"),
-        ("depth: deep", (), r"c\.yaml: .*depth\S* - Expected a .*int.* Given value: deep$"),
         ("", ("--depth",), r"--depth needs a value"),
-        ("", ("--sizes",), r"--sizes needs a value"),
         ("", ("--config",), r"--config needs a value"),
         ("", ("--config", "no.yaml"), r"no configuration file 'no.yaml'; these exist: configs/"),
         ("base: c.yaml", (), r"'base' is 'c.yaml', expected the path of another file"),
         ("", ("stray",), r"unexpected argument 'stray'"),
-        ("- 1\n- 2", (), r"holds a list, expected one 'key: value' a line"),
         ("a: [1", (), r"is not valid YAML"),
     ],
 )
@@ -142,20 +139,6 @@ def test_help_shows_every_key_with_its_docstring(capsys: pytest.CaptureFixture[s
     assert all(f"--{key}" in text for key in ("name", "inner.rate", "inner.kind", "depth"))
 
 
-def test_known_keys_include_those_of_sections() -> None:
-    assert list(known_keys(Outer)) == [
-        "name", "inner", "inner.rate", "inner.kind", "extra", "extra.rate", "extra.kind", "depth", "sizes",
-        "second", "second.rate", "second.kind",
-    ]  # fmt: skip
-
-
-def test_take_flag_removes_the_switch() -> None:
-    argv = ["--a", "--dry-run", "--b"]
-    assert take_flag(argv, "--dry-run")
-    assert argv == ["--a", "--b"]
-    assert not take_flag(argv, "--dry-run")
-
-
 WRAPPED = RuntimeError("wrapped")
 WRAPPED.__cause__ = OSError(errno.ENOSPC, "No space left on device", "/x/y")
 
@@ -166,7 +149,7 @@ WRAPPED.__cause__ = OSError(errno.ENOSPC, "No space left on device", "/x/y")
         (UserError("mend me"), 2, "error: mend me"),
         (KeyboardInterrupt(), 130, "stopped; run the same command again to continue"),
         (WRAPPED, 2, "error: /x/y cannot be written: No space left on device; free some space"),
-        *((OSError(number, os.strerror(number), "/x/y"), 2, "/x/y cannot be written") for number in WRITING),
+        (OSError(errno.EACCES, os.strerror(errno.EACCES), "/x/y"), 2, "/x/y cannot be written"),
     ],
 )
 def test_foreseeable_ends_give_one_line(error: BaseException, status: int, words: str, capsys) -> None:

@@ -166,7 +166,7 @@ def test_the_ablation_measures_heads_seed_by_seed(run) -> None:
     content = json.loads((folder / "ablation.json").read_text())
     assert [(row["name"], row["seeds"]) for row in content["drafts"]] == [("distillspec", 2), ("adaspec", 2)]
     target = load_model(run[1].target, device="cpu", dtype="float32")
-    texts = json.loads((folder / "work/ablation/texts-sampled.json").read_text())["texts"]
+    texts = json.loads((folder / "work/ablation/texts-sampled.json").read_text())["content"]
     heads = [load_head(RunDir(folder).path(f"distillspec-seed{seed}"), target) for seed in (3, 4)]
     alphas = [offline_alpha(target, head, texts, LogitsWarper(1.0)).mean for head in heads]
     assert content["drafts"][0]["offline_alpha"] == pytest.approx(sum(alphas) / 2)
