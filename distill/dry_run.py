@@ -22,7 +22,7 @@ from transformers.utils import logging as hf_logging
 
 from decode.bench.arithmetic import problems
 from decode.bench.datasets import PRESETS
-from decode.models.shapes import config_for, family_of
+from decode.models.loading import config_for, family_of
 from decode.progress import output_console
 from distill.config.data import DataSettings
 from distill.config.run import Settings

@@ -34,8 +34,7 @@ from decode.engines.gguf import convert
 from decode.engines.server import ENGINES, Engine, check_engine, opened
 from decode.errors import UserError, choose, read_json, scratch_folder, write_section, write_text
 from decode.models.heads import FeatureHead
-from decode.models.loading import load_tokenizer
-from decode.models.shapes import config_for
+from decode.models.loading import config_for, load_tokenizer
 from decode.progress import output_console
 from decode.sampling import LogitsWarper
 

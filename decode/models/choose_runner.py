@@ -69,8 +69,7 @@ def open_runner(model: PreTrainedModel, *, fast: bool = True, pack: str = "off",
     except UserError:
         raise
     except Exception as error:  # whatever a forward raises that was not made for a cache that rolls back
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise _unserved(runner.name, f"its forward fails on a cache that rolls back ({reason})") from error
+        raise _unserved(runner.name, f"its forward fails on a cache that rolls back ({_reason(error)})") from error
     if not found.chain < found.tolerance:
         raise _unserved(
             runner.name,
@@ -97,6 +96,11 @@ def fast_if_equal(model: PreTrainedModel, pack: str = "off", *, draft: bool = Fa
         stacklevel=3,
     )
     return None
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error's message, or its type."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _unserved(name: str, reason: str) -> UserError:
@@ -150,18 +154,18 @@ def compare(model: PreTrainedModel, runner: Runner) -> RunnerCheck:
             f"{type(model).__name__} gives logits that are not finite; check the weights, or load it in float32"
         )
 
-    def gap(seen: list[Tensor], expected: Tensor) -> float:
-        return _difference(torch.cat(seen), expected, fresh)
-
     cache = runner.new_cache()
 
     def read(tokens: Tensor, tree: Draft | None = None) -> Tensor:
         return runner.forward([cache], [tokens], [tree]).logits
 
-    pieces = [read(ids[:start]), read(ids[start : start + 1]), read(ids[start + 1 :])]
+    def gap(expected: Tensor, *seen: Tensor) -> float:
+        return _difference(torch.cat(seen), expected, fresh)
+
+    one, two = fresh
+    whole = gap(one, read(ids[:start]), read(ids[start : start + 1]), read(ids[start + 1 :]))
     cache.truncate(start + 1)
-    after = [read(other[start + 1 :])]
-    found = RunnerCheck(max(gap(pieces, fresh[0]), gap(after, fresh[1, start + 1 :])))
+    found = RunnerCheck(max(whole, gap(two[start + 1 :], read(other[start + 1 :]))))
     if runner.supports_trees:
         try:
             cache.truncate(start)
@@ -170,15 +174,11 @@ def compare(model: PreTrainedModel, runner: Runner) -> RunnerCheck:
             nodes = [a[start + 1], b[start + 1], a[start + 2], b[start + 2], b[start + 3]]
             tree = Draft.tree(nodes, [-1, -1, 0, 1, 3])
             rows = read(torch.cat([ids[start : start + 1], tree.tokens.to(runner.device)]), tree)
-            found.tree = max(
-                gap([rows[[0, 1, 3]]], fresh[0, start : start + 3]),
-                gap([rows[[2, 4, 5]]], fresh[1, start + 1 : start + 4]),
-            )
+            branches = gap(one[start : start + 3], rows[[0, 1, 3]]), gap(two[start + 1 : start + 4], rows[[2, 4, 5]])
             cache.keep(start, [start, start + 2, start + 4, start + 5])
-            found.tree = max(found.tree, gap([read(other[start + 4 :])], fresh[1, start + 4 :]))
+            found.tree = max(*branches, gap(two[start + 4 :], read(other[start + 4 :])))
         except Exception as error:  # a family's forward may not be made for trees in many ways
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            found.tree, found.tree_error = torch.inf, f"its forward fails on trees ({reason})"
+            found.tree, found.tree_error = torch.inf, f"its forward fails on trees ({_reason(error)})"
     cache.close()
     found.tolerance = TOLERANCE.get(model.dtype, 0.0)
     if max(found.chain, found.tree) >= found.tolerance:

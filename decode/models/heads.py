@@ -350,28 +350,16 @@ def default_captured_layers(layers: int) -> tuple[int, int, int]:
 
 
 def head_config(
-    target: Any,
-    version: int,
-    *,
-    intermediate_size: int | None = None,
-    heads: int | None = None,
-    kv_heads: int | None = None,
-    draft_vocab: int | None = None,
-    captured_layers: tuple[int, ...] | None = None,
+    target: Any, version: int, *, draft_vocab: int | None = None, captured_layers: tuple[int, ...] | None = None
 ) -> LlamaConfig:
-    """The configuration of a head for a target; what is None is the target's.
+    """The configuration of a head of the target's shape; what is None is the target's.
 
     Raises:
         UserError: sizes that do not fit.
     """
-    width, layers = int(target.hidden_size), int(target.num_hidden_layers)
-    heads = heads or int(target.num_attention_heads)
-    kv_heads = kv_heads or int(getattr(target, "num_key_value_heads", None) or heads)
-    if width % heads or heads % kv_heads or (width // heads) % 2:
-        raise UserError(
-            f"a feature head of {heads} heads and {kv_heads} key-value heads does not fit the target's width {width}: "
-            "heads have to divide it into even parts, and key-value heads to divide heads"
-        )
+    width, layers, heads = int(target.hidden_size), int(target.num_hidden_layers), int(target.num_attention_heads)
+    if width % (2 * heads):
+        raise UserError(f"a feature head needs heads of an even width, and the target has {heads} of {width} together")
     captured = [layers] if version == 1 else list(captured_layers or default_captured_layers(layers))
     if version == 3 and (len(captured) != 3 or not 0 <= captured[0] < captured[1] < captured[2] <= layers):
         raise UserError(f"captured layers are {captured}; expected three ascending numbers from 0 to {layers}")
@@ -382,10 +370,10 @@ def head_config(
         architectures=[name for name, number in VERSIONS.items() if number == version],
         hidden_size=width,
         target_hidden_size=width,
-        intermediate_size=intermediate_size or getattr(target, "intermediate_size", None) or 4 * width,
+        intermediate_size=getattr(target, "intermediate_size", None) or 4 * width,
         num_hidden_layers=1,
         num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
+        num_key_value_heads=int(getattr(target, "num_key_value_heads", None) or heads),
         head_dim=width // heads,
         vocab_size=int(target.vocab_size),
         draft_vocab_size=drafted if version == 3 or drafted < target.vocab_size else None,

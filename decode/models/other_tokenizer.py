@@ -20,7 +20,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from decode.draft import Draft
 from decode.errors import UserError
 from decode.models.heads import FeatureHead
-from decode.models.huggingface_runner import last_logits
+from decode.models.huggingface_runner import HuggingFaceRunner
 from decode.models.runner import Cache, Output, Runner, WrappedRunner
 
 LEAST = 100  # fewest tokens of an intersection: fewer do not even spell the letters, digits and signs of English
@@ -242,17 +242,13 @@ def foreign_logits(draft: ForeignDraft, ids: Sequence[int], prompt_length: int) 
         Logits ``[response, vocab]`` over the target's ids. Behind the end of the draft's context a row is impossible
         (all −inf but the first id).
     """
-    vocabulary = draft.vocabulary
-    pieces = [vocabulary.translate(token) for token in ids[:-1]]
-    limit = int(getattr(draft.model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)
-    feed = [i for piece in pieces for i in piece][:limit]
-    needed = [end - 1 for end in accumulate(map(len, pieces))][prompt_length - 1 :]
-    seen = [row for row in needed if row < len(feed)]
-    tokens = torch.tensor([feed], device=draft.model.device)
-    keep = len(feed) - seen[0] if seen else 1
-    logits = last_logits(draft.model, keep, input_ids=tokens, use_cache=False).logits[0]
-    found = vocabulary.to_target(logits[[row - seen[0] for row in seen]])
-    rows = found.new_full((len(needed), found.shape[-1]), -torch.inf)
+    runner = ForeignRunner(HuggingFaceRunner(draft.model), draft.vocabulary)
+    ends = accumulate(len(draft.vocabulary.translate(token)) for token in ids[:-1])
+    fit = sum(end <= runner.limit for end in ends)  # tokens of the text that the draft's context holds
+    rows = torch.full((len(ids) - prompt_length, runner.vocab_size), -torch.inf, device=runner.device)
     rows[:, 0] = 0.0
-    rows[: len(seen)] = found
+    if (seen := fit - prompt_length + 1) > 0:
+        cache = runner.new_cache()
+        rows[:seen] = runner.forward([cache], [torch.tensor(ids[:fit], device=runner.device)], last=seen).logits
+        cache.close()
     return rows

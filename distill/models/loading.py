@@ -19,8 +19,7 @@ from transformers import (
 from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 
 from decode.errors import UserError
-from decode.models.loading import OFFLINE, load_config, load_model, pinned
-from decode.models.shapes import config_for
+from decode.models.loading import OFFLINE, config_for, load_config, load_model, pinned
 from distill.config.run import Settings
 from distill.config.training import Architecture, Attention, ModelSettings
 

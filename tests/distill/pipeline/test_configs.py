@@ -19,7 +19,7 @@ from decode.bench.datasets import PRESETS
 from decode.commands import bench as compare
 from decode.commands.parsing import parse, read_config
 from decode.commands.settings import BenchSettings, bench_settings
-from decode.models.shapes import family_of
+from decode.models.loading import family_of
 from distill.__main__ import FOREIGN
 from distill.config.run import Settings
 from distill.data.context import StageContext

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from decode.bench.datasets import PRESETS
 from decode.commands.parsing import parse
-from decode.models.shapes import FAMILIES
+from decode.models.loading import FAMILIES
 from distill.__main__ import FOREIGN
 from distill.config.data import DataSettings
 from distill.config.drafts import DraftSettings
