@@ -144,7 +144,7 @@ class FeatureTreeDrafter(FeatureDrafter):
             slots |= {node: len(slots) + i for i, node in enumerate(expanded)}
             rows = torch.tensor([(node - first) // width for node in expanded], device=runner.device)
             picked = torch.tensor([tokens[node] for node in expanded], device=runner.device)
-            out = yield picked, out.hidden.index_select(0, rows), seen.to(runner.device), level
+            out = yield picked, out.hidden.index_select(0, rows), seen, level
         kept = sorted(likeliest(range(len(tokens)), self.nodes))
         place = {node: i for i, node in enumerate(kept)} | {-1: -1}
         return Draft.tree([tokens[node] for node in kept], [place[parents[node]] for node in kept])

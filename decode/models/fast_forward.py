@@ -22,9 +22,9 @@ from decode.models.families import Layer, Weights
 from decode.models.ragged_batch import KVCache, NewTokens, RaggedBatch, attention_mask
 from decode.models.runner import joined
 
-CacheSlots = tuple[Any, Tensor, Tensor]
-"""Of one layer: where its new keys and values ``[1, 2 kv_heads, n, width]`` are copied to (``copy_``), and all keys and
-all values ``[1, kv_heads, m, width]``, the new ones included; of several sequences as `RaggedBatch` gives them."""
+CacheSlots = tuple[Tensor, Tensor, Tensor]
+"""Of one layer: where its new keys and values ``[1, 2 kv_heads, n, width]`` are copied to, and all keys and all values
+``[1, kv_heads, m, width]``, the new ones included; of several sequences the whole cache, its keys and its values."""
 
 LOOKED_UP = 1 << 23  # most bytes of the first layer's queries, keys and values that are computed once, for all tokens
 
@@ -62,8 +62,8 @@ class FastForward:
 
     def _new_cache(self) -> None:
         self.cache = KVCache(len(self.layers), self.shape.kv_heads, self.shape.width, self.weights.embedding)
-        self.positions = self.cache.capacity
-        self.rotary_factors = self._rotary_factors(self.positions)
+        self.positions = 0
+        self._extend_rotary()
 
     def first_layers(self, count: int) -> FastForward:
         """The first layers with the final norm and the head, over a cache of their own; weights are shared."""
@@ -85,27 +85,25 @@ class FastForward:
         with torch.inference_mode():
             return layer.qkv(layer.norm1(table))
 
-    # -- the cache and what depends on positions -------------------------------------------------------------------
-
-    def _rotary_factors(self, positions: int) -> Tensor:
-        (cos, sin), shape = cos_and_sin(self.rotary, positions, self.dtype, self.device), self.shape
+    def _extend_rotary(self) -> None:
+        """Hold rotary factors for all positions of the cache."""
+        if self.positions == self.cache.capacity:
+            return
+        shape, self.positions = self.shape, self.cache.capacity
+        cos, sin = cos_and_sin(self.rotary, self.positions, self.dtype, self.device)
         half = shape.rotated // 2
         if not shape.tuned:
-            return torch.stack([cos, torch.cat([-sin[:, :half], sin[:, half:]], -1)], 1)
+            self.rotary_factors = torch.stack([cos, torch.cat([-sin[:, :half], sin[:, half:]], -1)], 1)
+            return
         rotation = torch.complex(cos[:, :half], sin[:, :half]).contiguous()
-        whole = rotation.new_ones(positions, shape.heads + 2 * shape.kv_heads, shape.width // 2)
+        whole = rotation.new_ones(self.positions, shape.heads + 2 * shape.kv_heads, shape.width // 2)
         whole[:, : -shape.kv_heads, :half] = rotation[:, None]
-        return whole.flatten(1)
+        self.rotary_factors = whole.flatten(1)
 
     def reserve(self, *, rows: int = 0, capacity: int = 0) -> None:
         """See `KVCache.reserve`."""
         self.cache.reserve(rows=rows, capacity=capacity)
         self._extend_rotary()
-
-    def _extend_rotary(self) -> None:
-        if self.positions < self.cache.capacity:
-            self.positions = self.cache.capacity
-            self.rotary_factors = self._rotary_factors(self.cache.capacity)
 
     def place(self, new: Sequence[NewTokens]) -> Placed:
         """Where these tokens belong; allocates their slots."""
@@ -115,11 +113,11 @@ class FastForward:
                 self.cache.compact()
             self.cache.grow(len(rows), max(one.end for one in new))
             self._extend_rotary()
+        factors, groups, window, like = self.rotary_factors, self.groups, self.weights.window, self.weights.embedding
         if len(new) > 1 or self.cache.tensor.shape[1] > 1:
-            batch = RaggedBatch(new, self.groups, self.weights.window, self.weights.embedding)
-            return Placed(self.rotary_factors.index_select(0, batch.positions), batch=batch)
-        one, factors = new[0], self.rotary_factors
-        mask = attention_mask(new, self.groups, self.weights.window, self.weights.embedding)
+            batch = RaggedBatch(new, groups, window, like)
+            return Placed(factors.index_select(0, batch.positions), batch=batch)
+        one, mask = new[0], attention_mask(new, groups, window, like)
         if one.depths is None:
             return Placed(factors.narrow(0, one.start, one.count), mask, one.start, one.count)
         at = torch.tensor(one.positions(), device=self.device)
@@ -129,7 +127,7 @@ class FastForward:
         """Cache slots of layers ``[first, last)``."""
         views = self.cache.views[first:last]
         if placed.batch is not None:
-            return placed.batch.slots(views)
+            return views
         start, n, heads = placed.start, placed.count, self.shape.kv_heads
         end = start + n
         if last - first < 4:  # views one by one, or all at once: whichever are fewer operations
@@ -137,8 +135,6 @@ class FastForward:
         layers = self.cache.tensor[first:last]
         added, seen = layers.narrow(3, start, n), layers.narrow(3, 0, end)
         return list(zip(added.unbind(0), seen.narrow(2, 0, heads).unbind(0), seen.narrow(2, heads, heads).unbind(0)))
-
-    # -- the layers ------------------------------------------------------------------------------------------------
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Input states of token ids."""
@@ -194,36 +190,29 @@ class FastForward:
         """
         shape, n, (new, k, v) = self.shape, qkv.shape[0], slot
         heads, kv_heads, d = shape.heads, shape.kv_heads, shape.width
-        rows = self._rotated(layer, qkv, placed.rotary)
-        new.copy_(rows.narrow(1, heads, 2 * kv_heads))
-        q = rows.narrow(1, 0, heads)
+        if shape.interleaved and not shape.tuned:
+            rows = qkv.view(1, n, heads, 3, d).permute(0, 3, 2, 1, 4).flatten(1, 2)
+        else:
+            rows = qkv.view(1, n, -1, d).transpose(1, 2)
+        if layer.qk_norm is not None:
+            qk = rows.narrow(1, 0, heads + kv_heads)
+            qk.copy_(layer.qk_norm(qk))
+        if shape.tuned:
+            qkv.view(placed.rotary.dtype).mul_(placed.rotary)
+        else:
+            part = rows[:, : heads + kv_heads, :, : shape.rotated]
+            rolled = part.roll(shape.rotated // 2, -1)
+            part.mul_(placed.rotary[:, 0]).add_(rolled.mul_(placed.rotary[:, 1]))
+        q, stored = rows.narrow(1, 0, heads), rows.narrow(1, heads, 2 * kv_heads)
         if placed.batch is not None:
-            return placed.batch.attend(q, k, v)
+            return placed.batch.attend(q, stored, new, k, v)
+        new.copy_(stored)
         if heads == kv_heads:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=placed.mask)
             return out.transpose(1, 2).reshape(n, -1)
         # grouped heads: the group becomes rows of its key head, so that keys are never repeated
         out = F.scaled_dot_product_attention(q.reshape(1, kv_heads, -1, d), k, v, attn_mask=placed.mask)
         return out.view(kv_heads, -1, n, d).permute(2, 0, 1, 3).reshape(n, -1)
-
-    def _rotated(self, layer: Layer, qkv: Tensor, rotary: Tensor) -> Tensor:
-        """Heads of q, k and v ``[1, heads + 2 kv_heads, n, width]``, the first two rotated to their positions."""
-        shape, n = self.shape, qkv.shape[0]
-        rotating = shape.heads + shape.kv_heads
-        if shape.interleaved and not shape.tuned:
-            rows = qkv.view(1, n, shape.heads, 3, shape.width).permute(0, 3, 2, 1, 4).flatten(1, 2)
-        else:
-            rows = qkv.view(1, n, -1, shape.width).transpose(1, 2)
-        if layer.qk_norm is not None:
-            qk = rows.narrow(1, 0, rotating)
-            qk.copy_(layer.qk_norm(qk))
-        if shape.tuned:
-            qkv.view(rotary.dtype).mul_(rotary)
-            return rows
-        part = rows[:, :rotating, :, : shape.rotated]
-        rolled = part.roll(shape.rotated // 2, -1)
-        part.mul_(rotary[:, 0]).add_(rolled.mul_(rotary[:, 1]))
-        return rows
 
 
 def cos_and_sin(rotary: Any, positions: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -126,20 +126,19 @@ class FastRunner(RowRunner):
         network, counts = self.network, [len(own) for own in tokens]
         starts = [cache.length if layers is None else cache.known for cache in caches]
         new = list(map(NewTokens, caches, starts, counts))
-        for i, tree in enumerate(trees or ()):
+        for one, tree in zip(new, trees or ()):
             if tree is not None:
-                new[i] = NewTokens(caches[i], starts[i], counts[i], [0, *tree.depths()], tree.visible())
+                one.depths, one.seen = [0, *tree.depths()], tree.visible()
         placed, captured = network.place(new), None
         if layers is not None:
-            x = network.embed(joined(tokens))
-            x = network.run(x, 0, layers.shared, placed)
+            x = network.run(network.embed(joined(tokens)), 0, layers.shared, placed)
             for cache, own in zip(caches, x.split(counts)):
                 cache.shared = layers.shared
                 cache.ahead.append(own)
             x = self._sublayers(x, layers, placed)
         elif caches[0].ahead or (len(caches) > 1 and any(cache.ahead for cache in caches)):
             assert trees is None or not any(trees), "what was read ahead is a chain"
-            x = self._finish_ahead(caches, tokens, placed)
+            x = self._finish_ahead(new, tokens, placed)
         else:
             x, captured = network.run_tokens(joined(tokens), placed, capture)
         if last is not None and (len(caches) > 1 or last < counts[0]):
@@ -147,23 +146,21 @@ class FastRunner(RowRunner):
             x = x.index_select(0, placed.batch.last) if several else x[len(x) - last :]  # type: ignore[union-attr]
         logits, hidden = network.project(x)
         if layers is None:
-            for cache, n in zip(caches, counts):
-                cache.length += n
+            for one in new:
+                one.cache.length = one.end
         return Output(logits, hidden, captured)
 
-    def _finish_ahead(self, caches: Sequence[Row], tokens: Sequence[Tensor], placed: Placed) -> Tensor:
+    def _finish_ahead(self, new: Sequence[NewTokens], tokens: Sequence[Tensor], placed: Placed) -> Tensor:
         """All layers for the tokens of sequences of which some were read ahead, ``[tokens, hidden]``."""
-        network, shared = self.network, next(cache.shared for cache in caches if cache.ahead)
-        states = [torch.cat([*cache.ahead, network.embed(own[:0])])[: len(own)] for cache, own in zip(caches, tokens)]
-        unread = [i for i, own in enumerate(tokens) if len(states[i]) < len(own)]
-        for cache in caches:
-            cache.ahead = []
+        network, shared = self.network, next(one.cache.shared for one in new if one.cache.ahead)
+        states = [torch.cat([*one.cache.ahead, network.embed(own[:0])])[: one.count] for one, own in zip(new, tokens)]
+        unread = [i for i, one in enumerate(new) if len(states[i]) < one.count]
+        for one in new:
+            one.cache.ahead = []
         if unread:
             rest = [tokens[i][len(states[i]) :] for i in unread]
-            starts = [caches[i].length + len(states[i]) for i in unread]
-            new = [NewTokens(caches[i], start, len(own)) for i, start, own in zip(unread, starts, rest)]
-            x = network.embed(joined(rest))
-            x = network.run(x, 0, shared, network.place(new)) if shared else x
+            late = [NewTokens(new[i].cache, new[i].start + len(states[i]), len(own)) for i, own in zip(unread, rest)]
+            x = network.run(network.embed(joined(rest)), 0, shared, network.place(late))
             for i, own in zip(unread, x.split([len(own) for own in rest])):
                 states[i] = torch.cat([states[i], own])
         return network.run(joined(states), shared, self.depth, placed)

@@ -30,27 +30,20 @@ class HeadCache(Row):
         state: the head's latest state ``[1, hidden]``, the estimate that the next token is paired with.
     """
 
-    unread: Tensor
-    state: Tensor
-
-    def __init__(self, memory: KVCache, row: int, runner: HeadRunner) -> None:
+    def __init__(self, memory: KVCache, row: int, feature: Tensor, state: Tensor) -> None:
         super().__init__(memory, row)
-        self.runner = runner
-        self.truncate(0)
+        self.unread, self.state, self.settled = feature[:0], state, 0
 
     def settle(self, features: Tensor) -> None:
         """Drop all pairs with estimated features, and queue these features of the target, ``[n, feature width]``."""
         self.length = self.settled
-        self.unread = features if not len(self.unread) else torch.cat([self.unread, features])
+        self.unread = torch.cat([self.unread, features]) if len(self.unread) else features
 
     def truncate(self, length: int) -> None:
         """Know the first `length` tokens only; 0 forgets the queued features too."""
         self.length = length
         if not length:
-            runner, config = self.runner, self.runner.feature_head.config
-            self.settled = 0
-            self.unread = torch.empty(0, runner.feature_head.feature_width, dtype=runner.dtype, device=runner.device)
-            self.state = torch.zeros(1, config.hidden_size, dtype=runner.dtype, device=runner.device)
+            self.settled, self.unread, self.state = 0, self.unread[:0], torch.zeros_like(self.state)
 
     def pairs(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens that are read, without a sequence's first, and the feature that each is paired with."""
@@ -85,10 +78,8 @@ class HeadRunner(RowRunner):
             )
         linear = output_head(target, head.draft_ids()) if head.version == 1 else head.lm_head
         rotated = cos_and_sin(head.rotary, 1, embedding.weight.dtype, embedding.weight.device)[0].shape[-1]
-        tuned = tunable(head) and config.head_dim % 2 == 0
-        shape = Shape(
-            config.num_attention_heads, config.num_key_value_heads, config.head_dim, rotated, tuned=tuned, folded=tuned
-        )
+        tuned, heads = tunable(head) and config.head_dim % 2 == 0, config.num_attention_heads
+        shape = Shape(heads, config.num_key_value_heads, config.head_dim, rotated, tuned=tuned, folded=tuned)
         make = Linears(pack, copies=tuned, half=pack == "auto")
         weights = Weights(
             shape,
@@ -131,8 +122,10 @@ class HeadRunner(RowRunner):
 
     def new_cache(self) -> HeadCache:
         """See `Runner.new_cache`."""
-        memory = self.network.cache
-        return memory.new_row(lambda at: HeadCache(memory, at, self))
+        memory, like = self.network.cache, self.network.weights.embedding
+        feature = like.new_zeros(1, self.feature_head.feature_width)
+        state = like.new_zeros(1, self.feature_head.config.hidden_size)
+        return memory.new_row(lambda at: HeadCache(memory, at, feature, state))
 
     def forward(
         self,
@@ -184,7 +177,8 @@ class HeadRunner(RowRunner):
             caches: one of each sequence.
             tokens: of each, long ``[w]``.
             states: the states that drafted them, ``[w, hidden]`` of each.
-            seen: bool ``[w, drafted]`` of each, which of the earlier levels' slots are the ancestors of each token.
+            seen: bool ``[w, drafted]`` of each, on the host: which of the earlier levels' slots are ancestors of each
+                token.
             depth: levels above this one.
 
         Returns:
@@ -193,7 +187,7 @@ class HeadRunner(RowRunner):
         new = []
         for cache, own, before in zip(caches, tokens, seen):
             w, slot = len(own), cache.length - 1
-            mask = torch.cat([before, torch.eye(w, dtype=torch.bool, device=self.device)], 1)
+            mask = torch.cat([before, torch.eye(w, dtype=torch.bool)], 1)
             new.append(NewTokens(cache, slot, w, [cache.settled - 1 + depth - slot] * w, mask))
         hidden = self._layer(joined(tokens), joined(states), self.network.place(new))
         for cache, own in zip(caches, tokens):

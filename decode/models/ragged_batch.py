@@ -7,16 +7,17 @@ longest of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decode.models.runner import Cache
+from decode.models.runner import Cache, joined
 
 PADDED = 32  # most new tokens of a sequence that is padded with its neighbours; one with more attends alone
 
@@ -50,21 +51,18 @@ class KVCache:
 
     def grow(self, rows: int, capacity: int) -> None:
         """Allocate at least as many rows and positions, keeping what is held."""
-        count = self.tensor.shape[1]
-        if capacity > self.capacity:
+        count, held = self.tensor.shape[1], self.capacity
+        if capacity > held:
             # the cache of one sequence doubles; that of many grows in smaller steps, since memory bounds their number
-            capacity = max(capacity, 2 * self.capacity if count == 1 else self.capacity + self.capacity // 4)
-        elif rows <= count:
-            return
-        self._allocate(max(rows, count), max(capacity, self.capacity))
+            capacity = max(capacity, 2 * held if count == 1 else held + held // 4)
+        if capacity > held or rows > count:
+            self._allocate(max(rows, count), max(capacity, held))
 
     def _allocate(self, rows: int, capacity: int) -> None:
         old, heads = self.tensor, self.kv_heads
-        grown = old.new_zeros(old.shape[0], rows, 2 * heads, capacity, old.shape[4])
-        kept = min(rows, old.shape[1])
-        grown[:, :kept, :, : old.shape[3]] = old[:, :kept]
-        self.tensor = grown
-        self.views = [(layer, layer[:, :heads], layer[:, heads:]) for layer in grown.unbind(0)]
+        self.tensor = old.new_zeros(old.shape[0], rows, 2 * heads, capacity, old.shape[4])
+        self.tensor[:, : old.shape[1], :, : old.shape[3]] = old[:, :rows]
+        self.views = [(layer, layer[:, :heads], layer[:, heads:]) for layer in self.tensor.unbind(0)]
 
     def new_row(self, make: Callable[[int], Any] | None = None) -> Any:
         """The cache of a new sequence in the first free row; `make` constructs another class than `Row`."""
@@ -145,8 +143,8 @@ class NewTokens:
 def attention_mask(new: Sequence[NewTokens], groups: int, window: int | None, like: Tensor) -> Tensor | None:
     """Additive mask ``[sequences, 1, groups · width, slots]``, or None where every query may see every key.
 
-    Sequences with fewer tokens than the widest are padded with copies of their last query. A single sequence takes a
-    shorter way, with half as many operations.
+    Sequences with fewer tokens than the widest are padded with copies of their last query. A single sequence without a
+    window takes a shorter way, with half as many operations.
 
     Args:
         new: the new tokens of sequences that attend in one call.
@@ -154,36 +152,27 @@ def attention_mask(new: Sequence[NewTokens], groups: int, window: int | None, li
         window: positions that attention sees, or None for all.
         like: gives dtype and device.
     """
-    if len(new) == 1 and new[0].count == 1 and (window is None or new[0].end <= window):
-        return None
-    device, width, slots = like.device, max(one.count for one in new), max(one.end for one in new)
+    width, slots = max(one.count for one in new), max(one.end for one in new)
     cut = window is not None and slots > window
     if width == 1 and not cut and all(one.end == slots and one.seen is None for one in new):
         return None
     if len(new) == 1 and not cut:
         seen = new[0].seen
-        own = torch.ones(width, width, dtype=torch.bool, device=device).tril_() if seen is None else seen.to(device)
+        own = torch.ones(width, width, dtype=torch.bool).tril_() if seen is None else seen
         mask = like.new_zeros(1, 1, groups, width, slots)
-        mask[..., slots - own.shape[1] :].masked_fill_(~own, -torch.inf)
+        mask[..., slots - own.shape[1] :].masked_fill_(~own.to(like.device), -torch.inf)
         return mask.view(1, 1, groups * width, slots)
-    start = torch.tensor([one.start for one in new], device=device)
-    count = torch.tensor([one.count for one in new], device=device)
-    query = start[:, None] + torch.minimum(torch.arange(width, device=device), count[:, None] - 1)  # [sequences, width]
-    slot = torch.arange(slots, device=device)
-    allowed = slot <= query[..., None]
-    if window is not None:
-        allowed &= query[..., None] - slot < window
-    for row, one in zip(allowed, new):
-        if one.seen is None:
-            continue
-        own, past = one.seen.to(device), one.end - one.seen.shape[1]
-        row[: one.count, :past], row[: one.count, past : one.end], row[: one.count, one.end :] = True, own, False
+    allowed = np.zeros((len(new), width, slots), dtype=bool)
+    for rows, one in zip(allowed, new):
+        past = one.end - (one.count if one.seen is None else one.seen.shape[1])
+        rows[: one.count, :past] = True
+        rows[: one.count, past : one.end] = np.tri(one.count) if one.seen is None else one.seen.numpy()
         if window is not None:
-            at = torch.tensor(one.positions(), device=device)
-            before = torch.cat([slot[: one.start], at])
-            row[: one.count, : one.end] &= at[:, None] - before < window
-        row[one.count :] = row[one.count - 1]
-    mask = torch.zeros(allowed.shape, dtype=like.dtype, device=device).masked_fill_(~allowed, -torch.inf)
+            at = np.array(one.positions())
+            places = np.append(np.arange(one.start), at)
+            rows[: one.count, : one.end] &= at[:, None] - places < window
+        rows[one.count :] = rows[one.count - 1]
+    mask = like.new_zeros(allowed.shape).masked_fill_(~torch.from_numpy(allowed).to(like.device), -torch.inf)
     return mask.repeat(1, groups, 1)[:, None]
 
 
@@ -191,7 +180,8 @@ class RaggedBatch:
     """Where the tokens of a forward over several sequences belong.
 
     Args:
-        new: the new tokens of each sequence; those in neighbouring rows, ascending, attend in one call.
+        new: the new tokens of each sequence; those in neighbouring rows, ascending, attend in one call unless they are
+            many.
         groups: query heads of a key head.
         window: positions that attention sees, or None for all.
         like: gives dtype and device of the masks.
@@ -202,80 +192,49 @@ class RaggedBatch:
     """
 
     def __init__(self, new: Sequence[NewTokens], groups: int, window: int | None, like: Tensor) -> None:
-        device = like.device
-        self.positions = torch.tensor([at for one in new for at in one.positions()], device=device)
-        self._rows = torch.tensor([one.cache.row for one in new for _ in range(one.count)], device=device)
-        self._slots = torch.tensor([slot for one in new for slot in range(one.start, one.end)], device=device)
-        self.last = torch.tensor([one.count for one in new], device=device).cumsum(0) - 1
-        self._calls: list[_Call] = []
+        def index(values: Iterable[int]) -> Tensor:
+            return torch.tensor(list(values), device=like.device)
+
+        self.positions = index(at for one in new for at in one.positions())
+        self.rows = index(one.cache.row for one in new for _ in range(one.count))
+        self.slots = index(slot for one in new for slot in range(one.start, one.end))
+        self.last = index(one.count for one in new).cumsum(0) - 1
+        runs = [[new[0]]]
+        for before, one in pairwise(new):
+            together = one.cache.row == before.cache.row + 1 and max(one.count, before.count) <= PADDED
+            runs[-1:] = [[*runs[-1], one]] if together else [runs[-1], [one]]
+        self.calls: list[tuple[Any, ...]] = []
         token = 0
-        for run in neighbours(new):
-            self._calls.append(_Call(run, token, attention_mask(run, groups, window, like), device))
-            token += self._calls[-1].count
+        for run in runs:
+            counts, own, real = [one.count for one in run], slice(token, token + sum(one.count for one in run)), None
+            width, padded = max(counts), None
+            if min(counts) < width:  # a sequence's last token stands in for those that it lacks
+                firsts = zip(accumulate(counts, initial=token), counts)
+                padded = index(first + min(i, n - 1) for first, n in firsts for i in range(width))
+                real = index(row * width + i for row, n in enumerate(counts) for i in range(n))
+            rows = slice(run[0].cache.row, run[-1].cache.row + 1)
+            mask = attention_mask(run, groups, window, like)
+            self.calls.append((rows, max(one.end for one in run), width, own, padded, real, mask))
+            token = own.stop
 
-    def slots(self, views: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[_Slots, Tensor, Tensor]]:
-        """Of each layer what its new keys and values are copied to, and all keys and all values."""
-        return [(_Slots(cache, self._rows, self._slots), k, v) for cache, k, v in views]
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention before its projection, ``[tokens, heads · width]``.
+    def attend(self, q: Tensor, new: Tensor, cache: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store the new keys and values; return attention before its projection, ``[tokens, heads · width]``.
 
         Args:
             q: ``[1, heads, tokens, width]``.
-            k: all keys of the layer, ``[rows, kv_heads, capacity, width]``.
-            v: all values.
+            new: keys and values of the tokens, ``[1, 2 kv_heads, tokens, width]``.
+            cache: of the layer, ``[rows, 2 kv_heads, capacity, width]``.
+            k: its keys.
+            v: its values.
         """
-        found = [call.attend(q[0], k, v) for call in self._calls]
-        return found[0] if len(found) == 1 else torch.cat(found)
-
-
-@dataclass
-class _Slots:
-    """The cache slots of the new tokens of a layer, written as a view of them would be."""
-
-    cache: Tensor
-    rows: Tensor
-    slots: Tensor
-
-    def copy_(self, states: Tensor) -> None:
-        """Write states ``[1, heads, tokens, width]``."""
-        self.cache[self.rows, :, self.slots] = states[0].transpose(0, 1)
-
-
-def neighbours(new: Sequence[NewTokens]) -> list[list[NewTokens]]:
-    """Sequences in neighbouring rows, except those with many tokens."""
-    runs = [[new[0]]]
-    for before, one in pairwise(new):
-        if one.cache.row == before.cache.row + 1 and max(one.count, before.count) <= PADDED:
-            runs[-1].append(one)
-        else:
-            runs.append([one])
-    return runs
-
-
-class _Call:
-    """Sequences in neighbouring rows of the cache that attend in one call."""
-
-    def __init__(self, new: Sequence[NewTokens], token: int, mask: Tensor | None, device: torch.device) -> None:
-        counts = [one.count for one in new]
-        self.rows, self.row, self.token, self.count = len(new), new[0].cache.row, token, sum(counts)
-        self.width, self.slots, self.mask = max(counts), max(one.end for one in new), mask
-        self.padded: Tensor | None = None
-        if min(counts) < self.width:  # a sequence's last token stands in for those that it lacks
-            firsts = [sum(counts[:i]) for i in range(len(counts))]
-            spread = [first + min(i, n - 1) for first, n in zip(firsts, counts) for i in range(self.width)]
-            real = [row * self.width + i for row, n in enumerate(counts) for i in range(n)]
-            self.padded, self.real = torch.tensor(spread, device=device), torch.tensor(real, device=device)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of these sequences ``[tokens, heads · width]``, given all queries ``[heads, tokens, width]``."""
-        heads, kv_heads, d = q.shape[0], k.shape[1], q.shape[2]
-        q = q.narrow(1, self.token, self.count)
-        if self.padded is not None:
-            q = q.index_select(1, self.padded)
-        # the group becomes rows of its key head, so that keys are never repeated
-        q = q.unflatten(1, (self.rows, self.width)).transpose(0, 1).reshape(self.rows, kv_heads, -1, d)
-        k, v = (x.narrow(0, self.row, self.rows).narrow(2, 0, self.slots) for x in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
-        out = out.unflatten(2, (-1, self.width)).permute(0, 3, 1, 2, 4).reshape(-1, heads * d)
-        return out if self.padded is None else out.index_select(0, self.real)
+        cache[self.rows, :, self.slots] = new[0].transpose(0, 1)
+        kv_heads, found = k.shape[1], []
+        for rows, slots, width, own, padded, real, mask in self.calls:
+            queries = q[0, :, own] if padded is None else q[0].index_select(1, padded)
+            # the group becomes rows of its key head, so that keys are never repeated
+            queries = queries.unflatten(1, (-1, width)).transpose(0, 1)
+            queries = queries.reshape(len(queries), kv_heads, -1, q.shape[3])
+            out = F.scaled_dot_product_attention(queries, k[rows, :, :slots], v[rows, :, :slots], attn_mask=mask)
+            out = out.unflatten(2, (-1, width)).permute(0, 3, 1, 2, 4).reshape(-1, q.shape[1] * q.shape[3])
+            found.append(out if real is None else out.index_select(0, real))
+        return joined(found)

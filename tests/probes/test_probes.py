@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from reading import draws_named
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
@@ -27,7 +28,7 @@ from decode.loop import Method, decode, rounds
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_runner
-from decode.models.writing import draws_named, write_texts
+from decode.models.writing import write_texts
 from decode.sampling import LogitsWarper, TorchRng
 from decode.stopping import DraftedToken
 from probes.features import Features, collect, exit_layers

@@ -8,6 +8,7 @@ from torch import Tensor
 from decode.draft import Draft
 from decode.drafters.base import Drafter, DraftRequest, Prompt
 from decode.models.runner import Output, Runner
+from decode.models.writing import Draws, uniform_draws
 from decode.sampling import Rng, TorchRng
 from decode.stopping import StopRule
 
@@ -52,3 +53,8 @@ class Drafting:
         stop = stop or StopRule(100)
         stop.begin()
         return self.drafter.propose([DraftRequest(self.state, ids, stop, max_depth, rng or TorchRng(0))])[0]
+
+
+def draws_named(seed: int) -> Draws:
+    """Draws of text i named by (seed, i)."""
+    return lambda text, count: uniform_draws(seed, text, count=count)

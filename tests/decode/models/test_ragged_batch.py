@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from families import RUNNER_PATHS, VOCAB
+from reading import draws_named
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -15,8 +16,8 @@ from decode.models import fast_runner as fast_module
 from decode.models import huggingface_runner as memory
 from decode.models import writing as batched_generation
 from decode.models.fast_runner import FastRunner, fast_runner
-from decode.models.ragged_batch import NewTokens, Row, neighbours
-from decode.models.writing import draws_named, write_texts
+from decode.models.ragged_batch import Row
+from decode.models.writing import write_texts
 from decode.sampling import LogitsWarper
 
 FAST = [family for family, fast in RUNNER_PATHS if fast]
@@ -153,10 +154,3 @@ def test_fewer_texts_are_written_at_once_where_memory_does_not_hold_them(tiny, m
     with pytest.warns(UserWarning, match="memory holds 2 texts of 17 tokens; writing 2 instead of 3 at once"):
         assert write_texts(model, prompts, warp, budgets=8, stop_ids=(), draws=draws_named(0)) == wanted
     assert max(reserved) == 2
-
-
-@torch.inference_mode()
-def test_texts_of_many_tokens_attend_alone_and_short_ones_together(tiny) -> None:
-    runner = fast_runner(tiny("llama"))
-    new = [NewTokens(runner.new_cache(), 0, n) for n in (1, 3, 33, 2, 2)]
-    assert [[text.count for text in run] for run in neighbours(new)] == [[1, 3], [33], [2, 2]]

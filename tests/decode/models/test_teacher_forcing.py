@@ -9,10 +9,11 @@ import torch
 from families import resembling
 from heads import make_head
 from plain_logits import draft_logits, head_logits, response_logits
+from reading import draws_named
 
 from decode.models import teacher_forcing, writing
 from decode.models.teacher_forcing import teacher_forced
-from decode.models.writing import draws_named, write_texts
+from decode.models.writing import write_texts
 from decode.sampling import LogitsWarper
 
 TEXTS = [([3, 7, 1, 9, 12, 40, 2, 5], 4), ([5, 6], 2), ([5, 6, 7], 1), ([9, 9, 4] * 6, 11), ([8] * 30, 3)]

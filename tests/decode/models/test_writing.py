@@ -7,13 +7,14 @@ from collections.abc import Callable, Collection
 import numpy as np
 import pytest
 import torch
+from reading import draws_named
 from transformers import PreTrainedModel
 
 from decode.loop import decode
 from decode.methods import MethodInputs, build
 from decode.models import writing as batched_generation
 from decode.models.choose_runner import open_runner
-from decode.models.writing import draws_named, draws_of_loop, uniform_draws, write_texts
+from decode.models.writing import draws_of_loop, uniform_draws, write_texts
 from decode.sampling import LogitsWarper, TorchRng
 
 Tiny = Callable[..., PreTrainedModel]
@@ -51,8 +52,6 @@ def test_packed_weights_write_the_same_texts(tiny: Tiny, monkeypatch: pytest.Mon
     model = tiny("llama")
     plain = [written(model, warp) for warp in (LogitsWarper(0.0), LogitsWarper(1.0))]
     monkeypatch.setattr(batched_generation, "PACKED", 0)
-    assert batched_generation._packing(model, 3) == "off"
-    assert batched_generation._packing(model, 4) == "on"
     assert [written(model, warp) for warp in (LogitsWarper(0.0), LogitsWarper(1.0))] == plain
 
 
