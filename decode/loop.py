@@ -48,23 +48,6 @@ def tree_error(runner: Runner) -> UserError:
     )
 
 
-def prompt_error(target: Runner, prompt: list[int], max_new_tokens: int) -> UserError | None:
-    """Why a prompt cannot be decoded, if so: it is empty, has foreign ids or is longer than the context."""
-    if not prompt:
-        return UserError("the prompt is empty; give at least one token (a BOS token will do)")
-    if max_new_tokens < 1:
-        return UserError(f"max_new_tokens is {max_new_tokens}; it has to be at least 1")
-    foreign = next((i for i in prompt if not 0 <= i < target.vocab_size), None)
-    if foreign is not None:
-        return UserError(
-            f"the prompt holds token id {foreign}, but the target's ids are 0 to {target.vocab_size - 1}; "
-            "was it tokenised with another model's tokenizer?"
-        )
-    if len(prompt) > target.limit:
-        return UserError(f"the prompt has {len(prompt)} tokens, the target's context holds {target.limit}; shorten it")
-    return None
-
-
 class Sequence:
     """A text that is decoded: its ids, caches, chance and record.
 
@@ -104,8 +87,8 @@ class Sequence:
         alone: bool = True,
         annotate: bool = False,
     ) -> None:
-        self.target, self.warp, self.ids, self.stop_ids = target, warp, list(prompt), stop_ids
-        self.stop, self.rule, self.alone = method.stop, method.rule, alone
+        self.warp, self.ids, self.stop_ids, self.prompt_length = warp, list(prompt), stop_ids, len(prompt)
+        self.stop, self.rule, self.alone, self.annotate = method.stop, method.rule, alone, annotate
         if not alone:
             self.stop, self.rule = copy.copy(method.stop), copy.deepcopy(method.rule)
             self.stop.threshold = copy.deepcopy(self.stop.threshold)
@@ -113,27 +96,33 @@ class Sequence:
         self.rng = rng.for_greedy() if warp.greedy and isinstance(rng, TorchRng) else rng
         self.trace = Trace() if trace is None else trace
         self.compares_tokens = warp.greedy and self.rule.exact and self.rule.is_exact_now
-        self.prompt_length = len(prompt)
         # the last generated token is never read, so the text may be one longer than the context
         self.end = min(len(prompt) + max_new_tokens, target.limit + 1)
-        self.annotate, self.done, self.began = annotate, False, 0.0
+        self.done, self.began = False, 0.0
         self.cache: Any = None
         self.state: Any = None
         self.written_by: list[str] = []
         self.rejected: list[list[int]] = []
-        self.error = prompt_error(target, prompt, max_new_tokens)
+        error, foreign = "", [i for i in prompt if not 0 <= i < target.vocab_size]
+        if not prompt:
+            error = "the prompt is empty; give at least one token (a BOS token will do)"
+        elif max_new_tokens < 1:
+            error = f"max_new_tokens is {max_new_tokens}; it has to be at least 1"
+        elif foreign:
+            error = (
+                f"the prompt holds token id {foreign[0]}, but the target's ids are 0 to {target.vocab_size - 1}; "
+                "was it tokenised with another model's tokenizer?"
+            )
+        elif len(prompt) > target.limit:
+            error = f"the prompt has {len(prompt)} tokens, the target's context holds {target.limit}; shorten it"
+        self.error = UserError(error) if error else None
 
     @property
     def new_ids(self) -> list[int]:
         """The generated tokens."""
         return self.ids[self.prompt_length :]
 
-    @property
-    def remaining(self) -> int:
-        """The longest draft possible: the tokens that the text may still grow by, less one."""
-        return self.end - len(self.ids) - 1
-
-    def start(self, method: Method) -> None:
+    def start(self, target: Runner, method: Method) -> None:
         """Open the caches and read the prompt, all but its pending token.
 
         Raises:
@@ -141,7 +130,7 @@ class Sequence:
         """
         if self.error is not None:
             raise self.error
-        target, drafter, ids, self.began = self.target, method.drafter, self.ids, time.perf_counter()
+        drafter, ids, self.began = method.drafter, self.ids, time.perf_counter()
         target.reserve(capacity=self.end)
         self.cache, captured = target.new_cache(), None
         if len(ids) > 1:
@@ -155,13 +144,13 @@ class Sequence:
         self.trace.prefill_seconds += spent
         self.trace.total_seconds += spent
 
-    def request(self, lengths: DraftLengths | None, limit: int | None) -> DraftRequest:
-        """What the drafter is asked in the step that begins; `limit` is the longest draft of all sequences."""
-        self.stop.begin()
-        if lengths is not None:
-            self.stop.threshold.price(lengths.token_cost)
-        most = self.remaining if limit is None else min(limit, self.remaining)
-        return DraftRequest(self.state, self.ids, self.stop, most, self.rng)
+    def close(self, drafter: Drafter) -> None:
+        """Free the caches."""
+        if self.state is not None:
+            drafter.close(self.state)
+        if self.cache is not None:
+            self.cache.close()
+        self.state = None
 
     def verify(self, draft: Draft, out: Output) -> tuple[Step, VerifyStats]:
         """Keep a path of the draft, and choose the token that follows it.
@@ -182,62 +171,62 @@ class Sequence:
             )
         texts = [draft.text_before(ids, i) for i in range(-1, len(draft))] if warp.needs_prefix else None
         probs: Tensor | Callable[[], Tensor]
-        p: Rows
-        stats: VerifyStats
         if self.compares_tokens:
             top = top if texts is None else warp.top(logits, texts)
             path, token, agreed = verify_greedy(draft, top)
-            probs, stats = partial(one_hot, top, logits), (agreed or None, None, None)
+            stats: VerifyStats = (agreed or None, None, None)
+            probs = partial(one_hot, top, logits)
         else:
             few = draft.probs is None and logits.is_cpu  # rows are read where verification goes
-            p = WarpedRows(warp, logits, texts) if few else warp(logits, texts)
+            p: Rows = WarpedRows(warp, logits, texts) if few else warp(logits, texts)
             path, token, stats = verify(draft, p, logits, self.rule, self.rng)
             probs = partial(warp, logits, texts) if isinstance(p, WarpedRows) else p
         base = self.cache.length - len(draft) - 1
         self.cache.keep(base, [base, *(base + 1 + i for i in path)])
         return Step(draft, path, token, probs, logits, out.captured), stats
 
-    def settle(self, drafter: Drafter, result: Step, stats: VerifyStats) -> list[int]:
-        """Grow by what the step emitted, cut at a stop id and at the budget; every adaptive part learns from it."""
-        ids, stop_ids, most = self.ids, self.stop_ids, self.remaining
-        new = result.emitted[: self.end - len(ids)]
-        new = next((new[: i + 1] for i, token in enumerate(new) if token in stop_ids), new)
+    def grow(self, drafter: Drafter, result: Step, stats: VerifyStats) -> None:
+        """Add what the step emitted, cut at a stop id and at the budget; every adaptive part learns from it."""
+        ids, stop_ids, trace, remaining = self.ids, self.stop_ids, self.trace, self.end - len(self.ids)
+        new = result.emitted[:remaining]
+        result.new = new = next((new[: i + 1] for i, token in enumerate(new) if token in stop_ids), new)
         ids += new
         if len(new) <= len(result.path):
             self.cache.truncate(len(ids) - 1)
         self.stop.observe(result)
         self.rule.observe(result)
         drafter.update(self.state, ids, result)
-        cut = result.depth >= most or any(token in stop_ids for token in result.draft.ids)
-        self.trace.close(result, *stats, cut=cut)
-        self.trace.tokens += len(new)
+        cut = result.depth >= remaining - 1 or any(token in stop_ids for token in result.draft.ids)
+        trace.close(result, *stats, cut=cut)
+        trace.tokens += len(new)
         if self.annotate:
             self.written_by += result.written_by[: len(new)]
-            self.rejected += [[] for _ in new]
-            if len(new) == result.accepted + 1:
-                self.rejected[-1] = result.rejected_at_end
-        self.done = bool(new and new[-1] in stop_ids) or len(ids) >= self.end
+            self.rejected += result.rejected
+        self.done = new[-1] in stop_ids or len(ids) >= self.end
         if self.done:
-            self.trace.wall_seconds += time.perf_counter() - self.began
-        return new
+            trace.wall_seconds += time.perf_counter() - self.began
 
 
-def step(target: Runner, method: Method, sequences: abc.Sequence[Sequence]) -> list[tuple[Step, list[int]]]:
+def step(target: Runner, method: Method, sequences: abc.Sequence[Sequence]) -> list[Step]:
     """Decode one step of every sequence: a draft each, one forward of the target over all of them, verification.
 
     Seconds that the sequences spend together count in equal parts for each.
-
-    Returns:
-        For each sequence the round, and the tokens that it added.
 
     Raises:
         UserError: a target that gives logits of NaN or +inf, or reads no trees.
     """
     began, device, share, lengths = time.perf_counter(), target.device, 1 / len(sequences), method.lengths
-    t0 = _mark(device)
+    drafter, t0 = method.drafter, _mark(device)
     limit = None if lengths is None else lengths.limit(len(sequences))
-    requests = [one.request(lengths, limit) for one in sequences]
-    drafts = method.drafter.propose(requests) if limit != 0 else [Draft.empty() for _ in sequences]
+    requests = []
+    for one in sequences:
+        one.stop.begin()
+        if lengths is not None:
+            one.stop.threshold.price(lengths.token_cost)
+        remaining = one.end - len(one.ids) - 1  # one token is left for the correction or the bonus
+        most = remaining if limit is None else min(limit, remaining)
+        requests.append(DraftRequest(one.state, one.ids, one.stop, most, one.rng))
+    drafts = drafter.propose(requests) if limit != 0 else [Draft.empty() for _ in sequences]
     t1 = _mark(device)
     feeds, trees = [], []
     for one, draft in zip(sequences, drafts):
@@ -246,87 +235,76 @@ def step(target: Runner, method: Method, sequences: abc.Sequence[Sequence]) -> l
         trees.append(None if draft.is_chain else draft)
     if not target.supports_trees and any(tree is not None for tree in trees):
         raise tree_error(target)
-    out = target.forward([one.cache for one in sequences], feeds, trees, capture=method.drafter.capture)
+    out = target.forward([one.cache for one in sequences], feeds, trees, capture=drafter.capture)
     outputs = out.split([len(feed) for feed in feeds])
     verified = [one.verify(draft, rows) for one, draft, rows in zip(sequences, drafts, outputs)]
     t2 = _mark(device)
-    seconds = share * _seconds(t0, t1), share * _seconds(t1, t2)
+    seconds, together = (share * _seconds(t0, t1), share * _seconds(t1, t2)), tuple(map(len, drafts))
     if lengths is not None and limit:
         # a draft that a stop id ended could not have been longer
         ended = [any(token in one.stop_ids for token in draft.ids) for one, draft in zip(sequences, drafts)]
-        most = [len(d) if end else asked.max_depth for d, end, asked in zip(drafts, ended, requests)]
-        lengths.observe((result, allowed) for (result, _), allowed in zip(verified, most))
-    added, together = [], tuple(len(draft) for draft in drafts)
+        longest = [len(d) if end else asked.max_depth for d, end, asked in zip(drafts, ended, requests)]
+        lengths.observe((result, allowed) for (result, _), allowed in zip(verified, longest))
     for one, (result, stats) in zip(sequences, verified):
         result.seconds, result.together = seconds, together
-        added.append((result, one.settle(method.drafter, result, stats)))
+        one.grow(drafter, result, stats)
     spent = share * (time.perf_counter() - began)
     for one in sequences:
         one.trace.total_seconds += spent
-    return added
+    return [result for result, _ in verified]
 
 
 @torch.inference_mode()
 def run(
     target: Runner, method: Method, sequences: Iterable[Sequence], rows: int = 1
-) -> Iterator[tuple[Sequence, Step, list[int]]]:
+) -> Iterator[tuple[Sequence, Step]]:
     """Decode sequences to their ends, at most `rows` at once; a waiting one begins when another one has ended.
 
     Yields:
-        After every step, of each sequence that took part, the round and the tokens that it added.
+        After every step, each sequence that took part, and its record.
     """
     waiting, live = deque(sequences), list[Sequence]()
-    if rows > 1:
+
+    def reserve(rows: int) -> None:
         target.reserve(rows=rows)
         method.drafter.reserve(rows)
+
+    if rows > 1:
+        reserve(rows)
     try:
         while waiting or live:
             while waiting and len(live) < rows:
                 live.append(waiting.popleft())
-                live[-1].start(method)
+                live[-1].start(target, method)
             if rows > 1 and not waiting:  # from now on sequences that end give their memory back
-                target.reserve(rows=1)
-                method.drafter.reserve(1)
+                reserve(1)
             live.sort(key=lambda one: one.cache.row)
-            for one, (result, new) in zip(live, step(target, method, live)):
-                yield one, result, new
+            yield from zip(live, step(target, method, live))
             for one in live:
                 if one.done:
-                    _close(method, one)
+                    one.close(method.drafter)
             live = [one for one in live if not one.done]
     finally:
         for one in live:
-            _close(method, one)
+            one.close(method.drafter)
         if rows > 1:
-            target.reserve(rows=1)
-            method.drafter.reserve(1)
+            reserve(1)
 
 
-def _close(method: Method, sequence: Sequence) -> None:
-    """Free the caches of a sequence."""
-    if sequence.state is not None:
-        method.drafter.close(sequence.state)
-    if sequence.cache is not None:
-        sequence.cache.close()
-    sequence.state = None
-
-
-def rounds(
-    target: Runner, method: Method, warp: LogitsWarper, prompt: list[int], **options: Any
-) -> Iterator[tuple[Step, list[int]]]:
-    """Decode one text, yielding each round with the tokens it added.
+def steps(target: Runner, method: Method, warp: LogitsWarper, prompt: list[int], **options: Any) -> Iterator[Step]:
+    """Decode one text, yielding the record of each step.
 
     Arguments are those of `Sequence`; what the method learns serves later texts.
 
     Raises:
         UserError: a bad prompt, or a target that gives logits of NaN or +inf.
     """
-    for _, result, new in run(target, method, [Sequence(target, method, warp, prompt, **options)]):
-        yield result, new
+    for _, result in run(target, method, [Sequence(target, method, warp, prompt, **options)]):
+        yield result
 
 
 def decode(target: Runner, method: Method, warp: LogitsWarper, prompt: list[int], **options: Any) -> Sequence:
-    """Decode one prompt to its end (see `rounds`)."""
+    """Decode one prompt to its end (see `steps`)."""
     sequence = Sequence(target, method, warp, prompt, **options)
     for _ in run(target, method, [sequence]):
         pass
@@ -368,13 +346,12 @@ def decode_texts(
         UserError: logits of NaN or +inf.
     """
     texts = [Sequence(target, method, warp, p, rng=rng, alone=False, **options) for p, rng in zip(prompts, rngs)]
-    decodable = {id(text): i for i, text in enumerate(texts) if text.error is None}
-    waiting = [texts[i] for i in decodable.values()]
+    waiting = [text for text in texts if text.error is None]
     bytes_per_token = target.cache_bytes_per_token + method.drafter.cache_bytes_per_token
     rows = rows_that_fit(target.device, bytes_per_token, [min(text.end, target.limit) for text in waiting], batch_size)
-    for text, _, _ in run(target, method, waiting, rows):
+    for text, _ in run(target, method, waiting, rows):
         if text.done and finished is not None:
-            finished(decodable[id(text)])
+            finished(texts.index(text))
     return texts
 
 

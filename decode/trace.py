@@ -61,6 +61,7 @@ class Step:
     seconds: tuple[float, float] = (0.0, 0.0)  # time spent drafting and verifying
     # drafted tokens of every text whose round was made together with this one, its own included; empty: its own alone
     together: tuple[int, ...] = ()
+    new: list[int] = field(default_factory=list)  # what the text grew by: `emitted`, cut at its end
 
     @cached_property
     def probs(self) -> Tensor:
@@ -94,6 +95,11 @@ class Step:
     def emitted(self) -> list[int]:
         """The tokens this round adds to the text."""
         return [*(self.draft.ids[i] for i in self.path), self.token]
+
+    @property
+    def rejected(self) -> list[list[int]]:
+        """For each token of `new` the drafted tokens that were rejected in its place."""
+        return [[] for _ in self.new[:-1]] + [self.rejected_at_end if len(self.new) == len(self.path) + 1 else []]
 
     @property
     def rejected_at_end(self) -> list[int]:

@@ -31,7 +31,7 @@ from decode.commands.checks import (
 )
 from decode.commands.settings import GenerateSettings
 from decode.errors import UserError
-from decode.loop import rounds
+from decode.loop import steps as decoding_steps
 from decode.methods import METHODS, MethodInputs, build, is_lossless
 from decode.models.loading import placement, stop_ids
 from decode.models.other_tokenizer import ForeignDraft
@@ -184,7 +184,7 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
     seed = random.SystemRandom().randrange(1 << 31) if settings.seed is None else settings.seed
     generation = Generation(ids, method, is_lossless(method, settings.rule), seed)
     ends = set() if settings.ignore_eos else stop_ids(pair.target, tokenizer)
-    source = rounds(
+    source = decoding_steps(
         pair.runner,
         system,
         warp,
@@ -207,12 +207,9 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
 
     def steps() -> Iterator[list[dict[str, str]]]:
         writer = "target"
-        for result, new in stop_at(source, ids, tokenizer, settings.stop, stopped):
-            rejected: list[list[int]] = [[] for _ in new]
-            if len(new) == result.accepted + 1:
-                rejected[-1] = result.rejected_at_end
-            pieces = marked(detokenizer, new, result.written_by[: len(new)], rejected, alone)
-            generation.ids += new
+        for step in stop_at(source, ids, tokenizer, settings.stop, stopped):
+            pieces = marked(detokenizer, step.new, step.written_by[: len(step.new)], step.rejected, alone)
+            generation.ids += step.new
             writer = pieces[-1]["who"] if pieces else writer
             yield noted(pieces)
         if rest := detokenizer.finish():

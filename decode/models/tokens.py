@@ -237,33 +237,34 @@ def marked(
 
 
 def stop_at(
-    rounds: Iterable[tuple[Step, list[int]]],
+    steps: Iterable[Step],
     prompt: Sequence[int],
     tokenizer: PreTrainedTokenizerBase,
     strings: Sequence[str],
     found: Callable[[int], None] = lambda dropped: None,
-) -> Iterator[tuple[Step, list[int]]]:
-    """Cut rounds after the first token that completes one of the strings, by transformers' own criterion.
+) -> Iterator[Step]:
+    """Cut steps after the first token that completes one of the strings, by transformers' own criterion.
 
-    A round emits several tokens, so the text may end inside it; the rest of the round is dropped.
+    A step emits several tokens, so the text may end inside it; the rest of the step is dropped.
 
     Args:
-        rounds: from `decode.loop.rounds`.
-        prompt: token ids before the first round.
+        steps: from `decode.loop.steps`.
+        prompt: token ids before the first step.
         tokenizer: the target's tokenizer.
-        strings: the stop strings; with none, rounds are passed through.
+        strings: the stop strings; with none, steps are passed through.
         found: called with the number of dropped tokens once a string is complete.
     """
     if not strings:
-        yield from rounds
+        yield from steps
         return
     met = StopStringCriteria(tokenizer, list(strings))
     ids = list(prompt)
-    for result, new in rounds:
-        for i, token in enumerate(new):
+    for step in steps:
+        for i, token in enumerate(step.new):
             ids.append(token)
             if bool(met(torch.tensor([ids]), torch.empty(0))[0]):
-                found(len(new) - i - 1)
-                yield result, new[: i + 1]
+                found(len(step.new) - i - 1)
+                step.new = step.new[: i + 1]
+                yield step
                 return
-        yield result, new
+        yield step

@@ -55,8 +55,8 @@ def test_after_every_round_the_cache_holds_the_text_but_its_last_token(family: s
         ids = list(PROMPT)
         method, accepted = Method("", part, StopRule()), 0
         sequence = Sequence(runner, method, warp, PROMPT, max_new_tokens=16, rng=TorchRng(5))
-        for _, result, new in run(runner, method, [sequence]):
-            ids += new
+        for _, result in run(runner, method, [sequence]):
+            ids += result.new
             accepted += result.accepted
             assert sequence.cache.length == len(ids) - 1
             assert torch.allclose(peek(runner, sequence.cache, ids), next_logits(model, ids), atol=2e-4, rtol=1e-4)
@@ -76,9 +76,9 @@ def test_a_cut_text_leaves_the_cache_at_the_cut(tiny) -> None:
     runner = open_runner(model)
     method = Method("", Oracle(text, "perfect", VOCAB), StopRule())
     sequence = Sequence(runner, method, LogitsWarper(), PROMPT, max_new_tokens=24, stop_ids={eos})
-    for _, result, new in run(runner, method, [sequence]):
-        assert len(result.emitted) > len(new)
-        assert sequence.cache.length == len(PROMPT) + len(new) - 1
+    for _, result in run(runner, method, [sequence]):
+        assert len(result.emitted) > len(result.new)
+        assert sequence.cache.length == len(PROMPT) + len(result.new) - 1
 
 
 WARPS = [

@@ -72,7 +72,7 @@ def warm_up(experiment: Experiment, system: Method, texts: int = 4) -> None:
     """Let the adaptive parts adapt, so that the enumeration starts in the middle of their life."""
     for seed in range(5, 5 + texts):
         list(
-            loop.rounds(
+            loop.steps(
                 experiment.target,
                 system,
                 experiment.warp,

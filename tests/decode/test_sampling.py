@@ -19,7 +19,7 @@ from transformers import (
 
 from decode.drafters.draft_model import ModelDrafter
 from decode.errors import UserError
-from decode.loop import Method, rounds
+from decode.loop import Method, steps
 from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_runner
 from decode.sampling import LogitsWarper, TopP, TorchRng, WarpedRows, argmax, one_hot
@@ -80,7 +80,7 @@ def test_drafted_prefixes_are_warped_as_generate_would_warp_them(settings: dict,
     ids = list(PROMPT)
     drafted = 0
     system = Method("", drafter, StopRule(4))
-    for result, new in rounds(open_runner(model), system, warp, PROMPT, max_new_tokens=16, rng=TorchRng(2)):
+    for result in steps(open_runner(model), system, warp, PROMPT, max_new_tokens=16, rng=TorchRng(2)):
         drafted += result.drafted
         for node in range(-1, result.drafted):
             before = result.draft.text_before(ids, node)
@@ -89,7 +89,7 @@ def test_drafted_prefixes_are_warped_as_generate_would_warp_them(settings: dict,
             )
         if result.draft.probs is not None:  # the draft's own distributions, of the same model, saw the same prefixes
             assert torch.allclose(result.draft.probs, result.probs[:-1], atol=1e-4)
-        ids += new
+        ids += result.new
     assert drafted > 10
 
 
@@ -186,13 +186,13 @@ def test_greedy_rounds_have_the_distributions_that_they_were_decided_without(pen
         ids, overlaps = list(PROMPT), []
         trace = Trace()
         system = build("vanilla", parts, rule=rule)
-        for result, new in rounds(parts.target, system, warp, PROMPT, max_new_tokens=20, trace=trace):
+        for result in steps(parts.target, system, warp, PROMPT, max_new_tokens=20, trace=trace):
             before = [result.draft.text_before(ids, i) for i in range(-1, len(result.draft))]
             assert torch.equal(result.probs, warp(result.logits, before))
             assert (result.draft.probs is None) == (exact and penalty == 1) or not len(result.draft)
             rows = result.probs[: result.tested].gather(1, result.draft.tokens[: result.tested, None])
             overlaps += rows.flatten().tolist()
-            ids += new
+            ids += result.new
         assert torch.cat([torch.as_tensor(part) for part in trace.overlap if part is not None]).tolist() == overlaps
         assert ids == model.generate(
             torch.tensor([PROMPT]), do_sample=False, max_new_tokens=20, pad_token_id=0, repetition_penalty=penalty
@@ -226,11 +226,11 @@ def test_of_a_copy_only_the_rows_that_sampling_reaches_are_warped(penalty: float
     warp = Counting(temperature=0.4, top_p=0.9, repetition_penalty=penalty)
     system = build("prompt-lookup", MethodInputs(open_runner(tiny("llama")), warp))
     ids, drafted = list(PROMPT), 0
-    for result, new in rounds(open_runner(tiny("llama")), system, warp, PROMPT * 3, max_new_tokens=30):
+    for result in steps(open_runner(tiny("llama")), system, warp, PROMPT * 3, max_new_tokens=30):
         assert warp.rows == result.accepted + 1
         before = [result.draft.text_before(PROMPT * 2 + ids, i) for i in range(-1, len(result.draft))]
         assert torch.equal(result.probs, warp(result.logits, before))
-        ids, drafted, warp.rows = ids + new, drafted + result.drafted, 0
+        ids, drafted, warp.rows = ids + result.new, drafted + result.drafted, 0
     assert drafted > 0
 
 

@@ -24,7 +24,7 @@ from decode.drafters.probe import (
     weight_sample,
 )
 from decode.errors import UserError
-from decode.loop import Method, decode, rounds
+from decode.loop import Method, decode, steps
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_runner
@@ -117,7 +117,7 @@ def test_features_are_those_that_decoding_shows_to_the_stop_rule(tiny) -> None:
         "layerskip", MethodInputs(runner, LogitsWarper(), options=MethodOptions(exit_layer=2, draft_length=1))
     )
     system.stop.confidence = watch
-    for _ in rounds(runner, system, LogitsWarper(), PROMPTS[0], max_new_tokens=6):
+    for _ in steps(runner, system, LogitsWarper(), PROMPTS[0], max_new_tokens=6):
         pass
     torch.testing.assert_close(seen[0], found.inputs[0, 0], atol=1e-3, rtol=1e-3)
 

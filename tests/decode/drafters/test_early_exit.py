@@ -9,7 +9,7 @@ from reading import Reader
 
 from decode.drafters.early_exit import EarlyExitDrafter
 from decode.errors import UserError
-from decode.loop import Method, Sequence, decode, rounds, run
+from decode.loop import Method, Sequence, decode, run, steps
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_runner
@@ -96,8 +96,8 @@ def test_the_cache_is_the_texts_after_every_round_and_gives_the_same_logits(
     method = system_of(runner, part, StopRule(4, token_probability, threshold=Fixed(0.2)), warp)
     sequence = Sequence(runner, method, warp, PROMPT, max_new_tokens=30, rng=TorchRng(0))
     fresh = Reader(open_deep(tiny, family))
-    for _, result, new in run(runner, method, [sequence]):
-        ids += new
+    for _, result in run(runner, method, [sequence]):
+        ids += result.new
         lengths.add((result.drafted, result.accepted))
         cache = sequence.cache
         assert (cache.length, cache.ahead) == (len(ids) - 1, [])
@@ -119,7 +119,7 @@ def test_verification_runs_the_early_layers_for_one_token_only(tiny, monkeypatch
         return run(self, x, first, last, *rest)
 
     monkeypatch.setattr(FastForward, "run", spy)
-    next(iter(rounds(runner, system_of(runner, LayerSubset(2), StopRule(3), LogitsWarper()), LogitsWarper(), PROMPT)))
+    next(iter(steps(runner, system_of(runner, LayerSubset(2), StopRule(3), LogitsWarper()), LogitsWarper(), PROMPT)))
     assert seen == [(7, 0, 4), (1, 0, 2), (1, 0, 2), (1, 0, 2), (1, 0, 2), (4, 2, 4)]
 
 
@@ -133,7 +133,7 @@ def test_the_stop_rule_sees_the_state_that_the_exits_head_saw(tiny) -> None:
         return 1.0
 
     draft = []
-    for result, _ in rounds(
+    for result in steps(
         runner, system_of(runner, LayerSubset(2), StopRule(3, watch), LogitsWarper()), LogitsWarper(), PROMPT
     ):
         draft = result.draft.tokens.tolist()
@@ -207,5 +207,5 @@ def test_a_drafted_end_of_text_is_kept_and_ends_the_draft(tiny) -> None:
     system = system_of(runner, LayerSubset(3), StopRule(12), LogitsWarper())
     out = decode(runner, system, LogitsWarper(), PROMPT, max_new_tokens=24, stop_ids={end})
     assert out.new_ids == plain.new_ids[: plain.new_ids.index(end) + 1]
-    for result, _ in rounds(runner, system, LogitsWarper(), PROMPT, max_new_tokens=24, stop_ids={end}):
+    for result in steps(runner, system, LogitsWarper(), PROMPT, max_new_tokens=24, stop_ids={end}):
         assert end not in result.draft.tokens.tolist()[:-1]
