@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 from decode.drafters.early_exit import Text
 from decode.errors import UserError
 from decode.models.loading import stop_ids
-from decode.progress import working
 from decode.sampling import LogitsWarper
 from decode.verify import pick, ratio
 from distill.config.drafts import ResponseSettings
 from distill.data.chat import prompt_part
 from distill.data.context import StageContext
 from distill.files import fingerprint
-from distill.responses.store import Job, answered_by_all, answered_here
+from distill.responses.server import Job
+from distill.responses.texts import answered_by_all, answered_here
 from probes.settings import ProbeSettings
 
 
@@ -109,14 +109,13 @@ def write_texts(
         seed = context.settings.seed + i
         jobs = [Job(n, ids, "", max(0, min(options.max_new_tokens, limit - len(ids)))) for n, ids in enumerate(some)]
         written = answered_by_all(
+            context,
             jobs,
             how,
-            context.run.work / "probes",
-            f"{mode.name}-{split}",
+            context.run.work / "probes" / f"{mode.name}-{split}.jsonl",
             {"target": record.fingerprint, "prompts": fingerprint(some), "seed": seed} | how.written(),
-            writer=partial(answered_here, model, how, seed, set(stop_ids(model, tokenizer))),
-            tokenizer=tokenizer,
-            around=partial(working, context.console, f"{mode.name} texts, {split}"),
+            partial(answered_here, model, how, seed, set(stop_ids(model, tokenizer))),
+            f"{mode.name} texts, {split}",
         )
         mode.texts[split] = [([*ids, *text], len(ids)) for ids, text in zip(some, written)]
 

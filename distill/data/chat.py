@@ -1,7 +1,8 @@
-"""Labels of chats, plain pairs and texts.
+"""Conversations, prompts with responses, and plain texts to token ids and labels.
 
-A row becomes a rendered text with the spans that are learned (`chat_turns`, `pair`), and `label` makes token ids and a
-label mask of it. A row that cannot be used raises `UnusableRow`; the corpus leaves it out and counts it.
+`render_row` renders a row into texts with the character spans that are learned (a conversation by `chat_turns`), and
+`label` makes token ids and labels of them. A row that cannot be used raises `UnusableRow`; the corpus leaves it out and
+counts it.
 """
 
 import json
@@ -44,15 +45,13 @@ class Rendered:
     Attributes:
         text: Prompt and response, or a whole chat.
         spans: Start and end of each span, ascending; empty for a prompt that is to be answered.
-        messages: Of a chat, the turns before the first span, as a server's chat endpoint takes them.
     """
 
     text: str
     spans: Sequence[tuple[int, int]] = ()
-    messages: Sequence[dict[str, Any]] = ()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Example:
     """Token ids, labels of the same length (not shifted), and the texts before and from the first label."""
 
@@ -60,7 +59,6 @@ class Example:
     labels: list[int]
     prompt: str
     response: str
-    messages: Sequence[dict[str, Any]] = ()
 
 
 def label(tokenizer: PreTrainedTokenizerBase, rendered: Sequence[Rendered], *, chat: bool) -> list[Example]:
@@ -92,7 +90,7 @@ def label(tokenizer: PreTrainedTokenizerBase, rendered: Sequence[Rendered], *, c
         if one.spans and tokenizer.eos_token_id not in piece:
             ids.append(end_token(tokenizer))
             labels.append(ids[-1])
-        examples.append(Example(ids, labels, prompt, one.text[len(prompt) :], one.messages))
+        examples.append(Example(ids, labels, prompt, one.text[len(prompt) :]))
     return examples
 
 
@@ -169,12 +167,34 @@ class ChatFormat:
             raise UnusableRow("that the chat template refuses", str(error)) from error
 
 
+def render_row(row: Mapping[str, Any], chat: ChatFormat | None) -> list[Rendered]:
+    """A row of `distill.data.sources` as texts: ``{prompt, response}``, ``{messages, tools}``, or a prompt's messages.
+
+    Args:
+        row: A pair, a conversation, or with ``ask`` the turns that the target is to answer.
+        chat: How conversations and pairs are rendered; None: a pair is its prompt followed by its response.
+
+    Raises:
+        UnusableRow: See `chat_turns`.
+    """
+    if chat is None:
+        return [pair(row["prompt"], row["response"])]
+    if row.get("ask"):
+        return [Rendered(chat.render(chat.with_system(row["messages"]), ask=True))]
+    if "messages" in row:
+        return chat_turns(chat, row["messages"], row["tools"])
+    said = row.get("said") or row["prompt"]  # what only separates a pair's prompt and response is left to the template
+    turns = [{"role": "user", "content": said.strip()}, {"role": "assistant", "content": row["response"].strip()}]
+    return chat_turns(chat, turns)
+
+
 def chat_turns(chat: ChatFormat, messages: list[dict[str, Any]], tools: Any = None) -> list[Rendered]:
     """One conversation as text; the spans are the assistant's turns with their end-of-turn tokens.
 
     The conversation is one text, as long as every assistant's turn can be found in what the template writes for all of
-    it. Templates that rewrite earlier turns (Qwen3 removes their reasoning) have these learned as written there. Where
-    a turn cannot be found, every assistant's turn becomes a text of its own, with all turns before it.
+    it. Templates that rewrite earlier turns (Qwen3 removes their reasoning) have these learned as written there: an
+    answer is where the rendered text changes if another answer replaces it, with what the template writes after it.
+    Where a turn cannot be found, every assistant's turn becomes a text of its own, with all turns before it.
 
     Args:
         chat: Template and settings.
@@ -192,39 +212,26 @@ def chat_turns(chat: ChatFormat, messages: list[dict[str, Any]], tools: Any = No
     cuts = [
         (chat.render(messages[:i], ask=True, tools=tools), chat.render(messages[: i + 1], tools=tools)) for i in turns
     ]
-    whole = cuts[-1][1]
+    whole, spans, other = cuts[-1][1], list[tuple[int, int]](), {"role": "assistant", "content": MARK}
     if any(call["function"]["name"] not in whole for i in turns for call in messages[i].get("tool_calls", ())):
         raise UnusableRow("with tool calls that the chat template does not write")
-    spans = [(len(prompt), len(after)) for prompt, after in cuts]
-    marks = [*chain(*spans)]
-    if not all(whole.startswith(text) for cut in cuts for text in cut) or marks != sorted(marks):
-        spans = _find_turns(chat, messages, turns, cuts, tools)
-    if spans:
-        return [Rendered(whole, spans, messages[: turns[0]])]
+    for i, (prompt, after) in zip(turns, cuts):
+        start, stop = len(prompt), len(after)
+        if not (whole.startswith(prompt) and whole.startswith(after)):
+            begin, stop = _difference(whole, chat.render([*messages[:i], other, *messages[i + 1 :]], tools=tools))
+            start = start if whole.startswith(prompt) else begin
+            tail = after[_difference(after, chat.render([*messages[:i], other], tools=tools))[1] :]
+            if start >= stop or not whole.startswith(tail, stop):
+                break
+            stop += len(tail)
+        if start > stop or (spans and start < spans[-1][1]):
+            break
+        spans.append((start, stop))
+    else:
+        return [Rendered(whole, spans)]
     if not all(after.startswith(prompt) for prompt, after in cuts):
         raise UnusableRow("whose chat template does not continue its own generation prompt", repr(cuts[0][1][-200:]))
-    return [Rendered(after, [(len(prompt), len(after))], messages[:i]) for i, (prompt, after) in zip(turns, cuts)]
-
-
-def _find_turns(
-    chat: ChatFormat, messages: list[dict[str, Any]], turns: list[int], cuts: list[tuple[str, str]], tools: Any
-) -> list[tuple[int, int]]:
-    """Spans of the assistant's turns in the whole rendered chat; empty if one of them cannot be found.
-
-    An answer is where the rendered text changes if another answer replaces it. What the template writes after the
-    answer, such as the end-of-turn token, belongs to the turn.
-    """
-    whole, spans = cuts[-1][1], list[tuple[int, int]]()
-    for i, (prompt, after) in zip(turns, cuts, strict=True):
-        other = {"role": "assistant", "content": MARK}
-        start, stop = _difference(whole, chat.render([*messages[:i], other, *messages[i + 1 :]], tools=tools))
-        if whole.startswith(prompt):
-            start = len(prompt)
-        tail = after[_difference(after, chat.render([*messages[:i], other], tools=tools))[1] :]
-        if not start < stop or not whole.startswith(tail, stop) or (spans and start < spans[-1][1]):
-            return []
-        spans.append((start, stop + len(tail)))
-    return spans
+    return [Rendered(after, [(len(prompt), len(after))]) for prompt, after in cuts]
 
 
 def _difference(one: str, other: str) -> tuple[int, int]:
@@ -235,30 +242,12 @@ def _difference(one: str, other: str) -> tuple[int, int]:
 
 
 def clean_messages(value: Any) -> list[dict[str, Any]]:
-    """The messages of a row as ``{role, content}``, the content a text, with the tool calls as objects.
-
-    Accepts OpenAI's messages, their content parts of text, JSON text of messages (CSV), and ShareGPT's fields, whose
-    chats may begin with the assistant. A chat is cut before an assistant's turn without content.
+    """The messages of a row (see `read_messages`), up to the assistant's last turn.
 
     Raises:
-        UnusableRow: No messages, content that is no text, no assistant's turn, or none before it.
+        UnusableRow: Messages that cannot be read, no assistant's turn, or none before it.
     """
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise UnusableRow("whose messages are not a list") from None
-    if not isinstance(value, Sequence) or not all(isinstance(message, Mapping) for message in value):
-        raise UnusableRow("whose messages are not a list")
-    raw = [{key: item for key, item in message.items() if item is not None} for message in value]
-    if raw and "from" in raw[0]:
-        raw = [{"role": SHAREGPT.get(str(m.get("from")), m.get("from")), "content": m.get("value")} for m in raw]
-        raw = raw[1:] if raw[0]["role"] == "assistant" else raw
-    messages: list[dict[str, Any]] = []
-    for message in map(_clean, raw):
-        if message["role"] == "assistant" and not message["content"].strip() and not message.get("tool_calls"):
-            break
-        messages.append(message)
+    messages = read_messages(value)
     turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         raise UnusableRow("without an assistant's turn")
@@ -267,67 +256,60 @@ def clean_messages(value: Any) -> list[dict[str, Any]]:
     return messages[: turns[-1] + 1]
 
 
-def _clean(message: dict[str, Any]) -> dict[str, Any]:
-    """One message with its content as text, and with tool calls whose arguments are objects, as templates expect."""
-    content = message.get("content", "")
-    parts = [content] if isinstance(content, str) else content
-    texts = [
-        part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
-        for part in (parts if isinstance(parts, Sequence) else [None])
-    ]
-    strings = [text for text in texts if isinstance(text, str)]
-    if len(strings) < len(texts):
-        raise UnusableRow("with content that is not text")
-    if not isinstance(message.get("role"), str):
-        raise UnusableRow("with a turn that has no role")
-    cleaned = message | {"content": "".join(strings)}
-    if message["role"] == "user" and not cleaned["content"].strip():
-        raise UnusableRow("with an empty user's turn")
-    calls = []
-    for call in cleaned.pop("tool_calls", None) or ():
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise UnusableRow("with a tool call that names no function")
-        arguments = function.get("arguments")
-        try:
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except ValueError:
-            raise UnusableRow("with tool arguments that are no JSON") from None
-        calls.append({**call, "function": {**function, "arguments": arguments}})
-    return cleaned | ({"tool_calls": calls} if calls else {})
+def read_messages(value: Any) -> list[dict[str, Any]]:
+    """Messages as ``{role, content}``, the content a text, with tool calls whose arguments are objects.
 
-
-# -- checks and display -----------------------------------------------------------------------------------------------
-
-
-def check_masks(rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, kind: str) -> None:
-    """Checks that some tokens are labels, and that prompts are not.
+    Accepts OpenAI's messages, their content parts of text, JSON text of messages (CSV), and ShareGPT's fields, whose
+    chats may begin with the assistant. A chat is cut before an assistant's turn without content.
 
     Raises:
-        UserError: All tokens of all examples are masked, or (pairs and chat) none is; one example is shown.
+        UnusableRow: No messages, content that is no text, a turn without a role, or a broken tool call.
     """
-    if all(token == IGNORE for row in rows for token in row["labels"]):
-        problem = "every token is masked, so there is nothing to learn"
-    elif kind != "text" and all(token != IGNORE for row in rows for token in row["labels"]):
-        problem = "no token is masked, so prompts would be learned as if they were answers"
-    else:
-        return
-    raise UserError(
-        f"label masks: {problem} in all {len(rows)} examples. The first ([[...]] is learned):\n"
-        f"{render(rows[0], tokenizer).plain}\nCheck data.kind, the templates and, for chats, the roles"
-    )
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        value = None
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise UnusableRow("whose messages are not a list")
+    messages: list[dict[str, Any]] = []
+    for place, raw in enumerate(value):
+        message = {key: item for key, item in raw.items() if item is not None}
+        if "from" in value[0]:
+            message = {"role": SHAREGPT.get(raw.get("from"), raw.get("from")), "content": raw.get("value")}
+            if place == 0 and message["role"] == "assistant":
+                continue
+        role, content, calls = message.get("role"), message.get("content", ""), list[Any]()
+        if isinstance(content, list):
+            parts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in content]
+            content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+        if not isinstance(content, str):
+            raise UnusableRow("with content that is not text")
+        if not isinstance(role, str):
+            raise UnusableRow("with a turn that has no role")
+        if role == "user" and not content.strip():
+            raise UnusableRow("with an empty user's turn")
+        for call in message.pop("tool_calls", ()):
+            function = call.get("function") if isinstance(call, dict) else None
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise UnusableRow("with a tool call that names no function")
+            arguments = function.get("arguments")
+            try:
+                arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            except ValueError:
+                raise UnusableRow("with tool arguments that are no JSON") from None
+            calls.append({**call, "function": {**function, "arguments": arguments}})
+        if role == "assistant" and not content.strip() and not calls:
+            break
+        messages.append(message | {"content": content} | ({"tool_calls": calls} if calls else {}))
+    return messages
 
 
 def render(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Text:
-    """One example as text: masked tokens dim, labels green in [[ ]], special tokens in reverse."""
-    text, special = Text(), set(tokenizer.all_special_ids)
-    tokens = zip(row["input_ids"], row["labels"], strict=True)
+    """One example as text: masked tokens dim, labels green in [[ ]]."""
+    text, tokens = Text(), zip(row["input_ids"], row["labels"], strict=True)
     for learned, part in groupby(tokens, lambda token: token[1] != IGNORE):
-        text.append("[[" if learned else "", style="bold green")
-        for reverse, same in groupby((token for token, _ in part), special.__contains__):
-            style = f"{'green' if learned else 'dim'}{' reverse' if reverse else ''}"
-            text.append(str(tokenizer.decode(list(same))), style=style)
-        text.append("]]" if learned else "", style="bold green")
+        piece = str(tokenizer.decode([token for token, _ in part]))
+        text.append(f"[[{piece}]]" if learned else piece, style="green" if learned else "dim")
     return text
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -15,7 +15,6 @@ from random import Random
 from typing import Any
 
 import numpy as np
-import pyarrow.compute as pc
 import transformers
 from datasets import Dataset, Features, List, Value, concatenate_datasets, load_from_disk
 from transformers import PreTrainedTokenizerBase
@@ -34,17 +33,15 @@ from distill.data.chat import (
     Example,
     Rendered,
     UnusableRow,
-    chat_turns,
-    check_masks,
     label,
-    pair,
     prompt_part,
+    render_row,
     text_blocks,
 )
 from distill.data.own_prompts import PromptSampler, prompt_rows
-from distill.data.sources import SPLITS, LeftOut, SourceRows, load_rows
+from distill.data.sources import SPLITS, SourceRows, load_rows, sentences
 from distill.data.tokenizer import train_tokenizer
-from distill.files import checksum, files_state, fingerprint, remove, write_json
+from distill.files import checksum, files_state, fingerprint, replaced, write_json
 
 VERSION = 2  # raised when a change of the code changes which examples are made of the same rows
 PATIENCE = 600.0  # seconds for which another process may find data of process 0 that differ from its own
@@ -56,10 +53,7 @@ COLUMNS = {
     "labels": List(Value("int32")),
     "prompt": Value("string"),
     "response": Value("string"),
-    "messages": Value("string"),
 }
-NOTED = {"number": Value("int64"), "notes": Value("string")}
-"""Number of the row that an entry was made of, and JSON of (reason, detail) pairs; a dropped row has no ids."""
 
 
 @dataclass
@@ -67,8 +61,8 @@ class Corpus:
     """Examples of the three splits.
 
     Each split has the columns ``input_ids`` and ``labels`` (lists of equal length, not shifted, -100 where no loss is
-    taken), ``prompt`` and ``response`` (the texts), and ``messages``: JSON of the turns before the response where the
-    prompt is a chat, else empty. For plain text every token is a label, and ``prompt`` is the first quarter of a block.
+    taken), and the texts ``prompt`` and ``response``. For plain text every token is a label, and ``prompt`` is the
+    first quarter of a block.
 
     Attributes:
         tokenizer: Of the target.
@@ -111,6 +105,11 @@ def load_corpus(
     """
     settings.validate()
     quiet_datasets()
+    if tokenizer is None and settings.tokenizer is not None:
+        try:
+            tokenizer = load_tokenizer(settings.tokenizer)
+        except UserError as error:
+            raise UserError(f"data.tokenizer: {error}") from error
     if tokenizer is not None and settings.chat_template is not None:
         tokenizer.chat_template = settings.chat_template
     if settings.from_target:
@@ -121,14 +120,38 @@ def load_corpus(
         rows = SourceRows("chat", *prompt_rows(settings, seed, samples, markers))
     else:
         rows = load_rows(settings, seed)
-    tokenizer = tokenizer or _tokenizer(settings, rows.splits["train"], seed)
-    chat = _chat_format(settings, rows, tokenizer)
+    if tokenizer is None:
+        train = rows.splits["train"]
+        sample = Random(seed).sample(range(len(train)), min(len(train), settings.train_limit or len(train)))
+        tokenizer = train_tokenizer((_text_of(train[place]) for place in sample), settings.tokenizer_vocab_size)
+        tokenizer.chat_template = settings.chat_template
+    chat = None
+    if rows.kind == "chat" or (
+        rows.kind == "pairs" and settings.chat is not False and (settings.chat is True or tokenizer.chat_template)
+    ):
+        chat = ChatFormat(tokenizer, settings.system, settings.template_args)
+        if not tokenizer.chat_template:
+            raise UserError(
+                f"data: the tokenizer {tokenizer.name_or_path!r} has no chat template: choose an instruction-tuned "
+                "model's tokenizer, give data.chat_template, or kind pairs with data.chat false"
+            )
+        if rows.kind == "pairs":
+            rows.notes.append(
+                "pairs are put into the tokenizer's chat template, as the model is served (data.chat false leaves them "
+                "plain, --show-example shows one)"
+            )
     digest = hashlib.sha256(json.dumps([settings.key(), _identity(tokenizer)], sort_keys=True).encode())
     splits, limits = {}, (settings.train_limit, settings.validation_examples, settings.test_examples)
     for split, limit in zip(SPLITS, limits, strict=True):
-        splits[split] = _examples(rows, split, limit, settings, seed, tokenizer, chat)
-        if not settings.from_target:
-            check_masks(splits[split], tokenizer, rows.kind)
+        ordered = list(rows.splits[split])
+        Random(f"{seed}/{split}").shuffle(ordered)
+        splits[split], left_out = _examples(ordered, split, limit, settings, tokenizer, rows.kind, chat)
+        rows.notes += sentences(split, left_out)
+        if not len(splits[split]):
+            raise UserError(
+                f"data: no {split} example is left ({'; '.join(rows.notes) or 'the texts are too short'}): raise "
+                "data.max_length, set data.overlong to cut, or give more data"
+            )
         for batch in splits[split].select_columns(["input_ids", "labels"]).with_format("numpy").iter(BATCH):
             for ids in (*batch["input_ids"], *batch["labels"]):
                 digest.update(np.asarray(ids, dtype=np.int32).tobytes() + b"|")
@@ -143,106 +166,51 @@ def load_corpus(
     )
 
 
-def _tokenizer(settings: DataSettings, train: Sequence[Row], seed: int) -> PreTrainedTokenizerBase:
-    if settings.tokenizer is None:
-
-        def text_of(row: Row) -> str:
-            if "messages" in row:
-                return "\n".join(message["content"] for message in row["messages"])
-            return str(row["text"]) if "text" in row else row["prompt"] + row["response"]
-
-        sample = Random(seed).sample(range(len(train)), min(len(train), settings.train_limit or len(train)))
-        tokenizer = train_tokenizer((text_of(train[place]) for place in sample), settings.tokenizer_vocab_size)
-    else:
-        try:
-            tokenizer = load_tokenizer(settings.tokenizer)
-        except UserError as error:
-            raise UserError(f"data.tokenizer: {error}") from error
-    if settings.chat_template is not None:
-        tokenizer.chat_template = settings.chat_template
-    return tokenizer
-
-
-def _chat_format(settings: DataSettings, rows: SourceRows, tokenizer: PreTrainedTokenizerBase) -> ChatFormat | None:
-    """How chats and pairs are rendered; None for what is not put into a chat template."""
-    if rows.kind == "text" or (rows.kind == "pairs" and settings.chat is False):
-        return None
-    if rows.kind == "pairs" and settings.chat == "auto" and not tokenizer.chat_template:
-        return None
-    if not tokenizer.chat_template:
-        raise UserError(
-            f"data: the tokenizer {tokenizer.name_or_path!r} has no chat template: choose an instruction-tuned model's "
-            "tokenizer, give data.chat_template, or kind pairs with data.chat false"
-        )
-    if rows.kind == "pairs":
-        rows.notes.append(
-            "pairs are put into the tokenizer's chat template, as the model is served (data.chat false leaves them "
-            "plain, --show-example shows one)"
-        )
-    return ChatFormat(tokenizer, settings.system, settings.template_args)
-
-
-# -- rows to examples -------------------------------------------------------------------------------------------------
+def _text_of(row: Row) -> str:
+    if "messages" in row:
+        return "\n".join(message["content"] for message in row["messages"])
+    return str(row["text"]) if "text" in row else row["prompt"] + row["response"]
 
 
 def _examples(
-    rows: SourceRows,
+    rows: list[Row],
     split: str,
     limit: int | None,
     settings: DataSettings,
-    seed: int,
     tokenizer: PreTrainedTokenizerBase,
+    kind: str,
     chat: ChatFormat | None,
-) -> Dataset:
-    """The examples of one split in the seed's order, up to ``limit``; rows that were dropped are noted."""
-    ordered, left_out, parts = list(rows.splits[split]), LeftOut(), list[Dataset]()
-    Random(f"{seed}/{split}").shuffle(ordered)
-    current().update(name=f"tokenising {split}", total=min(limit or len(ordered), len(ordered)), done=0)
-    features, have = Features(COLUMNS | NOTED), 0
-    while ordered and (limit is None or have < limit):
-        missing = None if limit is None else limit - have
-        if rows.kind == "text":  # blocks span rows
-            batch, ordered = ordered, []
-            blocks = text_blocks(tokenizer, (row["text"] for row in batch), settings.max_length)
-            made = Dataset.from_dict(_table([(block, 1, ()) for block in islice(blocks, limit)]), features=features)
-        else:
-            count = len(ordered) if missing is None else max(BATCH, round(1.1 * missing))  # some will be dropped
-            batch, ordered = ordered[:count], ordered[count:]
-            few = min(max(1, len(batch) // A_PROCESS), os.cpu_count() or 1)
-            processes = min(few, len(batch))
-            if processes > 1:
-                os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process, without a warning
-            # JSON, because rows need not agree in the types of their fields
-            made = Dataset.from_dict({"row": [json.dumps(row, default=str) for row in batch]}).map(
-                partial(_tokenised, settings=settings, tokenizer=tokenizer, chat=chat),
-                batched=True,
-                batch_size=BATCH,
-                num_proc=processes if processes > 1 else None,
-                remove_columns=["row"],
-                features=features,
-                new_fingerprint=os.urandom(8).hex(),  # never looked up: the whole corpus is kept
-            )
-        kept: list[int] = []
-        table = made.with_format("arrow")[:]
-        lengths = pc.list_value_length(table["input_ids"]).to_pylist()
-        columns = zip(lengths, table["number"].to_pylist(), table["notes"].to_pylist(), strict=True)
-        for place, (length, number, notes) in enumerate(columns):
-            if len(kept) == missing:
-                break
-            for reason, detail in json.loads(notes or "[]"):
-                left_out.add(reason, number, detail)
-            if length:
-                kept.append(place)
-        parts.append(made.select_columns(list(COLUMNS)).select(kept))
-        have += len(kept)
-        current().update(done=have)
-    rows.notes += left_out.sentences(split)
-    if not have:
-        raise UserError(
-            f"data: no {split} example is left ({'; '.join(rows.notes) or 'the texts are too short'}): raise "
-            "data.max_length, set data.overlong to cut, or give more data"
+) -> tuple[Dataset, list[tuple[str, int, str]]]:
+    """The examples of one split, up to ``limit``; and reason, number and detail of rows not used as they are."""
+    current().update(name=f"tokenising {split}", total=min(limit or len(rows), len(rows)), done=0)
+    if kind == "text":  # blocks span rows
+        blocks = list(islice(text_blocks(tokenizer, (row["text"] for row in rows), settings.max_length), limit))
+        columns = {name: [getattr(block, name) for block in blocks] for name in COLUMNS}
+        return Dataset.from_dict(columns, features=Features(COLUMNS)), []
+    parts, left_out, have = list[Dataset](), list[tuple[str, int, str]](), 0
+    while rows and (limit is None or have < limit):
+        count = len(rows) if limit is None else max(BATCH, round(1.1 * (limit - have)))  # some will be dropped
+        batch, rows = rows[:count], rows[count:]
+        processes = min(max(1, len(batch) // A_PROCESS), os.cpu_count() or 1)
+        if processes > 1:
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process, without a warning
+        # JSON, because rows need not agree in the types of their fields
+        made = Dataset.from_dict({"row": [json.dumps(row, default=str) for row in batch]}).map(
+            partial(_tokenised, settings=settings, tokenizer=tokenizer, chat=chat),
+            batched=True,
+            batch_size=BATCH,
+            num_proc=processes if processes > 1 else None,
+            remove_columns=["row"],
+            features=Features(COLUMNS | {"left_out": Value("string")}),
+            new_fingerprint=os.urandom(8).hex(),  # never looked up: the whole corpus is kept
         )
-    return concatenate_datasets(parts)
+        notes = made["left_out"][:]
+        left_out += [(why, number, detail) for note in notes if note for why, number, detail in json.loads(note)]
+        kept = [place for place, note in enumerate(notes) if not note]
+        parts.append(made.select_columns(list(COLUMNS)).select(kept if limit is None else kept[: limit - have]))
+        have += len(parts[-1])
+        current().update(done=have)
+    return concatenate_datasets(parts), left_out
 
 
 def _tokenised(
@@ -251,59 +219,36 @@ def _tokenised(
     tokenizer: PreTrainedTokenizerBase,
     chat: ChatFormat | None,
 ) -> dict[str, list[Any]]:
-    """The examples of a batch of rows, as a table; a row that gives none has an entry without ids."""
-    dropped: list[tuple[int, int, list[tuple[str, str]]]] = []  # place among the texts, number, notes
-    texts, numbers, several = list[Rendered](), list[int](), set[int]()
+    """The examples of a batch of rows as a table; an entry without ids is about rows not used as they are."""
+    texts, left_out, length = list[tuple[int, Rendered]](), list[tuple[str, int, str]](), settings.max_length
     for row in map(json.loads, batch["row"]):
-        found = []
+        number = row["number"]
         try:
-            if chat is None:
-                found = [pair(row["prompt"], row["response"])]
-            elif settings.from_target:
-                messages = chat.with_system(row["messages"])
-                found = [Rendered(chat.render(messages, ask=True), (), messages)]
-            elif "messages" in row:
-                found = chat_turns(chat, row["messages"], row["tools"])
-            else:  # what only separates prompt and response of a pair is left to the template
-                said = zip(("user", "assistant"), (row.get("said") or row["prompt"], row["response"]))
-                found = chat_turns(chat, [{"role": role, "content": text.strip()} for role, text in said])
+            found = render_row(row, chat)
         except UnusableRow as error:
-            dropped.append((len(texts), row["number"], [(f"{error.reason} dropped", error.detail)]))
+            left_out.append((f"{error.reason} dropped", number, error.detail))
+            continue
         if len(found) > 1:
-            several.add(len(texts))
-        texts += found
-        numbers += [row["number"]] * len(found)
-    entries: list[tuple[Example | None, int, list[tuple[str, str]]]] = []
-    for place, example in enumerate(label(tokenizer, texts, chat=chat is not None)):
-        notes = []
-        if place in several:
-            notes.append(("made into an example for each assistant's turn, because the template rewrites them", ""))
-        fitted: Example | None = example
-        length = settings.max_length
+            why = "made into an example for each assistant's turn, because the template rewrites them"
+            left_out.append((why, number, ""))
+        texts += [(number, text) for text in found]
+    table: dict[str, list[Any]] = {name: [] for name in (*COLUMNS, "left_out")}
+    examples = label(tokenizer, [text for _, text in texts], chat=chat is not None)
+    for (number, _), example in zip(texts, examples, strict=True):
         if len(example.input_ids) > length:
             labels = example.labels[:length]
             cut = settings.overlong == "cut" and any(token != IGNORE for token in labels)
-            fitted = replace(example, input_ids=example.input_ids[:length], labels=labels) if cut else None
             how = "cut at the end" if cut else "dropped"
-            notes.append((f"longer than data.max_length ({length} tokens) {how}", ""))
-        entries.append((fitted, numbers[place], notes))
-    for place, number, notes in reversed(dropped):
-        entries.insert(place, (None, number, notes))
-    return _table(entries)
-
-
-def _table(entries: Sequence[tuple[Example | None, int, Any]]) -> dict[str, list[Any]]:
-    """Columns of `COLUMNS` and `NOTED`."""
-    examples = [example or Example([], [], "", "") for example, _, _ in entries]
-    return {
-        "input_ids": [np.asarray(example.input_ids, dtype=np.int32) for example in examples],
-        "labels": [np.asarray(example.labels, dtype=np.int32) for example in examples],
-        "prompt": [example.prompt for example in examples],
-        "response": [example.response for example in examples],
-        "messages": [json.dumps([*e.messages], ensure_ascii=False) if e.messages else "" for e in examples],
-        "number": [number for _, number, _ in entries],
-        "notes": [json.dumps(notes) if notes else "" for _, _, notes in entries],
-    }
+            left_out.append((f"longer than data.max_length ({length} tokens) {how}", number, ""))
+            if not cut:
+                continue
+            example = replace(example, input_ids=example.input_ids[:length], labels=labels)
+        for name, value in (vars(example) | {"left_out": ""}).items():
+            table[name].append(value)
+    if left_out:
+        for name, value in (vars(Example([], [], "", "")) | {"left_out": json.dumps(left_out)}).items():
+            table[name].append(value)
+    return table
 
 
 # -- the corpus on disk -----------------------------------------------------------------------------------------------
@@ -356,15 +301,12 @@ def kept_corpus(
         return ranks.wait_for(there, "the tokenised data")
     (folder / "corpus.json").unlink(missing_ok=True)
     corpus = load(settings, tokenizer=tokenizer)
-    temporary = folder.with_name(f".tmp-{folder.name}")
-    remove(temporary)
-    for split in SPLITS:
-        getattr(corpus, split).save_to_disk(str(temporary / split))
-    corpus.tokenizer.save_pretrained(temporary / "tokenizer")
-    about = {name: getattr(corpus, name) for name in ("fingerprint", "kind", "answered", "chat", "notes")}
-    write_json(temporary / "corpus.json", {"key": key, "files": _checksums(temporary), "about": about})
-    remove(folder)
-    temporary.rename(folder)
+    with replaced(folder) as aside:
+        for split in SPLITS:
+            getattr(corpus, split).save_to_disk(str(aside / split))
+        corpus.tokenizer.save_pretrained(aside / "tokenizer")
+        about = {name: getattr(corpus, name) for name in ("fingerprint", "kind", "answered", "chat", "notes")}
+        write_json(aside / "corpus.json", {"key": key, "files": _checksums(aside), "about": about})
     return there() or corpus
 
 

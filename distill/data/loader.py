@@ -311,17 +311,8 @@ class DistillDataModule(L.LightningDataModule):
                 )
 
     def train_dataloader(self) -> TrainLoader:
-        """All steps' batches; a checkpoint's state moves the loader to its step.
-
-        Raises:
-            UserError: A step has fewer examples than there are batches to deal them out to.
-        """
+        """All steps' batches; a checkpoint's state moves the loader to its step."""
         rank, world, micros = self._place()
-        if self.loader.schedule.batch_size < world * micros:
-            raise UserError(
-                f"{self.loader.schedule.batch_size} examples a step cannot be dealt out to {world * micros} batches "
-                "(processes times trainer.accumulate): raise batch_size, or lower trainer.devices or trainer.accumulate"
-            )
         return replace(self.loader, rank=rank, world=world, micros=micros)
 
     def val_dataloader(self) -> EvalBatches:

@@ -7,6 +7,7 @@ manifest beside the file names what the texts were made from; a file of another 
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -15,26 +16,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from decode.errors import read_json, write_safely
+from decode.errors import read_json
 from distill.files import write_json
 
-
-@dataclass(frozen=True)
-class Response:
-    """What was written for a prompt.
-
-    Attributes:
-        example: Number of the prompt.
-        ids: Token ids, with the end-of-text token where the text ended before its limit.
-    """
-
-    example: int
-    ids: list[int]
-
-    @property
-    def checksum(self) -> int:
-        """CRC-32 of the number and the ids."""
-        return zlib.crc32(json.dumps([self.example, self.ids]).encode())
+Response = tuple[int, list[int]]
+"""Number of a prompt, and the token ids written for it, with the end token if the text ended before its limit."""
 
 
 @dataclass
@@ -44,57 +30,49 @@ class ResponseFile:
     Attributes:
         path: The file (``.jsonl``); its manifest is beside it (``.json``).
         made_from: Everything that decides what is in it.
-        found: The sound lines, by example.
+        found: Token ids of the sound lines, by the number of the prompt.
     """
 
     path: Path
     made_from: dict[str, Any]
-    found: dict[int, Response] = field(default_factory=dict)
+    found: dict[int, list[int]] = field(default_factory=dict)
 
     def open(self) -> None:
-        """Reads the file and removes lines that are torn or altered. A file made from something else is set aside."""
+        """Reads the file and removes a torn last line. A file made from something else is set aside."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if not self._same():
+        if read_json(self.path.with_suffix(".json")) != self.made_from:
             if self.path.exists():  # it may have taken hours
                 self.path.replace(self.path.with_suffix(".old.jsonl"))
             write_json(self.path.with_suffix(".json"), self.made_from)
-        lines = self._read()
-        if len(lines) != len(self.found):
-            sound = [line for line in lines if _parse(line) is not None]
-            write_safely(self.path, lambda file: file.write_bytes(b"".join(dict.fromkeys(sound))))
+        if self.path.exists():
+            os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
+        self.read()
 
-    def read(self) -> dict[int, Response]:
+    def read(self) -> dict[int, list[int]]:
         """The sound lines, without changing anything; none of a file made from something else."""
-        if self._same():
-            self._read()
+        self.found = {}
+        if self.path.exists() and read_json(self.path.with_suffix(".json")) == self.made_from:
+            for line in self.path.read_bytes().splitlines():
+                try:
+                    values = json.loads(line)
+                    if values["crc32"] == _checksum(values["example"], values["ids"]):
+                        self.found[values["example"]] = values["ids"]
+                except (ValueError, KeyError, TypeError):  # torn or altered
+                    continue
         return self.found
 
     def fill(self, responses: Iterable[Response], tokenizer: PreTrainedTokenizerBase) -> Iterator[Response]:
         """Writes a line at once for each response that has none yet; returns those."""
         with self.path.open("a", encoding="utf-8") as file:
-            for response in responses:
-                if response.example in self.found:  # written again only because its batch was
+            for example, ids in responses:
+                if example in self.found:  # written again only because its batch was
                     continue
-                values = {"example": response.example, "ids": response.ids, "text": tokenizer.decode(response.ids)}
-                file.write(json.dumps(values | {"crc32": response.checksum}, ensure_ascii=False) + "\n")
+                values = {"example": example, "ids": ids, "text": tokenizer.decode(ids)}
+                file.write(json.dumps(values | {"crc32": _checksum(example, ids)}, ensure_ascii=False) + "\n")
                 file.flush()
-                self.found[response.example] = response
-                yield response
-
-    def _same(self) -> bool:
-        return bool(read_json(self.path.with_suffix(".json")) == self.made_from)
-
-    def _read(self) -> list[bytes]:
-        """Fills `found`; returns all lines."""
-        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
-        self.found = {response.example: response for response in map(_parse, lines) if response is not None}
-        return lines
+                self.found[example] = ids
+                yield example, ids
 
 
-def _parse(line: bytes) -> Response | None:
-    try:
-        values = json.loads(line)
-        response = Response(int(values["example"]), [int(token) for token in values["ids"]])
-        return response if line.endswith(b"\n") and values["crc32"] == response.checksum else None
-    except (ValueError, KeyError, TypeError):
-        return None
+def _checksum(example: int, ids: list[int]) -> int:
+    return zlib.crc32(json.dumps([example, ids]).encode())

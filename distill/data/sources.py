@@ -1,15 +1,15 @@
 """Rows of the three splits, from wherever the settings point, in one of three plain shapes.
 
 A row is ``{"prompt", "response"}`` (pairs), ``{"messages", "tools"}`` (chat) or ``{"text"}`` (text), each with its
-``number`` in the source, from 1. Rows that do not fit are left out and counted (`LeftOut`). Splits that a source lacks
-are taken from its training rows by a hash of the prompt, so they depend neither on the seed nor on the order, and equal
+``number`` in the source, from 1. Rows that do not fit are left out, counted and named. Splits that a source lacks are
+taken from its training rows by a hash of the prompt, so they depend neither on the seed nor on the order, and equal
 prompts stay together.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -38,25 +38,6 @@ Shape = Callable[[Row], Row]  # brings a row of a source into its plain shape
 
 
 @dataclass
-class LeftOut:
-    """Rows of one split that were not used as they are: by reason their number, and the first one."""
-
-    reasons: dict[str, tuple[int, tuple[int, str]]] = field(default_factory=dict)
-
-    def add(self, reason: str, number: int, detail: str = "") -> None:
-        """Counts a row, given by its number and what is particular to it."""
-        count, first = self.reasons.get(reason, (0, (number, detail)))
-        self.reasons[reason] = count + 1, min(first, (number, detail))
-
-    def sentences(self, split: str) -> list[str]:
-        """One sentence for each reason."""
-        return [
-            f"{split}: {count} row{'s' * (count > 1)} {reason} (row {number}{f': {detail}' if detail else ''})"
-            for reason, (count, (number, detail)) in self.reasons.items()
-        ]
-
-
-@dataclass
 class SourceRows:
     """Rows of each split in one shape, and sentences about what was left out."""
 
@@ -65,51 +46,64 @@ class SourceRows:
     notes: list[str] = field(default_factory=list)
 
 
+def sentences(split: str, left_out: Iterable[tuple[str, int, str]]) -> list[str]:
+    """One sentence for each reason: how many rows it concerns, and the first of them.
+
+    Args:
+        split: Name of the split.
+        left_out: Reason, number of the row, and what is particular to it, of every row.
+    """
+    found: dict[str, list[tuple[int, str]]] = {}
+    for reason, number, detail in left_out:
+        found.setdefault(reason, []).append((number, f": {detail}" if detail else ""))
+    return [
+        f"{split}: {len(rows)} row{'s' * (len(rows) > 1)} {reason} (row {min(rows)[0]}{min(rows)[1]})"
+        for reason, rows in found.items()
+    ]
+
+
 def load_rows(settings: DataSettings, seed: int) -> SourceRows:
     """The rows of train, validation and test; no prompt of a later split is in an earlier one.
 
     Raises:
         UserError: No such source, missing columns, or a split without rows.
     """
-    files = {split: path for split in SPLITS if (path := getattr(settings, f"{split}_file")) is not None}
-    if settings.source == "arithmetic" and not files:
-        counts = (settings.train_limit or 0, settings.validation_examples, settings.test_examples)
-        shape, rows = _from_preset(PRESETS["arithmetic"]), SourceRows("pairs", {})
-        for split, count in zip(SPLITS, counts):
-            made = problems(seed, split, count, settings.difficulty)
-            rows.splits[split] = [
-                shape({"question": p.question, "answer": p.solution}) | {"number": i} for i, p in enumerate(made, 1)
-            ]
-        return rows
-    preset = PRESETS.get(settings.source)
-    if preset is None or "train" not in files:
-        files = _local(settings.source) | files
-    raw = _from_files(files, settings, preset)
-    if "train" not in files:
-        raw = _from_hub(settings, preset, seed) | raw
+    raw, preset = _raw_rows(settings, seed), PRESETS.get(settings.source)
     if not raw.get("train"):
         raise UserError(f"data.source {settings.source!r} has no training rows: give them with data.train_file")
     kind, shape = _shape(settings, preset, list(dict.fromkeys(name for row in raw["train"][:100] for name in row)))
-    rows = SourceRows(kind, {})
-    for split in SPLITS:
-        left_out, kept = LeftOut(), list[Row]()
-        for number, row in enumerate(raw.pop(split, []), 1):
+    rows = SourceRows(kind, {split: [] for split in SPLITS})
+    for split, kept in rows.splits.items():
+        left_out = []
+        for number, row in enumerate(raw.pop(split, ()), 1):
             try:
-                kept.append(shape(row) | {"number": number})
-                json.dumps(kept[-1], ensure_ascii=False, default=str).encode()
+                made = shape(row) | {"number": number}
+                json.dumps(made, ensure_ascii=False, default=str).encode()
+                kept.append(made)
             except UnusableRow as error:
-                left_out.add(f"{error.reason} dropped", number, error.detail)
+                left_out.append((f"{error.reason} dropped", number, error.detail))
             except UnicodeEncodeError:
-                kept.pop()
-                left_out.add("with half a character (a lone surrogate) dropped", number)
-        rows.splits[split], rows.notes = kept, rows.notes + left_out.sentences(split)
+                left_out.append(("with half a character (a lone surrogate) dropped", number, ""))
+        rows.notes += sentences(split, left_out)
     if not rows.splits["train"]:
         raise UserError(
             f"data: no training row of {settings.source!r} can be used ({'; '.join(rows.notes)}): check data.kind and "
             "the templates, or name other columns with data.prompt_template and data.response_template"
         )
-    _complete_splits(rows)
-    for split in SPLITS:
+    empty = [split for split in SPLITS if not rows.splits[split]]
+    if empty:  # their share of the training rows
+        given, rows.splits["train"] = rows.splits["train"], []
+        for row in given:
+            split = held_out(_key_of(row), HELD_OUT)
+            rows.splits[split if split in empty else "train"].append(row)
+    seen: set[str] = set()
+    for split in reversed(SPLITS):
+        keys = [_key_of(row) for row in rows.splits[split]]
+        if kind != "text":
+            rows.splits[split] = [row for row, key in zip(rows.splits[split], keys) if key not in seen]
+            seen.update(keys)
+        if lost := len(keys) - len(rows.splits[split]):
+            rows.notes.append(f"{split}: {lost} rows dropped, because their prompts are in a later split too")
         if not rows.splits[split]:
             raise UserError(
                 f"data.source {settings.source!r} leaves no {split} rows: give more rows, or a data.{split}_file"
@@ -124,64 +118,41 @@ def _key_of(row: Row) -> str:
     return str(row["text"] if "text" in row else row["prompt"] or row["response"])
 
 
-def _complete_splits(rows: SourceRows) -> None:
-    """Gives training rows to empty splits, and drops rows whose prompt is in a later split too."""
-    empty = [split for split in SPLITS if not rows.splits[split]]
-    for row in rows.splits.pop("train") if empty else ():
-        split = held_out(_key_of(row), HELD_OUT)
-        rows.splits.setdefault(split if split in empty else "train", []).append(row)
-    rows.splits = {split: rows.splits.get(split, []) for split in SPLITS}
-    seen: set[str] = set()
-    for split in reversed(SPLITS) if rows.kind != "text" else ():
-        keys = [_key_of(row) for row in rows.splits[split]]
-        kept = [row for row, key in zip(rows.splits[split], keys) if key not in seen]
-        if lost := len(keys) - len(kept):
-            rows.notes.append(f"{split}: {lost} rows dropped, because their prompts are in a later split too")
-        rows.splits[split] = kept
-        seen.update(keys)
-
-
 # -- shapes -----------------------------------------------------------------------------------------------------------
 
 
 def _shape(settings: DataSettings, preset: Preset | None, columns: Sequence[str]) -> tuple[str, Shape]:
     """The kind of rows with these columns, and the function that brings one into its plain shape."""
-    kind, listed = settings.kind, ", ".join(columns)
+    kind, own = settings.kind, settings.templates()
     messages = next((name for name in CHAT_COLUMNS if name in columns), CHAT_COLUMNS[0])
-    if (own := settings.templates()) is not None:
-        shape, needed = _from_templates(*own)
+    given = own or (preset if preset is not None and kind in ("auto", preset.kind) else None)
+    if given is not None:
+        needed, shape = _pairs(given)
         if missing := [column for column in needed if column not in columns]:
             raise UserError(
-                f"data: the templates {own[0]!r} and {own[1]!r} need {', '.join(missing)}, a row has the columns "
-                f"{listed}: correct data.prompt_template and data.response_template"
+                f"data: the templates {' and '.join(map(repr, own or [settings.source]))} need the columns "
+                f"{', '.join(needed)}, and {', '.join(missing)} is missing from {', '.join(columns)}: correct "
+                "data.prompt_template and data.response_template"
             )
-        return "pairs", shape
-    if preset is not None and kind in ("auto", preset.kind):
-        if missing := [column for column in preset.columns if column not in columns]:
-            raise UserError(
-                f"data: rows for {settings.source!r} need the columns {', '.join(preset.columns)}, but "
-                f"{', '.join(missing)} is missing from {listed}: give data.prompt_template and "
-                "data.response_template for other columns"
-            )
-        return (preset.kind, _from_chat(messages)) if preset.kind == "chat" else ("pairs", _from_preset(preset))
+        return ("chat", _chat(messages)) if given is preset and preset.kind == "chat" else ("pairs", shape)
     if kind in ("auto", "chat") and messages in columns:
-        return "chat", _from_chat(messages)
+        return "chat", _chat(messages)
     if kind in ("auto", "pairs"):
         if {"instruction", "output"} <= {*columns}:
-            return "pairs", _from_preset(PRESETS["alpaca"])
-        for templates in TEMPLATES:
-            shape, needed = _from_templates(*templates)
+            return "pairs", _pairs(PRESETS["alpaca"])[1]
+        for usual in TEMPLATES:
+            needed, shape = _pairs(usual)
             if {*needed} <= {*columns}:
                 return "pairs", shape
     if kind in ("auto", "text") and "text" in columns:
-        return "text", _from_text("text")
+        return "text", _text
     raise UserError(
         f"data.kind {kind!r} does not fit the columns {', '.join(map(repr, columns))}: expected messages "
         "or conversations (chats), text, or columns that data.prompt_template and data.response_template name"
     )
 
 
-def _from_chat(column: str) -> Shape:
+def _chat(column: str) -> Shape:
     def shape(row: Row) -> Row:
         tools = row.get("tools")
         try:
@@ -193,33 +164,30 @@ def _from_chat(column: str) -> Shape:
     return shape
 
 
-def _from_text(column: str) -> Shape:
-    def shape(row: Row) -> Row:
-        text = row.get(column)
-        if not isinstance(text, str) or not text.strip():
-            raise UnusableRow("without text")
-        return {"text": text}
-
-    return shape
+def _text(row: Row) -> Row:
+    if not isinstance(row.get("text"), str) or not row["text"].strip():
+        raise UnusableRow("without text")
+    return {"text": row["text"]}
 
 
-def _from_templates(prompt: str, response: str) -> tuple[Shape, list[str]]:
-    """The shape of two format strings, and the columns that these name."""
-    try:
-        names = [name for template in (prompt, response) for _, name, _, _ in Formatter().parse(template)]
-    except ValueError as error:
-        raise UserError(f"data: a template cannot be read: {error}; write {{{{ and }}}} for literal braces") from error
-    columns = [name for name in dict.fromkeys(names) if name and name.isidentifier()]
-    return _from_pair(columns, {"prompt": prompt.format_map, "response": response.format_map}), columns
+def _pairs(source: Preset | tuple[str, str]) -> tuple[Sequence[str], Shape]:
+    """The columns that a preset, or two format strings, need, and the shape of a prompt and its response.
 
+    A preset's ``said`` is what a user says to a chat model, where that is another text than the prompt.
+    """
+    templates: dict[str, Callable[[Row], str]]
+    if isinstance(source, Preset):
+        columns, templates = source.columns, {"prompt": source.prompt, "response": source.response}
+        if source.said is not None:
+            templates["said"] = source.said
+    else:
+        try:
+            names = [name for template in source for _, name, _, _ in Formatter().parse(template)]
+        except ValueError as error:
+            raise UserError(f"data: a template cannot be read: {error}; write {{{{ and }}}} for a brace") from error
+        columns = [name for name in dict.fromkeys(names) if name and name.isidentifier()]
+        templates = {"prompt": source[0].format_map, "response": source[1].format_map}
 
-def _from_preset(preset: Preset) -> Shape:
-    """Pairs in the preset's templates; ``said`` is what a user says to a chat model, where that is another text."""
-    said = {} if preset.said is None else {"said": preset.said}
-    return _from_pair(preset.columns, {"prompt": preset.prompt, "response": preset.response, **said})
-
-
-def _from_pair(columns: Sequence[str], templates: Mapping[str, Callable[[Row], str]]) -> Shape:
     def shape(row: Row) -> Row:
         for column in columns:
             if row.get(column) is None:
@@ -233,46 +201,46 @@ def _from_pair(columns: Sequence[str], templates: Mapping[str, Callable[[Row], s
                 raise UnusableRow(f"without a {name}")
         return {**texts}
 
-    return shape
+    return columns, shape
 
 
 # -- files and the Hub ------------------------------------------------------------------------------------------------
 
 
-def _enough(settings: DataSettings) -> int | None:
-    """Rows to read: four times the examples wanted, since some cannot be used; None: all."""
-    limit = settings.train_limit
-    return None if limit is None else 4 * (limit + settings.validation_examples + settings.test_examples)
-
-
-def _from_files(files: Mapping[str, str], settings: DataSettings, preset: Preset | None) -> dict[str, list[Row]]:
-    """Rows of local files by split; a preset may tell the splits of one file apart by a column."""
-    found: dict[str, list[Row]] = {}
+def _raw_rows(settings: DataSettings, seed: int) -> dict[str, list[Row]]:
+    """Rows by split as they are in files, in a data set of the Hub, or made by the built-in task."""
+    source, preset = settings.source, PRESETS.get(settings.source)
+    files = {split: path for split in SPLITS if (path := getattr(settings, f"{split}_file")) is not None}
+    counts = (settings.train_limit, settings.validation_examples, settings.test_examples)
+    if source == "arithmetic" and not files:
+        made = {split: problems(seed, split, n or 0, settings.difficulty) for split, n in zip(SPLITS, counts)}
+        return {split: [{"question": p.question, "answer": p.solution} for p in made[split]] for split in SPLITS}
+    if preset is None or "train" not in files:
+        files = _local(source) | files
+    enough = None if counts[0] is None else 4 * sum(counts)  # some cannot be used
+    found = {} if "train" in files else _from_hub(settings, preset, seed, enough)
     for split, path in files.items():
-        read: Iterable[Row] = iter_rows(path)
+        found[split] = []
+        rows: Iterable[Row] = iter_rows(path)
         if Path(path).suffix.lower() == ".txt":
-            next(iter(read))  # raises for a file without text
-            read = ({"text": text} for text in _passages(Path(path).read_text(encoding="utf-8")))
-        rows = list(islice(read, _enough(settings) if settings.streaming else None))
-        if preset is None or not preset.last_keys or split != "train":
-            found[split] = rows
-            continue
-        for row in rows:
-            named = preset.split_of(row) if all(column in row for column in preset.columns) else None
+            next(iter(rows))  # raises for a file without text
+            rows = [{"text": text} for text in _passages(Path(path).read_text(encoding="utf-8"))]
+        for row in islice(rows, enough if settings.streaming else None):
+            named = None  # the split of a row, of a preset whose splits are in one file
+            if split == "train" and preset and preset.last_keys and all(column in row for column in preset.columns):
+                named = preset.split_of(row)
             found.setdefault(named or split, []).append(row)
     return found
 
 
-def _passages(text: str) -> Iterator[str]:
+def _passages(text: str) -> list[str]:
     """Whole paragraphs (or, in a text without empty lines, lines), joined to at least `PASSAGE` characters."""
-    gap, held = "\n\n" if "\n\n" in text else "\n", ""
+    gap, passages = "\n\n" if "\n\n" in text else "\n", [""]
     for paragraph in text.split(gap):
-        held += paragraph + gap
-        if len(held) >= PASSAGE:
-            yield held
-            held = ""
-    if held.strip():
-        yield held
+        passages[-1] += paragraph + gap
+        if len(passages[-1]) >= PASSAGE:
+            passages.append("")
+    return [passage for passage in passages if passage.strip()]
 
 
 def _local(source: str) -> dict[str, str]:
@@ -297,27 +265,25 @@ def _local(source: str) -> dict[str, str]:
     return found
 
 
-def _from_hub(settings: DataSettings, preset: Preset | None, seed: int) -> dict[str, list[Row]]:
+def _from_hub(settings: DataSettings, preset: Preset | None, seed: int, enough: int | None) -> dict[str, list[Row]]:
     """A data set of the Hub; of one with far more rows than needed a sample, of a stream the first rows."""
     name = preset.hub if preset else settings.source
     if name is None:
         raise UserError(f"data.source {settings.source!r} is not on the Hub: give local rows with data.train_file")
-    enough, found = _enough(settings), dict[str, list[Row]]()
+    found = dict[str, list[Row]]()
     try:
         name, revision = pinned(name)
         loaded = load_hub(name, preset.config if preset else None, **revision, streaming=settings.streaming)
-    except UserError as error:
-        known = f"a preset ({', '.join(PRESETS)}), a file, a folder or a Hub name"
-        raise UserError(f"data.source {settings.source!r}: {error} (data.train_file); a source is {known}") from error
-    for split, names in SPLIT_NAMES.items():
-        wanted = preset.splits.get(split) if preset else next((n for n in names if n in loaded), None)
-        if wanted not in loaded:
-            continue
-        rows = loaded[wanted]
-        if not settings.streaming and enough and len(rows) > enough:
-            rows = rows.shuffle(seed=seed).select(range(enough))
-        try:
-            found[split] = list(islice(rows, enough))
-        except (OSError, ValueError, RuntimeError) as error:
-            raise UserError(f"reading the data set {name!r} failed ({error}): run the command again") from error
+        for split, names in SPLIT_NAMES.items():
+            wanted = preset.splits.get(split) if preset else next((n for n in names if n in loaded), None)
+            if wanted in loaded:
+                rows = loaded[wanted]
+                if not settings.streaming and enough and len(rows) > enough:
+                    rows = rows.shuffle(seed=seed).select(range(enough))
+                found[split] = list(islice(rows, enough))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"data.source {settings.source!r} cannot be read: {error} (data.train_file). A source is a preset "
+            f"({', '.join(PRESETS)}), a file, a folder or a Hub name"
+        ) from error
     return found

@@ -28,7 +28,7 @@ from distill import ranks
 from distill.config.drafts import ResponseSettings
 from distill.data.batches import Picks, TokenDataset
 from distill.data.loader import Schedule
-from distill.responses.store import response_rows
+from distill.responses.texts import response_rows
 
 Writer = Callable[..., list[list[int]]]
 """Continues prompts with the draft's weights of the moment; called as `decode.models.writing.write_texts`."""
@@ -51,6 +51,10 @@ class OnPolicy:
         stop_ids: End-of-text tokens.
         add_signals: Puts the signals of frozen models into the rows of the texts.
         label_tokens: Labels of the steps so far, over all ranks.
+        window: Number of the rewriting that the texts are of.
+        texts: The draft's texts, by rank.
+        made: The window that ``rows`` are of.
+        rows: The examples made of the texts, by their places.
     """
 
     write: Writer
@@ -64,32 +68,50 @@ class OnPolicy:
     stop_ids: Collection[int]
     add_signals: Callable[[TokenDataset], None]
     label_tokens: int = 0
-    _window: int = -1
-    _texts: list[list[list[int]]] = field(default_factory=list)  # by rank
-    _rows: list[TokenDataset] = field(default_factory=list)  # by rank, made from the texts
+    window: int = -1
+    texts: list[list[list[int]]] = field(default_factory=list)
+    made: int = -1
+    rows: dict[Place, tuple[TokenDataset, int]] = field(default_factory=dict)
 
     def __call__(self, step: int, picks: Picks) -> Picks:
         """The examples of a step, those that are the draft's replaced by what it wrote for their prompts."""
         window = step // self.settings.refresh_every
-        places = self._places(window)
-        if window != self._window or not self._rows:
-            prompts = [[self.prompts.prompt(int(self.schedule.batch(s)[at])) for s, at in own] for own in places]
-            if window != self._window:
-                self._texts = self._write(places[ranks.rank()], prompts[ranks.rank()])
-                self._window = window
-            self._rows = [response_rows(asked, texts, self.stop_ids) for asked, texts in zip(prompts, self._texts)]
-            self.add_signals(self._rows[ranks.rank()])
-        found = list(picks)
-        for rank, own in enumerate(places):
-            for number, (its_step, at) in enumerate(own):
-                if its_step == step:
-                    found[at] = self._rows[rank], number
-        self.label_tokens += sum(rows.labels_of(np.array([i])) for rows, i in found)
+        if window != self.made:
+            self._make(window)
+        found = [self.rows.get((step, at), pick) for at, pick in enumerate(picks)]
+        self.label_tokens += sum(rows.labels_of(i) for rows, i in found)
         return found
+
+    def _make(self, window: int) -> None:
+        """The examples of all steps until the next rewriting; each rank writes the texts that it trains on."""
+        settings, every, own = self.settings, self.settings.refresh_every, ranks.rank()
+        places: list[list[Place]] = [[] for _ in range(ranks.world())]
+        for step in range(window * every, min(self.steps, (window + 1) * every)):
+            coins = np.random.default_rng([self.seed, 3, step]).random(self.schedule.batch_size)
+            for at in np.flatnonzero(coins < self.share).tolist():
+                places[at % len(places)].append((step, at))
+        prompts = [[self.prompts.prompt(int(self.schedule.batch(step)[at])) for step, at in some] for some in places]
+        if window != self.window:
+            with torch.random.fork_rng(devices=[]):
+                texts = self.write(
+                    prompts[own],
+                    LogitsWarper(settings.temperature, top_p=settings.top_p),
+                    budgets=[min(settings.max_new_tokens, self.limit - len(prompt)) for prompt in prompts[own]],
+                    stop_ids=self.stop_ids,
+                    draws=lambda i, count: uniform_draws(self.seed, 4, *places[own][i], count=count),
+                    batch_size=settings.batch_size,
+                )
+            self.window, self.texts = window, ranks.exchange(texts)
+        self.made, self.rows = window, {}
+        for rank, some in enumerate(places):
+            rows = response_rows(prompts[rank], self.texts[rank], self.stop_ids)
+            if rank == own:
+                self.add_signals(rows)
+            self.rows |= {place: (rows, number) for number, place in enumerate(some)}
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds of this."""
-        return {"window": self._window, "texts": self._texts, "label_tokens": self.label_tokens}
+        return {"window": self.window, "texts": self.texts, "label_tokens": self.label_tokens}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores it.
@@ -102,31 +124,8 @@ class OnPolicy:
                 f"the checkpoint holds texts of {len(state['texts'])} processes and this run has {ranks.world()}: "
                 "continue with as many, or remove the stage's folder under work/ to start the stage again"
             )
-        self._window, self._texts, self._rows = state["window"], state["texts"], []
-        self.label_tokens = state["label_tokens"]
-
-    def _places(self, window: int) -> list[list[Place]]:
-        """The places of the draft's texts until the next rewriting, by the rank that trains on them."""
-        every, world = self.settings.refresh_every, ranks.world()
-        found: list[list[Place]] = [[] for _ in range(world)]
-        for step in range(window * every, min(self.steps, (window + 1) * every)):
-            coins = np.random.default_rng([self.seed, 3, step]).random(self.schedule.batch_size)
-            for at in np.flatnonzero(coins < self.share).tolist():
-                found[at % world].append((step, at))
-        return found
-
-    def _write(self, places: list[Place], prompts: list[list[int]]) -> list[list[list[int]]]:
-        """This rank's texts, exchanged with those of the others."""
-        with torch.random.fork_rng(devices=[]):
-            texts = self.write(
-                prompts,
-                LogitsWarper(self.settings.temperature, top_p=self.settings.top_p),
-                budgets=[min(self.settings.max_new_tokens, self.limit - len(prompt)) for prompt in prompts],
-                stop_ids=self.stop_ids,
-                draws=lambda i, count: uniform_draws(self.seed, 4, *places[i], count=count),
-                batch_size=self.settings.batch_size,
-            )
-        return ranks.exchange(texts)
+        self.window, self.texts, self.label_tokens = state["window"], state["texts"], state["label_tokens"]
+        self.made = -1
 
 
 @dataclass

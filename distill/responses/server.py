@@ -4,8 +4,9 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,46 +17,64 @@ from decode.engines.server import LAUNCHER, VLLM_PYTHON, check_vllm, find
 from decode.errors import UserError
 from decode.models.tokens import continuation_ids, end_token
 from distill.config.drafts import ResponseSettings, ServerSettings
+from distill.data.response_file import Response
 from distill.responses import vllm_generate
-from distill.responses.store import Answer, Job, Response
 
 KEPT = "What is finished is kept: run the same command again to continue"
 WHERE = "teacher.responses.server"
+
 TIMEOUT, RETRIES = 300.0, 6  # seconds of a request; the client waits 0.5, 1, 2, ... seconds between two of them
 
 
-def client_of(server: ServerSettings, url: str, **options: Any) -> openai.OpenAI:
-    """A client that sends OPENAI_API_KEY and retries failed requests itself."""
-    key = os.environ.get("OPENAI_API_KEY") or "none"
-    return openai.OpenAI(base_url=url, api_key=key, timeout=TIMEOUT, max_retries=RETRIES, **options)
+@dataclass(frozen=True)
+class Job:
+    """A prompt to be answered.
+
+    Attributes:
+        example: Its number in the split.
+        ids: Its token ids.
+        text: The same as text.
+        budget: Longest response in tokens.
+    """
+
+    example: int
+    ids: list[int]
+    text: str
+    budget: int
 
 
-def model_of(server: ServerSettings, url: str, **options: Any) -> str:
-    """The target's name on a server that answers.
+Answer = Callable[[Sequence[Job], Collection[int]], Iterator[Response]]
+"""Answers jobs in any order, each as soon as it is finished: those of the given examples, and possibly others."""
+
+
+def open_client(server: ServerSettings, url: str, **options: Any) -> tuple[openai.OpenAI, str]:
+    """A client that retries failed requests itself, and the target's name on the server.
 
     Raises:
         UserError: The server does not answer, or lists several models and none is named.
     """
+    key = os.environ.get("OPENAI_API_KEY") or "none"
+    how: dict[str, Any] = {"timeout": TIMEOUT, "max_retries": RETRIES} | options
+    client = openai.OpenAI(base_url=url, api_key=key, **how)
     try:
-        with client_of(server, url) as client:
-            names = [model.id for model in client.with_options(**options).models.list().data]
-    except openai.APIConnectionError as error:
-        raise UserError(
-            f"no server answers at {url} ({type(error).__name__}: {error.__cause__ or error}): start one with the "
-            f"target, such as by `vllm serve`, or leave {WHERE} out to have the responses written here"
-        ) from error
+        names = [model.id for model in client.models.list().data]
     except openai.OpenAIError as error:
-        raise refused(server, url, error) from error
+        raise refused(url, error) from error
     if server.model is None and len(names) != 1:
         raise UserError(f"{url} lists {', '.join(names[:8]) or 'none'}: name the target with {WHERE}.model")
-    return server.model or names[0]
+    return client, server.model or names[0]
 
 
-def refused(server: ServerSettings, url: str, error: Exception) -> UserError:
+def refused(url: str, error: Exception) -> UserError:
     """The error of a request that failed after all retries."""
+    advice = f"check the server and {WHERE}"
     if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
-        return UserError(f"{url} wants a key ({error}): put it into the environment variable OPENAI_API_KEY")
-    return UserError(f"{url} failed: {type(error).__name__}: {error}. Check the server and {WHERE}. {KEPT}")
+        advice = "put its key into the environment variable OPENAI_API_KEY"
+    elif isinstance(error, openai.APIConnectionError):
+        advice = (
+            f"start it with the target, such as by `vllm serve`, or leave {WHERE} out to have responses written here"
+        )
+    return UserError(f"{url} failed: {type(error).__name__}: {error.__cause__ or error}: {advice}. {KEPT}")
 
 
 def check_servers(server: ServerSettings, *, started: bool = True) -> None:
@@ -69,9 +88,9 @@ def check_servers(server: ServerSettings, *, started: bool = True) -> None:
         UserError: With the next step.
     """
     for url in server.urls if started else ():
-        model_of(server, url, timeout=10, max_retries=0)
+        open_client(server, url, timeout=10, max_retries=0)[0].close()
     if server.engine is not None:
-        check_vllm(vllm_python(server))
+        check_vllm(vllm_python())
 
 
 def answered_by_servers(
@@ -87,52 +106,42 @@ def answered_by_servers(
     """
     server = settings.server
 
-    def ask(client: openai.OpenAI, model: str, job: Job) -> tuple[Job, str, bool]:
-        how: dict[str, Any] = {"model": model, "max_tokens": job.budget}
+    def ask(job: Job, url: str, client: openai.OpenAI, model: str) -> Response:
+        how: dict[str, Any] = {"model": model, "max_tokens": job.budget, "seed": _seed_of(seed, job)}
         how |= {"temperature": settings.temperature, "top_p": settings.top_p}
-        how["seed"] = (seed * 1_000_003 + job.example) % (1 << 31)
-        start = str(tokenizer.bos_token or "")  # servers put it before a prompt themselves
-        choice = client.completions.create(prompt=job.text.removeprefix(start), **how).choices[0]
-        return job, choice.text or "", choice.finish_reason == "stop"
-
-    def encoded(job: Job, text: str, ended: bool) -> Response:
-        ids = continuation_ids(tokenizer, [text])[0] if text else []
-        if ended and not any(token in ends for token in ids):
+        try:
+            start = str(tokenizer.bos_token or "")  # servers put it before a prompt themselves
+            choice = client.completions.create(prompt=job.text.removeprefix(start), **how).choices[0]
+        except (openai.OpenAIError, IndexError, TypeError) as error:
+            raise refused(url, error) from error
+        ids = continuation_ids(tokenizer, [choice.text])[0] if choice.text else []
+        if choice.finish_reason == "stop" and not any(token in ends for token in ids):
             ids = [*ids, end_token(tokenizer)]  # servers leave it out
-        return Response(job.example, ids[: job.budget])
+        return job.example, ids[: job.budget]
 
     def answers(jobs: Sequence[Job], missing: Collection[int]) -> Iterator[Response]:
-        urls = server.urls
-        clients = [(client_of(server, url), model_of(server, url)) for url in urls]
-        yield from (Response(job.example, []) for job in jobs if job.example in missing and not job.budget)
-        wanted = [job for job in jobs if job.example in missing and job.budget]
-        failed: UserError | None = None
-        with ThreadPoolExecutor(server.concurrency * len(urls)) as pool:
-            asked: dict[Future[Any], str] = {
-                pool.submit(ask, *clients[number % len(urls)], job): urls[number % len(urls)]
-                for number, job in enumerate(wanted)
-            }
-            try:
-                for future in as_completed(asked):
-                    if future.cancelled():
-                        continue
-                    try:
-                        yield encoded(*future.result())
-                    except (openai.OpenAIError, AttributeError, IndexError, TypeError, ValueError) as error:
-                        failed = failed or refused(server, asked[future], error)
-                        for one in asked:  # requests in flight are still kept
-                            one.cancel()
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
-        for client, _ in clients:
-            client.close()
-        if failed is not None:
-            raise failed
+        clients = [(url, *open_client(server, url)) for url in server.urls]
+        pool = ThreadPoolExecutor(server.concurrency * len(clients))
+        try:
+            wanted = [job for job in jobs if job.example in missing]
+            yield from ((job.example, []) for job in wanted if not job.budget)
+            asked = [job for job in wanted if job.budget]
+            futures = [pool.submit(ask, job, *clients[number % len(clients)]) for number, job in enumerate(asked)]
+            for future in as_completed(futures):
+                yield future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for _, client, _ in clients:
+                client.close()
 
     return answers
 
 
-def vllm_python(server: ServerSettings) -> str:
+def _seed_of(seed: int, job: Job) -> int:
+    return (seed * 1_000_003 + job.example) % (1 << 31)
+
+
+def vllm_python() -> str:
     """The interpreter of vLLM's environment."""
     return find(None, VLLM_PYTHON, f"{WHERE}.engine", "vLLM's environment (.venv-vllm/bin/python)")
 
@@ -156,27 +165,29 @@ def answered_by_vllm(
 
     def answers(jobs: Sequence[Job], missing: Collection[int]) -> Iterator[Response]:
         wanted = [job for job in jobs if job.example in missing]
-        prompts = [
-            [job.example, job.ids, job.budget, (seed * 1_000_003 + job.example) % (1 << 31)]
-            for job in wanted
-            if job.budget
-        ]
-        yield from (Response(job.example, []) for job in wanted if not job.budget)
-        how = {"temperature": settings.temperature, "top_p": settings.top_p, "stop_token_ids": sorted(ends)}
+        yield from ((job.example, []) for job in wanted if not job.budget)
+        request = {
+            "sampling": {
+                "temperature": settings.temperature, "top_p": settings.top_p, "stop_token_ids": sorted(ends),
+            },
+            "batch": 16 * server.concurrency,
+            "prompts": [[job.example, job.ids, job.budget, _seed_of(seed, job)] for job in wanted if job.budget],
+        }  # fmt: skip
         environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
         said: list[str] = []
-        with tempfile.TemporaryFile("w+") as request:
-            json.dump({"sampling": how, "batch": 16 * server.concurrency, "prompts": prompts}, request)
-            request.seek(0)
+        with tempfile.TemporaryFile("w+") as file:
+            json.dump(request, file)
+            file.seek(0)
             process = subprocess.Popen(
-                [vllm_python(server), vllm_generate.__file__, *engine], env=environment, text=True,
-                stdin=request, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                [vllm_python(), vllm_generate.__file__, *engine], env=environment, text=True,
+                stdin=file, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )  # fmt: skip
         assert process.stdout is not None
         try:
             for line in process.stdout:
                 if line.startswith(vllm_generate.MARK):
-                    yield Response(*json.loads(line.removeprefix(vllm_generate.MARK)))
+                    example, ids = json.loads(line.removeprefix(vllm_generate.MARK))
+                    yield example, ids
                 else:
                     said = [*said[-15:], line]
         except BaseException:  # the run is interrupted

@@ -1,7 +1,6 @@
-"""The texts that drafts are trained on: the data set's responses, or the target's."""
+"""The texts that drafts are trained on: the data set's responses or the target's, which are kept line by line."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +8,17 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from decode.models.loading import stop_ids
-from decode.progress import working
+from decode.models.writing import GROUP, uniform_draws, write_texts
+from decode.progress import current, working
+from decode.sampling import LogitsWarper
+from distill import ranks
+from distill.config.drafts import ResponseSettings
 from distill.data.batches import TokenDataset
+from distill.data.chat import IGNORE, until_end
 from distill.data.context import StageContext
+from distill.data.response_file import Response, ResponseFile
 from distill.files import files_state, fingerprint
-from distill.responses.server import answered_by_servers, answered_by_vllm
-from distill.responses.store import Answer, answered_by_all, answered_here, make_jobs, response_rows
+from distill.responses.server import Answer, Job, answered_by_servers, answered_by_vllm
 
 ANSWERS = "answers"  # name in `StageContext.measured`
 
@@ -88,18 +92,109 @@ def _answered(
 
     answered = {}
     for split, rows in splits.items():
-        jobs = make_jobs(rows, getattr(context.corpus, split)[: len(rows)], settings, limit)
-        title = f"the target's responses, {split}"
-
-        @contextmanager
-        def shown(count: int, title: str = title, split: str = split, jobs: int = len(jobs)) -> Iterator[None]:
-            with working(context.console, title, count), context.timed(f"{ANSWERS} {split}", count):
-                yield
-            context.line(f"{title}: {jobs}, {count} of them written now")
-
-        written = answered_by_all(
-            jobs, settings, context.run.work / folder, split, made_from | {"split": split, "prompts": len(rows)},
-            writer=writer, tokenizer=tokenizer, around=shown,
-        )  # fmt: skip
+        prompts, longest = getattr(context.corpus, split)["prompt"], settings.max_new_tokens
+        jobs = [
+            Job(i, ids := rows.prompt(i), text, max(0, min(longest, limit - len(ids))))
+            for i, text in zip(range(len(rows)), prompts)
+        ]
+        about = made_from | {"split": split, "prompts": len(rows)}
+        file, title = context.run.work / folder / f"{split}.jsonl", f"the target's responses, {split}"
+        written = answered_by_all(context, jobs, settings, file, about, writer, title)
         answered[split] = response_rows([job.ids for job in jobs], written, ends)
     return answered
+
+
+def grouped(jobs: Sequence[Job], size: int) -> list[list[Job]]:
+    """Jobs of similar length together."""
+    ordered = sorted(jobs, key=lambda job: (len(job.ids), job.example))
+    return [ordered[start : start + size] for start in range(0, len(ordered), size)]
+
+
+def answered_here(model: PreTrainedModel, settings: ResponseSettings, seed: int, stop_ids: Collection[int]) -> Answer:
+    """Answers by the model itself, in the same groups of prompts whichever are missing, so that bits repeat.
+
+    Args:
+        model: The target.
+        settings: Sampling and batch size.
+        seed: With the example's number it decides the response.
+        stop_ids: End-of-text tokens.
+    """
+
+    def answers(jobs: Sequence[Job], missing: Collection[int]) -> Iterator[Response]:
+        for group in grouped(jobs, GROUP * settings.batch_size):
+            if not any(job.example in missing for job in group):
+                continue
+            texts = write_texts(
+                model,
+                [job.ids for job in group],
+                LogitsWarper(settings.temperature, top_p=settings.top_p),
+                budgets=[job.budget for job in group],
+                stop_ids=stop_ids,
+                draws=lambda i, count, group=group: uniform_draws(seed, 0, group[i].example, count=count),  # type: ignore[misc]
+                batch_size=settings.batch_size,
+                progress=current().advance,
+            )
+            yield from ((job.example, text) for job, text in zip(group, texts))
+
+    return answers
+
+
+def answered_by_all(
+    context: StageContext,
+    jobs: Sequence[Job],
+    settings: ResponseSettings,
+    path: Path,
+    made_from: dict[str, Any],
+    writer: Callable[[], Answer],
+    title: str,
+) -> list[list[int]]:
+    """The responses to prompts, which are kept on disk.
+
+    Every process writes its share into a file of its own (a server or engine is asked by the first one alone), and
+    continues when all responses are there, whichever process wrote them, in this run or an earlier one.
+
+    Args:
+        context: Console and tokenizer.
+        jobs: The prompts.
+        settings: Batch size and servers.
+        path: The first process's file; those of the others are beside it.
+        made_from: Everything that decides the responses.
+        writer: Makes what writes those that are missing.
+        title: Shown beside the progress.
+    """
+    rank, world = ranks.rank(), 1 if settings.server.answers else ranks.started()
+    file = ResponseFile(path.with_stem(f"{path.stem}-{rank}") if rank else path, made_from)
+
+    def known() -> dict[int, list[int]]:
+        paths = (one for one in sorted(path.parent.glob(f"{path.stem}*.jsonl")) if not one.stem.endswith(".old"))
+        return {example: ids for one in paths for example, ids in ResponseFile(one, made_from).read().items()}
+
+    def all_of_them() -> dict[int, list[int]] | None:
+        found = known()
+        return found if all(job.example in found for job in jobs) else None
+
+    if rank < world:
+        file.open()
+        groups = grouped(jobs, GROUP * settings.batch_size)  # whole groups, so that bits are those of a single process
+        if missing := {job.example for group in groups[rank::world] for job in group} - known().keys():
+            with working(context.console, title, len(missing)), context.timed(f"{ANSWERS} {path.stem}", len(missing)):
+                for done, _ in enumerate(file.fill(writer()(jobs, missing), context.corpus.tokenizer), 1):
+                    current().update(done=max(current().done, done))  # a writer may have counted it already
+            context.line(f"{title}: {len(jobs)}, {len(missing)} of them written now")
+    found = ranks.wait_for(all_of_them, title)
+    return [found[job.example] for job in jobs]
+
+
+def response_rows(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], ends: Collection[int]
+) -> TokenDataset:
+    """Examples whose labels are the responses up to their first end-of-text token, which is a label itself.
+
+    Args:
+        prompts: Token ids, no labels.
+        responses: Token ids; one that was cut by its budget has no end-of-text token, and so none is learned.
+        ends: Every end-of-text token. Padding may be one of them: it is added later, and never a label.
+    """
+    pairs = list(zip(prompts, responses, strict=True))
+    labels = [[IGNORE] * len(prompt) + until_end(response, ends) for prompt, response in pairs]
+    return TokenDataset.from_lists([[*prompt, *response] for prompt, response in pairs], labels)

@@ -84,7 +84,6 @@ def test_pairs_are_put_into_the_chat_template_where_there_is_one(tmp_path: Path)
     (example,) = others(corpus)
     assert corpus.chat
     assert example["prompt"] == "<user>1+1?<assistant>"
-    assert json.loads(example["messages"]) == [{"role": "user", "content": "1+1?"}]
     assert any("chat template" in note for note in corpus.notes)
 
 
@@ -92,7 +91,6 @@ def test_pairs_are_put_into_the_chat_template_where_there_is_one(tmp_path: Path)
 def test_pairs_stay_plain_without_a_template_or_by_the_setting(tmp_path: Path, template: str | None, chat: Any) -> None:
     corpus = load(tmp_path, [PAIR], template, chat=chat)
     assert [row["prompt"] for row in others(corpus)] == ["1+1?\n"]
-    assert [row["messages"] for row in others(corpus)] == [""]
     assert corpus.notes == []
 
 
@@ -105,20 +103,3 @@ def test_system_message_and_variables_of_the_template_are_settings(tmp_path: Pat
     corpus = load(tmp_path, [PAIR], "thinking", system="Be brief", template_args={"enable_thinking": False})
     (example,) = others(corpus)
     assert example["prompt"] == "<system>Be brief<user>1+1?<assistant><think></think>"
-    assert [m["role"] for m in json.loads(example["messages"])] == ["system", "user"]
-
-
-def test_a_chat_that_a_template_rewrites_costs_its_tokens_once(tmp_path: Path) -> None:
-    turns = [{"role": role, "content": f"{n} {role}"} for n in range(6) for role in ("user", "assistant")]
-    corpus = load(tmp_path, [{"messages": turns}], "thinking")
-    (example,) = others(corpus)
-    assert learned(corpus, example) == [
-        *(f"{n} assistant</s>" for n in range(5)),
-        "<think></think>5 assistant</s>",
-    ]
-
-
-def test_a_line_break_that_the_shell_left_as_two_characters_becomes_one(tmp_path: Path) -> None:
-    corpus = load(tmp_path, [PAIR], None, prompt_template=r"Q: {question}\nA:", response_template=r"\t{answer}")
-    (example,) = others(corpus)
-    assert (example["prompt"], example["response"]) == ("Q: 1+1?\nA:", "\t2")

@@ -66,17 +66,6 @@ def test_buckets_put_examples_of_like_length_together() -> None:
     assert padding(20) < padding(1) / 4
 
 
-def test_ranks_share_every_batch_without_overlap() -> None:
-    rows = TokenDataset.of(dataset())
-    schedule = Schedule(rows.lengths, batch_size=3, seed=0)
-    whole = list(TrainLoader(rows, schedule, 4, 0))
-    shares = [list(TrainLoader(rows, schedule, 4, 0, rank, 2)) for rank in range(2)]
-    for step in range(4):
-        tokens = sorted(int(x) for share in shares for x in share[step]["input_ids"].flatten() if x)
-        assert tokens == sorted(int(x) for x in whole[step]["input_ids"].flatten() if x)
-    assert len(TrainLoader(rows, schedule, 4, 0)) == len(whole) == 4
-
-
 @pytest.mark.parametrize("row_length", [None, 9])
 def test_processes_that_make_batches_ahead_make_the_same_and_the_place_is_that_of_what_was_drawn(
     row_length: int | None,

@@ -36,13 +36,19 @@ def rows_of(corpus: Corpus) -> list[Any]:
     return [getattr(corpus, split)[:] for split in ("train", "validation", "test")]
 
 
-def test_a_process_whose_data_are_not_the_first_one_s_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_process_reads_what_the_first_has_made_or_says_that_its_data_are_others(
+    tmp_path: Path, loads: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = tiny_settings(tmp_path, data=written(tmp_path))
-    assert len(bench(settings)[0].corpus.train)
+    first = bench(settings)[0].corpus
     monkeypatch.setattr(ranks, "is_first", lambda: False)
     monkeypatch.setattr(ranks, "rank", lambda: 1)
     monkeypatch.setattr("distill.data.corpus.PATIENCE", 0.3)
-    assert len(bench(settings)[0].corpus.train)
+    second = bench(settings)[0].corpus
+    assert len(loads) == 1
+    assert rows_of(first) == rows_of(second)
+    assert (first.fingerprint, first.kind, first.chat) == (second.fingerprint, second.kind, second.chat)
+    assert first.tokenizer("12 pens")["input_ids"] == second.tokenizer("12 pens")["input_ids"]
     settings.data.max_length = 100
     with pytest.raises(UserError, match=r"process 1 has other data than process 0, which made .*corpus"):
         _ = bench(settings)[0].corpus
@@ -58,35 +64,17 @@ LETTERS = train_tokenizer(["some other text"] * 3, 280)
 """A token is about a letter, so a third of the rows are longer than 70."""
 
 
-def test_several_processes_make_the_same_examples_and_notes_as_one(tmp_path: Path) -> None:
+def test_several_processes_make_the_same_examples_and_notes_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = replace(written(tmp_path), max_length=70, train_examples=20)
-    one, two = (load_corpus(settings, seed=0, tokenizer=LETTERS) for n in (1, 2))
+    one = load_corpus(settings, seed=0, tokenizer=LETTERS)
+    monkeypatch.setattr("distill.data.corpus.A_PROCESS", 40)
+    two = load_corpus(settings, seed=0, tokenizer=LETTERS)
     assert rows_of(one) == rows_of(two)
     assert one.notes == two.notes
     assert any("longer than data.max_length (70 tokens) dropped" in note for note in one.notes)
     assert one.fingerprint == two.fingerprint
-
-
-def test_what_comes_after_the_last_example_wanted_is_not_counted_as_left_out(tmp_path: Path) -> None:
-    settings = replace(written(tmp_path), max_length=70)
-    limits = "all", 2
-    whole, few = (load_corpus(replace(settings, train_examples=n), seed=0, tokenizer=LETTERS) for n in limits)
-    assert few.train[:] == whole.train[:2]
-    assert few.notes != whole.notes
-
-
-def test_a_later_process_reads_what_the_first_has_made(
-    tmp_path: Path, loads: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = tiny_settings(tmp_path)
-    first = bench(settings)[0].corpus
-    monkeypatch.setattr(ranks, "is_first", lambda: False)
-    second = bench(settings)[0].corpus
-    assert len(loads) == 1
-    assert rows_of(first) == rows_of(second)
-    assert (first.fingerprint, first.kind, first.chat) == (second.fingerprint, second.kind, second.chat)
-    assert first.tokenizer("12 pens")["input_ids"] == second.tokenizer("12 pens")["input_ids"]
-    assert first.tokenizer.eos_token_id == second.tokenizer.eos_token_id
 
 
 @pytest.mark.parametrize("change", ["seed", "max_length", "a file altered", "a file cut short", "loader_workers"])

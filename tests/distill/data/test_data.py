@@ -8,25 +8,19 @@ import pytest
 from solutions import check_solution
 
 from decode.bench.datasets import PRESETS
-from decode.bench.suites import load_suite
 from decode.errors import UserError
 from distill.config.data import DataSettings
 from distill.data.chat import IGNORE, prompt_part
 from distill.data.corpus import load_corpus
 from distill.data.sources import load_rows
-from distill.data.tokenizer import train_tokenizer
 
 SPLITS = ("train", "validation", "test")
 SMALL = DataSettings(train_examples=60, validation_examples=15, test_examples=15)
 PAIRS = [{"question": f"What is {n} plus {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"} for n in range(200)]
+FEW = {"train_examples": 10, "validation_examples": 3, "test_examples": 3}
 STORIES = [
     {"text": f"Story {n}: once upon a time there were {n} pens, and {n + 1} children. The end."} for n in range(90)
 ]
-TEMPLATE = (
-    "{% for m in messages %}{{ '[' + m.role + ']' + m.content }}"
-    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
-)
 
 
 def write(path, rows):
@@ -60,7 +54,7 @@ def prompts(corpus, split):
 
 def test_arithmetic_needs_neither_files_nor_a_tokenizer(corpus):
     assert [len(getattr(corpus, split)) for split in SPLITS] == [60, 15, 15]
-    assert corpus.train.column_names == ["input_ids", "labels", "prompt", "response", "messages"]
+    assert corpus.train.column_names == ["input_ids", "labels", "prompt", "response"]
     for row in corpus.train:
         assert len(row["input_ids"]) == len(row["labels"])
         assert corpus.tokenizer.decode(row["input_ids"]) == row["prompt"] + row["response"] + "<|endoftext|>"
@@ -68,13 +62,6 @@ def test_arithmetic_needs_neither_files_nor_a_tokenizer(corpus):
         assert corpus.tokenizer.decode(labels) == row["response"] + "<|endoftext|>"
         assert prompt_part(row["input_ids"], row["labels"]) == corpus.tokenizer(row["prompt"])["input_ids"]
         check_solution(row["response"])
-
-
-def test_no_prompt_is_in_two_splits(corpus):
-    train, validation, test = (prompts(corpus, split) for split in SPLITS)
-    assert not train & validation
-    assert not (train | validation) & test
-    assert not {p.text for p in load_suite("arithmetic", limit=200).prompts} & (train | validation)
 
 
 def test_the_same_settings_and_seed_give_the_same_corpus(corpus):
@@ -106,46 +93,6 @@ def test_every_local_format_of_text_is_read(tmp_path, ending):
         assert all(row["prompt"] and row["response"] for row in rows)
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_chats_are_rendered_and_masked(tmp_path, ending):
-    chats = [
-        {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": f"I say {n}"}]}
-        for n in range(80)
-    ]
-    path = write(tmp_path / f"chats.{ending}", chats)
-    tokenizer = train_tokenizer(["user assistant say I say 0 1 2"] * 5, 300)
-    tokenizer.chat_template = TEMPLATE
-    made = load_corpus(DataSettings(source=path), seed=0, tokenizer=tokenizer)
-    assert made.kind == "chat"
-    for row in made.train:
-        assert row["prompt"].startswith("[user]say ")
-        assert row["prompt"].endswith("[assistant]")
-        labels = [label for label in row["labels"] if label != IGNORE]
-        assert tokenizer.decode(labels) == row["response"]
-        assert row["response"].endswith("<|endoftext|>")
-    assert not prompts(made, "train") & prompts(made, "test")
-
-
-def test_a_preset_template_is_used_for_local_files(tmp_path):
-    settings = DataSettings(source="gsm8k", train_file=write(tmp_path / "t.jsonl", PAIRS))
-    row = load_corpus(settings, seed=0).train[0]
-    assert row["prompt"].endswith(
-        "Answer the above question. First think step by step and then answer the final number.\n"
-    )
-    assert "The final answer is:  " in row["response"]
-    assert "####" not in row["response"]
-
-
-def test_templates_of_ones_own_go_before_any_preset(tmp_path):
-    path = write(tmp_path / "t.jsonl", PAIRS)
-    settings = DataSettings(source=path, prompt_template="Q: {question}\nA:", response_template=" {answer}")
-    row = load_corpus(settings, seed=0).train[0]
-    assert row["prompt"].startswith("Q: What is")
-    assert row["response"].startswith(" It is")
-    with pytest.raises(UserError, match=r"templates .\{q\}."):
-        load_corpus(replace(settings, prompt_template="{q}"), seed=0)
-
-
 def test_a_folder_has_a_file_a_split(tmp_path):
     write(tmp_path / "train.jsonl", PAIRS[:100])
     write(tmp_path / "valid.csv", PAIRS[100:120])
@@ -171,13 +118,6 @@ def test_the_split_of_a_row_depends_neither_on_the_seed_nor_on_the_order(tmp_pat
         assert prompts(first, split) == prompts(second, split)
 
 
-def test_fewer_examples_than_there_are_make_a_seeded_sample(tmp_path):
-    settings = DataSettings(source=write(tmp_path / "r.jsonl", PAIRS), train_examples=30)
-    assert len(load_corpus(settings, seed=0).train) == 30
-    assert prompts(load_corpus(settings, seed=0), "train") == prompts(load_corpus(settings, seed=0), "train")
-    assert prompts(load_corpus(settings, seed=0), "train") != prompts(load_corpus(settings, seed=1), "train")
-
-
 def test_overlong_examples_are_dropped_or_cut_and_counted(tmp_path):
     rows = [row | {"answer": row["answer"] + " and so on" * (40 if n % 2 else 0)} for n, row in enumerate(PAIRS)]
     settings = DataSettings(source=write(tmp_path / "r.jsonl", rows), max_length=64, tokenizer_vocab_size=300)
@@ -189,16 +129,6 @@ def test_overlong_examples_are_dropped_or_cut_and_counted(tmp_path):
     longest = max(cut.train, key=lambda row: len(row["input_ids"]))
     assert len(longest["input_ids"]) == 64
     assert longest["input_ids"][-1] != cut.tokenizer.eos_token_id
-
-
-def test_examples_whose_prompt_alone_is_too_long_are_dropped_even_when_cutting(tmp_path):
-    rows = [row | {"question": row["question"] * (20 if n % 2 else 1)} for n, row in enumerate(PAIRS)]
-    settings = DataSettings(source=write(tmp_path / "r.jsonl", rows), max_length=64, overlong="cut")
-    made = load_corpus(settings, seed=0)
-    assert all(any(label != IGNORE for label in row["labels"]) for row in made.train)
-    assert any("dropped" in note for note in made.notes)
-    with pytest.raises(UserError, match=r"raise data\.max_length"):
-        load_corpus(replace(settings, max_length=8), seed=0)
 
 
 def test_mbpp_rows_keep_their_official_splits(tmp_path):
@@ -229,39 +159,38 @@ def test_settings_that_cannot_work_are_refused_by_name(change, said):
         load_corpus(replace(SMALL, **change), seed=0)
 
 
-@pytest.mark.parametrize(
-    ("rows", "kind", "said"),
-    [
-        ([{"a": 1, "b": 2}], "auto", "columns 'a', 'b'"),
-        (PAIRS, "text", "data.kind 'text'"),
-        (PAIRS, "chat", "messages or conversations"),
-        (PAIRS[:1], "auto", "leaves no (train|validation) rows"),
-    ],
-)
-def test_rows_that_do_not_fit_are_refused_with_their_columns(tmp_path, rows, kind, said):
-    with pytest.raises(UserError, match=said):
-        load_corpus(DataSettings(source=write(tmp_path / "r.jsonl", rows), kind=kind), seed=0)
-
-
-def test_a_hub_data_set_is_split_and_sampled(tmp_path, monkeypatch):
-    """The Hub's libraries read a local folder in the place of a repository."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    (tmp_path / "hub").mkdir()
-    write(tmp_path / "hub" / "train.jsonl", PAIRS[:150])
-    write(tmp_path / "hub" / "test.jsonl", PAIRS[150:])
-    preset = replace(PRESETS["gsm8k"], hub=str(tmp_path / "hub"), config=None)
-    monkeypatch.setitem(PRESETS, "gsm8k", preset)
-    made = load_corpus(DataSettings(source="gsm8k"), seed=0)
-    assert len(made.test) == 50
-    assert len(made.train) + len(made.validation) == 150
-    few = DataSettings(source="gsm8k", train_examples=10, validation_examples=3, test_examples=3)
-    assert len(load_rows(few, seed=0).splits["test"]) == 50
-    assert len(load_rows(few, seed=0).splits["train"]) < 64
-    assert len(load_corpus(few, seed=0).train) == 10
-
-
 def test_without_the_hub_the_error_names_the_local_alternative(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for source in ("gsm8k", "somebody/something"):
         with pytest.raises(UserError, match=r"HF_HUB_OFFLINE.*data\.train_file"):
             load_corpus(DataSettings(source=source), seed=0)
+
+
+def test_a_stream_is_read_no_further_than_it_may_be_needed(tmp_path):
+    long, short = write(tmp_path / "long.jsonl", PAIRS[:64]), write(tmp_path / "short.jsonl", PAIRS[:64])
+    with open(long, "a") as file:
+        file.write("no json\n")  # 4 (10 + 3 + 3) rows are enough
+    streamed, whole = (
+        load_corpus(DataSettings(source=path, streaming=path == long, **FEW), seed=1) for path in (long, short)
+    )
+    assert [getattr(streamed, split)[:] for split in SPLITS] == [getattr(whole, split)[:] for split in SPLITS]
+    assert len(streamed.train) == 10
+    with pytest.raises(UserError, match="line 65"):
+        load_corpus(DataSettings(source=long, **FEW), seed=1)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_hub_data_set_is_split_and_sampled_or_streamed(tmp_path, monkeypatch, streaming):
+    """The Hub's libraries read a local folder in the place of a repository, and take it for one that answers."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: None)
+    (tmp_path / "hub").mkdir()
+    write(tmp_path / "hub" / "train.jsonl", PAIRS[:150])
+    write(tmp_path / "hub" / "test.jsonl", PAIRS[150:])
+    monkeypatch.setitem(PRESETS, "gsm8k", replace(PRESETS["gsm8k"], hub=str(tmp_path / "hub"), config=None))
+    for limit, read in (("all", 150), (10, 64)):
+        settings = DataSettings(source="gsm8k", streaming=streaming, **FEW | {"train_examples": limit})
+        rows = load_rows(settings, seed=0)
+        assert [row["number"] for row in rows.splits["test"]] == list(range(1, 51))
+        assert len(rows.splits["train"]) + len(rows.splits["validation"]) == read
+    assert len(load_corpus(settings, seed=0).train) == 10

@@ -1,17 +1,15 @@
 import io
 
+import numpy as np
 import pytest
 from rich.console import Console
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from decode.errors import UserError
-from decode.models.tokens import continuation_ids, prompt_ids
+from distill.data.batches import TokenDataset, label_mask
 from distill.data.chat import (
     IGNORE,
     ChatFormat,
     chat_turns,
-    check_masks,
     label,
     pair,
     prompt_part,
@@ -77,34 +75,6 @@ def test_the_prompt_keeps_its_ids_where_the_response_would_merge_with_it(tokeniz
     assert tokenizer.decode(example.input_ids) == "How many pens<|endoftext|>"
 
 
-def metaspace(special):
-    """A SentencePiece-like tokenizer of single letters, with a start token in front of every text."""
-    letters = {letter: place for place, letter in enumerate(["</s>", "<s>", *"▁abc\n"])}
-    core = Tokenizer(models.BPE(vocab=letters, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    core.decoder = decoders.Metaspace(prepend_scheme="first")
-    from tokenizers.processors import TemplateProcessing
-
-    core.post_processor = TemplateProcessing(single=special, special_tokens=[("<s>", 1), ("</s>", 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", bos_token="<s>")
-
-
-def test_responses_get_no_space_of_their_own_from_sentencepiece():
-    tokenizer = metaspace("<s> $A")
-    assert tokenizer.convert_ids_to_tokens(prompt_ids(tokenizer, "a b")) == ["<s>", "▁", "a", "▁", "b"]
-    assert [tokenizer.convert_ids_to_tokens(ids) for ids in continuation_ids(tokenizer, ["ab", " c"])] == [
-        ["a", "b"],
-        ["▁", "c"],
-    ]
-
-
-def test_an_end_token_that_a_tokenizer_adds_is_taken_off_prompts():
-    tokenizer = metaspace("<s> $A </s>")
-    assert tokenizer.convert_ids_to_tokens(prompt_ids(tokenizer, "ab")) == ["<s>", "▁", "a", "b"]
-    (example,) = label(tokenizer, [pair("ab", "c")], chat=False)
-    assert tokenizer.convert_ids_to_tokens(example.input_ids) == ["<s>", "▁", "a", "b", "c", "</s>"]
-
-
 def test_a_chat_learns_every_assistant_turn_and_nothing_else(chatty):
     (example,) = examples_of(chatty, CHAT)
     assert learned(chatty, example) == ["hello to you<|endoftext|>", "There are 4.<|endoftext|>"]
@@ -136,7 +106,6 @@ def test_turns_that_cannot_be_found_in_the_whole_chat_are_examples_of_their_own(
     first, second = examples_of(chatty, CHAT)
     assert learned(chatty, first) == ["hello to you<|endoftext|>"]
     assert learned(chatty, second) == ["There are 4.<|endoftext|>"]
-    assert [len(example.messages) for example in (first, second)] == [2, 4]
 
 
 def test_a_template_without_an_end_token_gets_one(chatty):
@@ -168,23 +137,21 @@ def test_plain_text_is_cut_into_blocks_that_are_learned_whole(tokenizer):
     assert blocks[0].prompt + blocks[0].response == tokenizer.decode(blocks[0].input_ids)
 
 
-@pytest.mark.parametrize(("masked", "said"), [(True, "nothing to learn"), (False, "as if they were answers")])
-def test_masks_that_hide_all_or_nothing_are_refused_and_shown(tokenizer, masked, said):
-    ids = tokenizer("How many pens?")["input_ids"]
-    row = {"input_ids": ids, "labels": [IGNORE] * len(ids) if masked else ids}
-    with pytest.raises(UserError, match=said) as caught:
-        check_masks([row, row], tokenizer, "pairs")
-    assert "all 2 examples" in str(caught.value)
-    assert ("\nHow many pens?\n" if masked else "\n[[How many pens?]]\n") in str(caught.value)
-
-
 def test_an_example_is_shown_with_its_mask_and_special_tokens(tokenizer):
     (example,) = label(tokenizer, [pair("How many? [dim]\n", "4 pens")], chat=False)
     row = {"input_ids": example.input_ids, "labels": example.labels}
     assert render(row, tokenizer).plain == "How many? [dim]\n[[4 pens<|endoftext|>]]"
-    styles = {str(span.style) for span in render(row, tokenizer).spans}
-    assert styles == {"dim", "green", "green reverse", "bold green"}
     stream = io.StringIO()
     show(row, tokenizer, Console(file=stream))
     count = sum(label != IGNORE for label in example.labels)
     assert f"{len(example.labels)} tokens, {count} of them learned" in stream.getvalue()
+
+
+def test_labels_on_every_token_keep_the_prompts() -> None:
+    rows = TokenDataset.from_lists([[5, 6, 7, 8], [4, 3]], [[-100, -100, 7, 8], [-100, 3]])
+    every = rows.all_labelled()
+    assert every.label_offsets.tolist() == [0, 3, 4]  # a text's first token is predicted from nothing
+    batch = every.batch(np.array([0, 1]), 0)
+    assert batch["labels"].tolist() == [[5, 6, 7, 8], [4, 3, -100, -100]]
+    assert label_mask(batch["labels"]).sum() == every.label_count
+    assert [every.prompt(i) for i in (0, 1)] == [rows.prompt(i) for i in (0, 1)] == [[5, 6], [4]]

@@ -20,7 +20,6 @@ from distill.data import own_prompts as sampler_module
 from distill.data.chat import ChatFormat
 from distill.data.context import StageContext
 from distill.data.own_prompts import ORDER, PromptFilter, Sample, prompt_of, prompt_rows, user_turn
-from distill.dry_run import shrink
 from distill.responses.texts import answered_by_target
 from distill.run_stages import run_stages
 from distill.stages import RunDir, run_of
@@ -63,8 +62,7 @@ def test_the_token_that_the_template_writes_after_the_words_ends_them_as_the_mod
     ("template", "told"),
     [
         (None, "no chat template"),
-        ("{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}hello", "does not write"),
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", "nothing before a user's turn"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "writes no user's turn"),
         ("{{ raise_exception('never') }}", "refuses"),
     ],
 )
@@ -96,24 +94,9 @@ GOOD = "Can you explain how rain is made in the clouds above the sea?"
 )
 def test_each_rule_drops_what_it_is_for(text: str, tokens: int, ended: bool, reason: str) -> None:
     kept = PromptFilter(PromptSettings(), {"<|im_start|>"})
-    assert kept.written(GOOD, 14, ended=True)
-    assert not kept.written(text, tokens, ended=ended)
+    assert kept.is_usable(Sample(GOOD, 14, True))
+    assert not kept.is_usable(Sample(text, tokens, ended))
     assert dict(kept.dropped) == {reason: 1}
-
-
-def test_the_search_for_near_repeats_finds_what_a_plain_comparison_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["red", "blue", "green", "round", "flat"]
-    texts = [" ".join(words[(i * j + j * j + i // 7) % 5] for j in range(1, 9)) for i in range(120)]
-    monkeypatch.setattr("distill.data.own_prompts.START_WORDS", 50)
-    monkeypatch.setattr("distill.data.own_prompts.OVERLAP", 0.5)
-    kept, plain = PromptFilter(PromptSettings()), []
-    for text in texts:
-        found = text.split()
-        triples = {tuple(found[at : at + 3]) for at in range(len(found) - 2)}
-        new = all(text != old and len(triples & seen) < 0.5 * len(triples) for old, seen in plain)
-        assert kept.written(text, 8, ended=True) == new
-        plain += [(text, triples)] * new
-    assert 3 < len(plain) < len(texts)
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -183,14 +166,6 @@ def test_prompts_of_a_file_are_mixed_in_and_none_is_near_a_written_one(tmp_path:
 def test_rows_of_the_usual_shapes_hold_a_prompt(row: dict[str, object], prompt: str | None) -> None:
     found = prompt_of(row)
     assert (None if found is None else found[-1]["content"]) == prompt
-
-
-def test_openings_are_taken_in_turn_by_the_share_of_samples_that_begin_with_one() -> None:
-    own = PromptSettings(openings=["Why", "List"], openings_share=0.4)
-    assert [own.opening(number) for number in range(10)] == ["", "", "Why", "", "List"] * 2
-    assert {PromptSettings().opening(number) for number in range(5)} == {""}
-    with pytest.raises(UserError, match=r"data\.prompts\.openings holds an empty text"):
-        settings(openings=["Why", " "]).validate()
 
 
 def test_an_opening_belongs_to_the_prompt_and_makes_no_two_of_them_alike() -> None:
@@ -299,32 +274,3 @@ def test_a_run_on_prompts_of_the_target_trains_every_stage_on_its_answers(tmp_pa
     assert validation.label_count > 8
     assert "the target's responses, train: 16, 16 of them written now" in said.getvalue()
     assert isinstance(one.run, RunDir)
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (lambda s: setattr(s.teacher.responses, "source", "dataset"), r"teacher\.responses\.source is dataset"),
-        (lambda s: setattr(s.target, "kind", "finetune"), r"target\.kind is finetune"),
-        (lambda s: setattr(s.data, "train_file", "x.jsonl"), r"data\.train_file: there is no file"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(
-    tmp_path: Path, tiny: Tiny, change: Callable[[Settings], None], told: str
-) -> None:
-    made = own_run(tmp_path, tiny)
-    made.target.training.steps = 1
-    change(made)
-    with pytest.raises(UserError, match=told):
-        made.validate()
-
-
-def test_a_dry_run_takes_word_problems_for_the_prompts_and_keeps_the_path(tmp_path: Path, tiny: Tiny) -> None:
-    made = own_run(tmp_path, tiny)
-    made.training.steps = made.student.training.steps = 2
-    small = shrink(made, Console(file=io.StringIO()))
-    small.validate()
-    corpus = StageContext(small, run_of(small), Console(quiet=True)).corpus
-    assert not corpus.answered
-    assert len(corpus.train) >= 16
-    assert corpus.train[0]["prompt"].endswith("<assistant>")

@@ -1,6 +1,5 @@
 """Where the frozen target is, and in what format: devices dealt out, what is refused before the first step."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from distill.data.chat import ChatFormat
 from distill.data.target import share_of
 from distill.data.tokenizer import train_tokenizer
 from distill.stages import stage_fingerprints
-from distill.teacher.store import check_place
 
 
 @pytest.mark.parametrize(
@@ -34,27 +32,6 @@ def test_a_device_that_is_not_there_is_refused_before_the_first_step(tmp_path: P
     assert not (tmp_path / "tiny" / "target").exists()
 
 
-@pytest.mark.parametrize(
-    ("quantization", "wanted"),
-    [
-        (
-            {"quant_method": "bitsandbytes", "load_in_4bit": True},
-            "cannot be used here .*itsandbytes.*: install what",
-        ),
-        ({"quant_method": "of my own"}, "which cannot be used here .*of my own"),
-    ],
-)
-def test_a_quantisation_that_cannot_be_had_here_is_refused_before_the_first_step(
-    tmp_path: Path, quantization: dict[str, Any], wanted: str
-) -> None:
-    if quantization["quant_method"] == "bitsandbytes" and importlib.util.find_spec("bitsandbytes"):
-        pytest.skip("bitsandbytes is installed")
-    settings = tiny_settings(tmp_path)
-    settings.target.quantization = quantization
-    with pytest.raises(UserError, match=wanted):
-        check_place(settings.target, torch.device("cpu"))
-
-
 def test_the_quantisation_is_asked_of_transformers_and_the_signals_are_those_of_another_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,19 +46,6 @@ def test_the_quantisation_is_asked_of_transformers_and_the_signals_are_those_of_
     assert seen["device"] == torch.device("cpu")
     keys = stage_fingerprints(settings)
     assert [stage for stage in keys if keys[stage] == plain[stage]] == ["target", "initial"]
-
-
-def test_what_a_sharded_target_cannot_do_is_refused(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path)
-    settings.target.sharded = True
-    with pytest.raises(UserError, match=r"and 1 was started: start several by torchrun"):
-        check_place(settings.target, torch.device("cpu"))
-    settings.teacher.responses.source = "target"
-    with pytest.raises(UserError, match=r"a sharded target writes neither prompts nor responses"):
-        settings.validate()
-    settings.target.devices = ["cpu"]
-    with pytest.raises(UserError, match=r"target.devices and target.sharded are set"):
-        settings.validate()
 
 
 @pytest.mark.parametrize(
