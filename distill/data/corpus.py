@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -141,7 +142,7 @@ def load_corpus(
                 "plain, --show-example shows one)"
             )
     digest = hashlib.sha256(json.dumps([settings.key(), _identity(tokenizer)], sort_keys=True).encode())
-    splits, limits = {}, (settings.train_limit, settings.validation_examples, settings.test_examples)
+    splits, limits = {}, (settings.train_limit or sys.maxsize, settings.validation_examples, settings.test_examples)
     for split, limit in zip(SPLITS, limits, strict=True):
         ordered = list(rows.splits[split])
         Random(f"{seed}/{split}").shuffle(ordered)
@@ -175,21 +176,21 @@ def _text_of(row: Row) -> str:
 def _examples(
     rows: list[Row],
     split: str,
-    limit: int | None,
+    limit: int,
     settings: DataSettings,
     tokenizer: PreTrainedTokenizerBase,
     kind: str,
     chat: ChatFormat | None,
 ) -> tuple[Dataset, list[tuple[str, int, str]]]:
     """The examples of one split, up to ``limit``; and reason, number and detail of rows not used as they are."""
-    current().update(name=f"tokenising {split}", total=min(limit or len(rows), len(rows)), done=0)
+    current().update(name=f"tokenising {split}", total=min(limit, len(rows)), done=0)
     if kind == "text":  # blocks span rows
         blocks = list(islice(text_blocks(tokenizer, (row["text"] for row in rows), settings.max_length), limit))
         columns = {name: [getattr(block, name) for block in blocks] for name in COLUMNS}
         return Dataset.from_dict(columns, features=Features(COLUMNS)), []
     parts, left_out, have = list[Dataset](), list[tuple[str, int, str]](), 0
-    while rows and (limit is None or have < limit):
-        count = len(rows) if limit is None else max(BATCH, round(1.1 * (limit - have)))  # some will be dropped
+    while rows and have < limit:
+        count = max(BATCH, round(1.1 * (limit - have)))  # some will be dropped
         batch, rows = rows[:count], rows[count:]
         processes = min(max(1, len(batch) // A_PROCESS), os.cpu_count() or 1)
         if processes > 1:
@@ -207,7 +208,7 @@ def _examples(
         notes = made["left_out"][:]
         left_out += [(why, number, detail) for note in notes if note for why, number, detail in json.loads(note)]
         kept = [place for place, note in enumerate(notes) if not note]
-        parts.append(made.select_columns(list(COLUMNS)).select(kept if limit is None else kept[: limit - have]))
+        parts.append(made.select_columns(list(COLUMNS)).select(kept[: limit - have]))
         have += len(parts[-1])
         current().update(done=have)
     return concatenate_datasets(parts), left_out

@@ -246,14 +246,9 @@ def _passages(text: str) -> list[str]:
 def _local(source: str) -> dict[str, str]:
     """Files of a source that is a path: one file is the training split, a folder has a file for each split."""
     path = Path(source)
-    if path.is_file():
-        return {"train": source}
     if not path.is_dir():
-        if path.suffix.lower() in READERS or source.startswith((".", "/", "~")):
-            raise UserError(
-                f"data.source: there is no file or folder {source!r} (relative paths start at {Path.cwd()})"
-            )
-        return {}
+        looks = path.suffix.lower() in READERS or source.startswith((".", "/", "~"))
+        return {"train": source} if looks or path.is_file() else {}
     found = {
         split: str(file)
         for split, names in SPLIT_NAMES.items()

@@ -1,11 +1,9 @@
 import io
 
-import numpy as np
 import pytest
 from rich.console import Console
 
 from decode.errors import UserError
-from distill.data.batches import TokenDataset, label_mask
 from distill.data.chat import (
     IGNORE,
     ChatFormat,
@@ -145,13 +143,3 @@ def test_an_example_is_shown_with_its_mask_and_special_tokens(tokenizer):
     show(row, tokenizer, Console(file=stream))
     count = sum(label != IGNORE for label in example.labels)
     assert f"{len(example.labels)} tokens, {count} of them learned" in stream.getvalue()
-
-
-def test_labels_on_every_token_keep_the_prompts() -> None:
-    rows = TokenDataset.from_lists([[5, 6, 7, 8], [4, 3]], [[-100, -100, 7, 8], [-100, 3]])
-    every = rows.all_labelled()
-    assert every.label_offsets.tolist() == [0, 3, 4]  # a text's first token is predicted from nothing
-    batch = every.batch(np.array([0, 1]), 0)
-    assert batch["labels"].tolist() == [[5, 6, 7, 8], [4, 3, -100, -100]]
-    assert label_mask(batch["labels"]).sum() == every.label_count
-    assert [every.prompt(i) for i in (0, 1)] == [rows.prompt(i) for i in (0, 1)] == [[5, 6], [4]]

@@ -53,11 +53,6 @@ def test_the_users_turn_is_what_the_template_writes_before_the_words() -> None:
     assert "Be short." in one.tokenizer.decode(other.before)
 
 
-def test_the_token_that_the_template_writes_after_the_words_ends_them_as_the_models_own_does() -> None:
-    template = "{% for m in messages %}{{ '[' ~ m.role ~ ']' }}{{ m.content }}<s>{% endfor %}"
-    assert user_turn(chat(template), {0}).ends == {0, 1}
-
-
 @pytest.mark.parametrize(
     ("template", "told"),
     [

@@ -5,14 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from families import build_tiny
 from tiny_run import bench, run_tiny, tiny_settings
 
 from decode.errors import UserError
-from distill.config.training import TargetSettings
-from distill.data.chat import ChatFormat
 from distill.data.target import share_of
-from distill.data.tokenizer import train_tokenizer
 from distill.stages import stage_fingerprints
 
 
@@ -46,21 +42,3 @@ def test_the_quantisation_is_asked_of_transformers_and_the_signals_are_those_of_
     assert seen["device"] == torch.device("cpu")
     keys = stage_fingerprints(settings)
     assert [stage for stage in keys if keys[stage] == plain[stage]] == ["target", "initial"]
-
-
-@pytest.mark.parametrize(
-    "ways", [{"devices": ["cpu"]}, {"quantization": {"quant_method": "bitsandbytes", "load_in_8bit": True}}, {}]
-)
-def test_the_target_writes_its_prompts_where_it_makes_signals(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ways: dict[str, Any]
-) -> None:
-    settings = tiny_settings(tmp_path)
-    settings.target = TargetSettings(kind="as_is", model="somewhere", **ways)
-    opened: list[dict[str, Any]] = []
-    model = build_tiny("llama")
-    monkeypatch.setattr("distill.data.target.load_model", lambda *_, **how: (opened.append(how), model)[1])
-    tokenizer = train_tokenizer(["a text"], 300)
-    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
-    assert bench(settings)[0]._sampler(ChatFormat(tokenizer, None, {})).model() is model
-    assert ("quantization_config" in opened[0]) == ("quantization" in ways)
-    assert opened[0]["device"] in ("cpu", torch.device("cpu"))

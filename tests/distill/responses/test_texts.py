@@ -7,21 +7,18 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
 from tiny_run import bench, run_tiny, tiny_settings
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from distill import ranks
 from distill.config.drafts import ResponseSettings
 from distill.data.chat import IGNORE, until_end
-from distill.data.context import StageContext
 from distill.data.response_file import Response, ResponseFile
 from distill.data.tokenizer import train_tokenizer
 from distill.responses import texts as response_texts
 from distill.responses.server import Job
 from distill.responses.texts import answered_by_target, answered_here
 from distill.run_stages import run_stages
-from distill.stages import stage_fingerprints
 
 Tiny = Callable[..., PreTrainedModel]
 PROMPTS = [[5, 9, 3], [7], [2, 11, 13, 17, 19, 23, 4, 8], [30, 31]]
@@ -114,45 +111,6 @@ def test_the_draft_learns_from_what_the_target_wrote(tmp_path: Path) -> None:
     assert "of them written now" in printed
     after = (run.work / "responses/train.jsonl").read_bytes()
     assert sorted(after.splitlines()) == sorted(before.splitlines())
-
-
-def test_only_settings_that_decide_the_texts_make_stages_run_again(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path)
-    responses = settings.teacher.responses
-    key = stage_fingerprints(settings)["distillspec"]
-    responses.temperature = 0.3  # the data set's responses are not sampled
-    assert stage_fingerprints(settings)["distillspec"] == key
-    responses.source = "target"
-    target = stage_fingerprints(settings)["distillspec"]
-    assert target != key
-    responses.refresh_every, responses.server.retries = 7, 9
-    assert stage_fingerprints(settings)["distillspec"] == target
-    responses.temperature = 0.4
-    assert stage_fingerprints(settings)["distillspec"] != target
-    responses.dtype = "bfloat16"
-    assert stage_fingerprints(settings)["target"] == stage_fingerprints(tiny_settings(tmp_path))["target"]
-    other = stage_fingerprints(settings)["distillspec"]
-    responses.dtype = None
-    assert stage_fingerprints(settings)["distillspec"] != other
-
-
-def test_responses_may_be_written_in_another_number_format_than_the_signal(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path)
-    settings.teacher.responses.source, settings.teacher.responses.max_new_tokens = "target", 8
-    settings.teacher.responses.dtype = "bfloat16"
-    settings.target.training.steps = settings.student.training.steps = settings.training.steps = 1
-    opened: list[torch.dtype] = []
-    with pytest.MonkeyPatch.context() as patch:
-        load = StageContext.open_target
-        patch.setattr(StageContext, "open_target", lambda *a: (opened.append((found := load(*a)).dtype), found)[1])
-        made, _ = bench(settings)
-        run_stages(made, only=("target", "initial", "distillspec"))
-    assert opened == [
-        torch.float32,
-        torch.bfloat16,
-        torch.bfloat16,
-    ]  # the signal, answers of two splits
-    assert len(made.run.work.joinpath("responses", "train.jsonl").read_bytes().splitlines()) == 20
 
 
 def test_several_processes_write_what_one_does_each_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
