@@ -154,16 +154,8 @@ def head_texts(
 
     These are the texts that decoding visits while the head is drafting. The target reads them for its features.
 
-    Args:
-        head: With the weights of the moment.
-        target: The model whose features it reads.
-        depth: Tokens of a draft.
-        prompts: Token ids.
-        warp: Logits to probabilities.
-        budgets: Longest continuation of each prompt.
-        stop_ids: End-of-text tokens.
-        draws: Seeds of the texts.
-        batch_size: Not used: texts are written one at a time.
+    The arguments after ``depth``, the tokens of a draft, are those of `decode.models.writing.write_texts`; texts are
+    written one at a time.
     """
     runner, drafter, texts = open_runner(target), HeadRunner(head, target), list[list[int]]()
     for number, (prompt, limit) in enumerate(zip(prompts, budgets, strict=True)):

@@ -106,7 +106,7 @@ def answered_by_servers(
     """
     server = settings.server
 
-    def ask(job: Job, url: str, client: openai.OpenAI, model: str) -> Response:
+    def ask(job: Job, url: str, client: openai.OpenAI, model: str) -> tuple[Job, str, bool]:
         how: dict[str, Any] = {"model": model, "max_tokens": job.budget, "seed": _seed_of(seed, job)}
         how |= {"temperature": settings.temperature, "top_p": settings.top_p}
         try:
@@ -114,10 +114,7 @@ def answered_by_servers(
             choice = client.completions.create(prompt=job.text.removeprefix(start), **how).choices[0]
         except (openai.OpenAIError, IndexError, TypeError) as error:
             raise refused(url, error) from error
-        ids = continuation_ids(tokenizer, [choice.text])[0] if choice.text else []
-        if choice.finish_reason == "stop" and not any(token in ends for token in ids):
-            ids = [*ids, end_token(tokenizer)]  # servers leave it out
-        return job.example, ids[: job.budget]
+        return job, choice.text or "", choice.finish_reason == "stop"
 
     def answers(jobs: Sequence[Job], missing: Collection[int]) -> Iterator[Response]:
         clients = [(url, *open_client(server, url)) for url in server.urls]
@@ -128,7 +125,11 @@ def answered_by_servers(
             asked = [job for job in wanted if job.budget]
             futures = [pool.submit(ask, job, *clients[number % len(clients)]) for number, job in enumerate(asked)]
             for future in as_completed(futures):
-                yield future.result()
+                job, text, ended = future.result()
+                ids = continuation_ids(tokenizer, [text])[0] if text else []
+                if ended and not any(token in ends for token in ids):
+                    ids = [*ids, end_token(tokenizer)]  # servers leave it out
+                yield job.example, ids[: job.budget]
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             for _, client, _ in clients:
