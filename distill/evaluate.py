@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decode.bench import machine
 from decode.bench.benchmark import BenchEntry, Benchmark
 from decode.bench.offline_acceptance import DEPTH, OfflineAlpha, offline_alphas, paired
 from decode.bench.prediction import best_length, break_even, speedups_by_length
@@ -143,7 +144,7 @@ class Evaluation:
                 profile = self._profile(greedy_by_depth)
                 with self.context.timed(f"{MEASUREMENT}: decoding", len(self.suite.prompts)):
                     decoding, analysis, samples = self._decoding(profile)
-                if warning := self.session.load.warning():
+                if warning := machine.load_warning():
                     self.bar.console.print(f"  {warning}", soft_wrap=True)
         finally:
             torch.set_num_threads(self.threads)

@@ -9,8 +9,7 @@
 - An adaptive method keeps what it learned from prompt to prompt, but every repeat has its own copy of it, so that no
   method has seen a prompt before.
 - Time is wall time of the whole text, reading the prompt included; token ids are counted, not words.
-- Texts end at their natural end, so that accuracy is meaningful. Where lengths may differ (sampling, relaxed rules),
-  `ignore_eos` gives all texts the full length.
+- Texts end at their natural end, so that accuracy is meaningful.
 """
 
 import statistics
@@ -25,7 +24,8 @@ from transformers import PreTrainedModel
 from decode.bench.baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES, TransformersBaseline, quiet
 from decode.bench.costs import round_costs
 from decode.bench.offline_acceptance import prompt_numbers
-from decode.bench.records import Record, TimedText, analysis, make_row
+from decode.bench.prediction import speedup_of_trace
+from decode.bench.records import COLUMNS, Record, TimedText, analysis, by_category, measured
 from decode.bench.session import Item, Session
 from decode.bench.statistics import plain
 from decode.bench.suites import Suite
@@ -54,7 +54,6 @@ REFERENCE = "generate"  # the method of `speedup_vs_generate`, whose texts greed
 TREES = {name for name, (drafter, _, _) in METHODS.items() if drafter in TREE_DRAFTERS}
 FILLED = 2  # least number of prompts for each place of a batch
 WARM_UP = 24  # most tokens of the text that every method writes before it is timed
-TURN_SEED = 101  # distance of the seeds of a chat's turns
 Chat = Sequence[Item]  # the turns of one prompt
 
 
@@ -200,35 +199,27 @@ class EntryRun:
         """
         runner, size, texts = self.session.runner, self.batch_size, [TimedText() for _ in chats]
         how: dict[str, Any] = {"max_new_tokens": budget, "stop_ids": self.session.stop_ids}
+        turns = [(t, item.ids, seed + n) for t, c, seed in zip(texts, chats, seeds) for n, item in enumerate(c)]
+        rngs = [TorchRng(seed, runner.device) for *_, seed in turns]
         if self.entry.is_baseline:
-            turns = [
-                (t, item, seed + TURN_SEED * n) for t, c, seed in zip(texts, chats, seeds) for n, item in enumerate(c)
-            ]
             if size > 1:  # texts of similar length together
-                turns.sort(key=lambda turn: len(turn[1].ids))
+                turns.sort(key=lambda turn: len(turn[1]))
             for at in range(0, len(turns), size):
                 some = turns[at : at + size]
-                new, seconds, forwards = self.baseline.run([item.ids for _, item, _ in some], budget, some[0][2])
+                new, seconds, forwards = self.baseline.run([ids for _, ids, _ in some], budget, some[0][2])
                 for (text, *_), ids in zip(some, new):
-                    text.add(ids, seconds / len(some), seconds, forwards, None)
-            return texts
-        method = self.methods[repeat]
-        if size > 1:
-            began, rngs = time.perf_counter(), [TorchRng(seed, runner.device) for seed in seeds]
-            prompts = [chat[0].ids for chat in chats]
-            outputs = decode_texts(runner, method, self.warp, prompts, rngs=rngs, batch_size=size, **how)
+                    text.add(ids, seconds / len(some), forwards, None)
+        elif size == 1:
+            for (text, ids, _), rng in zip(turns, rngs):
+                out = decode(runner, self.methods[repeat], self.warp, ids, annotate=sample, rng=rng, **how)
+                text.add(out.new_ids, out.trace.total_seconds, out.trace.rounds, out.trace)
+                self.samples += [out] if sample else []
+        else:
+            began, prompts = time.perf_counter(), [ids for _, ids, _ in turns]
+            outputs = decode_texts(runner, self.methods[repeat], self.warp, prompts, rngs=rngs, batch_size=size, **how)
             spent = (time.perf_counter() - began) / max(1e-12, sum(out.trace.total_seconds for out in outputs))
             for text, out in zip(texts, outputs):
-                trace = out.trace
-                text.add(out.new_ids, spent * trace.total_seconds, trace.wall_seconds, trace.rounds, trace)
-            return texts
-        for text, chat, seed in zip(texts, chats, seeds):
-            for turn, item in enumerate(chat):
-                rng = TorchRng(seed + TURN_SEED * turn, runner.device)
-                out = decode(runner, method, self.warp, item.ids, annotate=sample, rng=rng, **how)
-                seconds = out.trace.total_seconds
-                text.add(out.new_ids, seconds, seconds, out.trace.rounds, out.trace)
-                self.samples += [out] if sample else []
+                text.add(out.new_ids, spent * out.trace.total_seconds, out.trace.rounds, out.trace)
         return texts
 
 
@@ -248,15 +239,13 @@ def time_texts(runs: Sequence[EntryRun], groups: Sequence[Sequence[Chat]], name:
         some = [chat[:1] for chat in groups[0][: run.batch_size]]
         try:
             run.write(some, -1, [0] * len(some), min(WARM_UP, options.max_new_tokens))
-        except UserError:
-            raise
-        except (ValueError, RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
+        except Exception as error:
             if not run.entry.is_baseline:
                 raise
             run.note = f"transformers refused: {type(error).__name__}: {str(error).splitlines()[0][:160]}"
     running = [run for run in runs if not run.note]
     for i, chats in enumerate(groups):
-        found: list[list[list[TimedText]]] = [[[] for _ in chats] for _ in running]
+        written: list[list[list[TimedText]]] = [[] for _ in running]  # by entry and repeat
         for repeat in range(options.repeats):
             seeds = [options.seed + 1009 * (i + j) + repeat for j in range(len(chats))]
             for turn in range(len(running)):
@@ -264,12 +253,10 @@ def time_texts(runs: Sequence[EntryRun], groups: Sequence[Sequence[Chat]], name:
                 run = running[place]
                 work.update(name=f"{name} {run.entry.label}")
                 sample = run.batch_size == 1 and i < options.samples and repeat == 0
-                written = run.write(chats, repeat, seeds, options.max_new_tokens, sample=sample)
-                for texts, text in zip(found[place], written):
-                    texts.append(text)
+                written[place].append(run.write(chats, repeat, seeds, options.max_new_tokens, sample=sample))
                 work.advance()
-        for run, texts_of_chats in zip(running, found):
-            run.record.texts += texts_of_chats
+        for run, repeats in zip(running, written):
+            run.record.texts += map(list, zip(*repeats))
 
 
 class Benchmark:
@@ -295,15 +282,13 @@ class Benchmark:
         entries: Iterable[BenchEntry],
         *,
         batch_sizes: Iterable[int] = (1,),
-        prompts: int | None = None,
     ) -> list[dict[str, Any]]:
         """Measure all entries on all suites at all batch sizes; the baselines are added at every temperature.
 
         Args:
-            suites: prompts with their scorers; batches that need more prompts take them again from the start.
+            suites: prompts with their scorers; a batch that needs more prompts takes them again from the start.
             entries: in the order of the table; of transformers' methods only ``generate`` decodes batches.
             batch_sizes: sequences at once.
-            prompts: number of prompts of each suite at batch sizes that need no more; None: all.
 
         Returns:
             `rows`.
@@ -336,10 +321,9 @@ class Benchmark:
             first = [given.get(m, BenchEntry(m, temperature=temperature)) for m in (BASELINE, REFERENCE)]
             if size == 1:
                 chats = [list(turns) for _, turns in groupby(some, key=lambda item: id(item.prompt))]
-                groups = [[chat] for chat in chats[:prompts]]
+                groups = [[chat] for chat in chats]
             else:
-                count = max(len(some) if prompts is None else prompts, FILLED * size)
-                groups = [[[some[i % len(some)]] for i in range(count)]]
+                groups = [[[some[i % len(some)]] for i in range(max(len(some), FILLED * size))]]
             blocks.append((suite, temperature, size, first + [e for e in table if e not in first], groups))
         rounds = sum(len(table) * len(groups) for *_, table, groups in blocks)
         current().update(done=0, total=session.options.repeats * rounds)
@@ -372,40 +356,46 @@ class Benchmark:
         for run in runs:
             entry, record = run.entry, run.record
             draft = entry.draft if entry.needs_draft else None
-            of = {other.entry.method: other.record for other in runs if other.record.texts}
-            for other in runs:  # of several assistants the one of this draft and length, if there is one
-                if other.record.texts and (other.entry.draft, other.draft_length) == (draft, run.draft_length):
-                    of[other.entry.method] = other.record
-            marks = [
-                statistics.fmean(score(item.prompt, session.text(text.new_ids)) for text in texts)
-                for (item, *_), texts in zip(chats, record.texts if score is not None else ())
-            ]
-            where = {"suite": suite.name, "temperature": temperature}
-            about: dict[str, Any] = where | {
+            # of several assistants the one most like this entry
+            alike = sorted((o.entry.draft == draft, o.draft_length == run.draft_length, i) for i, o in enumerate(runs))
+            of = {runs[i].entry.method: runs[i].record for *_, i in alike if runs[i].record.texts}
+            row: dict[str, Any] = dict.fromkeys(COLUMNS) | {
+                "suite": suite.name,
+                "temperature": temperature,
+                "batch_size": size,
                 "name": entry.label,
                 "method": entry.method,
                 "draft": draft,
                 "draft_length": run.draft_length,
-                "batch_size": size,
                 "lossless": entry.is_baseline or is_lossless(entry.method, entry.rule),
                 "baseline": entry.is_baseline,
                 "repeats": session.options.repeats,
+                "prompts": len(record.texts),
+                "categories": [],
                 "note": run.note,
             }
-            row = make_row(
-                record,
-                of,
-                session.options.seed,
-                cost=session.costs.get(draft, {}).get(size),
-                drafts_in_turn=entry.needs_draft and entry.method not in TREES | {"hybrid"},
-                categories=[chat[0].prompt.category for chat in chats],
-                marks=marks,
-                expected=[self._expected.get(key) for key in keys] if temperature == 0 else [],
-            )
-            self.rows.append(plain(about | row))
-            if not record.texts:
+            self.rows.append(row)
+            if run.note:
                 continue
-            detail: dict[str, Any] = where | {"batch_size": size, "name": entry.label} | analysis(record)
+            categories, seed = [chat[0].prompt.category for chat in chats], session.options.seed
+            row |= measured(record, of, seed) | {"categories": by_category(record, of, categories, seed)}
+            if (cost := session.costs.get(draft, {}).get(size)) is not None:
+                in_turn = entry.needs_draft and entry.method not in TREES | {"hybrid"}
+                row["predicted_speedup"] = speedup_of_trace(record.trace(), cost, drafts_with_model=in_turn)
+            if score is not None:
+                marks = [
+                    statistics.fmean(score(item.prompt, session.text(text.new_ids)) for text in texts)
+                    for (item, *_), texts in zip(chats, record.texts)
+                ]
+                error = statistics.stdev(marks) / len(marks) ** 0.5 if len(marks) > 1 else None
+                row |= {"accuracy": statistics.fmean(marks), "accuracy_se": error}
+            if temperature == 0 and self._expected:
+                known = [self._expected[key] for key, _ in zip(keys, record.texts)]
+                same = [text.new_ids == ids for ids, texts in zip(known, record.texts) for text in texts]
+                row |= {"identical_share": statistics.fmean(same), "identical_to_target": all(same)}
+            self.rows[-1] = plain(row)
+            detail: dict[str, Any] = {key: row[key] for key in ("suite", "temperature", "batch_size", "name")}
+            detail |= analysis(record)
             rules = [method.rule for method in run.methods[:-1]]
             if rules and isinstance(rules[0], JensenShannon):  # the final threshold of an adaptive acceptance rule
                 detail["verification_threshold"] = statistics.fmean(rule.theta for rule in rules)

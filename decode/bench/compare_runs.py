@@ -8,11 +8,12 @@ from decode.bench.report import TABLES, console_table, mode, shown
 from decode.errors import UserError, read_json
 from decode.progress import output_console
 
+LISTS = "methods", "decoding", "table"
+"""The keys of the rows in a report of bench, distill and probes."""
+
 
 def find_rows(paths: Sequence[str]) -> list[dict[str, Any]]:
     """Rows with a speedup of all report.json files at or below the given paths, in the order of the paths.
-
-    A row is an item of any list of the report that has a name, a suite, a temperature and a speedup.
 
     Raises:
         UserError: a path does not exist, or no report has such rows.
@@ -23,12 +24,11 @@ def find_rows(paths: Sequence[str]) -> list[dict[str, Any]]:
         if not path.exists():
             raise UserError(f"there is no {name!r}; give folders of runs, such as runs/*")
         for report in sorted(path.rglob("report.json")) if path.is_dir() else [path]:
-            lists = [part for part in read_json(report).values() if isinstance(part, list)]
+            content = read_json(report)
             rows += [
                 {"run": report.parent.name, "mode": mode(row["temperature"])} | row
-                for part in lists
-                for row in part
-                if isinstance(row, dict) and row.keys() >= {"name", "suite", "temperature"} and row.get("speedup")
+                for row in (row for key in LISTS for row in content.get(key, []))
+                if row.get("speedup")
             ]
     if not rows:
         raise UserError(

@@ -27,6 +27,7 @@ from decode.models.other_tokenizer import ForeignRunner
 from decode.models.runner import Runner, synchronize
 from decode.sampling import LogitsWarper, TorchRng
 from decode.stopping import Confidence, Fixed, RoundCosts, StopRule, between, token_probability
+from decode.trace import Trace
 
 LONGEST = 15  # v(n) is measured for n up to LONGEST + 1
 BURST = 5  # most draft forwards in a row before a target forward is timed
@@ -190,14 +191,12 @@ def timed_rounds(
     ]
     for _ in islice(loop.run(target, method, sequences, len(sequences)), count * len(sequences)):
         pass
-    traces = [one.trace for one in sequences]
-    rounds = sum(trace.rounds for trace in traces) / len(traces)
-    drafting, verifying = (
-        sum(map(sum, times)) for times in zip(*((t.draft_seconds, t.verify_seconds) for t in traces))
-    )
-    total = sum(trace.total_seconds - trace.prefill_seconds for trace in traces)
-    drafted = sum(sum(trace.drafted) for trace in traces) / len(traces)
-    return drafting / rounds, verifying / rounds, (total - drafting - verifying) / rounds, drafted / rounds
+    whole = Trace()
+    for one in sequences:
+        whole.extend(one.trace)
+    rounds, drafting, verifying = whole.rounds / len(prompts), sum(whole.draft_seconds), sum(whole.verify_seconds)
+    rest = whole.total_seconds - whole.prefill_seconds - drafting - verifying
+    return drafting / rounds, verifying / rounds, rest / rounds, sum(whole.drafted) / whole.rounds
 
 
 def with_bookkeeping(
@@ -260,10 +259,9 @@ def exit_costs(
     drafters = {layer: EarlyExitDrafter(runner, warp, LayerSubset(layer)) for layer in timed}
     methods = {(0, 0, ""): Method("plain", NoDrafter(), StopRule(1))}
     methods |= {(e, k, ""): Method("length", drafters[e], StopRule(k)) for e in timed for k in lengths}
-    methods |= {
-        (timed[0], ruled, name): Method(name, drafters[timed[0]], StopRule(ruled, confidence, threshold=Fixed(-1.0)))
-        for name, confidence in confidences.items()
-    }
+    for name, confidence in confidences.items():
+        stop = StopRule(ruled, confidence, threshold=Fixed(-1.0))
+        methods[timed[0], ruled, name] = Method(name, drafters[timed[0]], stop)
     seen: dict[tuple[int, int, str], list[tuple[float, ...]]] = {key: [] for key in methods}
     began = time.perf_counter()
     for turn in range(EXIT_TURNS):
@@ -271,35 +269,22 @@ def exit_costs(
             break
         for key, method in methods.items():
             count = EXIT_ROUNDS if key[1] else 4 * EXIT_ROUNDS
-            found = timed_rounds(runner, method, warp, [prompts[turn % len(prompts)]], count, turn)
+            drafting, *others, k = timed_rounds(runner, method, warp, [prompts[turn % len(prompts)]], count, turn)
             if turn:  # the first one warms up
-                seen[key].append((found[0] / max(1.0, found[3]), *found[1:3]))
+                seen[key].append((drafting / max(1.0, k), *others))
     # the lower quartile: other programs only ever make a measurement longer
-    draft, verify, rest = ({k: float(np.quantile([f[i] for f in v], 0.25)) for k, v in seen.items()} for i in range(3))
-    plain = verify[0, 0, ""]
-    step = plain + rest[0, 0, ""]
-    slope, start = _line(timed, [float(np.median([draft[e, k, ""] for k in lengths])) for e in timed])
-    lines = {k + 1: _line(timed, [verify[e, k, ""] for e in timed]) for k in lengths}
-    bookkeeping = float(np.median([rest[e, k, ""] for e in timed for k in lengths]))
-    costs = {
-        layer: CostModel(
-            max(1e-9, slope * layer) / step,
-            {1: plain / step} | {n: max(1e-9, a * layer + b) / step for n, (a, b) in lines.items()},
-            overhead=bookkeeping / step,
-            draft_overhead=max(0.0, start) / step,
-            target_seconds=step,
-            draft_seconds=slope * layer + start,
-            context=len(prompts[0]),
-        )
-        for layer in exits
-    }
-    unread = draft[timed[0], ruled, ""]
-    return costs, {name: max(0.0, draft[timed[0], ruled, name] - unread) / step for name in confidences}
-
-
-def _line(x: Sequence[int], y: Sequence[float]) -> tuple[float, float]:
-    """Slope and value at 0 of the straight line through the points; one point has a line through the origin."""
-    if len(x) == 1:
-        return y[0] / x[0], 0.0
-    slope, start = np.polyfit(x, y, 1)
-    return float(slope), float(start)
+    low = {key: np.quantile(found, 0.25, axis=0) for key, found in seen.items()}  # drafting, verification, the rest
+    step, degree = float(low[0, 0, ""][1:].sum()), min(1, len(timed) - 1)
+    drafted = np.polyfit(timed, [np.median([low[e, k, ""][0] for k in lengths]) for e in timed], degree)
+    fixed = max(0.0, float(drafted[-1])) * degree  # of a drafted token, whatever the exit
+    bookkeeping = float(np.median([low[e, k, ""][2] for e in timed for k in lengths]))
+    verified = {k + 1: np.polyfit(timed, [low[e, k, ""][1] for e in timed], degree) for k in lengths}
+    costs = {}
+    for layer in exits:
+        seconds = max(1e-9, float(np.polyval(drafted, layer)) - fixed)
+        widths = {n: max(1e-9, float(np.polyval(line, layer))) / step for n, line in verified.items()}
+        known = {1: float(low[0, 0, ""][1]) / step} | widths
+        overheads = bookkeeping / step, fixed / step
+        costs[layer] = CostModel(seconds / step, known, *overheads, step, seconds + fixed, len(prompts[0]))
+    unread = low[timed[0], ruled, ""][0]
+    return costs, {name: max(0.0, float(low[timed[0], ruled, name][0] - unread)) / step for name in confidences}

@@ -12,7 +12,7 @@ import transformers
 
 from decode.models.runner import Runner
 
-BUSY = 0.1  # share of processor time of other processes above which measured speeds are not reliable
+BUSY = 0.25  # share of processor time of other processes above which measured speeds are not reliable
 SLOW = 0.05  # seconds of a one-token forward above which more threads are always faster and are not measured
 
 
@@ -28,8 +28,6 @@ def describe(device: torch.device | str = "cpu") -> dict[str, Any]:
         "device": str(device),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "system": platform.platform(terse=True),
     }
     if device.type == "cuda":
         facts["accelerator"] = torch.cuda.get_device_name(device)
@@ -39,35 +37,15 @@ def describe(device: torch.device | str = "cpu") -> dict[str, Any]:
 def sentence(facts: dict[str, Any]) -> str:
     """`describe` in one line."""
     where = facts.get("accelerator") or f"{facts['cpu']}, {facts['cores']} cores"
-    others = facts.get("other_processes_share") or 0.0
-    load = f", {others:.0%} of the processors' time taken by other processes" if others > BUSY else ""
-    return f"{where}, threads: {facts['threads']}, torch {facts['torch']}, transformers {facts['transformers']}{load}"
+    return f"{where}, threads: {facts['threads']}, torch {facts['torch']}, transformers {facts['transformers']}"
 
 
-class Load:
-    """Processor time of other processes since this object was made."""
-
-    def __init__(self) -> None:
-        self._began = _processor_seconds()
-
-    def others(self) -> float:
-        """Their share of the time of all processors, including time that a virtual machine's host took."""
-        busy, own, whole = (now - then for now, then in zip(_processor_seconds(), self._began))
-        return max(0.0, busy - own) / whole if whole > 0 else 0.0
-
-    def warning(self) -> str:
-        """A warning if the share is above `BUSY`, otherwise empty."""
-        if (share := self.others()) <= BUSY:
-            return ""
-        return f"other processes took {share:.0%} of the processors' time; measure speeds again on an idle machine"
-
-
-def _processor_seconds() -> tuple[float, float, float]:
-    """Seconds since boot of all processes, of this one with its ended children, and of the processors."""
-    every, own = psutil.cpu_times()._asdict(), psutil.Process().cpu_times()
-    whole = sum(every.values()) - every.get("guest", 0) - every.get("guest_nice", 0)  # included in user and nice
-    busy = whole - every["idle"] - every.get("iowait", 0)
-    return busy, own.user + own.system + own.children_user + own.children_system, whole
+def load_warning() -> str:
+    """A warning if other processes keep the processors busy (by the load of the last minute), otherwise empty."""
+    others = (psutil.getloadavg()[0] - torch.get_num_threads()) / (os.cpu_count() or 1)
+    if others <= BUSY:
+        return ""
+    return f"other processes take {others:.0%} of the processors' time; measure speeds again on an idle machine"
 
 
 @torch.inference_mode()

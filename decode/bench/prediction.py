@@ -127,18 +127,14 @@ def speedup_of_trace(trace: Trace, cost: CostModel, *, drafts_with_model: bool) 
 
 def verdict(alpha: float, cost: CostModel, speedups: Mapping[int, float]) -> str:
     """The best draft length with its speedup and break-even α, or the least α at which any length gains."""
-    best = best_length(speedups)
+    best, facts = best_length(speedups), f"α = {alpha:.3f}, c = {cost.cost_ratio:.3f}, v(2) = {cost.v(2):.2f}"
     needed = {k: least for k in speedups if (least := break_even(k, cost)) is not None}
-    facts = f"α = {alpha:.3f}, c = {cost.cost_ratio:.3f}, v(2) = {cost.v(2):.2f}"
     if best:
         return f"speedup {speedups[best]:.2f} at draft length {best} ({facts}, break-even α {needed.get(best, 0):.2f})"
-    if not needed:
-        return f"no speedup at any α: drafting and verifying cost more than a step for each token ({facts})"
-    length = min(needed, key=lambda k: needed[k])
-    return f"no speedup: the least break-even α is {needed[length]:.2f}, at draft length {length} ({facts})"
+    gains = f"the least break-even α is {min(needed.values()):.2f}" if needed else "not at any α"
+    return f"no speedup: {gains} ({facts})"
 
 
-TOLERANCE = 0.01  # lengths whose speedups differ by less than this share count as equally fast
 SCHEDULE = "num_speculative_tokens_per_batch_size"  # vLLM's name of draft lengths by batch size
 
 
@@ -155,46 +151,40 @@ def forecast(
 
     Returns:
         ``batches``: costs, speedups and goodput (tokens/s of all sequences) at each measured batch size; vLLM's
-        schedule, [first batch size, last batch size, drafted tokens], in which a length is kept for larger batch sizes
-        while it is within `TOLERANCE` of the best one; ``drafting_loses_from_batch_size``, None if a draft gains at the
-        largest batch size; ``round_costs``.
+        schedule of the best lengths, [first batch size, last batch size, drafted tokens]; ``round_costs``.
     """
     seconds, rounds = round_costs(costs), {k: replayed(alphas, k) for k in range(1, longest + 1)}
 
-    def speedups(batch: int, most: int = longest) -> dict[int, float]:
-        plain, draft, found = seconds.plain(batch), seconds.drafting(batch), {}
-        for k in range(1, most + 1):
-            tokens, lengths = rounds[k]
-            spent = sum(n * (draft * k + seconds.verifying(batch, k + 1)) for k, n in lengths.items())
-            found[k] = tokens * plain / spent
+    def speedups(batch: int) -> dict[int, float]:
+        found = {}
+        for k, (tokens, lengths) in rounds.items():
+            spent = sum(
+                n * (drafted * seconds.drafting(batch) + seconds.verifying(batch, drafted + 1))
+                for drafted, n in lengths.items()
+            )
+            found[k] = tokens * seconds.plain(batch) / spent
         return found
 
-    rows: list[dict[str, Any]] = []
+    batches: list[dict[str, Any]] = []
     for cost in costs:
         found, plain = speedups(cost.batch), cost.batch / seconds.plain(cost.batch)
         best = best_length(found)
-        row: dict[str, Any] = {"batch_size": cost.batch, "goodput_without_draft": plain, "best_draft_length": best}
-        row |= {"best_speedup": found.get(best, 1.0), "best_goodput": plain * found.get(best, 1.0)}
-        row["draft_lengths"] = [
-            {"draft_length": k, "predicted_speedup": s, "goodput": s * plain} for k, s in found.items()
-        ]
-        rows.append(cost.to_dict() | row)
+        row: dict[str, Any] = {
+            "batch_size": cost.batch,
+            "ms": 1e3 * cost.target_seconds,
+            "v2": cost.v(2),
+            "v5": cost.v(5),
+        }
+        row |= {"best_draft_length": best, "best_speedup": found.get(best, 1.0), "goodput_without_draft": plain}
+        lengths = [{"draft_length": k, "predicted_speedup": s} for k, s in found.items()]
+        row |= {"best_goodput": plain * row["best_speedup"], "draft_lengths": lengths}
+        batches.append(cost.to_dict() | row)
     schedule: list[list[int]] = []
-    losing: int | None = 1
     for size in range(1, costs[-1].batch + 1):
-        found = speedups(size, min(allowed or longest, longest))
+        found = {k: s for k, s in speedups(size).items() if k <= (allowed or longest)}
         best, before = best_length(found), schedule[-1][2] if schedule else 0
-        if best and before and found[before] >= max(1.0, (1 - TOLERANCE) * found[best]):
-            best = before
         if schedule and before == best:
             schedule[-1][1] = size
         else:
             schedule.append([size, size, best])
-        if best_length(speedups(size)):
-            losing = size + 1 if size < costs[-1].batch else None
-    return {
-        "batches": rows,
-        SCHEDULE: schedule,
-        "drafting_loses_from_batch_size": losing,
-        "round_costs": seconds.to_dict(),
-    }
+    return {"batches": batches, SCHEDULE: schedule, "round_costs": seconds.to_dict()}

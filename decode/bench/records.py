@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from decode.bench.costs import CostModel
-from decode.bench.prediction import speedup_of_trace
 from decode.bench.statistics import median_interval, ratio_interval
 from decode.trace import Trace
 
@@ -29,7 +27,7 @@ COLUMNS = (
     "speedup_vs_generate", "speedup_vs_generate_ci95", "speedup_vs_assistant", "speedup_vs_assistant_ci95",
     "predicted_speedup", "accepted_length", "block_efficiency", "block_efficiency_ci95", "alpha", "alpha_se",
     "accepted_per_tested", "accepted_per_drafted", "tv_spent", "js_distance", "accuracy", "accuracy_se",
-    "identical_to_target", "identical_share", "drafted_per_round", "seconds_per_token", "rounds", "tokens",
+    "identical_to_target", "identical_share", "drafted_per_round", "rounds", "tokens",
 )  # fmt: skip
 """Measured fields of a row; every row has all of them, null if they do not apply."""
 
@@ -40,17 +38,12 @@ class TimedText:
 
     new_ids: list[int] = field(default_factory=list)  # the generated tokens
     seconds: float = 0.0  # from the prompt on; of sequences decoded together, an equal share of each round
-    latency: float = 0.0  # wall time from the prompt to the end, other sequences included
     forwards: int = 0  # target forwards that gave the tokens
     trace: Trace | None = None  # the rounds; None for transformers' own generation
 
-    def add(self, new_ids: list[int], seconds: float, latency: float, forwards: int, trace: Trace | None) -> None:
+    def add(self, new_ids: list[int], seconds: float, forwards: int, trace: Trace | None) -> None:
         """Append a turn."""
-        self.new_ids, self.seconds, self.latency = (
-            self.new_ids + new_ids,
-            self.seconds + seconds,
-            self.latency + latency,
-        )
+        self.new_ids, self.seconds = self.new_ids + new_ids, self.seconds + seconds
         self.forwards += forwards
         if self.trace is None or trace is None:
             self.trace = trace
@@ -127,7 +120,6 @@ def measured(record: Record, of: Mapping[str, Record], seed: int) -> dict[str, A
         timed = [sorted(texts, key=TimedText.speed)[(len(texts) - 1) // 2] for texts in record.texts]
     row: dict[str, Any] = {
         "tokens_per_second": sum(len(text.new_ids) for text in timed) / sum(text.seconds for text in timed),
-        "seconds_per_token": statistics.median(text.latency / len(text.new_ids) for text in every),
         "tokens": sum(len(text.new_ids) for text in every),
     }
     for key, base in ((key, of[method]) for key, method in BASELINES.items() if method in of):
@@ -150,36 +142,9 @@ def measured(record: Record, of: Mapping[str, Record], seed: int) -> dict[str, A
     return row | {"accepted_length": middle, "block_efficiency": middle, "block_efficiency_ci95": ends}
 
 
-def make_row(
-    record: Record,
-    of: Mapping[str, Record],
-    seed: int,
-    *,
-    cost: CostModel | None,
-    drafts_in_turn: bool,
-    categories: Sequence[str],
-    marks: Sequence[float],
-    expected: Sequence[Sequence[int] | None],
-) -> dict[str, Any]:
-    """The measured fields of a row, with those of each category if there are several.
-
-    Args:
-        record: the method's sequences.
-        of: records of the same block by method, for the ratios.
-        seed: of the bootstrap.
-        cost: of the pair, for the predicted speedup.
-        drafts_in_turn: every drafted token takes a forward of the draft model.
-        categories: of each prompt.
-        marks: the mean score of each prompt's texts; empty without a scorer.
-        expected: the greedy text of `model.generate` for each prompt; empty for sampled texts.
-    """
-    parts: list[dict[str, Any]] = []
-    row: dict[str, Any] = dict.fromkeys(COLUMNS) | {"prompts": len(record.texts), "categories": parts}
-    if not record.texts:
-        return row
-    row |= measured(record, of, seed)
-    if cost is not None:
-        row["predicted_speedup"] = speedup_of_trace(record.trace(), cost, drafts_with_model=drafts_in_turn)
+def by_category(record: Record, of: Mapping[str, Record], categories: Sequence[str], seed: int) -> list[dict[str, Any]]:
+    """`measured` of each category; empty if all prompts are of one."""
+    rows: list[dict[str, Any]] = []
     names = list(dict.fromkeys(categories[: len(record.texts)]))
     for name in names if len(names) > 1 else ():
         kept = [i for i in range(len(record.texts)) if categories[i] == name]
@@ -187,14 +152,8 @@ def make_row(
             Record([one.texts[i] for i in kept], one.greedy, one.batch_size, [one.clusters[i] for i in kept])
             for one in (record, *of.values())
         ]
-        parts.append({"category": name, "prompts": len(kept)} | measured(own, dict(zip(of, others)), seed))
-    if marks:
-        error = statistics.stdev(marks) / len(marks) ** 0.5 if len(marks) > 1 else None
-        row |= {"accuracy": statistics.fmean(marks), "accuracy_se": error}
-    same = [text.new_ids == ids for ids, texts in zip(expected, record.texts) for text in texts if ids is not None]
-    if same:
-        row |= {"identical_share": statistics.fmean(same), "identical_to_target": all(same)}
-    return row
+        rows.append({"category": name, "prompts": len(kept)} | measured(own, dict(zip(of, others)), seed))
+    return rows
 
 
 def analysis(record: Record) -> dict[str, Any]:

@@ -34,7 +34,6 @@ class BenchOptions:
     max_new_tokens: int = 128  # budget of each text
     repeats: int = 3  # runs of each method on each prompt
     seed: int = 0  # of sampling and of the bootstrap
-    ignore_eos: bool = False  # generate the full budget, so that all texts have one length
     # put prompts into the chat template; later turns of a prompt follow the target's own greedy answers
     chat: bool = False
     system: str | None = None  # system message of the chats
@@ -75,7 +74,7 @@ class Session:
         tokenizer: PreTrainedTokenizerBase,
         options: BenchOptions | None = None,
     ) -> None:
-        self.options, self.load = options or BenchOptions(), machine.Load()
+        self.options = options or BenchOptions()
         self.model, self.tokenizer = model, tokenizer
         self.draft_models: dict[str, DraftModel] = dict(drafts or {})
         if self.options.threads:  # the layout of weights is chosen by measurement
@@ -86,14 +85,13 @@ class Session:
         opened = {"target": self.runner} | self.drafts
         self.packing = [f"{name}: {runner.packing}" for name, runner in opened.items() if runner.packing]
         self.threads = machine.set_threads(self.runner, self.options.threads)
-        self.stop_ids: Collection[int] = set() if self.options.ignore_eos else stop_ids(model, tokenizer)
+        self.stop_ids: Collection[int] = stop_ids(model, tokenizer)
         self.costs: dict[str | None, dict[int, CostModel]] = {}
         self.notes: dict[str, str] = {}
 
     def facts(self) -> dict[str, Any]:
-        """The machine, its load and the weight layouts, for reports."""
-        note, share = "; ".join([self.threads, *self.packing]), round(self.load.others(), 3)
-        return machine.describe(self.runner.device) | {"note": note, "other_processes_share": share}
+        """The machine, the threads and the weight layouts, for reports."""
+        return machine.describe(self.runner.device) | {"note": "; ".join([self.threads, *self.packing])}
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of generated tokens."""
@@ -154,7 +152,7 @@ class Session:
             prompts,
             warp,
             budgets=[min(longest, limit - len(ids)) for ids in prompts],
-            stop_ids=stop_ids(self.model, self.tokenizer),
+            stop_ids=self.stop_ids,
             draws=draws_of_loop(self.options.seed),
             batch_size=batch_size,
             progress=progress,

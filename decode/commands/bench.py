@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from decode.bench import machine
 from decode.bench.baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
-from decode.bench.benchmark import FILLED, BenchEntry, Benchmark, plan
+from decode.bench.benchmark import BenchEntry, Benchmark, plan
 from decode.bench.records import drafting
 from decode.bench.report import answers, block_table, by_block, write_report
 from decode.bench.session import BenchOptions, Session
@@ -77,32 +78,33 @@ def check(settings: BenchSettings) -> tuple[BenchSettings, list[str], list[Suite
     Raises:
         UserError: something is unknown or missing.
     """
-    largest = max(settings.batch_sizes, default=1)
-    if largest > 1:
+    if max(settings.batch_sizes, default=1) > 1:
         methods = settings.methods or BATCHED[: 3 if settings.draft else 1]
         lengths = settings.draft_lengths or BATCHED_LENGTHS
         settings = dataclasses.replace(settings, methods=list(methods), draft_lengths=list(lengths), baselines=False)
     check_models(settings)
     methods = choose_methods(settings)
     check_methods(settings, methods, has_draft=bool(settings.draft), has_corpus=bool(settings.corpus))
-    limit = settings.limit if settings.limit is None or largest == 1 else max(settings.limit, FILLED * largest)
-    return settings, methods, open_suites(settings.suite, limit=limit, seed=settings.seed, split=settings.split)
+    suites = open_suites(settings.suite, limit=settings.limit, seed=settings.seed, split=settings.split)
+    return settings, methods, suites
 
 
 def choose_methods(settings: BenchSettings) -> list[str]:
     """The methods of the settings, by default all that the models and files allow, and transformers' own."""
-    methods = list(settings.methods)
-    heads = [is_head(path) for path in draft_names(settings.draft).values()]
-    has_head, has_model = any(heads), not all(heads)
+    methods, heads = list(settings.methods), [is_head(path) for path in draft_names(settings.draft).values()]
     if not methods:
-        has = {"datastore": bool(settings.datastore), "trigrams": bool(settings.trigrams or settings.datastore)}
-        allowed = {m for m in METHODS if m not in STORES or has[STORES[m]] or settings.corpus}
-        own_layers = settings.exit_layer is not None or settings.probes is not None
-        allowed -= (SELF_SPECULATIVE if not own_layers else set()) | (PROBED if settings.probes is None else set())
-        methods = [m for m in METHODS if m in allowed and (has_model or has_head or not needs_draft(m))]
-        methods = [m for m in methods if has_head or m not in HEADED]
+        has, own_layers = dict(zip(("datastore", "trigrams"), store_folders(settings))), settings.exit_layer is not None
+        methods = [
+            m
+            for m in METHODS
+            if (m not in STORES or has[STORES[m]] or settings.corpus)
+            and (own_layers or settings.probes is not None or m not in SELF_SPECULATIVE)
+            and (settings.probes is not None or m not in PROBED)
+            and (heads or not needs_draft(m))
+            and (any(heads) or m not in HEADED)
+        ]
     if settings.baselines:
-        methods += [m for m in TRANSFORMERS_BASELINES if m not in methods and (has_model or m not in NEEDS_DRAFT)]
+        methods += [m for m in TRANSFORMERS_BASELINES if m not in methods and (not all(heads) or m not in NEEDS_DRAFT)]
     return methods
 
 
@@ -184,7 +186,7 @@ def bench(
         built = bench_options(settings, chosen, pair, Path(settings.output or folder))
         benchmark = Benchmark(Session(pair.target, drafts, pair.tokenizer, built))
         entries = plan_entries(settings, chosen, drafts)
-        return benchmark.run(suites, entries, batch_sizes=settings.batch_sizes, prompts=settings.limit)
+        return benchmark.run(suites, entries, batch_sizes=settings.batch_sizes)
 
 
 def run(settings: BenchSettings) -> None:
@@ -221,13 +223,12 @@ def run(settings: BenchSettings) -> None:
     benchmark = Benchmark(session)
     try:
         with working(console, "costs of forwards"):
-            benchmark.run(suites, entries, batch_sizes=settings.batch_sizes, prompts=settings.limit)
+            benchmark.run(suites, entries, batch_sizes=settings.batch_sizes)
         if os.environ.get("WANDB_SWEEP_ID"):  # the process was started by `wandb agent`
             import wandb
 
-            tracked = wandb.init(settings=wandb.Settings(console="off", disable_git=True, disable_code=True))
-            tracked.summary.update(sweep_summary(benchmark.rows))
-            tracked.finish()
+            with wandb.init(settings=wandb.Settings(console="off", disable_git=True, disable_code=True)) as tracked:
+                tracked.summary.update(sweep_summary(benchmark.rows))
     finally:  # an interrupt keeps what was measured
         if benchmark.rows:
             files = write_report(benchmark, dataclasses.asdict(settings), folder)
@@ -237,7 +238,7 @@ def run(settings: BenchSettings) -> None:
                 f"{benchmark.stopped}: stopped early" if benchmark.stopped else "",
                 *(f"{name}: {note}" for name, note in session.notes.items()),
                 *answers(benchmark.rows),
-                session.load.warning(),
+                machine.load_warning(),
                 f"wrote {' and '.join(map(str, files))}",
             ):
                 if line:

@@ -21,7 +21,7 @@ from decode.bench.prediction import (
     speedups_by_length,
     verdict,
 )
-from decode.bench.report import TABLES, console_table, plain_table
+from decode.bench.report import TABLES, console_table
 from decode.bench.session import Item, Session
 from decode.bench.statistics import plain
 from decode.commands.checks import (
@@ -47,34 +47,19 @@ class PairProfile:
     """Costs, acceptance and predictions of one target and draft."""
 
     cost: CostModel
-    alphas: Sequence[OfflineAlpha]  # offline, by depth in the draft; of the first drafted token first
+    alpha: OfflineAlpha  # offline, over all positions of all texts
     lengths: list[dict[str, Any]]  # predictions by draft length
     best: int  # the length with the largest predicted speedup; 0 if none gains
     verdict: str  # in a sentence
     machine: dict[str, Any]
-    batches: Sequence[CostModel] = ()  # costs by batch size, if they were asked for
-
-    @property
-    def alpha(self) -> OfflineAlpha:
-        """Offline acceptance, over all positions of all texts."""
-        return self.alphas[0]
-
-    def forecast(self, allowed: int | None = None) -> dict[str, Any]:
-        """Predictions by batch size (see `decode.bench.prediction.forecast`); empty if none were asked for."""
-        return dict(plain(forecast(self.batches, self.alphas, len(self.lengths), allowed))) if self.batches else {}
+    batches: dict[str, Any]  # `forecast` by batch size; empty if no batch sizes were asked for
 
     def to_dict(self) -> dict[str, Any]:
         """The object that ``--json`` prints."""
-        facts = self.cost.to_dict() | {
-            "offline_alpha": self.alpha.mean,
-            "offline_alpha_se": self.alpha.se,
-            "positions": sum(self.alpha.counts),
-            "draft_lengths": self.lengths,
-            "best_draft_length": self.best,
-            "verdict": self.verdict,
-            "machine": self.machine,
-        }
-        return dict(plain(facts)) | self.forecast()
+        alpha = {"offline_alpha": self.alpha.mean, "offline_alpha_se": self.alpha.se}
+        alpha["positions"] = sum(self.alpha.counts)
+        found = {"draft_lengths": self.lengths, "best_draft_length": self.best, "verdict": self.verdict}
+        return dict(plain(self.cost.to_dict() | alpha | found | {"machine": self.machine} | self.batches))
 
 
 def profile_pair(
@@ -85,6 +70,7 @@ def profile_pair(
     *,
     longest: int = LONGEST,
     batch_sizes: Sequence[int] = (),
+    allowed: int | None = None,
 ) -> PairProfile:
     """Measure costs and acceptance of a pair, and predict the speedup of every draft length.
 
@@ -95,6 +81,7 @@ def profile_pair(
         warp: logits to probabilities.
         longest: largest draft length.
         batch_sizes: also measure costs at these batch sizes and predict the speedups there.
+        allowed: largest draft length of the schedule by batch size.
 
     Raises:
         UserError: a target that wrote nothing.
@@ -119,9 +106,10 @@ def profile_pair(
         }
         for k, replayed in speedups.items()
     ]
-    about, where = verdict(alpha.mean, cost, speedups), machine.describe(session.runner.device)
-    batches = [session.costs[draft][size] for size in sorted(set(batch_sizes))]
-    return PairProfile(cost, alphas, lengths, best_length(speedups), about, where, batches)
+    costs = [session.costs[draft][size] for size in sorted(set(batch_sizes))]
+    batches = forecast(costs, alphas, longest, allowed) if costs else {}
+    where, about = machine.describe(session.runner.device), verdict(alpha.mean, cost, speedups)
+    return PairProfile(cost, alpha, lengths, best_length(speedups), about, where, batches)
 
 
 def profile(pair: Pair, suite: Sequence[str] = ("arithmetic",), **options: Any) -> PairProfile:
@@ -139,7 +127,9 @@ def profile(pair: Pair, suite: Sequence[str] = ("arithmetic",), **options: Any) 
     return _profile(settings, pair)[0]
 
 
-def _profile(settings: ProfileSettings, pair: Pair | None = None) -> tuple[PairProfile, Session]:
+def _profile(
+    settings: ProfileSettings, pair: Pair | None = None, allowed: int | None = None
+) -> tuple[PairProfile, Session]:
     check_models(settings)
     required(settings, "draft")
     suites = open_suites(settings.suite, limit=settings.limit, seed=settings.seed, split=settings.split)
@@ -152,9 +142,10 @@ def _profile(settings: ProfileSettings, pair: Pair | None = None) -> tuple[PairP
     warp = make_warp(settings, pair.target, settings.temperature)
     options = measure_options(settings, repeats=1, chat=chat, warp=make_warp(settings, pair.target))
     session = Session(pair.target, {"draft": pair.draft}, pair.tokenizer, options)
+    sizes, longest = settings.batch_sizes, settings.longest
     with working(Console(stderr=True), "measuring forwards and acceptance"):
         items = [item for suite in suites for item in session.items(suite)]
-        found = profile_pair(session, "draft", items, warp, longest=settings.longest, batch_sizes=settings.batch_sizes)
+        found = profile_pair(session, "draft", items, warp, longest=longest, batch_sizes=sizes, allowed=allowed)
     return found, session
 
 
@@ -163,23 +154,23 @@ def run(settings: ProfileSettings) -> None:
 
     A forecast by batch size is also written into the draft's speculation_profile.json, if there is one.
     """
-    found, session = _profile(settings)
-    if settings.json:
-        how = {"threads": session.threads, "packing": session.packing}
-        print(json.dumps(found.to_dict() | how, ensure_ascii=False))
-    else:
-        show(found, session.threads, session.packing)
     path = Path(str(settings.draft)) / "speculation_profile.json"
-    if found.batches and (content := read_json(path)):
-        content |= found.forecast(content.get("num_speculative_tokens")) | {"batch_size_conditions": found.machine}
+    content = read_json(path)
+    found, session = _profile(settings, allowed=content.get("num_speculative_tokens"))
+    if settings.json:
+        print(json.dumps(found.to_dict() | {"threads": session.threads, "packing": session.packing}))
+    else:
+        show(found, [session.threads, *session.packing])
+    if found.batches and content:
+        content |= plain(found.batches) | {"batch_size_conditions": found.machine}
         write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
         print(f"wrote the draft lengths by batch size into {path}", file=sys.stderr)
     for suite, note in session.notes.items():
         print(f"{suite}: {note}", file=sys.stderr)
 
 
-def show(found: PairProfile, threads: str, packing: Sequence[str] = ()) -> None:
-    """Print the profile as tables."""
+def show(found: PairProfile, conditions: Sequence[str] = ()) -> None:
+    """Print the profile as tables, below the machine and the conditions of the measurement."""
     console, cost, alpha = output_console(highlight=False), found.cost, found.alpha
     facts = (
         ("t(1)", 1e3 * cost.target_seconds, f"ms: a one-token target forward, {cost.context} tokens before it"),
@@ -189,7 +180,7 @@ def show(found: PairProfile, threads: str, packing: Sequence[str] = ()) -> None:
         ("o/k", cost.draft_overhead, "bookkeeping of each drafted token"),
         ("α", alpha.mean, f"± {alpha.se:.4f}, {sum(alpha.counts)} positions: {FORMULAS['offline_alpha']}"),
     )
-    lines = [machine.sentence(found.machine), threads, *packing]
+    lines = [machine.sentence(found.machine), *conditions]
     lines += [f"{name:<5} {value:>9.4f}  [dim]{formula}[/]" for name, value, formula in facts]
     costs = "  ".join(f"v({n}) {v:.2f}" for n, v in sorted(cost.verify_cost.items()))
     console.print("\n".join([*lines, f"[dim]{FORMULAS['verify_cost']}[/]", f"{costs}\n"]), soft_wrap=True)
@@ -204,22 +195,13 @@ def show(found: PairProfile, threads: str, packing: Sequence[str] = ()) -> None:
     console.print(f"\n{found.verdict}", soft_wrap=True, style="bold")
     if not found.batches:
         return
-    by_batch = found.forecast()
-    more = [
-        row | {"ms": 1e3 * row["target_seconds"], "v2": cost.v(2), "v5": cost.v(5)}
-        for row, cost in zip(by_batch["batches"], found.batches)
-    ]
-    console.print(console_table("\nby batch size", TABLES["forecast"], more))
-    cells = [
-        [str(row["batch_size"]), *(f"{at['predicted_speedup']:.2f}" for at in row["draft_lengths"])] for row in more
-    ]
-    headings = ["batch", *(f"k = {row['draft_length']}" for row in found.lengths)]
-    console.print(plain_table("\npredicted speedup by draft length", headings, cells))
+    console.print(console_table("\nby batch size", TABLES["forecast"], found.batches["batches"]))
+    schedule = found.batches[SCHEDULE]
     console.print(
         "[dim]c(B), v(nB): a forward of the draft over B tokens, of the target over n·B, in target forwards over B "
         "tokens. speedup: tokens per round and sequence · (1 + b) / (k·(c(B) + o/k) + v((k+1)·B) + o + b)[/]\n"
-        f'vLLM: "{SCHEDULE}": {json.dumps(by_batch[SCHEDULE])}'.replace("[[", r"\[["),
+        f'vLLM: "{SCHEDULE}": {json.dumps(schedule)}'.replace("[[", r"\[["),
         soft_wrap=True,
     )
-    if (losing := by_batch["drafting_loses_from_batch_size"]) is not None:
-        console.print(f"no draft length gains from batch size {losing} on", style="bold")
+    if schedule[-1][2] == 0:
+        console.print(f"no draft length gains from batch size {schedule[-1][0]} on", style="bold")

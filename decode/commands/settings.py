@@ -220,9 +220,6 @@ class BenchSettings(SuiteSettings, ChatSettings, SamplingSettings, MethodSetting
     """Maximum number of new tokens per text."""
     repeats: PositiveInt = 3
     """Times each prompt is given to each method; medians are taken."""
-    ignore_eos: bool = False
-    """Generate max_new_tokens always, so that all texts are equally long. Speed ratios of relaxed and sampled methods
-    are then over equal lengths; accuracy means nothing."""
     corpus: list[str] = field(default_factory=list)
     """Text or .jsonl files, or suites (their training split), from which the stores of rest and adaptix are built
     where none is given."""

@@ -27,7 +27,7 @@ from decode.drafters.rest import Datastore
 from decode.errors import UserError
 from decode.method_options import MethodOptions
 from decode.models.pair import Pair
-from decode.models.tokens import chat_ids, prompt_ids
+from decode.models.tokens import chat_ids
 
 METHODS = [
     "vanilla",
@@ -160,25 +160,6 @@ def test_predicted_speedups_of_every_block_follow_from_the_report(bench, written
     assert checked == 8
 
 
-def test_texts_have_equal_lengths_when_eos_is_ignored(models):
-    target = copy.deepcopy(models[0])
-    tokenizer, suite = make_tokenizer(), make_suite(2)
-    ids = prompt_ids(tokenizer, suite.prompts[0].text)
-    with torch.inference_mode():
-        fourth = target.generate(torch.tensor([ids]), max_new_tokens=4, do_sample=False)[0, -1].item()
-    target.generation_config.eos_token_id = fourth
-    early = run_benchmark(target, None, tokenizer, [suite], [BenchEntry("prompt-lookup")], BenchOptions(16, 1))
-    full = run_benchmark(
-        target, None, tokenizer, [suite], [BenchEntry("prompt-lookup")], BenchOptions(16, 1, ignore_eos=True)
-    )
-    for row in full.rows:
-        assert row["tokens"] == 2 * 16
-        assert row["identical_to_target"]
-    for row in early.rows:
-        assert row["tokens"] < 2 * 16
-        assert row["identical_to_target"]
-
-
 def test_entries_are_all_combinations_with_names_options_and_lengths_of_their_own(models):
     target, draft = models
     entries = plan(["vanilla", "hf-constant"], {"a": draft, "b": target}, [0.0], draft_lengths=[2, 4])
@@ -277,7 +258,8 @@ def test_methods_that_copy_get_a_store_of_the_corpus(method, tiny, tmp_path):
     assert bench_options(settings, ["vanilla"], pair, tmp_path).datastore is None
     folder = bench_options(settings, [method], pair, tmp_path).datastore
     assert folder is not None
-    assert len(Datastore(folder, tokenizer_fingerprint(pair.tokenizer))) > 5
+    ids = pair.tokenizer("Tom has").input_ids
+    assert Datastore(folder, tokenizer_fingerprint(pair.tokenizer)).longest(ids)[0] == len(ids)
 
 
 @pytest.fixture(scope="module")
@@ -383,7 +365,6 @@ def test_every_method_writes_the_same_greedy_texts_at_every_batch_size(batches):
     for row in batches.rows:
         assert row["identical_share"] == 1
         assert row["prompts"] == (2 if row["batch_size"] == 1 else 6)  # twice the places of the batch
-        assert row["seconds_per_token"] > 0
     large = [row for row in batches.rows if row["batch_size"] == 3]
     assert all(row["predicted_speedup"] > 0 for row in large if row["draft"])
     assert [row["speedup"] for row in batches.rows if row["method"] == "autoregressive"] == [1, 1]
