@@ -354,7 +354,7 @@ def batches(models):
     session = Session(target, {"small": draft}, make_tokenizer(), BenchOptions(10, 2, threads=1, pack="off"))
     entries = plan(["vanilla", "cost-optimal", "generate-assistant"], session.draft_models, draft_lengths=[1, 3])
     bench = Benchmark(session)
-    bench.run([make_suite()], entries, batch_sizes=[1, 3], prompts=2)
+    bench.run([make_suite(2)], entries, batch_sizes=[1, 3])
     return bench
 
 
