@@ -14,13 +14,13 @@ from distill.data.context import StageContext
 from distill.models.layers import kept_layers
 from distill.models.loading import (
     check_attention,
+    check_base,
     config_of,
     count_layers,
     count_parameters,
     max_positions,
     multiplies_bfloat16,
 )
-from distill.models.lora import check_base
 from distill.models.optimizers import check_optimizer
 from distill.responses.server import check_servers
 from distill.teacher.store import check_place

@@ -1,10 +1,9 @@
-"""What every kind of training shares, as a Lightning module: optimiser, seeds, logging, validation by sums."""
+"""The Lightning modules: next-token training, distillation of draft models, and of feature heads."""
 
 import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -19,16 +18,22 @@ from decode.models.heads import FeatureHead
 from distill import ranks
 from distill.checkpoints import FirstBad, Fsdp, explain, shard
 from distill.config.training import StudentSettings, TrainingSettings
-from distill.data.batches import Batch, example_of_rows, label_mask
+from distill.data.batches import Batch, label_mask
 from distill.data.loader import OptimizerStep
-from distill.losses.chunked import LossRequest, LossRows, can_fuse, fused_loss, plain_loss
-from distill.losses.next_token import next_token_hits, next_token_loss
-from distill.losses.objective import Drafted, Objective
-from distill.losses.selection import Selection, delta_loss, top_share
+from distill.losses.chunked import (
+    LossRequest,
+    LossRows,
+    can_fuse,
+    fused_loss,
+    next_token_hits,
+    next_token_loss,
+    plain_loss,
+)
+from distill.losses.objective import Drafted, Objective, Selection
 from distill.models.layers import LayerSkip, ProgressiveStacking
 from distill.models.lm_head import LMHead, last_hidden
 from distill.models.optimizers import make_optimizer, make_schedule
-from distill.teacher.heads import drafting_steps
+from distill.teacher.drafting import drafting_steps, model_rows
 from distill.teacher.signals import Teacher
 
 
@@ -45,40 +50,27 @@ class TrainingModule(L.LightningModule):
         seed: All randomness of step i is drawn from (seed, i, rank), so a resumed run needs no saved state of it.
 
     Attributes:
-        selected: How often each token id was selected, ``[vocab]``; None without a selection. During training by
-            this rank, afterwards by all.
+        history: Every validation's metrics with its step.
+        last_loss: The latest training loss, on the device.
+        log_every: Steps between logged ones; 0 outside a training.
     """
 
     monitor = "validation_loss"  # The logged metric by which checkpoints are compared, and ``mode`` which way is better
     mode: Literal["min", "max"] = "min"
 
     model: Any
-    selected: Tensor | None = None  # no buffer: each rank counts its own
 
     def __init__(
         self, model: PreTrainedModel | FeatureHead, training: TrainingSettings, steps: int, *, seed: int = 0
     ) -> None:
         super().__init__()
         self.model, self.training_settings, self.steps, self.seed = model, training, steps, seed
-        self.history: list[dict[str, float]] = []  # Every validation's metrics with its step
-        self.last_loss: Tensor | None = None  # The latest training loss, on the device
-        self.log_every = 0  # Steps between logged ones; 0 outside a training
-        # in a list: its weights are the model's, not to be counted twice
-        self._head = [LMHead(model)] if isinstance(model, PreTrainedModel) else []
-        self._sums: Tensor | None = None
-        self._sharded = False
-        self._first_bad = FirstBad()
+        self.history: list[dict[str, float]] = []
+        self.last_loss: Tensor | None = None
+        self.log_every = 0
+        self.sums: Tensor | None = None
+        self.first_bad = FirstBad()
         self.strict_loading = all(weight.requires_grad for weight in model.parameters())  # Lightning's: all are saved
-
-    @property
-    def logs_this_step(self) -> bool:
-        """Whether Lightning's loggers take this step's values; only then are they computed and read."""
-        return self.log_every > 0 and (self.global_step + 1) % self.log_every == 0
-
-    def hidden(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Last hidden states ``[rows, hidden]`` where a label is predicted, and those positions ``[batch, time]``."""
-        mask = label_mask(batch["labels"])
-        return last_hidden(self.model, batch["input_ids"], mask, batch.get("position_ids")), mask
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The settings' optimiser and its learning-rate schedule."""
@@ -97,12 +89,20 @@ class TrainingModule(L.LightningModule):
         return batch if device.type == "cpu" else super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def configure_model(self) -> None:
-        """Spreads the weights over the ranks, under FSDP."""
-        if isinstance(self.trainer.strategy, Fsdp) and not self._sharded:
-            self._sharded = True
+        """Spreads the weights over the ranks under FSDP, once: Lightning calls this for validation and training."""
+        if isinstance(self.trainer.strategy, Fsdp) and not hasattr(self, "unshard"):  # a method of sharded modules
             shard(self, self.model, self.trainer.strategy.sharding_mesh)
 
     # -- training ---------------------------------------------------------------------------------------------------
+
+    def on_fit_start(self) -> None:
+        """Notes which steps Lightning's loggers take; only then are further values computed and read."""
+        self.log_every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+
+    @property
+    def logs_this_step(self) -> bool:
+        """Whether Lightning's loggers take this step's values."""
+        return self.log_every > 0 and (self.global_step + 1) % self.log_every == 0
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Makes dropout a function of (seed, step, part of the step)."""
@@ -118,7 +118,7 @@ class TrainingModule(L.LightningModule):
             UserError: The loss of this or an earlier step was not, with the step, its examples and the likely cause.
         """
         self.last_loss = loss.detach()
-        self._first_bad.note(self.last_loss, self.global_step)
+        self.first_bad.note(self.last_loss, self.global_step)
         if self.logs_this_step:
             self.check_finite()
             self.log("loss", self.last_loss, prog_bar=True, sync_dist=True)
@@ -132,12 +132,12 @@ class TrainingModule(L.LightningModule):
             self.trainer.should_stop = True
 
     def check_finite(self) -> None:
-        """Whether all losses so far were numbers.
+        """Checks that all losses so far were numbers.
 
         Raises:
             UserError: One was not, with the step, its examples and the likely cause.
         """
-        step = self._first_bad.step()
+        step = self.first_bad.step()
         if step is not None:
             raise explain(self, step)
 
@@ -145,13 +145,13 @@ class TrainingModule(L.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Empties the sums. Weights whose training loss was not finite are neither validated nor saved."""
-        self._sums = None
+        self.sums = None
         self.check_finite()
 
     def add_sums(self, *sums: Tensor) -> None:
         """Adds a validation batch's sums; the last one is the number of label rows."""
         batch = torch.stack([value.double().to(self.device) for value in sums])
-        self._sums = batch if self._sums is None else self._sums + batch
+        self.sums = batch if self.sums is None else self.sums + batch
 
     def log_means(self, *names: str) -> None:
         """Logs the sums over all ranks, divided by the number of rows, as ``validation_<name>``.
@@ -159,12 +159,10 @@ class TrainingModule(L.LightningModule):
         Raises:
             UserError: One of them is not finite.
         """
-        assert self._sums is not None, "validation saw no batch"
-        sums = self._sums
-        if self.trainer.world_size > 1:
-            sums = cast(Tensor, self.all_gather(sums)).sum(0)
+        assert self.sums is not None, "validation saw no batch"
+        sums = self.sums if self.trainer.world_size == 1 else cast(Tensor, self.all_gather(self.sums)).sum(0)
         means: list[float] = (sums[:-1] / sums[-1].clamp_min(1)).tolist()
-        if not all(math.isfinite(mean) for mean in means):
+        if not all(map(math.isfinite, means)):
             raise UserError(
                 f"validation at step {self.global_step} gave {means}: the model's output is not finite. Before the "
                 "first step that is the model as loaded: try another dtype. Later, lower the learning rate"
@@ -176,37 +174,16 @@ class TrainingModule(L.LightningModule):
 
     # -- what checkpoints hold ----------------------------------------------------------------------------------------
 
-    def on_fit_start(self) -> None:
-        """Moves the counts of selected tokens to this rank's device."""
-        self.log_every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if self.selected is not None:
-            self.selected = self.selected.to(self.device)
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Saves the learning curve, the counts of all ranks, and of a model with an adapter the adapter alone."""
+        """Saves the learning curve, and of a model with an adapter the adapter alone."""
         checkpoint["history"] = self.history
         if not self.strict_loading:
             trained = {name for name, weight in self.named_parameters() if weight.requires_grad}
             checkpoint["state_dict"] = {n: w for n, w in checkpoint["state_dict"].items() if n in trained}
-        if self.selected is not None:
-            checkpoint["selected"] = self._selected_by_all().cpu()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Takes them back, the counts on the first rank."""
+        """Restores the learning curve."""
         self.history = list(checkpoint["history"])
-        if self.selected is not None and ranks.is_first():
-            self.selected = checkpoint["selected"].to(self.device)
-
-    def on_fit_end(self) -> None:
-        """Sums the counts up."""
-        if self.selected is not None:
-            self.selected = self._selected_by_all()
-
-    def _selected_by_all(self) -> Tensor:
-        assert self.selected is not None
-        if self.trainer.world_size == 1:
-            return self.selected
-        return cast(Tensor, self.all_gather(self.selected)).sum(0)
 
 
 class CausalLMModule(TrainingModule):
@@ -214,19 +191,21 @@ class CausalLMModule(TrainingModule):
 
     Under LayerSkip that is the recipe's, over some exits and the last layer: of a model that is trained already, the
     last layer's own loss is the smallest where the exits have learned least.
+
+    Args:
+        layerskip: LayerSkip's recipe, where the model is trained with it.
+        stacking: Trains the first layers alone for a while.
+        options: Arguments of `TrainingModule`.
     """
 
-    stacking: ProgressiveStacking | None = None  # where the first layers are trained alone for a while
-    _layerskip: LayerSkip | None = None
-
-    @property
-    def layerskip(self) -> LayerSkip | None:
-        """LayerSkip's recipe, where the model is trained with it."""
-        return self._layerskip
-
-    @layerskip.setter
-    def layerskip(self, recipe: LayerSkip) -> None:
-        self._layerskip, self.monitor = recipe, "validation_recipe_loss"
+    def __init__(
+        self, *given: Any, layerskip: LayerSkip | None = None, stacking: ProgressiveStacking | None = None,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(*given, **options)
+        self.layerskip, self.stacking = layerskip, stacking
+        if layerskip is not None:
+            self.monitor = "validation_recipe_loss"
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """The loss to train on, that of the last layer alone, and how many labels are the most probable token.
@@ -234,8 +213,9 @@ class CausalLMModule(TrainingModule):
         The first is the mean cross-entropy over the batch's labels; under LayerSkip together with that of the early
         exits. The last is counted in evaluation only.
         """
-        hidden, mask = self.hidden(batch)
-        head, labels = self._head[0], batch["labels"].roll(-1, 1)[mask]
+        mask = label_mask(batch["labels"])
+        hidden = last_hidden(self.model, batch["input_ids"], mask, batch.get("position_ids"))
+        head, labels = LMHead(self.model), batch["labels"].roll(-1, 1)[mask]
         loss = next_token_loss(hidden, head, labels)
         total, hits = loss, labels.new_zeros(()) if self.training else next_token_hits(hidden, head, labels)
         if self.layerskip is not None:
@@ -258,7 +238,7 @@ class CausalLMModule(TrainingModule):
         if self.layerskip is not None:
             self.layerskip.watch()
         total, loss, hits = self(batch)
-        count = torch.tensor(float((batch["labels"][:, 1:] != -100).sum()), device=self.device)
+        count = label_mask(batch["labels"]).sum()
         recipe = [total * count] * (self.layerskip is not None)
         self.add_sums(loss * count, hits, *recipe, count)
 
@@ -270,63 +250,87 @@ class CausalLMModule(TrainingModule):
 class DistillModule(TrainingModule):
     """DistillSpec; with a selection, AdaSPEC. The best checkpoint has the largest validation alpha.
 
-    A draft model drafts in one step; what has several, as feature heads do, defines `drafted`, and `weight` of each.
+    Every kind of draft is a `drafted` of its own, which yields the label rows of each drafting step.
+
+    Args:
+        target: The target's distributions.
+        objective: Divergence and selection. None: forward KL of all tokens.
+        fused: Compute the loss in chunks. False: by autograd on whole logits.
+        options: Arguments of `TrainingModule`.
+
+    Attributes:
+        selected: How often each token id was selected, ``[vocab]``; None without a selection. During training by
+            this rank, afterwards by all.
+        ahead: Rows that a selection over several micro-batches chose, ``[drafting steps][micro-batches]``.
     """
 
     monitor = "validation_alpha"
     mode = "max"
 
     def __init__(
-        self,
-        model: PreTrainedModel | FeatureHead,
-        training: TrainingSettings,
-        steps: int,
-        *,
-        target: Teacher,
-        objective: Objective | None = None,
-        fused: bool = True,
-        seed: int = 0,
+        self, *given: Any, target: Teacher, objective: Objective | None = None, fused: bool = True, **options: Any
     ) -> None:
-        super().__init__(model, training, steps, seed=seed)
+        super().__init__(*given, **options)
         self.target, self.objective, self.fused = target, objective or Objective(), fused
+        self.selected: Tensor | None = None  # no buffer: each rank counts its own
         if self.objective.selection is not None:
-            self.selected = torch.zeros(int(model.config.get_text_config().vocab_size), dtype=torch.long)
-        self._chosen: list[list[Tensor]] = []  # of every drafting step and micro-batch of the step
+            self.selected = torch.zeros(int(self.model.config.get_text_config().vocab_size), dtype=torch.long)
+        self.ahead: list[list[Tensor]] = []
 
     def setup(self, stage: str) -> None:
         """Moves the frozen target, too, to this rank's device: before the first validation."""
         self.target.to(self.trainer.strategy.root_device)
 
     def drafted(self, batch: Batch, *, training: bool) -> Iterator[Drafted]:
-        """What the draft says of a batch, in each of its drafting steps; for validation the first one alone counts."""
-        hidden, mask = self.hidden(batch)
-        labels, sequence = batch["labels"].roll(-1, 1)[mask], example_of_rows(batch, mask)
-        reference = batch.get("reference_loss")
-        yield Drafted(hidden, self._head[0], self.target.rows(batch, mask), sequence, labels, reference)
+        """The label rows of each drafting step of a batch; for validation of the first one alone."""
+        yield model_rows(self.model, self.target, batch)
 
-    def weight(self, number: int) -> float:
-        """Of a drafting step's loss in the sum of them."""
-        return 1.0
+    def forward(self, batch: Batch, *, training: bool = True, metrics: bool = True) -> list[tuple[Drafted, LossRows]]:
+        """The losses of a batch's rows in each drafting step: of the objective, for validation of its divergence."""
+        objective, step, found = self.objective, batch.get("step"), []
+        loss = objective.divergence_at(self.global_step) if training else objective.divergence
+        selection = objective.selection if training else None
+        if selection is not None and selection.scope == "global" and step is not None and step.ahead:
+            self.ahead = self.choose_ahead(step, selection)
+        for number, draft in enumerate(self.drafted(batch, training=training)):
+            choose = None if selection is None else partial(self.choose, number, draft, step)
+            ranking = None if selection is None or loss == objective.divergence else objective.divergence
+            request = LossRequest(loss, choose, ranking, metrics or objective.accepted_only, draft.weights, draft.mass)
+            found.append((draft, rows := self.loss_of(draft, request)))
+            if objective.accepted_only and rows.alpha is not None:
+                draft.accepted = torch.rand_like(rows.alpha) < rows.alpha
+        return found
 
-    def forward(
-        self, batch: Batch, objective: Objective, *, metrics: bool, training: bool = True
-    ) -> list[tuple[Drafted, LossRows]]:
-        """The losses of a batch's label rows, in each drafting step."""
-        found, step = [], batch.get("step")
-        for number, drafted in enumerate(self.drafted(batch, training=training)):
-            request = objective.request(
-                self.global_step,
-                drafted,
-                metrics=metrics or objective.accepted_only,
-            )
-            if step is not None and request.choose is not None and step.parts > 1:
-                request = self._choose_in_step(request, objective, drafted, step, number)
-            found.append((drafted, rows := self._loss(drafted, request)))
-            if not training:
-                break
-            if objective.accepted_only:
-                assert rows.alpha is not None
-                drafted.accepted = torch.rand_like(rows.alpha) < rows.alpha
+    def loss_of(self, draft: Drafted, request: LossRequest) -> LossRows:
+        """The losses of a drafting step's rows."""
+        if not (self.fused and can_fuse(draft.head)):
+            return plain_loss(draft.hidden, draft.head, draft.target, request)
+        on_gpu = draft.hidden.is_cuda  # there the kernels are compiled
+        return fused_loss(draft.hidden, draft.head, draft.target, request, compiled=on_gpu)
+
+    def choose(self, number: int, draft: Drafted, step: OptimizerStep | None, losses: Tensor) -> Tensor:
+        """The rows of a drafting step to train on, by ΔL among the batch's rows or the whole optimiser step's."""
+        selection = self.objective.selection
+        assert selection is not None
+        if step is None or step.parts == 1 or selection.scope != "global":
+            return selection.choose(draft.delta(losses))
+        if step.micros > 1:
+            return self.ahead[number][step.micro]
+        return step.choose([draft.delta(losses)], [draft.sequence], selection.choose)[0]
+
+    @torch.no_grad()
+    def choose_ahead(self, step: OptimizerStep, selection: Selection) -> list[list[Tensor]]:
+        """The choice among all micro-batches of a step, which its first one needs, for each drafting step."""
+        request = LossRequest(self.objective.divergence, metrics=False)
+        micros: list[list[tuple[Tensor, Tensor]]] = []  # ΔL, and the examples of the rows
+        for part in step.ahead:
+            batch = self.transfer_batch_to_device(part, self.device, 0)
+            drafts = self.drafted(batch, training=True)
+            micros.append([(draft.delta(self.loss_of(draft, request).losses), draft.sequence) for draft in drafts])
+        found = []
+        for parts in zip(*micros, strict=True):
+            deltas, sequences = zip(*parts)
+            found.append(step.choose(deltas, sequences, selection.choose))
         return found
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -334,92 +338,67 @@ class DistillModule(TrainingModule):
 
         Gradients are averaged over the parts of a step, so each part's loss is its share times their number.
         """
-        found = self(batch, self.objective, metrics=self.logs_this_step)
-        step, selection = batch.get("step"), self.objective.selection
+        found, step = self(batch, metrics=self.logs_this_step), batch.get("step")
         loss = torch.zeros((), device=self.device)
-        for number, (drafted, rows) in enumerate(found):
-            loss = loss + self.weight(number) * self._step_loss(number, drafted, rows, step, selection)
-        if selection is not None:
-            assert self.selected is not None
-            drafted, rows = found[0]
-            self.selected += torch.bincount(drafted.labels[rows.chosen], minlength=len(self.selected))
-        first = found[0][1]
+        for number, (draft, rows) in enumerate(found):
+            loss = loss + draft.weight * (rows.total / self.divisor(number, draft, rows, step))
+            if draft.extra is not None:
+                loss = loss + (1.0 if step is None else step.weight) * draft.extra
+        draft, first = found[0]
+        if self.selected is not None:
+            self.selected += torch.bincount(draft.labels[first.chosen], minlength=len(self.selected)).cpu()
         values = {} if first.alpha is None else {"alpha": first.alpha.mean(), "loss_all": first.losses.mean()}
         return self.log_step(loss, **values)
 
-    def _step_loss(
-        self,
-        number: int,
-        drafted: Drafted,
-        found: LossRows,
-        step: OptimizerStep | None,
-        selection: Selection | None,
-    ) -> Tensor:
-        """Returns the loss of one drafting step, normalised by the tokens of the whole optimiser step."""
-        parts, rows = (1, len(found.losses)) if step is None else (step.parts, step.tokens)
+    def divisor(self, number: int, draft: Drafted, rows: LossRows, step: OptimizerStep | None) -> float:
+        """The tokens of the whole optimiser step by which a drafting step's loss is divided, over the step's parts."""
+        selection, parts, tokens = self.objective.selection, 1, len(rows.losses)
+        if step is not None:
+            parts, tokens = step.parts, step.tokens
         if selection is None:
-            return found.total / (max(1, rows) / parts)
-        assert found.chosen is not None
-        chosen: float = len(found.chosen)
-        if step is not None and drafted.rows is None:
+            return max(1, tokens) / parts
+        assert rows.chosen is not None
+        chosen: float = len(rows.chosen)
+        if step is not None and draft.rows is None:
             chosen = selection.count(step.counts)
         elif step is not None and parts > 1 and selection.scope == "global":
-            own = sum(map(len, self._chosen[number])) if step.micros > 1 else len(found.chosen)
-            counts = torch.tensor(own, device=self.device)
-            chosen = own if step.world == 1 else int(cast(Tensor, self.all_gather(counts)).sum())
+            chosen = sum(map(len, self.ahead[number])) if step.micros > 1 else len(rows.chosen)
+            if step.world > 1:
+                chosen = int(cast(Tensor, self.all_gather(torch.tensor(chosen, device=self.device))).sum())
         elif step is not None and parts > 1:  # which rows other parts leave out is not known here
             chosen *= parts / (step.weight or 1.0)
-        return found.total / (selection.divisor(chosen, rows) / parts)
+        return selection.divisor(chosen, tokens) / parts
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Adds up divergence, alpha and top-1 agreement over all label tokens, whatever the selection."""
-        ((drafted, found),) = self(batch, Objective(self.objective.divergence), metrics=True, training=False)
-        count = torch.tensor(float(len(found.losses)), device=self.device)
-        agreement = found.agreement if drafted.learnable is None else found.agreement * drafted.learnable
-        self.add_sums(found.losses.sum(), found.alpha.sum(), agreement.sum(), count)
+        ((draft, found),) = self(batch, training=False)
+        agreement = found.agreement if draft.learnable is None else found.agreement * draft.learnable
+        self.add_sums(found.losses.sum(), found.alpha.sum(), agreement.sum(), torch.tensor(len(found.losses)))
 
     def on_validation_epoch_end(self) -> None:
         """Logs divergence, alpha and agreement."""
         self.log_means("loss", "alpha", "agreement")
 
-    def _loss(self, drafted: Drafted, request: LossRequest) -> LossRows:
-        if not (self.fused and can_fuse(drafted.head)):
-            return plain_loss(drafted.hidden, drafted.head, drafted.target, request)
-        on_gpu = drafted.hidden.is_cuda  # there the kernels are compiled
-        return fused_loss(drafted.hidden, drafted.head, drafted.target, request, compiled=on_gpu)
+    def selected_by_all(self) -> Tensor | None:
+        """The counts of selected tokens over all ranks."""
+        if self.selected is None or self.trainer.world_size == 1:
+            return self.selected
+        return cast(Tensor, self.all_gather(self.selected)).sum(0).cpu()
 
-    def _choose_in_step(
-        self, request: LossRequest, objective: Objective, drafted: Drafted, step: OptimizerStep, number: int
-    ) -> LossRequest:
-        """With scope ``global`` the choice among all parts of the step; other scopes look at one part only."""
-        selection = objective.selection
-        assert selection is not None
-        if selection.scope != "global":
-            return request
-        select = partial(top_share, k=selection.k)
-        if step.micros == 1:
-            sequence = [drafted.sequence]
-            return replace(
-                request, choose=lambda values: step.choose([delta_loss(values, drafted.reference)], sequence, select)[0]
-            )
-        if step.micro == 0 and number == 0:
-            micros = [
-                self._deltas(self.transfer_batch_to_device(part, self.device, 0), objective) for part in step.ahead
-            ]
-            self._chosen = [
-                step.choose([delta for delta, _ in parts], [sequence for _, sequence in parts], select)
-                for parts in zip(*micros, strict=True)
-            ]
-        return replace(request, choose=lambda values: self._chosen[number][step.micro])
+    def on_fit_end(self) -> None:
+        """Sums the counts of all ranks up."""
+        self.selected = self.selected_by_all()
 
-    @torch.no_grad()
-    def _deltas(self, batch: Batch, objective: Objective) -> list[tuple[Tensor, Tensor]]:
-        """ΔL of a batch's rows, and the examples they belong to, for every drafting step."""
-        deltas: list[tuple[Tensor, Tensor]] = []
-        for drafted in self.drafted(batch, training=True):
-            found = self._loss(drafted, LossRequest(objective.divergence, metrics=False))
-            deltas.append((delta_loss(found.losses, drafted.reference), drafted.sequence))
-        return deltas
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Saves the counts of all ranks too."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["selected"] = self.selected_by_all()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restores the counts, on the first rank."""
+        super().on_load_checkpoint(checkpoint)
+        if ranks.is_first():
+            self.selected = checkpoint["selected"]
 
 
 def token_counts(selected: Tensor) -> list[tuple[int, int]]:
@@ -431,45 +410,31 @@ class HeadModule(DistillModule):
     """EAGLE; with a selection, EAGLE + AdaSPEC: Σ decayⁱ · loss over the drafting steps i.
 
     EAGLE-1 adds the feature regression, on all label tokens. The other losses are of those whose most probable token
-    of the target the head can draft, and a selection ranks them by ΔL at each drafting step.
+    of the target the head can draft, and a selection ranks them by ΔL at each drafting step. Where a further step is
+    trained on accepted tokens alone, the rows that are reached decide how much each step counts, without a decay.
+
+    Args:
+        settings: Drafting steps, noise and weights.
+        options: Arguments of `DistillModule`.
     """
 
     model: FeatureHead
 
-    def __init__(
-        self, model: FeatureHead, training: TrainingSettings, steps: int, *, settings: StudentSettings, **options: Any
-    ) -> None:
-        super().__init__(model, training, steps, **options)
+    def __init__(self, *given: Any, settings: StudentSettings, **options: Any) -> None:
+        super().__init__(*given, **options)
         self.settings = settings
 
     def drafted(self, batch: Batch, *, training: bool) -> Iterator[Drafted]:
-        """See `distill.teacher.heads`."""
-        settings, divergence = self.settings, self.objective.divergence
-        noisy = training and self.model.version == 1 and self.model.training
-        yield from drafting_steps(
-            self.model,
-            self.target,
-            batch,
-            settings.steps if training else 1,
-            temperature=divergence.temperature,
-            noise=settings.noise if noisy else 0.0,
-            learnable_only=training,
+        """See `distill.teacher.drafting`."""
+        settings, temperature = self.settings, self.objective.divergence.temperature
+        noise = settings.noise if training and self.model.version == 1 and self.model.training else 0.0
+        steps = settings.steps if training else 1
+        drafts = drafting_steps(
+            self.model, self.target, batch, steps, temperature=temperature, noise=noise, learnable_only=training
         )
-
-    def weight(self, number: int) -> float:
-        """decayⁱ; 1 where the rows that are reached decide how much each drafting step counts."""
-        return 1.0 if self.objective.accepted_only else self.settings.decay**number
-
-    def _step_loss(
-        self,
-        number: int,
-        drafted: Drafted,
-        found: LossRows,
-        step: OptimizerStep | None,
-        selection: Selection | None,
-    ) -> Tensor:
-        loss = super()._step_loss(number, drafted, found, step, selection)
-        if drafted.regression is None:
-            return loss
-        share = 1.0 if step is None else step.weight
-        return self.settings.ce_weight * loss + self.settings.feature_weight * share * drafted.regression
+        for number, draft in enumerate(drafts):
+            draft.weight = 1.0 if self.objective.accepted_only else settings.decay**number
+            if draft.extra is not None:
+                draft.extra = draft.weight * settings.feature_weight * draft.extra
+                draft.weight *= settings.ce_weight
+            yield draft

@@ -28,15 +28,13 @@ from distill.data.context import StageContext
 from distill.data.loader import DistillDataModule, Schedule, TrainLoader
 from distill.files import remove, save_tokenizer
 from distill.losses.objective import objective_of
-from distill.models.layers import LayerSkip, ProgressiveStacking, cut
+from distill.models.layers import LayerSkip, ProgressiveStacking, cut, start_from_target
 from distill.models.lm_head import LMHead, check_head
-from distill.models.loading import count_parameters, load_or_build, ready_to_save, source_folder
-from distill.models.lora import Adapter
+from distill.models.loading import Adapter, count_parameters, load_or_build, ready_to_save, source_folder
 from distill.modules import CausalLMModule, DistillModule, HeadModule, TrainingModule, token_counts
 from distill.responses.on_policy import OnPolicy, Writer, head_texts
 from distill.responses.texts import answered_by_original, answered_by_target, fixed_texts
 from distill.stages import Account, StageRecord, account_of, stage_fingerprints
-from distill.teacher.heads import start_from_target
 from distill.teacher.store import prepare
 from distill.tracking import for_stage
 from distill.trainer import fit
@@ -179,15 +177,16 @@ def language_model(context: StageContext, stage: str, key: str) -> StageResult:
         adapter = Adapter(model, settings.lora, full.seed, trainer.precision, context.device, load)
         model = adapter.model
     steps = settings.training.steps_for(len(rows))
-    module = CausalLMModule(model, settings.training, steps, seed=full.seed)
+    stacking = layerskip = None
     if isinstance(settings, TargetSettings) and settings.stacking is not None:  # from scratch
-        module.stacking = ProgressiveStacking(model, settings.stacking, steps)
+        stacking = ProgressiveStacking(model, settings.stacking, steps)
     if isinstance(settings, TargetSettings) and settings.layerskip.enabled:
-        module.layerskip = LayerSkip(model, settings.layerskip, steps, scratch=settings.kind == "scratch")
+        layerskip = LayerSkip(model, settings.layerskip, steps, scratch=settings.kind == "scratch")
+    module = CausalLMModule(model, settings.training, steps, seed=full.seed, layerskip=layerskip, stacking=stacking)
     schedule = schedule_of(rows, settings.training, full.seed * 10 + offset)
     record.history, record.seconds = _fit(context, stage, key, module, rows, validation, schedule, steps, trainer)
-    if module.layerskip is not None:
-        module.layerskip.remove()
+    if layerskip is not None:
+        layerskip.remove()
     model = module.model if adapter is None else adapter.merged()
     return StageResult(record, ready_to_save(model, tokenizer), tokenizer)
 

@@ -141,7 +141,7 @@ class OptimizerStep:
         Args:
             deltas: ΔL of the label tokens of each of this rank's micro-batches.
             sequences: The example of the micro-batch that each of the tokens belongs to, ascending.
-            select: Indices of the selected among ΔL ``[n]`` of the whole step (`losses.selection.top_share`).
+            select: Indices of the selected among ΔL ``[n]`` of the whole step (`losses.objective.Selection.choose`).
 
         Returns:
             Indices, ascending, for each of the micro-batches.

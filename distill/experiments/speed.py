@@ -37,8 +37,7 @@ from distill.data.corpus import load_corpus
 from distill.data.loader import DistillDataModule, Schedule, TrainLoader
 from distill.files import write_json
 from distill.losses.divergences import Divergence
-from distill.losses.objective import Objective
-from distill.losses.selection import Selection, share
+from distill.losses.objective import Objective, Selection, share
 from distill.models.lm_head import LMHead
 from distill.models.loading import load_or_build
 from distill.models.optimizers import make_optimizer, make_schedule

@@ -27,9 +27,11 @@ import torch
 from torch import Tensor
 
 from distill.config.drafts import DivergenceName
+from distill.models.lm_head import LMHead
 
 HYBRID_DECAY = 3.0  # η of the hybrid's weight λ = exp(−η·α), from its paper
 LEAST_TAIL = 1e-7  # smallest probability of a tail: the accuracy of a float32 sum of 1
+RowIndex = slice | Tensor  # a range of rows, or indices
 
 
 class TokenDistributions:
@@ -120,6 +122,68 @@ class FoldedDistributions(TokenDistributions):
         k = self.ids.shape[1]
         whole = self.others * (gradient[:, -1:] / self.rest)
         return whole.scatter_(1, self.ids, gradient[:, :k])
+
+
+def pick(values: Tensor, place: RowIndex) -> Tensor:
+    """Returns some of the rows: a view of a range, a copy of indexed ones."""
+    return values[place] if isinstance(place, slice) else values.index_select(0, place)
+
+
+@dataclass
+class TargetRows:
+    """The target's distributions at some label rows, in the form in which its signal holds them.
+
+    Attributes:
+        values: With a head the last hidden states ``[rows, hidden]``, from which logits are computed for a few rows at
+            a time. With ids the log-probabilities of these, ``[rows, k]``. Otherwise those of all ids, ``[rows,
+            vocab]``. Log-probabilities are at the temperature that they were taken at.
+        vocab: Number of ids that the target knows.
+        head: The target's output head.
+        ids: The k most probable ids of each row, the most probable first.
+    """
+
+    values: Tensor
+    vocab: int
+    head: LMHead | None = None
+    ids: Tensor | None = None
+
+    def at(self, rows: RowIndex) -> TargetRows:
+        """Returns some of the rows."""
+        return TargetRows(
+            pick(self.values, rows), self.vocab, self.head, None if self.ids is None else pick(self.ids, rows)
+        )
+
+    def log_probs(self, log_q: Tensor, temperature: float) -> Tensor:
+        """Returns log-probabilities ``[rows, vocab]`` of the ids that the draft's ``log_q`` has.
+
+        Of k ids the target's own are exact. The tail, which is the probability of all others, is distributed as the
+        draft's: p(v) = tail · q(v) / q(others). Every divergence then equals the one between the distributions in which
+        the other ids are one outcome, which is a lower bound of the true one; α is off by at most the tail; and the
+        gradient is exact for what is computed.
+        """
+        if self.head is not None:
+            vocab = log_q.shape[1]
+            hidden = self.values.to(self.head.linear.weight.dtype)
+            return log_probs(self.head.first(hidden, vocab), vocab, temperature).to(log_q.dtype)
+        values = self.values.to(log_q.dtype)
+        if self.ids is None:
+            return values
+        ids = self.ids.long()
+        others = log_q.scatter(1, ids, -torch.inf)
+        tail = (1 - values.exp().sum(-1, keepdim=True)).clamp_min(LEAST_TAIL)
+        return (others + (tail.log() - others.logsumexp(-1, keepdim=True))).scatter(1, ids, values)
+
+    def compare(self, logits: Tensor, temperature: float) -> TokenDistributions:
+        """Returns both distributions of the rows, in the cheapest form with the same divergences.
+
+        Args:
+            logits: The draft's logits ``[rows, vocab]``, divided by the temperature.
+            temperature: Divides the target's logits.
+        """
+        if self.ids is not None:
+            return FoldedDistributions(self.ids.long(), self.values.to(logits.dtype), logits)
+        log_q = logits.log_softmax(-1)
+        return TokenDistributions(self.log_probs(log_q, temperature), log_q)
 
 
 @dataclass(frozen=True)

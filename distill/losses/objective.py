@@ -1,15 +1,20 @@
-"""The training objective of a draft: its divergence, and the selection of tokens."""
+"""The training objective of a draft: a divergence, AdaSPEC's selection of tokens, and the rows that they are taken of.
+
+AdaSPEC trains on the ⌈k·n⌉ label tokens with the largest ΔL: the draft's divergence minus the reference's.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from distill.config.drafts import DraftSettings
-from distill.losses.chunked import LossRequest, TargetRows
-from distill.losses.divergences import Divergence
-from distill.losses.selection import Selection, delta_loss
+from distill.config.drafts import DraftSettings, Normalisation, Scope
+from distill.losses.divergences import Divergence, TargetRows
 from distill.models.lm_head import LMHead
 
 
@@ -27,7 +32,9 @@ class Drafted:
         rows: Indices of these rows among the batch's label rows. None: all of them.
         mass: Probability that the target gives to the head's ids together, ``[rows]``. None: 1.
         learnable: 1 where the target's most probable token is one of the head's ids, ``[rows]``. None: everywhere.
-        regression: Mean smooth L1 distance of EAGLE-1's states from the target's, a scalar.
+        weights: Factors of the rows' losses in their sum, ``[rows]``. None: 1.
+        weight: Factor of this drafting step's mean loss.
+        extra: A loss beside the divergence, a mean over the batch's rows, which is added with the factor 1.
         accepted: Rows whose token is accepted, set by the reader of this step before it asks for the next one. The
             chains of the other rows end. None: all continue.
     """
@@ -41,8 +48,59 @@ class Drafted:
     rows: Tensor | None = None
     mass: Tensor | None = None
     learnable: Tensor | None = None
-    regression: Tensor | None = None
+    weights: Tensor | None = None
+    weight: float = 1.0
+    extra: Tensor | None = None
     accepted: Tensor | None = None
+
+    def delta(self, losses: Tensor) -> Tensor:
+        """Returns ΔL of the rows, from the draft's divergences, ``[rows]``."""
+        assert self.reference is not None, "batches carry no reference_loss"
+        return losses - self.reference
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which label tokens are trained on, and how their loss is normalised.
+
+    Attributes:
+        k: Share of the label tokens that is selected, in (0, 1].
+        scope: ``microbatch`` ranks all label tokens of a batch together, as the official code does. ``global`` ranks
+            those of the whole optimiser step, over all ranks and micro-batches (see `OptimizerStep.choose`).
+        normalisation: ``paper`` divides the summed loss by the number of selected tokens of the step. ``official``
+            divides by the number of all label tokens, as the official code does, which gives a loss k times as large.
+    """
+
+    k: float = 0.4
+    scope: Scope = "microbatch"
+    normalisation: Normalisation = "official"
+
+    def choose(self, delta: Tensor) -> Tensor:
+        """Returns the indices, ascending, of exactly ⌈k·n⌉ largest ΔL ``[n]``. Of equal values the first ones win.
+
+        A threshold (``delta >= quantile``) would select every token where all are equal, as they are at the first step
+        of a draft that starts as a copy of its reference. NaN counts as largest, so it shows in the loss.
+        """
+        order = torch.sort(delta, descending=True, stable=True).indices[: share(self.k, len(delta))]
+        return order.sort().values
+
+    def count(self, counts: NDArray[np.int64]) -> int:
+        """Returns how many tokens a whole optimiser step selects.
+
+        Args:
+            counts: Label tokens of every example, ``[micro-batches of all ranks, examples]``.
+        """
+        ranked = [counts.sum()] if self.scope == "global" else counts.sum(1)
+        return sum(share(self.k, int(n)) for n in ranked)
+
+    def divisor(self, selected: float, rows: int) -> float:
+        """Returns the divisor of the summed loss, from the step's number of selected and of all label tokens."""
+        return max(1, selected if self.normalisation == "paper" else rows)
+
+
+def share(k: float, n: int) -> int:
+    """Returns ⌈k·n⌉ for k as a decimal number: 0.4 of 5 is 2, although 0.4 * 5 is 2.0000000000000004."""
+    return min(n, math.ceil(round(k * n, 9)))
 
 
 @dataclass(frozen=True)
@@ -64,25 +122,6 @@ class Objective:
     def divergence_at(self, step: int) -> Divergence:
         """Returns the loss per token of an optimiser step."""
         return replace(self.divergence, name="forward_kl") if step < self.warmup else self.divergence
-
-    def request(self, step: int, drafted: Drafted, *, metrics: bool) -> LossRequest:
-        """Returns what to compute for the rows of a drafting step.
-
-        Args:
-            step: Optimiser step.
-            drafted: The rows.
-            metrics: Whether alpha and agreement are computed.
-        """
-        loss, selection = self.divergence_at(step), self.selection
-        if selection is None:
-            return LossRequest(loss, metrics=metrics, mass=drafted.mass)
-        return LossRequest(
-            loss,
-            lambda values: selection.choose(delta_loss(values, drafted.reference)),
-            None if self.divergence == loss else self.divergence,
-            metrics,
-            mass=drafted.mass,
-        )
 
 
 def objective_of(draft: DraftSettings, steps: int, temperature: float = 1.0) -> Objective:

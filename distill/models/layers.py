@@ -1,4 +1,4 @@
-"""Layers of a model: drafts cut from the target, LayerSkip's training recipe, progressive stacking."""
+"""Layers of a model: drafts that start from the target's, LayerSkip's training recipe, progressive stacking."""
 
 import copy
 import math
@@ -7,14 +7,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from decode.errors import UserError
 from decode.models.families import check_structure, decoder_layers, final_norm, state_of
+from decode.models.heads import FeatureHead, RMSNorm
 from distill.config.training import LayerSkipSettings, StackingSettings
 
 WATCHED = 4  # most exits whose loss is part of a validation
+
+
+# -- drafts from the target's layers ----------------------------------------------------------------------------------
 
 
 def kept_layers(layers: int | list[int], total: int) -> list[int]:
@@ -58,17 +63,60 @@ def cut(target: PreTrainedModel, layers: int | list[int]) -> PreTrainedModel:
             setattr(text, name, [value[i] for i in kept])
     text.num_hidden_layers = len(kept)
     draft: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
-    prefix = next(name for name, module in target.named_modules() if module is stack) + "."
+    layer = next(name for name, module in target.named_modules() if module is stack) + ".{}."
+    sources = {layer.format(number): layer.format(source) for number, source in enumerate(kept)}
     weights, found = target.state_dict(), {}
     for name in draft.state_dict():
-        source = name
-        if name.startswith(prefix):
-            number, _, rest = name.removeprefix(prefix).partition(".")
-            source = f"{prefix}{kept[int(number)]}.{rest}"
-        found[name] = weights[source]
+        own = next((prefix for prefix in sources if name.startswith(prefix)), "")
+        found[name] = weights[sources.get(own, "") + name.removeprefix(own)]
     draft.load_state_dict(found)
     draft.generation_config = copy.deepcopy(target.generation_config)
     return draft.train(target.training)
+
+
+@torch.no_grad()
+def start_from_target(head: FeatureHead, target: PreTrainedModel) -> list[str]:
+    """Copies what fits of the target's last layer into an EAGLE-3 head, so that it begins as that layer.
+
+    ``fc`` passes the last captured state through. Attention reads that state with the target's weights and the
+    embedding with its own random ones. The norm is the target's final one, and the output rows are the target's.
+
+    Returns:
+        Names of the layer's weights that are not the target's: of other shapes, or of a family built otherwise.
+    """
+    width = int(head.config.hidden_size)
+    head.fc.weight.zero_()
+    head.fc.weight[:, -width:] = torch.eye(width)
+    ids, output = head.draft_ids(), target.get_output_embeddings().weight
+    head.lm_head.weight.copy_(output[: len(head.lm_head.weight)] if ids is None else output[ids])
+    try:
+        layers, norm = decoder_layers(target), final_norm(target)
+    except UserError:
+        return [name for name, _ in head.layer.named_parameters()]
+
+    def copied(module: nn.Linear | RMSNorm, source: nn.Module | None) -> bool:
+        weight = getattr(source, "weight", None)
+        if source is None or not isinstance(weight, Tensor) or len(weight) != len(module.weight):
+            return False
+        extra = module.weight.shape[-1] - weight.shape[-1]  # of attention, which reads the embedding before the state
+        if isinstance(module, RMSNorm):  # some families add 1 to the weights, or a bias
+            x = torch.linspace(-2, 3, len(weight), dtype=weight.dtype, device=weight.device)[None]
+            wanted = functional.rms_norm(x, weight.shape, weight, module.variance_epsilon)
+            fits = torch.allclose(source(x), wanted, rtol=1e-3, atol=1e-4)
+        else:
+            fits = isinstance(source, nn.Linear) and extra in (0, weight.shape[1])
+        if fits:
+            module.weight[..., extra:] = weight
+        return fits
+
+    copied(head.norm, norm)
+    last, first = dict(layers[-1].named_modules()), dict(layers[0].named_modules())
+    last |= {"hidden_norm": last.get("input_layernorm"), "input_layernorm": first.get("input_layernorm")}
+    parts = [(name, part) for name, part in head.layer.named_modules() if isinstance(part, nn.Linear | RMSNorm)]
+    return [name for name, part in parts if not copied(part, last.get(name))]
+
+
+# -- LayerSkip --------------------------------------------------------------------------------------------------------
 
 
 def dropout_rates(layers: int, step: int, steps: int, highest: float, *, scratch: bool) -> list[float]:
@@ -118,15 +166,17 @@ class LayerSkip:
         steps: Number of optimiser steps.
         scratch: Whether the model starts from random weights.
 
+    Attributes:
+        exits: Indices of the layers whose exits are trained at this step.
+
     Raises:
         UserError: The layers cannot be accessed, or there is only one.
     """
 
     def __init__(self, model: PreTrainedModel, settings: LayerSkipSettings, steps: int, *, scratch: bool) -> None:
         check_structure(model)
-        self.settings, self.steps, self.scratch = settings, steps, scratch
         layers = decoder_layers(model)
-        self.count = len(layers)
+        self.settings, self.steps, self.scratch, self.count = settings, steps, scratch, len(layers)
         if self.count < 2:
             raise UserError("layerskip needs a model of at least two layers; this one has no early exit")
         if settings.exits and max(settings.exits) >= self.count:
@@ -134,11 +184,11 @@ class LayerSkip:
                 f"layerskip.exits has {max(settings.exits)}; the model has {self.count} layers, so exits are 1 to "
                 f"{self.count - 1} (the number of layers that run)"
             )
-        self._norm, self._running = final_norm(model), self.count
-        self._rates: list[float] = []
-        self._exits: list[int] = []
-        self._states: dict[int, Tensor] = {}
-        self._hooks = [layer.register_forward_hook(self._hook(i), with_kwargs=True) for i, layer in enumerate(layers)]
+        self.norm, self.running = final_norm(model), self.count
+        self.rates: list[float] = []
+        self.exits: list[int] = []
+        self.states: dict[int, Tensor] = {}
+        self.hooks = [layer.register_forward_hook(self._hook(i), with_kwargs=True) for i, layer in enumerate(layers)]
 
     def begin(self, step: int, layers: int | None = None) -> None:
         """Starts a training step, for which it sets the trained exits and the dropout rates of the layers.
@@ -147,16 +197,14 @@ class LayerSkip:
             step: Number of the step, from 0.
             layers: Number of layers that run at this step. None: all.
         """
-        settings, self._running = self.settings, layers or self.count
-        self._rates = dropout_rates(self._running, step, self.steps, settings.dropout, scratch=self.scratch)
-        self._exits = exits_on(settings, self._running, step) if settings.early_exit_scale else []
-        self._states = {}
+        settings, self.running = self.settings, layers or self.count
+        self.rates = dropout_rates(self.running, step, self.steps, settings.dropout, scratch=self.scratch)
+        self.exits = exits_on(settings, self.running, step) if settings.early_exit_scale else []
 
     def watch(self) -> None:
         """Starts a validation batch: no layer is dropped, and some exits are evaluated, always the same ones."""
         exits = trained_exits(self.settings, self.count)
-        self._running, self._rates, self._states = self.count, [], {}
-        self._exits = exits[:: -(-len(exits) // WATCHED)]
+        self.running, self.rates, self.exits = self.count, [], exits[:: -(-len(exits) // WATCHED)]
 
     def combine(self, last: Tensor, loss_of: Callable[[Tensor], Tensor], mask: Tensor) -> Tensor:
         """Returns the weighted sum of the last layer's loss and the exits'.
@@ -166,29 +214,29 @@ class LayerSkip:
             loss_of: Maps head inputs ``[rows, width]`` to their loss.
             mask: Positions of the rows, ``[batch, time]``.
         """
-        weights, rest = exit_weights(self.settings, self._running, self._exits)
+        weights, rest = exit_weights(self.settings, self.running, self.exits)
         total = rest * last
-        for weight, layer in zip(weights, self._exits):
+        for weight, layer in zip(weights, self.exits):
             if weight:
-                total = total + weight * loss_of(self._norm(self._states[layer][mask]))
-        self._states, self._exits = {}, []  # the rates stay: gradient checkpointing drops the same layers again
+                total = total + weight * loss_of(self.norm(self.states[layer][mask]))
+        self.states, self.exits = {}, []  # the rates stay: gradient checkpointing drops the same layers again
         return total
 
     def remove(self) -> None:
         """Removes the hooks."""
-        for hook in self._hooks:
+        for hook in self.hooks:
             hook.remove()
 
     def _hook(self, index: int) -> Callable[..., Any]:
-        def after(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             state = state_of(output)
-            if module.training and self._rates and self._rates[index] > 0:
+            if module.training and self.rates and self.rates[index] > 0:
                 before = args[0] if args else kwargs["hidden_states"]
-                kept = torch.rand(len(state), 1, 1, device=state.device) >= self._rates[index]
+                kept = torch.rand(len(state), 1, 1, device=state.device) >= self.rates[index]
                 state = torch.where(kept, state, before)
                 output = (state, *output[1:]) if isinstance(output, tuple) else state
-            if index in self._exits:
-                self._states[index] = state
+            if index in self.exits:
+                self.states[index] = state
             return output
 
         return after
@@ -207,12 +255,11 @@ class ProgressiveStacking:
     """
 
     def __init__(self, model: PreTrainedModel, settings: StackingSettings, steps: int) -> None:
-        self._layers, self._first = decoder_layers(model), settings.layers
-        self._copy_step = int(settings.share * steps)
-        if settings.layers >= len(self._layers):
+        self.layers, self.first, self.copy_step = decoder_layers(model), settings.layers, int(settings.share * steps)
+        if settings.layers >= len(self.layers):
             raise UserError(
-                f"target.stacking.layers is {settings.layers} and the target has {len(self._layers)} layers: wanted "
-                f"at most {len(self._layers) - 1}"
+                f"target.stacking.layers is {settings.layers} and the target has {len(self.layers)} layers: wanted "
+                f"at most {len(self.layers) - 1}"
             )
 
     @contextmanager
@@ -221,11 +268,11 @@ class ProgressiveStacking:
 
         The copies are made before the first step at full depth. Evaluation always uses the whole model.
         """
-        layers = self._layers
-        if step == self._copy_step:
-            for number in range(self._first, len(layers)):
-                layers[number].load_state_dict(layers[number - self._first].state_dict())
-        above = list(layers[self._first :]) if step < self._copy_step else []
+        layers = self.layers
+        if step == self.copy_step:
+            for number in range(self.first, len(layers)):
+                layers[number].load_state_dict(layers[number - self.first].state_dict())
+        above = list(layers[self.first :]) if step < self.copy_step else []
         del layers[len(layers) - len(above) :]
         try:
             yield len(layers)

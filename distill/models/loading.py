@@ -1,8 +1,9 @@
-"""Models for training: built from a shape, or loaded from a folder or the Hub; their number formats."""
+"""Models for training: built from a shape, or loaded from a folder or the Hub; adapters; number formats."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 from decode.errors import UserError
 from decode.models.loading import OFFLINE, config_for, load_config, load_model, pinned
 from distill.config.run import Settings
-from distill.config.training import Architecture, Attention, ModelSettings
+from distill.config.training import Architecture, Attention, LoraSettings, ModelSettings
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 """Files of a Hub repository that a model and its tokenizer need."""
@@ -135,29 +136,22 @@ def use_attention(model: PreTrainedModel, name: Attention) -> None:
     """
     if name == "auto":
         return
-    before = model.config._attn_implementation
+    before, why = model.config._attn_implementation, ""
     try:
         model.set_attn_implementation(name)
     except (ImportError, ValueError) as error:
-        raise _refusal(type(model).__name__, name, error) from error
-    if model.config._attn_implementation == before != name:  # some models only warn
-        raise _refusal(type(model).__name__, name, ValueError(f"it stays with {before}"))
+        why = str(error).strip().splitlines()[0]
+    if why or model.config._attn_implementation == before != name:  # some models only warn
+        raise UserError(
+            f"trainer.attention is {name}, which {type(model).__name__} cannot use here "
+            f"({why or f'it stays with {before}'}): choose auto or sdpa"
+        )
 
 
 def check_attention(config: PretrainedConfig, name: Attention) -> None:
     """Raises the same error for a model that is not loaded."""
-    if name == "auto":
-        return
-    try:
-        with torch.device("meta"):
-            AutoModelForCausalLM.from_config(config, attn_implementation=name)
-    except (ImportError, ValueError) as error:
-        raise _refusal(str(config.model_type), name, error) from error
-
-
-def _refusal(model: str, name: str, error: Exception) -> UserError:
-    why = str(error).strip().splitlines()[0]
-    return UserError(f"trainer.attention is {name}, which {model} cannot use here ({why}): choose auto or sdpa")
+    with torch.device("meta"):
+        use_attention(AutoModelForCausalLM.from_config(config), name)
 
 
 def quantization_config(wanted: dict[str, Any], device: str | torch.device, key: str, instead: str) -> Any:
@@ -184,6 +178,92 @@ def quantization_config(wanted: dict[str, Any], device: str | torch.device, key:
         ) from error
     return config
 
+
+# -- low-rank adapters (LoRA), on frozen weights that may be in bfloat16 or quantised (QLoRA) -------------------------
+
+
+def check_base(lora: LoraSettings, precision: str, device: torch.device) -> Any:
+    """Returns transformers' configuration of the frozen weights' quantisation, or None.
+
+    Raises:
+        UserError: The frozen weights cannot have this format with this precision, or on this device.
+    """
+    if lora.narrow and precision != "bf16-mixed":
+        raise UserError(
+            f"lora.base is {lora.base}, lora.quantization {lora.quantization}, and the training's precision is "
+            f"{precision}: products with such weights need bf16-mixed (trainer.precision)"
+        )
+    if lora.quantization is None:
+        return None
+    return quantization_config(lora.quantization, device, "lora.quantization", "lora.base to bfloat16")
+
+
+class Adapter:
+    """A model of which only a low-rank adapter is trained. The adapter's initial weights depend on the seed.
+
+    Args:
+        whole: The model in float32, into which the adapter is merged at the end.
+        lora: Settings of the adapter.
+        seed: Seed of its initial weights.
+        precision: Lightning's name of the training's precision.
+        device: Device of the training.
+        load: Loads the same model there, with further options of ``from_pretrained``.
+
+    Attributes:
+        model: The model to train: ``whole``, or a copy whose adapted layers are in bfloat16 or quantised.
+
+    Raises:
+        UserError: The frozen weights cannot have this format (see `check_base`).
+    """
+
+    def __init__(
+        self,
+        whole: PreTrainedModel,
+        lora: LoraSettings,
+        seed: int,
+        precision: str,
+        device: torch.device,
+        load: Callable[..., PreTrainedModel],
+    ) -> None:
+        from peft import LoraConfig, get_peft_model
+        from peft.tuners.lora import LoraLayer
+
+        quantized = check_base(lora, precision, device)
+        self.whole = self.model = whole
+        if quantized is not None:
+            self.model = load(quantization_config=quantized).train()
+        elif lora.narrow:
+            self.model = copy.deepcopy(whole)
+        if lora.narrow:
+            whole.cpu()
+        config = LoraConfig(
+            r=lora.rank,
+            lora_alpha=2 * lora.rank,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.adapted = get_peft_model(self.model, config)
+        named = self.model.named_modules()
+        self.layers: dict[str, Any] = {name: layer for name, layer in named if isinstance(layer, LoraLayer)}
+        if lora.base == "bfloat16" and quantized is None:
+            for layer in self.layers.values():
+                layer.get_base_layer().to(torch.bfloat16)
+
+    @torch.no_grad()
+    def merged(self) -> PreTrainedModel:
+        """Returns the float32 model with the adapter merged into its weights."""
+        if self.model is self.whole:
+            merged: PreTrainedModel = self.adapted.merge_and_unload()
+            return merged
+        for name, layer in self.layers.items():
+            weight = self.whole.get_submodule(name).weight
+            weight += layer.get_delta_weight("default").to(weight)
+        return self.whole
+
+
+# -- number formats ---------------------------------------------------------------------------------------------------
 
 AUTOCAST = {"bf16": torch.bfloat16, "bf16-mixed": torch.bfloat16, "16": torch.float16, "16-mixed": torch.float16}
 WEIGHTS = {"bf16-true": "bfloat16", "16-true": "float16", "64": "float64", "64-true": "float64"}

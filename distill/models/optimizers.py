@@ -38,14 +38,15 @@ def make_optimizer(model: nn.Module, settings: TrainingSettings, *, precision: s
     ]
     groups = [group for group in groups if group["params"]]
     if settings.optimizer == "adamw_8bit":
-        return _adamw_8bit()(groups, lr=settings.lr, betas=(0.9, settings.beta2))
+        return adamw_8bit()(groups, lr=settings.lr, betas=(0.9, settings.beta2))
     kind = MuonAdamW if settings.uses_muon else AdamW
     optimizer = kind(groups, lr=settings.lr, betas=(0.9, settings.beta2), fused=precision != "16-mixed")
     optimizer._step_supports_amp_scaling = False  # otherwise Lightning refuses to clip gradients that are not scaled
     return optimizer
 
 
-def _adamw_8bit() -> Any:
+def adamw_8bit() -> Any:
+    """Returns AdamW with a state of 8 bits, of bitsandbytes."""
     try:
         return import_module("bitsandbytes.optim").AdamW8bit
     except ImportError as error:
@@ -62,7 +63,7 @@ def check_optimizer(settings: TrainingSettings, device: torch.device) -> None:
             raise UserError(
                 f"training.optimizer is adamw_8bit, which runs on GPUs, and the training runs on {device}: choose adamw"
             )
-        _adamw_8bit()
+        adamw_8bit()
 
 
 def make_schedule(optimizer: Optimizer, settings: TrainingSettings, steps: int) -> LambdaLR:
@@ -125,7 +126,7 @@ class MuonAdamW(AdamW):
         for parameter in group["params"]:
             if parameter.grad is not None:
                 by_shape.setdefault(tuple(sorted(parameter.shape)), []).append(parameter)
-        for shape, parameters in by_shape.items():
+        for (_, columns), parameters in by_shape.items():
             for parameter in parameters:
                 if not self.state[parameter]:  # AdamW's loading of a checkpoint expects a step in every state
                     self.state[parameter] = {"step": torch.tensor(0.0), "momentum": torch.zeros_like(parameter)}
@@ -135,7 +136,7 @@ class MuonAdamW(AdamW):
             update = gradients.lerp(torch.stack(momenta), self.momentum)
             update = orthogonalise(update, dtype=torch.bfloat16 if group.get("bfloat16") else update.dtype)
             torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-            scale = -group["lr"] * 0.2 * math.sqrt(shape[1])
+            scale = -group["lr"] * 0.2 * math.sqrt(columns)
             torch._foreach_add_([_wide(parameter) for parameter in parameters], list(update), alpha=scale)
 
 

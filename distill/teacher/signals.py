@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,8 +15,7 @@ from decode.errors import UserError
 from decode.models.heads import FeatureHead
 from distill.config.drafts import Signal, TeacherSettings
 from distill.data.batches import Batch, Ints, TokenDataset, label_mask
-from distill.losses.chunked import RowIndex, TargetRows, pick
-from distill.losses.divergences import LEAST_TAIL, FoldedDistributions, TokenDistributions, log_probs
+from distill.losses.divergences import TargetRows, log_probs
 from distill.models.lm_head import LMHead, last_hidden
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -26,89 +24,6 @@ HIDDEN, FEATURES, INSIDE = "target_hidden", "features", "target_inside"
 time, width]``; and ``[label rows, 2]``, the probability that the target gives to the head's ids together, and whether
 its most probable token is one of them."""
 SOME_ROWS = 256  # rows whose logits over the whole vocabulary are in memory at a time
-
-
-class _WholeRows:
-    """Rows that know every id's log-probability."""
-
-    log_probs: Callable[[RowIndex, Tensor, float], Tensor]
-
-    def compare(self, place: RowIndex, logits: Tensor, temperature: float) -> TokenDistributions:
-        """See `TargetRows`."""
-        log_q = logits.log_softmax(-1)
-        return TokenDistributions(self.log_probs(place, log_q, temperature), log_q)
-
-
-@dataclass
-class HiddenRows(_WholeRows):
-    """Rows as last hidden states ``[rows, hidden]``; a chunk's logits are the head times them."""
-
-    hidden: Tensor
-    head: LMHead
-
-    @property
-    def vocab(self) -> int:
-        """Ids that the target knows."""
-        return self.head.vocab
-
-    def log_probs(self, place: RowIndex, log_q: Tensor, temperature: float) -> Tensor:
-        """The target's exact log-probabilities."""
-        vocab = log_q.shape[1]
-        rows = self.hidden[place].to(self.head.linear.weight.dtype)
-        return log_probs(self.head.first(rows, vocab), vocab, temperature).to(log_q.dtype)
-
-    def at(self, rows: RowIndex) -> HiddenRows:
-        """See `TargetRows`."""
-        return HiddenRows(pick(self.hidden, rows), self.head)
-
-
-@dataclass
-class TopRows:
-    """Rows as their k most probable ids and the log-probabilities of these, ``[rows, k]``.
-
-    The tail, the probability of the other ids, is distributed as the draft's own: p(v) = tail · q(v) / q(others). Every
-    divergence then equals the one between the distributions in which the other ids are one outcome, which is a lower
-    bound of the true one; α is off by at most the tail; and the gradient is exact for what is computed.
-    """
-
-    ids: Tensor
-    log_p: Tensor
-    vocab: int
-
-    def log_probs(self, place: RowIndex, log_q: Tensor, temperature: float) -> Tensor:
-        """The target's own at its top ids, the draft's shape elsewhere; at the temperature they were taken at."""
-        ids, top = self.ids[place].long(), self.log_p[place].to(log_q.dtype)
-        others = log_q.scatter(1, ids, -torch.inf)
-        tail = (1 - top.exp().sum(-1, keepdim=True)).clamp_min(LEAST_TAIL)
-        return (others + (tail.log() - others.logsumexp(-1, keepdim=True))).scatter(1, ids, top)
-
-    def compare(self, place: RowIndex, logits: Tensor, temperature: float) -> TokenDistributions:
-        """The other ids folded to one outcome."""
-        return FoldedDistributions(self.ids[place].long(), self.log_p[place].to(logits.dtype), logits)
-
-    def at(self, rows: RowIndex) -> TopRows:
-        """See `TargetRows`."""
-        return TopRows(pick(self.ids, rows), pick(self.log_p, rows), self.vocab)
-
-
-@dataclass
-class LogProbRows(_WholeRows):
-    """Rows as the log-probabilities of all ids, ``[rows, vocab]``, at the temperature they were taken at."""
-
-    log_p: Tensor
-
-    @property
-    def vocab(self) -> int:
-        """Ids that target and draft share."""
-        return self.log_p.shape[1]
-
-    def log_probs(self, place: RowIndex, log_q: Tensor, temperature: float) -> Tensor:
-        """The target's exact log-probabilities."""
-        return self.log_p[place].to(log_q.dtype)
-
-    def at(self, rows: RowIndex) -> LogProbRows:
-        """See `TargetRows`."""
-        return LogProbRows(pick(self.log_p, rows))
 
 
 @dataclass(frozen=True)
@@ -152,37 +67,6 @@ class TargetSignal:
             return self.kind, self.bfloat16, self.autocast
         return self.kind, self.k if self.kind == "topk" else None, self.vocab, self.temperature, self.autocast
 
-    def layout(self, head: LMHead) -> tuple[tuple[int, ...], str]:
-        """Shape and numpy type of one label token's values. numpy has no bfloat16: its bits are stored as int16."""
-        if self.kind == "topk":
-            return (2, min(self.k, self.vocab)), "int32"
-        if self.kind == "log_probs":
-            return (self.vocab,), "float32"
-        return (int(head.linear.weight.shape[1]),), "int16" if self.bfloat16 else "float32"
-
-    def encode(self, hidden: Tensor, head: LMHead) -> Tensor:
-        """Values to be kept ``[rows, ...]`` of last hidden states ``[rows, hidden]``."""
-        hidden = hidden.to(head.linear.weight.device)
-        if self.kind == "hidden":
-            return hidden.bfloat16().view(torch.int16) if self.bfloat16 else hidden.float()
-        shape, dtype = self.layout(head)
-        parts = [hidden.new_empty(0, *shape, dtype=getattr(torch, dtype))]
-        for rows in hidden.split(SOME_ROWS):
-            log_p = log_probs(head.first(rows, self.vocab), self.vocab, self.temperature).float()
-            if self.kind == "topk":
-                top = log_p.topk(shape[1], sorted=True)
-                log_p = torch.stack([top.indices.int(), top.values.view(torch.int32)], 1)
-            parts.append(log_p)
-        return torch.cat(parts)
-
-    def decode(self, values: Tensor, head: LMHead) -> TargetRows:
-        """The rows of a batch from their kept values."""
-        if self.kind == "topk":
-            return TopRows(values[:, 0], values[:, 1].contiguous().view(torch.float32), self.vocab)
-        if self.kind == "log_probs":
-            return LogProbRows(values)
-        return HiddenRows(values.view(torch.bfloat16) if values.dtype == torch.int16 else values, head)
-
 
 class Teacher:
     """The frozen target as a source of distributions at label rows, and of the features that a head reads.
@@ -208,18 +92,20 @@ class Teacher:
         self.signal, self.stays = signal or TargetSignal(), stays
         self.model = model if self.signal.kind == "online" else None
         self.ids = None if reader is None else reader.draft_ids()
-        self.head, self.whole = LMHead(model).only(self.ids), None if self.ids is None else LMHead(model)
-        self.captured: tuple[int, ...] = ()
-        self.width, self.version, self.embedding = 0, 0, nn.Module()
-        if reader is not None:
-            self.captured, self.width, self.version = reader.captured_layers, reader.feature_width, reader.version
-            self.embedding = model.get_input_embeddings()
+        self.whole = LMHead(model)
+        self.head = self.whole.only(self.ids)
+        self.captured: tuple[int, ...] = () if reader is None else reader.captured_layers
+        self.width, self.version = (0, 0) if reader is None else (reader.feature_width, reader.version)
+        self.embedding = nn.Module() if reader is None else model.get_input_embeddings()
 
     def to(self, device: torch.device) -> None:
-        """Moves what computes beside the draft there."""
-        self.head = _moved(self.head, device, stays=self.stays)
-        if self.captured:
-            self.embedding = _moved(self.embedding, device, stays=self.stays)
+        """Moves what computes beside the draft there; of a target that stays where it is, a copy."""
+
+        def moved(part: Module) -> Module:
+            elsewhere = self.stays and any(weight.device != device for weight in part.parameters())
+            return (copy.deepcopy(part) if elsewhere else part).to(device)
+
+        self.head, self.embedding = moved(self.head), moved(self.embedding)
         if self.model is not None and not self.stays:
             self.model.to(device)
 
@@ -228,27 +114,30 @@ class Teacher:
         """The batch with the target's values, by a forward pass if nothing is kept; ``mask`` is `label_mask`."""
         if self.model is None or HIDDEN in batch:
             return batch
-        found = self._forward(self.model, batch, mask)
+        found = self.forward(self.model, batch, mask)
         return batch | {name: values.to(mask.device) for name, values in found.items()}
 
     @torch.no_grad()
     def rows(self, batch: Batch, mask: Tensor) -> TargetRows:
         """The target's distributions at the label rows, over the reader's ids; ``mask [batch, time]`` is where."""
         if self.version == 1 and self.signal.kind == "hidden":  # its feature is the last hidden state
-            return HiddenRows(self.features(batch)[mask], self.head)
-        return self.signal.decode(self.complete(batch, mask)[self.signal.name], self.head)
+            return TargetRows(self.features(batch)[mask], self.head.vocab, self.head)
+        values: Tensor = self.complete(batch, mask)[self.signal.name]
+        if self.signal.kind == "topk":
+            return TargetRows(values[:, 1].contiguous().view(torch.float32), self.signal.vocab, ids=values[:, 0])
+        if self.signal.kind == "log_probs":
+            return TargetRows(values, self.signal.vocab)
+        return TargetRows(_loaded(values), self.head.vocab, self.head)
 
     def features(self, batch: Batch) -> Tensor:
         """The feature of every token, ``[batch, time, width]`` in float32 or better."""
-        values: Tensor = batch[FEATURES]
-        values = values.view(torch.bfloat16) if values.dtype == torch.int16 else values
+        values = _loaded(batch[FEATURES])
         return values.to(torch.promote_types(values.dtype, torch.float32))
 
-    def _forward(self, model: PreTrainedModel, batch: Batch, mask: Tensor) -> dict[str, Tensor]:
+    def forward(self, model: PreTrainedModel, batch: Batch, mask: Tensor) -> dict[str, Tensor]:
         """Last hidden states at the label rows, and for a reader its features and `INSIDE`."""
         where, positions = model.device, batch.get("position_ids")
         ids, mask = batch["input_ids"].to(where), mask.to(where)
-        found: dict[str, Tensor] = {}
         # not the draft's precision: the target computes in its own
         autocast = torch.autocast(where.type, torch.bfloat16, enabled=self.signal.autocast)
         with autocast, torch.inference_mode(False), torch.no_grad():
@@ -256,54 +145,72 @@ class Teacher:
                 return {HIDDEN: last_hidden(model, ids, mask, None if positions is None else positions.to(where))}
             out = model.base_model(input_ids=ids, use_cache=False, output_hidden_states=True)
             last = out.last_hidden_state
-            found[HIDDEN] = last[mask.to(last.device)]
-            found[FEATURES] = torch.cat([out.hidden_states[layer].to(last.device) for layer in self.captured], -1)
-            if self.ids is not None:
-                found[INSIDE] = self._inside(found[HIDDEN], self.ids)
-        return found
-
-    def _inside(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        """What `INSIDE` names, of last hidden states ``[rows, hidden]``."""
-        assert self.whole is not None
-        hidden = hidden.to(self.whole.linear.weight.device)
-        found, ids = [hidden.new_empty(0, 2, dtype=torch.float32)], ids.to(hidden.device)
-        for rows in hidden.split(SOME_ROWS):
-            logits = self.whole(rows).float() / self.signal.temperature
-            own = logits[:, ids]
-            mass = (own.logsumexp(-1) - logits.logsumexp(-1)).exp()
-            found.append(torch.stack([mass, (own.amax(-1) == logits.amax(-1)).float()], -1))
-        return torch.cat(found)
+            features = torch.cat([out.hidden_states[layer].to(last.device) for layer in self.captured], -1)
+            found = {HIDDEN: last[mask.to(last.device)], FEATURES: features}
+            if self.ids is None:
+                return found
+            inside, weight = [], self.whole.linear.weight
+            for rows in found[HIDDEN].to(weight.device).split(SOME_ROWS):
+                logits = self.whole(rows).float() / self.signal.temperature
+                own = logits[:, self.ids.to(logits.device)]
+                mass = (own.logsumexp(-1) - logits.logsumexp(-1)).exp()
+                inside.append(torch.stack([mass, (own.amax(-1) == logits.amax(-1)).float()], -1))
+            return found | {INSIDE: torch.cat(inside)}
 
     # -- what is kept -------------------------------------------------------------------------------------------------
 
     def layout(self, rows: TokenDataset) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shapes and numpy types of the values of some examples, by name."""
+        """Shapes and numpy types of the values of some examples, by name: `FEATURES` by token, others by label."""
+        signal, labels, state = self.signal, rows.label_count, "int16" if self.signal.bfloat16 else "float32"
         found: dict[str, tuple[tuple[int, ...], str]] = {}
         if self.captured:
-            found[FEATURES] = (len(rows.ids), self.width), "int16" if self.signal.bfloat16 else "float32"
-        if not (self.version == 1 and self.signal.kind == "hidden"):
-            shape, dtype = self.signal.layout(self.head)
-            found[self.signal.name] = (rows.label_count, *shape), dtype
+            found[FEATURES] = (len(rows.ids), self.width), state
+        if signal.kind == "topk":
+            found[signal.name] = (labels, 2, min(signal.k, signal.vocab)), "int32"
+        elif signal.kind == "log_probs":
+            found[signal.name] = (labels, signal.vocab), "float32"
+        elif self.version != 1:
+            found[signal.name] = (labels, int(self.head.linear.weight.shape[1])), state
         if self.ids is not None:
-            found[INSIDE] = (rows.label_count, 2), "float32"
+            found[INSIDE] = (labels, 2), "float32"
         return found
 
     @torch.no_grad()
     def values(self, model: PreTrainedModel, rows: TokenDataset, examples: Ints) -> dict[str, NDArray[Any]]:
-        """The values of some examples as they are kept, by name; the features padded, ``[batch, time, width]``.
+        """The values of some examples as they are kept, by name, one example after the other.
 
         Raises:
             UserError: The target's hidden states are not finite.
         """
-        batch, names = rows.batch(examples, 0), self.layout(rows)
-        found = self._forward(model.eval(), batch, label_mask(batch["labels"]))
+        batch, signal, names = rows.batch(examples, 0), self.signal, self.layout(rows)
+        found = self.forward(model.eval(), batch, label_mask(batch["labels"]))
         check_finite(found[HIDDEN], "target's hidden states", examples)
-        if self.signal.name in names:
-            found[self.signal.name] = self.signal.encode(found[HIDDEN], self.head)
-        if FEATURES in names:
-            states = found[FEATURES]
-            found[FEATURES] = states.bfloat16().view(torch.int16) if self.signal.bfloat16 else states.float()
+        if FEATURES in found:
+            lengths = rows.lengths[examples].tolist()
+            states = torch.cat([text[:length] for text, length in zip(found[FEATURES], lengths)])
+            found[FEATURES] = self.stored(states)
+        hidden = found[HIDDEN].to(self.head.linear.weight.device)
+        if signal.kind == "hidden":
+            found[signal.name] = self.stored(hidden)
+        else:
+            parts = []
+            for some in hidden.split(SOME_ROWS):
+                log_p = log_probs(self.head.first(some, signal.vocab), signal.vocab, signal.temperature).float()
+                if signal.kind == "topk":
+                    top = log_p.topk(min(signal.k, signal.vocab), sorted=True)
+                    log_p = torch.stack([top.indices.int(), top.values.view(torch.int32)], 1)
+                parts.append(log_p)
+            found[signal.name] = torch.cat(parts)
         return {name: found[name].cpu().numpy() for name in names}
+
+    def stored(self, states: Tensor) -> Tensor:
+        """States as they are kept. numpy has no bfloat16: its bits are stored as int16."""
+        return states.bfloat16().view(torch.int16) if self.signal.bfloat16 else states.float()
+
+
+def _loaded(states: Tensor) -> Tensor:
+    """States from what `Teacher.stored` makes of them."""
+    return states.view(torch.bfloat16) if states.dtype == torch.int16 else states
 
 
 def check_finite(values: Tensor, what: str, examples: Ints) -> None:
@@ -313,9 +220,3 @@ def check_finite(values: Tensor, what: str, examples: Ints) -> None:
             f"the {what} are not finite in a batch of examples {sorted(examples.tolist())}: if target.dtype is "
             "float16, set it to float32 or bfloat16; otherwise the model itself is broken"
         )
-
-
-def _moved(module: Module, device: torch.device, *, stays: bool) -> Module:
-    """A part of the target on a device; if the target stays where it is, a copy of the part."""
-    elsewhere = stays and next(module.parameters()).device != device
-    return (copy.deepcopy(module) if elsewhere else module).to(device)

@@ -15,8 +15,7 @@ from distill.config.training import TrainingSettings
 from distill.data.batches import TokenDataset, dealt_to_rows, keeps_apart
 from distill.data.chat import IGNORE
 from distill.data.loader import Schedule, TrainLoader
-from distill.losses.objective import Objective
-from distill.losses.selection import Selection
+from distill.losses.objective import Objective, Selection
 from distill.modules import CausalLMModule, DistillModule, TrainingModule
 from distill.teacher.signals import Teacher
 

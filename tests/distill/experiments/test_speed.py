@@ -12,10 +12,9 @@ from tiny_run import tiny_settings
 from decode.errors import UserError
 from distill.experiments.speed import SpeedSettings, TrainingBenchSettings, run, selective_loss
 from distill.losses.chunked import LossRequest, fused_loss
-from distill.losses.divergences import Divergence
-from distill.losses.selection import Selection, top_share
+from distill.losses.divergences import Divergence, TargetRows
+from distill.losses.objective import Selection
 from distill.models.lm_head import LMHead
-from distill.teacher.signals import HiddenRows
 
 
 def test_both_sides_train_alike(tmp_path: Path) -> None:
@@ -37,9 +36,9 @@ def test_the_straightforward_loss_is_the_fused_one() -> None:
     rows = [torch.randn(30, 6, generator=generator) for _ in range(3)]
     selection = Selection(0.4, normalisation="paper")
     wanted = selective_loss(*(linear(hidden) for linear, hidden in zip(linears, rows)), selection)
-    target = HiddenRows(rows[1], LMHead.of(linears[1]))
+    target = TargetRows(rows[1], 40, LMHead.of(linears[1]))
     known = fused_loss(rows[2], LMHead.of(linears[2]), target, LossRequest(Divergence())).losses.detach()
-    task = LossRequest(Divergence(), lambda values: top_share(values - known, 0.4))
+    task = LossRequest(Divergence(), lambda values: selection.choose(values - known))
     found = fused_loss(rows[0], LMHead.of(linears[0]), target, task).total / 12
     assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
 

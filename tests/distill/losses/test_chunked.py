@@ -16,10 +16,9 @@ from transformers import PreTrainedModel
 import distill.losses.chunked
 from distill.config.drafts import DivergenceName
 from distill.losses.chunked import LossRequest, LossRows, can_fuse, fused_loss, plain_loss
-from distill.losses.divergences import Divergence
-from distill.losses.selection import top_share
+from distill.losses.divergences import Divergence, TargetRows
+from distill.losses.objective import Selection
 from distill.models.lm_head import LMHead, last_hidden
-from distill.teacher.signals import HiddenRows
 
 Tiny = Callable[..., PreTrainedModel]
 LOSSES = get_args(DivergenceName)
@@ -28,13 +27,17 @@ HEADS = ["llama", "llama-tied", "phi", "gemma2", "scaled"]
 """Plain, tied, with a bias, tied and soft-capped, multiplied."""
 
 
+def of_hidden(hidden: torch.Tensor, head: LMHead) -> TargetRows:
+    return TargetRows(hidden, head.vocab, head)
+
+
 @dataclass
 class Side:
     """A draft whose loss is wanted against a target."""
 
     model: PreTrainedModel
     head: LMHead
-    target: HiddenRows
+    target: TargetRows
     ids: torch.Tensor
     mask: torch.Tensor
 
@@ -60,12 +63,12 @@ def side(
     ids = torch.randint(0, 40, (3, 11), generator=generator)
     mask = (torch.rand(3, 11, generator=generator) < 0.7) & labels
     with torch.no_grad():
-        rows = HiddenRows(last_hidden(teacher, ids, mask), LMHead(teacher))
+        rows = of_hidden(last_hidden(teacher, ids, mask), LMHead(teacher))
     return Side(model, head, rows, ids, mask)
 
 
 def task(name: str = "forward_kl", k: float | None = 0.4, **options: Any) -> LossRequest:
-    choose = None if k is None else (lambda values: top_share(values - values.flip(0), k))
+    choose = None if k is None else (lambda values: Selection(k).choose(values - values.flip(0)))
     return LossRequest(Divergence(name, beta=0.3, temperature=options.pop("temperature", 1.0)), choose, **options)  # type: ignore[arg-type]
 
 
@@ -184,7 +187,7 @@ def test_half_precision_models_equal_their_plain_twin(tiny: Tiny, k: float | Non
     ids = torch.randint(0, 40, (3, 11), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids, dtype=torch.bool)
     with torch.no_grad():
-        rows = HiddenRows(last_hidden(teacher, ids, mask), LMHead(teacher))
+        rows = of_hidden(last_hidden(teacher, ids, mask), LMHead(teacher))
     one = Side(model, LMHead(model), rows, ids, mask)
     (fused, gradients), (plain, others) = one.run(fused_loss, task(k=k), chunk=5), one.run(plain_loss, task(k=k))
     assert fused.total.dtype == torch.float32
@@ -218,7 +221,7 @@ def test_no_tensor_of_all_rows_times_the_vocabulary_is_ever_made(
     rows, vocab, width, chunk = 300, 400, 8, 20
     draft, teacher = LMHead.of(torch.nn.Linear(width, vocab)), LMHead.of(torch.nn.Linear(width, vocab))
     hidden = torch.randn(rows, width, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    target = HiddenRows(torch.randn(rows, width, generator=torch.Generator().manual_seed(1)), teacher)
+    target = of_hidden(torch.randn(rows, width, generator=torch.Generator().manual_seed(1)), teacher)
     with Largest() as seen:
         fused_loss(hidden, draft, target, task(k=k), chunk=chunk).total.backward()
     assert seen.numel == chunk * vocab
@@ -230,7 +233,7 @@ def test_no_tensor_of_all_rows_times_the_vocabulary_is_ever_made(
 def test_under_bfloat16_autocast_losses_are_those_of_float32_and_gradients_close_to_them() -> None:
     head, teacher = LMHead.of(torch.nn.Linear(8, 400)), LMHead.of(torch.nn.Linear(8, 400))
     hidden = torch.randn(300, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    target = HiddenRows(torch.randn(300, 8, generator=torch.Generator().manual_seed(1)), teacher)
+    target = of_hidden(torch.randn(300, 8, generator=torch.Generator().manual_seed(1)), teacher)
     found = []
     for narrow in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=narrow):

@@ -1,4 +1,4 @@
-"""The objective that settings describe, and the tokens that a feature head's loss is divided by."""
+"""The objective that settings describe, AdaSPEC's selection, and the tokens that a loss is divided by."""
 
 from typing import Any
 
@@ -13,12 +13,56 @@ from distill.config.training import StudentSettings, TrainingSettings
 from distill.data.batches import TokenDataset
 from distill.data.loader import Schedule, TrainLoader
 from distill.losses.divergences import Divergence
-from distill.losses.objective import Objective, objective_of
-from distill.losses.selection import Selection
+from distill.losses.objective import Objective, Selection, objective_of, share
 from distill.modules import HeadModule
 from distill.teacher.signals import TargetSignal, Teacher
 
 STEPS, OPTIMISER_STEPS = 2, 10
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "wanted"),
+    [(0.4, 5, 2), (0.4, 6, 3), (0.1, 30, 3), (0.3, 10, 3), (1.0, 7, 7), (0.001, 3, 1), (0.4, 0, 0)],
+)
+def test_share_is_the_ceiling_of_k_times_n_despite_binary_fractions(k: float, n: int, wanted: int) -> None:
+    assert share(k, n) == wanted
+
+
+@pytest.mark.parametrize(
+    ("delta", "k", "wanted"),
+    [
+        ([0.1, 0.9, -1.0, 0.5, 0.7], 0.6, [1, 3, 4]),
+        ([0.0] * 10, 0.4, [0, 1, 2, 3]),  # of equal ones the first
+        ([1.0, 2.0, 1.0, 2.0, 1.0], 0.6, [0, 1, 3]),
+        ([], 0.4, []),
+    ],
+)
+def test_the_largest_differences_are_chosen_in_ascending_order_of_place(
+    delta: list[float], k: float, wanted: list[int]
+) -> None:
+    assert Selection(k).choose(torch.tensor(delta)).tolist() == wanted
+
+
+def test_normalisations_by_hand() -> None:
+    losses, delta = torch.tensor([4.0, 1.0, 3.0, 2.0, 5.0, 7.0]), torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0, 1.0])
+
+    def loss(selection: Selection) -> float:
+        chosen = selection.choose(delta)
+        return float(losses[chosen].sum() / selection.divisor(len(chosen), len(losses)))
+
+    assert loss(Selection(0.5, normalisation="official")) == pytest.approx((4 + 3 + 7) / 6)
+    assert loss(Selection(0.5, normalisation="paper")) == pytest.approx((4 + 3 + 7) / 3)
+    for normalisation in ("paper", "official"):
+        whole = Selection(1.0, normalisation=normalisation)  # type: ignore[arg-type]
+        assert loss(whole) == pytest.approx(losses.mean().item())
+        assert whole.divisor(0, 0) == 1
+
+
+def test_the_official_quantile_selects_at_most_one_token_more_or_less() -> None:
+    pairs = [(k / 20, n) for k in range(1, 20) for n in range(2, 65)]
+    values = {n: torch.arange(n, dtype=torch.float64) for _, n in pairs}
+    official = [int((values[n] >= torch.quantile(values[n], 1 - k)).sum()) for k, n in pairs]
+    assert {abs(count - share(k, n)) for count, (k, n) in zip(official, pairs)} == {0, 1}
 
 
 @pytest.mark.parametrize(("scope", "micros"), [("microbatch", 1), ("global", 1), ("global", 2)])
@@ -46,7 +90,7 @@ def test_the_paper_s_normalisation_divides_by_the_selected_rows_and_by_none_that
     loader = TrainLoader(rows, Schedule(rows.lengths, 4, seed=1), 1, 0, micros=micros, look_ahead=micros > 1)
     for batch in loader:
         found += module.training_step(batch, 0).item() / micros
-        for number, (drafted, losses) in enumerate(module(batch, module.objective, metrics=False)):
+        for number, (drafted, losses) in enumerate(module(batch)):
             assert losses.chosen is not None
             totals[number] += losses.total.item()
             chosen[number] += len(losses.chosen)
@@ -62,9 +106,7 @@ def test_a_reference_selects_its_share_of_tokens_and_no_reference_all() -> None:
     assert objective().selection is None
     assert objective(reference="other", k=1.0).selection is None
     plain = objective(reference="other", divergence="jsd")
-    assert plain.divergence == Divergence("jsd")
-    assert plain.selection == Selection(0.4, normalisation="paper")
-    assert {plain.divergence_at(step).name for step in range(OPTIMISER_STEPS)} == {"jsd"}
+    assert (plain.divergence, plain.selection) == (Divergence("jsd"), Selection(0.4, normalisation="paper"))
 
 
 def test_the_loss_switches_after_the_share_of_forward_kl_and_the_ranking_does_not() -> None:

@@ -15,8 +15,9 @@ from decode.models.families import decoder_layers, final_norm
 from distill.config.run import Settings
 from distill.config.training import LayerSkipSettings, TrainingSettings
 from distill.data.batches import label_mask
-from distill.losses.next_token import next_token_loss
+from distill.losses.chunked import next_token_loss
 from distill.models.layers import LayerSkip, dropout_rates, exit_weights, exits_on
+from distill.models.lm_head import LMHead
 from distill.models.loading import checkpoint_layers
 from distill.modules import CausalLMModule
 from distill.stages import stage_fingerprints
@@ -36,9 +37,8 @@ def build():
 
 
 def module_of(model, settings: LayerSkipSettings, steps: int = 100, *, scratch: bool = False) -> CausalLMModule:
-    module = CausalLMModule(model, TrainingSettings(steps=steps), steps)
-    module.layerskip = LayerSkip(model, settings, steps, scratch=scratch)
-    return module.train()
+    recipe = LayerSkip(model, settings, steps, scratch=scratch)
+    return CausalLMModule(model, TrainingSettings(steps=steps), steps, layerskip=recipe).train()
 
 
 def loss_at(module: CausalLMModule, step: int) -> Tensor:
@@ -85,7 +85,7 @@ def test_the_loss_is_the_weighted_sum_of_the_exits_losses_on_every_family(build,
             part.dropout = 0.0
     mask = label_mask(BATCH["labels"])
     labels = BATCH["labels"].roll(-1, 1)[mask]
-    head = module._head[0]
+    head = LMHead(module.model)
     out = model.base_model(BATCH["input_ids"], use_cache=False, output_hidden_states=True)
     losses = [next_token_loss(final_norm(model)(out.hidden_states[e + 1][mask]), head, labels) for e in (0, 1)]
     whole = next_token_loss(out.last_hidden_state[mask], head, labels)
@@ -155,7 +155,7 @@ def test_training_makes_the_early_exit_better(build, scratch: bool) -> None:
             out = model.base_model(BATCH["input_ids"], output_hidden_states=True)
             rows = final_norm(model)(out.hidden_states[1][mask])
         model.train()
-        return next_token_loss(rows, module._head[0], BATCH["labels"].roll(-1, 1)[mask]).item()
+        return next_token_loss(rows, LMHead(module.model), BATCH["labels"].roll(-1, 1)[mask]).item()
 
     before = early()
     for step in range(60):

@@ -12,7 +12,7 @@ from tiny_run import begun, run_tiny, tiny_settings
 
 from decode.errors import UserError
 from distill.config.training import LoraSettings
-from distill.models.lora import Adapter
+from distill.models.loading import Adapter
 
 CPU = torch.device("cpu")
 

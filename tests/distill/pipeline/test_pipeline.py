@@ -22,8 +22,7 @@ from distill.config.drafts import DraftSettings
 from distill.config.run import Settings
 from distill.config.training import TargetSettings
 from distill.files import only_one
-from distill.losses.objective import Objective
-from distill.losses.selection import Selection
+from distill.losses.objective import Objective, Selection
 from distill.models.loading import checkpoint_layers
 from distill.pipeline import run_pipeline
 from distill.run_stages import StageResult, language_model

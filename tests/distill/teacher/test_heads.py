@@ -39,9 +39,8 @@ from distill.losses.objective import Objective
 from distill.modules import HeadModule
 from distill.run_stages import frequent, run_stages
 from distill.stages import RunDir, run_of
-from distill.teacher.heads import drafting_steps
-from distill.teacher.signals import FEATURES, TargetSignal, Teacher
-from distill.teacher.store import keep_signal
+from distill.teacher.drafting import drafting_steps
+from distill.teacher.signals import TargetSignal, Teacher
 
 STAGES = ["target", "initial", "distillspec", "adaspec", "kl-tv"]
 
@@ -85,13 +84,12 @@ def test_a_run_makes_every_head_and_learns(run) -> None:
     assert run_tiny(settings)[0] == []  # nothing has changed
 
 
-@pytest.mark.parametrize("all_tokens", [False, True])
-def test_training_sees_what_decoding_will_draft(run, all_tokens: bool) -> None:
+def test_training_sees_what_decoding_will_draft(run) -> None:
     """The rows of every drafting step are what the head gives by teacher forcing, with the target's true features."""
     settings, folder = run
     head = load_head(folder.path("distillspec"))
     rows, source, target = rows_and_source(settings, folder, head)
-    example = (every_token(rows) if all_tokens else rows).batch(torch.arange(3).numpy(), 0)
+    example = rows.batch(torch.arange(3).numpy(), 0)
     mask = label_mask(example["labels"])
     for step, drafted in enumerate(drafting_steps(head, source, example, 3)):
         seen, asked = [], mask.clone()
@@ -121,7 +119,7 @@ def test_a_chain_goes_on_from_the_tokens_that_are_accepted(
     module = HeadModule(head, TrainingSettings(), 1, settings=eagle, target=source, objective=objective)
     coins = lambda alpha: alpha + torch.where(torch.arange(len(alpha)) % 2 == 0, -1e-3, 1e-3)  # noqa: E731
     monkeypatch.setattr(torch, "rand_like", coins)
-    found = [drafted for drafted, _ in module.eval()(batch, objective, metrics=False)]
+    found = [drafted for drafted, _ in module.eval()(batch)]
     monkeypatch.undo()
     sequence = example_of_rows(batch, label_mask(batch["labels"]))
     whole = list(drafting_steps(head, source, batch, 4, learnable_only=True))
@@ -134,23 +132,7 @@ def test_a_chain_goes_on_from_the_tokens_that_are_accepted(
         torch.testing.assert_close(now.hidden, all_of_it.hidden[place])
         assert torch.equal(now.labels, all_of_it.labels[place])
     assert len(found[3].rows) < len(found[2].rows) < len(found[1].rows)
-    assert [module.weight(step) for step in range(3)] == [1.0] * 3  # a row counts by being reached
-
-
-def test_features_and_signal_under_autocast_are_those_of_the_target_in_bfloat16(run) -> None:
-    settings, folder = run
-    rows, source, target = rows_and_source(settings, folder, load_head(folder.path("distillspec")))
-    kept = {}
-    for name, autocast in (("exact", False), ("half", True)):
-        signal = TargetSignal("topk", k=8, vocab=source.head.vocab, autocast=autocast)
-        keep_signal(Teacher(target, signal, load_head(folder.path("distillspec"))), target, rows)
-        kept[name] = rows.tokens["features"].copy()
-    ids = torch.tensor(rows.ids[rows.offsets[0] : rows.offsets[1]])[None].long()
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        states = target.base_model(input_ids=ids, output_hidden_states=True).hidden_states
-        plain = torch.cat([states[layer] for layer in source.captured], -1)[0].float().numpy()
-    assert np.allclose(kept["half"][: len(plain)], plain, atol=0.05)
-    assert 1e-4 < abs(kept["half"] - kept["exact"]).max() < 0.3
+    assert len({drafted.weight for drafted in found}) == 1  # a row counts by being reached
 
 
 def test_the_ablation_measures_heads_seed_by_seed(run) -> None:
@@ -171,21 +153,6 @@ def test_the_ablation_measures_heads_seed_by_seed(run) -> None:
     alphas = [offline_alpha(target, head, texts, LogitsWarper(1.0)).mean for head in heads]
     assert content["drafts"][0]["offline_alpha"] == pytest.approx(sum(alphas) / 2)
     assert any(not torch.equal(a, b) for a, b in zip(*(head.parameters() for head in heads), strict=True))
-
-
-def test_cached_states_are_those_of_a_forward_pass(run) -> None:
-    settings, folder = run
-    head = load_head(folder.path("distillspec"))
-    rows, source, target = rows_and_source(settings, folder, head)
-    stored = torch.from_numpy(np.load(folder.work / "signals" / f"{FEATURES}_train.npy"))
-    with torch.no_grad():
-        start, end = int(rows.offsets[3]), int(rows.offsets[4])
-        ids = torch.from_numpy(rows.ids[start:end]).long()[None]
-        states = target.base_model(input_ids=ids, output_hidden_states=True).hidden_states
-        wanted = torch.cat([states[layer] for layer in source.captured], -1)[0]
-    torch.testing.assert_close(stored[start:end], wanted, rtol=1e-4, atol=1e-4)
-    assert len(stored) == len(rows.ids)  # tokens of prompts too
-    assert stored.shape[1] == (1 if head.version == 1 else 3) * head.config.hidden_size
 
 
 def test_a_target_beside_the_head_trains_the_same_one(run, tmp_path: Path) -> None:
@@ -216,9 +183,7 @@ def test_a_killed_training_ends_with_the_weights_of_an_undisturbed_one(run, tmp_
 
 def test_the_exported_head_decodes_like_the_trained_one(run, tmp_path: Path) -> None:
     settings, folder = run
-    out = export_head(
-        folder.path("adaspec"), folder.target, tmp_path / "head", {"best_draft_length": 3}, ExportSettings()
-    )
+    out = export_head(folder.path("adaspec"), folder.target, tmp_path / "head", {"best_draft_length": 3}, ExportSettings())
     target = load_model(folder.target, device="cpu", dtype="float32")
     runner = open_runner(target)
     texts = []
@@ -252,9 +217,7 @@ def test_a_head_over_the_whole_vocabulary_is_exported_as_engines_load_it(tmp_pat
     made, _ = bench(settings)
     assert run_stages(made, ("target", "initial")) == ["target", "initial"]
     folder = made.run
-    out = export_head(
-        folder.path("initial"), folder.target, tmp_path / "head", {"best_draft_length": 3}, ExportSettings()
-    )
+    out = export_head(folder.path("initial"), folder.target, tmp_path / "head", {"best_draft_length": 3}, ExportSettings())
     state, config = load_file(out / "model.safetensors"), json.loads((out / "config.json").read_text())
     assert {"d2t", "t2d"}.isdisjoint(state)
     assert "bias" not in config
@@ -267,16 +230,7 @@ def test_a_head_over_the_whole_vocabulary_is_exported_as_engines_load_it(tmp_pat
         save_file(state | tensors, out / "model.safetensors")
         with pytest.raises(RuntimeError, match=name):
             check_files(out)
-
-
-def test_an_incomplete_export_is_noticed(run, tmp_path: Path) -> None:
-    _, folder = run
-    out = export_head(
-        folder.path("adaspec"), folder.target, tmp_path / "head", {"best_draft_length": 3}, ExportSettings()
-    )
-    config = json.loads((out / "config.json").read_text())
-    del config["rms_norm_eps"]
-    (out / "config.json").write_text(json.dumps(config))
+    (out / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "rms_norm_eps"}))
     with pytest.raises(RuntimeError, match="rms_norm_eps"):
         check_files(out)
 
@@ -349,11 +303,8 @@ def test_heads_are_trained_with_everything_that_drafts_are(tmp_path: Path) -> No
     assert re.search(r"the target's signal \(topk\): [\d.]+ MB", printed)
     account = folder.record("adaspec").account
     assert 0 < account["selected_tokens"] < account["teacher_tokens"]
-    signals = {path.name: np.load(path) for path in (folder.work / "signals").glob("*_train.npy")}
-    assert signals["features_train.npy"].dtype == np.int16
-    rows = bench(settings)[0].examples
-    assert len(signals["target_topk_train.npy"]) == len(rows.ids) - len(rows)  # every token but each text's first
-    assert signals["target_topk_train.npy"].shape[1:] == (2, 16)
+    kept = np.load(folder.work / "signals" / "target_topk_train.npy")
+    assert kept.shape == (bench(settings)[0].examples.label_count, 2, 16)
     for stage in ("distillspec", "adaspec"):
         history = folder.record(stage).history
         assert history[-1]["loss"] < history[0]["loss"], stage
@@ -379,9 +330,7 @@ def test_a_head_of_some_tokens_starts_from_its_target_and_is_lossless(kind: str,
     head = load_head(made.run.path("initial"))
     target = load_model(made.run.target, device="cpu", dtype="float32")
     assert len(head.draft_ids()) == 32
-    out = export_head(
-        made.run.path("initial"), made.run.target, tmp_path / "head", {"best_draft_length": 3}, ExportSettings()
-    )
+    out = export_head(made.run.path("initial"), made.run.target, tmp_path / "head", {"best_draft_length": 3}, ExportSettings())
     if kind == "eagle":
         assert torch.load(out / "token_map.pt", weights_only=True) == head.draft_ids().tolist()
         assert "--speculative-token-map" in (out / "README.md").read_text()

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,7 @@ from distill.config.training import TrainingSettings
 from distill.data.batches import Batch, TokenDataset
 from distill.data.chat import IGNORE
 from distill.data.loader import DistillDataModule, OptimizerStep, Schedule, TrainLoader
-from distill.losses.objective import Objective
-from distill.losses.selection import Selection, top_share
+from distill.losses.objective import Objective, Selection
 from distill.modules import CausalLMModule, DistillModule
 from distill.pipeline import write_settings
 from distill.ranks import wait_for
@@ -214,7 +212,7 @@ def test_the_choice_among_micro_batches_is_the_one_among_the_whole_step() -> Non
     values = [torch.randint(0, 4, (n,), generator=generator).float() for n in counts]  # many ties
     whole = OptimizerStep(np.array([counts]))
     sequence = torch.repeat_interleave(torch.arange(6), torch.tensor(counts))
-    wanted = whole.choose([torch.cat(values)], [sequence], partial(top_share, k=0.3))[0]
+    wanted = whole.choose([torch.cat(values)], [sequence], Selection(0.3).choose)[0]
     assert len(wanted) == Selection(0.3, "global").count(np.array([counts])) == 8
     parts = [list(range(6))[m::2] for m in range(2)]
     table = np.array([[counts[i] for i in part] for part in parts])
@@ -222,7 +220,7 @@ def test_the_choice_among_micro_batches_is_the_one_among_the_whole_step() -> Non
     chosen = split.choose(
         [torch.cat([values[i] for i in part]) for part in parts],
         [torch.repeat_interleave(torch.arange(3), torch.tensor([counts[i] for i in part])) for part in parts],
-        partial(top_share, k=0.3),
+        Selection(0.3).choose,
     )
     starts = np.concatenate([[0], np.cumsum(counts)])
     place = [torch.cat([torch.arange(starts[i], starts[i + 1]) for i in part]) for part in parts]

@@ -25,8 +25,7 @@ from distill.checkpoints import BestWeights
 from distill.config.training import TrainerSettings
 from distill.data.loader import DistillDataModule, Schedule, TrainLoader
 from distill.losses.divergences import Divergence
-from distill.losses.objective import Objective
-from distill.losses.selection import Selection
+from distill.losses.objective import Objective, Selection
 from distill.modules import CausalLMModule, DistillModule
 from distill.teacher.signals import Teacher
 from distill.teacher.store import reference_loss

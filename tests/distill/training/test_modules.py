@@ -18,8 +18,7 @@ from distill.config.drafts import Signal
 from distill.data.batches import TokenDataset, label_mask
 from distill.data.chat import IGNORE
 from distill.data.loader import Schedule, TrainLoader
-from distill.losses.objective import Objective
-from distill.losses.selection import Selection
+from distill.losses.objective import Objective, Selection
 from distill.models.lm_head import LMHead, check_head, last_hidden
 from distill.models.loading import checkpoint_layers
 from distill.modules import CausalLMModule, DistillModule, token_counts
@@ -39,7 +38,7 @@ def loss_and_gradients(module: L.LightningModule, batch: dict[str, torch.Tensor]
 def logits_of(target: Teacher, batch: dict[str, torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
     """The target's log-probabilities, which are logits of the same distribution."""
     rows = target.rows(batch, mask)
-    return rows.log_probs(slice(None), torch.zeros(int(mask.sum()), rows.vocab), 1.0)
+    return rows.log_probs(torch.zeros(int(mask.sum()), rows.vocab), 1.0)
 
 
 FAMILIES = ["llama", "llama-tied", "qwen3", "gemma2", "phi", "gpt_neox", "codegen", "gpt2", "opt", "mistral"]

@@ -18,8 +18,7 @@ from distill.checkpoints import FirstBad
 from distill.config.training import TrainerSettings
 from distill.data.batches import TokenDataset
 from distill.data.loader import DistillDataModule, Schedule, TrainLoader
-from distill.losses.objective import Objective
-from distill.losses.selection import Selection
+from distill.losses.objective import Objective, Selection
 from distill.modules import CausalLMModule, DistillModule
 from distill.teacher.signals import TargetSignal, Teacher
 from distill.teacher.store import keep_signal

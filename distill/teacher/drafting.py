@@ -1,0 +1,109 @@
+"""What a draft in training predicts of a batch, beside the target's distributions of the same rows.
+
+A language model predicts every label row in one drafting step. A feature head is unrolled over several.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from decode.models.heads import FeatureHead
+from distill.data.batches import Batch, example_of_rows, label_mask
+from distill.losses.divergences import TargetRows
+from distill.losses.objective import Drafted
+from distill.models.lm_head import LMHead, last_hidden
+from distill.teacher.signals import INSIDE, Teacher
+
+WHOLE = 1 << 28
+"""Bytes of the target's log-probabilities of a batch up to which they are computed once for all drafting steps."""
+
+
+def model_rows(model: PreTrainedModel, teacher: Teacher, batch: Batch) -> Drafted:
+    """Returns a language model's label rows of a batch."""
+    mask = label_mask(batch["labels"])
+    hidden = last_hidden(model, batch["input_ids"], mask, batch.get("position_ids"))
+    sequence, labels = example_of_rows(batch, mask), batch["labels"].roll(-1, 1)[mask]
+    target, reference = teacher.rows(batch, mask), batch.get("reference_loss")
+    return Drafted(hidden, LMHead(model), target, sequence, labels, reference)
+
+
+def drafting_steps(
+    head: FeatureHead,
+    teacher: Teacher,
+    batch: Batch,
+    steps: int,
+    *,
+    temperature: float = 1.0,
+    noise: float = 0.0,
+    learnable_only: bool = False,
+) -> Iterator[Drafted]:
+    """Runs a head on a batch for several drafting steps; step s gives the labels that s + 1 tokens precede.
+
+    If `Drafted.accepted` is set between two steps, the second one gives only the labels that follow accepted tokens.
+    EAGLE-1's rows have as ``extra`` the mean smooth L1 distance of the states from the target's.
+
+    Args:
+        head: The feature head.
+        teacher: The target's features, embedding and output head.
+        batch: `TokenDataset.batch`, with the target's values unless ``teacher`` computes them.
+        steps: Number of drafting steps; step s drafts token s + 1 of a draft.
+        temperature: Of the target's distributions that are computed here.
+        noise: Width of the uniform noise on the features, to be scaled by 512 / length.
+        learnable_only: Leave out labels where the target's most probable token is none of the head's ids.
+    """
+    mask = label_mask(batch["labels"])
+    batch = teacher.complete(batch, mask)
+    true = teacher.features(batch).to(head.fc.weight.dtype)
+    features = true + (torch.rand_like(true) - 0.5) * noise * 512 / true.shape[1] if noise else true
+    place = mask.flatten().nonzero()[:, 0]
+    position, time = place % mask.shape[1], mask.shape[1]
+    rows = torch.zeros_like(mask).flatten()
+    for step in range(steps):
+        rows[place[position > step] - step - 1] = True
+    starts = rows.nonzero()[:, 0]
+    target, inside = teacher.rows(batch, mask), batch.get(INSIDE)
+    wide = torch.promote_types(target.values.dtype, torch.float32)
+    if steps > 1 and target.head is not None and len(target.values) * target.vocab * 4 <= WHOLE:
+        with torch.no_grad():  # once instead of at every drafting step
+            shape = target.values.new_empty(len(target.values), target.vocab, device="meta", dtype=wide)
+            target = TargetRows(target.log_probs(shape, temperature), target.vocab)
+    output = LMHead.of(head.lm_head) if head.version == 3 else teacher.head
+    embeds = teacher.embedding(functional.pad(batch["input_ids"][:, 1:], (0, 1))).detach().to(features.dtype)
+    reference, labels = batch.get("reference_loss"), batch["labels"].roll(-1, 1)[mask]
+    unrolled, going = head.unroll(embeds, features, steps, rows.view_as(mask)), rows
+    states = next(unrolled)
+    for step in range(steps):
+        asked = ((position > step) & going[(place - step - 1).clamp_min(0)]).nonzero()[:, 0]
+        found = states.index_select(0, torch.searchsorted(starts, place[asked] - step - 1))
+        distance: Tensor | None = None
+        if head.version == 1:
+            state = true.flatten(0, 1).index_select(0, place[asked])
+            distance = functional.smooth_l1_loss(found.float(), state.float(), reduction="sum")
+            distance = distance / (max(1, len(asked)) * state.shape[-1])
+        if learnable_only and inside is not None:
+            kept = inside[asked, 1].nonzero()[:, 0]
+            asked, found = asked[kept], found.index_select(0, kept)
+        drafted = Drafted(
+            found if head.version == 1 else head.norm(found),
+            output,
+            target.at(asked),
+            place[asked] // time,
+            labels[asked],
+            None if reference is None else reference[asked, step],
+            rows=asked,
+            mass=None if inside is None else inside[asked, 0],
+            learnable=None if inside is None else inside[asked, 1],
+            extra=distance,
+        )
+        yield drafted
+        if step + 1 == steps:
+            return
+        chain = None
+        if drafted.accepted is not None:
+            accepted = place[asked[drafted.accepted]] - step - 1
+            chain, starts = torch.searchsorted(starts, accepted), accepted
+            going = torch.zeros_like(rows).index_fill(0, accepted, True)
+        states = unrolled.send(chain)
