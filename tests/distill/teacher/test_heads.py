@@ -183,7 +183,9 @@ def test_a_killed_training_ends_with_the_weights_of_an_undisturbed_one(run, tmp_
 
 def test_the_exported_head_decodes_like_the_trained_one(run, tmp_path: Path) -> None:
     settings, folder = run
-    out = export_head(folder.path("adaspec"), folder.target, tmp_path / "head", {"best_draft_length": 3}, ExportSettings())
+    out = export_head(
+        folder.path("adaspec"), folder.target, tmp_path / "head", {"best_draft_length": 3}, ExportSettings()
+    )
     target = load_model(folder.target, device="cpu", dtype="float32")
     runner = open_runner(target)
     texts = []
@@ -217,7 +219,9 @@ def test_a_head_over_the_whole_vocabulary_is_exported_as_engines_load_it(tmp_pat
     made, _ = bench(settings)
     assert run_stages(made, ("target", "initial")) == ["target", "initial"]
     folder = made.run
-    out = export_head(folder.path("initial"), folder.target, tmp_path / "head", {"best_draft_length": 3}, ExportSettings())
+    out = export_head(
+        folder.path("initial"), folder.target, tmp_path / "head", {"best_draft_length": 3}, ExportSettings()
+    )
     state, config = load_file(out / "model.safetensors"), json.loads((out / "config.json").read_text())
     assert {"d2t", "t2d"}.isdisjoint(state)
     assert "bias" not in config
@@ -330,7 +334,9 @@ def test_a_head_of_some_tokens_starts_from_its_target_and_is_lossless(kind: str,
     head = load_head(made.run.path("initial"))
     target = load_model(made.run.target, device="cpu", dtype="float32")
     assert len(head.draft_ids()) == 32
-    out = export_head(made.run.path("initial"), made.run.target, tmp_path / "head", {"best_draft_length": 3}, ExportSettings())
+    out = export_head(
+        made.run.path("initial"), made.run.target, tmp_path / "head", {"best_draft_length": 3}, ExportSettings()
+    )
     if kind == "eagle":
         assert torch.load(out / "token_map.pt", weights_only=True) == head.draft_ids().tolist()
         assert "--speculative-token-map" in (out / "README.md").read_text()
