@@ -54,7 +54,8 @@ def train(
     rows = some_rows()
     module = CausalLMModule(copy.deepcopy(model).requires_grad_(True), TRAINING, steps)
     data = DistillDataModule(TrainLoader(rows, Schedule(rows.lengths, 4), steps, pad_id=0), some_rows(4))
-    chosen = TrainerSettings(**{"accelerator": "cpu", "validate_every": 3, "log_every": 2} | settings)
+    settings["extra"] = {"log_every_n_steps": 2} | settings.get("extra", {})
+    chosen = TrainerSettings(**{"accelerator": "cpu", "validate_every": 3} | settings)
     chosen.validate()
     fit(module, data, chosen, folder / "work", name="x", console=Console(quiet=True), callbacks=callbacks,
         logger=CSVLogger(folder / "csv"))  # fmt: skip
