@@ -44,7 +44,9 @@ from distill.data.sources import SPLITS, SourceRows, load_rows, sentences
 from distill.data.tokenizer import train_tokenizer
 from distill.files import checksum, files_state, fingerprint, replaced, write_json
 
-VERSION = 2  # raised when a change of the code changes which examples are made of the same rows
+VERSION = (
+    3  # raised when a change of the code changes which examples are made of the same rows, or what is kept of them
+)
 PATIENCE = 600.0  # seconds for which another process may find data of process 0 that differ from its own
 BATCH = 1000  # rows tokenised together
 A_PROCESS = 5000  # rows for which starting one more process pays
@@ -68,9 +70,7 @@ class Corpus:
     Attributes:
         tokenizer: Of the target.
         fingerprint: Hash of the settings, the tokenizer and every token id and label.
-        kind: pairs, chat or text.
         answered: Whether the examples have responses; if not, the target has to answer them.
-        chat: Whether prompts are chats in the tokenizer's template.
         notes: What was left out and why.
     """
 
@@ -79,9 +79,7 @@ class Corpus:
     validation: Dataset
     test: Dataset
     fingerprint: str
-    kind: str = "pairs"
     answered: bool = True
-    chat: bool = False
     notes: list[str] = field(default_factory=list)
 
 
@@ -160,9 +158,7 @@ def load_corpus(
         tokenizer,
         **splits,
         fingerprint=digest.hexdigest(),
-        kind=rows.kind,
         answered=not settings.from_target,
-        chat=chat is not None,
         notes=rows.notes,
     )
 
@@ -306,7 +302,7 @@ def kept_corpus(
         for split in SPLITS:
             getattr(corpus, split).save_to_disk(str(aside / split))
         corpus.tokenizer.save_pretrained(aside / "tokenizer")
-        about = {name: getattr(corpus, name) for name in ("fingerprint", "kind", "answered", "chat", "notes")}
+        about = {name: getattr(corpus, name) for name in ("fingerprint", "answered", "notes")}
         write_json(aside / "corpus.json", {"key": key, "files": _checksums(aside), "about": about})
     return there() or corpus
 

@@ -82,7 +82,6 @@ PAIR = {"question": "1+1?", "answer": "2"}
 def test_pairs_are_put_into_the_chat_template_where_there_is_one(tmp_path: Path) -> None:
     corpus = load(tmp_path, [PAIR], "plain")
     (example,) = others(corpus)
-    assert corpus.chat
     assert example["prompt"] == "<user>1+1?<assistant>"
     assert any("chat template" in note for note in corpus.notes)
 
