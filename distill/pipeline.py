@@ -23,9 +23,8 @@ from distill.config.run import Settings
 from distill.data.chat import show
 from distill.data.context import MEASUREMENT, StageContext
 from distill.export.draft import check_export_path, check_gguf, draft_length, export_draft, export_gguf
-from distill.export.head import check_head_path, export_head
-from distill.export.hub_upload import check_hub, push
-from distill.export.model_card import TOKEN_MAP, export_profile
+from distill.export.head import export_head
+from distill.export.model_card import TOKEN_MAP, check_hub, export_profile, push
 from distill.files import checksum, fingerprint, only_one, remove, write_json
 from distill.models.loading import choose_number_formats
 from distill.models.pip_package import fetch
@@ -45,10 +44,7 @@ def run_pipeline(settings: Settings, console: Console | None = None) -> RunDir:
     settings.validate()
     console = (console or output_console()) if ranks.is_first() else Console(quiet=True)
     run, version = run_of(settings), settings.student.version
-    if version is not None:
-        check_head_path(run.export, version)
-    else:
-        check_export_path(run.export)
+    check_export_path(run.export, version)
     check_gguf(settings.export, version)
     if ranks.is_first():
         check_hub(settings.export.hub)
@@ -166,7 +162,7 @@ def measure(context: StageContext) -> dict[str, Any]:
     report["exported"] = {"length": length, "token_map": mapped, "gguf_type": (settings.export.gguf or ["f32"])[0]}
     write_report(run.folder, report)
     report = read_json(run.folder / "report.json")
-    log_report(context.logger, report, lambda: figures(report))
+    log_report(context.logger, report, lambda: {name: svg for name, (svg, _) in figures(report).items()})
     if settings.tracker.log_draft:
         log_draft(context.logger, run.export)
     write_json(note, _state(key, target, report, run.export))

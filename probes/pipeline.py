@@ -30,7 +30,7 @@ from probes.exit_search import METHODS, Choice, best_of, fastest_options, find_s
 from probes.features import Features, collect, exit_layers
 from probes.fit import evaluate_exits, train_probes
 from probes.labels import modes_of, prompts_of, write_texts
-from probes.report import answer, console_tables, write_page
+from probes.report import answer, console_tables, write_report
 from probes.settings import ProbesSettings
 
 
@@ -63,7 +63,7 @@ def run_probes(settings: ProbesSettings, console: Console | None = None) -> dict
             slim = [{key: value for key, value in row.items() if key != "bins"} for row in added["probes"]]
             path = run.folder / "report.json"
             write_json(path, {"name": run.folder.name, **read_json(path), **added, "probes": slim})
-            write_page(run.folder / "probes.html", run.folder.name, added)
+            write_report(run.folder / "probes.html", run.folder.name, added)
     finally:
         torch.set_num_threads(threads)
     console.print(console_tables(added))

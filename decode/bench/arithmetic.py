@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from random import Random
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
@@ -66,41 +66,6 @@ class Problem:
     solution: str
     answer: int
     steps: int
-
-
-@dataclass(frozen=True)
-class _Scene:
-    """A whole problem: wordings of its question, its draws (name, range) and calculations (name, left, op, right)."""
-
-    questions: list[str]
-    solution: str
-    draws: list[tuple[str, str]]
-    sums: list[tuple[str, str, str, str]]
-
-
-@dataclass(frozen=True)
-class _Event:
-    """One step of a story, from the total ``t`` by ``n`` to ``u``; ``by`` lists the values of ``n`` if restricted."""
-
-    op: str
-    question: str
-    solution: str
-    by: list[int]
-
-
-@dataclass(frozen=True)
-class _Words:
-    """The parsed tables of ``arithmetic.yaml``."""
-
-    people: list[tuple[str, dict[str, str]]]
-    items: list[str]
-    containers: list[str]
-    places: list[str]
-    days: list[str]
-    openings: list[list[str]]
-    events: list[_Event]
-    closings: list[list[str]]
-    scenes: dict[int, list[_Scene]]
 
 
 def apply(op: str, left: int, right: int) -> int | None:
@@ -158,82 +123,83 @@ def _between(rng: Random, bounds: tuple[int, int]) -> int:
     return bounds[0] + int(rng.random() * (bounds[1] - bounds[0] + 1))
 
 
-def _cast(rng: Random) -> dict[str, str]:
+def _cast(rng: Random) -> dict[str, Any]:
     """Values of all words that a template may contain."""
     words = _words()
-    (a, pronouns), (b, _), (c, _) = rng.sample(words.people, 3)
-    one, other = rng.sample(words.items, 2)
-    day, day2 = rng.sample(words.days, 2)
-    box, place = _choice(rng, words.containers), _choice(rng, words.places)
+    (a, pronouns), (b, _), (c, _) = rng.sample(words["people"], 3)
+    one, other = rng.sample(words["items"], 2)
+    day, day2 = rng.sample(words["days"], 2)
+    box, place = _choice(rng, words["containers"]), _choice(rng, words["places"])
     cast = {"a": a, "b": b, "c": c, "one": one, "x": one + "s", "y": other + "s", "box": box, "place": place}
     return cast | pronouns | {"day": day, "day2": day2}
 
 
 def _fill_scene(rng: Random, size: Size, steps: int) -> tuple[str, str, int] | None:
     """Question, solution and answer of a whole scene; None if a number does not fit the difficulty."""
-    scene, values = _choice(rng, _words().scenes[steps]), dict[str, int]()
-    for name, kind in scene.draws:
+    questions, solution, draws, sums = _choice(rng, _words()["scenes"][steps])
+    values: dict[str, int] = {}
+    for name, kind in draws:
         values[name] = _between(rng, {"tiny": size.tiny, "big": size.big}.get(kind, size.small))
-    for name, left, op, right in scene.sums:
+    for name, left, op, right in sums:
         a, b = (int(operand) if operand.isdigit() else values[operand] for operand in (left, right))
         result = size.result(op, a, b)
         if result is None:
             return None
         values[name] = result
     fill = _cast(rng) | values
-    return _choice(rng, scene.questions).format_map(fill), scene.solution.format_map(fill), values[name]
+    return _choice(rng, questions).format_map(fill), solution.format_map(fill), values[name]
 
 
 def _fill_story(rng: Random, size: Size, steps: int) -> tuple[str, str, int] | None:
     """Question, solution and answer of an opening, ``steps`` events and a closing; None as in `_fill_scene`."""
-    words = _words()
-    fill: dict[str, str | int] = {**_cast(rng)}
+    words, fill = _words(), _cast(rng)
     total = _between(rng, size.big)
-    opening, closing = _choice(rng, words.openings), _choice(rng, words.closings)
+    opening, closing = _choice(rng, words["openings"]), _choice(rng, words["closings"])
     texts = [[text.format_map(fill | {"t": total}) for text in opening]]
-    for event, person in zip(rng.sample(words.events, steps), rng.sample(words.people, steps), strict=True):
-        n = _choice(rng, event.by) if event.by else _between(rng, size.small)
-        result = size.result(event.op, total, n)
-        if result is None or person[0] == fill["a"]:
+    events, people = rng.sample(words["events"], steps), rng.sample(words["people"], steps)
+    for (op, question, solution, by), (person, _) in zip(events, people):
+        n = _choice(rng, by) if by else _between(rng, size.small)
+        result = size.result(op, total, n)
+        if result is None or person == fill["a"]:
             return None
-        fill |= {"t": total, "n": n, "u": result, "b": person[0]}
-        texts.append([event.question.format_map(fill), event.solution.format_map(fill)])
+        fill |= {"t": total, "n": n, "u": result, "b": person}
+        texts.append([question.format_map(fill), solution.format_map(fill)])
         total = result
     texts.append([text.format_map(fill | {"t": total}) for text in closing])
     return " ".join(text for text, _ in texts), "\n".join(text for _, text in texts), total
 
 
 @cache
-def _words() -> _Words:
-    """Parse the tables; every text that the choices ``(one|two)`` of a wording allow becomes a text of its own."""
+def _words() -> dict[str, Any]:
+    """The tables of ``arithmetic.yaml``; every text that the choices ``(one|two)`` of a wording allow is one.
+
+    Returns:
+        ``people`` (name, pronouns); ``items``, ``containers``, ``places`` and ``days``; ``openings`` and ``closings``
+        (question, solution); ``events`` (operation, question, solution, the only values of ``n``); ``scenes`` by number
+        of calculations: (questions, solution, draws (name, range), calculations (name, left, operation, right)).
+    """
     tables = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
     def wordings(text: str) -> list[str]:
         pieces = [piece.split("|") if place % 2 else [piece] for place, piece in enumerate(CHOICE.split(text))]
         return ["".join(chosen) for chosen in itertools.product(*pieces)]
 
-    def rows(table: str) -> list[list[str]]:
-        return [row.split(" | ") for line in tables[table].strip().splitlines() for row in wordings(line)]
-
-    scenes: dict[int, list[_Scene]] = {}
+    words = {key: tables[key].split() for key in ("items", "containers", "places", "days")}
+    words["people"] = [(name, tables[who]) for who in ("she", "he") for name in tables[f"names_{who}"].split()]
+    for table in ("openings", "closings", "events"):
+        words[table] = [row.split(" | ") for line in tables[table].strip().splitlines() for row in wordings(line)]
+    words["events"] = [
+        (CALCULATION.findall(text)[0][1], question, _marked(text), [int(n) for n in "".join(by).split()])
+        for question, text, *by in words["events"]
+    ]
+    scenes: dict[int, list[Any]] = {}
     for block in tables["scenes"].strip().split("\n\n"):
         numbers, question, solution = block.split("\n", 2)
-        sums = DERIVED.findall(numbers)
         draws = [item.partition(":")[::2] for item in numbers.split() if not DERIVED.fullmatch(item)]
         asked = [(result, left, op, right) for left, op, right, result in CALCULATION.findall(solution)]
-        scene = _Scene(wordings(question), _marked(solution), draws, sums + asked)
+        scene = wordings(question), _marked(solution), draws, DERIVED.findall(numbers) + asked
         scenes.setdefault(len(asked), []).append(scene)
-    return _Words(
-        people=[(name, tables[who]) for who in ("she", "he") for name in tables[f"names_{who}"].split()],
-        openings=rows("openings"),
-        events=[
-            _Event(CALCULATION.findall(text)[0][1], question, _marked(text), [int(n) for n in "".join(by).split()])
-            for question, text, *by in rows("events")
-        ],
-        closings=rows("closings"),
-        scenes=scenes,
-        **{key: tables[key].split() for key in ("items", "containers", "places", "days")},
-    )
+    return words | {"scenes": scenes}
 
 
 def _marked(solution: str) -> str:

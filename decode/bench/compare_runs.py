@@ -4,12 +4,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from decode.bench.report import TABLES, console_table, mode, shown
+from decode.bench.page import console_table
+from decode.bench.report import mode, shown
 from decode.errors import UserError, read_json
 from decode.progress import output_console
 
 LISTS = "methods", "decoding", "table"
 """The keys of the rows in a report of bench, distill and probes."""
+KEYS = (
+    "run", "suite", "mode", "name", "kind", "speedup", "predicted_speedup", "alpha", "accepted_length", "tv_spent",
+    "accuracy", "speedup_vs_generate",
+)  # fmt: skip
+"""Columns of the table."""
 
 
 def find_rows(paths: Sequence[str]) -> list[dict[str, Any]]:
@@ -42,5 +48,5 @@ def compare_runs(runs: Sequence[str] = ()) -> None:
     """Print the rows of all runs, by suite and temperature, the largest speedup first."""
     rows = find_rows(list(runs) or ["runs"])
     rows.sort(key=lambda row: (row["suite"], row["temperature"], -row["speedup"]))
-    output_console().print(console_table("", TABLES["runs"], [shown(row) for row in rows]))
+    output_console().print(console_table("", KEYS, [shown(row) for row in rows]))
     print("speedups compare methods of one run; machines and texts of other runs may differ")

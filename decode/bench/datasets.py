@@ -18,85 +18,64 @@ from decode.errors import UserError
 Row = dict[str, Any]
 
 
-def _read_json(path: Path) -> list[Row]:
-    data = json.loads(path.read_text(encoding="utf-8"))
-    if isinstance(data, dict):
-        lists = [value for value in data.values() if isinstance(value, list)]
-        data = lists[0] if len(lists) == 1 else [data]
-    return list(data)
+FORMATS = (".csv", ".json", ".jsonl", ".parquet", ".txt")
+"""File name suffixes of `iter_rows`. JSON and CSV are not read by ``datasets``, which changes values: in version 5 the
+JSON text "2020-01-01" becomes a datetime, and the CSV text "1.50" becomes 1.5."""
 
 
-def _read_jsonl(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8", newline="\n") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    yield json.loads(line)
-                except ValueError as error:
-                    raise ValueError(f"line {number}: {error}") from error
+def _read(path: Path) -> Iterator[Row]:
+    if path.suffix.lower() == ".parquet":
+        import pyarrow.parquet
 
-
-def _read_csv(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        yield from csv.DictReader(file)
-
-
-def _read_parquet(path: Path) -> Iterator[Row]:
-    import pyarrow.parquet
-
-    for batch in pyarrow.parquet.ParquetFile(path).iter_batches():  # ArrowInvalid is a ValueError
-        yield from batch.to_pylist()
-
-
-def _read_txt(path: Path) -> Iterator[Row]:
-    return ({"text": line} for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
-
-
-READERS: dict[str, Callable[[Path], Any]] = {
-    ".json": _read_json,
-    ".jsonl": _read_jsonl,
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
-    ".txt": _read_txt,
-}
-"""Readers by file name suffix. JSON and CSV are not read by ``datasets``, which changes values: in version 5 the JSON
-text "2020-01-01" becomes a datetime, and the CSV text "1.50" becomes 1.5."""
-
-
-def read_rows(path: str | Path) -> list[Row]:
-    """All rows of a local file, see `iter_rows`."""
-    return list(iter_rows(path))
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():  # ArrowInvalid is a ValueError
+            yield from batch.to_pylist()
+        return
+    with path.open(encoding="utf-8-sig", newline="" if path.suffix.lower() == ".csv" else "\n") as file:
+        if path.suffix.lower() == ".csv":
+            yield from csv.DictReader(file)
+        elif path.suffix.lower() == ".json":
+            data = json.load(file)
+            if isinstance(data, dict):
+                lists = [value for value in data.values() if isinstance(value, list)]
+                data = lists[0] if len(lists) == 1 else [data]
+            yield from data
+        else:
+            lines = (line for line in file if line.strip())
+            yield from (
+                map(json.loads, lines)
+                if path.suffix.lower() == ".jsonl"
+                else ({"text": line.rstrip("\r\n")} for line in lines)
+            )
 
 
 def iter_rows(path: str | Path) -> Iterator[Row]:
     """The rows of a local file: json (a list of rows, or an object with one such list), jsonl, csv, parquet, or txt.
 
-    A txt file gives a row ``{"text": line}`` for each line that is not empty. All formats but json and txt are read
-    lazily.
+    A txt file gives a row ``{"text": line}`` for each line that is not empty. All formats but json are read lazily.
 
     Raises:
         UserError: no such file, an unknown suffix, a file that is unreadable or has no rows.
     """
-    path = Path(path)
+    path, number = Path(path), 0
     if not path.is_file():
         raise UserError(f"there is no file {str(path)!r}: check the path (it is relative to {Path.cwd()})")
-    reader = READERS.get(path.suffix.lower())
-    if reader is None:
-        raise UserError(f"{path} ends in {path.suffix!r}: rows are read from {', '.join(sorted(READERS))}")
-    row = None
+    if path.suffix.lower() not in FORMATS:
+        raise UserError(f"{path} ends in {path.suffix!r}: rows are read from {', '.join(FORMATS)}")
     try:
-        for row in reader(path):
+        for row in _read(path):
+            number += 1
             if not isinstance(row, dict):
-                raise UserError(
-                    f"{path}: every row must be an object with named columns, such as {{'question': '...'}}"
-                )
+                raise ValueError("a row must be an object with named columns, such as {'question': '...'}")
             yield row
     except (ValueError, OSError, csv.Error) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path} cannot be read as {path.suffix}: {error}") from error
-    if row is None:
+        raise UserError(f"{path} cannot be read as {path.suffix} near row {number + 1}: {error}") from error
+    if not number:
         raise UserError(f"{path} has no rows: give a file with at least one")
+
+
+def read_rows(path: str | Path) -> list[Row]:
+    """All rows of a local file, see `iter_rows`."""
+    return list(iter_rows(path))
 
 
 def load_hub(

@@ -7,28 +7,24 @@ just ``PATH``, a file whose columns identify the data set (``LABEL=PATH`` names 
 per line; otherwise a column prompt, turns, text or question).
 """
 
-import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from random import Random
-from typing import TypeVar
 
 from decode.bench.arithmetic import problems
-from decode.bench.datasets import PRESETS, READERS, Preset, Row, held_out, load_hub, read_rows
-from decode.bench.scorers import SCORERS
-from decode.errors import UserError
+from decode.bench.datasets import FORMATS, PRESETS, Preset, Row, held_out, load_hub, read_rows
+from decode.errors import UserError, unknown
 
 NAMES = (*PRESETS, "chat", "open", "prompts")
 CHAT, OPEN = (Path(__file__).with_name(name) for name in ("chat_prompts.jsonl", "open_prompts.txt"))
 """Prompts written for this project: 16 in each of Spec-Bench's categories, in its format; and open questions."""
 RECOGNISED = ("humaneval", "mbpp", "mmlu", "spec_bench", "ultrachat", "cnn_dailymail", "xsum", "gsm8k", "alpaca")
 """Presets that are recognised by the columns of a file, those with more specific columns first."""
-OWN = ("prompt", "turns", "text", "question")  # columns that hold the prompt in a file of no preset
+OWN = ("prompt", "text", "question", "turns")  # columns that hold the prompt in a file of no preset
 DEFAULT_LIMIT = 100  # problems of the arithmetic suite, which is unlimited, if no limit is given
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -72,57 +68,44 @@ def load_suite(spec: str, *, limit: int | None = None, seed: int = 0, split: str
     name, option, path = _parse(spec)
     if limit is not None and limit < 1:
         raise UserError(f"the suite's limit is {limit}: give at least 1, or leave it out for all prompts")
+    preset = PRESETS.get("spec_bench" if name == "chat" else name)
+    if preset is None or (path and Path(path).suffix.lower() == ".txt"):
+        prompts = [_own_prompt(f"{name}/{place}", row) for place, row in enumerate(read_rows(path or OPEN))]
+        kept = _sample([prompt.category for prompt in prompts], limit, seed)
+        return Suite(spec, [prompts[place] for place in kept], None, "its prompts have no references")
     if name == "arithmetic" and path is None:
-        return _arithmetic(spec, option, limit or DEFAULT_LIMIT, seed, split)
-    if name in ("prompts", "open") or (path and Path(path).suffix.lower() == ".txt"):
-        if name == "prompts" and path is None:
-            raise UserError("the suite 'prompts' is a file of your own: --suite prompts=PATH")
-        prompts = [_own_prompt(place, row, name) for place, row in enumerate(read_rows(path or OPEN))]
-        note = "its prompts have no references" if path else "open questions have no right answer"
-        return Suite(spec, _sample(prompts, limit, seed, lambda prompt: prompt.category), None, note)
-    preset = PRESETS["spec_bench" if name == "chat" else name]
-    if name == "chat":
-        rows = read_rows(path or CHAT)
+        prompts = _arithmetic(int(option or 1), limit or DEFAULT_LIMIT, seed, split)
     else:
-        rows = _local(name, preset, path, split) if path is not None else _hub(name, preset, split)
-    try:
-        numbered = list(enumerate(rows))
-        if option:
-            numbered = [(n, row) for n, row in numbered if option in (row.get(preset.category), _category(preset, row))]
-        if not numbered:
-            known = {str(row.get(preset.category)) for row in rows} | {_category(preset, row) for row in rows}
+        rows = read_rows(CHAT) if name == "chat" and not path else _rows(name, preset, path, split)
+        try:
+            prompts = _prompts(name, preset, rows, option, limit, seed)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, UserError):
+                raise
             raise UserError(
-                f"the suite {name!r} has no {preset.category} {option!r}: choose one of {', '.join(sorted(known))}"
-            )
-        numbered = _sample(numbered, limit, seed, lambda item: _category(preset, item[1]))
-        keys = {row.get(preset.key) for _, row in numbered}
-        unique = None not in keys and len(keys) == len(numbered)
-        prompts = [_prompt(f"{name}/{row[preset.key] if unique else place}", preset, row) for place, row in numbered]
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        cure = f"correct the file, or name the column of its prompts prompt and use --suite prompts={path}"
-        raise UserError(
-            f"the suite {spec!r} has rows that are not as those of {name} ({type(error).__name__}: {error}): "
-            f"{cure if path else f'give a local file, --suite {name}=PATH'}"
-        ) from error
+                f"the suite {spec!r} has rows that are not as those of {name} ({type(error).__name__}: {error}): "
+                f"correct the file, or name the column of its prompts prompt and use --suite prompts=PATH"
+            ) from error
     if preset.scorer is None:
         return Suite(spec, prompts, None, f"{name} has no scorer")
-    return Suite(spec, prompts, _by_reference(preset.scorer))
+    scorer = SCORERS[preset.scorer]
+    return Suite(spec, prompts, lambda prompt, output: scorer(prompt.reference or "", output))
 
 
 def _parse(spec: str) -> tuple[str, str, str | None]:
     """Name, option (or an empty string) and path (or None) of a spec; the name of a suite wins over a file's."""
     head, equals, path = spec.partition("=")
     name, _, option = head.partition(":")
-    if not equals and Path(spec).suffix.lower() in READERS:
+    if not equals and Path(spec).suffix.lower() in FORMATS:
         return _recognise(spec), "", spec
+    if path and name not in NAMES:
+        return _recognise(path), "", path
     if name not in NAMES:
-        near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8 if path else 0.4)
-        if path and not near:
-            return _recognise(path), "", path
-        guess = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"unknown suite {name!r}: {guess}Suites: {', '.join(NAMES)}, or the path of a file")
-    if equals and not path:
-        raise UserError(f"the suite {spec!r} names no file after '=': give --suite {name}=PATH")
+        raise UserError(f"{unknown('suite', name, NAMES)}, or give the path of a file")
+    if (equals or name == "prompts") and not path:
+        raise UserError(f"the suite {spec!r} names no file: give --suite {name}=PATH")
+    if name == "arithmetic" and option not in ("", "1", "2", "3"):
+        raise UserError(f"difficulty {option!r} of the suite {spec!r} is unknown: give arithmetic:1, :2 or :3")
     if option and not (name in ("arithmetic", "chat") or (name in PRESETS and PRESETS[name].category)):
         raise UserError(f"the suite {name!r} has no option {option!r}: give --suite {name}")
     return name, option, path or None
@@ -142,42 +125,34 @@ def _recognise(path: str) -> str:
     )
 
 
-def _arithmetic(spec: str, option: str, limit: int, seed: int, split: str) -> Suite:
+def _arithmetic(difficulty: int, limit: int, seed: int, split: str) -> list[Prompt]:
     preset, prompts = PRESETS["arithmetic"], []
-    if option and not re.fullmatch("[123]", option):
-        raise UserError(f"difficulty {option!r} of the suite {spec!r} is unknown: give arithmetic:1, :2 or :3")
-    difficulty = int(option or 1)
     for index, problem in enumerate(problems(seed, split, limit, difficulty)):
         row = {"question": problem.question, "answer": problem.solution}
-        identity = f"arithmetic/{difficulty}/{seed}/{split}/{index}"
         category = f"{problem.steps} step{'s' * (problem.steps > 1)}"
-        prompts.append(Prompt(identity, preset.prompt(row), preset.response(row), category))
-    return Suite(spec, prompts, _by_reference("number"))
+        name = f"arithmetic/{difficulty}/{seed}/{split}/{index}"
+        prompts.append(Prompt(name, preset.prompt(row), preset.response(row), category))
+    return prompts
 
 
-def _local(name: str, preset: Preset, path: str, split: str) -> list[Row]:
-    rows = read_rows(path)
-    if missing := [column for column in preset.columns if column not in rows[0]]:
-        raise UserError(
-            f"{path}: the suite {name!r} reads the columns {', '.join(preset.columns)}, but {', '.join(missing)} is "
-            f"missing from {', '.join(rows[0])}: rename the columns, or use --suite prompts={path}"
-        )
-    kept = [row for row in rows if preset.split_of(row) in (None, split)]
-    if not kept:
-        raise UserError(f"{path} has no row of the split {split!r} of {name}: give a file that has some")
-    return kept
-
-
-def _hub(name: str, preset: Preset, split: str) -> list[Row]:
+def _rows(name: str, preset: Preset, path: str | None, split: str) -> list[Row]:
     """Rows of one split; for a split that the Hub lacks, the share of the training rows that is held out for it."""
-    hint = f"give a local file: --suite {name}=PATH"
+    if path is not None:
+        rows = read_rows(path)
+        if missing := [column for column in preset.columns if column not in rows[0]]:
+            raise UserError(
+                f"{path}: the suite {name!r} reads the columns {', '.join(preset.columns)}, but {', '.join(missing)} "
+                f"is missing from {', '.join(rows[0])}: rename the columns, or use --suite prompts={path}"
+            )
+        if not (kept := [row for row in rows if preset.split_of(row) in (None, split)]):
+            raise UserError(f"{path} has no row of the split {split!r} of {name}: give a file that has some")
+        return kept
     theirs = preset.splits.get(split, preset.splits.get("train"))
-    if preset.hub is None:
-        raise UserError(f"the suite {name!r} is not on the Hugging Face Hub: {hint}")
-    if theirs is None:
-        raise UserError(f"{name} has no split {split!r} on the Hub (it has {', '.join(preset.splits)}): {hint}")
+    if preset.hub is None or theirs is None:
+        has = ", ".join(preset.splits) or "none"
+        raise UserError(f"{name} has no split {split!r} on the Hub (it has {has}): give --suite {name}=PATH")
     try:
-        rows: list[Row] = list(load_hub(preset.hub, preset.config, theirs))
+        rows = list(load_hub(preset.hub, preset.config, theirs))
     except UserError as error:
         raise UserError(f"suite {name!r}: {error}: --suite {name}=PATH") from error
     if theirs != preset.splits.get("train"):
@@ -186,47 +161,105 @@ def _hub(name: str, preset: Preset, split: str) -> list[Row]:
     return [row for row, part in held if (part if part not in preset.splits else "train") == split]
 
 
-def _category(preset: Preset, row: Row) -> str:
-    own = str(row.get(preset.category, "")) if preset.category else ""
-    return preset.groups.get(own, own)
+def _prompts(name: str, preset: Preset, rows: Sequence[Row], option: str, limit: int | None, seed: int) -> list[Prompt]:
+    """The prompts of a preset's rows: of one category or all, and at most ``limit`` of them."""
+    categories = [str(row.get(preset.category, "")) if preset.category else "" for row in rows]
+    groups = [preset.groups.get(category, category) for category in categories]
+    places = [n for n in range(len(rows)) if not option or option in (categories[n], groups[n])]
+    if not places:
+        known = ", ".join(sorted({*categories, *groups}))
+        raise UserError(f"the suite {name!r} has no {preset.category} {option!r}: choose one of {known}")
+    places = [places[n] for n in _sample([groups[n] for n in places], limit, seed)]
+    keys = [rows[n].get(preset.key) for n in places]
+    unique, prompts = None not in keys and len(set(keys)) == len(keys), []
+    for place, key in zip(places, keys):
+        row = rows[place]
+        unanswered = preset.kind == "chat" and all(message["role"] != "assistant" for message in row["messages"])
+        reference = None if unanswered else preset.response(row) or None
+        turns = preset.turns(row) or ((preset.said(row),) if preset.said else ())
+        prompts.append(
+            Prompt(f"{name}/{key if unique else place}", preset.prompt(row), reference, groups[place], turns)
+        )
+    return prompts
 
 
-def _sample(items: list[T], limit: int | None, seed: int, category: Callable[[T], str]) -> list[T]:
-    """At most ``limit`` items in their order; the numbers of two categories differ by at most one."""
-    if limit is None or limit >= len(items):
-        return items
+def _sample(categories: Sequence[str], limit: int | None, seed: int) -> list[int]:
+    """The places of at most ``limit`` items, ascending; the numbers of two categories differ by at most one."""
+    if limit is None or limit >= len(categories):
+        return list(range(len(categories)))
     groups: dict[str, list[int]] = {}
-    for place, item in enumerate(items):
-        groups.setdefault(category(item), []).append(place)
+    for place, category in enumerate(categories):
+        groups.setdefault(category, []).append(place)
     random = Random(seed)
     if len(groups) == 1:
-        kept = random.sample(range(len(items)), limit)
-    else:  # the first of every category, then the second ones, ...
-        order = [(n, random.random(), p) for own in groups.values() for n, p in enumerate(random.sample(own, len(own)))]
-        kept = [place for _, _, place in sorted(order)[:limit]]
-    return [items[place] for place in sorted(kept)]
+        return sorted(random.sample(range(len(categories)), limit))
+    # the first of every category, then the second ones, ...
+    order = [(n, random.random(), p) for own in groups.values() for n, p in enumerate(random.sample(own, len(own)))]
+    return sorted(place for _, _, place in sorted(order)[:limit])
 
 
-def _prompt(identity: str, preset: Preset, row: Row) -> Prompt:
-    open_chat = preset.kind == "chat" and all(message["role"] != "assistant" for message in row["messages"])
-    reference = None if open_chat else preset.response(row) or None
-    turns = preset.turns(row) or ((preset.said(row),) if preset.said else ())
-    return Prompt(identity, preset.prompt(row), reference, _category(preset, row), turns)
-
-
-def _own_prompt(place: int, row: Row, suite: str) -> Prompt:
-    turns = row.get("turns") or ()
-    if not isinstance(turns, list | tuple) or not all(isinstance(turn, str) for turn in turns):
-        raise UserError(f"row {place} of the prompts: turns is {turns!r}; give a list of texts, one for each turn")
-    text = row.get("prompt") or row.get("text") or row.get("question") or (turns[0] if turns else None)
-    if not isinstance(text, str):
+def _own_prompt(name: str, row: Row) -> Prompt:
+    turns = row.get("turns") or []
+    text = next((row[column] for column in OWN[:-1] if row.get(column)), turns[0] if turns else None)
+    if not isinstance(text, str) or not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
         raise UserError(
-            f"row {place} of the prompts has the columns {', '.join(row)}: it needs {', '.join(OWN[:-1])} or "
-            f"{OWN[-1]} as text"
+            f"{name}: a row of the prompts needs {', '.join(OWN[:-1])} as text, or turns as a list of texts; it has "
+            f"the columns {', '.join(row)}"
         )
-    category = str(row.get("category", ""))
-    return Prompt(f"{suite}/{row.get('id', place)}", text, row.get("reference"), category, tuple(turns))
+    return Prompt(name, text, row.get("reference"), str(row.get("category", "")), tuple(turns))
 
 
-def _by_reference(scorer: str) -> Score:
-    return lambda prompt, output: SCORERS[scorer](prompt.reference or "", output)
+# -- scores of an answer against a reference text ---------------------------------------------------------------------
+
+NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+")
+FINAL = re.compile(r"####|the final answer is:?", re.IGNORECASE)
+
+
+def final_number(text: str) -> Decimal | None:
+    """The number after the last ``####`` or ``The final answer is:``, otherwise the last number of the text."""
+    marks = list(FINAL.finditer(text))
+    found = NUMBER.search(text[marks[-1].end() :] if marks else "")
+    numbers = [found.group()] if found else NUMBER.findall(text)
+    return Decimal(re.sub("[$,]", "", numbers[-1])) if numbers else None
+
+
+def number_score(reference: str, output: str) -> float:
+    """1.0 if both texts end in the same number (3.0 equals 3)."""
+    wanted = final_number(reference)
+    return float(wanted is not None and final_number(output) == wanted)
+
+
+def letter_score(reference: str, output: str) -> float:
+    """1.0 if the chosen letter is the reference's: a stated answer, otherwise the first A to D that stands alone."""
+
+    def letter(text: str) -> str | None:
+        stated = re.search(r"(?i:answer(?:\s+is)?)\s*:?\s*\(?([A-D]\b|[a-d](?=[).,:;!]|\s*(?:\n|$)))", text)
+        found = stated or re.search(r"(?<![\w'])([A-D])(?![\w'])", text)
+        return found.group(1).upper() if found else None
+
+    wanted = letter(reference)
+    return float(wanted is not None and letter(output) == wanted)
+
+
+def rouge_score(reference: str, output: str) -> float:
+    """ROUGE-L F1 over lower-case words and numbers of the whole text, without stemming.
+
+    Lin (2004), "ROUGE: A Package for Automatic Evaluation of Summaries".
+    """
+    wanted, given = (re.findall(r"[a-z0-9]+", text.lower()) for text in (reference, output))
+    row = [0] * (len(given) + 1)  # of the table of longest common subsequences
+    for word in wanted:
+        diagonal = 0
+        for place, other in enumerate(given, 1):
+            above = row[place]
+            row[place] = diagonal + 1 if word == other else max(above, row[place - 1])
+            diagonal = above
+    return 2 * row[-1] / (len(wanted) + len(given)) if row[-1] else 0.0
+
+
+SCORERS: dict[str, Callable[[str, str], float]] = {
+    "number": number_score,
+    "letter": letter_score,
+    "rouge": rouge_score,
+}
+"""Scorers by the name that a preset gives: (reference, output) to 0..1."""

@@ -9,7 +9,7 @@ import numpy as np
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from decode.bench.datasets import READERS
+from decode.bench.datasets import FORMATS
 from decode.bench.suites import load_suite
 from decode.commands.settings import StoreSettings, required
 from decode.drafters.adaptix import save_ngram_table
@@ -36,11 +36,11 @@ def read_corpus(
     Raises:
         UserError: an input is neither a file nor a suite.
     """
-    rows = set(READERS) - {".txt", ".jsonl"}
+    rows = set(FORMATS) - {".txt", ".jsonl"}
     files = [name for name in inputs if Path(name).is_file() and Path(name).suffix.lower() not in rows]
     suites = [name for name in inputs if name not in files]
     for name in suites:
-        is_path = Path(name).suffix in SUFFIXES | set(READERS) or "/" in name
+        is_path = Path(name).suffix in SUFFIXES | set(FORMATS) or "/" in name
         if "=" not in name and is_path and not Path(name).is_file():
             raise UserError(f"there is no file {name!r}; give text or .jsonl files, or suites such as arithmetic")
     for name in suites:

@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from decode.commands.checks import open_pair
@@ -45,16 +45,18 @@ class Side:
     @property
     def speed(self) -> float:
         """Tokens per second so far."""
-        return len(self.generation.ids) / self.seconds if self.seconds else 0.0
+        return len(self.generation.ids) / self.seconds if self.seconds else math.nan
 
     def panel(self, console: Console) -> Panel:
         """The end of the text that fits the terminal, with the speed below."""
+        width, count = console.width // 2 - 1, len(self.generation.ids)
         pieces = [piece for piece in self.generation.tokens if piece["who"] != "rejected"]
-        lines = colored(pieces).wrap(console, max(10, console.width // 2 - 4))
+        lines = colored(pieces).wrap(console, max(10, width - 4))
         shown = Text("\n").join(lines[-max(3, console.height - OTHER_ROWS) :])
-        count, rounds = len(self.generation.ids), self.generation.trace.rounds
-        below = f"{count} tokens, {self.speed:.1f}/s, {count / max(1, rounds):.2f} a forward"
-        return Panel(shown, title=self.title, subtitle=below, border_style="green" if self.done else "dim")
+        forwards = count / max(1, self.generation.trace.rounds)
+        below = f"{count} tokens, {self.speed:.1f}/s, {forwards:.2f} a forward"
+        style = "green" if self.done else "dim"
+        return Panel(shown, title=self.title, subtitle=below, border_style=style, width=width)
 
 
 def race(sides: Sequence[Side]) -> Iterator[None]:
@@ -66,25 +68,19 @@ def race(sides: Sequence[Side]) -> Iterator[None]:
 
 def result(plain: Side, drafted: Side, greedy: bool) -> str:
     """How much faster decoding is with the draft, and whether the text is the same."""
-    gain = drafted.speed / plain.speed if plain.speed else math.nan
+    text = "another text at a near tie" if greedy else "another draw from the same distribution"
     if plain.generation.ids == drafted.generation.ids:
         text = "the same text, token by token"
     elif not drafted.generation.lossless:
         text = "a relaxed method: the text is not distributed as the target's"
-    else:
-        text = "another text at a near tie" if greedy else "another draw from the same distribution"
-    return f"{gain:.2f} times as fast; {text}"
+    return f"{drafted.speed / plain.speed:.2f} times as fast; {text}"
 
 
 def show(sides: Sequence[Side], console: Console, greedy: bool) -> None:
     """Write the texts, on a terminal while they grow."""
 
     def view() -> Group:
-        grid = Table.grid(expand=True)
-        for _ in sides:
-            grid.add_column(ratio=1)
-        grid.add_row(*(side.panel(console) for side in sides))
-        return Group(grid, LEGEND)
+        return Group(Columns([side.panel(console) for side in sides]), LEGEND)
 
     with Live(view(), console=console, auto_refresh=False) as live:
         refreshed = time.monotonic()
@@ -103,9 +99,9 @@ def prompts(settings: DemoSettings, console: Console) -> Iterator[str]:
     if settings.prompt is not None:
         yield settings.prompt
         return
-    if sys.stdin.isatty():
+    if terminal := sys.stdin.isatty():
         console.print("Type a prompt; an empty line ends.", style="dim")
-    while line := (console.input("[bold]> ") if sys.stdin.isatty() else sys.stdin.readline()).strip():
+    while line := (console.input("[bold]> ") if terminal else sys.stdin.readline()).strip():
         yield line
 
 
@@ -119,11 +115,9 @@ def run(settings: DemoSettings) -> None:
     if settings.draft is None and METHODS.get(settings.method or "vanilla", ("model",))[0] == "model":
         raise UserError("demo compares decoding without and with a draft; give --draft D, or --method prompt-lookup")
     drafted = open_pair(settings, settings.draft)
-    same = {"target_name": drafted.target_name, "pack": settings.pack}
-    plain = Pair(drafted.target, drafted.tokenizer, **same)
+    plain = Pair(drafted.target, drafted.tokenizer, target_name=drafted.target_name, pack=settings.pack)
     method = settings.method or ("eagle" if isinstance(drafted.draft, FeatureHead) else "vanilla")
-    common = {name: value for name, value in vars(settings).items() if name != "method"}
-    with_draft = GenerateSettings(**common, method=method)
+    with_draft = GenerateSettings(**vars(settings) | {"method": method})
     without = replace(with_draft, draft=None, method="autoregressive", stop_rule=None, rule=None)
     about = f"with {method}" + (f", {settings.draft}" if settings.draft else "")
     try:

@@ -2,12 +2,13 @@
 
 import csv
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from decode.bench.page import plain_table
 from decode.commands.settings import PaperSettings, bench_settings
 from decode.errors import UserError, choose
 from decode.progress import output_console
@@ -16,7 +17,7 @@ Row = Mapping[str, Any]
 
 PUBLISHED = Path(__file__).parent / "published"
 """One CSV a paper: setting, method (a name of `decode.methods.METHODS`, with options as in the benchmark's table), and
-columns that are keys of `MEASURES`."""
+columns that `measured` knows."""
 TITLES = {
     "adaptix": "Adaptix: Adaptive Draft-Verification (AAAI 2025), tables 1 and 2",
     "adasd": "AdaSD: Adaptive Speculative Decoding (arXiv 2512.11280), tables 3 to 5",
@@ -26,19 +27,24 @@ TITLES = {
 }
 BASELINES = {"adasd": "vanilla", "adaspeed": "layerskip", "ears": "vanilla"}
 """The method that each paper's column ``ratio`` divides by."""
-MEASURES: dict[str, Callable[[Row, Row], float]] = {
-    "tokens/s": lambda row, _: row["tokens_per_second"],
-    "ms/token": lambda row, _: 1000 / row["tokens_per_second"],
-    "ratio": lambda row, baseline: row["tokens_per_second"] / baseline["tokens_per_second"],
-    "accepted length": lambda row, _: row["block_efficiency"],
-    "drafted": lambda row, _: row["drafted_per_round"],
-    "accepted": lambda row, _: row["block_efficiency"] - 1,
-    "accepted/drafted": lambda row, _: row["accepted_per_drafted"],
-    "threshold": lambda row, _: row["verification_threshold"],
-    "accuracy": lambda row, _: row["accuracy"],
-    "alpha, %": lambda row, _: 100 * row["offline_alpha"],
-}
-"""Published columns, computed from a row of our report and that of the baseline."""
+
+
+def measured(row: Row, baseline: Row) -> dict[str, float | None]:
+    """The published columns from a row of our report, of a draft or a method, and that of the baseline."""
+    speed, length, alpha = (row.get(key) for key in ("tokens_per_second", "block_efficiency", "offline_alpha"))
+    other = baseline.get("tokens_per_second")
+    return {
+        "tokens/s": speed,
+        "ms/token": 1000 / speed if speed else None,
+        "ratio": speed / other if speed and other else None,
+        "accepted length": length,
+        "drafted": row.get("drafted_per_round"),
+        "accepted": length - 1 if length else None,
+        "accepted/drafted": row.get("accepted_per_drafted"),
+        "threshold": row.get("verification_threshold"),
+        "accuracy": row.get("accuracy"),
+        "alpha, %": 100 * alpha if alpha else None,
+    }
 
 
 def published(paper: str) -> dict[str, dict[str, dict[str, str]]]:
@@ -86,51 +92,38 @@ def tables(paper: str, report: Row, setting: str) -> list[Table]:
         setting: part of the name of the published setting to compare with; empty: the paper's first one.
     """
     blocks: dict[tuple[str, float], list[Row]] = {}
-    for draft in report.get("drafts", []) if paper == "adaspec" else []:
-        speeds = [r["tokens_per_second"] for r in report.get("decoding", []) if r["draft"] == draft["name"]]
-        blocks.setdefault(("T = 1", 1.0), []).append(draft | {"tokens_per_second": max(speeds, default=None)})
-    details = {(d["name"], d["suite"], d["temperature"]): d for d in report.get("bench", {}).get("analysis", [])}
-    for row in report.get("methods", []) if paper != "adaspec" else []:
-        block = row["suite"], row["temperature"]
-        blocks.setdefault(block, []).append({**details.get((row["name"], *block), {}), **row})
+    if paper == "adaspec":
+        measured_speeds = sorted(report.get("decoding", []), key=lambda row: row["tokens_per_second"])
+        speeds = {row["draft"]: row["tokens_per_second"] for row in measured_speeds}  # the fastest length of each
+        for draft in report.get("drafts", []):
+            row = draft | {"tokens_per_second": speeds.get(draft["name"])}
+            blocks.setdefault(("texts of the target", 1.0), []).append(row)
+    else:
+        details = {(d["name"], d["suite"], d["temperature"]): d for d in report.get("bench", {}).get("analysis", [])}
+        for row in report.get("methods", []):
+            block = row["suite"], row["temperature"]
+            blocks.setdefault(block, []).append({**details.get((row["name"], *block), {}), **row})
     if not blocks:
         raise UserError(f"the report holds no {'drafts' if paper == 'adaspec' else 'methods'}; give another with --run")
-    return [_table(paper, suite, temperature, rows, setting) for (suite, temperature), rows in blocks.items()]
-
-
-def _table(paper: str, suite: str, temperature: float, rows: list[Row], setting: str) -> Table:
-    every = published(paper)
-    mode = "greedy" if temperature == 0 else "top-p"
-    settings = [name for name in every if name.endswith(mode)] or list(every)
-    chosen = next((name for name in settings if setting.lower() in name.lower()), None)
-    if chosen is None:
-        raise UserError(f"no published setting is named {setting!r}; these exist: {'; '.join(settings)}")
-    theirs = every[chosen]
-    columns = [column for column in next(iter(theirs.values())) if any(row[column] for row in theirs.values())]
-    table = Table(title=f"ours: {suite}, T = {temperature:g}; paper: {chosen}", title_justify="left", box=None)
-    table.add_column("method")
-    for column in columns:
-        table.add_column(column, justify="right")
-        table.add_column("paper", justify="right", style="dim")
-    ours = {str(row["name"]): row for row in rows}
-    names = {name: _match(name, list(ours)) for name in theirs}
-    baseline = ours.get(names.get(BASELINES.get(paper, ""), ""), {})
-    for name in dict.fromkeys([*theirs, *(name for name in ours if name not in names.values())]):
-        row = ours.get(names.get(name, name), {})
-        cells = [
-            (_number(MEASURES[column], row, baseline), theirs.get(name, {}).get(column) or "–") for column in columns
-        ]
-        table.add_row(name, *(text for pair in cells for text in pair))
-    return table
-
-
-def _match(name: str, ours: list[str]) -> str:
-    """Our row of a published method: of the same name, or of that name with options; empty where there is none."""
-    return name if name in ours else next((other for other in ours if other.startswith(f"{name} ")), "")
-
-
-def _number(measure: Callable[[Row, Row], float], row: Row, baseline: Row) -> str:
-    try:
-        return f"{measure(row, baseline):.3f}"
-    except (KeyError, TypeError, ZeroDivisionError):  # not measured here
-        return "–"
+    found, every = [], published(paper)
+    for (suite, temperature), rows in blocks.items():
+        settings = [name for name in every if name.endswith("greedy" if temperature == 0 else "top-p")] or list(every)
+        chosen = next((name for name in settings if setting.lower() in name.lower()), None)
+        if chosen is None:
+            raise UserError(f"no published setting is named {setting!r}; these exist: {'; '.join(settings)}")
+        theirs = every[chosen]
+        columns = [column for column in next(iter(theirs.values())) if any(row[column] for row in theirs.values())]
+        ours: dict[str, Row] = {}  # by the published name, which may stand without the options of ours
+        for row in sorted(rows, key=lambda row: len(row["name"])):
+            name = max((n for n in theirs if f"{row['name']} ".startswith(f"{n} ")), key=len, default=row["name"])
+            ours.setdefault(name, row)
+        baseline, lines = ours.get(BASELINES.get(paper, ""), {}), []
+        for name in dict.fromkeys([*theirs, *ours]):
+            known, cells = measured(ours.get(name, {}), baseline), [name]
+            for column in columns:
+                number, published_one = known[column], theirs.get(name, {}).get(column)
+                cells += ["–" if number is None else f"{number:.3f}", published_one or "–"]
+            lines.append(cells)
+        headings = ["method", *(heading for column in columns for heading in (column, "paper"))]
+        found.append(plain_table(f"ours: {suite}, T = {temperature:g}; paper: {chosen}", headings, lines))
+    return found

@@ -12,6 +12,7 @@ from rich.console import Console
 from decode.bench import machine
 from decode.bench.costs import LONGEST, CostModel
 from decode.bench.offline_acceptance import DEPTH, OfflineAlpha, offline_alphas
+from decode.bench.page import console_table
 from decode.bench.prediction import (
     SCHEDULE,
     best_length,
@@ -21,7 +22,6 @@ from decode.bench.prediction import (
     speedups_by_length,
     verdict,
 )
-from decode.bench.report import TABLES, console_table
 from decode.bench.session import Item, Session
 from decode.bench.statistics import plain
 from decode.commands.checks import (
@@ -40,6 +40,15 @@ from decode.models.pair import Pair
 from decode.progress import output_console, working
 from decode.sampling import LogitsWarper
 from decode.trace import FORMULAS
+
+LENGTHS = (
+    "draft_length", "round_cost", "break_even_alpha", "predicted_speedup", "with_bookkeeping",
+)  # fmt: skip
+FORECAST = (
+    "batch_size", "target_seconds", "cost_ratio", "overhead", "step_overhead", "goodput_without_draft",
+    "best_draft_length", "best_speedup", "best_goodput",
+)  # fmt: skip
+"""Columns of the tables by draft length and by batch size."""
 
 
 @dataclass
@@ -185,7 +194,7 @@ def show(found: PairProfile, conditions: Sequence[str] = ()) -> None:
     costs = "  ".join(f"v({n}) {v:.2f}" for n, v in sorted(cost.verify_cost.items()))
     console.print("\n".join([*lines, f"[dim]{FORMULAS['verify_cost']}[/]", f"{costs}\n"]), soft_wrap=True)
     best = ({"style": "bold green"} if row["draft_length"] == found.best else {} for row in found.lengths)
-    console.print(console_table("", TABLES["lengths"], [row | style for row, style in zip(found.lengths, best)]))
+    console.print(console_table("", LENGTHS, [row | style for row, style in zip(found.lengths, best)]))
     console.print(
         "[dim]round cost: c·k + v(k+1). predicted: (1 − α^(k+1)) / ((1 − α)·round cost), one α at every position.\n"
         "with o: tokens·(1 + b) / Σ (round cost + (o/k)·k + o + b), with the acceptance of each position of the texts; "
@@ -195,7 +204,7 @@ def show(found: PairProfile, conditions: Sequence[str] = ()) -> None:
     console.print(f"\n{found.verdict}", soft_wrap=True, style="bold")
     if not found.batches:
         return
-    console.print(console_table("\nby batch size", TABLES["forecast"], found.batches["batches"]))
+    console.print(console_table("\nby batch size", FORECAST, found.batches["batches"]))
     schedule = found.batches[SCHEDULE]
     console.print(
         "[dim]c(B), v(nB): a forward of the draft over B tokens, of the target over n·B, in target forwards over B "

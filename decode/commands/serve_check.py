@@ -14,7 +14,7 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from decode.bench import machine
-from decode.bench.report import markdown_table, plain_table
+from decode.bench.page import markdown_table, plain_table
 from decode.bench.session import Item, Session
 from decode.bench.statistics import median_interval, plain
 from decode.commands.checks import check_models, measure_options, open_pair, open_suites, told_chat, use_chat

@@ -21,8 +21,7 @@ from datasets import Dataset, Features, List, Value, concatenate_datasets, load_
 from transformers import PreTrainedTokenizerBase
 
 from decode.bench.datasets import PRESETS, Row, quiet_datasets
-from decode.bench.scorers import SCORERS
-from decode.bench.suites import Prompt, Suite
+from decode.bench.suites import SCORERS, Prompt, Suite
 from decode.errors import UserError, read_json
 from decode.models.loading import load_tokenizer
 from decode.progress import current

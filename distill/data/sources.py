@@ -16,7 +16,7 @@ from pathlib import Path
 from string import Formatter
 
 from decode.bench.arithmetic import problems
-from decode.bench.datasets import PRESETS, READERS, Preset, Row, held_out, iter_rows, load_hub
+from decode.bench.datasets import FORMATS, PRESETS, Preset, Row, held_out, iter_rows, load_hub
 from decode.errors import UserError
 from decode.models.loading import pinned
 from distill.config.data import DataSettings
@@ -247,16 +247,16 @@ def _local(source: str) -> dict[str, str]:
     """Files of a source that is a path: one file is the training split, a folder has a file for each split."""
     path = Path(source)
     if not path.is_dir():
-        looks = path.suffix.lower() in READERS or source.startswith((".", "/", "~"))
+        looks = path.suffix.lower() in FORMATS or source.startswith((".", "/", "~"))
         return {"train": source} if looks or path.is_file() else {}
     found = {
         split: str(file)
         for split, names in SPLIT_NAMES.items()
         for file in sorted(path.iterdir(), reverse=True)
-        if file.stem in names and file.suffix.lower() in READERS
+        if file.stem in names and file.suffix.lower() in FORMATS
     }
     if "train" not in found:
-        raise UserError(f"data.source: the folder {source!r} has no file named train{'|'.join(READERS)}")
+        raise UserError(f"data.source: the folder {source!r} has no file named train{'|'.join(FORMATS)}")
     return found
 
 

@@ -19,8 +19,8 @@ from rich.console import Console
 
 from decode.bench import machine
 from decode.bench.offline_acceptance import OfflineAlpha, offline_alphas, paired, prompt_numbers
+from decode.bench.page import markdown_table, plain_table
 from decode.bench.prediction import replayed
-from decode.bench.report import markdown_table, plain_table
 from decode.errors import UserError, read_json, write_text
 from decode.method_options import Seed
 from decode.models.loading import open_draft, stop_ids
@@ -31,7 +31,6 @@ from distill.config.run import ExportSettings, Settings
 from distill.data.context import StageContext
 from distill.files import fingerprint, write_json
 from distill.pipeline import alone_in
-from distill.report import display, signed
 from distill.run_stages import run_stages
 from distill.stages import account_of, run_of, stage_fingerprints
 
@@ -221,10 +220,10 @@ def write_table(folder: Path, rows: Sequence[Row], console: Console) -> None:
         se, gains = row["offline_alpha_se"], [row.get("gain"), row.get("greedy_gain")]
         cells.append(
             [
-                display(row["name"]),
+                row["name"],
                 str(row["seeds"]),
                 f"{row['offline_alpha']:.4f}" + (f" ± {se:.4f}" if se is not None else ""),
-                *(f"{signed(one['gain'])} ± {one['se']:.4f}" if one else "–" for one in gains),
+                *(f"{one['gain']:+.4f} ± {one['se']:.4f}" if one else "–" for one in gains),
                 f"{row['accepted_length']:.3f}",
                 f"{row['teacher_tokens']:,.0f}",
                 f"{row['seconds']:.0f}",

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from decode.bench import machine
 from decode.bench.costs import CostModel, measure_costs
+from decode.bench.page import markdown_table, plain_table
 from decode.bench.prediction import best_length, predicted_speedup, speedups_by_length
-from decode.bench.report import markdown_table, plain_table
 from decode.errors import UserError, read_json, write_text
 from decode.models.choose_runner import open_draft_runner, open_runner
 from decode.models.heads import FeatureHead, head_config

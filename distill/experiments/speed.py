@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.utils import logging as hf_logging
 
 from decode.bench import machine
-from decode.bench.report import plain_table
+from decode.bench.page import plain_table
 from decode.errors import UserError, scratch_folder
 from decode.models.loading import load_tokenizer
 from decode.models.runner import synchronize

@@ -5,7 +5,7 @@ folder of that name is always complete.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,17 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from decode.engines.gap_causes import weight_fingerprints
 from decode.engines.gguf import convert, find_converter
 from decode.errors import UserError
 from decode.models.heads import is_head
 from decode.models.loading import check_tokenizers
 from distill.config.run import ExportSettings
-from distill.export.model_card import model_card, speculation_profile
+from distill.export.model_card import write_card
 from distill.files import replaced, save_tokenizer
 
-# vLLM derives a speculative method from these parts of the draft's path, even when the method is given.
-SNIFFED_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
+# vLLM derives a speculative method from parts of the draft's path, even when the method is given: those that are wrong
+# for a plain draft model, and for a feature head by its version of EAGLE.
+SNIFFED_NAMES: dict[int | None, list[str]] = {None: ["eagle-", "eagle3", "dflash", "dspark"], 1: ["eagle3"], 3: []}
 NEVER = -1e4  # bias of padded ids: below any real logit, within the range of float16
 # Texts that pre-tokenisers and normalisers with the same vocabulary split differently.
 PROBE_TEXTS = (
@@ -91,7 +91,7 @@ def export_draft(
     probe = torch.randint(min(vocabulary, own.vocab_size), (2, longest), generator=generator)
     source = _logits(model, probe)
     trained_vocabulary = fit_vocabulary(model, vocabulary)
-    notes = [fit_context(own, target.get_text_config()), engine_note(target)]
+    note = fit_context(own, target.get_text_config())
     try:
         target_generation = GenerationConfig.from_pretrained(target_dir)
     except OSError:
@@ -112,39 +112,30 @@ def export_draft(
         model.save_pretrained(partial, max_shard_size="1TB")
         add_legacy_fields(partial / "config.json")
         save_tokenizer(tokenizer, partial)
-        card = model_card(
-            profile, model, str(target_dir), str(out_dir), length, notes,
-            trained_vocabulary=trained_vocabulary, gguf_type=(settings.gguf or ["f32"])[0],
+        write_card(
+            partial, profile, model, target, length, names=(str(target_dir), str(out_dir)), notes=[note],
+            gguf_type=(settings.gguf or ["f32"])[0], trained_vocabulary=trained_vocabulary,
         )  # fmt: skip
-        write_beside(partial, speculation_profile(profile, length), card)
         _check_reload(partial, model.config, probe, source, own_options)
     return out_dir
 
 
-def write_beside(folder: Path, profile: Mapping[str, Any], card: str) -> None:
-    """Writes speculation_profile.json, with fingerprints of the folder's weights, and README.md."""
-    measured = {**profile, "weights": weight_fingerprints(folder)}
-    (folder / "speculation_profile.json").write_text(json.dumps(measured, indent=2) + "\n")
-    (folder / "README.md").write_text(card, encoding="utf-8")
-
-
-def check_export_path(
-    out_dir: str | Path, sniffed: Sequence[str] = SNIFFED_NAMES, kind: str = "a plain draft model"
-) -> None:
+def check_export_path(out_dir: str | Path, version: int | None = None) -> None:
     """Refuses a destination that vLLM would take for another method, or that holds something other than a model.
 
     It is cheap, so it is called before training starts.
+
+    Args:
+        out_dir: Destination.
+        version: Version of EAGLE, 1 or 3, if the draft is a feature head.
     """
     path = Path(out_dir).resolve()
-    for name in sniffed:
-        if name in str(path).lower():
-            raise UserError(
-                f"The export folder {path} contains '{name}', which vLLM takes for another method than {kind}. Choose "
-                "a name of the run or the folder without it."
-            )
-    if path.exists() and not path.is_dir():
-        raise UserError(f"The export folder {path} is a file. Choose another folder.")
-    if path.exists() and any(path.iterdir()) and not (path / "config.json").exists():
+    if sniffed := [name for name in SNIFFED_NAMES[version] if name in str(path).lower()]:
+        raise UserError(
+            f"The export folder {path} contains '{sniffed[0]}', which vLLM takes for another method. Choose a name of "
+            "the run or the folder without it."
+        )
+    if path.exists() and not (path.is_dir() and ((path / "config.json").exists() or not any(path.iterdir()))):
         raise UserError(
             f"The export folder {path} is not empty and holds no config.json, so it is no earlier export. "
             "Choose another folder, or remove this one."
@@ -155,13 +146,10 @@ def check_same_tokenizer(target: PreTrainedTokenizerBase, draft: PreTrainedToken
     """Refuses tokenizers in which ids stand for different tokens, or that split the probe texts differently."""
     check_tokenizers(target, draft)
     for text in PROBE_TEXTS:
-        a, b = target(text)["input_ids"], draft(text)["input_ids"]
-        if a != b:
-            at = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-            first, second = (repr(target.convert_ids_to_tokens(x[at])) if at < len(x) else "missing" for x in (a, b))
+        if target(text)["input_ids"] != draft(text)["input_ids"]:
             raise UserError(
-                f"The draft's tokenizer has the target's tokens but splits text differently: in {text!r}, token "
-                f"{at} is {first} for the target and {second} for the draft. Use the target's tokenizer files."
+                f"The draft's tokenizer has the target's tokens but splits text differently, for example {text!r}. Use "
+                "the target's tokenizer files."
             )
 
 
@@ -209,12 +197,6 @@ def fit_context(draft: PreTrainedConfig, target: PreTrainedConfig) -> str:
         f"`max_position_embeddings` is the target's ({wanted:,}), as SGLang requires; the draft was made for "
         f"{own:,} tokens, and its acceptance beyond them was not measured."
     )
-
-
-def engine_note(target: PreTrainedConfig) -> str:
-    """Returns a note on the engines' support for a target, or nothing."""
-    note = "vLLM and SGLang run GPT-NeoX through their transformers back ends only, which are slower than their own."
-    return note if target.model_type == "gpt_neox" else ""
 
 
 def add_legacy_fields(path: Path) -> None:

@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from decode.models.heads import FeatureHead, load_head, save_head
 from decode.models.loading import load_model, load_tokenizer
 from distill.config.run import ExportSettings
-from distill.export.draft import add_legacy_fields, check_export_path, draft_length, engine_note, write_beside
-from distill.export.model_card import KINDS, TOKEN_MAP, model_card, speculation_profile
+from distill.export.draft import add_legacy_fields, check_export_path, draft_length
+from distill.export.model_card import TOKEN_MAP, write_card
 from distill.files import replaced, save_tokenizer
 
 LAYER = (
@@ -70,18 +70,14 @@ def export_head(
     out_dir = Path(out_dir)
     target = load_model(target_dir, device="cpu", dtype="float32", trust_remote_code=trust_remote_code)
     head = load_head(head_dir, target)
-    check_head_path(out_dir, head.version)
+    check_export_path(out_dir, head.version)
     length = draft_length(profile)
     tokenizer = load_tokenizer(target_dir, trust_remote_code=trust_remote_code)
     dtype = torch.float32 if settings.dtype == "keep" else getattr(torch, settings.dtype)
     with replaced(out_dir) as partial:
         write_head(head, partial, tokenizer, length, dtype)
-        layers = int(target.config.get_text_config().num_hidden_layers)
-        card = model_card(
-            profile, head, str(target_dir), str(out_dir), length, [engine_note(target.config)],
-            layers=layers, gguf_type=(settings.gguf or ["f32"])[0],
-        )  # fmt: skip
-        write_beside(partial, speculation_profile(profile, length) | {"method": KINDS[head.version]}, card)
+        names = str(target_dir), str(out_dir)
+        write_card(partial, profile, head, target.config, length, names=names, gguf_type=(settings.gguf or ["f32"])[0])
         check_files(partial)
         again = load_head(partial, target)
         for (name, one), other in zip(head.state_dict().items(), again.state_dict().values()):
@@ -116,50 +112,38 @@ def check_files(folder: Path) -> None:
     """Refuses a folder that lacks a field or tensor that the engines need, or has one of another type or shape."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     version = 3 if config["architectures"] == ["LlamaForCausalLMEagle3"] else 1
-    wanted = (*FIELDS, "draft_vocab_size") if version == 3 else FIELDS
-    lacking = [field for field in wanted if config.get(field) is None]
     with safe_open(folder / "model.safetensors", "pt") as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        d2t = file.get_tensor("d2t") if "d2t" in shapes else torch.empty(0)
-        t2d = file.get_tensor("t2d") if "t2d" in shapes else torch.empty(0)
-    lacking += [name for name in REQUIRED[version] if name not in shapes]
-    reduced = version == 3 and not lacking and config["draft_vocab_size"] < config["vocab_size"]
-    lacking += [name for name in TABLES if reduced and name not in shapes]
+        tables = [file.get_tensor(name) for name in TABLES if name in shapes]
+    drafted = config.get("draft_vocab_size", config["vocab_size"])
+    reduced = version == 3 and drafted < config["vocab_size"]
+    lacking = [field for field in (*FIELDS, *["draft_vocab_size"] * (version == 3)) if config.get(field) is None]
+    lacking += [name for name in (*REQUIRED[version], *TABLES * reduced) if name not in shapes]
     if lacking:
         raise RuntimeError(f"The exported head lacks {', '.join(lacking)}.")
-    width, d = config["hidden_size"], config["head_dim"]
-    layer = "midlayer" if version == 3 else "layers.0"
+    width, layer = config["hidden_size"], "midlayer" if version == 3 else "layers.0"
+    queries = config["num_attention_heads"] * config["head_dim"]
     expected: dict[str, tuple[int, ...]] = {
         "fc.weight": (width, (3 if version == 3 else 2) * width),
-        f"{layer}.self_attn.q_proj.weight": (config["num_attention_heads"] * d, (2 if version == 3 else 1) * width),
+        f"{layer}.self_attn.q_proj.weight": (queries, (2 if version == 3 else 1) * width),
     }
-    if config.get("bias"):
-        raise RuntimeError("The exported head has bias set: engines would make biases that no tensor fills.")
-    if version == 3:
-        expected["lm_head.weight"] = (config["draft_vocab_size"], width)
-        _check_version_3(config, [] if reduced else [name for name in TABLES if name in shapes])
-    if reduced:
-        expected["t2d"] = (config["vocab_size"],)
-        ids = torch.arange(len(d2t)) + d2t
-        if d2t.dtype != torch.int64 or t2d.dtype != torch.bool or not torch.equal(t2d.nonzero()[:, 0], ids):
-            raise RuntimeError("The exported head's d2t (int64 offsets) and t2d (bool mask) name different tokens.")
+    expected |= {"lm_head.weight": (drafted, width)} if version == 3 else {}
+    expected |= {"t2d": (config["vocab_size"],)} if reduced else {}
     for name, shape in expected.items():
         if shapes[name] != shape:
             raise RuntimeError(f"The exported head's {name} is {shapes[name]}; the engines want {shape}.")
-
-
-def _check_version_3(config: Mapping[str, Any], tables: list[str]) -> None:
-    """Refuses files that vLLM and SGLang do not load, or interpret differently."""
-    if tables:
+    if config.get("bias"):
+        raise RuntimeError("The exported head has bias set: engines would make biases that no tensor fills.")
+    if version == 3 and tables and not reduced:
         raise RuntimeError(
-            f"The exported head drafts every token of the target and has {', '.join(tables)}, for which vLLM has no "
+            f"The exported head drafts every token of the target and has {', '.join(TABLES)}, for which vLLM has no "
             "parameter then."
         )
+    if reduced:
+        d2t, t2d = tables
+        ids = torch.arange(len(d2t)) + d2t
+        if d2t.dtype != torch.int64 or t2d.dtype != torch.bool or not torch.equal(t2d.nonzero()[:, 0], ids):
+            raise RuntimeError("The exported head's d2t (int64 offsets) and t2d (bool mask) name different tokens.")
     captured = config.get("eagle_aux_hidden_state_layer_ids") or []
-    if len(captured) != 3 or len(set(captured)) != 3:
+    if version == 3 and (len(captured) != 3 or len(set(captured)) != 3):
         raise RuntimeError(f"The exported head captures the layers {captured}; engines expect three different ones.")
-
-
-def check_head_path(out_dir: str | Path, version: int) -> None:
-    """Refuses a destination as `check_export_path` does. vLLM takes any head in an ``eagle3`` path for EAGLE-3."""
-    check_export_path(out_dir, ("eagle3",) if version == 1 else (), "an EAGLE-1 head")

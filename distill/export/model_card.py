@@ -1,5 +1,6 @@
-"""The measurements of an exported draft as `speculation_profile.json`, and its model card."""
+"""What was measured of an exported draft, as `speculation_profile.json` and model card; the upload to the Hub."""
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -8,26 +9,36 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from huggingface_hub import HfApi, constants
+from huggingface_hub.utils import validate_repo_id
 from jinja2 import Environment, FileSystemLoader, Template
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from decode.bench.page import COLUMNS, cell
+from decode.engines.gap_causes import weight_fingerprints
+from decode.errors import UserError
 from decode.models.heads import FeatureHead, default_captured_layers
 
 HERE = Path(__file__).parent
 KINDS = {1: "eagle", 3: "eagle3"}  # kinds of feature heads by the version of EAGLE
 TOKEN_MAP = "token_map.pt"  # the ids that an EAGLE-1 head of a reduced vocabulary drafts, as SGLang reads them
-ROWS = (
-    ("offline_alpha", "acceptance rate α, offline", "mean of Σ min(p, q) over the target's own texts"),
-    ("alpha", "acceptance rate α, while decoding", "mean of Σ min(p, q) over tested positions"),
-    ("accepted_per_drafted", "accepted per drafted token", "Σ m / Σ k"),
-    ("block_efficiency", "accepted length", "Σ (m + 1) / rounds: tokens per target forward"),
-    ("speedup", "speedup", "tokens/s over the same loop without a draft"),
-    ("speedup_vs_generate", "speedup over `generate`", "tokens/s over `model.generate` of transformers"),
-    ("predicted_speedup", "predicted speedup", "tokens per round / (c · drafted + v(drafted + 1))"),
-    ("cost_ratio", "cost ratio c", "one draft forward in target forwards"),
-    ("break_even_alpha", "break-even α", "acceptance rate at which nothing is gained"),
-)
-"""Rows of the card: key of the profile, name and formula."""
+MEASURED = (
+    "offline_alpha", "alpha", "accepted_per_drafted", "block_efficiency", "speedup", "speedup_vs_generate",
+    "predicted_speedup", "cost_ratio", "break_even_alpha",
+)  # fmt: skip
+"""Rows of the card, by key of the profile."""
+
+
+def fastest_row(report: Mapping[str, Any], *drafts: str) -> dict[str, Any]:
+    """Returns the fastest row of some drafts at the lowest measured temperature; empty if there is none.
+
+    Rows with other texts than the target's count only if all are such.
+    """
+    rows = [row for row in report["decoding"] if row["draft"] in drafts and row.get("speedup")]
+    coldest = min((row["temperature"] for row in rows), default=0.0)
+    rows = [row for row in rows if row["temperature"] == coldest]
+    rows = [row for row in rows if row.get("identical_to_target") is not False] or rows
+    return max(rows, key=lambda row: row["speedup"], default={})
 
 
 def export_profile(report: Mapping[str, Any], draft: str = "adaspec") -> dict[str, Any]:
@@ -46,18 +57,12 @@ def export_profile(report: Mapping[str, Any], draft: str = "adaspec") -> dict[st
     costs = report.get("profile") or {}
     if costs.get("draft", draft) == draft:
         profile |= {key: costs.get(key) for key in ("cost_ratio", "break_even_alpha")}
-    rows = [row for row in report["decoding"] if row["draft"] == draft and row.get("speedup")]
-    coldest = min((row["temperature"] for row in rows), default=0.0)
-    rows = [row for row in rows if row["temperature"] == coldest]
-    rows = [row for row in rows if row.get("identical_to_target") is not False] or rows
-    if not rows:
+    if not (best := fastest_row(report, draft)):
         return profile
-    best = max(rows, key=lambda row: row["speedup"])
     machine = {name: fact for name, fact in (report.get("machine") or {}).items() if name != "note"}
-    conditions = {"dataset": best.get("suite"), "num_samples": best.get("prompts"), "temperature": coldest}
+    conditions = {"dataset": best.get("suite"), "num_samples": best.get("prompts"), "temperature": best["temperature"]}
     return profile | {
-        **{key: best.get(key) for key, _, _ in ROWS if key in best},
-        **{key: best.get(key) for key in ("speedup_ci95", "identical_to_target")},
+        **{key: best[key] for key in (*MEASURED, "speedup_ci95", "identical_to_target") if key in best},
         "best_draft_length": best["draft_length"],
         "acceptance_by_position": (report.get("analysis") or {}).get("acceptance_by_position", {}).get(draft),
         "conditions": conditions | {"acceptance_rule": "exact"} | machine,
@@ -114,52 +119,51 @@ def speculation_profile(profile: Mapping[str, Any], length: int) -> dict[str, An
     }
 
 
-def model_card(
+def write_card(
+    folder: Path,
     profile: Mapping[str, Any],
     model: PreTrainedModel | FeatureHead,
-    target: str,
-    folder: str,
+    target: PreTrainedConfig,
     length: int,
-    notes: Sequence[str] = (),
     *,
+    names: tuple[str, str],
+    gguf_type: str,
     trained_vocabulary: int = 0,
-    layers: int = 0,
-    gguf_type: str = "f32",
-) -> str:
-    """Returns the README.md of an exported draft or feature head.
+    notes: Sequence[str] = (),
+) -> None:
+    """Writes speculation_profile.json, with fingerprints of the folder's weights, and README.md.
 
     Args:
-        profile: Optionally the keys of `ROWS`, ``target_name``, ``offline_alpha_se``, ``speedup_ci95``,
+        folder: Folder that holds the exported files.
+        profile: Optionally the keys of `MEASURED`, ``offline_alpha_se``, ``speedup_ci95``,
             ``best_draft_length``, ``identical_to_target`` and ``conditions``. What is absent is left out.
         model: The exported model or head.
-        target: Folder or Hub name of the target, for the commands.
-        folder: Folder of the export, for the commands.
+        target: Configuration of its target.
         length: Number of drafted tokens per round.
-        notes: Further notes on this pair; empty ones are left out.
-        trained_vocabulary: Vocabulary size of a draft model before padding or cutting.
-        layers: Number of layers of a head's target.
+        names: Folder or Hub name of the target and folder of the export, for the commands.
         gguf_type: Number format of the GGUF files.
+        trained_vocabulary: Vocabulary size of a draft model before padding or cutting.
+        notes: Further notes on this pair; empty ones are left out.
     """
-    kind, token_map, facts = "draft", False, {"trained_vocabulary": trained_vocabulary, "layers": layers}
+    kind, token_map, layers = "draft", False, int(target.get_text_config().num_hidden_layers)
+    measured = speculation_profile(profile, length)
     if isinstance(model, FeatureHead):
-        kind, three, captured = KINDS[model.version], model.version == 3, model.captured_layers
-        token_map = not three and model.reduced
-        facts |= {
-            "after_norm": three and max(captured) == layers,
-            "captured_elsewhere": three and captured != default_captured_layers(layers),
-        }
-    else:
-        facts["vocabulary"], target = model.config.get_text_config().vocab_size, profile.get("target_name") or target
+        kind = measured["method"] = KINDS[model.version]
+        token_map = model.version == 1 and model.reduced
+    measured["weights"] = weight_fingerprints(folder)
+    (folder / "speculation_profile.json").write_text(json.dumps(measured, indent=2) + "\n")
     environment = Environment(loader=FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True)
     environment.filters["grouped"] = "{:,}".format
     text = environment.get_template("model_card.md").render(
-        facts, kind=kind, profile=profile, model=model, target=target, length=length,
-        parameters=sum(weight.numel() for weight in model.parameters()), conditions=profile.get("conditions") or {},
-        measured=[row for row in ROWS if isinstance(profile.get(row[0]), int | float)],
-        commands=commands(target, folder, length, kind, token_map=token_map, gguf_type=gguf_type),
-        notes=list(filter(None, notes)),
+        kind=kind, profile=profile, model=model, length=length, layers=layers, cell=cell, columns=COLUMNS,
+        target=names[0], target_type=target.model_type,
+        vocabulary=target.get_text_config().vocab_size, trained_vocabulary=trained_vocabulary,
+        usual_layers=default_captured_layers(layers), parameters=sum(weight.numel() for weight in model.parameters()),
+        conditions=profile.get("conditions") or {}, measured=[key for key in MEASURED if profile.get(key) is not None],
+        commands=commands(*names, length, kind, token_map=token_map, gguf_type=gguf_type),
+        notes=notes,
     )  # fmt: skip
-    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+    (folder / "README.md").write_text(re.sub(r"\n{3,}", "\n\n", text).strip() + "\n", encoding="utf-8")
 
 
 def commands(
@@ -183,3 +187,54 @@ def commands(
         for engine in engines
         if kind in engine["kinds"]
     ]
+
+
+def check_hub(name: str | None) -> None:
+    """Refuses an upload that would fail; cheap, so it is called before training starts.
+
+    Raises:
+        UserError: The name is not valid, there is no token, or the Hub refuses it, is switched off or does not answer.
+    """
+    if name is not None:
+        try:
+            validate_repo_id(name)
+            HfApi().whoami()
+        except Exception as error:
+            raise _refusal(name, error) from error
+
+
+def push(export: Path, name: str | None, names: Mapping[str, str]) -> str | None:
+    """Uploads an export without the target's GGUF files, and returns its address. None: no upload is wanted.
+
+    Args:
+        export: The finished export.
+        name: The repository, which is created (private) if it does not exist.
+        names: What replaces folders of this machine in the card.
+
+    Raises:
+        UserError: The Hub refuses the upload, or does not answer.
+    """
+    if name is None:
+        return None
+    card, api = export / "README.md", HfApi()
+    text = card.read_text(encoding="utf-8")
+    for folder, known in {str(export): name, **names}.items():
+        text = text.replace(folder, known)
+    card.write_text(text, encoding="utf-8")
+    message = "Draft model with its card and speculation profile"
+    try:
+        repository = api.create_repo(name, private=True, exist_ok=True)
+        api.upload_folder(
+            repo_id=repository.repo_id, folder_path=export, ignore_patterns=["*/target-*"], commit_message=message
+        )
+    except Exception as error:
+        raise _refusal(name, error) from error
+    return str(repository)
+
+
+def _refusal(name: str, error: Exception) -> UserError:
+    """The Hub's library raises exceptions of many kinds, of the network's layers too; their messages are clear."""
+    return UserError(
+        f"export.hub is {name!r} and the Hub ({constants.ENDPOINT}) does not take the upload "
+        f"({type(error).__name__}: {str(error).strip()}); correct the setting, or remove it and upload the export later"
+    )

@@ -17,7 +17,7 @@ from decode.progress import Progress
 from decode.sampling import LogitsWarper
 from decode.verify import overlap
 from distill.config.run import EvaluationSettings, Settings
-from distill.evaluate import Evaluation, Histograms, lifts
+from distill.evaluate import Evaluation
 from distill.pipeline import measure
 from distill.stages import RunDir
 
@@ -56,8 +56,7 @@ def test_acceptance_on_texts_read_together_is_that_of_each_text(temperature: flo
     drafts = {"model": resembling(target, 0.2), "head": make_head(target, 3)}
     texts = [([3, 7, 1, 9, 12, 40, 2, 5], 4), ([5, 6], 2), ([9, 9, 4] * 6, 11), ([8] * 30, 3)]
     evaluation = Evaluation.__new__(Evaluation)  # without the folder of a run
-    evaluation.target, evaluation.models, evaluation.shown = target, drafts, ["model"]
-    evaluation.full, evaluation.threads, evaluation.histograms = SimpleNamespace(threads=None), 1, Histograms()
+    evaluation.target, evaluation.models = target, drafts
     evaluation.context = SimpleNamespace(timed=lambda name, count: nullcontext())
     with Progress() as evaluation.bar:
         found = evaluation._alphas(texts, temperature)
@@ -71,12 +70,3 @@ def test_acceptance_on_texts_read_together_is_that_of_each_text(temperature: flo
     with torch.no_grad():
         p, q = response_logits(target, *texts[3]), head_logits(drafts["head"], target, *texts[3], 5)
     assert found["head"][4].texts[2] == pytest.approx(overlap(warp(p), warp(q)).tolist(), abs=1e-4)
-    counted = evaluation.histograms.report()
-    assert bool(counted) == (temperature == 1.0)
-    if counted:
-        assert sum(counted["kl"]["model"]["counts"]) == sum(alone.counts)
-
-
-def test_a_tokens_lift_is_its_share_of_the_selection_over_that_of_the_labels() -> None:
-    found = lifts([("a", 30), ("b", 10), ("rare", 9)], [0.1, 0.2, 0.0005], 50)
-    assert [(row["token"], row["lift"]) for row in found] == [("a", pytest.approx(6.0)), ("b", pytest.approx(1.0))]

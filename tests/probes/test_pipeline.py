@@ -60,7 +60,7 @@ def test_the_target_is_trained_if_it_is_not_there_and_the_probes_are_written(fin
     note = json.loads((run / "probes" / "probes.json").read_text())
     assert {(p["label"], p["layer"]) for p in note["probes"]} == {(n, e) for n in ("match", "accept") for e in (1, 2)}
     assert note["best"]["greedy"]["layerskip"].keys() >= {"exit_layer", "draft_length"}
-    assert "AdaSPEED, probe" in said
+    assert "adaspeed-probe" in said
 
 
 def test_the_report_keeps_what_others_wrote_and_gets_the_rows(finished) -> None:
@@ -78,7 +78,7 @@ def test_the_report_keeps_what_others_wrote_and_gets_the_rows(finished) -> None:
 def test_the_page_holds_tables_and_figures(finished) -> None:
     page = (finished[0] / "probes.html").read_text()
     figures = ("Reliability, greedy", "AUROC by exit", "Predicted speedup by exit")
-    for said in (*figures, "AdaSPEED", "Provenance"):
+    for said in (*figures, "adaspeed", "Provenance"):
         assert said in page
 
 

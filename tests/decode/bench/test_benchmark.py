@@ -282,7 +282,7 @@ def test_the_page_holds_every_method_and_needs_nothing_from_outside(bench, writt
     page = written[1].read_text()
     for row in bench.rows:
         assert row["name"] in page
-    assert page.count("<svg") >= 2 * 5
+    assert page.count("<svg") >= 2 * 3
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert "https://" not in page
 

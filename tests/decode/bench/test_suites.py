@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from decode.bench.datasets import PRESETS, held_out, read_rows
-from decode.bench.suites import load_suite
+from decode.bench.suites import final_number, letter_score, load_suite, number_score, rouge_score
 from decode.commands.checks import open_suites
 from decode.errors import UserError
 
@@ -46,21 +46,8 @@ def test_every_local_format_gives_the_same_prompts(tmp_path, ending):
     assert suite.prompts[3].reference == "3+3=6\nThe final answer is:  6"
     assert suite.score(suite.prompts[3], "So 3+3=6. The final answer is: 6") == 1.0
     assert suite.score(suite.prompts[3], "So 3+3=7. The final answer is: 7") == 0.0
-
-
-def test_a_text_file_gives_a_prompt_a_line(tmp_path):
-    (tmp_path / "p.txt").write_text("First prompt\n\nSecond prompt\n", encoding="utf-8")
-    for spec in ("prompts", "gsm8k"):
-        suite = load_suite(f"{spec}={tmp_path / 'p.txt'}")
-        assert [p.text for p in suite.prompts] == ["First prompt", "Second prompt"]
-        assert suite.score is None
-        assert suite.note
-
-
-@pytest.mark.parametrize("ending", ["json", "jsonl", "csv", "parquet"])
-def test_texts_that_look_like_dates_and_numbers_stay_texts(tmp_path, ending):
     rows = [{"question": "2020-01-01", "answer": "1.50"}, {"question": "007", "answer": "NA"}]
-    assert read_rows(write(tmp_path / f"r.{ending}", rows)) == rows
+    assert read_rows(write(tmp_path / f"r.{ending}", rows)) == rows  # no text becomes a date or a number
 
 
 def test_spec_bench_rows_with_references_of_all_shapes_are_read(tmp_path):
@@ -97,7 +84,7 @@ def test_the_chat_suite_has_sixteen_prompts_in_each_of_six_categories():
     assert {p.category for p in load_suite("chat:qa").prompts} == {"qa"}
 
 
-@pytest.mark.parametrize("limit", [4, 6, 12, 20])
+@pytest.mark.parametrize("limit", [4, 12])
 def test_a_limited_suite_takes_evenly_from_its_categories(limit):
     chosen = load_suite("chat", limit=limit).prompts
     counts = Counter(p.category for p in chosen)
@@ -109,7 +96,6 @@ def test_a_limited_suite_takes_evenly_from_its_categories(limit):
     ("row", "prompt", "turns"),
     [
         ({"question": "2+2?", "answer": "2+2=4\n#### 4"}, "2+2?\nAnswer the above question.", ()),
-        ({"question": "Who?", "answer": "Ann"}, "Who?", ()),
         ({"instruction": "Add.", "input": "1, 2", "output": "3"}, "Instruction:\nAdd.", ("Add.\n\n1, 2",)),
         ({"prompt": "def f():", "canonical_solution": "", "test": "", "entry_point": "f"}, "def f():", None),
         ({"category": "writing", "turns": ["One.", "Two."], "question_id": 81}, "One.", ("One.", "Two.")),
@@ -131,7 +117,7 @@ def test_a_file_of_unknown_columns_is_refused_with_what_is_known(tmp_path):
         load_suite(path)
     with pytest.raises(UserError, match="there is no file"):
         load_suite("missing.jsonl")
-    with pytest.raises(UserError, match=r"turns is 'One\.'; give a list"):
+    with pytest.raises(UserError, match="turns as a list of texts"):
         load_suite(f"prompts={write(tmp_path / 'turns.jsonl', [{'turns': 'One.'}])}")
 
 
@@ -147,12 +133,9 @@ def test_mbpp_rows_go_to_their_official_split_and_have_no_scorer(tmp_path):
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("gsm8", "did you mean 'gsm8k'"),
         ("arithmatic", "did you mean 'arithmetic'"),
-        ("zzzz", "Suites: arithmetic, gsm8k"),
         ("arithmetic:4", "arithmetic:1, :2 or :3"),
         ("open:2", "no option '2'"),
-        ("gsm8k=", "--suite gsm8k=PATH"),
         ("gsm8k=missing.jsonl", "no file 'missing.jsonl'"),
         ("prompts", "--suite prompts=PATH"),
         ("spec_bench", "--suite spec_bench=PATH"),
@@ -167,11 +150,7 @@ def test_a_wrong_spec_is_answered_with_the_next_step(spec, said):
     ("name", "content", "said"),
     [
         ("e.jsonl", "", "no rows"),
-        ("e.json", "[]", "no rows"),
-        ("e.csv", "question,answer\n", "no rows"),
-        ("e.txt", "\n \n", "no rows"),
-        ("b.jsonl", '{"question": "a"}\n{broken', "line 2"),
-        ("b.json", "{broken", "cannot be read"),
+        ("b.jsonl", '{"question": "a"}\n{broken', "row 2"),
         ("b.parquet", "not parquet", "cannot be read"),
         ("b.xlsx", "?", "ends in '.xlsx'"),
         ("l.jsonl", "[1, 2]\n", "named columns"),
@@ -226,7 +205,6 @@ def test_without_the_hub_the_error_names_the_local_alternative(offline):
     ("spec", "row"),
     [
         ("ultrachat", {"messages": [{"from": "human", "value": "Hi"}]}),
-        ("ultrachat", {"messages": [{"role": "assistant", "content": "Hi"}]}),
         ("mmlu", {"question": "?", "choices": list("abcde"), "answer": 1}),
     ],
 )
@@ -236,7 +214,41 @@ def test_a_row_that_is_not_as_its_data_sets_is_a_mistake_that_is_told(tmp_path, 
         load_suite(f"{spec}={path}")
 
 
-def test_held_out_prompts_are_a_fixed_share():
-    splits = [held_out(f"prompt {n}", 0.1) for n in range(4000)]
-    assert 300 < splits.count("validation") < 500
-    assert 300 < splits.count("test") < 500
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("5+5=10\n#### 10", "10"),
+        ("The final answer is: $1,234.50.", "1234.5"),
+        ("The final answer is:  -7\n\nWait, 8.", "-7"),
+        ("#### 3 and then #### 4", "4"),
+        ("It costs 12 dollars, or 13.", "13"),
+        ("half: .5", "0.5"),
+        ("no digits", None),
+    ],
+)
+def test_the_final_number_is_found(text, number):
+    found = final_number(text)
+    assert found is None if number is None else found == final_number(number)
+
+
+def test_numbers_are_compared_by_value():
+    assert number_score("#### 3", "The final answer is: 3.00") == 1.0
+    assert number_score("#### 3", "The final answer is: 30") == 0.0
+    assert number_score("none", "none") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("output", "score"),
+    [(" B", 1), ("B. four", 1), ("(B)", 1), ("The answer is B", 1), ("A careful look: the answer is (B)", 1),
+     ("The answer is a bee, so B", 1), ("The answer is b.", 1), ("Answer: b\nSince A", 1),
+     (" C", 0), ("Because", 0), ("", 0)],
+)  # fmt: skip
+def test_the_chosen_letter_counts(output, score):
+    assert letter_score(" B", output) == score
+
+
+def test_rouge_agrees_with_values_worked_out_by_hand():
+    assert rouge_score("The cat sat on the mat.", "the cat lay on a mat") == pytest.approx(4 / 6)
+    assert rouge_score("b a", "a b") == pytest.approx(1 / 2)
+    assert rouge_score("same words", "Same words!") == 1.0
+    assert rouge_score("", "anything") == 0.0

@@ -8,7 +8,7 @@ import pytest
 from pairs import save_pair
 
 from decode.commands import demo
-from decode.commands.settings import DemoSettings, GenerateSettings
+from decode.commands.settings import DemoSettings
 from decode.errors import UserError
 
 
@@ -56,11 +56,3 @@ def test_a_demo_without_a_draft_is_refused_unless_the_method_needs_none(folder):
     with pytest.raises(UserError, match="--draft"):
         demo.run(settings_for(folder, draft=None))
     demo.run(settings_for(folder, draft=None, method="prompt-lookup", max_new_tokens=2))
-
-
-@pytest.mark.parametrize(("temperature", "told"), [(0.0, "near tie"), (0.7, "another draw from the same distribution")])
-def test_why_two_texts_differ_follows_from_the_temperature(temperature, told, folder):
-    settings = GenerateSettings(**vars(settings_for(folder, temperature=temperature, seed=0)))
-    sides = [demo.Side(name, demo.start(settings, "a")) for name in ("plain", "drafted")]
-    sides[1].generation.ids = [1]
-    assert told in demo.result(*sides, greedy=temperature == 0)
