@@ -26,7 +26,7 @@ NARROW = {"draft_length", "predicted_speedup", "accepted_length", "tv_spent"}
 """Columns that a terminal of less than 110 characters goes without."""
 KEYS = (
     *SHORT[:6], "speedup_vs_assistant", "speedup_without_prefill", *SHORT[6:9], "accepted_per_tested",
-    "accepted_per_drafted", "tv_spent", "js_distance", "accuracy", "identical_to_target", "seconds_per_token", "note",
+    "accepted_per_drafted", "tv_spent", "js_distance", "accuracy", "identical_to_target", "note",
 )  # fmt: skip
 BY_CATEGORY = ("category", "prompts", *SHORT[:2], *SHORT[3:6], *SHORT[7:9])
 """Columns of the page's tables."""

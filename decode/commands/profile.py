@@ -45,7 +45,7 @@ LENGTHS = (
     "draft_length", "round_cost", "break_even_alpha", "predicted_speedup", "with_bookkeeping",
 )  # fmt: skip
 FORECAST = (
-    "batch_size", "target_seconds", "cost_ratio", "overhead", "step_overhead", "goodput_without_draft",
+    "batch_size", "ms", "cost_ratio", "v2", "v5", "overhead", "step_overhead", "goodput_without_draft",
     "best_draft_length", "best_speedup", "best_goodput",
 )  # fmt: skip
 """Columns of the tables by draft length and by batch size."""
