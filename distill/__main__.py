@@ -75,10 +75,9 @@ def main(argv: list[str] | None = None) -> None:
     if measure:
         from decode.progress import output_console
         from distill.estimate import estimate
-        from distill.estimate import show as show_estimate
 
-        console = output_console()
-        return show_estimate(*estimate(settings, console), console)
+        estimate(settings, output_console())
+        return None
     if dry_run:
         from distill.dry_run import shrink
 

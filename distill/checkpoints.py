@@ -97,16 +97,13 @@ class BestWeights(Callback):
 
 def newest_sound(folder: Path, note: Callable[[str], None]) -> Path | None:
     """Return the newest sound checkpoint to continue from; damaged ones are removed."""
-    candidates = sorted(folder.glob("step-*.ckpt"), reverse=True)
-    for path in candidates:
+    for path in sorted(folder.glob("step-*.ckpt"), reverse=True):
         if is_sound(path):
             note(f"continuing from step {int(path.stem.split('-')[1])}")
             return path
         note(f"{path.name} is damaged or incomplete and is not used")
         if ranks.is_first():
             remove(path)
-    if candidates:
-        note("no sound checkpoint is left: the stage starts from its beginning")
     return None
 
 
@@ -178,9 +175,6 @@ def shard(root: nn.Module, model: PreTrainedModel, mesh: DeviceMesh) -> Any:
     return fully_shard(root, mesh=mesh)
 
 
-SHOWN = 16  # examples named in the message at most
-
-
 class FirstBad:
     """The first step whose loss was no number, noted on the device, so that no step has to wait for it."""
 
@@ -188,44 +182,34 @@ class FirstBad:
         self._step: Tensor | None = None
 
     def note(self, loss: Tensor, step: int) -> None:
-        """A step's loss, a scalar."""
+        """Note the loss of a step, a scalar."""
         if self._step is None:
             self._step = torch.full((), -1, device=loss.device)
         self._step = torch.where((self._step < 0) & ~loss.isfinite(), step, self._step)
 
     def step(self) -> int | None:
-        """That step, if there was one; waits for the device."""
+        """Return that step, if there was one; waits for the device."""
         found = -1 if self._step is None else int(self._step)
         return found if found >= 0 else None
 
 
 def explain(module: L.LightningModule, step: int) -> UserError:
-    """The error for a loss that was no number at a step."""
+    """Return the error for a loss that was no number at a step, with its examples and what to try."""
     loader = getattr(getattr(module.trainer, "datamodule", None), "loader", None)
-    schedule, rows = getattr(loader, "schedule", None), getattr(loader, "rows", None)
-    examples = [] if schedule is None else sorted(int(i) for i in schedule.batch(step))
-    where = f" (training examples {', '.join(map(str, examples[:SHOWN]))}{', …' if len(examples) > SHOWN else ''})"
+    examples = [] if loader is None else sorted(int(i) for i in loader.schedule.batch(step))
+    rows: Any = getattr(loader, "rows", None)
+    for name, values in () if rows is None else rows.signals.items():
+        offsets = rows.label_offsets
+        broken = (i for i in examples if not np.isfinite(values[offsets[i] : offsets[i + 1]]).all())
+        if values.dtype == np.float32 and (example := next(broken, None)) is not None:
+            return UserError(
+                f"the loss is NaN or infinite at step {step}: the kept {name} of example {example} is not finite. "
+                "Remove the run's work/signals, and set target.dtype to float32 or bfloat16 if it was float16"
+            )
+    precision, training = str(module.trainer.precision), cast(TrainingSettings, module.training_settings)
     return UserError(
-        f"the loss is NaN or infinite at step {step}{where if examples else ''}: {_cause(module, rows, examples)}"
-    )
-
-
-def _cause(module: L.LightningModule, rows: object, examples: list[int]) -> str:
-    """What to try: what is broken if that can be seen, otherwise the usual suspect."""
-    for name, values in getattr(rows, "signals", {}).items():
-        for example in examples:
-            kept = values[rows.label_offsets[example] : rows.label_offsets[example + 1]]  # type: ignore[attr-defined]
-            if kept.dtype == np.float32 and not np.isfinite(kept).all():
-                return (
-                    f"the kept {name} of example {example} is not finite. Remove the run's work/signals, and set "
-                    "target.dtype to float32 or bfloat16 if it was float16"
-                )
-    precision = str(module.trainer.precision)
-    if precision.startswith("16"):
-        return f"trainer.precision is {precision}, whose numbers end at 65504; train with bf16-mixed or 32-true"
-    rate = cast(TrainingSettings, module.training_settings)
-    return (
-        f"lower the learning rate (its peak is {rate.lr:.2g}) or raise warmup_steps ({rate.warmup_steps}); "
-        "a smaller gradient_clip_val in trainer.extra holds back single large steps"
-        + ("" if precision == "32-true" else f"; or train with precision 32-true instead of {precision}")
+        f"the loss is NaN or infinite at step {step} (training examples {', '.join(map(str, examples[:16]))}), with "
+        f"trainer.precision {precision}: lower the learning rate (its peak is {training.lr:.2g}), raise warmup_steps "
+        f"({training.warmup_steps}), set a smaller gradient_clip_val in trainer.extra, or train with precision 32-true "
+        "or bf16-mixed if it is another one"
     )

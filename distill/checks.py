@@ -32,55 +32,43 @@ def check_inputs(context: StageContext) -> None:
     Raises:
         UserError: With the key, the value seen, and what was expected.
     """
-    settings, corpus = context.settings, context.corpus
+    settings, corpus, trainer = context.settings, context.corpus, context.settings.trainer
+    vocab, longest = len(corpus.tokenizer), settings.data.max_length
     models: dict[str, ModelSettings] = {"target": settings.target}
     if not settings.student.is_head:
         models["student"] = settings.student
     check_machine(context, models)
-    _check_batches(context, models)
-    written = settings.teacher.responses.from_target or settings.on_policy
+    parts = trainer.accumulate * ranks.process_count(trainer.accelerator, trainer.devices, trainer.num_nodes)
+    batches = {f"{name}.training": (of.training, len(corpus.train)) for name, of in models.items() if of.trained}
+    for draft in settings.drafts:
+        batches[f"drafts.{draft.name}.training"] = draft.training_of(settings.training), len(context.examples)
+    for name, (training, examples) in batches.items():
+        if not parts <= training.batch_size <= examples:
+            raise UserError(
+                f"{name}.batch_size is {training.batch_size}, expected at least {parts} (trainer.accumulate times the "
+                f"processes of trainer.devices and trainer.num_nodes) and at most {examples}, the training examples "
+                "(data.train_examples, teacher.examples)"
+            )
+    if not (settings.teacher.responses.from_target or settings.on_policy):  # whose lengths are not known yet
+        longest = max(int(TokenDataset.of(split).lengths.max()) for split in (corpus.train, corpus.validation))
     for name, model in models.items():
-        positions = None if model.kind == "cut" else max_positions(model, len(corpus.tokenizer))
-        if positions is None or positions >= settings.data.max_length:
-            continue
-        splits = (TokenDataset.of(split) for split in (corpus.train, corpus.validation))
-        longest = settings.data.max_length if written else max(int(split.lengths.max()) for split in splits)
-        if positions < longest:
+        positions = None if model.kind == "cut" else max_positions(model, vocab)
+        if positions is not None and positions < longest:
             key = f"{name}.architecture.positions" if model.kind == "scratch" else f"the context of {name}.model"
             raise UserError(
                 f"{key} is {positions} tokens and the longest example may have {longest}: lower data.max_length to "
                 f"{positions}, or raise it"
             )
     if settings.student.kind == "cut":
-        kept_layers(settings.student.layers, count_layers(settings.target, len(corpus.tokenizer)))
+        kept_layers(settings.student.layers, count_layers(settings.target, vocab))
     elif not settings.student.is_head:
-        target, draft = (count_parameters(model, len(corpus.tokenizer)) for model in models.values())
-        if draft >= target:
+        target, student = (count_parameters(model, vocab) for model in models.values())
+        if student >= target:
             raise UserError(
-                f"the draft has {draft:,} parameters and the target {target:,}: a draft has to be smaller, or there is "
-                "nothing to gain. Make student.architecture smaller, or choose a smaller student.model"
+                f"the draft has {student:,} parameters and the target {target:,}: a draft has to be smaller, or there "
+                "is nothing to gain. Make student.architecture smaller, or choose a smaller student.model"
             )
-
-
-def _check_batches(context: StageContext, models: dict[str, ModelSettings]) -> None:
-    settings, trainer = context.settings, context.settings.trainer
-    parts = trainer.accumulate * ranks.process_count(trainer.accelerator, trainer.devices, trainer.num_nodes)
-    whole, distilled = len(context.corpus.train), len(context.examples)
-    batches = [(f"{n}.training.batch_size", m.training.batch_size, whole) for n, m in models.items() if m.trained]
-    for draft in settings.drafts:
-        name = f"drafts.{draft.name}.training.batch_size" if "batch_size" in draft.training else "training.batch_size"
-        batches.append((name, draft.training_of(settings.training).batch_size, distilled))
-    for name, size, examples in batches:
-        if size > examples:
-            raise UserError(
-                f"{name} is {size} and there are {examples} training examples: lower it, or use more examples "
-                "(data.train_examples, teacher.examples)"
-            )
-        if size < parts:
-            raise UserError(
-                f"{name} is {size}, and a step is dealt out to {parts} batches ({trainer.accumulate} for each process "
-                "of trainer.devices times trainer.num_nodes): raise it, or lower trainer.accumulate or trainer.devices"
-            )
+    _check_disk(context)
 
 
 def check_machine(context: StageContext, models: dict[str, ModelSettings]) -> None:
@@ -106,19 +94,17 @@ def check_machine(context: StageContext, models: dict[str, ModelSettings]) -> No
     processes = ranks.process_count(trainer.accelerator, trainer.devices, trainer.num_nodes)
     if settings.target.stacking is not None and settings.target.trained and processes > 1:
         raise UserError("target.stacking trains in one process: set trainer.devices to 1, or target.stacking to null")
-    formats: dict[str, str] = {"trainer.precision": trainer.precision}
-    for name, model in models.items():
+    for model in models.values():
         if model.trained:
             check_optimizer(model.training, device)
-        else:
-            formats[f"{name}.dtype"] = model.dtype
         if model.kind == "lora":
             check_base(model.lora, trainer.precision, device)
         if model.kind != "cut" and trainer.attention != "auto":
             check_attention(config_of(model, len(context.corpus.tokenizer)), trainer.attention)
     for draft in settings.drafts:
         check_optimizer(draft.training_of(settings.training), device)
-    half = [f"{name} {value}" for name, value in formats.items() if value.startswith(("bf16", "bfloat16"))]
+    half = [f"trainer.precision {trainer.precision}"] * trainer.precision.startswith("bf16")
+    half += [f"{name}.dtype bfloat16" for name, of in models.items() if not of.trained and of.dtype == "bfloat16"]
     if half and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UserError(
             f"{torch.cuda.get_device_name(device)} has no bfloat16, and {', '.join(half)} asks for it: set "
@@ -131,25 +117,22 @@ def check_machine(context: StageContext, models: dict[str, ModelSettings]) -> No
             f"this processor has no instructions for bfloat16, in which it is several times slower than in float32: "
             f"{', '.join(half)}. Set these to auto, a dtype to float32"
         )
-    _check_disk(context)
 
 
 def _check_disk(context: StageContext) -> None:
     """Refuse a signal that the disk has no room for, where the label tokens are those of the data."""
-    settings, teacher, corpus = context.settings, context.settings.teacher, context.corpus
+    settings, teacher, student = context.settings, context.settings.teacher, context.settings.student
     folder = context.run.work / "signals"
-    if teacher.responses.from_target or not corpus.answered or folder.exists():
-        return  # the number of label tokens is not known yet, or the signal is written
-    if teacher.signal in ("auto", "online"):
+    known = context.corpus.answered and not teacher.responses.from_target and not folder.exists()
+    if not known or teacher.signal in ("auto", "online"):
         return
-    config = config_of(settings.target, len(corpus.tokenizer)).get_text_config()
+    config = config_of(settings.target, len(context.corpus.tokenizer)).get_text_config()
     hidden = config.hidden_size * (2 if settings.target.dtype == "bfloat16" else 4)
-    a_token = {"hidden": hidden, "topk": 8 * teacher.signal_k, "log_probs": 4 * config.vocab_size}[teacher.signal]
-    states, head = hidden * (3 if settings.student.version == 3 else 1), settings.student.is_head  # of every token
-    if settings.student.version == 1 and teacher.signal == "hidden":
-        a_token = 0  # the states are what logits are made of
-    rows = (context.examples, context.validation)
-    size = sum(a_token * split.label_count + head * states * len(split.ids) for split in rows)
+    a_label = {"hidden": hidden, "topk": 8 * teacher.signal_k, "log_probs": 4 * config.vocab_size}[teacher.signal]
+    a_token = 0 if student.version is None else student.version * hidden  # a head reads one state, or three
+    if student.version == 1 and teacher.signal == "hidden":
+        a_label = 0  # the states are what logits are made of
+    size = sum(a_label * rows.label_count + a_token * len(rows.ids) for rows in (context.examples, context.validation))
     place = next(path for path in (folder, *folder.parents) if path.exists())
     if size > (free := shutil.disk_usage(place).free):
         raise UserError(

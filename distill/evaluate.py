@@ -22,7 +22,6 @@ from decode.models.pair import described, own_warp
 from decode.progress import Progress, as_current
 from distill.data.context import MEASUREMENT, StageContext
 from distill.data.corpus import test_suite
-from distill.stages import account_of
 
 Text = tuple[list[int], int]  # token ids, and how many of them are the prompt
 
@@ -137,7 +136,7 @@ class Evaluation:
             "offline_alpha_greedy": greedy.mean,
             "offline_alpha_greedy_se": greedy.se,
             "validation_alpha": self.run.validation_alpha(name),
-            **vars(account_of(record)),
+            **record.account,
             "seconds": record.seconds,
         }
 
@@ -153,9 +152,9 @@ class Evaluation:
         for a, b in dict.fromkeys([*pairs, (self.run.trained[0], self.run.start)]):
             if a == b:
                 continue
-            one, other = (account_of(self.run.draft_record(name)) for name in (a, b))
-            equal = ["steps"] if one.optimiser_steps == other.optimiser_steps else []
-            equal += ["teacher tokens"] if one.teacher_tokens == other.teacher_tokens else []
+            one, other = (self.run.draft_record(name).account for name in (a, b))
+            equal = ["steps"] if one["optimiser_steps"] == other["optimiser_steps"] else []
+            equal += ["teacher tokens"] if one["teacher_tokens"] == other["teacher_tokens"] else []
             label = mode + ("; equal " + " and ".join(equal) if equal else "")
             found.append({"a": a, "b": b, "label": label, **paired(alphas[b][0], alphas[a][0])})
         return found

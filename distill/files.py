@@ -53,9 +53,9 @@ def _checksum(path: Path, *_: int) -> int:
     return value
 
 
-def files_state(paths: Iterable[str]) -> dict[str, list[int]]:
+def files_state(paths: Iterable[str | None]) -> dict[str, list[int]]:
     """Size and checksum (of large files the time) of every file at, or directly below, the paths that exist."""
-    found = [Path(path) for path in paths if Path(path).exists()]
+    found = [Path(path) for path in paths if path and Path(path).exists()]
     files = [file for path in found for file in ([path] if path.is_file() else sorted(path.iterdir()))]
     states = {file: file.stat() for file in files if file.is_file()}
     return {

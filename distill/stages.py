@@ -23,15 +23,9 @@ VERSION = 2
 """Raised when a change of the code changes what a stage produces."""
 
 
-@dataclass(frozen=True)
-class Account:
-    """What a draft's training used."""
-
-    optimiser_steps: int = 0
-    examples: int = 0  # counted every time they are seen
-    teacher_tokens: int = 0  # label tokens whose target distribution was used, counted every time
-    selected_tokens: int = 0  # label tokens that entered the loss
-    cumulative_teacher_tokens: int = 0  # with those of the reference, where the training needs one
+ACCOUNT = ("optimiser_steps", "examples", "teacher_tokens", "selected_tokens", "cumulative_teacher_tokens")
+"""What a draft's training used: steps; examples and label tokens, counted every time they are seen; tokens that entered
+the loss; label tokens with those of the reference, where the training needs one."""
 
 
 @dataclass
@@ -42,49 +36,35 @@ class StageRecord:
     made_from: dict[str, Any] = field(default_factory=dict)  # the same, readable
     parameters: int = 0
     seconds: float = 0.0  # without interruptions
-    account: dict[str, int] = field(default_factory=dict)  # fields of `Account`, of a distillation
+    account: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ACCOUNT, 0))
     history: list[dict[str, float]] = field(default_factory=list)  # ``{"step", "loss", ...}`` of every validation
     selected: list[tuple[str, int]] = field(default_factory=list)  # the tokens selected most: text, times
     label_shares: list[float] = field(default_factory=list)  # share of each of them in all label tokens
     files: dict[str, list[int]] = field(default_factory=dict)  # size and CRC-32 of each; 0 of a linked folder's
 
 
-def account_of(record: StageRecord) -> Account:
-    """Return the account of a distillation; zeros for a draft that was not distilled."""
-    return Account(**record.account)
-
-
 @dataclass
 class RunDir:
-    """The folder ``<output_dir>/<name>`` of a run, with a folder for every stage: target, initial, and each draft."""
+    """The folder ``<output_dir>/<name>`` of a run, with a folder for every stage: target, initial, and each draft.
+
+    Attributes:
+        folder: The folder.
+        trained: Names of the drafts, in order.
+        start: Name of the student before distillation in reports.
+    """
 
     folder: Path
-    trained: list[str] = field(default_factory=list)  # names of the drafts, in order
-    start: str = START[0]  # how reports name the student before distillation
+    trained: list[str] = field(default_factory=list)
+    start: str = START[0]
 
-    @property
-    def work(self) -> Path:
-        """Checkpoints, cached signals, and the records of the stages."""
-        return self.folder / "work"
-
-    @property
-    def target(self) -> Path:
-        """The target's folder."""
-        return self.folder / "target"
-
-    @property
-    def export(self) -> Path:
-        """The chosen draft as exported for other engines."""
-        return self.folder / "export"
+    def __post_init__(self) -> None:
+        self.work = self.folder / "work"  # checkpoints, cached signals, and the records of the stages
+        self.target, self.export = self.folder / "target", self.folder / "export"
+        self.drafts = {self.start: self.path("initial"), **{name: self.path(name) for name in self.trained}}
 
     def path(self, stage: str) -> Path:
-        """Folder of a stage."""
+        """Return the folder of a stage."""
         return self.folder / stage
-
-    @property
-    def drafts(self) -> dict[str, Path]:
-        """Every draft by its name in reports: the student before distillation, then the trained ones."""
-        return {self.start: self.path("initial"), **{name: self.path(name) for name in self.trained}}
 
     def draft_record(self, name: str) -> StageRecord:
         """Return the record of a draft, by its name in reports.
@@ -105,13 +85,6 @@ class RunDir:
         """Return the highest acceptance rate of a draft on the validation examples, which its weights are of."""
         return max((entry["alpha"] for entry in self.draft_record(name).history if "alpha" in entry), default=0.0)
 
-    def noted(self, stage: str) -> StageRecord | None:
-        """Return the record of a stage, whatever its folder looks like now; None without one."""
-        try:
-            return StageRecord(**read_json(self._note(stage)))
-        except TypeError:
-            return None
-
     def record(self, stage: str, key: str | None = None) -> StageRecord | None:
         """Return the record of a finished stage whose folder is as it was written; None otherwise.
 
@@ -119,11 +92,12 @@ class RunDir:
             stage: Name of the stage.
             key: Fingerprint that its inputs have to have. None: any.
         """
-        found = self.noted(stage)
-        if found is None or key not in (None, found.fingerprint) or not found.files:
+        try:
+            found = StageRecord(**read_json(self.work / f"{stage}.json"))
+        except TypeError:
             return None
         folder = self.path(stage)
-        if set(found.files) != set(_files(folder)):
+        if key not in (None, found.fingerprint) or not found.files or set(found.files) != set(_files(folder)):
             return None
         for name, (size, crc) in found.files.items():
             path = folder / name
@@ -139,24 +113,23 @@ class RunDir:
         if not ranks.is_first():
             ranks.wait_for(lambda: self.record(stage, record.fingerprint), f"the stage {stage}")
             return
-        path, temporary = self.path(stage), self.work / f".tmp-{stage}"
+        path, temporary, note = self.path(stage), self.work / f".tmp-{stage}", self.work / f"{stage}.json"
         self.work.mkdir(parents=True, exist_ok=True)
         remove(temporary)
         try:
             make(temporary)
-            linked = temporary.is_symlink()
             record.files = {
-                name: [(temporary / name).stat().st_size, 0 if linked else checksum(temporary / name)]
+                name: [(temporary / name).stat().st_size, 0 if temporary.is_symlink() else checksum(temporary / name)]
                 for name in _files(temporary)
             }
-            self._note(stage).unlink(missing_ok=True)
+            note.unlink(missing_ok=True)
             remove(path)
             temporary.rename(path)
-            write_json(self._note(stage), vars(record))
+            write_json(note, vars(record))
             remove(self.work / f"checkpoints-{stage}")
         finally:
             remove(temporary)
-        entry = self._cached(record.fingerprint)
+        entry = self.folder.parent / "cache" / record.fingerprint
         entry.parent.mkdir(exist_ok=True)
         remove(entry)
         entry.symlink_to(Path("..", self.folder.name, stage))
@@ -166,17 +139,17 @@ class RunDir:
 
         Files are linked where the file system allows it: they are never changed in place.
         """
-        source = self._cached(key).resolve()
+        source = (self.folder.parent / "cache" / key).resolve()
         donor = RunDir(source.parent)
         found = donor.record(source.name, key) if donor.folder != self.folder.resolve() else None
         if found is None:
             return None
 
         def link(path: Path) -> None:
-            if donor.path(source.name).is_symlink():
-                path.symlink_to(source.resolve(), target_is_directory=True)
-            else:
-                shutil.copytree(source, path, copy_function=_link_file)
+            try:
+                shutil.copytree(source, path, copy_function=os.link)
+            except OSError:  # another file system, or one without links
+                shutil.copytree(source, path, dirs_exist_ok=True)
 
         self.put(stage, found, link)
         return source
@@ -193,22 +166,9 @@ class RunDir:
             write_json(note, {"stage": key})
         return folder
 
-    def _note(self, stage: str) -> Path:
-        return self.work / f"{stage}.json"
-
-    def _cached(self, key: str) -> Path:
-        return self.folder.parent / "cache" / key
-
 
 def _files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-
-
-def _link_file(source: str, path: str) -> None:
-    try:
-        os.link(source, path)
-    except OSError:  # another file system, or one without links
-        shutil.copy2(source, path)
 
 
 def run_of(settings: Settings) -> RunDir:
@@ -225,28 +185,28 @@ Key = tuple[str, dict[str, Any]]
 def stage_fingerprints(settings: Settings) -> dict[str, Key]:
     """Return the fingerprint of every stage, in order, with what it is made from."""
     trainer, teacher, student = settings.trainer, settings.teacher, settings.student
+    responses = teacher.responses
     names = ("precision", "tf32", "validate_every", "validation_examples", "extra", "callbacks")
     common = {"version": VERSION, **{name: getattr(trainer, name) for name in names}}
-    data, responses = data_key(settings), teacher.responses
-    keys: dict[str, Key] = {}
-
-    def add(stage: str, **parts: Any) -> str:
-        keys[stage] = fingerprint(parts), parts
-        return keys[stage][0]
-
-    if settings.target.kind == "as_is":
-        tokenizer = {"tokenizer": files_state(_paths(settings.data.tokenizer)), "chat": settings.data.chat_template}
-        made_from: dict[str, Any] = {"version": VERSION, **tokenizer}
-    else:
-        answers = responses.written() if settings.target.layerskip.own_answers else None
-        made_from = common | data | {"answers": answers}
-    target = add("target", **made_from, model=_model_key(settings.target))
+    data, keys = data_key(settings), dict[str, Key]()
     texts = {
         "examples": teacher.examples,
         "responses": responses.key(),
         "target_dtype": settings.target.dtype,
         "target_quantization": settings.target.quantization,
     }
+
+    def add(stage: str, **parts: Any) -> str:
+        keys[stage] = fingerprint(parts), parts
+        return keys[stage][0]
+
+    if settings.target.kind == "as_is":
+        made_from: dict[str, Any] = {"version": VERSION, "chat": settings.data.chat_template}
+        made_from["tokenizer"] = files_state([settings.data.tokenizer])
+    else:
+        answers = responses.written() if settings.target.layerskip.own_answers else None
+        made_from = common | data | {"answers": answers}
+    target = add("target", **made_from, model=_model_key(settings.target))
     if student.is_head:
         head = {name: getattr(student, name) for name in ("kind", "draft_vocab", "unroll", "noise")}
         of_texts = texts if student.draft_vocab is not None else {}  # the vocabulary is that of the texts
@@ -254,9 +214,7 @@ def stage_fingerprints(settings: Settings) -> dict[str, Key]:
     else:
         of_texts = texts if settings.data.from_target and student.trained else {}  # it is trained on these answers
         initial = add("initial", **common, **data, model=_model_key(student), **of_texts, target=target)
-    signal = {name: value for name, value in vars(teacher).items() if name.startswith(("signal", "temperature"))}
-    del signal["signal_limit_gb"]  # decides whether the signal fits, not what it is
-    parts_of_a_step = [trainer.accumulate, ranks.process_count(trainer.accelerator, trainer.devices, trainer.num_nodes)]
+    signal = {name: getattr(teacher, name) for name in ("signal", "signal_autocast", "signal_k", "temperature")}
     for draft in settings.drafts:
         training = draft.training_of(settings.training)
         made_from = common | data | texts | signal | {"draft": draft.key(), "training": asdict(training)}
@@ -266,7 +224,8 @@ def stage_fingerprints(settings: Settings) -> dict[str, Key]:
             assert draft.reference is not None
             made_from["reference"] = keys[draft.reference][0]
             if draft.scope == "microbatch":  # each part selects its own tokens
-                made_from["parts_of_a_step"] = parts_of_a_step
+                processes = ranks.process_count(trainer.accelerator, trainer.devices, trainer.num_nodes)
+                made_from["parts_of_a_step"] = [trainer.accumulate, processes]
         add(draft.name, **made_from, target=target, initial=initial)
     return keys
 
@@ -276,10 +235,10 @@ def data_key(settings: Settings) -> dict[str, Any]:
     data = settings.data.key()
     del data["test_examples"]  # no stage sees a test example, but without a file they are split off the others
     data["test_file"] = data["test_file"] is not None
+    paths = [data[name] for name in ("source", "train_file", "validation_file", "tokenizer")]
     if settings.data.from_target:  # the target's files are in its own fingerprint
-        paths = _paths(settings.data.prompts.file, settings.data.tokenizer)
+        paths = [settings.data.prompts.file, settings.data.tokenizer]
     else:
-        paths = _paths(*(data[name] for name in ("source", "train_file", "validation_file", "tokenizer")))
         del data["prompts"]
     return {"data": data, "seed": settings.seed, "files": files_state(paths)}
 
@@ -287,13 +246,9 @@ def data_key(settings: Settings) -> dict[str, Any]:
 def measurement_fingerprint(settings: Settings) -> str:
     """Return the fingerprint of everything that evaluation, export and report depend on."""
     stages = [key for key, _ in stage_fingerprints(settings).values()]
-    test = settings.data.test_examples, settings.data.test_file, files_state(_paths(settings.data.test_file))
-    export = {name: value for name, value in asdict(settings.export).items() if name != "hub"}  # where it is uploaded
+    test = settings.data.test_examples, settings.data.test_file, files_state([settings.data.test_file])
+    export = asdict(settings.export) | {"hub": None}  # where it is uploaded changes nothing
     return fingerprint(VERSION, stages, *test, asdict(settings.evaluation), export, settings.trainer.accelerator)
-
-
-def _paths(*paths: str | None) -> list[str]:
-    return [path for path in paths if path]
 
 
 def _model_key(settings: ModelSettings) -> dict[str, Any]:
@@ -309,5 +264,6 @@ def _model_key(settings: ModelSettings) -> dict[str, Any]:
     key = {name: values[name] for name in used[settings.kind] if name in values}
     if "layerskip" in key and not key["layerskip"]["enabled"]:
         key["layerskip"] = None
-    files = {"sha256": settings.package.sha256} if settings.package else files_state(_paths(settings.model))
-    return key | {"kind": settings.kind, "model": None if settings.package else settings.model, "files": files}
+    if settings.package is not None:
+        return key | {"kind": settings.kind, "sha256": settings.package.sha256}
+    return key | {"kind": settings.kind, "model": settings.model, "files": files_state([settings.model])}

@@ -59,15 +59,14 @@ class ProgressLines(Callback):
             values = trainer.progress_bar_metrics.items()
             self.work.detail, self.read = " ".join(f"{name} {float(value):.4f}" for name, value in values), now
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """End."""
         if self.progress is not None:
             self.progress.__exit__(None, None, None)
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """End."""
-        assert self.progress is not None
-        self.progress.__exit__(None, None, None)
+        self.teardown(trainer, pl_module, "")
 
 
 class Speed(Callback):
@@ -100,18 +99,15 @@ class Speed(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count a batch; log after the steps that Lightning logs."""
-        now = time.perf_counter()
+        seen, now = self.seen, time.perf_counter()
         spent, self.mark = now - self.mark, now
-        self.seen.first = self.seen.first or spent
-        self.seen.seconds, self.seen.batches = self.seen.seconds + spent, self.seen.batches + 1
+        seen.first, seen.seconds, seen.batches = seen.first or spent, seen.seconds + spent, seen.batches + 1
         whole = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        if not whole or trainer.global_step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
-            return
-        spent, tokens = self.seen.seconds - self.logged_at, self.seen.tokens - self.logged
-        self.logged_at, self.logged = self.seen.seconds, self.seen.tokens
-        rate, memory = tokens / max(spent, 1e-9), peak_memory(pl_module.device) / 1e9
-        values = {"tokens_per_second": rate * trainer.world_size, "padding": self.seen.padding, "memory_gb": memory}
-        pl_module.log_dict(values)
+        if whole and trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            rate = (seen.tokens - self.logged) / max(seen.seconds - self.logged_at, 1e-9) * trainer.world_size
+            memory = peak_memory(pl_module.device) / 1e9
+            pl_module.log_dict({"tokens_per_second": rate, "padding": seen.padding, "memory_gb": memory})
+            self.logged_at, self.logged = seen.seconds, seen.tokens
 
 
 def peak_memory(device: torch.device) -> int:
@@ -197,17 +193,22 @@ def fit(
         "use_distributed_sampler": False,
         "default_root_dir": work,
     }
-    with quiet(), _products(settings):
+    products = torch.get_float32_matmul_precision()
+    with quiet():
         try:
             trainer = L.Trainer(**options | settings.extra)
         except (ValueError, MisconfigurationException) as error:
             raise UserError(f"Lightning refuses the settings of the section trainer: {error}") from error
-        if checkpoint is None:
-            trainer.validate(module, datamodule=data, verbose=False)
         try:
+            if settings.tf32:
+                torch.set_float32_matmul_precision("high")
+            if checkpoint is None:
+                trainer.validate(module, datamodule=data, verbose=False)
             trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
         except SystemExit as stop:  # Lightning's way of ending after Ctrl-C
             raise KeyboardInterrupt from stop
+        finally:
+            torch.set_float32_matmul_precision(products)
     module.model = plain
     if ranks.is_first():
         best.restore(plain)
@@ -215,28 +216,16 @@ def fit(
 
 
 @contextmanager
-def _products(settings: TrainerSettings) -> Iterator[None]:
-    """Inside, float32 products are as precise as the settings want them."""
-    before = torch.get_float32_matmul_precision()
-    if settings.tf32:
-        torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-@contextmanager
 def quiet() -> Iterator[None]:
-    """Without Lightning's remarks about things that are meant here (no workers, unsaved loops, tips, ...)."""
+    """Suppress Lightning's remarks about things that are meant here (no workers, unsaved loops, tips, ...)."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "lightning")]
     levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module="lightning.*")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="lightning.*")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
             yield
-    finally:
-        for logger, level in zip(loggers, levels):
-            logger.setLevel(level)
+        finally:
+            for logger, level in zip(loggers, levels):
+                logger.setLevel(level)

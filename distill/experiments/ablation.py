@@ -32,7 +32,7 @@ from distill.data.context import StageContext
 from distill.files import fingerprint, write_json
 from distill.pipeline import alone_in
 from distill.run_stages import run_stages
-from distill.stages import account_of, run_of, stage_fingerprints
+from distill.stages import run_of, stage_fingerprints
 
 Row = dict[str, Any]
 Alphas = dict[str, list[OfflineAlpha]]  # by mode, as first, second, … drafted token
@@ -99,7 +99,7 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
                 run_stages(context, (draft,))
                 alphas.setdefault(name, {})[seed] = meter.measure(draft)
                 record = run.draft_record(draft)
-                used.setdefault(name, []).append({**vars(account_of(record)), "seconds": record.seconds})
+                used.setdefault(name, []).append({**record.account, "seconds": record.seconds})
                 rows = [row | {"settings": asdict(variants[row["name"]])} for row in table(alphas, used)]
                 write_table(run.folder, rows, console)
     return run.folder

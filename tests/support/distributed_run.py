@@ -1,18 +1,17 @@
 """Started by `test_distributed` once for every process: trains the tiny run, in several ways, one after another.
 
-Usage: distributed_run.py FOLDER RANK PORT WORLD WAYS [FAILING [killed]]
+Usage: distributed_run.py FOLDER RANK PORT WORLD WAYS
 
-WAYS are separated by commas. The process whose rank is FAILING ends at its second step: with an error, or killed.
+WAYS are separated by commas.
 """
 
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 
 FOLDER, RANK, PORT, WORLD = Path(sys.argv[1]), *sys.argv[2:5]
-CHOSEN, FAILING = sys.argv[5].split(","), sys.argv[6:]
+CHOSEN = sys.argv[5].split(",")
 os.environ |= {
     "RANK": RANK,
     "LOCAL_RANK": RANK,
@@ -31,32 +30,12 @@ torch.set_num_threads(1)
 from distributed_settings import SLOW, WAYS, settings_of  # noqa: E402
 from rich.console import Console  # noqa: E402
 
-from decode.errors import UserError  # noqa: E402
 from distill.data.context import StageContext  # noqa: E402
-from distill.data.loader import OptimizerStep, TrainLoader  # noqa: E402
 from distill.pipeline import alone_in  # noqa: E402
 from distill.run_stages import run_stages  # noqa: E402
 from distill.stages import run_of  # noqa: E402
 
-
-def fail_at_second_step() -> None:
-    """Makes this process's second batch unreadable."""
-    made = OptimizerStep.__init__
-
-    def broken(self: OptimizerStep, *given: object, **named: object) -> None:
-        made(self, *given, **named)  # type: ignore[arg-type]
-        TrainLoader.made = getattr(TrainLoader, "made", 0) + 1  # type: ignore[attr-defined]
-        if TrainLoader.made == 4:  # type: ignore[attr-defined]
-            if "killed" in FAILING:
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise UserError("its disk is on fire")
-
-    OptimizerStep.__init__ = broken  # type: ignore[method-assign, assignment]
-
-
 if __name__ == "__main__":
-    if RANK in FAILING[:1]:
-        fail_at_second_step()
     for way in CHOSEN:
         settings = settings_of(way, FOLDER / "several")
         settings.trainer.devices, settings.trainer.strategy = int(WORLD), (WAYS | SLOW)[way].strategy

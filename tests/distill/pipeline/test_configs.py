@@ -111,11 +111,6 @@ def test_every_file_is_read_and_belongs_to_a_command(path: Path) -> None:
         settings.validate()
 
 
-def test_runs_have_names_of_their_own() -> None:
-    names = [read_config([path])["name"] for path in CONFIGS]
-    assert len(names) == len(set(names))
-
-
 @pytest.mark.parametrize("path", covering(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_with_all_that_any_file_asks_for_run_through(path: Path, tmp_path: Path) -> None:
     settings, quiet = placed(path, tmp_path), Console(quiet=True)

@@ -79,19 +79,3 @@ def test_word_problems_can_stand_for_the_rows_of_every_preset(source: str) -> No
 def test_templates_of_the_users_own_decide_the_columns_of_the_stand_in() -> None:
     data = DataSettings(source="me/mine", prompt_template="{question} ({hint})\n", response_template="{answer}")
     assert set(stand_in(data, "q", "a", 0)) == {"question", "hint", "answer"}
-
-
-def test_a_second_dry_run_replaces_the_first(tmp_path: Path) -> None:
-    settings = load(QUICKSTART, tmp_path)
-    settings.name = "x"
-    shrink(settings, Console(quiet=True))
-    (tmp_path / "x-dry-run" / "left").mkdir(parents=True)
-    shrink(settings, Console(quiet=True))
-    assert not (tmp_path / "x-dry-run" / "left").exists()
-
-
-def test_a_head_is_trained_on_the_tiny_target(tmp_path: Path) -> None:
-    settings = load(QUICKSTART, tmp_path)
-    settings.student = StudentSettings(kind="eagle3", unroll=1)
-    small = shrink(settings, Console(quiet=True))
-    assert run_stages(StageContext(small, run_of(small), Console(quiet=True)))[-1] == "kl-tv"

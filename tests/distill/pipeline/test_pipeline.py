@@ -2,7 +2,6 @@
 
 import errno
 import gc
-import json
 import shutil
 import weakref
 from dataclasses import replace
@@ -18,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from decode.errors import UserError
 from decode.models.loading import load_model
-from distill.config.drafts import DraftSettings
 from distill.config.run import Settings
 from distill.config.training import TargetSettings
 from distill.files import only_one
@@ -26,7 +24,7 @@ from distill.losses.objective import Objective, Selection
 from distill.models.loading import checkpoint_layers
 from distill.pipeline import run_pipeline
 from distill.run_stages import StageResult, language_model
-from distill.stages import RunDir, StageRecord, run_of, stage_fingerprints
+from distill.stages import RunDir, StageRecord, stage_fingerprints
 from distill.teacher.store import prepare
 
 STAGES = ["target", "initial", "distillspec", "adaspec"]
@@ -73,11 +71,6 @@ def test_nothing_runs_again_when_nothing_changed(finished: tuple[Path, RunDir]) 
     assert ran == []
     assert printed.count("up to date") == len(STAGES)
     assert times == {stage: (run.path(stage) / "model.safetensors").stat().st_mtime_ns for stage in STAGES}
-
-
-def test_an_up_to_date_run_reads_no_data(finished: tuple[Path, RunDir], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distill.data.context.load_corpus", lambda *_, **__: pytest.fail("the data was read"))
-    assert run_tiny(tiny_settings(finished[0]))[0] == []
 
 
 @pytest.mark.parametrize(
@@ -138,13 +131,6 @@ def test_a_changed_data_file_makes_every_stage_run_again(tmp_path: Path) -> None
     assert all(before[stage][0] != stage_fingerprints(settings)[stage][0] for stage in STAGES)
 
 
-def test_a_further_draft_runs_that_stage_only(finished: tuple[Path, RunDir]) -> None:
-    folder, _ = finished
-    settings = tiny_settings(folder)
-    settings.drafts.append(DraftSettings(name="kl-tv", divergence="kl_tv"))
-    assert run_tiny(settings)[0] == ["kl-tv"]
-
-
 def test_a_damaged_folder_is_made_again(finished: tuple[Path, RunDir]) -> None:
     folder, run = finished
     weights = run.path("adaspec") / "model.safetensors"
@@ -192,7 +178,7 @@ def test_records_hold_the_account_of_every_draft(finished: tuple[Path, RunDir]) 
     assert draft.account["cumulative_teacher_tokens"] == tokens + reference.account["teacher_tokens"]
     assert sum(count for _, count in draft.selected) <= draft.account["selected_tokens"]
     assert list(run.drafts) == ["undistilled", "distillspec", "adaspec"]
-    assert run.draft_record("undistilled").account == {}
+    assert run.draft_record("undistilled").account["teacher_tokens"] == 0
 
 
 def test_a_full_disk_leaves_no_half_written_folder(finished: tuple[Path, RunDir], tmp_path: Path) -> None:
@@ -233,42 +219,24 @@ def test_a_model_taken_as_it_is_becomes_a_link_and_may_be_shared(finished: tuple
     [
         (draft(1, k=0.0), r"drafts\[1\].k is 0.0, expected a number >0 and <=1"),
         (setting("target.training.steps", None), r"target.training.steps and target.training.epochs: neither is set"),
-        (setting("target.training.epochs", 1.0), r"both are set; give exactly one"),
-        (setting("target.kind", "finetune"), r"target.model is None: wanted a folder, a Hub name or a GGUF file"),
-        (setting("student.model", "somewhere"), r"student.model is 'somewhere': wanted no model"),
-        (setting("student.architecture.heads", 3), r"hidden_size is 16, which 3 heads do not divide"),
-        (setting("teacher.examples", 0), r"teacher.examples is 0"),
+        (setting("target.kind", "finetune"), r"target.kind is finetune and target.model is None"),
+        (setting("student.model", "somewhere"), r"student.kind is scratch and student.model is 'somewhere'"),
         (setting("drafts", []), r"drafts is empty"),
-        (setting("name", "a/b"), r"name is 'a/b', expected a plain folder name"),
         (setting("evaluation.temperatures", []), r"evaluation.temperatures"),
-        (setting("trainer.validate_every", 0), r"trainer.validate_every is 0"),
-        (setting("data.train_examples", 0), r"data.train_examples"),
+        (setting("training.batch_size", 21), r"drafts.distillspec.training.batch_size is 21, .*at most 20"),
+        (setting("student.architecture.positions", 16), r"student.architecture.positions is 16"),
+        (setting("student.architecture.model_type", "lama"), r"architecture.model_type 'lama' cannot be built"),
+        (setting("student.architecture.layers", 9), r"the draft has [\d,]+ parameters and the target [\d,]+"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_before_anything_runs(tmp_path: Path, change: Any, words: str) -> None:
+def test_settings_that_cannot_work_are_refused_before_anything_is_trained(
+    tmp_path: Path, change: Any, words: str
+) -> None:
     settings = tiny_settings(tmp_path)
     change(settings)
     with pytest.raises(UserError, match=words):
-        run_pipeline(settings)
-    assert not (tmp_path / "tiny").exists()
-
-
-def test_a_draft_larger_than_the_target_is_refused_before_training(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path)
-    settings.student.architecture.layers = 9
-    with pytest.raises(UserError, match=r"the draft has [\d,]+ parameters and the target [\d,]+: a draft has to be"):
-        run_tiny(settings)
+        run_pipeline(settings, Console(quiet=True))
     assert not list(tmp_path.rglob("*.safetensors"))
-
-
-def test_an_unknown_model_family_or_folder_says_what_is_wanted(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path)
-    settings.student.architecture.model_type = "lama"
-    with pytest.raises(UserError, match=r"architecture.model_type 'lama' cannot be built"):
-        run_tiny(settings)
-    settings = tiny_settings(tmp_path, target=TargetSettings(kind="as_is", model=str(tmp_path / "nowhere")))
-    with pytest.raises(UserError, match=r"nowhere"):
-        run_tiny(settings)
 
 
 def test_two_processes_cannot_work_in_one_folder(tmp_path: Path) -> None:
@@ -294,15 +262,6 @@ def test_a_file_system_without_locks_is_no_other_process(
     with only_one(tmp_path / "run/work/lock"):
         entered = True
     assert entered
-
-
-def test_the_description_of_a_stage_names_what_it_was_made_from(finished: tuple[Path, RunDir]) -> None:
-    folder, run = finished
-    note = json.loads((run.work / "distillspec.json").read_text())
-    keys = stage_fingerprints(tiny_settings(folder))
-    assert note["fingerprint"] == keys["distillspec"][0]
-    assert note["made_from"]["target"] == keys["target"][0]
-    assert note["made_from"]["training"]["steps"] == 12
 
 
 @pytest.mark.parametrize("signal", ["online", "topk", "log_probs"])
@@ -331,37 +290,6 @@ def test_every_signal_trains_and_the_frozen_models_leave_memory(
     assert set(material.train.signals) == {"reference_loss"} | kept
     assert (f"the target's signal ({signal}): " in text.getvalue()) == bool(kept)
     assert ("alpha is off by at most that" in text.getvalue()) == (signal == "topk")
-
-
-def test_a_signal_above_the_limit_is_refused_before_it_is_made(finished: tuple[Path, RunDir]) -> None:
-    settings = tiny_settings(finished[0])
-    settings.teacher.signal, settings.teacher.signal_limit_gb = "hidden", 1e-6
-    made, _ = bench(settings)
-    with pytest.raises(UserError, match=r"\(hidden\) needs 0\.00 GB and teacher.signal_limit_gb"):
-        prepare(made, Objective())
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (lambda s: setattr(s.target.training, "batch_size", 49), "target.training.batch_size is 49 and there are 48"),
-        (lambda s: setattr(s.training, "batch_size", 21), "training.batch_size is 21"),
-        (draft(1, training={"batch_size": 40}), "drafts.adaspec.training.batch_size is 40"),
-        (lambda s: setattr(s.student.architecture, "positions", 16), "student.architecture.positions is 16"),
-    ],
-)
-def test_what_would_be_found_hours_later_is_found_before_anything_is_trained(tmp_path: Path, change, named) -> None:
-    settings = tiny_settings(tmp_path)
-    change(settings)
-    with pytest.raises(UserError, match=named):
-        run_tiny(settings)
-    assert not run_of(settings).target.exists()
-
-
-def test_an_occupied_output_path_is_one_clear_line(tmp_path: Path) -> None:
-    (tmp_path / "tiny").write_text("mine")
-    with pytest.raises(UserError, match="nothing can be written to"):
-        run_pipeline(tiny_settings(tmp_path), Console(quiet=True))
 
 
 def test_a_training_that_a_callback_ended_is_accounted_as_long_as_it_was(tmp_path: Path) -> None:

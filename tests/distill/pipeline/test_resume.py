@@ -6,11 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from soak import alter
 from tiny_run import bench, killed, run_tiny, tiny_settings
 
-from decode.errors import UserError
-from distill.checkpoints import BestWeights
 from distill.config.run import Settings
 from distill.run_stages import run_stages
 from distill.stages import RunDir, run_of
@@ -83,19 +80,6 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     assert_same(whole, run, "target")
 
 
-def test_without_any_sound_checkpoint_the_stage_starts_over_and_says_so(
-    whole: dict[str, dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
-    settings = tiny_settings(tmp_path)
-    with killed("target", 11):
-        run_tiny(settings)
-    for checkpoint in (tmp_path / "tiny/work/checkpoints-target").glob("step-*.ckpt"):
-        alter(checkpoint)
-    run, printed = finish_target(settings)
-    assert "no sound checkpoint is left: the stage starts from its beginning" in printed
-    assert_same(whole, run, "target")
-
-
 def test_checkpoints_of_other_settings_are_not_continued(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path)
     with killed("target", 7):
@@ -114,11 +98,6 @@ def test_no_more_than_two_checkpoints_are_kept(tmp_path: Path) -> None:
     folder = tmp_path / "tiny/work/checkpoints-target"
     assert sorted(path.name for path in folder.glob("step-*.ckpt")) == ["step-00000008.ckpt", "step-00000010.ckpt"]
     assert not list(folder.glob(".tmp-*"))
-
-
-def test_a_stage_without_any_validation_has_no_weights_to_keep() -> None:
-    with pytest.raises(UserError, match="no weights to keep"):
-        BestWeights("validation_alpha", "max").restore(torch.nn.Linear(1, 1))
 
 
 def test_a_stage_altered_without_a_change_of_size_is_made_again_and_said_so(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tiny_run import tiny_settings
 
-from distill import files, ranks
+from distill import files
 from distill.config.drafts import DraftSettings
 from distill.config.run import Settings
 from distill.stages import measurement_fingerprint, stage_fingerprints
@@ -78,16 +78,6 @@ def test_a_draft_depends_on_its_reference_only_where_that_selects(tmp_path: Path
     settings.drafts.append(DraftSettings(name="again", reference="distillspec", scope="global", k=0.5))
     keys = stage_fingerprints(settings)
     assert keys["again"][0] == keys["adaspec"][0]  # a name is no input
-
-
-def test_processes_are_counted_before_they_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    assert [ranks.process_count("auto", d) for d in ("auto", -1, 2, "1,3")] == [4, 4, 2, 2]
-    assert ranks.process_count("cpu", "auto", nodes=3) == 3
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert [str(ranks.local_device("gpu", d)) for d in ("auto", 2, "1,3")] == ["cuda:1", "cuda:1", "cuda:3"]
-    assert str(ranks.local_device("cpu")) == "cpu"
 
 
 def test_another_test_file_is_measured_again_and_trains_nothing(tmp_path: Path) -> None:

@@ -108,17 +108,6 @@ def test_a_continued_run_keeps_its_id_and_changed_settings_get_a_new_one(tmp_pat
     assert other.version != first.version
 
 
-@pytest.mark.parametrize("kind", ["wandb", "csv", "tensorboard"])
-def test_nothing_is_started_when_nothing_is_logged(tmp_path, kind):
-    if kind == "tensorboard":
-        pytest.importorskip("tensorboard")
-    logger = make_logger(TrackerSettings(kind=kind), tmp_path, "quick", {"seed": 3})
-    for_stage(logger, "target")
-    finish(logger)
-    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} <= {"run.json"}
-    assert str(tmp_path) in where(logger)
-
-
 def test_the_report_is_recorded_as_tables_plots_and_summary(tmp_path):
     logger = make_logger(TrackerSettings(), tmp_path, "quick", {})
     log_report(logger, REPORT, lambda: {"speedup": "<svg xmlns='http://www.w3.org/2000/svg'></svg>"})

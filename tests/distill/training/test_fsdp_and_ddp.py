@@ -35,7 +35,7 @@ from distill.teacher.signals import Teacher
 HERE = Path(__file__).parents[2] / "support"
 
 
-def started(folder: Path, world: int, ways: Iterable[str], *failing: str, seconds: int = 200) -> tuple[list[int], str]:
+def started(folder: Path, world: int, ways: Iterable[str], *, seconds: int = 200) -> tuple[list[int], str]:
     """Has so many processes train in these ways; returns how they ended, and what they printed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -43,7 +43,7 @@ def started(folder: Path, world: int, ways: Iterable[str], *failing: str, second
     path = os.pathsep.join(map(str, (HERE, HERE.parents[1])))
     command = [sys.executable, str(HERE / "distributed_run.py"), str(folder)]
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    rest = [port, str(world), ",".join(ways), *failing]
+    rest = [port, str(world), ",".join(ways)]
     processes = [
         subprocess.Popen(
             [*command, str(rank), *rest],
@@ -129,22 +129,6 @@ def test_four_processes_go_on_from_the_shares_that_two_have_written(tmp_path: Pa
     assert ended == [0] * 4, printed
     assert "continuing from step 2" in printed
     check_against_one(tmp_path, "fsdp", 4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "reason"),
-    [
-        ([], "process 1 has failed, and this one (process 0) ends with it: UserError: its disk is on fire"),
-        (["killed"], "process 0 lost the connection to another process, which reported no error"),
-    ],
-)
-def test_a_process_that_fails_takes_the_others_with_it_and_they_say_why(
-    tmp_path: Path, how: list[str], reason: str
-) -> None:
-    ended, printed = started(tmp_path, 2, ["ddp"], "1", *how)
-    assert 0 not in ended
-    assert reason in printed
 
 
 @pytest.mark.slow
@@ -285,7 +269,7 @@ def test_waiting_for_the_first_process_ends_with_what_was_waited_for_and_what_to
 def test_more_parts_than_examples_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path)
     settings.trainer.accumulate = 5
-    with pytest.raises(UserError, match=r"target.training.batch_size is 4, and a step is dealt out to 5 batches"):
+    with pytest.raises(UserError, match=r"target.training.batch_size is 4, expected at least 5"):
         run_tiny(settings)
     assert not (tmp_path / "tiny" / "target").exists()
 

@@ -208,8 +208,3 @@ def test_a_training_that_is_continued_with_other_parts_of_a_step_is_refused(tiny
     train(tiny("llama"), tmp_path, steps=6)
     with pytest.raises(UserError, match=r"begun with trainer.accumulate 1 and is continued with 2"):
         train(tiny("llama"), tmp_path, steps=9, accumulate=2)
-
-
-def test_a_strategy_that_lightning_does_not_know_is_told_in_a_sentence(tiny: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"Lightning refuses the settings of the section trainer: .*dpp"):
-        train(tiny("llama"), tmp_path, strategy="dpp")

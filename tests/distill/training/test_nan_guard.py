@@ -59,7 +59,7 @@ def test_a_step_between_logged_ones_is_named_with_its_examples_and_the_segment_l
     rows = some_rows()
     examples = ", ".join(str(i) for i in sorted(Schedule(rows.lengths, 2).batch(4).tolist()))
     with pytest.raises(
-        UserError, match=rf"NaN or infinite at step 4 \(training examples {examples}\): lower the learn"
+        UserError, match=rf"NaN or infinite at step 4 \(training examples {examples}\), .*: lower the learn"
     ):
         train(tiny_module(tiny), rows, tmp_path, Poison(4))
     assert [path.name for path in tmp_path.glob("step-*.ckpt")] == ["step-00000003.ckpt"]
@@ -81,7 +81,7 @@ def test_a_kept_signal_that_is_not_finite_is_named_as_the_cause(tiny: Tiny, tmp_
         model, TRAINING, 9, target=Teacher(tiny("llama", seed=4)), objective=Objective(selection=Selection()),
     )  # fmt: skip
     step = next(step for step in range(9) if 3 in Schedule(rows.lengths, 2).batch(step))
-    with pytest.raises(UserError, match=rf"at step {step} .*kept reference_loss of example 3 is not finite. Remove"):
+    with pytest.raises(UserError, match=rf"at step {step}: .*kept reference_loss of example 3 is not finite. Remove"):
         train(module, rows, tmp_path, Poison(step))
 
 
@@ -100,9 +100,3 @@ def test_only_the_first_bad_step_is_kept() -> None:
         assert bad.step() == (None if step < 2 else 1)
         bad.note(torch.tensor(loss), step)
     assert bad.step() == 1
-
-
-def test_after_a_loss_that_is_no_number_no_checkpoint_is_written(tiny: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="NaN or infinite at step 4"):
-        train(tiny_module(tiny), some_rows(), tmp_path, Poison(4))
-    assert max(path.name for path in tmp_path.glob("step-*.ckpt")) == "step-00000003.ckpt"
