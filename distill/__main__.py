@@ -1,7 +1,7 @@
 """``python -m distill --config C``: from data to a measured, exported draft."""
 
+import importlib
 import sys
-from pathlib import Path
 
 import yaml
 
@@ -43,15 +43,33 @@ FOREIGN = {"bench", "probes", "ablation", "design"}  # sections of a shared conf
 TRACKER = {"tracker": "tracker.kind"}
 
 
+EXPERIMENTS = {
+    "bench": ("speed", "TrainingBenchSettings", "run", "configs/quickstart.yaml", BENCH),
+    "ablate": ("ablation", "AblateSettings", "ablate", "configs/ablation.yaml", ABLATE),
+    "design": ("design", "DesignRunSettings", "design", "configs/quickstart.yaml", DESIGN),
+}
+"""Commands: a module of `distill.experiments`, its settings, its function, the usual configuration, and the help."""
+
+
 def main(argv: list[str] | None = None) -> None:
-    """Parses the arguments and runs."""
+    """Parse the arguments and run."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    others = {"bench": _bench, "ablate": _ablate, "design": _design}
     from distill.ranks import check_alone
 
-    if argv and argv[0] in others:
-        check_alone(f"python -m distill {argv[0]}")
-        return others[argv[0]](argv[1:])
+    if argv and argv[0] in EXPERIMENTS:
+        name = argv.pop(0)
+        module, settings_class, function, config, about = EXPERIMENTS[name]
+        check_alone(f"python -m distill {name}")
+        experiment = importlib.import_module(f"distill.experiments.{module}")
+        if not (config_paths(argv) or "-h" in argv or "--help" in argv):
+            print(f"without --config: {config}", file=sys.stderr)
+            argv = ["--config", config, *argv]
+        foreign = FOREIGN - {{"ablate": "ablation", "design": "design"}.get(name)}
+        aliases = TRACKER | ({"json": "speed.json"} if name == "bench" else {})
+        kind, prog = getattr(experiment, settings_class), f"python -m distill {name}"
+        settings = parse(kind, argv, prog=prog, description=about, foreign=foreign, aliases=aliases)
+        getattr(experiment, function)(settings)
+        return
     if not argv:
         raise UserError("give a configuration, such as --config configs/quickstart.yaml; --help explains every key")
     dry_run, show = take_flag(argv, "--dry-run"), take_flag(argv, "--show-example")
@@ -77,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
         from distill.estimate import estimate
 
         estimate(settings, output_console())
-        return None
+        return
     if dry_run:
         from distill.dry_run import shrink
 
@@ -100,40 +118,6 @@ def take_draft_options(argv: list[str]) -> dict[str, tuple[str, str, str]]:
         else:
             argv.append(option + equals + value)
     return found
-
-
-def _bench(argv: list[str]) -> None:
-    from distill.experiments.speed import TrainingBenchSettings, run
-
-    argv, aliases = _with_config(argv), TRACKER | {"json": "speed.json"}
-    prog = "python -m distill bench"
-    run(parse(TrainingBenchSettings, argv, prog=prog, description=BENCH, foreign=FOREIGN, aliases=aliases))
-
-
-def _ablate(argv: list[str]) -> None:
-    from distill.experiments.ablation import AblateSettings, ablate
-
-    argv, foreign = _with_config(argv, "configs/ablation.yaml"), FOREIGN - {"ablation"}
-    prog = "python -m distill ablate"
-    ablate(parse(AblateSettings, argv, prog=prog, description=ABLATE, foreign=foreign, aliases=TRACKER))
-
-
-def _design(argv: list[str]) -> None:
-    from distill.experiments.design import DesignRunSettings, design
-
-    argv, foreign = _with_config(argv), FOREIGN - {"design"}
-    prog = "python -m distill design"
-    design(parse(DesignRunSettings, argv, prog=prog, description=DESIGN, foreign=foreign, aliases=TRACKER))
-
-
-def _with_config(argv: list[str], default: str = "configs/quickstart.yaml") -> list[str]:
-    """The arguments, with a configuration where none is given."""
-    if config_paths(argv) or "-h" in argv or "--help" in argv:
-        return argv
-    if not Path(default).is_file():
-        raise UserError(f"give a configuration, --config FILE; the default, {default}, is not under {Path.cwd()}")
-    print(f"without --config: {default}", file=sys.stderr)
-    return ["--config", default, *argv]
 
 
 if __name__ == "__main__":

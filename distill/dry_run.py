@@ -9,8 +9,6 @@ files are word problems in their place.
 import copy
 import json
 import shutil
-import string
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,9 +28,6 @@ from distill.config.training import ModelSettings, TrainingSettings
 from distill.data.corpus import load_corpus
 
 STEPS = 4
-FIRST_NUMBER = {"train": 601, "validation": 511, "test": 11}  # MBPP's task numbers define its splits
-TEXT_COLUMNS = ("prompt", "question", "instruction", "input", "text", "article", "document")
-
 PLAIN_CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -59,25 +54,28 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
     if folder.exists():
         shutil.rmtree(folder)
     console.print(f"dry run of {settings.name}, in {folder}", highlight=False)
-    _shrink_data(small.data, folder / "rows", 48, console)
+    _shrink_data(small.data, folder / "rows", console)
     tokenizer = load_corpus(small.data, seed=small.seed).tokenizer
     for stage, width, layers in (("target", 64, 2), ("student", 32, 1)):
         model: ModelSettings = getattr(small, stage)
         model.trust_remote_code = False  # no foreign code is needed for models made here
-        own_head = untie and stage == "target"
+        tied = not (untie and stage == "target")
         name = model.package.file if model.package else model.model
         model.package, model.lora.quantization = None, None
         if name is None:
-            shape = model.architecture
-            grouped = {"num_key_value_heads": 2} if "num_key_value_heads" in shape.extra else {}
-            untied = {"tie_word_embeddings": False} if own_head else {}
-            model.architecture = replace(
-                shape, hidden_size=width, layers=layers, heads=4, intermediate_size=None, positions=2048,
-                extra=shape.extra | grouped | untied,
-            )  # fmt: skip
+            extra = model.architecture.extra | ({} if tied else {"tie_word_embeddings": False})
+            if "num_key_value_heads" in extra:
+                extra["num_key_value_heads"] = 2
+            shape: dict[str, Any] = {
+                "hidden_size": width,
+                "layers": layers,
+                "heads": 4,
+                "intermediate_size": None,
+                "positions": 2048,
+            }
+            model.architecture = replace(model.architecture, extra=extra, **shape)
         else:
-            place = folder / "models" / stage
-            model.model = save_tiny_model(name, tokenizer, place, width, layers, console, not own_head)
+            model.model = save_tiny_model(name, tokenizer, folder / "models" / stage, width, layers, console, tied)
         if model.trained:
             _shorten(model.training)
     small.student.layers, small.target.layerskip.exits = 1, []
@@ -116,56 +114,35 @@ def _shorten(training: TrainingSettings) -> None:
     training.warmup_steps = min(1, training.warmup_steps)
 
 
-def _shrink_data(data: DataSettings, folder: Path, count: int, console: Console) -> None:
-    """Few rows and a small tokenizer; word problems in the columns of a data set that would have to be downloaded."""
-    data.train_examples, data.validation_examples, data.test_examples = count, 8, 8
-    data.tokenizer, data.tokenizer_vocab_size = None, 320
-    data.max_length, data.overlong = 512, "cut"
+def _shrink_data(data: DataSettings, folder: Path, console: Console) -> None:
+    """Ask for few rows and a small tokenizer; word problems replace what would have to be downloaded or written."""
+    data.train_examples, data.validation_examples, data.test_examples = 48, 8, 8
+    data.tokenizer, data.tokenizer_vocab_size, data.max_length, data.overlong = None, 320, 512, "cut"
     preset = PRESETS.get(data.source)
-    if data.kind == "chat" or (preset is not None and preset.kind == "chat"):
+    kind = preset.kind if preset is not None and data.kind == "auto" else data.kind
+    if kind == "chat" or data.from_target:
         data.chat_template = data.chat_template or PLAIN_CHAT  # the target's own comes with its tokenizer
-    if data.from_target:
-        console.print("  word problems stand for the prompts that the target writes", highlight=False)
-        files = write_rows(folder, lambda question, *_: {"question": question}, train=count)
-        data.prompts.file, data.prompts.file_share = str(files["train"]), 1.0
-        data.chat_template = data.chat_template or PLAIN_CHAT
-        return
-    path_exists = data.source not in PRESETS and Path(data.source).exists()  # the name of a preset wins over a path
-    local = data.source == "arithmetic" or path_exists or data.train_file is not None
-    if local:
+    here = data.source == "arithmetic" or (preset is None and Path(data.source).exists()) or data.train_file is not None
+    if here and not data.from_target:
         return
     console.print(f"  word problems stand for the rows of {data.source}", highlight=False)
-    files = write_rows(folder, lambda *problem: stand_in(data, *problem), train=count)
-    data.train_file, data.validation_file, data.test_file = (str(files[s]) for s in ("train", "validation", "test"))
-
-
-def stand_in(data: DataSettings, question: str, solution: str, number: int) -> dict[str, Any]:
-    """A row with the columns that the data set's template reads."""
-    preset = PRESETS.get(data.source)
-    columns = list(preset.columns) if preset else _fields(data.prompt_template) + _fields(data.response_template)
-    if data.kind == "chat" or (preset and preset.kind == "chat"):
-        chat = [{"role": "user", "content": question}, {"role": "assistant", "content": solution}]
-        return {"messages": chat}
-    if data.kind == "text":
-        return {"text": f"{question}\n{solution}"}
-    special = {
-        "test_list": ["assert True"],
-        "task_id": number,
-        "choices": ["1", "2", "3", "4"],
-        "turns": [question],
-        "category": "word problems",
-    }
-    row = {name: special.get(name, question if name in TEXT_COLUMNS else solution) for name in columns}
-    if data.source == "mmlu":
-        row["answer"] = 0
-    if "category" in row:  # the multi-turn sets, whose first turn is the prompt
-        row["turns"] = [question]
-    return row or {"prompt": question, "response": solution}
-
-
-def _fields(template: str | None) -> list[str]:
-    """Column names in a format string."""
-    return [name for _, name, _, _ in string.Formatter().parse(template or "") if name]
+    if kind not in ("chat", "text") and not data.from_target:
+        data.source, data.prompt_template, data.response_template = "arithmetic", None, None
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, count in {"train": 48, "validation": 8, "test": 8}.items():
+        rows: list[dict[str, Any]] = []
+        for problem in problems(0, split, count):
+            turns = {"user": problem.question, "assistant": problem.solution}
+            chat = [{"role": role, "content": content} for role, content in turns.items()]
+            text = {"text": f"{problem.question}\n{problem.solution}"}
+            rows.append({"messages": chat} if kind != "text" else text)
+        file = folder / f"{split}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        if not data.from_target:
+            setattr(data, f"{split}_file", str(file))
+    if data.from_target:
+        data.prompts.file, data.prompts.file_share = str(folder / "train.jsonl"), 1.0
 
 
 def save_tiny_model(
@@ -175,29 +152,15 @@ def save_tiny_model(
     family, grouped, note = family_of(name)
     if note:
         console.print(f"  {note}", highlight=False)
-    shape: dict[str, Any] = {"hidden_size": width, "layers": layers, "heads": 4, "kv_heads": 2 if grouped else None}
-    vocab = len(tokenizer)
-    config = config_for(family, **shape, vocab=vocab, positions=4096, tie_embeddings=tied, tokenizer=tokenizer)
+    config = config_for(
+        family, hidden_size=width, layers=layers, heads=4, kv_heads=2 if grouped else None, vocab=len(tokenizer),
+        positions=4096, tie_embeddings=tied, tokenizer=tokenizer,
+    )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
-    bars = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     model.save_pretrained(folder)
-    if bars:
-        hf_logging.enable_progress_bar()
     tokenizer.save_pretrained(folder)
     return str(folder)
-
-
-def write_rows(folder: Path, row: Callable[[str, str, int], dict[str, Any]], *, train: int) -> dict[str, Path]:
-    """Write stand-in rows, one file for each split; `row` makes one of a question, its solution and a number."""
-    folder.mkdir(parents=True, exist_ok=True)
-    files = {}
-    for split, count in {"train": train, "validation": 8, "test": 8}.items():
-        made = enumerate(problems(0, split, count), FIRST_NUMBER[split])
-        rows = [row(problem.question, problem.solution, number) for number, problem in made]
-        files[split] = folder / f"{split}.jsonl"
-        files[split].write_text("".join(json.dumps(content) + "\n" for content in rows), encoding="utf-8")
-    return files

@@ -5,16 +5,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from decode.bench.datasets import PRESETS
 from decode.commands.parsing import parse
 from decode.models.loading import FAMILIES
 from distill.__main__ import FOREIGN
-from distill.config.data import DataSettings
 from distill.config.drafts import DraftSettings
 from distill.config.run import Settings
 from distill.config.training import Architecture, StudentSettings, TargetSettings, TrainingSettings
 from distill.data.context import StageContext
-from distill.dry_run import shrink, stand_in
+from distill.dry_run import shrink
 from distill.models.lm_head import LMHead, check_head
 from distill.models.loading import build_model, count_parameters
 from distill.pipeline import run_pipeline
@@ -65,17 +63,3 @@ def test_a_tiny_model_of_every_family_can_be_built_and_distilled(family: str) ->
     assert model.num_parameters() < 1_000_000
     check_head(model, LMHead(model))
     assert count_parameters(TargetSettings(architecture=shape), 320) == model.num_parameters()
-
-
-@pytest.mark.parametrize("source", [name for name in PRESETS if name != "arithmetic"])
-def test_word_problems_can_stand_for_the_rows_of_every_preset(source: str) -> None:
-    preset = PRESETS[source]
-    row = stand_in(DataSettings(source=source), "How many?", "It is 3.\n#### 3", 700)
-    assert set(preset.columns) <= set(row)
-    assert "How many?" in preset.prompt(row)
-    assert preset.response(row) is not None
-
-
-def test_templates_of_the_users_own_decide_the_columns_of_the_stand_in() -> None:
-    data = DataSettings(source="me/mine", prompt_template="{question} ({hint})\n", response_template="{answer}")
-    assert set(stand_in(data, "q", "a", 0)) == {"question", "hint", "answer"}
