@@ -78,7 +78,7 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
             model.model = save_tiny_model(name, tokenizer, folder / "models" / stage, width, layers, console, tied)
         if model.trained:
             _shorten(model.training)
-    small.student.layers, small.target.layerskip.exits = 1, []
+    small.student.layers = 1
     small.stages_at_once = 1  # another process takes longer to start than the stages do
     if small.target.stacking is not None:
         small.target.stacking.layers = 1

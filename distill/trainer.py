@@ -186,7 +186,6 @@ def fit(
         "log_every_n_steps": 20,
         "logger": logger or False,
         "callbacks": [timer, Speed(data.loader.seen), *further, best, resume],
-        "profiler": settings.profiler,
         "plugins": [SafeCheckpointIO()],
         "enable_progress_bar": bar,
         "enable_model_summary": False,

@@ -22,7 +22,7 @@ SHARDED = ("fsdp", "hsdp")
 
 OWN = (
     "accelerator", "accumulate_grad_batches", "callbacks", "devices", "logger", "max_epochs", "max_steps", "num_nodes",
-    "plugins", "precision", "profiler", "strategy", "val_check_interval",
+    "plugins", "precision", "strategy", "val_check_interval",
 )  # fmt: skip
 """Arguments of Lightning's trainer that follow from other settings."""
 
@@ -72,11 +72,10 @@ class TrainerSettings:
     """Further Lightning callbacks of every stage, as in LightningCLI: [{class_path: EarlyStopping, init_args: {monitor:
     validation_loss, patience: 3}}]. What can be monitored: validation_loss, validation_accuracy (next tokens),
     validation_alpha, validation_agreement (distillation), loss."""
-    profiler: Literal["simple", "advanced", "pytorch"] | None = None
-    """Lightning's profiler."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of lightning.Trainer, passed on as they are, such as {gradient_clip_val: 0.5} (1.0 without it)
-    or {log_every_n_steps: 100} (20; reading a value waits for the device, so small models want it rare)."""
+    """Further arguments of lightning.Trainer, passed on as they are, such as {gradient_clip_val: 0.5} (1.0 without it),
+    {log_every_n_steps: 100} (20; reading a value waits for the device, so small models want it rare) or
+    {profiler: simple}."""
 
     def validate(self) -> None:
         """Check strategy, callbacks and further arguments."""
@@ -251,9 +250,6 @@ class LayerSkipSettings:
     own_answers: bool = False
     """Train a given target (finetune or lora) on its own answers to the data's prompts, generated before this training,
     so that it changes less; teacher.responses sets how they are generated. false: on the data's responses."""
-    exits: list[PositiveInt] = field(default_factory=list)
-    """Exit layers that are trained (the number of layers that run); empty: all but the last. A short training of a deep
-    model gets further with few."""
 
 
 @dataclass

@@ -133,16 +133,10 @@ def dropout_rates(layers: int, step: int, steps: int, highest: float, *, scratch
     return [time * math.expm1(i * math.log(2) / max(1, layers - 1)) * highest for i in range(layers)]
 
 
-def trained_exits(settings: LayerSkipSettings, layers: int) -> list[int]:
-    """Returns the indices of the layers whose exits are trained, ascending, without the last layer."""
-    return sorted({e - 1 for e in settings.exits if e < layers}) or list(range(layers - 1))
-
-
 def exits_on(settings: LayerSkipSettings, layers: int, step: int) -> list[int]:
     """Returns the indices of the layers whose exits are trained at a step, C(t, l), without the last layer."""
-    early = trained_exits(settings, layers)
-    distance = max(1, settings.rotation or len(early))
-    return early[step % distance :: distance]
+    distance = max(1, settings.rotation or layers - 1)
+    return list(range(step % distance, layers - 1, distance))
 
 
 def exit_weights(settings: LayerSkipSettings, layers: int, exits: list[int]) -> tuple[list[float], float]:
@@ -179,11 +173,6 @@ class LayerSkip:
         self.settings, self.steps, self.scratch, self.count = settings, steps, scratch, len(layers)
         if self.count < 2:
             raise UserError("layerskip needs a model of at least two layers; this one has no early exit")
-        if settings.exits and max(settings.exits) >= self.count:
-            raise UserError(
-                f"layerskip.exits has {max(settings.exits)}; the model has {self.count} layers, so exits are 1 to "
-                f"{self.count - 1} (the number of layers that run)"
-            )
         self.norm, self.running = final_norm(model), self.count
         self.rates: list[float] = []
         self.exits: list[int] = []
@@ -203,8 +192,8 @@ class LayerSkip:
 
     def watch(self) -> None:
         """Starts a validation batch: no layer is dropped, and some exits are evaluated, always the same ones."""
-        exits = trained_exits(self.settings, self.count)
-        self.running, self.rates, self.exits = self.count, [], exits[:: -(-len(exits) // WATCHED)]
+        exits = list(range(0, self.count - 1, -(-(self.count - 1) // WATCHED)))
+        self.running, self.rates, self.exits = self.count, [], exits
 
     def combine(self, last: Tensor, loss_of: Callable[[Tensor], Tensor], mask: Tensor) -> Tensor:
         """Returns the weighted sum of the last layer's loss and the exits'.

@@ -45,7 +45,7 @@ def test_the_first_layers_are_trained_alone_and_then_copied(family: str) -> None
 
 def test_layerskip_trains_the_exits_of_the_layers_that_run() -> None:
     model = build_tiny("llama", num_hidden_layers=4)
-    recipe = LayerSkip(model, LayerSkipSettings(enabled=True, dropout=0.0, exits=[1, 3]), 10, scratch=True)
+    recipe = LayerSkip(model, LayerSkipSettings(enabled=True, dropout=0.0), 10, scratch=True)
     stacking = ProgressiveStacking(model, StackingSettings(layers=2, share=0.5), 10)
     module = CausalLMModule(model, TrainingSettings(steps=10), 10, layerskip=recipe, stacking=stacking).train()
     for step, trained in ((0, [0]), (1, [0]), (5, [2]), (6, [0])):
