@@ -146,18 +146,22 @@ class Trace:
         cut: bool = False,
     ) -> None:
         """Add a round of the first text; what was measured holds one value for each tested position."""
-        self.drafted.append(round.drafted)
-        self.accepted.append(round.accepted)
-        self.tested.append(round.tested)
-        self.depth.append(round.depth)
-        self.draft_seconds.append(round.seconds[0])
-        self.verify_seconds.append(round.seconds[1])
-        self.cut.append(cut)
-        self.text.append(0)
-        self.together.append(round.together or (round.drafted,))
-        self.overlap.append(overlap)
-        self.spent.append(spent)
-        self.distance.append(distance)
+        row = {
+            "drafted": round.drafted,
+            "accepted": round.accepted,
+            "tested": round.tested,
+            "depth": round.depth,
+            "draft_seconds": round.seconds[0],
+            "verify_seconds": round.seconds[1],
+            "cut": cut,
+            "text": 0,
+            "together": round.together or (round.drafted,),
+            "overlap": overlap,
+            "spent": spent,
+            "distance": distance,
+        }
+        for name, value in row.items():
+            getattr(self, name).append(value)
 
     def extend(self, other: Trace, text: int | None = None) -> None:
         """Append the rounds of another trace, as those of text number `text`; without it, of texts not seen so far."""

@@ -295,11 +295,9 @@ def output_head(model: PreTrainedModel, ids: Tensor | None = None) -> Any:
 @torch.no_grad()
 def some_outputs(linear: nn.Linear, ids: Tensor) -> nn.Linear:
     """A frozen linear layer with copies of these outputs of another one."""
-    part = nn.Linear(1, 1, bias=linear.bias is not None)
-    part.in_features, part.out_features = linear.in_features, len(ids)
-    part.weight = nn.Parameter(linear.weight[ids.to(linear.weight.device)], requires_grad=False)
-    if linear.bias is not None:
-        part.bias = nn.Parameter(linear.bias[ids.to(linear.bias.device)], requires_grad=False)
+    part = nn.Linear(linear.in_features, len(ids), linear.bias is not None, device="meta")
+    for name, values in linear.named_parameters():
+        setattr(part, name, nn.Parameter(values[ids.to(values.device)], requires_grad=False))
     return part
 
 

@@ -10,10 +10,7 @@ from families import VOCAB
 from scripted import Oracle
 from torch import Tensor
 from transformers import (
-    NoRepeatNGramLogitsProcessor,
     PreTrainedModel,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
@@ -22,7 +19,7 @@ from decode.errors import UserError
 from decode.loop import Method, steps
 from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_runner
-from decode.sampling import LogitsWarper, TopP, TorchRng, WarpedRows, argmax, one_hot
+from decode.sampling import LogitsWarper, TopP, TorchRng, argmax, one_hot
 from decode.stopping import StopRule
 from decode.trace import Trace
 
@@ -122,30 +119,6 @@ def test_a_warp_leaves_the_logits_it_was_given_alone() -> None:
     assert torch.equal(logits, before)
 
 
-def test_further_processors_run_before_temperature_with_the_prefix() -> None:
-    warp = LogitsWarper(temperature=1.0, processors=[NoRepeatNGramLogitsProcessor(2)])
-    assert warp.needs_prefix
-    logits = torch.randn(2, 5)
-    p = warp(logits, [[1, 2, 3, 1], [1, 2, 3, 2]])
-    assert p[0, 2] == 0
-    assert p[1, 3] == 0
-    assert (p > 0).sum() == 8
-
-
-def test_a_warp_that_needs_the_prefix_asks_for_it() -> None:
-    warp = LogitsWarper(temperature=1.0, repetition_penalty=1.1)
-    for prefixes in (None, [[1]]):
-        with pytest.raises(ValueError, match="prefix"):
-            warp(torch.zeros(2, 4), prefixes)
-    assert not LogitsWarper(temperature=0.5, top_k=3).needs_prefix
-
-
-def test_ties_at_the_edge_of_top_k_are_cut_as_in_transformers() -> None:
-    logits = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
-    wanted = TopKLogitsWarper(2)(None, TemperatureLogitsWarper(0.5)(None, logits)).softmax(-1)
-    assert torch.equal(LogitsWarper(temperature=0.5, top_k=2)(logits), wanted)
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -197,18 +170,6 @@ def test_greedy_rounds_have_the_distributions_that_they_were_decided_without(pen
         assert ids == model.generate(
             torch.tensor([PROMPT]), do_sample=False, max_new_tokens=20, pad_token_id=0, repetition_penalty=penalty
         )[0].tolist()  # fmt: skip
-
-
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_a_row_warped_alone_is_that_of_all_rows(settings: dict) -> None:
-    warp, logits = (
-        LogitsWarper(**{"temperature": 1.0, **settings}),
-        torch.randn(4, 40, generator=torch.Generator().manual_seed(0)),
-    )
-    prefixes = [[1, 2], [1, 2, 3], [1, 2, 3, 4], [1, 2, 5]]
-    rows = WarpedRows(warp, logits, prefixes if warp.needs_prefix else None)
-    for row in (2, 0, 3, 1):
-        assert torch.equal(rows[row], warp(logits, prefixes)[row])
 
 
 class Counting(LogitsWarper):

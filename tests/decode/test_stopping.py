@@ -8,16 +8,14 @@ import random
 import pytest
 import torch
 from enumeration import ScriptedRunner, random_table
-from reading import Drafting
 from sklearn.metrics import roc_curve
 from torch import Tensor
 
 from decode.draft import Draft
-from decode.drafters.draft_model import ModelDrafter
 from decode.errors import UserError
 from decode.method_options import MethodOptions
-from decode.methods import METHODS, STOPS, MethodInputs, build
-from decode.sampling import LogitsWarper, TorchRng
+from decode.methods import STOPS, MethodInputs
+from decode.sampling import LogitsWarper
 from decode.stopping import (
     CostOptimal,
     DraftedToken,
@@ -69,14 +67,6 @@ def test_confidences_read_what_their_papers_say() -> None:
     greedy = step(*log(0.5, 0.25, 0.25), token=0, warp=LogitsWarper())
     assert warped_token_probability(greedy) == pytest.approx(0.5)
     assert negative_entropy(greedy) == pytest.approx(-1.5)
-
-
-def test_a_surer_token_never_reads_as_less_confident_when_top_p_leaves_one_token() -> None:
-    """A nucleus of one token has the warped probability 1 and entropy 0, above every nucleus of two."""
-    nucleus = LogitsWarper(temperature=1.0, top_p=0.8)
-    one, two = step(*log(0.81, 0.1, 0.09), warp=nucleus), step(*log(0.79, 0.11, 0.1), warp=nucleus)
-    assert warped_token_probability(one) == 1.0 > warped_token_probability(two) > 0.85
-    assert negative_entropy(one) == 0.0 > negative_entropy(two) > -0.6
 
 
 def drafted_by(stop: StopRule, *probabilities: float) -> int:
@@ -228,16 +218,6 @@ def test_the_cost_optimal_threshold_is_the_rate_times_the_price_of_a_token() -> 
     assert controller.value == pytest.approx(0.3)
 
 
-def test_the_cost_optimal_rule_forgets_old_rounds() -> None:
-    controller = CostOptimal(0.1, decay=0.5, memory=200)
-    for rounds, accepted in ((400, 0), (400, 2)):
-        for _ in range(rounds):
-            controller.observe(chain_round(2, accepted), [0.5, 0.5])
-    assert controller.value == pytest.approx(3 / 1.2 * 0.1, rel=1e-6)
-    assert controller.calibrate(0.5) > 0.9
-    assert max(seen for _, seen in controller.table) < 200
-
-
 def test_cost_optimal_takes_its_costs_from_measurements_or_from_the_weights_that_are_read() -> None:
     inputs = parts()
     inputs.draft.cost = 0.25
@@ -284,36 +264,6 @@ def test_stop_rules_start_from_their_papers_values() -> None:
     assert STOPS["product"](parts(threshold=0.3, draft_length=7)).threshold.value == 0.3
     assert STOPS["product"](parts(threshold=0.3, draft_length=7)).cap() == 7
     assert STOPS["draft-verify"](parts(target_acceptance=0.8)).threshold.alpha == 0.8  # type: ignore[attr-defined]
-
-
-def test_every_stop_rule_refuses_only_what_reads_the_distribution_alone() -> None:
-    """Dropping a token because of that token biases the output."""
-    for name, make in STOPS.items():
-        stop = make(parts())
-        if stop.refuse:
-            assert stop.confidence in (max_probability, negative_entropy), name
-
-
-@pytest.mark.parametrize(
-    "method", [m for m, (drafter, _, _) in METHODS.items() if drafter == "model" and m != "draft-probe"]
-)
-def test_drafts_of_every_method_respect_the_window_and_the_room(method: str) -> None:
-    system = build(method, parts(draft_length=4))
-    drafter, stop = system.drafter, system.stop
-    assert isinstance(drafter, ModelDrafter)
-    for max_depth in (0, 1, 3, 9):
-        draft = Drafting(drafter, [0, 1, 2]).propose([0, 1, 2], stop, max_depth, TorchRng(max_depth))
-        assert len(draft) <= min(4, max_depth)
-        assert (len(draft) > 0) == (max_depth > 0)
-        if len(draft) and stop.confidence is not None:
-            assert len(draft.confidence) == len(draft)
-            assert draft.hidden is not None
-            assert len(draft.hidden) == len(draft)
-        if len(draft):
-            assert torch.equal(
-                draft.probs.gather(1, draft.tokens[:, None]) > 0, torch.ones(len(draft), 1, dtype=torch.bool)
-            )  # type: ignore[union-attr]
-            assert (draft.logits is not None) == system.rule.needs_raw
 
 
 def test_resetting_a_system_forgets_everything_that_was_learned() -> None:

@@ -259,21 +259,6 @@ def test_greedy_adasd_compares_the_unwarped_distributions() -> None:
     assert JensenShannon(threshold=distance - 1e-4, unwarped=True).accept_prob(p, q, x, raw).item() == 0
 
 
-def test_a_token_that_the_target_excludes_is_never_kept() -> None:
-    p = torch.tensor([[0.0, 0.6, 0.4]])
-    q = torch.tensor([[0.9, 0.1, 0.0]])
-    x = torch.tensor([0])
-    for rule in (Exact(), Ears(0.9), Typical()):
-        assert rule.accept_prob(p, q, x).item() == 0
-    accepted = TorchRng(0).first_reject(torch.zeros(10_000))
-    assert int(accepted) == 0
-
-
-def test_greedy_requests_bypass_the_tolerance_of_ears() -> None:
-    p, q = torch.eye(3)[[0, 1]], torch.eye(3)[[0, 2]]
-    assert Ears(0.5).accept_prob(p, q, torch.tensor([0, 2])).tolist() == [1, 0]
-
-
 def test_the_residual_falls_back_to_p_without_mass() -> None:
     p = torch.tensor([0.25, 0.75])
     assert torch.equal(Exact().residual(p, p), p)

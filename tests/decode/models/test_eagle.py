@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -11,22 +10,19 @@ from typing import Any
 import pytest
 import torch
 from enumeration import Experiment, joint_bias
-from families import CONTEXT, VOCAB, in_double
+from families import CONTEXT, in_double
 from greedy import GREEDY, NEW, PROMPTS, assert_decodes, generate
 from heads import check_chain_attention, make_head
 from plain_logits import head_logits, response_logits
 from reading import Drafting, Reader
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
-from transformers.generation.logits_process import SuppressTokensLogitsProcessor
 
 from decode.bench.offline_acceptance import offline_alpha
 from decode.draft import Draft
-from decode.drafters.base import Drafter, DraftRequest
-from decode.drafters.corpus_files import join_documents
+from decode.drafters.base import Drafter
 from decode.drafters.eagle import FeatureDrafter, FeatureTreeDrafter
 from decode.drafters.hybrid import HybridDrafter
-from decode.drafters.rest import Datastore, save_datastore
 from decode.errors import UserError
 from decode.loop import Method, Sequence, decode, decode_texts, run
 from decode.method_options import MethodOptions
@@ -215,34 +211,6 @@ def test_what_followed_a_short_match_is_a_branch_of_the_heads_tree(tiny) -> None
         assert made.drafter.branch == branch
 
 
-def test_accepted_tokens_leave_the_head_with_the_targets_features(tiny) -> None:
-    """What it drafts in a round is what a fresh head drafts on the same text, whatever was accepted before."""
-    target = tiny("llama")
-    runner, head = open_runner(target), as_runner(target, 1)
-    text = generate(target, PROMPTS[0])
-    accepted = set()
-
-    class Half(FeatureDrafter):
-        """Puts the true token where the head drafted, half of the time."""
-
-        def propose(self, requests):  # type: ignore[no-untyped-def]
-            (draft,), ids = super().propose(requests), requests[0].ids
-            if len(draft):
-                fresh = head_logits(head.feature_head, target, [*ids, 0], len(ids))[0]
-                assert int(fresh.argmax()) == int(draft.tokens[0])
-                true = text[len(ids) : len(ids) + len(ids) % 4]
-                draft.tokens[: len(true)] = torch.tensor(true, dtype=torch.long)
-                draft.probs = torch.nn.functional.one_hot(draft.tokens, VOCAB).float()
-            return [draft]
-
-        def update(self, state, ids, step):  # type: ignore[no-untyped-def]
-            accepted.add(step.accepted)
-            super().update(state, ids, step)
-
-    assert_decodes(runner, Method("half", Half(head, runner, GREEDY), StopRule(4)), text, PROMPTS[0])
-    assert accepted >= {0, 1, 3}
-
-
 def test_a_head_that_was_passed_over_for_copies_drafts_what_a_fresh_one_does(tiny) -> None:
     target = tiny("llama")
     runner, head = open_runner(target), as_runner(target, 3)
@@ -315,64 +283,6 @@ def test_a_tree_is_the_most_probable_nodes_and_holds_the_chain(tiny) -> None:
     assert paths(tree) < paths(bigger)
     assert len(paths(bigger)) == 40  # no node twice
     assert tuple(chain.tokens[:1].tolist()) in paths(tree)
-
-
-@torch.inference_mode()
-def test_temperature_and_cuts_leave_a_tree_as_it_is_and_penalties_do_not(tiny) -> None:
-    target = tiny("llama")
-    runner, head = open_runner(target), as_runner(target, 3)
-
-    def tree(warp: LogitsWarper) -> list[tuple[int, ...]]:
-        drafter = FeatureTreeDrafter(head, runner, warp, width=3, nodes=8, threshold=0.001)
-        draft = drafted(drafter, runner, PROMPTS[0], 3)
-        return [tuple(draft.text_before([], i)) for i in range(len(draft))]
-
-    greedy = tree(GREEDY)
-    assert len(greedy) == 8
-    assert tree(LogitsWarper(0.5, top_p=0.6, top_k=2)) == greedy
-    likely = greedy[0][0]
-    for temperature in (0.0, 0.7):
-        avoided = tree(LogitsWarper(temperature, processors=[SuppressTokensLogitsProcessor([likely])]))
-        assert avoided
-        assert all(likely not in path for path in avoided)
-
-
-@torch.inference_mode()
-def test_nodes_below_the_threshold_and_levels_below_them_are_not_drafted(tiny) -> None:
-    target = tiny("llama")
-    runner, head = open_runner(target), as_runner(target, 3)
-    levels = []
-    forward_level = head.forward_level
-    head.forward_level = lambda *of: levels.append(len(of[1][0])) or forward_level(*of)  # type: ignore
-
-    def draft(threshold: float) -> dict[tuple[int, ...], float]:
-        """Paths of the tree, and the probability of each by chains of the head."""
-        drafter = FeatureTreeDrafter(head, runner, GREEDY, width=3, nodes=60, threshold=threshold)
-        levels.clear()
-        tree = drafted(drafter, runner, PROMPTS[0], 3)
-        source, chain, found = Reader(runner), Reader(head), {}
-        source.read(PROMPTS[0][:-1], head=0, capture=drafter.capture)
-        for path in (tree.text_before([], i) for i in range(len(tree))):
-            chain.truncate(0)
-            chain.cache.settle(source.out.captured)
-            chain.read(PROMPTS[0][:-1], head=0)
-            feeds = [PROMPTS[0][-1:], *([token] for token in path[:-1])]
-            rows = [chain.read(feed, head=1)[0].softmax(-1) for feed in feeds]
-            found[tuple(path)] = math.prod(float(row[token]) for row, token in zip(rows, path))
-        return found
-
-    whole = draft(0.0)
-    assert levels == [3, 3]
-    by_length = [sorted((p for path, p in whole.items() if len(path) == n), reverse=True) for n in (1, 2, 3)]
-    threshold = 0.999 * by_length[1][0]  # of the second level one node is left
-    assert draft(threshold).keys() == {path for path, p in whole.items() if p >= threshold}
-    assert len(levels) == (2 if by_length[1][0] >= threshold else 1)
-    assert draft(1.001 * by_length[1][0]).keys() == {path for path, p in whole.items() if p > by_length[1][0]}
-    likelier = sum(p > by_length[1][0] for p in by_length[0])
-    assert levels == [likelier]  # of the nodes below the threshold none is expanded
-    assert 0 < likelier < 3
-    assert draft(1.0) == {}
-    assert levels == []
 
 
 def test_offline_alpha_of_a_head_counts_what_decoding_would_test(tiny) -> None:
@@ -460,18 +370,6 @@ def test_attention_to_a_text_and_a_chain_is_one_softmax_over_both(dtype: torch.d
 
 def test_what_attention_keeps_for_its_gradients_grows_with_the_length_alone() -> None:
     assert check_chain_attention(160) <= 2 * check_chain_attention(80)
-
-
-def test_a_long_match_that_does_not_go_on_leaves_the_draft_to_the_head(tiny, tmp_path) -> None:
-    target = tiny("llama")
-    runner, head = open_runner(target), as_runner(target, 3)
-    text = join_documents([[*PROMPT[-5:], token] for token in range(10, 20)])  # no continuation has a fifth of them
-    save_datastore(text, tmp_path, "x")
-    drafter = HybridDrafter(FeatureDrafter(head, runner, GREEDY), Datastore(tmp_path, "x"), match=4)
-    with torch.inference_mode():
-        drafting = begin(drafter, runner, PROMPT)
-        assert max(drafter._match(DraftRequest(drafting.state, PROMPT, StopRule(2), 5, TorchRng(0)))[::2]) >= 4
-        assert len(drafting.propose(PROMPT, StopRule(2), 5)) == 2
 
 
 def test_a_head_keeps_no_features_of_a_text_that_outgrew_its_context(tiny) -> None:

@@ -12,7 +12,6 @@ from gguf_files import unpacked, write_gguf
 from pairs import make_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from decode.__main__ import main
 from decode.errors import UserError
 from decode.models.loading import load_config, load_model, load_tokenizer, open_draft
 
@@ -75,13 +74,6 @@ def test_a_model_from_a_file_is_trained_and_saved_like_any_other(file: Path, tmp
     found.save_pretrained(tmp_path / "plain")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), again.parameters(), strict=True))
-
-
-def test_generate_takes_files_for_target_and_draft(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    main(["generate", "--target", str(file), "--draft", str(file), "--prompt", "Tom has", "--max-new-tokens", "5"])
-    captured = capfd.readouterr()
-    assert captured.out
-    assert "it/s" not in captured.err
 
 
 def test_files_that_cannot_be_read_are_refused(file: Path, model: PreTrainedModel) -> None:

@@ -57,27 +57,12 @@ def scripted(
     return Experiment(target, warp, [0, 3, 1, 0, 2], tokens, clock=clock), ForeignRunner(inner, both)
 
 
-class Checked(ModelDrafter):
-    """Asserts that the cache holds the translated text and nothing else."""
-
-    runner: ForeignRunner
-
-    def commit(self, ids: list[int]) -> None:
-        super().commit(ids)
-        runner = self.runner
-        assert 0 < runner.length <= len(ids) - 1
-        translated = [i for token in ids[: runner.length] for i in runner.vocabulary.translate(token)]
-        assert runner.inner.length == len(translated)
-        if isinstance(runner.inner, ScriptedRunner):
-            assert runner.inner.held == translated
-
-
 @pytest.mark.parametrize("name", STOPS)
 def test_every_stop_rule_is_lossless(name: str, small: Intersection, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment, draft = scripted(small)
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=experiment.clock.perf_counter))
     stop = STOPS[name](MethodInputs(experiment.target, SAMPLE, draft))
-    system = Method(name, Checked(draft, SAMPLE, 4), stop)
+    system = Method(name, ModelDrafter(draft, SAMPLE, 4), stop)
     assert experiment.bias(system) < TOLERANCE
     assert max(experiment.drafted) > 0
     assert any(sum(trace.accepted) for trace in experiment.traces)
@@ -97,13 +82,7 @@ def test_every_stop_rule_is_lossless(name: str, small: Intersection, monkeypatch
 def test_every_warp_is_lossless(warp: LogitsWarper, small: Intersection) -> None:
     experiment, draft = scripted(small, warp=warp)
     stop = StopRule(5, token_probability, threshold=Fixed(0.2))
-    assert experiment.bias(Method("foreign", Checked(draft, warp, 4), stop)) < TOLERANCE
-
-
-def test_what_only_the_target_has_is_still_written(small: Intersection) -> None:
-    experiment, draft = scripted(small)
-    distribution = experiment.distribution(Method("foreign", ModelDrafter(draft, SAMPLE, 4), StopRule(3)))
-    assert sum(weight for text, weight in distribution.items() if {1, 3} & set(text)) > 0.3
+    assert experiment.bias(Method("foreign", ModelDrafter(draft, warp, 4), stop)) < TOLERANCE
 
 
 @pytest.mark.parametrize("limit", [5, 7, 8, 10])
@@ -175,7 +154,7 @@ def draft(request, target) -> ForeignDraft:
 
 def test_greedy_texts_are_those_of_generate(target, draft) -> None:
     runner = open_runner(target)
-    drafter = Checked(open_draft_runner(draft, target), LogitsWarper(), runner.vocab_size)
+    drafter = ModelDrafter(open_draft_runner(draft, target), LogitsWarper(), runner.vocab_size)
     for prompt in ("Tom has 3 apples", "Das Maß ist voll, 日本語", "How many?"):
         ids = make_tokenizer()(prompt).input_ids
         given = torch.tensor([ids])
@@ -260,28 +239,11 @@ def settings_for(folder, **changes) -> GenerateSettings:
     return GenerateSettings(**(base | {"prompt": "Tom has 3 apples", "draft_vocabulary": "intersection"} | changes))
 
 
-def test_generate_writes_the_targets_text_and_the_share_of_common_tokens(folder, capsys) -> None:
-    texts = []
-    for name in ("vanilla", "autoregressive"):
-        generate.run(settings_for(folder, method=name, json=True, ignore_eos=True))
-        out, err = capsys.readouterr()
-        texts.append(json.loads(out))
-        assert ("of the target's 280 tokens" in err and "of the prompts' tokens" in err) == (name != "autoregressive")
-    assert texts[0]["ids"] == texts[1]["ids"]
-    assert texts[0]["metrics"]["accepted_per_drafted"] > 0
-
-
 def test_a_tokenizer_that_differs_is_refused_with_the_option_that_allows_it(folder) -> None:
     with pytest.raises(UserError, match=r"is not the target's: id .* --draft-vocabulary intersection"):
         generate.start(settings_for(folder, draft_vocabulary="same"), "Hi")
     with pytest.raises(UserError, match="draft_vocabulary is 'both', expected same or intersection"):
         generate.start(settings_for(folder, draft_vocabulary="both"), "Hi")
-
-
-def test_one_vocabulary_needs_no_intersection(folder, target) -> None:
-    same = open_draft(folder / "target", target, make_tokenizer(), vocabulary="intersection")
-    assert isinstance(same, PreTrainedModel)
-    assert isinstance(open_draft(folder / "draft", target, make_tokenizer(), vocabulary="intersection"), ForeignDraft)
 
 
 def test_bench_compares_it_and_leaves_it_out_of_transformers_own_methods(folder, target) -> None:

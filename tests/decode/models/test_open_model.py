@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from decode.errors import UserError
 from decode.models import loading as opening
-from decode.models.loading import choose_device, choose_dtype, load_model, open_draft, placement
+from decode.models.loading import choose_device, choose_dtype, load_model, open_draft
 
 CPU = {"device": "cpu", "dtype": "float32"}
 
@@ -47,14 +47,6 @@ def test_devices_that_are_not_here_are_refused(device: str, message: str, monkey
     monkeypatch.setattr(torch.cuda, "device_count", lambda: int(device == "cuda:3"))
     with pytest.raises(UserError, match=message):
         choose_device(device)
-
-
-def test_an_unknown_format_is_refused_and_16_bits_say_what_lossless_means(folder: Path) -> None:
-    with pytest.raises(UserError, match="choose auto or one of float32"):
-        choose_dtype("f16", torch.device("cpu"))
-    model = load_model(folder / "target", device="cpu", dtype="bfloat16")
-    assert "up to that rounding" in placement(model)
-    assert placement(load_model(folder / "target", **CPU)) == "on cpu, float32"
 
 
 def refusal(path: Path) -> str:

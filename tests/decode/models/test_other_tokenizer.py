@@ -52,24 +52,6 @@ def test_shared_tokens_have_one_text_and_special_ones_one_role(kind: str) -> Non
         assert len(whole - pairs.keys()) > 5
 
 
-def test_a_token_of_its_own_goes_before_a_raw_byte() -> None:
-    known = vocabulary_of(sentencepiece())
-    a = known.ids[b"a"]
-    assert known.tokens[a] == b"a"
-    assert a >= 259  # behind <unk>, <s>, </s> and the bytes
-    assert 3 <= known.ids[b"\n"] < 259  # nothing else spells a line end
-
-
-def test_a_text_that_looks_like_a_special_token_is_not_one() -> None:
-    letters = [*CHARACTERS, "<s>"]
-    plain = spelled_out(letters)
-    special = spelled_out(letters, bos_token="<s>")
-    assert vocabulary_of(plain).tokens[256] == b"<s>"
-    assert vocabulary_of(special).tokens[256] == BOS
-    assert 256 not in between(plain, special).shared
-    assert between(special, special).translate(256) == [256]
-
-
 def test_a_beginning_that_the_draft_does_not_mark_is_read_as_its_end_token() -> None:
     target, draft = sentencepiece(), byte_level()
     both = between(target, draft)
