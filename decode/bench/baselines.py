@@ -20,7 +20,7 @@ TRANSFORMERS_BASELINES: dict[str, int | None] = {
     "generate-assistant-dynamic": 20,
     "generate-prompt-lookup": 10,
 }
-"""Baselines with their draft lengths, which may be set except that of ``generate-assistant-dynamic``.
+"""Baselines with their draft lengths where none is given.
 
 ``generate-assistant`` drafts a fixed number of tokens as `vanilla` does; ``generate-assistant-dynamic`` has
 transformers' defaults, up to 20 tokens and a confidence of 0.4.
@@ -91,13 +91,9 @@ class TransformersBaseline:
                 seconds = time.perf_counter() - began
         finally:
             hook.remove()
-        return [cut_at(row, self.stop_ids) for row in out[:, longest:].tolist()], seconds, forwards[0]
-
-
-def cut_at(tokens: Sequence[int], ends: Collection[int]) -> list[int]:
-    """Tokens up to and including the first end token."""
-    last = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
-    return list(tokens[: last + 1])
+        new = out[:, longest:].tolist()
+        lengths = [next((i + 1 for i, token in enumerate(row) if token in self.stop_ids), len(row)) for row in new]
+        return [row[:length] for row, length in zip(new, lengths)], seconds, forwards[0]
 
 
 @contextmanager

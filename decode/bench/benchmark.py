@@ -162,9 +162,8 @@ class EntryRun:
             raise UserError(f"{entry.label} drafts with a model, but there is {missing}; give one with --draft")
         if entry.is_baseline:
             model: Any = session.draft_models.get(entry.draft or "")
-            self.draft_length = TRANSFORMERS_BASELINES[entry.method]
-            if self.draft_length and entry.method != "generate-assistant-dynamic":
-                self.draft_length = options.draft_length or self.draft_length
+            default = TRANSFORMERS_BASELINES[entry.method]
+            self.draft_length = default and (options.draft_length or default)
             self.baseline = TransformersBaseline(
                 entry.method, session.model, model, self.warp, session.stop_ids, self.draft_length
             )

@@ -9,7 +9,7 @@ from decode.bench.report import mode, shown
 from decode.errors import UserError, read_json
 from decode.progress import output_console
 
-LISTS = "methods", "decoding", "table"
+LISTS = "methods", "decoding", "self_speculation"
 """The keys of the rows in a report of bench, distill and probes."""
 KEYS = (
     "run", "suite", "mode", "name", "kind", "speedup", "predicted_speedup", "alpha", "accepted_length", "tv_spent",

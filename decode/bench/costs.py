@@ -209,7 +209,7 @@ def with_bookkeeping(
     """
     if target.device.type != "cpu":
         return cost
-    spent, drafted = [], []  # of a round of lengths 0, 2 and 8
+    rounds = []  # cost beyond the forwards and drafted tokens of a round, for each draft length
     for length in (0, 2, 8):
         inputs = MethodInputs(target, warp, draft if length else None, options=MethodOptions(length or None))
         method, found = build("vanilla" if length else "autoregressive", inputs), []
@@ -217,11 +217,10 @@ def with_bookkeeping(
             chosen = [prompts[(repeat * cost.batch + i) % len(prompts)] for i in range(cost.batch)]
             *parts, k = timed_rounds(target, method, warp, chosen, ROUNDS, repeat * cost.batch)
             found.append((sum(parts) / cost.target_seconds - k * cost.cost_ratio - cost.v(k + 1), k))
-        spent.append(float(np.median([more for more, _ in found])))
-        drafted.append(float(np.median([k for _, k in found])))
-    plain = max(0.0, spent[0])
-    slope = max(0.0, (spent[2] - spent[1]) / (drafted[2] - drafted[1])) if drafted[2] > drafted[1] else 0.0
-    rest = max(0.0, spent[1] - slope * drafted[1] - plain)
+        rounds.append(np.median(found, axis=0).tolist())
+    (plain, _), (short, few), (long, many) = rounds
+    plain, slope = max(0.0, plain), max(0.0, (long - short) / (many - few)) if many > few else 0.0
+    rest = max(0.0, short - slope * few - plain)
     return replace(cost, overhead=rest, draft_overhead=slope, step_overhead=plain)
 
 

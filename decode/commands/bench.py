@@ -52,17 +52,14 @@ SWEPT = (
 
 
 def draft_names(given: Sequence[str]) -> dict[str, str]:
-    """Names and paths of ``NAME=PATH`` or of plain paths, which are named by their last parts.
+    """Names and paths of ``NAME=PATH`` or of plain paths, which are named by their last part.
 
     Raises:
         UserError: two drafts of one name.
     """
     named: dict[str, str] = {}
     for item in given:
-        name, equals, path = item.partition("=")
-        if not equals:
-            parts, path = Path(item).parts, item
-            name = parts[-1] if parts[-1] not in named else "/".join(parts[-2:])
+        name, path = item.split("=", 1) if "=" in item else (Path(item).name, item)
         if name in named:
             raise UserError(f"two drafts are called {name!r}; name them: --draft one=PATH two=PATH")
         named[name] = path
