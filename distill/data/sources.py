@@ -215,7 +215,7 @@ def _raw_rows(settings: DataSettings, seed: int) -> dict[str, list[Row]]:
     if source == "arithmetic" and not files:
         made = {split: problems(seed, split, n or 0, settings.difficulty) for split, n in zip(SPLITS, counts)}
         return {split: [{"question": p.question, "answer": p.solution} for p in made[split]] for split in SPLITS}
-    if preset is None or "train" not in files:
+    if preset is None:  # the name of a preset wins over a path
         files = _local(source) | files
     enough = None if counts[0] is None else 4 * sum(counts)  # some cannot be used
     found = {} if "train" in files else _from_hub(settings, preset, seed, enough)

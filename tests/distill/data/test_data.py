@@ -157,11 +157,17 @@ def test_settings_that_cannot_work_are_refused_by_name(change, said):
         load_corpus(replace(SMALL, **change), seed=0)
 
 
-def test_without_the_hub_the_error_names_the_local_alternative(monkeypatch):
+def test_without_the_hub_the_error_names_the_local_alternative_and_a_preset_is_no_folder_of_its_name(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gsm8k").mkdir()
+    write(tmp_path / "gsm8k" / "train.jsonl", PAIRS)
     for source in ("gsm8k", "somebody/something"):
         with pytest.raises(UserError, match=r"HF_HUB_OFFLINE.*data\.train_file"):
             load_corpus(DataSettings(source=source), seed=0)
+    assert len(load_rows(DataSettings(source="./gsm8k"), seed=0).splits["train"])
 
 
 def test_a_stream_is_read_no_further_than_it_may_be_needed(tmp_path):
