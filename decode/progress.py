@@ -51,8 +51,9 @@ class Work:
 
     def update(self, *, done: float | None = None, total: float | None = None, name: str | None = None) -> None:
         """Sets what is given; another name removes the detail."""
-        self.detail = self.detail if name in (None, self.name) else ""
-        self.name, self.total = name or self.name, self.total if total is None else total
+        if name is not None and name != self.name:
+            self.name, self.detail = name, ""
+        self.total = self.total if total is None else total
         self.done = self.done if done is None else done
         if self._bars is not None and self._task is not None:
             self._bars.update(self._task, completed=self.done, total=self.total, description=self.name.strip())
@@ -92,14 +93,13 @@ class Progress:
             self._bars = Bars(*columns, *times, console=self.console, transient=transient)
         self._works: list[Work] = []
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._print_lines, daemon=True)
 
     def __enter__(self) -> Progress:
         if self._bars is not None:
             self._bars.start()
         elif not self.console.is_terminal and not self.console.quiet:  # in a quiet one, the outer one prints lines
             self._open.append(self)
-            self._thread.start()
+            threading.Thread(target=self._print_lines, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
