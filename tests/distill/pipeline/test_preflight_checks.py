@@ -56,7 +56,7 @@ def test_formats_that_are_auto_are_bfloat16_where_the_processor_multiplies_in_it
 def test_an_attention_and_an_optimiser_that_are_not_here(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path)
     settings.trainer.attention = "flash_attention_2"
-    with pytest.raises(UserError, match=r"is flash_attention_2, which llama cannot use here \(.*auto or sdpa"):
+    with pytest.raises(UserError, match=r"is flash_attention_2, which \w+ cannot use here"):
         check_inputs(bench(settings)[0])
     with pytest.raises(UserError, match="which LlamaForCausalLM cannot use here"):
         use_attention(build_tiny("llama"), "flash_attention_2")
@@ -81,7 +81,7 @@ def test_servers_of_which_none_answers(tmp_path: Path) -> None:
     context, _ = bench(settings)
     check_inputs(context)  # the target that they serve has to be trained first
     settings.target.kind = "as_is"
-    with pytest.raises(UserError, match=r"no server answers at http://127.0.0.1:9/v1 .*: start one"):
+    with pytest.raises(UserError, match=r"http://127.0.0.1:9/v1"):
         check_machine(context, {})
 
 
