@@ -31,13 +31,13 @@ from decode.commands.checks import (
 )
 from decode.commands.settings import GenerateSettings
 from decode.errors import UserError
-from decode.loop import steps as decoding_steps
-from decode.methods import METHODS, MethodInputs, build, is_lossless
+from decode.loop import steps
+from decode.methods import METHODS, Method, MethodInputs, build, is_lossless
 from decode.models.loading import placement, stop_ids
 from decode.models.other_tokenizer import ForeignDraft
 from decode.models.pair import Pair, described
 from decode.models.tokens import Detokenizer, chat_ids, marked, prompt_ids, stop_at, user_says
-from decode.sampling import TorchRng
+from decode.sampling import LogitsWarper, TorchRng
 from decode.trace import FORMULAS, Trace
 
 
@@ -91,19 +91,6 @@ def colored(pieces: Sequence[dict[str, str]]) -> Text:
     return Text.assemble(*((text, STYLES[who]) for text, who in shown))
 
 
-def show_statistics(generation: Generation, console: Console) -> None:
-    """Print the statistics of the rounds with their formulas."""
-    kind = "lossless" if generation.lossless else "relaxed: the output is not distributed as the target's"
-    table = Table(title=f"{generation.method} ({kind})", title_justify="left", box=None, pad_edge=False)
-    table.add_column("")
-    table.add_column("", justify="right")
-    table.add_column("formula", style="dim")
-    for name, value in generation.trace.metrics().items():
-        if name in STATISTICS and value == value:
-            table.add_row(name, f"{value:d}" if isinstance(value, int) else f"{value:.3f}", STATISTICS[name])
-    console.print("", LEGEND, table, sep="\n")
-
-
 def generate(
     pair: Pair,
     prompt: str,
@@ -129,16 +116,8 @@ def generate(
     Raises:
         UserError: an unknown method or option, a value out of range, a prompt that cannot be decoded.
     """
-    settings = api_settings(
-        GenerateSettings,
-        pair,
-        draft=pair.draft_name,
-        method=method,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        **options,
-    )
+    given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    settings = api_settings(GenerateSettings, pair, draft=pair.draft_name, method=method, **given, **options)
     generation = start(settings, prompt, pair)
     for _ in generation.pieces:
         pass
@@ -156,7 +135,6 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
     check_methods(settings, [method], has_draft=settings.draft is not None)
     if method not in METHODS:
         raise UserError(f"{method} is transformers' own and only for comparison in bench; choose another method")
-    options = method_options(settings)
     opened = pair is None
     if pair is None:
         pair = open_pair(settings, settings.draft if needs_draft(method) else None)
@@ -166,35 +144,33 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
         torch.set_num_threads(settings.threads)
     if opened:
         machine.set_threads(pair.runner, settings.threads)
-        notices = [f"{settings.target} {placement(pair.target)}", described(pair.target, warp)]
-        runners = (("target", pair.runner), ("draft", pair.draft_runner))
-        notices += [f"{name}: {runner.packing}" for name, runner in runners if runner is not None and runner.packing]
+        runners = {"target": pair.runner, "draft": pair.draft_runner}
+        packing = [f"{name}: {runner.packing}" for name, runner in runners.items() if runner and runner.packing]
+        notices = [f"{settings.target} {placement(pair.target)}", described(pair.target, warp), *packing]
         print("\n".join(filter(None, [*notices, told_chat(settings, chat)])), file=sys.stderr)
     ids = chat_ids(tokenizer, user_says(prompt, settings.system)) if chat else prompt_ids(tokenizer, prompt)
-    draft = None
+    options, draft, costs = method_options(settings), None, None
     if needs_draft(method):
+        draft, costs = pair.draft_runner, recorded_costs(pair.draft_name)
         if isinstance(pair.draft, ForeignDraft):
             print(pair.draft.vocabulary.sentence(ids), file=sys.stderr)
         if pair.draft and options.draft_length is None and (settings.stop_rule or METHODS[method][1]) == "length":
             options.draft_length = exported_length(pair.draft)
-        draft = pair.draft_runner
-    costs = recorded_costs(pair.draft_name) if draft is not None else None
     inputs = MethodInputs(pair.runner, warp, draft, tokenizer, *store_folders(settings), options, costs)
     system = build(method, inputs, stop=settings.stop_rule, rule=settings.rule)
     seed = random.SystemRandom().randrange(1 << 31) if settings.seed is None else settings.seed
     generation = Generation(ids, method, is_lossless(method, settings.rule), seed)
+    generation.pieces = _pieces(generation, settings, pair, system, warp)
+    return generation
+
+
+def _pieces(
+    generation: Generation, settings: GenerateSettings, pair: Pair, system: Method, warp: LogitsWarper
+) -> Iterator[list[dict[str, str]]]:
+    """Generate the text and keep it in `generation`; yields the tokens of each step with those who wrote them."""
+    tokenizer, rng = pair.tokenizer, TorchRng(generation.seed, pair.runner.device)
     ends = set() if settings.ignore_eos else stop_ids(pair.target, tokenizer)
-    source = decoding_steps(
-        pair.runner,
-        system,
-        warp,
-        ids,
-        max_new_tokens=settings.max_new_tokens,
-        stop_ids=ends,
-        rng=TorchRng(seed, pair.runner.device),
-        trace=generation.trace,
-    )
-    alone, detokenizer = METHODS[method][0] == "none", Detokenizer(tokenizer)
+    alone, detokenizer = METHODS[generation.method][0] == "none", Detokenizer(tokenizer)
 
     def stopped(dropped: int) -> None:
         generation.finish_reason = "stop"
@@ -205,39 +181,33 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
         generation.text += "".join(piece["text"] for piece in pieces if piece["who"] != "rejected")
         return pieces
 
-    def steps() -> Iterator[list[dict[str, str]]]:
-        writer = "target"
-        for step in stop_at(source, ids, tokenizer, settings.stop, stopped):
-            pieces = marked(detokenizer, step.new, step.written_by[: len(step.new)], step.rejected, alone)
-            generation.ids += step.new
-            writer = pieces[-1]["who"] if pieces else writer
-            yield noted(pieces)
-        if rest := detokenizer.finish():
-            yield noted([{"text": rest, "who": writer}])
-        if generation.ids and generation.ids[-1] in ends:
-            generation.finish_reason = "eos"
-        elif generation.finish_reason != "stop":
-            generation.finish_reason = "length" if len(generation.ids) >= settings.max_new_tokens else "context"
-
-    generation.pieces = steps()
-    return generation
-
-
-def read_prompt(settings: GenerateSettings) -> str:
-    """The prompt of the settings, or else standard input."""
-    if settings.prompt is not None:
-        return settings.prompt
-    if sys.stdin.isatty():
-        print("reading the prompt from the terminal; Ctrl-D ends it", file=sys.stderr)
-    text = sys.stdin.read()
-    if not text:
-        raise UserError("the prompt is empty; give --prompt TEXT, or text on standard input")
-    return text
+    source = steps(
+        pair.runner, system, warp, generation.prompt, max_new_tokens=settings.max_new_tokens, stop_ids=ends, rng=rng,
+        trace=generation.trace,
+    )  # fmt: skip
+    for step in stop_at(source, generation.prompt, tokenizer, settings.stop, stopped):
+        generation.ids += step.new
+        yield noted(marked(detokenizer, step.new, step.written_by[: len(step.new)], step.rejected, alone))
+    if rest := detokenizer.finish():
+        yield noted([{"text": rest, "who": generation.tokens[-1]["who"] if generation.tokens else "target"}])
+    if generation.ids and generation.ids[-1] in ends:
+        generation.finish_reason = "eos"
+    elif generation.finish_reason != "stop":
+        generation.finish_reason = "length" if len(generation.ids) >= settings.max_new_tokens else "context"
 
 
 def run(settings: GenerateSettings) -> None:
-    """Generate one text to standard output."""
-    generation = start(settings, read_prompt(settings))
+    """Generate one text to standard output; without a prompt in the settings, from standard input.
+
+    Raises:
+        UserError: there is no prompt, or see `start`.
+    """
+    if (prompt := settings.prompt) is None:
+        if sys.stdin.isatty():
+            print("reading the prompt from the terminal; Ctrl-D ends it", file=sys.stderr)
+        if not (prompt := sys.stdin.read()):
+            raise UserError("the prompt is empty; give --prompt TEXT, or text on standard input")
+    generation = start(settings, prompt)
     if settings.json:
         for _ in generation.pieces:
             pass
@@ -256,4 +226,12 @@ def run(settings: GenerateSettings) -> None:
             used = len(generation.prompt) + len(generation.ids)
             print(f"the text ends here because the model's context is full: {used} tokens", file=sys.stderr)
         if settings.show and generation.trace.rounds:
-            show_statistics(generation, console)
+            kind = "lossless" if generation.lossless else "relaxed: the output is not distributed as the target's"
+            table = Table(title=f"{generation.method} ({kind})", title_justify="left", box=None, pad_edge=False)
+            table.add_column("")
+            table.add_column("", justify="right")
+            table.add_column("formula", style="dim")
+            for name, value in generation.trace.metrics().items():
+                if name in STATISTICS and value == value:
+                    table.add_row(name, f"{value:d}" if isinstance(value, int) else f"{value:.3f}", STATISTICS[name])
+            console.print("", LEGEND, table, sep="\n")

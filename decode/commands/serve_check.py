@@ -221,33 +221,26 @@ def compared(
         length: tokens drafted per round.
         budget: see `predicted_drafts`.
     """
-
-    def fits(served: float, predicted: float, error: float) -> bool:  # 0.02: where there is no error
-        return abs(served - predicted) <= max(2 * error if math.isfinite(error) else 0.0, 0.02)
-
     served = [text.drafts for text in texts]
     expected = [predicted_drafts(accept, n, length, budget=budget) for accept, n in zip(kept.texts, kept.lengths)]
     (mean, mean_se), (expected_mean, expected_se) = mean_length(served), mean_length(expected)
     same = [a.ids == b.ids for a, b in zip(texts, alone)]
     # of the same texts the errors are those of the differences
     error = difference_error(served, expected) if all(same) else math.hypot(mean_se, expected_se)
-    positions = [
-        {"position": i, "served_marginal": ours, "predicted_marginal": theirs,
-         "within": fits(ours, theirs, math.hypot(se, other_se))}
-        for i, ((ours, se), (theirs, other_se)) in enumerate(
-            zip(marginal_rates(served, length), marginal_rates(expected, length)), 1
-        )
-    ]  # fmt: skip
     middle, *interval = median_interval([a.tokens_per_second / b.tokens_per_second for a, b in zip(texts, alone)])
     speeds = [sum(len(text.ids) for text in of) / sum(text.seconds for text in of) for of in (texts, alone)]
     return {
-        "positions": positions,
+        "positions": [
+            {"position": i, "served_marginal": ours, "predicted_marginal": theirs}
+            for i, (ours, theirs) in enumerate(zip(marginal_rates(served, length), marginal_rates(expected, length)), 1)
+        ],
         "served_length": mean,
         "served_length_se": mean_se,
         "predicted_length": expected_mean,
         "predicted_length_se": expected_se,
         "difference_se": error,
-        "fits": fits(mean, expected_mean, error),
+        # 0.02: where there is no error, which is nan then
+        "fits": abs(mean - expected_mean) <= max(0.02, 2 * error),
         "tokens_per_second": speeds[0],
         "plain_tokens_per_second": speeds[1],
         "speedup": middle,
@@ -296,12 +289,8 @@ def show(rows: Sequence[Mapping[str, Any]], causes: Sequence[Cause]) -> None:
     console.print(f"[dim]{FORMULA}")
     console.print("\nShare of rounds that accept each draft position: served / predicted", style="bold")
     for row in rows:
-        marginals = (
-            f"{at['served_marginal'] or 0:.3f}/{at['predicted_marginal'] or 0:.3f}{'' if at['within'] else '!'}"
-            for at in row["positions"]
-        )
-        console.print(f"T {row['temperature']:g}, k {row['draft_length']}: {'  '.join(marginals)}", soft_wrap=True)
-    console.print("[dim]! more than two standard errors apart")
+        shares = (f"{at['served_marginal'] or 0:.3f}/{at['predicted_marginal'] or 0:.3f}" for at in row["positions"])
+        console.print(f"T {row['temperature']:g}, k {row['draft_length']}: {'  '.join(shares)}", soft_wrap=True)
     apart = sum(not row["fits"] for row in rows)
     if not causes:
         verdict = f"differ in {apart} rows, for no known cause" if apart else "agree"

@@ -46,11 +46,10 @@ class ServedText:
         return len(self.ids) / (self.seconds or math.nan)
 
 
-def marginal_rates(texts: Sequence[Drafts], length: int) -> list[tuple[float, float]]:
-    """Share of rounds that accept at least 1, 2, … `length` tokens, with standard errors clustered by text."""
-    rounds = [text.rounds for text in texts]
-    accepted = [text.accepted + [0.0] * (length - len(text.accepted)) for text in texts]
-    return [clustered_ratio([counts[i] for counts in accepted], rounds) for i in range(length)]
+def marginal_rates(texts: Sequence[Drafts], length: int) -> list[float]:
+    """Share of rounds that accept at least 1, 2, … `length` tokens."""
+    rounds = sum(text.rounds for text in texts) or math.nan
+    return [sum(sum(text.accepted[i : i + 1]) for text in texts) / rounds for i in range(length)]
 
 
 def mean_length(texts: Sequence[Drafts]) -> tuple[float, float]:

@@ -385,13 +385,11 @@ class Server:
     def _call(self, method: str, path: str, **options: Any) -> httpx.Response:
         try:
             answer = self.client.request(method, path, **options)
-        except httpx.TimeoutException as error:
-            raise UserError(
-                f"{self.name} did not answer {path} within {self.seconds:.0f} s; raise --timeout or lower "
-                "--max-new-tokens"
-            ) from error
         except httpx.HTTPError as error:
-            raise UserError(f"{self.name} at {self.url} does not answer {path}: {error}; is it running?") from error
+            raise UserError(
+                f"{self.name} at {self.url} did not answer {path} within {self.seconds:.0f} s ({error}); is it running?"
+                " If it is slow, raise --timeout or lower --max-new-tokens"
+            ) from error
         if answer.status_code != 200:
             raise UserError(
                 f"{self.name} answered {path} with status {answer.status_code}: {answer.text[:400].strip()}; check "

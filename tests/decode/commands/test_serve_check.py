@@ -66,7 +66,7 @@ def test_a_whole_check_and_where_it_is_recorded(folder: Path, capsys, monkeypatc
     assert (found["engine"], row["identical_share"], row["fits"], found["causes"]) == ("vllm", 1, True, [])
     assert row["served_length"] == pytest.approx(row["predicted_length"])
     assert len(row["positions"]) == 3
-    assert all(at["within"] for at in row["positions"])
+    assert all(at["served_marginal"] == at["predicted_marginal"] for at in row["positions"])
     assert sampled["lossless"]
     assert (row["speedup"] is None) == bool(url)
     assert main(command(folder, *more, *url)) == 0  # a second check replaces the first
