@@ -26,9 +26,8 @@ EXAMPLES = """\
   python -m distill design --config configs/quickstart.yaml   which draft to train: costs, short trials
   wandb sweep configs/sweeps/distill.yaml                     grids of settings"""
 
-BENCH = """Measures AdaSPEC's training steps and the memory of its loss against a straightforward implementation over
-Hugging Face's Trainer, on the pair of a configuration: its trained run if there is one, else random weights. Without
---config, configs/quickstart.yaml."""
+BENCH = """Measures AdaSPEC's training steps against a straightforward implementation over Hugging Face's Trainer, with
+the models of a configuration as they are before training. Without --config, configs/quickstart.yaml."""
 
 ABLATE = """Trains each of the drafts with several seeds, and compares them with the first one of the same seed by
 offline alpha on the same texts. Target, student and references are taken from another run where they are the same.

@@ -144,10 +144,8 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
         torch.set_num_threads(settings.threads)
     if opened:
         machine.set_threads(pair.runner, settings.threads)
-        runners = {"target": pair.runner, "draft": pair.draft_runner}
-        packing = [f"{name}: {runner.packing}" for name, runner in runners.items() if runner and runner.packing]
-        notices = [f"{settings.target} {placement(pair.target)}", described(pair.target, warp), *packing]
-        print("\n".join(filter(None, [*notices, told_chat(settings, chat)])), file=sys.stderr)
+        notices = f"{settings.target} {placement(pair.target)}", described(pair.target, warp), told_chat(settings, chat)
+        print("\n".join(filter(None, notices)), file=sys.stderr)
     ids = chat_ids(tokenizer, user_says(prompt, settings.system)) if chat else prompt_ids(tokenizer, prompt)
     options, draft, costs = method_options(settings), None, None
     if needs_draft(method):

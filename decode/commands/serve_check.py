@@ -113,7 +113,7 @@ def run(settings: ServeCheckSettings) -> None:
     result = plain({"engine": engine.name, "rows": rows, "causes": [dataclasses.asdict(cause) for cause in causes]})
     result |= {"suite": settings.suite, "machine": machine.describe(session.runner.device)}
     if not settings.draft_shape:
-        for file in record(result, Path(folders[1]), Path(settings.output) if settings.output else None):
+        for file in record(result, Path(folders[1])):
             console.print(f"[dim]wrote {file}")
     print(json.dumps(result, ensure_ascii=False)) if settings.json else show(result["rows"], causes)
 
@@ -299,28 +299,24 @@ def show(rows: Sequence[Mapping[str, Any]], causes: Sequence[Cause]) -> None:
         console.print(f"\n[bold yellow]{cause.name}[/]: {cause.evidence}.\n  Next: {cause.remedy}.", soft_wrap=True)
 
 
-def record(result: Mapping[str, Any], draft: Path, run: Path | None) -> list[Path]:
-    """Put a check in place of earlier ones of its engine.
+def record(result: Mapping[str, Any], draft: Path) -> list[Path]:
+    """Put a check in place of earlier ones of its engine, into a draft's speculation_profile.json and model card.
 
     Args:
         result: engine, rows and causes, ready for JSON.
-        draft: the draft's folder, whose speculation_profile.json and model card get it.
-        run: a run's folder, whose report.json gets it.
+        draft: the draft's folder; one without a profile is left as it is.
 
     Returns:
         The files written.
     """
-    written = []
     profile, card = draft / "speculation_profile.json", draft / "README.md"
-    for path in (profile, *([run / "report.json"] if run else [])):
-        if content := read_json(path):
-            kept = [other for other in content.get("served") or [] if other.get("engine") != result["engine"]]
-            content["served"] = [*kept, dict(result)]
-            write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-            written.append(path)
-    if card.is_file() and profile in written:
-        table = [[of["engine"], *cells(row, COLUMNS)] for of in read_json(profile)["served"] for row in of["rows"]]
-        text = markdown_table(["engine", *COLUMNS], table)
-        write_section(card, "served", f"## Served\n\n{text}\n\n{FORMULA}.")
-        written.append(card)
-    return written
+    if not (content := read_json(profile)):
+        return []
+    served = [other for other in content.get("served") or [] if other.get("engine") != result["engine"]]
+    content["served"] = [*served, dict(result)]
+    write_text(profile, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    if not card.is_file():
+        return [profile]
+    rows = [[of["engine"], *cells(row, COLUMNS)] for of in content["served"] for row in of["rows"]]
+    write_section(card, "served", f"## Served\n\n{markdown_table(['engine', *COLUMNS], rows)}\n\n{FORMULA}.")
+    return [profile, card]

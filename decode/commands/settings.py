@@ -90,7 +90,8 @@ class SuiteSettings(Checked):
     """Prompts of a measurement."""
 
     suite: list[str] = field(default_factory=lambda: ["arithmetic"])
-    """Prompts; see `python -m decode bench --help`."""
+    """Prompts: arithmetic, chat, gsm8k, humaneval, mbpp, mmlu, alpaca, mt_bench, spec_bench, cnn_dailymail, xsum, open;
+    a local file, whose columns say what it is, or NAME=PATH; arithmetic:2 is a difficulty, chat:qa a category."""
     split: str = "test"
     """Split of suites that have several."""
     seed: Seed = 0
@@ -209,9 +210,6 @@ class BenchSettings(SuiteSettings, ChatSettings, SamplingSettings, MethodSetting
     """Sequences decoded at once; the methods are compared at each of these batch sizes. With a size above 1 the default
     methods are: no draft, fixed draft lengths (--draft-lengths, else 1, 2, 4 and 8), cost-optimal, and transformers'
     generate on batches. Each batch size gets --limit prompts, but at least two for each place of the batch."""
-    suite: list[str] = field(default_factory=lambda: ["arithmetic"])
-    """Prompts: arithmetic, chat, gsm8k, humaneval, mbpp, mmlu, alpaca, mt_bench, spec_bench, cnn_dailymail, xsum, open;
-    a local file, whose columns say what it is, or NAME=PATH; arithmetic:2 is a difficulty, chat:qa a category."""
     limit: PositiveInt | None = 20
     """Prompts of each suite (also --prompts), a sample chosen by the seed, evenly from its categories; null: all."""
     temperatures: list[Temperature] = field(default_factory=lambda: [0.0])
@@ -304,9 +302,6 @@ class ServeCheckSettings(SuiteSettings, ChatSettings, LoadSettings):
     """Number format of what is converted for llama.cpp: f32, f16, bf16 or q8_0."""
     timeout: PositiveInt = 300
     """Seconds until the engine has to be ready, and for each text."""
-    output: str | None = None
-    """Folder of a run whose report.json gets the rows under the key served; null: none. The draft's
-    speculation_profile.json and model card always get them."""
     json: bool = False
     """Print one JSON object."""
 

@@ -29,6 +29,7 @@ from decode.models.writing import draws_of_loop, write_texts
 from decode.progress import output_console, working
 from distill.config.run import ExportSettings, Settings
 from distill.data.context import StageContext
+from distill.data.corpus import test_suite
 from distill.files import fingerprint, write_json
 from distill.pipeline import alone_in
 from distill.run_stages import run_stages
@@ -130,11 +131,8 @@ class Meter:
     def answers(self, mode: str) -> list[tuple[list[int], int]]:
         """Returns the target's answers to the test prompts: ids of prompt and answer, and the prompt's length."""
         settings, corpus = self.context.settings, self.context.corpus
-        prompts = []
-        for row in corpus.test.select(range(min(settings.evaluation.prompts, len(corpus.test)))):
-            start = next((i for i, label in enumerate(row["labels"]) if label >= 0), len(row["labels"]))
-            if start:  # the tokens before the first label
-                prompts.append(list(row["input_ids"][:start]))
+        suite = test_suite(corpus, settings.data.source, settings.evaluation.prompts)
+        prompts = [list(prompt.ids) for prompt in suite.prompts if prompt.ids]
         answers = write_texts(
             self.target,
             prompts,

