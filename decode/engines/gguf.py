@@ -60,9 +60,7 @@ def find_converter() -> Path:
     raise UserError("GGUF files are written by llama.cpp's converter, which is not installed here; run `make engines`")
 
 
-def convert(
-    folder: str | Path, file: str | Path, kind: str = "f32", *, target: str | Path | None = None, seconds: float = 1800
-) -> Path:
+def convert(folder: str | Path, file: str | Path, kind: str = "f32", *, target: str | Path | None = None) -> Path:
     """Write a model's folder as a GGUF file, atomically.
 
     Args:
@@ -70,7 +68,6 @@ def convert(
         file: to write.
         kind: one of `TYPES`.
         target: folder of the target, for a head.
-        seconds: time limit.
 
     Returns:
         The file.
@@ -91,12 +88,7 @@ def convert(
             command += ["--target-model-dir", str(target)]
         paths = [str(script.parents[1] / "python"), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
-        try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
-        except subprocess.TimeoutExpired as error:
-            raise UserError(
-                f"llama.cpp's converter did not finish {folder} within {seconds:.0f} s; run the command again"
-            ) from error
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode or not made.is_file():
             last = next((line.strip() for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
             raise UserError(

@@ -20,7 +20,6 @@ from rich.console import Console
 from decode.bench import machine
 from decode.bench.offline_acceptance import OfflineAlpha, offline_alphas, paired, prompt_numbers
 from decode.bench.page import markdown_table, plain_table
-from decode.bench.prediction import replayed
 from decode.errors import UserError, read_json, write_text
 from decode.method_options import Seed
 from decode.models.loading import open_draft, stop_ids
@@ -39,15 +38,13 @@ Row = dict[str, Any]
 Alphas = dict[str, list[OfflineAlpha]]  # by mode, as first, second, … drafted token
 
 MODES = {"sampled": 1.0, "greedy": 0.0}
-DRAFTED = 7  # drafted tokens per round of the accepted length
+DEPTH = 7  # drafted tokens of a feature head whose acceptance is measured
 FORMULAS = {
     "α": "offline_alpha: mean of Σₓ min(p(x), q(x)) over the response positions of texts that the target sampled at "
     "T = 1; mean over seeds ± its standard error over prompts",
     "gain": "α minus that of the first draft with the same seed, on the same texts; mean over seeds ± √(variance of "
     "the seeds' gains / seeds + squared standard error of the mean gain over prompts)",
     "greedy gain": "the same at temperature 0: agreement of the argmax on the target's greedy texts",
-    "accepted length": f"tokens / expected rounds of {DRAFTED} drafted tokens, replayed over the sampled texts; mean "
-    "over seeds",
 }
 
 
@@ -151,7 +148,7 @@ class Meter:
         model = open_draft(self.context.run.path(draft), self.target, tokenizer, trust_remote_code=trust)
         for mode, texts in self.texts.items():
             depth, warp = (
-                DRAFTED if student.is_head and mode == "sampled" else 1,
+                DEPTH if student.is_head and mode == "sampled" else 1,
                 own_warp(self.target, MODES[mode], {}),
             )
             alphas = offline_alphas(self.target, {draft: model}, texts, warp, depth=depth)
@@ -166,7 +163,7 @@ class Meter:
 
 
 def table(alphas: Mapping[str, Mapping[int, Alphas]], used: Mapping[str, Sequence[Row]]) -> list[Row]:
-    """Returns a row for each draft: α, gains over the first draft, accepted length, and what it took.
+    """Returns a row for each draft: α, gains over the first draft, and what it took.
 
     Args:
         alphas: By name and seed.
@@ -177,14 +174,12 @@ def table(alphas: Mapping[str, Mapping[int, Alphas]], used: Mapping[str, Sequenc
         mean = _mean([of["sampled"][0] for of in by_seed.values()])
         row: Row = {"name": name, "seeds": len(by_seed), "offline_alpha": mean.mean}
         row["offline_alpha_se"] = None if math.isnan(mean.se) else mean.se
-        replays = [replayed(of["sampled"], DRAFTED) for of in by_seed.values()]
-        row["accepted_length"] = statistics.fmean(tokens / sum(rounds.values()) for tokens, rounds in replays)
         if name != first:
             row |= {
                 "gain": gain(by_seed, alphas[first], "sampled"),
                 "greedy_gain": gain(by_seed, alphas[first], "greedy"),
             }
-        keys = ("optimiser_steps", "teacher_tokens", "selected_tokens", "seconds")
+        keys = ("optimiser_steps", "teacher_tokens", "seconds")
         rows.append(row | {key: statistics.fmean(one[key] for one in used[name]) for key in keys})
     return rows
 
@@ -222,7 +217,6 @@ def write_table(folder: Path, rows: Sequence[Row], console: Console) -> None:
                 str(row["seeds"]),
                 f"{row['offline_alpha']:.4f}" + (f" ± {se:.4f}" if se is not None else ""),
                 *(f"{one['gain']:+.4f} ± {one['se']:.4f}" if one else "–" for one in gains),
-                f"{row['accepted_length']:.3f}",
                 f"{row['teacher_tokens']:,.0f}",
                 f"{row['seconds']:.0f}",
             ]

@@ -13,7 +13,6 @@ from rich.console import Console
 from tiny_run import begun, run_tiny, tiny_settings
 
 from decode.bench.offline_acceptance import OfflineAlpha, paired, prompt_numbers
-from decode.bench.prediction import replay
 from decode.errors import UserError
 from distill.config.drafts import DraftSettings
 from distill.experiments.ablation import AblateSettings, ablate, table
@@ -80,16 +79,15 @@ def test_the_ablation_compares_seed_by_seed_and_goes_on_where_it_was(tmp_path: P
     assert json.loads((folder / "ablation.json").read_text())["drafts"] == content["drafts"]
 
 
-def rows_of(gains: dict[str, list[float]], deeper: float | None = None) -> dict[str, Any]:
+def rows_of(gains: dict[str, list[float]]) -> dict[str, Any]:
     """Rows by name of drafts whose α is 0.5 plus these gains, by seed, on four texts."""
     noise, alphas, used = np.array([0.001, -0.001, 0.002, -0.002]), {}, {}
     for name, by_seed in gains.items():
         alphas[name] = {}
         for seed, gain in enumerate(by_seed):
             alpha = OfflineAlpha([[0.5 + gain + (gain != 0) * wiggle] * 3 for wiggle in noise])
-            depths = [] if deeper is None else [OfflineAlpha([[deeper] * 3] * 4)]
-            alphas[name][seed] = {"sampled": [alpha, *depths], "greedy": [alpha]}
-        used[name] = [{"optimiser_steps": 1, "teacher_tokens": 2, "selected_tokens": 1, "seconds": 3.0}] * len(by_seed)
+            alphas[name][seed] = {"sampled": [alpha], "greedy": [alpha]}
+        used[name] = [{"optimiser_steps": 1, "teacher_tokens": 2, "seconds": 3.0}] * len(by_seed)
     return {row["name"]: row for row in table(alphas, used)}
 
 
@@ -101,21 +99,6 @@ def test_the_gain_is_the_mean_over_seeds_with_errors_over_seeds_and_over_texts()
     assert found["se_texts"] == pytest.approx(np.std([0.001, -0.001, 0.002, -0.002], ddof=1) / 2)
     assert found["se"] == pytest.approx(np.hypot(found["se_seeds"], found["se_texts"]))
     assert "gain" not in rows["distillspec"]
-
-
-def test_the_accepted_length_is_that_of_replayed_rounds_by_depth() -> None:
-    for deeper in (None, 0.2):
-        rows = rows_of({"distillspec": [0.0, 0.0], "x": [0.2, 0.2]}, deeper)
-        below = [] if deeper is None else [[deeper] * 3]
-        wanted = [
-            12
-            / sum(
-                replay([0.5 + gain + (gain != 0) * wiggle] * 3, 7, below)[0]
-                for wiggle in (0.001, -0.001, 0.002, -0.002)
-            )
-            for gain in (0.0, 0.2)
-        ]
-        assert [row["accepted_length"] for row in rows.values()] == pytest.approx(wanted)
 
 
 def test_texts_of_one_prompt_are_one_observation() -> None:
