@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import yaml
 from wandb.sdk.launch.sweeps import utils
@@ -12,7 +13,7 @@ from decode.commands.parsing import parse
 from decode.commands.settings import bench_settings
 from distill import __main__ as command
 from distill.config.run import Settings
-from distill.tracking import _summary
+from distill.tracking import log_report
 
 
 def test_the_training_sweep_file_gives_commands_that_distill_accepts_and_names_a_metric_that_it_logs() -> None:
@@ -27,7 +28,9 @@ def test_the_training_sweep_file_gives_commands_that_distill_accepts_and_names_a
     settings.validate()
     assert [draft.name for draft in settings.drafts] == ["distillspec", "adaspec"]
     assert options == {"--drafts.adaspec.k": ("adaspec", "k", "0.2")}
-    assert content["metric"]["name"] in _summary({"drafts": [{"name": "adaspec", "offline_alpha": 0.5}]})
+    logger = Mock()
+    log_report(logger, {"drafts": [{"name": "adaspec", "offline_alpha": 0.5}]}, dict)
+    assert content["metric"]["name"] in logger.log_metrics.call_args.args[0]
 
 
 def test_the_benchmark_s_sweep_file_gives_commands_that_bench_accepts_and_names_a_metric_that_it_logs() -> None:
