@@ -157,8 +157,7 @@ class Preset:
         """The text that a model continues.
 
         Raises:
-            UserError: a row without its turns.
-            ValueError: a row that does not fit the template.
+            ValueError: a row without its turns, or that does not fit the template.
         """
         return self._filled("prompt", row) if "prompt" in self.templates else self.turns(row)[0]
 
@@ -178,10 +177,8 @@ class Preset:
         if self.kind == "chat":
             return tuple(message["content"] for message in row["messages"] if message["role"] == "user")
         turns = row.get("turns") or row.get("prompt")  # the Hub's copy of MT-Bench calls them prompt
-        if not isinstance(turns, list | tuple) or not all(isinstance(turn, str) for turn in turns):
-            raise UserError(
-                f"a row needs its turns as a list of texts in the column turns; its columns: {', '.join(row)}"
-            )
+        if not isinstance(turns, list | tuple):
+            raise ValueError("the column turns must hold a list of texts")
         return tuple(turns)
 
     def split_of(self, row: Mapping[str, Any]) -> str | None:

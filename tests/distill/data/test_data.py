@@ -179,7 +179,7 @@ def test_a_stream_is_read_no_further_than_it_may_be_needed(tmp_path):
     )
     assert [getattr(streamed, split)[:] for split in SPLITS] == [getattr(whole, split)[:] for split in SPLITS]
     assert len(streamed.train) == 10
-    with pytest.raises(UserError, match="line 65"):
+    with pytest.raises(UserError, match="row 65"):
         load_corpus(DataSettings(source=long, **FEW), seed=1)
 
 
