@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from tiny_run import run_tiny, tiny_settings
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from decode.errors import UserError
 from decode.models.families import decoder_layers, final_norm, state_of
 from distill.config.training import StudentSettings, TrainingSettings
 from distill.models.layers import cut, kept_layers
@@ -25,12 +24,6 @@ LAYERS = {"gpt2": "n_layer", "codegen": "n_layer"}
 )
 def test_layers_are_spread_from_the_first_to_the_last(layers: int | list[int], wanted: list[int]) -> None:
     assert kept_layers(layers, 8) == wanted
-
-
-@pytest.mark.parametrize("layers", [8, 0, [], [3, 1], [1, 1], [-1], [8], list(range(8))])
-def test_layers_that_the_target_does_not_have_or_that_are_all_are_refused(layers: int | list[int]) -> None:
-    with pytest.raises(UserError, match=r"student.layers is .* the target has 8 layers: wanted a number from 1 to 7"):
-        kept_layers(layers, 8)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -77,19 +70,3 @@ def test_a_cut_draft_is_distilled_with_or_without_training_of_its_own(tmp_path: 
     ran, run, _ = run_tiny(settings)
     assert ran == ["initial", "distillspec", "adaspec"]
     assert [row["step"] for row in run.record("initial").history] == [0, 2]  # type: ignore[union-attr]
-
-
-def test_more_layers_than_the_target_has_are_refused_before_training(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path, student=StudentSettings(kind="cut", layers=2))
-    with pytest.raises(UserError, match="the target has 2 layers"):
-        run_tiny(settings)
-    assert not list(tmp_path.rglob("*.safetensors"))
-    settings.student.layers = 0
-    with pytest.raises(UserError, match=r"student\.layers is 0"):
-        settings.validate()
-    settings.student.model = "somewhere"
-    with pytest.raises(UserError, match=r"wanted no model .it is cut from the target"):
-        settings.validate()
-    settings.target.kind = "cut"
-    with pytest.raises(UserError, match=r"target.kind is cut, which is for student"):
-        settings.validate()

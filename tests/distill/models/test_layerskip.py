@@ -7,12 +7,10 @@ import math
 import pytest
 import torch
 from families import in_double
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from decode.errors import UserError
 from decode.models.families import decoder_layers, final_norm
-from distill.config.run import Settings
 from distill.config.training import LayerSkipSettings, TrainingSettings
 from distill.data.batches import label_mask
 from distill.losses.chunked import next_token_loss
@@ -20,7 +18,6 @@ from distill.models.layers import LayerSkip, dropout_rates, exit_weights, exits_
 from distill.models.lm_head import LMHead
 from distill.models.loading import checkpoint_layers
 from distill.modules import CausalLMModule
-from distill.stages import stage_fingerprints
 
 ON = LayerSkipSettings(enabled=True)
 BATCH = {
@@ -140,50 +137,6 @@ def test_evaluation_and_a_finished_model_are_untouched(build) -> None:
     assert all(not layer._forward_hooks for layer in decoder_layers(model))
 
 
-@pytest.mark.parametrize("scratch", [True, False])
-def test_training_makes_the_early_exit_better(build, scratch: bool) -> None:
-    model = build("llama", num_hidden_layers=3)
-    module = module_of(model, ON, 60, scratch=scratch)
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-
-    def early() -> float:
-        model.eval()
-        with torch.no_grad():
-            mask = label_mask(BATCH["labels"])
-            out = model.base_model(BATCH["input_ids"], output_hidden_states=True)
-            rows = final_norm(model)(out.hidden_states[1][mask])
-        model.train()
-        return next_token_loss(rows, LMHead(module.model), BATCH["labels"].roll(-1, 1)[mask]).item()
-
-    before = early()
-    for step in range(60):
-        optimizer.zero_grad()
-        loss_at(module, step).backward()
-        optimizer.step()
-    assert early() < 0.5 * before
-
-
-def test_an_adapter_is_trained_through_the_exits(build) -> None:
-    model = build("llama", num_hidden_layers=3)
-    adapted = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
-    module = module_of(model, ON)
-    loss_at(module, 0).backward()
-    with_gradient = [name for name, p in adapted.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0]
-    assert any("layers.0." in name for name in with_gradient)
-    assert all("lora" in name for name in with_gradient)
-
-
-def test_the_module_trains_with_it_and_reports_the_last_layers_loss(build) -> None:
-    model = build("llama", num_hidden_layers=3)
-    module = module_of(model, ON)
-    seen: dict[str, Tensor] = {}
-    module.log_step = lambda loss, **values: seen.update(values, loss=loss)  # type: ignore[method-assign]
-    module._trainer = type("T", (), {"global_step": 1})()
-    loss = module.training_step(BATCH, 0)
-    assert {"loss", "last_layer_loss"} == seen.keys()
-    assert loss.requires_grad
-
-
 def test_checkpoints_are_compared_by_the_loss_of_the_recipe_over_the_same_exits(build) -> None:
     module = module_of(build("llama", num_hidden_layers=3), LayerSkipSettings(enabled=True, dropout=0.5))
     assert module.monitor == "validation_recipe_loss"
@@ -195,19 +148,3 @@ def test_checkpoints_are_compared_by_the_loss_of_the_recipe_over_the_same_exits(
         total, last, _ = module(BATCH)
         totals.append(total)
     assert totals[0] == totals[1] != last
-
-
-def test_models_without_an_exit_are_refused(build) -> None:
-    with pytest.raises(UserError, match="at least two layers"):
-        LayerSkip(build("llama", num_hidden_layers=1), ON, 10, scratch=True)
-
-
-def test_the_recipe_changes_the_targets_fingerprint_only_where_it_is_used() -> None:
-    def key(**given) -> str:
-        settings = Settings()
-        for name, value in given.items():
-            setattr(settings.target.layerskip, name, value)
-        return stage_fingerprints(settings)["target"][0]
-
-    assert key() == key(dropout=0.3)
-    assert key() != key(enabled=True) != key(enabled=True, dropout=0.3)

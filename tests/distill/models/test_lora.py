@@ -10,7 +10,6 @@ from families import build_tiny
 from safetensors.torch import load_file
 from tiny_run import begun, run_tiny, tiny_settings
 
-from decode.errors import UserError
 from distill.config.training import LoraSettings
 from distill.models.loading import Adapter
 
@@ -64,17 +63,3 @@ def test_a_draft_and_a_target_are_trained_on_bfloat16_weights(tmp_path: Path) ->
         assert changed == {name for name in ended if "proj" in name}
     losses = [row["loss"] for row in adapted.record("target").history]  # type: ignore[union-attr]
     assert losses[-1] < losses[0]
-
-
-def test_weights_that_cannot_be_used_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path)
-    _, run, _ = run_tiny(begun(settings))
-    settings.name, settings.target.kind, settings.target.model = "adapted", "lora", str(run.target)
-    settings.target.lora = LoraSettings(base="bfloat16")
-    with pytest.raises(UserError, match=r"precision is 32-true.*need bf16-mixed"):
-        run_tiny(settings)
-    settings.target.lora = LoraSettings(quantization={"quant_method": "nf3"})
-    settings.trainer.precision = "bf16-mixed"
-    with pytest.raises(UserError, match=r"lora\.quantization is .*nf3.*cannot be used here.*lora\.base to bfloat16"):
-        run_tiny(settings)
-    assert not (tmp_path / "adapted" / "target").exists()

@@ -1,7 +1,5 @@
 """Muon: orthogonal updates of every matrix, whatever its shape and its neighbours, against the gradient."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -57,28 +55,3 @@ def test_only_matrices_inside_the_layers_are_updated_by_muon() -> None:
     optimizer = make_optimizer(model, TrainingSettings(steps=1, optimizer="muon"))
     by_muon = [p.shape for group in optimizer.param_groups if group["muon"] for p in group["params"]]
     assert by_muon == [model[1].weight.shape]
-
-
-@pytest.mark.parametrize(
-    ("name", "precision", "can", "wanted"),
-    [
-        ("muon", "32-true", True, False),
-        ("muon", "bf16-mixed", False, True),
-        ("muon_bfloat16", "32-true", True, True),
-        ("muon_bfloat16", "32-true", False, False),
-    ],
-)
-def test_muon_multiplies_in_bfloat16_where_that_is_asked_for_and_the_processor_can(
-    monkeypatch: pytest.MonkeyPatch, name: Any, precision: str, can: bool, wanted: bool
-) -> None:
-    monkeypatch.setattr("distill.models.optimizers.multiplies_bfloat16", lambda device: can)
-    weight = nn.Linear(24, 8, bias=False)
-    optimizer = make_optimizer(weight, TrainingSettings(steps=1, optimizer=name), precision=precision)
-    assert optimizer.param_groups[0]["bfloat16"] is wanted
-    weight.weight.grad = some(8, 24)
-    before = weight.weight.detach().clone()
-    optimizer.step()
-    plain = stepped(some(8, 24))[0] / LR
-    change = (weight.weight.detach() - before * (1 - 1e-3 * 0.1)) / 1e-3
-    assert torch.allclose(change, plain, atol=2e-3) is not wanted
-    assert torch.allclose(change, plain, atol=0.1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import re
 from dataclasses import replace
@@ -13,12 +12,10 @@ import numpy as np
 import pytest
 import torch
 from plain_logits import head_logits
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 from some_rows import every_token
 from tiny_run import begun, bench, killed, run_tiny, tiny_settings
 
-from decode.bench.offline_acceptance import offline_alpha
 from decode.loop import decode
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
@@ -31,14 +28,13 @@ from distill.config.drafts import DraftSettings
 from distill.config.run import ExportSettings
 from distill.config.training import StudentSettings, TrainingSettings
 from distill.data.batches import TokenDataset, example_of_rows, label_mask
-from distill.experiments.ablation import AblateSettings, ablate
 from distill.export.head import check_files, export_head
 from distill.losses.chunked import LossRequest, fused_loss
 from distill.losses.divergences import Divergence
 from distill.losses.objective import Objective
 from distill.modules import HeadModule
 from distill.run_stages import frequent, run_stages
-from distill.stages import RunDir, run_of
+from distill.stages import run_of
 from distill.teacher.drafting import drafting_steps
 from distill.teacher.signals import TargetSignal, Teacher
 
@@ -133,26 +129,6 @@ def test_a_chain_goes_on_from_the_tokens_that_are_accepted(
         assert torch.equal(now.labels, all_of_it.labels[place])
     assert len(found[3].rows) < len(found[2].rows) < len(found[1].rows)
     assert len({drafted.weight for drafted in found}) == 1  # a row counts by being reached
-
-
-def test_the_ablation_measures_heads_seed_by_seed(run) -> None:
-    again = copy.deepcopy(run[0])
-    again.name = "ablation"
-    again.drafts = again.drafts[:2]
-    again.evaluation.prompts, again.evaluation.max_new_tokens = 4, 6
-    settings = AblateSettings(**vars(again))
-    settings.ablation.seeds = [3, 4]
-    text = io.StringIO()
-    folder = ablate(settings, Console(file=text, width=200))
-    assert text.getvalue().count("made from the same inputs") == 3
-    content = json.loads((folder / "ablation.json").read_text())
-    assert [(row["name"], row["seeds"]) for row in content["drafts"]] == [("distillspec", 2), ("adaspec", 2)]
-    target = load_model(run[1].target, device="cpu", dtype="float32")
-    texts = json.loads((folder / "work/ablation/texts-sampled.json").read_text())["content"]
-    heads = [load_head(RunDir(folder).path(f"distillspec-seed{seed}"), target) for seed in (3, 4)]
-    alphas = [offline_alpha(target, head, texts, LogitsWarper(1.0)).mean for head in heads]
-    assert content["drafts"][0]["offline_alpha"] == pytest.approx(sum(alphas) / 2)
-    assert any(not torch.equal(a, b) for a, b in zip(*(head.parameters() for head in heads), strict=True))
 
 
 def test_a_target_beside_the_head_trains_the_same_one(run, tmp_path: Path) -> None:

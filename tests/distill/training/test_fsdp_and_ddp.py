@@ -252,33 +252,3 @@ def test_parts_of_next_token_training_average_to_the_whole_step(world: int) -> N
         ]
         found = [module.training_step(batch, 0).item() for batch in parts]
         assert sum(found) / len(found) == pytest.approx(wanted, rel=1e-6)
-
-
-@pytest.mark.parametrize(("scope", "wanted"), [("global", 5), ("microbatch", 6)])
-def test_the_number_selected_in_a_step_is_known_from_its_counts(scope: str, wanted: int) -> None:
-    assert Selection(0.4, scope).count(np.array([[3, 3], [4, 2]])) == wanted  # type: ignore[arg-type]
-
-
-def test_waiting_for_the_first_process_ends_with_what_was_waited_for_and_what_to_do() -> None:
-    answers = iter([None, "there"])
-    assert ranks.wait_for(lambda: next(answers), "a file", 5) == "there"
-    with pytest.raises(UserError, match=r"for target_hidden.npy from another process.*DRAFTSMITH_WAIT_HOURS"):
-        ranks.wait_for(lambda: None, "target_hidden.npy", 0.01)
-
-
-def test_more_parts_than_examples_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path)
-    settings.trainer.accumulate = 5
-    with pytest.raises(UserError, match=r"target.training.batch_size is 4, expected at least 5"):
-        run_tiny(settings)
-    assert not (tmp_path / "tiny" / "target").exists()
-
-
-def test_what_sharded_weights_cannot_do_is_refused_at_once(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path)
-    settings.trainer.strategy = "fsdp"
-    with pytest.raises(UserError, match=r"does not support target.training.optimizer muon"):
-        settings.validate()
-    settings.trainer.strategy = "hsdp"
-    with pytest.raises(UserError, match=r"a copy on each of several machines, and trainer.num_nodes is 1: set it, or"):
-        settings.validate()

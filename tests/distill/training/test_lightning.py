@@ -1,13 +1,8 @@
 """What a user of Lightning finds: logged metrics, callbacks and Trainer arguments from the YAML, its own resume."""
 
 import copy
-import csv
-import re
-import time
 from collections.abc import Callable, Iterator
-from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +16,6 @@ from torch.distributed.checkpoint import FileSystemWriter
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from distill.checkpoints import BestWeights
 from distill.config.training import TrainerSettings
 from distill.data.loader import DistillDataModule, Schedule, TrainLoader
 from distill.losses.divergences import Divergence
@@ -74,60 +68,10 @@ def test_metrics_reach_callbacks_and_loggers(tiny: Tiny, tmp_path: Path) -> None
     assert {"loss", "lr", "validation_loss", "step"} <= set(text.splitlines()[0].split(","))
 
 
-def test_tokens_a_second_padding_and_memory_are_as_counted_by_hand(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a clock on which a batch takes one second."""
-    ticks = count()
-    clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)), monotonic=time.monotonic)
-    monkeypatch.setattr("distill.trainer.time", clock)
-    train(tiny("llama"), tmp_path, steps=4)  # logged every two steps of four examples
-    rows = list(csv.DictReader(next(tmp_path.glob("csv/**/metrics.csv")).open()))
-    logged = [row for row in rows if row["tokens_per_second"]]
-    lengths = some_rows().lengths
-    steps = [[int(lengths[i]) for i in Schedule(lengths, 4).batch(step)] for step in range(4)]
-    tokens, places = sum(map(sum, steps)), sum(4 * max(step) for step in steps)
-    assert [float(row["tokens_per_second"]) for row in logged] == [
-        pytest.approx(sum(map(sum, pair)) / 2) for pair in (steps[:2], steps[2:])
-    ]
-    assert float(logged[-1]["padding"]) == pytest.approx(1 - tokens / places)
-    assert 0.05 < float(logged[-1]["memory_gb"]) < 100
-
-
-def test_early_stopping_from_the_settings_ends_a_training(tiny: Tiny, tmp_path: Path) -> None:
-    stop = {"class_path": "EarlyStopping", "init_args": {"monitor": "validation_loss", "patience": 1, "min_delta": 9.0}}
-    module = train(tiny("llama"), tmp_path, steps=30, callbacks=[stop])
-    assert [row["step"] for row in module.history] == [0, 3, 6]
-
-
-@pytest.mark.parametrize(
-    ("change", "facts"),
-    [
-        ({"callbacks": [{"class_path": "EarlyStoping"}]}, "trainer.callbacks.*EarlyStoping"),
-        (
-            {"callbacks": [{"class_path": "EarlyStopping", "init_args": {"paticence": 1}}]},
-            "trainer.callbacks.*paticence",
-        ),
-        ({"extra": {"limit_val_batch": 2}}, "limit_val_batch .*limit_val_batches"),
-        ({"extra": {"max_steps": 2}}, "max_steps is no argument"),
-    ],
-)
-def test_what_lightning_cannot_take_is_refused_before_anything_runs(change: dict[str, Any], facts: str) -> None:
-    with pytest.raises(UserError) as error:
-        TrainerSettings(**change).validate()
-    assert re.search(facts, str(error.value), re.DOTALL)
-
-
 def test_further_trainer_arguments_are_passed_on(tiny: Tiny, tmp_path: Path) -> None:
     seen = Seen()
     train(tiny("llama"), tmp_path, seen, steps=3, extra={"limit_val_batches": 1})
     assert len(seen.validated) == len(seen.metrics)  # one batch each
-
-
-def test_validation_has_the_size_of_the_micro_batches(tiny: Tiny, tmp_path: Path) -> None:
-    seen = Seen()
-    train(tiny("llama"), tmp_path, seen, steps=3, accumulate=2)
-    assert set(seen.validated) == {2}
 
 
 @pytest.fixture
@@ -149,13 +93,6 @@ def test_a_share_that_cannot_be_written_ends_the_training_and_says_why(
     with pytest.raises(OSError, match="No space left"):
         train(tiny("llama"), tmp_path, steps=2, strategy="fsdp")
     assert not list(tmp_path.rglob("step-*.ckpt"))
-
-
-def test_missing_weights_are_not_passed_over() -> None:
-    best = BestWeights("validation_loss", "min")
-    best.load_state_dict({"value": 1.0, "weights": {"weight": torch.zeros(1, 2)}})
-    with pytest.raises(RuntimeError, match="bias"):
-        best.restore(torch.nn.Linear(2, 1))
 
 
 def test_a_target_that_is_run_every_step_is_on_the_device_before_the_first_validation(

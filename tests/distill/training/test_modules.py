@@ -110,13 +110,6 @@ def test_gradient_checkpointing_computes_every_layer_again_and_the_gradients_sta
         assert torch.allclose(one, other, atol=1e-9 * max(1.0, float(other.abs().max())))
 
 
-def test_a_model_without_gradient_checkpointing_is_refused() -> None:
-    model = build_tiny("llama")
-    model.supports_gradient_checkpointing = False
-    with pytest.raises(UserError, match=r"LlamaForCausalLM has no .* set trainer.gradient_checkpointing to false"):
-        checkpoint_layers(model)
-
-
 def test_a_model_with_another_kind_of_head_is_refused(tiny: Tiny) -> None:
     head = LMHead(tiny("llama"))
     head.scale = 2.0
@@ -194,18 +187,6 @@ def test_a_batch_without_labels_gives_zero_loss_connected_to_every_parameter(
     assert loss == 0.0
     assert len(gradients) == len(list(model.parameters()))
     assert all(not gradient.any() for gradient in gradients)
-
-
-def test_cached_hidden_states_give_the_recomputed_loss(tiny: Tiny) -> None:
-    rows, model = some_rows(), tiny("gemma2", seed=7)
-    batch = rows.batch(np.arange(3), 0)
-    mask = label_mask(batch["labels"])
-    with torch.no_grad():
-        hidden = last_hidden(model, batch["input_ids"], mask)
-    recomputed = logits_of(Teacher(model), batch, mask)
-    cached = Teacher(model, TargetSignal("hidden"))
-    assert cached.model is None
-    assert torch.allclose(logits_of(cached, batch | {"target_hidden": hidden}, mask), recomputed, atol=1e-6)
 
 
 @pytest.mark.parametrize("packed", [False, True])

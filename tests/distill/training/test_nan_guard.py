@@ -14,7 +14,6 @@ from some_rows import TRAINING, some_rows
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from distill.checkpoints import FirstBad
 from distill.config.training import TrainerSettings
 from distill.data.batches import TokenDataset
 from distill.data.loader import DistillDataModule, Schedule, TrainLoader
@@ -92,11 +91,3 @@ def test_a_target_whose_output_is_not_finite_is_refused_while_its_signal_is_made
     with pytest.raises(UserError, match=r"target's hidden states are not finite in a batch of examples \[0, 1, 2, 3"):
         keep_signal(Teacher(model, TargetSignal("hidden")), model, rows, tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_only_the_first_bad_step_is_kept() -> None:
-    bad = FirstBad()
-    for step, loss in enumerate([1.0, float("inf"), float("nan"), 2.0]):
-        assert bad.step() == (None if step < 2 else 1)
-        bad.note(torch.tensor(loss), step)
-    assert bad.step() == 1
