@@ -16,9 +16,7 @@ from distill.models.loading import (
     check_attention,
     check_base,
     config_of,
-    count_layers,
     count_parameters,
-    max_positions,
     multiplies_bfloat16,
 )
 from distill.models.optimizers import check_optimizer
@@ -52,7 +50,8 @@ def check_inputs(context: StageContext) -> None:
     if not (settings.teacher.responses.from_target or settings.on_policy):  # whose lengths are not known yet
         longest = max(int(TokenDataset.of(split).lengths.max()) for split in (corpus.train, corpus.validation))
     for name, model in models.items():
-        positions = None if model.kind == "cut" else max_positions(model, vocab)
+        shape = None if model.kind == "cut" else config_of(model, vocab).get_text_config()
+        positions: int | None = getattr(shape, "max_position_embeddings", None)
         if positions is not None and positions < longest:
             key = f"{name}.architecture.positions" if model.kind == "scratch" else f"the context of {name}.model"
             raise UserError(
@@ -60,7 +59,7 @@ def check_inputs(context: StageContext) -> None:
                 f"{positions}, or raise it"
             )
     if settings.student.kind == "cut":
-        kept_layers(settings.student.layers, count_layers(settings.target, vocab))
+        kept_layers(settings.student.layers, config_of(settings.target, vocab).get_text_config().num_hidden_layers)
     elif not settings.student.is_head:
         target, student = (count_parameters(model, vocab) for model in models.values())
         if student >= target:

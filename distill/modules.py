@@ -255,7 +255,6 @@ class DistillModule(TrainingModule):
     Args:
         target: The target's distributions.
         objective: Divergence and selection. None: forward KL of all tokens.
-        fused: Compute the loss in chunks. False: by autograd on whole logits.
         options: Arguments of `TrainingModule`.
 
     Attributes:
@@ -267,11 +266,9 @@ class DistillModule(TrainingModule):
     monitor = "validation_alpha"
     mode = "max"
 
-    def __init__(
-        self, *given: Any, target: Teacher, objective: Objective | None = None, fused: bool = True, **options: Any
-    ) -> None:
+    def __init__(self, *given: Any, target: Teacher, objective: Objective | None = None, **options: Any) -> None:
         super().__init__(*given, **options)
-        self.target, self.objective, self.fused = target, objective or Objective(), fused
+        self.target, self.objective = target, objective or Objective()
         self.selected: Tensor | None = None  # no buffer: each rank counts its own
         if self.objective.selection is not None:
             self.selected = torch.zeros(int(self.model.config.get_text_config().vocab_size), dtype=torch.long)
@@ -303,7 +300,7 @@ class DistillModule(TrainingModule):
 
     def loss_of(self, draft: Drafted, request: LossRequest) -> LossRows:
         """The losses of a drafting step's rows."""
-        if not (self.fused and can_fuse(draft.head)):
+        if not can_fuse(draft.head):
             return plain_loss(draft.hidden, draft.head, draft.target, request)
         on_gpu = draft.hidden.is_cuda  # there the kernels are compiled
         return fused_loss(draft.hidden, draft.head, draft.target, request, compiled=on_gpu)

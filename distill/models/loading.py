@@ -66,23 +66,15 @@ def source_folder(model: str) -> Path:
         name, revision = pinned(model)
         return Path(snapshot_download(name, allow_patterns=HUB_FILES, revision=revision.get("revision")))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        if constants.HF_HUB_OFFLINE:
-            raise UserError(f"no model can be found at {model!r}: {OFFLINE}") from error
-        raise UserError(
-            f"no model can be found at {model!r}: give a folder with a config.json, or the name of a Hub repository "
-            f"that can be reached from here ({str(error).strip().splitlines()[0]})"
-        ) from error
-
-
-def count_layers(settings: ModelSettings, vocab: int) -> int:
-    """Returns the number of layers of a model that is not loaded."""
-    return int(config_of(settings, vocab).get_text_config().num_hidden_layers)
-
-
-def max_positions(settings: ModelSettings, vocab: int) -> int | None:
-    """Returns the longest text of a model that is not loaded, in tokens. None: its family has no limit."""
-    limit = getattr(config_of(settings, vocab).get_text_config(), "max_position_embeddings", None)
-    return None if limit is None else int(limit)
+        why = (
+            OFFLINE
+            if constants.HF_HUB_OFFLINE
+            else (
+                "give a folder with a config.json, or the name of a Hub repository that can be reached from here "
+                f"({str(error).strip().splitlines()[0]})"
+            )
+        )
+        raise UserError(f"no model can be found at {model!r}: {why}") from error
 
 
 def count_parameters(settings: ModelSettings, vocab: int) -> int:

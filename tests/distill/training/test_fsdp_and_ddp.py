@@ -213,8 +213,7 @@ def test_the_choice_among_micro_batches_is_the_one_among_the_whole_step() -> Non
 
 @pytest.mark.parametrize("normalisation", ["paper", "official"])
 @pytest.mark.parametrize("scope", [None, "global"])
-@pytest.mark.parametrize("fused", [True, False])
-def test_the_parts_gradients_average_to_the_whole_step_s(scope: Any, normalisation: Any, fused: bool) -> None:
+def test_the_parts_gradients_average_to_the_whole_step_s(scope: Any, normalisation: Any) -> None:
     made = rows()
     made.signals["reference_loss"] = np.random.default_rng(1).random(made.label_count).astype(np.float32)
     schedule = Schedule(made.lengths, 7, seed=1)
@@ -222,7 +221,7 @@ def test_the_parts_gradients_average_to_the_whole_step_s(scope: Any, normalisati
     model = in_double(build_tiny("llama", seed=5, dtype=torch.float64))
     module = DistillModule(
         model, TrainingSettings(), 4, target=Teacher(in_double(build_tiny("llama", seed=4, dtype=torch.float64))),
-        objective=Objective(selection=selection), fused=fused,
+        objective=Objective(selection=selection),
     )  # fmt: skip
 
     def gradients(batches: list[Batch]) -> list[torch.Tensor]:
