@@ -19,7 +19,6 @@ from jsonargparse.typing import PositiveInt
 from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 from torch import Tensor
-from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.utils import logging as hf_logging
 
@@ -109,6 +108,7 @@ def run(settings: TrainingBenchSettings, console: Console | None = None) -> dict
             output_dir=str(folder), max_steps=speed.steps, per_device_train_batch_size=1,  # an item is a whole batch
             max_grad_norm=1.0, logging_strategy="no", save_strategy="no", report_to=[],
             disable_tqdm=True, use_cpu=cpu, remove_unused_columns=False, dataloader_pin_memory=not cpu,
+            train_sampling_strategy="sequential",  # the schedule has shuffled the examples already
         )  # fmt: skip
         ThreeModels(
             target, reference, selection, clock, model=student, args=arguments, train_dataset=list(range(speed.steps)),
@@ -219,10 +219,6 @@ class ThreeModels(Trainer):
             target = self.target(**inputs, use_cache=False).logits[:, :-1][mask]
             reference = self.reference(**inputs, use_cache=False).logits[:, :-1][mask]
         return selective_loss(draft, target, reference, self.selection)
-
-    def _get_train_sampler(self, *_: Any) -> SequentialSampler:
-        assert self.train_dataset is not None
-        return SequentialSampler(self.train_dataset)  # the schedule has shuffled the examples already
 
 
 def selective_loss(draft: Tensor, target: Tensor, reference: Tensor, selection: Selection) -> Tensor:
