@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -21,13 +21,11 @@ class Draft:
     # ``None`` means that the draft is deterministic.
     probs: Tensor | None = None
     logits: Tensor | None = None  # the raw draft logits ``[n, vocab]``, for rules that look at unwarped distributions
-    hidden: Tensor | None = None  # ``[n, width]``, the draft's hidden state that produced each token
-    confidence: list[float] = field(default_factory=list)  # what the stop rule saw at each token
 
     @classmethod
-    def chain(cls, tokens: Tensor, probs: Tensor | None = None, **extra: object) -> Draft:
+    def chain(cls, tokens: Tensor, probs: Tensor | None = None, logits: Tensor | None = None) -> Draft:
         """A chain below the pending token."""
-        return cls(tokens, list(range(-1, tokens.shape[0] - 1)), probs, **extra)  # type: ignore[arg-type]
+        return cls(tokens, list(range(-1, tokens.shape[0] - 1)), probs, logits)
 
     @classmethod
     def tree(cls, tokens: Sequence[int], parents: Sequence[int]) -> Draft:
@@ -106,9 +104,6 @@ class Trie:
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self._index: dict[tuple[int, int], int] = {}
-
-    def __len__(self) -> int:
-        return len(self.tokens)
 
     def add(self, parent: int, token: int) -> int:
         """The child of ``parent`` that carries ``token``, made if it is missing."""

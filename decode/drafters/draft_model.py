@@ -82,7 +82,7 @@ class ModelDrafter(Drafter):
         state, ids, stop, runner = request.state, request.ids, request.stop, self.runner
         limit = min(stop.cap(), request.max_depth, runner.remaining(state.cache, ids))
         feed = self._known(ids[state.cache.length :])  # two tokens after a fully accepted step
-        tokens, probs, logits, hidden = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
+        tokens, probs, logits = list[Tensor](), list[Tensor](), list[Tensor]()
         greedy, prefixed, watch = self.warp.greedy, self.warp.needs_prefix, stop.confidence is not None
         # what follows the end of the text is never used; where nobody waits for the token anyway, looking is free
         reads_tokens = bool(state.stop_ids) and (watch or runner.device.type == "cpu")
@@ -104,10 +104,8 @@ class ModelDrafter(Drafter):
             tokens.append(feed)
             if self.keep_logits:
                 logits.append(row)
-            if watch:
-                hidden.append(out.hidden[-1:])
-                if stop.after(DraftedToken(q[0], feed[0], row[0], out.hidden[-1], greedy)):
-                    break
+            if watch and stop.after(DraftedToken(q[0], feed[0], row[0], out.hidden[-1], greedy)):
+                break
             if reads_tokens and int(feed) in state.stop_ids:
                 break
         if not tokens:
@@ -116,9 +114,7 @@ class ModelDrafter(Drafter):
         return Draft.chain(
             drawn,
             torch.cat(probs) if probs else one_hot(drawn, row) if self.keep_probs else None,
-            logits=torch.cat(logits) if self.keep_logits else None,
-            hidden=torch.cat(hidden) if hidden else None,
-            confidence=list(stop.seen),
+            torch.cat(logits) if self.keep_logits else None,
         )
 
     def _known(self, ids: list[int]) -> Tensor:

@@ -42,7 +42,7 @@ def fast_runner(model: PreTrainedModel, *, pack: str = "off", draft: bool = Fals
     make = Linears(pack, model.config.get_text_config().num_hidden_layers, copies=tuned, half=half)
     network = FastForward(model_weights(model, rotated, make, tuned=tuned, folded=not kept), rotary)
     runner = FastRunner(network, facts["name"], facts["limit"], model=model)
-    runner.packing, runner.saved_bytes = make.sentence(), make.bytes["float16"]
+    runner.packing, runner.saved_bytes = make.sentence(), make.bytes["in float16"]
     return runner
 
 

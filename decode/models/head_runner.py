@@ -106,7 +106,7 @@ class HeadRunner(RowRunner):
         self.tree_refusal = "levels of a tree are read by read_level"
         self.feature_head, self.version = head, head.version
         self.fuse = make(head.fc.weight, head.fc.bias)
-        self.packing, self._saved = make.sentence(), make.bytes["float16"]
+        self.packing, self._saved = make.sentence(), make.bytes["in float16"]
         if head.version == 3:
             self.norm_embedded, self.norm_state = norm(layer.input_layernorm), norm(layer.hidden_norm)
         self.draft_ids = head.draft_ids()

@@ -20,8 +20,9 @@ A layout is here because it saves 5 % or more of a forward. Times of one forward
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -86,9 +87,8 @@ class PackedLinear(Linear):
         """See `Linear.__call__`."""
         rows = len(x)
         few = x.dim() == 2 and 0 < rows < self.least
-        product: Tensor = self._product(
-            F.pad(x, (0, 0, 0, self.least - rows)) if few else x, self.weight, self.bias, "none", [], ""
-        )
+        padded = F.pad(x, (0, 0, 0, self.least - rows)) if few else x
+        product: Tensor = self._product(padded, self.weight, self.bias, "none", [], "")
         return product[:rows] if few else product
 
     def add_to(self, x: Tensor, y: Tensor) -> Tensor:
@@ -125,9 +125,9 @@ class HalfLinear(Linear):
         weight, bias = weight.detach(), None if bias is None else bias.detach()
         super().__init__(weight.new_empty(0), bias)
         self.rows, self.bytes = len(weight), weight.numel() * 2
-        self._scale = half_scale(weight) or 1.0
-        if self._scale != 1:
-            weight, bias = weight * self._scale, None if bias is None else bias * self._scale
+        self._scale = scale = half_scale(weight) or 1.0
+        if scale != 1:
+            weight, bias = weight * scale, None if bias is None else bias * scale
         self._packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
         self._product = torch.ops.quantized.linear_dynamic_fp16.default
 
@@ -143,10 +143,9 @@ class HalfLinear(Linear):
 
 def packable(weight: Tensor) -> bool:
     """Whether oneDNN's kernels take a weight: on the CPU, in float32 or, where the processor has it, bfloat16."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
     narrow = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return weight.dtype == torch.float32 or narrow
+    cpu = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+    return cpu and (weight.dtype == torch.float32 or narrow)
 
 
 def halvable(weight: Tensor) -> bool:
@@ -164,10 +163,12 @@ def half_scale(weight: Tensor) -> float | None:
     if not halvable(weight):
         return None
     weight = weight.detach()
-    largest = max(float(weight.amax()), -float(weight.amin()))
+    largest = float(weight.abs().amax())
     for scale in 1.0, 2.0 ** (15 - math.frexp(largest)[1]):  # the second one brings the largest element to 2¹⁴ or more
-        errors = (((part * scale).half().float() / scale - part).abs().amax() for part in weight.split(1024))
-        if all(float(error) <= largest * 2**-38 for error in errors):
+        if all(
+            ((part * scale).half().float() / scale - part).abs().amax() <= largest * 2**-38
+            for part in weight.split(1024)
+        ):
             return scale
     return None
 
@@ -176,6 +177,13 @@ def half_scale(weight: Tensor) -> float | None:
 
 MODES = ("auto", "on", "off")
 """Layouts: the one measured fastest for each shape, packed or in float16 wherever the kernels take it, or plain."""
+LAYOUTS: dict[str, Callable[..., Linear]] = {
+    "plain": Linear,
+    "columns": lambda weight, bias=None: Linear(by_columns(weight), bias),
+    "packed": PackedLinear,
+    "plain and packed": TwoLayouts,
+    "in float16": HalfLinear,
+}
 ROWS = (1, 8, 16)  # rows that are measured: a step, a check of a draft, and a long check or a prompt
 MARGIN = 0.95
 """Another layout replaces the plain one if a step and a check of eight tokens take less than this part of its time."""
@@ -195,20 +203,14 @@ class Linears:
         half: whether weights may be held in float16.
 
     Attributes:
-        bytes: bytes of the weights in each layout: plain, packed, both (plain and packed), float16.
+        bytes: bytes of the weights in each of `LAYOUTS`.
     """
 
     def __init__(self, pack: str = "off", layers: int = 1, *, copies: bool = False, half: bool = False) -> None:
         if pack not in MODES:
             raise UserError(f"pack is {pack!r}; choose one of {', '.join(MODES)}")
         self.pack, self.layers, self.copies, self.half = pack, layers, copies, half
-        self.ways: dict[str, Callable[..., Linear]] = {
-            "plain": lambda weight, bias=None: Linear(by_columns(weight) if copies else weight, bias),
-            "packed": PackedLinear,
-            "both": TwoLayouts,
-            "float16": HalfLinear,
-        }
-        self.bytes = dict.fromkeys(self.ways, 0)
+        self.bytes = dict.fromkeys(LAYOUTS, 0)
         self._chosen: dict[tuple[int, ...], str] = {}
 
     def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -216,59 +218,56 @@ class Linears:
         shape = tuple(weight.shape)
         if shape not in self._chosen:
             self._chosen[shape] = self._choose(weight)
-        made = self.ways[self._chosen[shape]](weight, bias)
+        made = LAYOUTS[self._chosen[shape]](weight, bias)
         self.bytes[self._chosen[shape]] += made.bytes
         return made
 
     def _choose(self, weight: Tensor) -> str:
+        plain = "columns" if self.copies else "plain"
         if self.pack == "off" or not packable(weight):
-            return "plain"
-        ways = ["packed"] + ["float16"] * (self.half and halvable(weight)) + ["plain"] * (self.pack == "auto")
+            return plain
+        ways = ["packed"] + ["in float16"] * (self.half and halvable(weight)) + [plain] * (self.pack == "auto")
         if len(ways) == 1:
             return "packed"
-        known = tuple(weight.shape), weight.dtype, *ways, self.layers, self.copies, torch.get_num_threads()
+        known = tuple(weight.shape), weight.dtype, *ways, self.layers, torch.get_num_threads()
         if known not in _MEASURED:
             # of a large model's head, a part is measured
             part = weight[: max(1, COLD // (weight.shape[1] * weight.element_size()))] if self.pack == "on" else weight
-            _MEASURED[known] = measure({way: self.ways[way] for way in ways}, part, self.layers)
+            _MEASURED[known] = measure(ways, part, self.layers)
         seconds = _MEASURED[known]
-        best = min(ways, key=lambda way: sum(seconds[way][:2]) * (MARGIN if way == "plain" else 1))
+        best = min(ways, key=lambda way: sum(seconds[way][:2]) * (MARGIN if way == plain else 1))
         small = weight.numel() * weight.element_size() <= TWICE
-        if best == "plain" and self.copies and small and seconds["packed"][-1] < MARGIN * seconds["plain"][-1]:
-            return "both"
+        if best == "columns" and small and seconds["packed"][-1] < MARGIN * seconds[plain][-1]:
+            return "plain and packed"
         return best
 
     def sentence(self) -> str:
-        """Bytes of the weights in each layout but the plain one; empty if all are plain."""
-        names = {"packed": "packed", "both": "plain and packed", "float16": "in float16"}
-        sizes = [f"{self.bytes[way] / 1e6:.1f} MB {name}" for way, name in names.items() if self.bytes[way]]
+        """Bytes of the weights in each layout but the plain ones; empty if all are plain."""
+        sizes = [f"{size / 1e6:.1f} MB {way}" for way, size in list(self.bytes.items())[2:] if size]
         return f"weights: {', '.join(sizes)}" if sizes else ""
 
 
 @torch.inference_mode()
-def measure(ways: Mapping[str, Callable[[Tensor], Linear]], weight: Tensor, layers: int) -> dict[str, list[float]]:
+def measure(ways: Sequence[str], weight: Tensor, layers: int) -> dict[str, list[float]]:
     """Seconds of products in several layouts, at each of `ROWS`.
 
     Args:
-        ways: functions that make a product, by name.
+        ways: names of `LAYOUTS`.
         weight: a weight of the shape.
         layers: weights of this shape that are read in turn.
     """
     size = weight.numel() * weight.element_size()
     count = max(1, min(layers, COLD // size))
-    made = {name: [make(weight.detach().clone()) for _ in range(count)] for name, make in ways.items()}
+    made = {way: [LAYOUTS[way](weight.detach().clone()) for _ in range(count)] for way in ways}
     repeats = max(1, min(64, COLD // size) // count)  # small weights take too little time to be measured once
-    least = {name: [float("inf")] * len(ROWS) for name in made}
-    for _ in range(TURNS):
-        for i, rows in enumerate(ROWS):
-            for name, way in made.items():
-                # FBGEMM leaves wide registers in use, which slows other kernels until an operation like this one
-                x = weight.new_ones(rows, weight.shape[1]).mul_(1)
-                begun = time.perf_counter()
-                for _ in range(repeats):
-                    for linear in way:
-                        linear(x)
-                least[name][i] = min(least[name][i], time.perf_counter() - begun)
+    least = {way: [float("inf")] * len(ROWS) for way in ways}
+    for _, (i, rows), way in product(range(TURNS), enumerate(ROWS), ways):
+        # FBGEMM leaves wide registers in use, which slows other kernels until an operation like this one
+        x = weight.new_ones(rows, weight.shape[1]).mul_(1)
+        begun = time.perf_counter()
+        for linear in made[way] * repeats:
+            linear(x)
+        least[way][i] = min(least[way][i], time.perf_counter() - begun)
     return least
 
 

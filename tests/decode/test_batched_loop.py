@@ -155,23 +155,6 @@ def test_every_text_is_what_generate_writes(name: str, methods, tiny) -> None:
         assert sum(sum(text.trace.accepted) for text in texts) > 0
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_texts_that_draft_alike_take_the_forwards_of_one(name: str, methods, tiny, count_forwards) -> None:
-    model = tiny("llama")
-    runner = open_runner(model)
-    system = Method(name, methods(name, model, runner), StopRule(4))
-
-    def forwards(count: int) -> int:
-        count_forwards.clear()
-        prompts = [PROMPTS[1]] * count
-        decode_texts(runner, system, GREEDY, prompts, rngs=[TorchRng(0)] * count, max_new_tokens=16)
-        return len(count_forwards)
-
-    alone = forwards(1)
-    assert alone > 5
-    assert forwards(3) <= alone + 2 * 2  # prompts may be read by themselves
-
-
 def test_texts_whose_drafting_is_switched_off_and_on_are_what_generate_writes(methods, tiny) -> None:
     model = tiny("llama")
     runner = open_runner(model)
@@ -186,23 +169,6 @@ def test_texts_whose_drafting_is_switched_off_and_on_are_what_generate_writes(me
             assert [text.ids for text in texts] == wanted
         drafted = [k for text in texts for k in text.trace.drafted]
         assert 0 < sum(k > 0 for k in drafted) < len(drafted) / 2
-
-
-def test_a_draft_that_is_not_asked_does_not_read_the_prompts(methods, tiny, count_forwards) -> None:
-    class Never(DraftLengths):
-        def limit(self, batch: int) -> int:
-            return 0
-
-    model = tiny("llama")
-    runner = open_runner(model)
-    counts = []
-    for name in ("none", "model"):
-        lengths = Never(RoundCosts.of_ratios(0.1), 4)
-        system = Method(name, methods(name, model, runner), StopRule(4), lengths=lengths)
-        count_forwards.clear()
-        decode_texts(runner, system, GREEDY, PROMPTS[:3], rngs=[TorchRng(0)] * 3, max_new_tokens=8)
-        counts.append(len(count_forwards))
-    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("family", ["mistral", "gpt2"])

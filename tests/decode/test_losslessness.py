@@ -272,7 +272,8 @@ class _DropsTheToken(ModelDrafter):
 
     def propose(self, requests):  # type: ignore[no-untyped-def]
         (draft,) = super().propose(requests)
-        if not draft.confidence or draft.confidence[-1] >= requests[0].stop.threshold.value:
+        stop = requests[0].stop
+        if not stop.seen or stop.seen[-1] >= stop.threshold.value:
             return [draft]
         kept = len(draft) - 1
         return [Draft.chain(draft.tokens[:kept], draft.probs[:kept]) if kept else Draft.empty()]

@@ -8,7 +8,6 @@ from stores import build_trigram_table
 
 from decode.drafters.adaptix import C1, C2, NgramTable, TrigramDrafter, search
 from decode.errors import UserError
-from decode.sampling import TorchRng
 
 
 def propose(drafter, ids, max_depth):
@@ -68,11 +67,6 @@ def test_unknown_short_and_outsized_contexts_have_no_successors(table):
     assert table.context([1, 1 << 21]) is None
 
 
-def test_texts_shorter_than_an_ngram_give_an_empty_table(tmp_path):
-    table = opened(tmp_path, [[1], [1, 2]])
-    assert table.successors(table.context([1, 2])) == ([], [])
-
-
 def test_a_table_of_another_tokenizer_and_too_large_ids_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"order 4 takes token ids below 65,536, the corpus holds 65,536"):
         build_trigram_table([[1, 2, 3, 65_536]], tmp_path, "tok", order=4)
@@ -99,12 +93,6 @@ def test_recent_ngrams_gain_weight_up_to_the_ceiling(tmp_path):
         propose(drafter, ids, 5)
     assert known(drafter, context)[1] == pytest.approx([3.0, 0.5, 3.0])
     assert drafter.table.successors(context)[1] == pytest.approx([0.5, 0.5])
-
-
-def test_learned_weights_outlive_the_text(tmp_path):
-    drafter = TrigramDrafter(opened(tmp_path, [[5, 6, 7]]))
-    propose(drafter, [1, 2, 9], 5)
-    assert propose(drafter, [1, 2], 5).tokens.tolist() == [9]
 
 
 def test_what_a_long_session_learns_is_bounded(tmp_path):
@@ -200,10 +188,3 @@ def test_mcts_drafts_are_reproducible_legal_and_within_bounds(table):
         for path in paths(a):
             text = [*ids, *path]
             assert text[-1] in known(one, table.context(text[:-1]))[0]
-
-
-def test_search_never_draws_from_the_decoders_generator(table):
-    rng = TorchRng(seed=0)
-    before = rng.generator.get_state()
-    Drafting(TrigramDrafter(table), [0, 1]).propose([0, 1], max_depth=9, rng=rng)
-    assert rng.generator.get_state().equal(before)

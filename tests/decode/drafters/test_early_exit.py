@@ -155,19 +155,6 @@ def test_a_separate_cache_drafts_the_same_and_costs_memory(tiny) -> None:
     assert runner.first_layers(2).network.cache.tensor.shape[0] == 2
 
 
-@pytest.mark.parametrize("method", ["layerskip", "draft-verify", "adaspeed"])
-def test_methods_are_greedy_identical_through_the_table(tiny, method: str) -> None:
-    model = tiny("llama", num_hidden_layers=DEPTH)
-    runner = open_deep(tiny, "llama")
-    wanted = model.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False)[0].tolist()
-    skips = [MethodOptions(), MethodOptions(exit_layer=3, threshold=0.1)]
-    if method == "draft-verify":
-        skips.append(MethodOptions(skip_attention=[2], skip_mlp=[1, 2]))
-    for options in skips:
-        system = build(method, MethodInputs(runner, LogitsWarper(), options=options))
-        assert decode(runner, system, LogitsWarper(), PROMPT, max_new_tokens=20).ids == wanted
-
-
 @pytest.mark.parametrize("layer", [-1, 0, DEPTH, 99])
 def test_an_exit_outside_the_model_is_refused_with_the_layers_there_are(tiny, layer: int) -> None:
     runner = open_deep(tiny, "llama")
@@ -182,16 +169,6 @@ def test_families_whose_layers_cannot_be_walked_are_named(tiny, family: str) -> 
     with pytest.raises(UserError, match=rf"\({family}\) cannot draft with its own layers.*{FAMILIES[0]}"):
         build("layerskip", MethodInputs(open_runner(tiny(family)), LogitsWarper()))
     assert self_speculating(open_runner(tiny("llama", num_hidden_layers=DEPTH))).depth == DEPTH
-
-
-def test_a_text_that_follows_an_abandoned_draft_is_read_afresh(tiny) -> None:
-    reader = Reader(open_deep(tiny, "llama"))
-    reader.read(PROMPT)
-    reader.read([7], layers=LayerSubset(2))
-    reader.truncate(len(PROMPT))
-    seen = reader.read([8])
-    reader.truncate(0)
-    torch.testing.assert_close(seen, reader.read([*PROMPT, 8])[-1:], atol=1e-4, rtol=1e-4)
 
 
 def test_a_drafted_end_of_text_is_kept_and_ends_the_draft(tiny) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from reading import Drafting
 
-from decode.drafters.lookahead import LookaheadDrafter, LookaheadState
+from decode.drafters.lookahead import LookaheadDrafter
 from decode.trace import Step
 
 VOCAB = 50
@@ -23,22 +23,6 @@ def answered(draft, ids, target):
         path.append(table[row][rows[row]])
         row = path[-1] + 1
     return Step(draft, path, rows[row], logits, logits)
-
-
-def decode(drafter, ids, target, count, check=None):
-    """The loop on a scripted target; the number of rounds it took."""
-    ids, end, rounds = list(ids), len(ids) + count, 0
-    drafting = Drafting(drafter, ids)
-    while len(ids) < end:
-        draft = drafting.propose(ids, max_depth=end - len(ids) - 1)
-        assert max(draft.depths(), default=0) <= end - len(ids) - 1
-        result = answered(draft, ids, target)
-        if check:
-            check(drafting.state)
-        ids += result.emitted
-        drafter.update(drafting.state, ids, result)
-        rounds += 1
-    return ids, rounds
 
 
 def hashed(ids):
@@ -72,16 +56,6 @@ def test_window_and_guesses_form_the_expected_tree():
     assert draft.probs is None
 
 
-def test_first_window_holds_prompt_tokens_and_depends_on_the_seed_only():
-    prompt = [3, 14, 15, 9, 2, 6]
-    first, same, other = (Drafting(LookaheadDrafter(seed=seed), prompt).propose(prompt) for seed in (0, 0, 1))
-    assert first.is_chain
-    assert len(first) == 7 + 5 - 3
-    assert set(first.tokens.tolist()) <= set(prompt)
-    assert same.tokens.equal(first.tokens)
-    assert not other.tokens.equal(first.tokens)
-
-
 def test_window_fills_moves_on_and_feeds_the_pool():
     drafter = LookaheadDrafter(level=3, window=2, guesses=2)
     drafting, ids = Drafting(drafter, [9]), [9]
@@ -101,28 +75,6 @@ def test_window_fills_moves_on_and_feeds_the_pool():
         ids = [*ids, ids[-1] + 1]
 
 
-def test_pool_forgets_the_ngram_that_was_found_longest_ago():
-    drafter, state = LookaheadDrafter(level=3, guesses=2), LookaheadState()
-    for gram in ((1, 1), (2, 2), (1, 1), (3, 3)):
-        drafter._remember(state, 5, gram)
-    assert state.pool == {5: [(1, 1), (3, 3)]}
-
-
-@pytest.mark.parametrize(("level", "window"), [(2, 1), (2, 4), (3, 1), (5, 7), (7, 2)])
-def test_output_is_the_targets_and_pooled_ngrams_are_its_answers(level, window):
-    def check(state):
-        for key, grams in state.pool.items():
-            assert len(grams) <= 3
-            for gram in grams:
-                assert len(gram) == level - 1
-                # the last token answers the one before it; earlier ones answered in other contexts
-                assert gram[-1] == counting([key, *gram[:-1]])
-
-    drafter = LookaheadDrafter(level, window, guesses=3)
-    ids, _ = decode(drafter, [4, 8, 3], counting, 40, check)
-    assert ids[3:] == [(4 + i) % VOCAB for i in range(40)]
-
-
 def test_columns_keep_the_place_that_their_tokens_were_guessed_for():
     """With one token a round, a token guessed for place t is offered for place t until the text reaches it."""
     offered = set()
@@ -139,17 +91,6 @@ def test_columns_keep_the_place_that_their_tokens_were_guessed_for():
         drafter.update(drafting.state, ids, answered(draft, ids, len))
         ids = [*ids, len(ids)]
     assert len(offered) > 8
-
-
-def test_a_repetitive_target_is_decoded_in_fewer_rounds():
-    cycle = [7, 3, 9, 4]
-
-    def target(ids):
-        return cycle[(cycle.index(ids[-1]) + 1) % 4]
-
-    ids, rounds = decode(LookaheadDrafter(), [7, 3, 9], target, 60)
-    assert ids == [cycle[i % 4] for i in range(63)]
-    assert rounds <= 20
 
 
 @pytest.mark.parametrize("max_depth", [0, 1, 2, 5, 8, 9])

@@ -42,11 +42,6 @@ def test_copies_what_followed_the_longest_and_most_recent_match(ids, options, wa
     assert proposed(ids, **options) == wanted
 
 
-@pytest.mark.parametrize(("max_depth", "window", "want"), [(3, 100, 3), (100, 4, 4), (0, 100, 0), (100, 100, 10)])
-def test_draft_is_no_longer_than_length_remaining_tokens_and_cap(max_depth, window, want):
-    assert len(proposed([*range(20), 0], max_depth, window, length=10)) == want
-
-
 def test_growing_text_gives_what_a_scan_of_the_whole_text_gives():
     source = random.Random(0)
     for _ in range(200):

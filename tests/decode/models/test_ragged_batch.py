@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from decode.draft import Draft
 from decode.models import fast_runner as fast_module
-from decode.models import huggingface_runner as memory
 from decode.models import writing as batched_generation
 from decode.models.fast_runner import FastRunner, fast_runner
 from decode.models.ragged_batch import Row
@@ -140,17 +139,3 @@ def test_a_text_depends_neither_on_its_neighbours_nor_on_when_it_is_begun(
     assert len({len(text) for text in alone}) > 2  # they end at different times
     assert write(list(range(len(prompts))), batch_size) == alone
     assert write([8, 2, 0], 2) == [alone[8], alone[2], alone[0]]
-
-
-def test_fewer_texts_are_written_at_once_where_memory_does_not_hold_them(tiny, monkeypatch) -> None:
-    model, warp = tiny("llama"), LogitsWarper(0.0)
-    prompts = texts_of([4, 9, 6])
-    wanted = write_texts(model, prompts, warp, budgets=8, stop_ids=(), draws=draws_named(0))
-    bytes_of_a_token = 2 * 2 * 2 * 8 * 4  # layers, keys and values, their heads, width, float32
-    monkeypatch.setattr(memory, "free_memory", lambda _: 2.5 * bytes_of_a_token * 2.2 * 17)
-    reserved: list[int] = []
-    reserve = FastRunner.reserve
-    monkeypatch.setattr(FastRunner, "reserve", lambda self, **of: reserved.append(of["rows"]) or reserve(self, **of))
-    with pytest.warns(UserWarning, match="memory holds 2 texts of 17 tokens; writing 2 instead of 3 at once"):
-        assert write_texts(model, prompts, warp, budgets=8, stop_ids=(), draws=draws_named(0)) == wanted
-    assert max(reserved) == 2

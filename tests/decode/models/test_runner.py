@@ -138,15 +138,6 @@ def test_texts_longer_than_the_first_allocation_are_read_right(family: str, way:
     assert close(runner.read(ids[100:400]), wanted[100:400], atol=1e-3)
 
 
-def test_the_fast_forward_is_given_up_where_it_does_not_reproduce_the_model(
-    tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = copy.deepcopy(tiny("llama"))
-    monkeypatch.setattr(fast_architectures, "norm", lambda module: torch.tanh)
-    with pytest.warns(UserWarning, match="differs from LlamaForCausalLM"):
-        assert type(open_runner(model)) is HuggingFaceRunner
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_sixteen_bits_the_models_own_rounding_decides_what_its_forward_may_differ_by(
     dtype: torch.dtype, tiny, monkeypatch: pytest.MonkeyPatch
@@ -220,16 +211,6 @@ def test_a_text_begins_clean_after_an_interrupted_forward(tiny, monkeypatch: pyt
     assert close(runner.read(TEXT), logits_of(model, TEXT))
 
 
-def test_a_tree_shows_each_node_the_pending_token_its_ancestors_and_itself() -> None:
-    assert Draft.tree([5, 6, 7, 8], [-1, 0, -1, 2]).visible().int().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 1, 1, 0, 0],
-        [1, 0, 0, 1, 0],
-        [1, 0, 0, 1, 1],
-    ]
-
-
 def test_a_tree_knows_its_depths_children_and_texts() -> None:
     tree = Draft.tree([5, 6, 7, 5], [-1, 0, -1, -1])
     assert tree.depths() == [1, 2, 1, 1]
@@ -241,3 +222,22 @@ def test_a_tree_knows_its_depths_children_and_texts() -> None:
     assert len(Draft.empty()) == 0
     with pytest.raises(ValueError, match="precede"):
         Draft.tree([1, 2], [1, -1])
+
+
+def paths(draft: Draft) -> set[tuple[int, ...]]:
+    return {tuple(draft.text_before([], node)) for node in range(len(draft))}
+
+
+def test_a_branch_joins_a_tree_where_they_agree_and_no_node_twice() -> None:
+    tree = Draft.tree([5, 6, 7, 8], [-1, -1, 0, 2])
+    assert paths(tree.with_branch([5, 7, 9])) == paths(tree) | {(5, 7, 9)}
+    assert paths(tree.with_branch([6, 7])) == paths(tree) | {(6, 7)}
+    assert paths(tree.with_branch([4, 5, 7])) == paths(tree) | {(4,), (4, 5), (4, 5, 7)}
+    assert paths(tree.with_branch([5, 7, 8, 8])) == paths(tree) | {(5, 7, 8, 8)}
+    for branch in ([5, 7, 9], [6, 7], [4, 5, 7], [5, 7, 8, 8], [3]):
+        joined = tree.with_branch(branch)
+        assert len(joined) == len(paths(joined)) == len(joined.tokens)
+        assert all(parent < node for node, parent in enumerate(joined.parents))
+        assert joined.parents[:4] == tree.parents  # the nodes of the tree keep their places
+        assert torch.equal(joined.tokens[:4], tree.tokens)
+    assert tree.with_branch([5, 7]) is tree  # it holds this one
