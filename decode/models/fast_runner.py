@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -131,14 +130,19 @@ class FastRunner(RowRunner):
                 one.depths, one.seen = [0, *tree.depths()], tree.visible()
         placed, captured = network.place(new), None
         if layers is not None:
-            x = network.run(network.embed(joined(tokens)), 0, layers.shared, placed)
-            for cache, own in zip(caches, x.split(counts)):
-                cache.shared = layers.shared
-                cache.ahead.append(own)
-            x = self._sublayers(x, layers, placed)
+            x = self._sublayers(self._read_ahead(new, tokens, placed, layers.shared), layers, placed)
         elif caches[0].ahead or (len(caches) > 1 and any(cache.ahead for cache in caches)):
             assert trees is None or not any(trees), "what was read ahead is a chain"
-            x = self._finish_ahead(new, tokens, placed)
+            shared = next(cache.shared for cache in caches if cache.ahead)
+            rest = [own[cache.known - cache.length :] for cache, own in zip(caches, tokens)]
+            late = [(NewTokens(cache, cache.known, len(own)), own) for cache, own in zip(caches, rest) if len(own)]
+            if late:
+                some = [one for one, _ in late]
+                self._read_ahead(some, [own for _, own in late], network.place(some), shared)
+            x = joined([joined(cache.ahead)[:n] for cache, n in zip(caches, counts)])
+            for cache in caches:
+                cache.ahead = []
+            x = network.run(x, shared, self.depth, placed)
         else:
             x, captured = network.run_tokens(joined(tokens), placed, capture)
         if last is not None and (len(caches) > 1 or last < counts[0]):
@@ -150,20 +154,13 @@ class FastRunner(RowRunner):
                 one.cache.length = one.end
         return Output(logits, hidden, captured)
 
-    def _finish_ahead(self, new: Sequence[NewTokens], tokens: Sequence[Tensor], placed: Placed) -> Tensor:
-        """All layers for the tokens of sequences of which some were read ahead, ``[tokens, hidden]``."""
-        network, shared = self.network, next(one.cache.shared for one in new if one.cache.ahead)
-        states = [torch.cat([*one.cache.ahead, network.embed(own[:0])])[: one.count] for one, own in zip(new, tokens)]
-        unread = [i for i, one in enumerate(new) if len(states[i]) < one.count]
-        for one in new:
-            one.cache.ahead = []
-        if unread:
-            rest = [tokens[i][len(states[i]) :] for i in unread]
-            late = [NewTokens(new[i].cache, new[i].start + len(states[i]), len(own)) for i, own in zip(unread, rest)]
-            x = network.run(network.embed(joined(rest)), 0, shared, network.place(late))
-            for i, own in zip(unread, x.split([len(own) for own in rest])):
-                states[i] = torch.cat([states[i], own])
-        return network.run(joined(states), shared, self.depth, placed)
+    def _read_ahead(self, new: Sequence[NewTokens], tokens: Sequence[Tensor], placed: Placed, shared: int) -> Tensor:
+        """The states of tokens after the first `shared` layers, which the caches keep for the next whole forward."""
+        x = self.network.run(self.network.embed(joined(tokens)), 0, shared, placed)
+        for one, own in zip(new, x.split([len(own) for own in tokens])):
+            one.cache.shared = shared
+            one.cache.ahead.append(own)
+        return x
 
     def _sublayers(self, x: Tensor, subset: LayerSubset, placed: Placed) -> Tensor:
         """The sub-layers of a subset after the shared layers."""
