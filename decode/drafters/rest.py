@@ -22,8 +22,8 @@ DEPTH = 32  # tokens that order the suffixes: the longest span plus continuation
 def suffix_array(text: np.ndarray, depth: int = DEPTH) -> np.ndarray:
     """Positions of all suffixes of ``text``, ordered by their first ``depth`` tokens or more.
 
-    Prefix doubling (Manber & Myers) that sorts only the groups still tied (Larsson & Sadakane): the first
-    pass packs as many tokens as fit into one 64-bit key, each later one doubles the depth.
+    Prefix doubling (Manber & Myers): the first pass packs as many tokens as fit into one 64-bit key, each later one
+    doubles the depth, until no two suffixes are tied.
 
     Args:
         text: unsigned ``[n]``, n < 2^31, as `join_documents` returns it: it ends with a separator.
@@ -38,28 +38,17 @@ def suffix_array(text: np.ndarray, depth: int = DEPTH) -> np.ndarray:
     for i in range(known):
         key <<= np.uint64(bits)
         key[: max(0, n - i)] |= text[i:]
-    order = np.argsort(key).astype(np.int32)
-    key = key[order]
-    first = np.append(True, key[1:] != key[:-1])  # whether a slot starts a group of equal suffixes
-    del key
-    rank = np.empty(n, dtype=np.int32)  # the first slot of each suffix's group
-    heads = np.flatnonzero(first).astype(np.int32)
-    rank[order] = np.repeat(heads, np.diff(heads, append=n))
-    while known < depth:
-        slots = np.flatnonzero(~(first & np.append(first[1:], True))).astype(np.int32)
-        if not len(slots):
-            break
-        suffixes = order[slots]
-        later = suffixes.astype(np.int64) + known
-        key = rank[suffixes].astype(np.uint64) << np.uint64(32)
-        key |= np.where(later < n, rank[np.minimum(later, n - 1)] + 1, 0).astype(np.uint64)
-        by_key = np.argsort(key)
-        key, suffixes = key[by_key], suffixes[by_key]
-        head = np.append(True, key[1:] != key[:-1])
-        order[slots], first[slots] = suffixes, head
-        rank[suffixes] = slots[np.maximum.accumulate(np.where(head, np.arange(len(slots)), 0))]
+    while True:
+        order = np.argsort(key)
+        key = key[order]
+        first = np.append(False, key[1:] != key[:-1])  # whether a slot starts a group of equal suffixes but the first
+        if known >= depth or first[1:].all():
+            return order.astype(np.int32)
+        rank = np.empty(n, dtype=np.uint64)
+        rank[order] = np.cumsum(first)
+        key = rank << np.uint64(32)
+        key[: max(0, n - known)] |= rank[known:] + np.uint64(1)  # 0: the text has ended
         known *= 2
-    return order
 
 
 def save_datastore(text: np.ndarray, path: Path, fingerprint: str) -> Path:
