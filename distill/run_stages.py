@@ -23,7 +23,6 @@ from distill.checks import check_inputs
 from distill.config.drafts import DraftSettings
 from distill.config.training import ModelSettings, StudentSettings, TargetSettings, TrainerSettings
 from distill.data.batches import TokenDataset, keeps_apart
-from distill.data.chat import IGNORE
 from distill.data.context import StageContext
 from distill.data.loader import DistillDataModule, Schedule, TrainLoader
 from distill.files import remove, save_tokenizer
@@ -281,7 +280,6 @@ def distil(context: StageContext, draft: DraftSettings, key: str) -> StageResult
     account = dict(zip(ACCOUNT, (steps, steps * training.batch_size, tokens, used, tokens + before), strict=True))
     tokenizer = context.corpus.tokenizer
     most = [] if selected is None else token_counts(selected)[:MOST_SELECTED]
-    labels = train.labels[train.labels != IGNORE]
     record = StageRecord(
         key,
         parameters=parameters,
@@ -289,7 +287,6 @@ def distil(context: StageContext, draft: DraftSettings, key: str) -> StageResult
         account=account,
         history=history,
         selected=[(tokenizer.decode([token]), count) for token, count in most],
-        label_shares=[float((labels == token).mean()) for token, _ in most],
     )
     trained = module.model.eval().cpu() if full.student.is_head else ready_to_save(module.model, tokenizer)
     return StageResult(record, trained, tokenizer)

@@ -39,7 +39,6 @@ class StageRecord:
     account: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ACCOUNT, 0))
     history: list[dict[str, float]] = field(default_factory=list)  # ``{"step", "loss", ...}`` of every validation
     selected: list[tuple[str, int]] = field(default_factory=list)  # the tokens selected most: text, times
-    label_shares: list[float] = field(default_factory=list)  # share of each of them in all label tokens
     files: dict[str, list[int]] = field(default_factory=dict)  # size and CRC-32 of each; 0 of a linked folder's
 
 
