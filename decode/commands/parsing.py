@@ -278,7 +278,10 @@ def run_main(function: Callable[[], object]) -> int:
         reason = writing_error(error)
         if reason is None:
             raise
-        _close_stdout()  # it may be what cannot be written
+        try:
+            sys.stdout.flush()
+        except OSError:  # standard output itself cannot be written
+            _close_stdout()
         line, status = f"error: {reason}; {NEXT}", 2
     finally:
         if in_main_thread:

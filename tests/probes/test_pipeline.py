@@ -102,7 +102,7 @@ def test_a_target_is_used_as_it_is_while_its_settings_are_the_same_and_else_trai
 def test_a_given_target_is_trained_on_its_own_answers_and_compared_with_what_it_was(finished, tmp_path: Path) -> None:
     settings = settings_in(tmp_path)
     settings.target.kind, settings.target.model = "lora", str(finished[0] / "target")
-    settings.target.layerskip.exits, settings.target.layerskip.own_answers = [1], True
+    settings.target.layerskip.own_answers = True
     settings.teacher.responses.max_new_tokens = 8
     settings.validate()
     run = run_of(settings)
@@ -143,9 +143,7 @@ def test_families_without_a_layer_by_layer_forward_get_probes_of_the_modes_wante
 
 def test_settings_for_a_deep_target_are_shrunk_with_it(tmp_path: Path) -> None:
     settings = settings_in(tmp_path, layers=[20])
-    settings.target.layerskip.exits = [6, 20]
-    small = shrink(settings, Console(quiet=True))
-    assert (small.probes.layers, small.target.layerskip.exits) == ([], [])
+    assert shrink(settings, Console(quiet=True)).probes.layers == []
 
 
 def test_bad_settings_are_refused_by_name(tmp_path: Path) -> None:

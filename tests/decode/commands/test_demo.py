@@ -22,7 +22,8 @@ def settings_for(folder, **changes):
     return DemoSettings(**(base | {"prompt": "Tom has 3 apples", "chat": False} | changes))
 
 
-def test_both_texts_are_shown_with_their_speeds_and_found_to_be_the_same(folder, capsys):
+def test_both_texts_are_shown_with_their_speeds_and_found_to_be_the_same(folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")  # a long speed cuts nothing off
     demo.run(settings_for(folder, ignore_eos=True))
     out = capsys.readouterr().out
     assert "without a draft" in out
