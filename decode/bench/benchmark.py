@@ -187,10 +187,10 @@ class EntryRun:
     def write(
         self, chats: Sequence[Chat], repeat: int, seeds: Sequence[int], budget: int, *, sample: bool = False
     ) -> list[TimedText]:
-        """Decode chats once, `batch_size` at a time; of a batch, only first turns.
+        """Decode chats once, `batch_size` at a time.
 
         Args:
-            chats: the turns of each prompt.
+            chats: the turns of each prompt; above batch size 1 one turn each.
             repeat: which copy of the method decodes; -1 warms up.
             seeds: of the sampling of each chat.
             budget: maximum number of new tokens of a turn.

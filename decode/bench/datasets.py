@@ -177,7 +177,7 @@ class Preset:
         if self.kind == "chat":
             return tuple(message["content"] for message in row["messages"] if message["role"] == "user")
         turns = row.get("turns") or row.get("prompt")  # the Hub's copy of MT-Bench calls them prompt
-        if not isinstance(turns, list | tuple):
+        if not isinstance(turns, list | tuple) or not all(isinstance(turn, str) for turn in turns):
             raise ValueError("the column turns must hold a list of texts")
         return tuple(turns)
 

@@ -24,11 +24,17 @@ SHORT = (
 """Columns of the terminal's table."""
 NARROW = {"draft_length", "predicted_speedup", "accepted_length", "tv_spent"}
 """Columns that a terminal of less than 110 characters goes without."""
+ERRORS = {"alpha_se", "accuracy_se"}
+"""Errors that the page alone shows, so that a terminal's table keeps its names."""
 KEYS = (
-    *SHORT[:6], "speedup_vs_assistant", "speedup_without_prefill", *SHORT[6:9], "accepted_per_tested",
+    "name", "kind", "draft_length", "tokens_per_second", "speedup", "speedup_vs_generate", "speedup_vs_assistant",
+    "speedup_without_prefill", "predicted_speedup", "accepted_length", "alpha", "accepted_per_tested",
     "accepted_per_drafted", "tv_spent", "js_distance", "accuracy", "identical_to_target", "note",
 )  # fmt: skip
-BY_CATEGORY = ("category", "prompts", *SHORT[:2], *SHORT[3:6], *SHORT[7:9])
+BY_CATEGORY = (
+    "category", "prompts", "name", "kind", "tokens_per_second", "speedup", "speedup_vs_generate", "accepted_length",
+    "alpha",
+)  # fmt: skip
 """Columns of the page's tables."""
 STYLES = {"lossless": "", "relaxed": "yellow", "baseline": "dim"}
 
@@ -55,8 +61,10 @@ def shown(row: Row) -> dict[str, Any]:
 
 def block_table(title: str, rows: Sequence[Row], width: int = 130) -> RichTable:
     """The rows of one block for a terminal of this width."""
-    keys = [key for key in SHORT if width >= 110 or key not in NARROW]
-    grid = console_table(title, keys, [row | {"style": STYLES[row["kind"]]} for row in map(shown, rows)])
+    keys = [key for key in SHORT if (width >= 110 or key not in NARROW) and (width >= 140 or key != "kind")]
+    hidden = ERRORS if width >= 110 else ERRORS | {"speedup_ci95"}
+    kept = [{k: v for k, v in row.items() if k not in hidden} for row in map(shown, rows)]
+    grid = console_table(title, keys, [row | {"style": STYLES[row["kind"]]} for row in kept])
     for row in rows:
         if row.get("note"):
             grid.add_row(f"{row['name']}: {row['note']}", style="red")
@@ -140,7 +148,8 @@ def sections(content: Mapping[str, Any]) -> Iterable[Section]:
             row["name"]: [at for at in found[row["name"]].get("acceptance_by_position", []) if at["tested"] >= 30]
             for row in fast[:5]
         }
-        if any(positions.values()):
+        positions = {name: rates for name, rates in positions.items() if rates}
+        if positions:
             figures.append((plots.acceptance_by_position(positions), "Positions reached at least 30 times."))
         samples = [
             Sample(sample["tokens"], f"{row['name']}: {sample['prompt'].strip()[:160]}")

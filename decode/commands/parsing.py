@@ -270,7 +270,7 @@ def run_main(function: Callable[[], object]) -> int:
     except SystemExit as error:  # after --help
         return int(error.code or 0)
     except KeyboardInterrupt:
-        line, status = "stopped; run the same command again to continue", 130
+        line, status = "stopped; a training continues if the same command is run again", 130
     except BrokenPipeError:  # `... | head` closed the pipe
         _close_stdout()
         return 0

@@ -41,9 +41,7 @@ from decode.progress import output_console, working
 from decode.sampling import LogitsWarper
 from decode.trace import FORMULAS
 
-LENGTHS = (
-    "draft_length", "round_cost", "break_even_alpha", "predicted_speedup", "with_bookkeeping",
-)  # fmt: skip
+LENGTHS = ("draft_length", "round_cost", "break_even_alpha", "predicted_speedup", "with_bookkeeping")
 FORECAST = (
     "batch_size", "ms", "cost_ratio", "v2", "v5", "overhead", "step_overhead", "goodput_without_draft",
     "best_draft_length", "best_speedup", "best_goodput",

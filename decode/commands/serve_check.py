@@ -227,7 +227,8 @@ def compared(
     same = [a.ids == b.ids for a, b in zip(texts, alone)]
     # of the same texts the errors are those of the differences
     error = difference_error(served, expected) if all(same) else math.hypot(mean_se, expected_se)
-    middle, *interval = median_interval([a.tokens_per_second / b.tokens_per_second for a, b in zip(texts, alone)])
+    ratios = [a.tokens_per_second / b.tokens_per_second for a, b in zip(texts, alone) if a.ids and b.ids]
+    middle, *interval = median_interval(ratios)
     speeds = [sum(len(text.ids) for text in of) / sum(text.seconds for text in of) for of in (texts, alone)]
     return {
         "positions": [

@@ -182,7 +182,7 @@ class ReportSettings:
     """Settings of python -m decode report."""
 
     runs: list[str] = field(default_factory=list)
-    """Folders of runs, given without an option: python -m decode report runs/*. Null: runs."""
+    """Folders of runs, given without an option: python -m decode report runs/*. Empty: runs."""
 
 
 def required(settings: Any, *names: str) -> None:

@@ -41,7 +41,7 @@ class ServedText:
     @property
     def tokens_per_second(self) -> float:
         """After the first token, if the engine reports that time."""
-        if self.decode_seconds:
+        if self.decode_seconds and len(self.ids) > 1:
             return (len(self.ids) - 1) / self.decode_seconds
         return len(self.ids) / (self.seconds or math.nan)
 

@@ -84,8 +84,8 @@ def find(given: str | None, installed: Path, option: str, what: str) -> str:
 def program_of(engine: Engine) -> str:
     """The path of the engine's program. Raises as `find` does."""
     if engine.name == "vllm":
-        return find(engine.program, VLLM_PYTHON, "--python", "vLLM's environment (.venv-vllm/bin/python)")
-    return find(engine.program, LLAMA_SERVER, "--binary", "llama-server")
+        return find(engine.program, VLLM_PYTHON, ENGINES["vllm"], "vLLM's environment (.venv-vllm/bin/python)")
+    return find(engine.program, LLAMA_SERVER, ENGINES["llama.cpp"], "llama-server")
 
 
 def output_of(*command: str) -> str:

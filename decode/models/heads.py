@@ -385,13 +385,6 @@ def head_config(
     )
 
 
-def random_head(config: LlamaConfig) -> FeatureHead:
-    """A head with random weights, always the same ones; a reduced vocabulary has the lowest ids."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return FeatureHead(config).eval()
-
-
 def head_version(folder: str | os.PathLike[str]) -> int | None:
     """1 or 3 if a folder's config.json is that of an EAGLE head of this version; else None."""
     try:

@@ -58,7 +58,7 @@ def export_head(
         target_dir: Folder or Hub name of its target.
         out_dir: Destination.
         profile: Measurements, as for `export_draft`.
-        settings: Number format and draft length.
+        settings: Number format, and that of the GGUF files.
         trust_remote_code: Run model code that comes with the target.
 
     Returns:

@@ -136,7 +136,7 @@ WRAPPED.__cause__ = OSError(errno.ENOSPC, "No space left on device", "/x/y")
     ("error", "status", "words"),
     [
         (UserError("mend me"), 2, "error: mend me"),
-        (KeyboardInterrupt(), 130, "stopped; run the same command again to continue"),
+        (KeyboardInterrupt(), 130, "stopped; a training continues if the same command is run again"),
         (WRAPPED, 2, "error: /x/y cannot be written: No space left on device; free some space"),
     ],
 )
@@ -189,5 +189,5 @@ def work():
 sys.exit(run_main(work))
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=60)
-    assert (done.returncode, done.stderr) == (130, "stopped; run the same command again to continue\n")
+    assert (done.returncode, done.stderr) == (130, "stopped; a training continues if the same command is run again\n")
     assert not list(tmp_path.iterdir())
