@@ -135,7 +135,7 @@ class Evaluation:
             "offline_alpha_se": alpha.se,
             "offline_alpha_greedy": greedy.mean,
             "offline_alpha_greedy_se": greedy.se,
-            "validation_alpha": self.run.validation_alpha(name),
+            "validation_alpha": self.run.validation_alpha(name) or None,
             **record.account,
             "seconds": record.seconds,
         }

@@ -98,7 +98,8 @@ def sections(report: Row, run_dir: Path) -> Iterable[Section]:
     """Returns the page of a report; parts that were not measured are left out."""
     settings = report.get("settings") or {}
     best, drawn = card.fastest_row(report, exported(report), f"{exported(report)}-tree"), figures(report)
-    target = {f"target's {name.replace('_n', ' prompts')}": value for name, value in report["target"].items()}
+    known = {name: value for name, value in report["target"].items() if value is not None}
+    target = {f"target's {name.replace('_n', ' prompts').replace('_', ' ')}": f"{known[name]:,}" for name in known}
     speed = {"exported draft": exported(report), "tokens/s": cell(best, "tokens_per_second")}
     yield Section(facts=target | speed | {"accepted length": cell(best, "block_efficiency")})
     tables = [Table(DRAFTS, report["drafts"]), Table(PAIRED, report.get("paired") or [], "Differences between drafts")]

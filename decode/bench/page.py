@@ -70,6 +70,8 @@ def cell(row: Row, key: str) -> str:
         return "yes" if value else "no"
     if not finite(value):
         return str(value)
+    if key == "p_value" and value < 0.001:  # a normal approximation says no more
+        return "< 0.001"
     text, error = format(value, column.format), row.get(column.error)
     if finite(error):
         return f"{text} ± {error:{column.format.removeprefix('+')}}"
