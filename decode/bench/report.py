@@ -22,7 +22,7 @@ SHORT = (
     "accepted_length", "alpha", "tv_spent", "accuracy", "identical_to_target",
 )  # fmt: skip
 """Columns of the terminal's table."""
-NARROW = {"draft_length", "predicted_speedup", "accepted_length", "tv_spent"}
+NARROW = {"draft_length", "predicted_speedup", "accepted_length"}
 """Columns that a terminal of less than 110 characters goes without."""
 ERRORS = {"alpha_se", "accuracy_se"}
 """Errors that the page alone shows, so that a terminal's table keeps its names."""
@@ -61,9 +61,10 @@ def shown(row: Row) -> dict[str, Any]:
 
 def block_table(title: str, rows: Sequence[Row], width: int = 130) -> RichTable:
     """The rows of one block for a terminal of this width."""
-    keys = [key for key in SHORT if (width >= 110 or key not in NARROW) and (width >= 140 or key != "kind")]
-    hidden = ERRORS if width >= 110 else ERRORS | {"speedup_ci95"}
+    hidden = ERRORS if width >= 110 else ERRORS | {"speedup_ci95"} | NARROW
     kept = [{k: v for k, v in row.items() if k not in hidden} for row in map(shown, rows)]
+    relaxed = any(row["kind"] == "relaxed" for row in kept)
+    keys = [key for key in SHORT if key != "kind" or relaxed]
     grid = console_table(title, keys, [row | {"style": STYLES[row["kind"]]} for row in kept])
     for row in rows:
         if row.get("note"):
