@@ -186,6 +186,7 @@ def make_drafter(name: str, inputs: MethodInputs) -> Drafter:
     elif name == "none":
         return NoDrafter()
     else:  # the target's own layers
+        assert name in ("early-exit", "early-exit-separate", "layer-subset"), name
         runner, skipped = self_speculating(target), (options.skip_attention, options.skip_mlp)
         if name == "early-exit-separate":
             return ModelDrafter(runner.first_layers(inputs.exit_layer), warp, runner.vocab_size)

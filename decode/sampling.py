@@ -19,6 +19,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from decode.errors import UserError
 from decode.method_options import Checked, Share, Temperature
 
 
@@ -39,6 +40,8 @@ class LogitsWarper(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.temperature == float("inf"):
+            raise UserError("temperature is inf; expected a finite number, or 0 for greedy decoding")
         self._context: list[LogitsProcessor] = list(self.processors)
         if self.repetition_penalty != 1:
             self._context.insert(0, RepetitionPenaltyLogitsProcessor(self.repetition_penalty))

@@ -35,8 +35,8 @@ class Threshold:
     def price(self, token_cost: float) -> None:
         """Set the cost of one more drafted token, in rounds without a draft."""
 
-    def observe(self, round: Step, confidence: list[float]) -> None:
-        """Learn from a round, given the confidence of each drafted token."""
+    def observe(self, step: Step, confidence: list[float]) -> None:
+        """Learn from a step, given the confidence of each drafted token."""
 
     def reset(self) -> None:
         """Forget everything learned."""
@@ -66,12 +66,12 @@ class TargetAcceptance(Threshold):
     value: float = field(init=False)
     rate: float = field(init=False)
 
-    def observe(self, round: Step, confidence: list[float]) -> None:
+    def observe(self, step: Step, confidence: list[float]) -> None:
         """Move towards the target acceptance."""
-        depth = round.depth
+        depth = step.depth
         if not depth:
             return
-        self.rate = self.beta1 * self.rate + (1 - self.beta1) * round.accepted / depth
+        self.rate = self.beta1 * self.rate + (1 - self.beta1) * step.accepted / depth
         goal = self.value
         if self.rate < self.alpha:
             goal += self.step
@@ -90,10 +90,10 @@ class MeanOfRejected(Threshold):
 
     value: float = field(init=False)
 
-    def observe(self, round: Step, confidence: list[float]) -> None:
+    def observe(self, step: Step, confidence: list[float]) -> None:
         """Record the confidence of the first rejected token."""
-        if round.accepted < len(confidence):
-            self.total += confidence[round.accepted]
+        if step.accepted < len(confidence):
+            self.total += confidence[step.accepted]
             self.count += 1
             self.value = self.total / self.count
 
@@ -110,10 +110,10 @@ class Roc(Threshold):
     limit: int = 4096  # tokens of the history
     value: float = field(init=False)
 
-    def observe(self, round: Step, confidence: list[float]) -> None:
+    def observe(self, step: Step, confidence: list[float]) -> None:
         """Add the accepted tokens and the first rejected one; refit once both kinds have been seen."""
-        seen = confidence[: round.tested]
-        accepted = min(round.accepted, len(seen))  # copied drafts have no confidence
+        seen = confidence[: step.tested]
+        accepted = min(step.accepted, len(seen))  # copied drafts have no confidence
         self.matches += [1] * accepted + [0] * (len(seen) - accepted)
         self.scores += seen
         del self.matches[: -self.limit], self.scores[: -self.limit]
@@ -157,12 +157,12 @@ class CostOptimal(Threshold):
         hits, seen = self._bin(confidence)
         return (hits + self.prior * confidence) / (seen + self.prior)
 
-    def observe(self, round: Step, confidence: list[float]) -> None:
+    def observe(self, step: Step, confidence: list[float]) -> None:
         """Update the calibration and the rate of tokens."""
-        for i, value in enumerate(confidence[: round.tested]):
-            count(self._bin(value), i < round.accepted, self.memory)
-        self.time = self.decay * self.time + 1 + round.drafted * self.token_cost
-        self.tokens = self.decay * self.tokens + round.accepted + 1
+        for i, value in enumerate(confidence[: step.tested]):
+            count(self._bin(value), i < step.accepted, self.memory)
+        self.time = self.decay * self.time + 1 + step.drafted * self.token_cost
+        self.tokens = self.decay * self.tokens + step.accepted + 1
         self.value = self.tokens / self.time * self.token_cost
 
     def price(self, token_cost: float) -> None:
@@ -265,17 +265,11 @@ class StopRule:
         """Whether to stop after ``drafted.token``, which stays in the draft."""
         return self.confidence is not None and not self.refuse and self._below(drafted)
 
-    def observe(self, round: Step) -> None:
-        """Adapt to a verified round."""
-        self.threshold.observe(round, self.seen)
-        if self.heuristic and round.drafted:
-            self._window = self._window + 2 if round.accepted == round.depth else max(1, self._window - 1)
-
-    def reset(self) -> None:
-        """Forget everything learned."""
-        self.threshold.reset()
-        self._window = self.window
-        self.begin()
+    def observe(self, step: Step) -> None:
+        """Adapt to a verified step."""
+        self.threshold.observe(step, self.seen)
+        if self.heuristic and step.drafted:
+            self._window = self._window + 2 if step.accepted == step.depth else max(1, self._window - 1)
 
 
 @dataclass(frozen=True)

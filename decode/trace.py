@@ -93,7 +93,7 @@ class Step:
 
     @property
     def emitted(self) -> list[int]:
-        """The tokens this round adds to the text."""
+        """The tokens this step adds to the text."""
         return [*(self.draft.ids[i] for i in self.path), self.token]
 
     @property
@@ -138,24 +138,24 @@ class Trace:
 
     def close(
         self,
-        round: Step,
+        step: Step,
         overlap: Values | None,
         spent: Values | None,
         distance: Values | None,
         *,
         cut: bool = False,
     ) -> None:
-        """Add a round of the first text; what was measured holds one value for each tested position."""
+        """Add a step of the first text; what was measured holds one value for each tested position."""
         row = {
-            "drafted": round.drafted,
-            "accepted": round.accepted,
-            "tested": round.tested,
-            "depth": round.depth,
-            "draft_seconds": round.seconds[0],
-            "verify_seconds": round.seconds[1],
+            "drafted": step.drafted,
+            "accepted": step.accepted,
+            "tested": step.tested,
+            "depth": step.depth,
+            "draft_seconds": step.seconds[0],
+            "verify_seconds": step.seconds[1],
             "cut": cut,
             "text": 0,
-            "together": round.together or (round.drafted,),
+            "together": step.together or (step.drafted,),
             "overlap": overlap,
             "spent": spent,
             "distance": distance,

@@ -77,11 +77,8 @@ class AcceptanceRule:
     def start(self) -> None:
         """A new text begins."""
 
-    def observe(self, round: Step) -> None:
-        """Learn from a verified round."""
-
-    def reset(self) -> None:
-        """Forget what was learned."""
+    def observe(self, step: Step) -> None:
+        """Learn from a verified step."""
 
 
 class Exact(AcceptanceRule):
@@ -160,21 +157,21 @@ class JensenShannon(AcceptanceRule):
         self._distance = js_distance(*(softmax(raw) if self.unwarped and raw is not None else (p, q)))
         return torch.where(self._distance < self.theta, torch.ones_like(p[:, 0]), ratio(p, q, x))
 
-    def observe(self, round: Step) -> None:
+    def observe(self, step: Step) -> None:
         """Record the distances of the accepted positions and of the first rejected one."""
         distance, self._distance = self._distance, None
-        if self.threshold is not None or not round.drafted:
+        if self.threshold is not None or not step.drafted:
             return
-        if round.draft.probs is None:  # D(p, one-hot) at the accepted nodes, then at the first rejected one
-            rows = [0, *(node + 1 for node in round.path)]
-            nodes = round.path + list(round.draft.children[rows[-1]].values())[:1]
+        if step.draft.probs is None:  # D(p, one-hot) at the accepted nodes, then at the first rejected one
+            rows = [0, *(node + 1 for node in step.path)]
+            nodes = step.path + list(step.draft.children[rows[-1]].values())[:1]
             rows = rows[: len(nodes)]
-            p = round.logits[rows].float().softmax(-1) if self.unwarped else round.probs[rows]
-            distance = js_distance(p, one_hot(round.draft.tokens.to(p.device)[nodes], p))
+            p = step.logits[rows].float().softmax(-1) if self.unwarped else step.probs[rows]
+            distance = js_distance(p, one_hot(step.draft.tokens.to(p.device)[nodes], p))
         if distance is None:
             return
-        distances = distance[: round.tested].tolist()
-        kept = distances[: round.accepted], distances[round.accepted :]
+        distances = distance[: step.tested].tolist()
+        kept = distances[: step.accepted], distances[step.accepted :]
         for which, (sums, values) in enumerate(zip((self.accepted, self.rejected), kept)):
             sums[0] += sum(values)
             sums[1] += len(values)
@@ -184,11 +181,6 @@ class JensenShannon(AcceptanceRule):
     def start(self) -> None:
         """A new sequence begins (variant c counts them)."""
         self._seen = [False, False]
-
-    def reset(self) -> None:
-        """Forget all distances."""
-        self.accepted, self.rejected, self.sequences = [0.0, 0.0], [0.0, 0.0], [0, 0]
-        self.start()
 
 
 @dataclass
@@ -273,7 +265,7 @@ def verify(draft: Draft, p: Rows, logits: Tensor, rule: AcceptanceRule, rng: Rng
     m = int(rng.first_reject(accept))  # the host waits here and for the token, never for each drafted one
     token = int(rng.draw(p[k] if m == k else rule.residual(p[m], q[m])))
     t = min(m + 1, k)
-    p, q, shared = p[:t], q[:t], torch.minimum(p[:t], q[:t]).sum(-1)
+    p, q, shared = p[:t], q[:t], overlap(p[:t], q[:t])
     stats = (None, None) if rule.exact else (rule.tv_spent(p, q, x[:t], accept[:t]), js_distance(p, q))
     return list(range(m)), token, (shared, *stats)
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -41,7 +42,9 @@ def join_documents(documents: Iterable[Sequence[int] | np.ndarray]) -> np.ndarra
     Raises:
         UserError: an id is negative, or there is no token at all.
     """
-    parts = [np.append(np.asarray(document, dtype=np.int32) + 1, 0) for document in documents if len(document)]
+    parts = [
+        np.append(np.asarray(document, dtype=np.int32) + 1, np.int32(0)) for document in documents if len(document)
+    ]
     if not parts:
         raise UserError("the corpus holds no tokens: give at least one file or document with text in it")
     text = np.concatenate(parts)
@@ -69,7 +72,8 @@ def read_texts(path: Path) -> Iterator[str]:
                 continue
             try:
                 row = json.loads(line)
-                yield row.get("text") or "\n".join(value for value in row.values() if isinstance(value, str))
+                strings = {name: value for name, value in row.items() if isinstance(value, str)}
+                yield strings.get("text") or "\n".join(strings.values())
             except (json.JSONDecodeError, AttributeError) as error:
                 raise UserError(
                     f"{path}, line {number} is not a JSON object ({error}): give one object a line"
@@ -99,7 +103,7 @@ def save_arrays(path: Path, arrays: dict[str, np.ndarray], *, kind: str, fingerp
 
 def map_arrays(
     path: Path, *, kind: str, fingerprint: str, command: str
-) -> tuple[dict[str, int], dict[str, np.ndarray]]:
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Memory-map a file that `save_arrays` wrote.
 
     Args:

@@ -40,10 +40,10 @@ class EarlyExitDrafter(ModelDrafter):
         return self.runner.forward(caches, feeds, last=1, layers=self.subset).split([1] * len(caches))
 
     def update(self, state: ModelState, ids: list[int], step: Step) -> None:
-        """The target drops what was rejected for both, and closes its cache."""
+        """The target has dropped what was rejected for both."""
 
     def close(self, state: ModelState) -> None:
-        """See `update`."""
+        """The target closes its cache."""
 
     cache_bytes_per_token = 0  # the drafter has no cache
 

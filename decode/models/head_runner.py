@@ -43,7 +43,11 @@ class HeadCache(Row):
         """Know the first `length` tokens only; 0 forgets the queued features too."""
         self.length = length
         if not length:
-            self.settled, self.unread, self.state = 0, self.unread[:0], torch.zeros_like(self.state)
+            self.settled, self.unread = (
+                0,
+                self.unread.new_empty(0, self.unread.shape[1]),
+            )  # a view would keep all features
+            self.state = torch.zeros_like(self.state)
 
     def pairs(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens that are read, without a sequence's first, and the feature that each is paired with."""

@@ -226,9 +226,8 @@ def longrope_boundary(config: Any) -> int | None:
     rope: Any = getattr(config, "rope_parameters", None) or {}
     for one in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if one.get("rope_type") == "longrope":
-            short = one.get("original_max_position_embeddings") or getattr(
-                config, "original_max_position_embeddings", 0
-            )
+            own = getattr(config, "original_max_position_embeddings", None)
+            short = one.get("original_max_position_embeddings") or own or 0
             return int(short) if 0 < short < config.max_position_embeddings else None
     return None
 

@@ -202,7 +202,11 @@ class RaggedBatch:
         runs = [[new[0]]]
         for before, one in pairwise(new):
             together = one.cache.row == before.cache.row + 1 and max(one.count, before.count) <= PADDED
-            runs[-1:] = [[*runs[-1], one]] if together else [runs[-1], [one]]
+            if together:
+                runs[-1].append(one)
+            else:
+                runs.append([one])
+        # of each run: rows of the cache, slots that are read, width, tokens, queries padded, results not padded, mask
         self.calls: list[tuple[Any, ...]] = []
         token = 0
         for run in runs:

@@ -143,9 +143,10 @@ class HalfLinear(Linear):
 
 def packable(weight: Tensor) -> bool:
     """Whether oneDNN's kernels take a weight: on the CPU, in float32 or, where the processor has it, bfloat16."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
     narrow = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    cpu = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
-    return cpu and (weight.dtype == torch.float32 or narrow)
+    return narrow or weight.dtype == torch.float32
 
 
 def halvable(weight: Tensor) -> bool:
@@ -243,7 +244,8 @@ class Linears:
 
     def sentence(self) -> str:
         """Bytes of the weights in each layout but the plain ones; empty if all are plain."""
-        sizes = [f"{size / 1e6:.1f} MB {way}" for way, size in list(self.bytes.items())[2:] if size]
+        packed = ("packed", "plain and packed", "in float16")
+        sizes = [f"{size / 1e6:.1f} MB {way}" for way, size in self.bytes.items() if size and way in packed]
         return f"weights: {', '.join(sizes)}" if sizes else ""
 
 

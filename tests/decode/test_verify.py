@@ -186,9 +186,6 @@ def test_adasd_is_the_exact_rule_until_it_has_seen_both_outcomes() -> None:
     assert rule.is_exact_now
     rule.accepted = [0.1, 1.0]
     assert not rule.is_exact_now
-    rule.reset()
-    assert rule.is_exact_now
-    assert rule.theta == 0
 
 
 @pytest.mark.parametrize(
