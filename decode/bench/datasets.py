@@ -144,6 +144,9 @@ class Preset:
     templates: Mapping[str, str]  # Jinja templates; keys among ``prompt``, ``response`` and ``said``
     hub: str | None = None
     config: str | None = None
+    configs: Sequence[str] = ()
+    file: str = ""
+    placeholder: str = ""
     splits: Mapping[str, str] = field(default_factory=lambda: {"train": "train", "test": "test"})
     kind: str = "pairs"
     scorer: str | None = None
@@ -174,11 +177,15 @@ class Preset:
         """The user's turns of a row with several turns; empty for data sets of one turn."""
         if not self.several_turns:
             return ()
-        if self.kind == "chat":
-            return tuple(message["content"] for message in row["messages"] if message["role"] == "user")
-        turns = row.get("turns") or row.get("prompt")  # the Hub's copy of MT-Bench calls them prompt
-        if not isinstance(turns, list | tuple) or not all(isinstance(turn, str) for turn in turns):
-            raise ValueError("the column turns must hold a list of texts")
+        turns = (
+            None if self.kind == "chat" else row.get("turns") or row.get("prompt")
+        )  # the latter in a copy of MT-Bench
+        if turns is None:
+            turns = [message["content"] for message in row.get("messages") or () if message["role"] == "user"]
+        if not isinstance(turns, list | tuple) or not turns or not all(isinstance(turn, str) for turn in turns):
+            raise ValueError(
+                f"the turns must be a list of texts in a column turns, prompt or messages; it has {', '.join(row)}"
+            )
         return tuple(turns)
 
     def split_of(self, row: Mapping[str, Any]) -> str | None:

@@ -36,6 +36,8 @@ BY_CATEGORY = (
     "alpha",
 )  # fmt: skip
 """Columns of the page's tables."""
+BY_CONCURRENCY = ("name", "batch_size", *BY_CATEGORY[3:])
+"""Columns of the table over batch sizes."""
 STYLES = {"lossless": "", "relaxed": "yellow", "baseline": "dim"}
 
 
@@ -59,12 +61,44 @@ def shown(row: Row) -> dict[str, Any]:
     return {**row, "kind": "baseline" if row.get("baseline") else "lossless" if row.get("lossless") else "relaxed"}
 
 
-def block_table(title: str, rows: Sequence[Row], width: int = 130) -> RichTable:
+def by_category(rows: Iterable[Row]) -> list[Row]:
+    """The categories of rows of one block, category after category, and last all of them; empty if there is one."""
+    parts = [
+        {**shown(row), **part}
+        for row in rows
+        if row["categories"]
+        for part in (*row["categories"], {"category": "all"})
+    ]
+    return sorted(parts, key=lambda part: (part["category"] == "all", part["category"]))
+
+
+def by_concurrency(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows by suite and temperature, as a title, of what was measured at several batch sizes: method after method."""
+    found: dict[str, dict[str, list[Row]]] = {}
+    for row in rows:
+        methods = found.setdefault(f"{row['suite']}, {mode(row['temperature'])}", {})
+        methods.setdefault(row["name"], []).append(shown(row))
+    sized = {title: [row for of in methods.values() if len(of) > 1 for row in of] for title, methods in found.items()}
+    return {title: sizes for title, sizes in sized.items() if sizes}
+
+
+def console_tables(rows: Sequence[Row], width: int = 130) -> Iterable[RichTable]:
+    """Tables for a terminal of this width: blocks, the fastest drafts of the smallest batch by category, concurrency."""
+    for title, block in by_block(rows).items():
+        yield block_table(title, block, width)
+        smallest = block[0]["batch_size"] == min(row["batch_size"] for row in rows)
+        if smallest and (parts := by_category(drafting(block)[:3])):
+            yield block_table(f"{title}, by category", parts, width, BY_CATEGORY)
+    for title, sizes in by_concurrency(rows).items():
+        yield block_table(f"{title}, by concurrency", sizes, width, BY_CONCURRENCY)
+
+
+def block_table(title: str, rows: Sequence[Row], width: int = 130, columns: Sequence[str] = SHORT) -> RichTable:
     """The rows of one block for a terminal of this width."""
-    hidden = ERRORS if width >= 110 else ERRORS | {"speedup_ci95"} | NARROW
+    hidden = ERRORS if width >= 110 else ERRORS | {"speedup_ci95"} | (NARROW if columns is SHORT else set())
     kept = [{k: v for k, v in row.items() if k not in hidden} for row in map(shown, rows)]
     relaxed = any(row["kind"] == "relaxed" for row in kept)
-    keys = [key for key in SHORT if key != "kind" or relaxed]
+    keys = [key for key in columns if key != "kind" or relaxed]
     grid = console_table(title, keys, [row | {"style": STYLES[row["kind"]]} for row in kept])
     for row in rows:
         if row.get("note"):
@@ -125,16 +159,11 @@ def sections(content: Mapping[str, Any]) -> Iterable[Section]:
     """The page of a benchmark, from the keys ``methods``, ``bench`` and ``machine`` of report.json."""
     bench, about, methods = content["bench"], content["machine"], content["methods"]
     details = by_block(bench["analysis"])
-    by_size: dict[str, dict[str, list[tuple[float, ...]]]] = {}  # points by suite and temperature, and method
     for title, rows in by_block(methods).items():
         found, first = {detail["name"]: detail for detail in details.get(title, [])}, rows[0]
         fast = [row for row in drafting(rows) if row["name"] in found]
-        for row in fast:
-            curves = by_size.setdefault(f"{row['suite']}, {mode(row['temperature'])}", {})
-            curves.setdefault(row["name"], []).append((row.get("batch_size", 1), row["speedup"], *row["speedup_ci95"]))
         tables = [Table(KEYS, [shown(row) for row in rows])]
-        parts = [{**shown(row), **part} for row in rows for part in row["categories"]]
-        tables.append(Table(BY_CATEGORY, sorted(parts, key=lambda part: part["category"]), "By category"))
+        tables.append(Table(BY_CATEGORY, by_category(rows), "By category"))
         relaxed = any(not row["lossless"] for row in rows)
         figures = [(plots.speedup_bars(rows), "Relaxed methods are orange." if relaxed else "")]
         predicted = {
@@ -160,17 +189,19 @@ def sections(content: Mapping[str, Any]) -> Iterable[Section]:
         text = f"{max(row['prompts'] for row in rows)} prompts, repeats: {first['repeats']}. "
         text += bench.get("notes", {}).get(first["suite"], "")
         yield Section(title, text, tables=tables, figures=figures, samples=samples)
-    axes = "sequences at once (batch size)", "tokens/s ÷ without a draft (×)"
-    figures = [
-        (plots.lines({k: sorted(v) for k, v in of.items()}, f"Speedup, {title}", *axes, log_x=True, at_one=True), "")
-        for title, of in by_size.items()
-        if any(len(points) > 1 for points in of.values())
-    ]
+    axes, figures = ("sequences at once (batch size)", "tokens/s ÷ without a draft (×)"), []
+    for title, sizes in by_concurrency(methods).items():
+        curves: dict[str, list[tuple[float, ...]]] = {}
+        for row in sorted(drafting(sizes), key=lambda row: row["batch_size"]):
+            curves.setdefault(row["name"], []).append((row["batch_size"], row["speedup"], *row["speedup_ci95"]))
+        if curves:
+            figures.append((plots.lines(curves, f"Speedup, {title}", *axes, log_x=True, at_one=True), ""))
+    tables = [Table(BY_CONCURRENCY, of, f"{title}, by concurrency") for title, of in by_concurrency(methods).items()]
     if costs := {name or "target alone": cost["verify_cost"] for name, cost in bench["costs"].items()}:
         points = {name: sorted((int(n), v) for n, v in dict(cost).items()) for name, cost in costs.items()}
         axes = "tokens in one target forward, n", "v(n) = time of n tokens ÷ of 1"
         figures.append((plots.lines(points, "Cost of verification", *axes), ""))
     c = {f"c of {name}": f"{cost['cost_ratio']:.3f}" for name, cost in bench["costs"].items() if name}
-    yield Section("Batch sizes and costs", f"{FORMULAS['cost_ratio']}. {FORMULAS['verify_cost']}.", c, figures=figures)
+    yield Section("Batch sizes and costs", f"{FORMULAS['cost_ratio']}. {FORMULAS['verify_cost']}.", c, tables, figures)
     where = {"machine": machine.sentence(about), "threads": about.get("note")}
     yield Section("Machine and settings", facts=where | bench["settings"])

@@ -113,6 +113,8 @@ class Session:
                 "another suite"
             )
         notes, ids = [suite.note], [i for item in fitting for i in item.ids]
+        if not self.options.chat and (several := sum(len(prompt.turns) > 1 for prompt in suite.prompts)):
+            notes.append(f"of {several} prompts the first turn alone is asked, since later ones need a chat template")
         if len(fitting) < len(items):
             notes.append(f"{len(items) - len(fitting)} of {len(items)} prompts do not fit the context of {room} tokens")
         for name, draft in self.draft_models.items():

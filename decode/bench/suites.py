@@ -1,15 +1,16 @@
 """Prompt suites: prompts to measure on, and a score of the answers where the data set has references.
 
 A suite is named by a spec: ``arithmetic``, ``arithmetic:3`` (difficulty), ``open``, ``chat`` (96 prompts in the six
-categories of Spec-Bench), a preset such as ``gsm8k`` from the Hugging Face Hub or ``gsm8k=PATH`` from a local file, or
-just ``PATH``, a file whose columns identify the data set (``LABEL=PATH`` names it); ``chat:qa``,
+categories of Spec-Bench), a preset such as ``gsm8k`` from the Hugging Face Hub (``GSM8K`` and ``openai/gsm8k`` are the
+same) or ``gsm8k=PATH`` from a local file, or just ``PATH``, a file whose columns identify the data set (``LABEL=PATH``
+names it); ``chat:qa``,
 ``mmlu:astronomy=PATH`` or ``spec_bench:qa=PATH`` for one category; ``prompts=PATH`` for other prompts (txt: one prompt
 per line; otherwise a column prompt, turns, text or question).
 """
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 from random import Random
@@ -21,9 +22,19 @@ from decode.errors import UserError, unknown
 NAMES = (*PRESETS, "chat", "open", "prompts")
 CHAT, OPEN = (Path(__file__).with_name(name) for name in ("chat_prompts.jsonl", "open_prompts.txt"))
 """Prompts written for this project: 16 in each of Spec-Bench's categories, in its format; and open questions."""
-RECOGNISED = ("humaneval", "mbpp", "mmlu", "spec_bench", "ultrachat", "cnn_dailymail", "xsum", "gsm8k", "alpaca")
+RECOGNISED = (
+    "humaneval", "mbpp", "mmlu", "math_500", "livecodebench", "speed_bench", "spec_bench", "ultrachat", "cnn_dailymail",
+    "xsum", "gsm8k", "alpaca",
+)  # fmt: skip
 """Presets that are recognised by the columns of a file, those with more specific columns first."""
 OWN = ("prompt", "text", "question", "turns")  # columns that hold the prompt in a file of no preset
+SPELLINGS = {
+    re.sub("[-_ ]", "", spelling.lower()): name
+    for name in NAMES
+    for spelling in (name, PRESETS[name].hub if name in PRESETS else None)
+    if spelling
+}
+"""Suites by their names and the Hub's, in lower case without hyphens: MT-Bench is mt_bench."""
 DEFAULT_LIMIT = 100  # problems of the arithmetic suite, which is unlimited, if no limit is given
 
 
@@ -66,6 +77,7 @@ def load_suite(spec: str, *, limit: int | None = None, seed: int = 0, split: str
         UserError: unknown suite or option, no such file, rows or columns, or the Hub does not answer.
     """
     name, option, path = _parse(spec)
+    notes: list[str] = []
     if limit is not None and limit < 1:
         raise UserError(f"the suite's limit is {limit}: give at least 1, or leave it out for all prompts")
     preset = PRESETS.get("spec_bench" if name == "chat" else name)
@@ -76,9 +88,19 @@ def load_suite(spec: str, *, limit: int | None = None, seed: int = 0, split: str
     if name == "arithmetic" and path is None:
         prompts = _arithmetic(int(option or 1), limit or DEFAULT_LIMIT, seed, split)
     else:
+        if option in preset.configs:
+            preset, option = replace(preset, config=option), ""
         rows = read_rows(CHAT) if name == "chat" and not path else _rows(name, preset, path, split)
+        whole = [row for row in rows if not preset.placeholder or preset.placeholder not in str(row)]
+        if lost := len(rows) - len(whole):
+            notes.append(
+                f"{lost} of {len(rows)} rows are left out, which hold a placeholder instead of their text: fill them "
+                f"with the data set's own prepare.py, and give its file with --suite {name}=PATH"
+            )
+        if not whole:
+            raise UserError(f"the suite {spec!r} has no prompt: {notes[0]}")
         try:
-            prompts = _prompts(name, preset, rows, option, limit, seed)
+            prompts = _prompts(name, preset, whole, option, limit, seed)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, UserError):
                 raise
@@ -87,7 +109,7 @@ def load_suite(spec: str, *, limit: int | None = None, seed: int = 0, split: str
                 f"correct the file, or name the column of its prompts prompt and use --suite prompts=PATH"
             ) from error
     if preset.scorer is None:
-        return Suite(spec, prompts, None, f"{name} has no scorer")
+        return Suite(spec, prompts, None, "; ".join([*notes, f"{name} has no scorer"]))
     scorer = SCORERS[preset.scorer]
     return Suite(spec, prompts, lambda prompt, output: scorer(prompt.reference or "", output))
 
@@ -96,6 +118,7 @@ def _parse(spec: str) -> tuple[str, str, str | None]:
     """Name, option (or an empty string) and path (or None) of a spec; the name of a suite wins over a file's."""
     head, equals, path = spec.partition("=")
     name, _, option = head.partition(":")
+    name = SPELLINGS.get(re.sub("[-_ ]", "", name.lower()), name)
     if not equals and Path(spec).suffix.lower() in FORMATS:
         return _recognise(spec), "", spec
     if path and name not in NAMES:
@@ -113,15 +136,21 @@ def _parse(spec: str) -> tuple[str, str, str | None]:
 
 def _recognise(path: str) -> str:
     """The preset whose columns a file has, or ``prompts``."""
-    row = read_rows(path)[0]
+    rows = read_rows(path)
+    row = rows[0]
     for name in RECOGNISED:
         if all(column in row for column in PRESETS[name].columns) and (name != "gsm8k" or "####" in str(row["answer"])):
-            return name
+            of_mt_bench = name == "spec_bench" and {row["category"] for row in rows} <= PRESETS[name].groups.keys()
+            return "mt_bench" if of_mt_bench else name
+    if "category" in row and isinstance(row.get("prompt"), list):  # MT-Bench's copy on the Hub
+        return "mt_bench"
     if any(column in row for column in OWN):
         return "prompts"
+    nearest = max(RECOGNISED, key=lambda name: len(row.keys() & PRESETS[name].columns))
     raise UserError(
-        f"{path}: rows with the columns {', '.join(row)} are of no known data set: rename the column of the prompts to "
-        f"prompt, or name the data set with --suite NAME={path}, NAME being one of {', '.join(RECOGNISED)}"
+        f"{path}: rows with the columns {', '.join(row)} are of no known data set (the nearest, {nearest}, has "
+        f"{', '.join(PRESETS[nearest].columns)}): rename the column of the prompts to prompt, or name the data set "
+        f"with --suite NAME={path}, NAME being one of {', '.join(RECOGNISED)}"
     )
 
 
@@ -150,7 +179,8 @@ def _rows(name: str, preset: Preset, path: str | None, split: str) -> list[Row]:
     theirs = preset.splits.get(split, preset.splits.get("train"))
     if preset.hub is None or theirs is None:
         has = ", ".join(preset.splits) or "none"
-        raise UserError(f"{name} has no split {split!r} on the Hub (it has {has}): give --suite {name}=PATH")
+        file = preset.file and f", a copy of {preset.file}"
+        raise UserError(f"{name} has no split {split!r} on the Hub (it has {has}): give --suite {name}=PATH{file}")
     try:
         rows = list(load_hub(preset.hub, preset.config, theirs))
     except UserError as error:

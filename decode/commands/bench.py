@@ -11,7 +11,7 @@ from decode.bench import machine
 from decode.bench.baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
 from decode.bench.benchmark import BenchEntry, Benchmark, plan
 from decode.bench.records import drafting
-from decode.bench.report import answers, block_table, by_block, write_report
+from decode.bench.report import answers, console_tables, write_report
 from decode.bench.session import BenchOptions, Session
 from decode.bench.suites import Suite
 from decode.commands.checks import (
@@ -229,8 +229,8 @@ def run(settings: BenchSettings) -> None:
     finally:  # an interrupt keeps what was measured
         if benchmark.rows:
             files = write_report(benchmark, dataclasses.asdict(settings), folder)
-            for title, rows in by_block(benchmark.rows).items():
-                console.print(block_table(title, rows, console.width))
+            for table in console_tables(benchmark.rows, console.width):
+                console.print(table)
             for line in (
                 f"{benchmark.stopped}: stopped early" if benchmark.stopped else "",
                 *(f"{name}: {note}" for name, note in session.notes.items()),

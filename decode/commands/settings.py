@@ -90,8 +90,9 @@ class SuiteSettings(Checked):
     """Prompts of a measurement."""
 
     suite: list[str] = field(default_factory=lambda: ["arithmetic"])
-    """Prompts: arithmetic, chat, gsm8k, humaneval, mbpp, mmlu, alpaca, mt_bench, spec_bench, cnn_dailymail, xsum, open;
-    a local file, whose columns say what it is, or NAME=PATH; arithmetic:2 is a difficulty, chat:qa a category."""
+    """Prompts: arithmetic, chat, gsm8k, humaneval, math_500, livecodebench, mt_bench, spec_bench, speed_bench, mbpp,
+    mmlu, alpaca, cnn_dailymail, xsum, open; a local file, whose columns say what it is, or NAME=PATH; arithmetic:2 is
+    a difficulty, chat:qa a category, speed_bench:throughput_1k a configuration."""
     split: str = "test"
     """Split of suites that have several."""
     seed: Seed = 0
@@ -207,9 +208,10 @@ class BenchSettings(SuiteSettings, ChatSettings, SamplingSettings, MethodSetting
     draft_lengths: list[PositiveInt] = field(default_factory=list)
     """Run the fixed-length methods once with each of these."""
     batch_sizes: list[PositiveInt] = field(default_factory=lambda: [1])
-    """Sequences decoded at once; the methods are compared at each of these batch sizes. With a size above 1 the default
-    methods are: no draft, fixed draft lengths (--draft-lengths, else 1, 2, 4 and 8), cost-optimal, and transformers'
-    generate on batches. Each batch size gets --limit prompts, but at least two for each place of the batch."""
+    """Sequences decoded at once (also --concurrency); the methods are compared at each of these batch sizes. With one
+    above 1 the default methods are: no draft, fixed draft lengths (--draft-lengths, else 1, 2, 4 and 8), cost-optimal,
+    and transformers' generate on batches. Each batch size gets --limit prompts, but at least two for each place of the
+    batch."""
     limit: PositiveInt | None = 20
     """Prompts of each suite (also --prompts), a sample chosen by the seed, evenly from its categories; null: all."""
     temperatures: list[Temperature] = field(default_factory=lambda: [0.0])
@@ -242,7 +244,7 @@ def bench_settings(argv: Sequence[str], description: str = "", examples: str = "
         description=description,
         examples=examples,
         section="bench",
-        aliases={"prompts": "limit"},
+        aliases={"prompts": "limit", "concurrency": "batch_sizes"},
     )
     if not (paths := config_paths(argv)):
         return settings

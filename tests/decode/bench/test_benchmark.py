@@ -14,8 +14,9 @@ from pairs import make_pair, make_suite, make_tokenizer
 
 from decode.bench.benchmark import BenchEntry, Benchmark, EntryRun, plan
 from decode.bench.costs import CostModel
+from decode.bench.page import COLUMNS as COLUMN_LABELS
 from decode.bench.records import COLUMNS, Record, TimedText, fastest_lossless, measured, paired_ratios
-from decode.bench.report import answers, write_report
+from decode.bench.report import answers, console_tables, write_report
 from decode.bench.session import BenchOptions, Session
 from decode.bench.statistics import ratio_interval
 from decode.bench.suites import Prompt, Suite
@@ -226,6 +227,9 @@ def test_turns_of_a_chat_follow_the_targets_own_answers(models):
     answer = session.text(session.written([first.ids], session.options.warp)[0])
     assert [item.said for item in (first, second)] == ["Hello", "And then?"]
     assert tokenizer.decode(second.ids).endswith("[user]And then?\n[assistant]")
+    plain = Session(models[0], None, tokenizer, BenchOptions(6, 1))
+    assert len(plain.items(suite)) == 1
+    assert "of 1 prompts the first turn alone is asked" in plain.notes["chat"]
     assert first.ids == chat_ids(tokenizer, [{"role": "user", "content": "Hello"}])
     said = [("user", "Hello"), ("assistant", answer), ("user", "And then?")]
     assert second.ids == chat_ids(tokenizer, [{"role": role, "content": text} for role, text in said])
@@ -346,6 +350,12 @@ def test_categories_are_parts_of_the_whole_and_stand_in_the_report(chat_bench, t
                 assert min(known) - 1e-9 <= row[key] <= max(known) + 1e-9
     _, page = write_report(chat_bench, {}, tmp_path)
     assert "By category" in page.read_text()
+    first, greedy, *_ = console_tables(chat_bench.rows)
+    assert greedy.title == f"{first.title}, by category"
+    assert list(greedy.columns[0].cells) == ["multi-turn"] * 3 + ["qa"] * 3 + ["all"] * 3
+    assert {"tokens/s", "speedup", COLUMN_LABELS["accepted_length"].label} <= {
+        column.header for column in greedy.columns
+    }
 
 
 @pytest.fixture(scope="module")
@@ -358,7 +368,7 @@ def batches(models):
     return bench
 
 
-def test_every_method_writes_the_same_greedy_texts_at_every_batch_size(batches):
+def test_every_method_writes_the_same_greedy_texts_at_every_batch_size(batches, tmp_path):
     names = ["autoregressive", "generate", "vanilla k=1", "vanilla k=3", "cost-optimal"]
     found = [(row["batch_size"], row["name"]) for row in batches.rows if row["method"] != "generate-assistant"]
     assert found == [(size, name) for size in (1, 3) for name in names]
@@ -368,6 +378,11 @@ def test_every_method_writes_the_same_greedy_texts_at_every_batch_size(batches):
     large = [row for row in batches.rows if row["batch_size"] == 3]
     assert all(row["predicted_speedup"] > 0 for row in large if row["draft"])
     assert [row["speedup"] for row in batches.rows if row["method"] == "autoregressive"] == [1, 1]
+    _, page = write_report(batches, {}, tmp_path)
+    assert "toy, greedy, by concurrency" in page.read_text()
+    *_, sizes = console_tables(batches.rows)
+    assert list(sizes.columns[0].cells) == [name for name in names for _ in range(2)]
+    assert list(sizes.columns[1].cells) == ["1", "3"] * len(names)
 
 
 def test_the_api_measures_batches_and_refuses_what_cannot_be_measured(models):

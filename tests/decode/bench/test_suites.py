@@ -7,7 +7,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from decode.bench.datasets import PRESETS, held_out, read_rows
+from decode.bench import suites
+from decode.bench.datasets import PRESETS, held_out, load_hub, read_rows
 from decode.bench.suites import final_number, letter_score, load_suite, number_score, rouge_score
 from decode.commands.checks import open_suites
 from decode.errors import UserError
@@ -111,10 +112,86 @@ def test_a_file_is_recognised_by_its_columns(tmp_path, row, prompt, turns):
     assert [suite.name for suite in open_suites([path])] == ["mine"]
 
 
+SPEED = {"question_id": "0" * 64, "category": "coding", "sub_category": "c", "source": "s", "src_id": "1"}
+PUBLISHED = {  # a row with the published columns, and the prompt's id, first words, category and turns
+    "MT-Bench": (
+        {"question_id": 81, "category": "writing", "turns": ["One.", "Two."], "reference": ["a", "b"]},
+        ("mt_bench/81", "One.", "writing", ("One.", "Two.")),
+    ),
+    "mt_bench": (  # the Hub's copy
+        {"category": "math", "prompt": ["One.", "Two."], "prompt_id": 7, "reference": []},
+        ("mt_bench/0", "One.", "math", ("One.", "Two.")),
+    ),
+    "spec-bench": (
+        {"question_id": 321, "category": "rag", "turns": ["Where?"], "reference": [["Rome"]]},
+        ("spec_bench/321", "Where?", "rag", ("Where?",)),
+    ),
+    "HumanEval": (
+        {"task_id": "HumanEval/0", "prompt": "def f():", "canonical_solution": "", "test": "", "entry_point": "f"},
+        ("humaneval/HumanEval/0", "def f():", "", ("Complete this Python function:\n```python\ndef f():\n```",)),
+    ),
+    "GSM8K": ({"question": "2+2?", "answer": "2+2=<<2+2=4>>4\n#### 4"}, ("gsm8k/0", "2+2?", "", ())),
+    "MATH-500": (
+        {"problem": "$1+1$?", "solution": "$2$", "answer": "2", "subject": "Algebra", "level": 1, "unique_id": "t/1"},
+        ("math_500/t/1", "$1+1$?\nThink step by step, and put the final answer into \\boxed{}.", "Algebra", ()),
+    ),
+    "LiveCodeBench": (
+        {"question_title": "A", "question_content": "Sum.", "platform": "leetcode", "question_id": "1", "contest_id": "w",
+         "contest_date": "2024", "starter_code": "class S:", "difficulty": "easy", "metadata": "{}"},
+        ("livecodebench/1", "Sum.\n\nWrite a Python program that completes this code:\n```python\nclass S:", "easy", ()),
+    ),
+    "nvidia/SPEED-Bench": (
+        SPEED | {"turns": ["One.", "Two."], "difficulty": None, "multiturn": True},
+        (f"speed_bench/{'0' * 64}", "One.", "coding", ("One.", "Two.")),
+    ),
+    "speed-bench": (  # what its own prepare.py writes
+        SPEED | {"messages": [{"role": "user", "content": "One."}, {"role": "user", "content": "Two."}]},
+        (f"speed_bench/{'0' * 64}", "One.", "coding", ("One.", "Two.")),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_suite_is_read_as_published(tmp_path, name):
+    row, (key, text, category, turns) = PUBLISHED[name]
+    path = write(tmp_path / "question.jsonl", [row])
+    for spec in (path, f"{name}={path}"):
+        (found,) = load_suite(spec).prompts
+        assert (found.id, found.category, found.turns) == (key, category, turns)
+        assert found.text.startswith(text)
+
+
+def test_placeholders_of_speed_bench_are_left_out_and_counted(tmp_path):
+    empty = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+    rows = [SPEED | {"turns": [turn]} for turn in ("One.", empty, f"{empty}\n\nYou are {{role_name}}.")]
+    suite = load_suite(f"speed-bench={write(tmp_path / 'some.jsonl', rows)}")
+    assert [prompt.text for prompt in suite.prompts] == ["One."]
+    assert suite.note.startswith("2 of 3 rows are left out, which hold a placeholder")
+    with pytest.raises(UserError, match=r"no prompt: 2 of 2 rows .*--suite speed_bench=PATH"):
+        load_suite(f"speed-bench={write(tmp_path / 'none.jsonl', rows[1:])}")
+
+
+def test_a_configuration_of_the_hub_stands_after_the_name(hub, monkeypatch):
+    hub("speed_bench", test=[SPEED | {"category": c, "turns": [c]} for c in ("low_entropy", "mixed")])
+    asked = []
+    monkeypatch.setattr(
+        suites, "load_hub", lambda name, config, split: asked.append(config) or load_hub(name, None, split)
+    )
+    assert [p.category for p in load_suite("SPEED-Bench:throughput_1k").prompts] == ["low_entropy", "mixed"]
+    assert [p.category for p in load_suite("speed_bench:mixed").prompts] == ["mixed"]
+    assert asked == ["throughput_1k", None]
+
+
 def test_a_file_of_unknown_columns_is_refused_with_what_is_known(tmp_path):
     path = write(tmp_path / "mine.jsonl", [{"id": 1, "query": "Who?"}])
     with pytest.raises(UserError, match=r"columns id, query are of no known data set.*rename.*--suite NAME=.*gsm8k"):
         load_suite(path)
+    path = write(tmp_path / "near.jsonl", [{"question_content": "Sum.", "difficulty": "easy"}])
+    with pytest.raises(UserError, match=r"nearest, livecodebench, has question_content, starter_code, difficulty"):
+        load_suite(path)
+    path = write(tmp_path / "question.jsonl", [{"question_id": 81, "category": "writing", "question": "One."}])
+    with pytest.raises(UserError, match=r"column turns, prompt or messages; it has question_id, category, question"):
+        load_suite(f"mt-bench={path}")
     with pytest.raises(UserError, match="there is no file"):
         load_suite("missing.jsonl")
     with pytest.raises(UserError, match="turns as a list of texts"):
@@ -138,7 +215,7 @@ def test_mbpp_rows_go_to_their_official_split_and_have_no_scorer(tmp_path):
         ("open:2", "no option '2'"),
         ("gsm8k=missing.jsonl", "no file 'missing.jsonl'"),
         ("prompts", "--suite prompts=PATH"),
-        ("spec_bench", "--suite spec_bench=PATH"),
+        ("spec-bench", "--suite spec_bench=PATH, a copy of data/spec_bench/question.jsonl"),
     ],
 )
 def test_a_wrong_spec_is_answered_with_the_next_step(spec, said):
