@@ -200,7 +200,7 @@ class Sequence:
         trace.close(result, *stats, cut=cut)
         trace.tokens += len(new)
         if self.annotate:
-            self.written_by += result.written_by[: len(new)]
+            self.written_by += result.written_by
             self.rejected += result.rejected
         self.done = new[-1] in stop_ids or len(ids) >= self.end
         if self.done:

@@ -99,7 +99,8 @@ class Step:
     @property
     def rejected(self) -> list[list[int]]:
         """For each token of `new` the drafted tokens that were rejected in its place."""
-        return [[] for _ in self.new[:-1]] + [self.rejected_at_end if len(self.new) == len(self.path) + 1 else []]
+        whole = len(self.new) == len(self.path) + 1
+        return [[] for _ in self.new[:-1]] + [self.rejected_at_end if whole else []] * bool(self.new)
 
     @property
     def rejected_at_end(self) -> list[int]:
@@ -109,8 +110,8 @@ class Step:
 
     @property
     def written_by(self) -> list[str]:
-        """``draft``, ``correction`` (of a rejected draft) or ``target`` for each emitted token."""
-        return ["draft"] * self.accepted + ["correction" if self.rejected_at_end else "target"]
+        """``draft``, ``correction`` (of a rejected draft) or ``target`` for each token of `new`."""
+        return (["draft"] * self.accepted + ["correction" if self.rejected_at_end else "target"])[: len(self.new)]
 
 
 @dataclass

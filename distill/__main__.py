@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from dataclasses import fields
 
 import yaml
 
@@ -38,7 +39,7 @@ acceptance rate that it needs to gain; those that can gain are trained briefly, 
 steps. Writes a table and winner.yaml, which a second --config of python -m distill reads, to <name>-design. Without
 --config, configs/quickstart.yaml."""
 
-FOREIGN = {"bench", "probes", "ablation", "design"}  # sections of a shared configuration of other commands
+FOREIGN = {"bench", "probes", "ablation", "design", "speed"}  # sections of a shared configuration of other commands
 TRACKER = {"tracker": "tracker.kind"}
 
 
@@ -63,9 +64,9 @@ def main(argv: list[str] | None = None) -> None:
         if not (config_paths(argv) or "-h" in argv or "--help" in argv):
             print(f"without --config: {config}", file=sys.stderr)
             argv = ["--config", config, *argv]
-        foreign = FOREIGN - {{"ablate": "ablation", "design": "design"}.get(name)}
-        aliases = TRACKER | ({"json": "speed.json"} if name == "bench" else {})
         kind, prog = getattr(experiment, settings_class), f"python -m distill {name}"
+        foreign = FOREIGN - {section.name for section in fields(kind)}
+        aliases = TRACKER | ({"json": "speed.json"} if name == "bench" else {})
         settings = parse(kind, argv, prog=prog, description=about, foreign=foreign, aliases=aliases)
         getattr(experiment, function)(settings)
         return

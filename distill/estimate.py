@@ -45,8 +45,9 @@ def estimate(settings: Settings, console: Console) -> dict[str, tuple[float, flo
     processes = ranks.process_count(trainer.accelerator, trainer.devices, trainer.num_nodes)
     trainer.accumulate *= processes
     trainer.devices, trainer.num_nodes, trainer.strategy, trainer.validate_every = 1, 1, "auto", 10**6
-    for training in (small.target.training, small.student.training, small.training):
+    for training in (small.target.training, small.student.training):
         training.steps, training.epochs = (None, None) if training.steps == training.epochs else (STEPS, None)
+    small.training.steps, small.training.epochs = STEPS, None
     for draft in small.drafts:
         draft.training = {name: value for name, value in draft.training.items() if name not in ("steps", "epochs")}
     texts.prompts, texts.accuracy_prompts = (min(n, texts.batch_size) for n in (texts.prompts, texts.accuracy_prompts))

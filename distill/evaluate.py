@@ -11,12 +11,12 @@ import torch
 
 from decode.bench import machine
 from decode.bench.benchmark import BenchEntry, Benchmark
+from decode.bench.costs import LONGEST
 from decode.bench.offline_acceptance import DEPTH, OfflineAlpha, offline_alphas, paired
 from decode.bench.prediction import best_length, break_even, speedups_by_length
 from decode.bench.session import BenchOptions, Session
 from decode.bench.suites import Suite
 from decode.method_options import MethodOptions
-from decode.models.heads import FeatureHead
 from decode.models.loading import open_draft
 from decode.models.pair import described, own_warp
 from decode.progress import Progress, as_current
@@ -54,6 +54,7 @@ class Evaluation:
             seed=self.full.seed,
             threads=settings.threads,
             samples=2,
+            costs=False,  # they are measured before, for the predictions
             warp=own_warp(self.target, 0.0, {}),
         )
         self.session = Session(self.target, self.models, tokenizer, options)
@@ -161,14 +162,18 @@ class Evaluation:
 
     # -- decoding --------------------------------------------------------------------------------------------------
 
+    @property
+    def timed(self) -> list[str]:
+        """The drafts that are decoded with: all but an untrained head."""
+        return [name for name in self.models if name != self.run.start or not self.full.student.is_head]
+
     def _profile(self, greedy: dict[str, list[OfflineAlpha]]) -> dict[str, Any]:
         """Returns the exported draft's costs, and the speedup that they predict for every draft length."""
-        items, work = self.session.items(self.suite), self.bar.add("costs of forwards", 1)
-        self.session.measure_costs(items, [self.best], longest=max(self.settings.draft_lengths))
-        work.advance()
+        longest, trees = max(LONGEST, *self.settings.draft_lengths), self.full.student.is_head
+        with as_current(self.bar.add("costs of forwards")):
+            self.session.measure_costs(self.session.items(self.suite), self.timed, longest=longest, trees=trees)
         cost = self.session.costs[self.best][1]
-        widest = max(cost.verify_cost)
-        predicted = {name: speedups_by_length(own, cost, widest - 1) for name, own in greedy.items()}
+        predicted = {name: speedups_by_length(own, cost, longest) for name, own in greedy.items()}
         speedups = predicted[self.best]
         needed = [least for k in speedups if (least := break_even(k, cost)) is not None]
         return {
@@ -184,20 +189,14 @@ class Evaluation:
     def _entries(self, best: Mapping[str, int | None]) -> list[BenchEntry]:
         """Returns what is timed: the exported draft at every length asked for, others at their predicted best length.
 
-        An untrained head is left out. Trees of heads are as deep as the longest chain.
+        Trees of heads are as deep as the longest chain.
         """
-        lengths = sorted({*self.settings.draft_lengths, best[self.best] or 1})
-        heads = {name for name, model in self.models.items() if isinstance(model, FeatureHead)}
-        chains = [
-            (name, k)
-            for name in self.models
-            if name not in heads or name != self.run.start
-            for k in (lengths if name == self.best else [best[name] or 1])
-        ]
+        lengths, heads = sorted({*self.settings.draft_lengths, best[self.best] or 1}), self.full.student.is_head
+        chains = [(name, k) for name in self.timed for k in (lengths if name == self.best else [best[name] or 1])]
         depth, found = max(k for _, k in chains), []
         for temperature in self.settings.temperatures:
             for name, k in chains:
-                method = "eagle" if name in heads else "vanilla"
+                method = "eagle" if heads else "vanilla"
                 options = MethodOptions(draft_length=k)
                 found.append(BenchEntry(method, name, options, temperature=temperature, name=f"{name} {k}"))
             for name in dict.fromkeys((self.run.trained[0], self.best)) if heads else ():
@@ -210,7 +209,7 @@ class Evaluation:
     def _decoding(self, profile: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any], list[Any]]:
         """Returns the rows of the benchmark, its analysis, and samples of the exported draft."""
         benchmark, decoding = Benchmark(self.session), []
-        with as_current(self.bar.add("decoding: costs of forwards")):
+        with as_current(self.bar.add("decoding")):
             rows = benchmark.run([self.suite], self._entries(profile["best_draft_lengths"]))
         details = {(entry["name"], entry["temperature"]): entry for entry in benchmark.analysis}
         fastest: dict[str, dict[str, Any]] = {}

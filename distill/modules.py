@@ -343,7 +343,8 @@ class DistillModule(TrainingModule):
                 loss = loss + (1.0 if step is None else step.weight) * draft.extra
         draft, first = found[0]
         if self.selected is not None:
-            self.selected += torch.bincount(draft.labels[first.chosen], minlength=len(self.selected)).cpu()
+            labels = draft.labels[first.chosen]
+            self.selected = self.selected.to(self.device).index_add_(0, labels, torch.ones_like(labels))
         values = {} if first.alpha is None else {"alpha": first.alpha.mean(), "loss_all": first.losses.mean()}
         return self.log_step(loss, **values)
 
@@ -379,8 +380,8 @@ class DistillModule(TrainingModule):
     def selected_by_all(self) -> Tensor | None:
         """The counts of selected tokens over all ranks."""
         if self.selected is None or self.trainer.world_size == 1:
-            return self.selected
-        return cast(Tensor, self.all_gather(self.selected)).sum(0).cpu()
+            return None if self.selected is None else self.selected.cpu()
+        return cast(Tensor, self.all_gather(self.selected.to(self.device))).sum(0).cpu()
 
     def on_fit_end(self) -> None:
         """Sums the counts of all ranks up."""

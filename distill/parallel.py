@@ -52,7 +52,9 @@ def run_beside(context: StageContext) -> None:
         with working(context.console, "checking data and models", bars=False):
             check_inputs(context)
     run_stages(context, ("target",), check=False)
-    if "initial" in unfinished and settings.student.kind in ("scratch", "cut"):  # whose ids are the target's
+    student = settings.student
+    both_ask = settings.data.from_target and student.trained  # for the same responses
+    if "initial" in unfinished and student.kind in ("scratch", "cut") and not both_ask:  # whose ids are the target's
         _in_pool(context, ["initial", SIGNAL])
     run_stages(context, ("initial",), check=False)
     references = [draft.reference for draft in settings.drafts if draft.reference and draft.selects]

@@ -148,7 +148,8 @@ class RunDir:
             try:
                 shutil.copytree(source, path, copy_function=os.link)
             except OSError:  # another file system, or one without links
-                shutil.copytree(source, path, dirs_exist_ok=True)
+                remove(path)
+                shutil.copytree(source, path)
 
         self.put(stage, found, link)
         return source
@@ -179,21 +180,20 @@ def run_of(settings: Settings) -> RunDir:
 # -- fingerprints -----------------------------------------------------------------------------------------------------
 
 Key = tuple[str, dict[str, Any]]
+UNUSED = ("log_every_n_steps", "profiler")
+"""Arguments of Lightning's trainer that change no weight."""
 
 
 def stage_fingerprints(settings: Settings) -> dict[str, Key]:
     """Return the fingerprint of every stage, in order, with what it is made from."""
     trainer, teacher, student = settings.trainer, settings.teacher, settings.student
     responses = teacher.responses
-    names = ("precision", "tf32", "validate_every", "validation_examples", "extra", "callbacks")
+    names = ("precision", "tf32", "validate_every", "validation_examples", "callbacks")
     common = {"version": VERSION, **{name: getattr(trainer, name) for name in names}}
+    common["extra"] = {name: value for name, value in trainer.extra.items() if name not in UNUSED}
     data, keys = data_key(settings), dict[str, Key]()
-    texts = {
-        "examples": teacher.examples,
-        "responses": responses.key(),
-        "target_dtype": settings.target.dtype,
-        "target_quantization": settings.target.quantization,
-    }
+    frozen = {"target_dtype": settings.target.dtype, "target_quantization": settings.target.quantization}
+    texts = {"examples": teacher.examples, "responses": responses.key(), **frozen}
 
     def add(stage: str, **parts: Any) -> str:
         keys[stage] = fingerprint(parts), parts
@@ -203,7 +203,7 @@ def stage_fingerprints(settings: Settings) -> dict[str, Key]:
         made_from: dict[str, Any] = {"version": VERSION, "chat": settings.data.chat_template}
         made_from["tokenizer"] = files_state([settings.data.tokenizer])
     else:
-        answers = responses.written() if settings.target.layerskip.own_answers else None
+        answers = responses.written() | frozen if settings.target.layerskip.own_answers else None
         made_from = common | data | {"answers": answers}
     target = add("target", **made_from, model=_model_key(settings.target))
     if student.is_head:

@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> None:
     if not argv:
         raise UserError("give a configuration, such as --config configs/quickstart.yaml; --help explains every key")
     dry_run = take_flag(argv, "--dry-run")
-    foreign, aliases = {"bench", "ablation", "design"}, {"tracker": "tracker.kind"}
+    foreign, aliases = {"bench", "ablation", "design", "speed"}, {"tracker": "tracker.kind"}
     settings = parse(
         ProbesSettings,
         argv,

@@ -185,7 +185,7 @@ def _pieces(
     )  # fmt: skip
     for step in stop_at(source, generation.prompt, tokenizer, settings.stop, stopped):
         generation.ids += step.new
-        yield noted(marked(detokenizer, step.new, step.written_by[: len(step.new)], step.rejected, alone))
+        yield noted(marked(detokenizer, step.new, step.written_by, step.rejected, alone))
     if rest := detokenizer.finish():
         yield noted([{"text": rest, "who": generation.tokens[-1]["who"] if generation.tokens else "target"}])
     if generation.ids and generation.ids[-1] in ends:

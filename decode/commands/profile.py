@@ -138,7 +138,8 @@ def _profile(
     settings: ProfileSettings, pair: Pair | None = None, allowed: int | None = None
 ) -> tuple[PairProfile, Session]:
     check_models(settings)
-    required(settings, "draft")
+    if pair is None or pair.draft is None:
+        required(settings, "draft")
     suites = open_suites(settings.suite, limit=settings.limit, seed=settings.seed, split=settings.split)
     opened = pair is None
     pair = pair or open_pair(settings, settings.draft)

@@ -89,8 +89,15 @@ def tokenize_files(files: Sequence[str | Path], tokenizer: PreTrainedTokenizerBa
     for path in map(Path, files):
         if not path.is_file():
             raise UserError(f"no file {path}: give text or .jsonl files")
-        for text in track(read_texts(path), f"tokenising {path.name}, documents"):
-            yield tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        texts = track(read_texts(path), f"tokenising {path.name}, documents")
+        for first in texts:
+            batch, size = [first], len(first)
+            while (
+                size < BLOCK and (text := next(texts, None)) is not None
+            ):  # short documents share a call, of all cores
+                batch.append(text)
+                size += len(text)
+            yield from tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def save_arrays(path: Path, arrays: dict[str, np.ndarray], *, kind: str, fingerprint: str, **facts: int) -> None:

@@ -129,7 +129,7 @@ START = "undistilled", "untrained"
 """How reports name the student before distillation: a language model, and a feature head."""
 RESERVED = ("target", "initial", "export", "probes", "work", "wandb", "csv", "tensorboard", *START)
 """Folders of a run, and names in reports, that no draft may have."""
-STAGE_FILES = ("report", "corpus", "signals", "responses", "prompts", "original", "ablation", "taken", "lock")
+STAGE_FILES = ("report", "corpus", "signals", "responses", "prompts", "original", "ablation", "lock")
 """Names under ``work/`` that no draft's record may take."""
 
 

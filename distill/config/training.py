@@ -182,7 +182,6 @@ class PackageSettings:
             )
 
 
-Kind = Literal["scratch", "finetune", "lora", "as_is", "cut"]
 StudentKind = Literal["scratch", "finetune", "lora", "as_is", "cut", "eagle", "eagle3"]
 
 
@@ -349,8 +348,11 @@ class TargetSettings(ModelSettings):
 
     def validate(self, where: str) -> None:
         """Check the kind, then as for `ModelSettings`."""
-        if self.kind == "cut":
-            raise UserError(f"{where}.kind is cut, which is for student: a draft is cut from the target")
+        if self.kind in ("cut", "eagle", "eagle3"):
+            raise UserError(
+                f"{where}.kind is {self.kind}, which is made from the target and so for student alone: choose scratch, "
+                "finetune, lora or as_is"
+            )
         if self.layerskip.own_answers and not (self.layerskip.enabled and self.kind in ("finetune", "lora")):
             raise UserError(
                 f"{where}.layerskip.own_answers is for a given target that is trained with layerskip, and {where}.kind "

@@ -150,10 +150,12 @@ class OptimizerStep:
         for micro, sequence in enumerate(sequences):
             offset = torch.arange(len(sequence), device=sequence.device) - torch.searchsorted(sequence, sequence)
             own.append((self.rank + self.world * (micro + self.micros * sequence)) * LONGEST + offset)
-        order, delta = (
-            torch.cat([part.to(values.device) for part in ranks.exchange(values.cpu())])
-            for values in (torch.cat(own), torch.cat(list(deltas)))
-        )
+        order, delta = torch.cat(own), torch.cat(list(deltas))
+        if self.world > 1:
+            order, delta = (
+                torch.cat([part.to(values.device) for part in ranks.exchange(values.cpu())])
+                for values in (order, delta)
+            )
         sort = order.argsort()
         chosen = order[sort][select(delta[sort])]
         return [torch.isin(part, chosen).nonzero()[:, 0] for part in own]

@@ -1,1 +1,1 @@
-"""Ablations and the benchmark against Hugging Face's Trainer; nothing imports it."""
+"""Ablations, which draft to train, and training speed beside Hugging Face's Trainer; only the command imports it."""

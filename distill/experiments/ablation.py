@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jsonargparse.typing import PositiveInt
 from rich.console import Console
 
 from decode.bench import machine
@@ -54,8 +53,6 @@ class AblationSettings:
 
     seeds: list[Seed] = field(default_factory=lambda: [1, 2, 3])
     """Seeds of the order of the training examples. Every draft is trained once with each."""
-    batch_size: PositiveInt = 32
-    """Test prompts (evaluation.prompts of them) that the target answers at a time."""
 
 
 @dataclass
@@ -90,7 +87,7 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
     used: dict[str, list[Row]] = {}
     with alone_in(run, full, console):
         run_stages(context, ("target", "initial", *references))
-        meter = Meter(context, settings.ablation.batch_size)
+        meter = Meter(context)
         for seed in seeds:
             for name in variants:
                 draft = f"{name}-seed{seed}"
@@ -106,13 +103,14 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
 class Meter:
     """Measures drafts on texts that the target generates once. Texts and measurements are kept in the run's folder."""
 
-    def __init__(self, context: StageContext, batch_size: int) -> None:
-        self.context, self.batch_size = context, batch_size
+    def __init__(self, context: StageContext) -> None:
+        self.context = context
         settings, corpus = context.settings.evaluation, context.corpus
         self.target = context.load_target()
         self.keys = {stage: key for stage, (key, _) in stage_fingerprints(context.settings).items()}
+        dtype, seed = context.settings.target.dtype, context.settings.seed
         self.made_from = fingerprint(
-            self.keys["target"], corpus.fingerprint, settings.prompts, settings.max_new_tokens, context.settings.seed
+            self.keys["target"], dtype, corpus.fingerprint, settings.prompts, settings.max_new_tokens, seed
         )
         self.texts = {mode: self.kept(f"texts-{mode}", self.made_from, partial(self.answers, mode)) for mode in MODES}
 
@@ -137,7 +135,7 @@ class Meter:
             budgets=[min(settings.evaluation.max_new_tokens, settings.data.max_length - len(p)) for p in prompts],
             stop_ids=stop_ids(self.target, corpus.tokenizer),
             draws=draws_of_loop(settings.seed),
-            batch_size=self.batch_size,
+            batch_size=settings.evaluation.batch_size,
         )
         return [(p + a, len(p)) for p, a in zip(prompts, answers) if a]
 

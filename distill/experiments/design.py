@@ -91,7 +91,8 @@ def design(settings: DesignRunSettings, console: Console | None = None) -> Path:
         run_stages(context, ("target",))
         target = context.load_target()
         students = {shape: student_of(shape, full, target) for shape in options.shapes or shapes_for(target)}
-        key = fingerprint(stage_fingerprints(full)["target"][0], options.longest, full.evaluation.threads)
+        costed = full.target.dtype, full.trainer.accelerator, full.student.draft_vocab, full.evaluation.threads
+        key = fingerprint(stage_fingerprints(full)["target"][0], options.longest, *costed)
         kept = read_json(run.folder / "design.json")
         known = {row["name"]: row for row in kept.get("drafts", [])} if kept.get("made_from") == key else {}
         rows = []
@@ -222,7 +223,7 @@ def _tried(context: StageContext, student: StudentSettings, row: dict[str, Any],
     small.validate()
     if trial.run.record(draft.name, stage_fingerprints(small)[draft.name][0]) is None:
         run_stages(trial, ("initial", draft.name))
-    alphas: Alphas = Meter(trial, settings.evaluation.batch_size).measure(draft.name)
+    alphas: Alphas = Meter(trial).measure(draft.name)
     cost, longest = CostModel.from_dict(row["cost"]), len(row["cost"]["verify_cost"]) - 1
     speeds = {mode: speedups_by_length(alphas[mode], cost, longest) for mode in MODES}
     return {

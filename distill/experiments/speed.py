@@ -41,6 +41,7 @@ from distill.models.lm_head import LMHead
 from distill.models.loading import load_or_build
 from distill.models.optimizers import make_optimizer, make_schedule
 from distill.modules import DistillModule
+from distill.pipeline import complete_settings
 from distill.teacher import store
 from distill.teacher.signals import TargetSignal, Teacher
 from distill.trainer import fit
@@ -78,8 +79,12 @@ def run(settings: TrainingBenchSettings, console: Console | None = None) -> dict
     speed, console = settings.speed, console or output_console()
     if speed.steps < WARM + 5:
         raise UserError(f"speed.steps is {speed.steps}, expected {WARM + 5} or more")
-    if settings.student.is_head or settings.data.from_target:
-        raise UserError("distill bench measures draft models on a data set's texts: use configs/quickstart.yaml")
+    if settings.student.is_head or settings.student.kind == "cut" or settings.data.from_target:
+        raise UserError(
+            f"distill bench measures draft models of their own on a data set's texts, and student.kind is "
+            f"{settings.student.kind}, data.source {settings.data.source}: use configs/quickstart.yaml"
+        )
+    complete_settings(settings, console)
     hf_logging.disable_progress_bar()
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from decode.models.loading import stop_ids
+from decode.models.loading import DTYPES, stop_ids
 from decode.models.writing import GROUP, uniform_draws, write_texts
 from decode.progress import current, working
 from decode.sampling import LogitsWarper
@@ -58,6 +58,7 @@ def answered_by_original(context: StageContext, model: PreTrainedModel) -> tuple
     assert given is not None
     made_from = {
         "target": files_state([given]) or given,
+        "dtype": settings.target.dtype,
         "corpus": context.corpus.fingerprint,
         "seed": settings.seed,
         "max_length": settings.data.max_length,
@@ -80,14 +81,15 @@ def _answered(
 ) -> dict[str, TokenDataset]:
     """The splits' prompts with the responses of the target at a path, kept in a folder of the run's work."""
     settings, tokenizer = context.settings.teacher.responses, context.corpus.tokenizer
-    seed, limit, own = context.settings.seed, context.settings.data.max_length, context.settings.target.dtype
+    seed, limit = context.settings.seed, context.settings.data.max_length
+    dtype = settings.dtype or context.settings.target.dtype
 
     def writer() -> Answer:
         if settings.server.engine:
-            return answered_by_vllm(settings, seed, ends, Path(path), limit, settings.dtype or own)
+            return answered_by_vllm(settings, seed, ends, Path(path), limit, dtype)
         if settings.server.urls:
             return answered_by_servers(settings, seed, tokenizer, ends)
-        model = target if settings.dtype in (None, own) else context.open_target(path, settings.dtype)
+        model = target if target.dtype == DTYPES[dtype] else context.open_target(path, dtype)
         return answered_here(context.at_work(model), settings, seed, ends)
 
     answered = {}

@@ -47,9 +47,11 @@ def test_tested_positions_are_the_accepted_ones_and_the_first_refused(
 
 def test_authors_and_rejected_tokens_of_a_tree_round() -> None:
     result = make_round([5, 6, 7, 8], [-1, -1, 0, 0], [0])
+    result.new = result.emitted
     assert result.written_by == ["draft", "correction"]
     assert result.rejected_at_end == [7, 8]
     result = make_round([5, 6, 7, 8], [-1, -1, 0, 0], [0, 3])
+    result.new = result.emitted
     assert result.written_by == ["draft", "draft", "target"]
     assert result.rejected_at_end == []
 

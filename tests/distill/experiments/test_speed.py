@@ -47,6 +47,8 @@ def test_settings_that_measure_nothing_are_refused(tmp_path: Path) -> None:
     settings = TrainingBenchSettings(**vars(tiny_settings(tmp_path)), speed=SpeedSettings(steps=3))
     with pytest.raises(UserError, match=r"speed.steps is 3, expected 10 or more"):
         run(settings)
-    settings.speed.steps, settings.student.kind = 10, "eagle"
-    with pytest.raises(UserError, match="measures draft models on a data set's texts"):
-        run(settings)
+    settings.speed.steps = 10
+    for kind in ("eagle", "cut"):
+        settings.student.kind = kind
+        with pytest.raises(UserError, match=f"student.kind is {kind}"):
+            run(settings)

@@ -11,6 +11,9 @@ from distill.estimate import estimate
 def test_every_part_is_estimated_in_a_folder_that_is_removed(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path)
     settings.data.train_examples, settings.teacher.signal = 64, "hidden"
+    settings.training.steps = None  # every draft has a length of its own
+    for draft in settings.drafts:
+        draft.training = {"epochs": 1}
     evaluation = settings.evaluation
     evaluation.prompts, evaluation.accuracy_prompts, evaluation.decode_prompts = 4, 4, 2
     evaluation.max_new_tokens, evaluation.draft_lengths, evaluation.batch_size = 4, [2], 2

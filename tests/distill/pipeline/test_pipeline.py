@@ -220,6 +220,7 @@ def test_a_model_taken_as_it_is_becomes_a_link_and_may_be_shared(finished: tuple
         (draft(1, k=0.0), r"drafts\[1\].k is 0.0, expected a number >0 and <=1"),
         (setting("target.training.steps", None), r"target.training.steps and target.training.epochs: neither is set"),
         (setting("target.kind", "finetune"), r"target.kind is finetune and target.model is None"),
+        (setting("target.kind", "eagle"), r"target.kind is eagle, which is made from the target"),
         (setting("student.model", "somewhere"), r"student.kind is scratch and student.model is 'somewhere'"),
         (setting("drafts", []), r"drafts is empty"),
         (setting("evaluation.temperatures", []), r"evaluation.temperatures"),

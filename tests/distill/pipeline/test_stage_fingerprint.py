@@ -1,5 +1,6 @@
 """Fingerprints of stages: what changes them and what does not (see also `test_pipeline`)."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ from tiny_run import tiny_settings
 from distill import files
 from distill.config.drafts import DraftSettings
 from distill.config.run import Settings
-from distill.stages import measurement_fingerprint, stage_fingerprints
+from distill.stages import RunDir, StageRecord, measurement_fingerprint, stage_fingerprints
 
 
 def changed(settings: Settings, *changes: tuple[Any, str, Any]) -> set[str]:
@@ -56,6 +57,10 @@ def test_where_answers_come_from_is_in_no_fingerprint_but_what_decides_them_is(t
     assert changed(settings, (responses, "temperature", 0.5)) == distilled
     assert changed(settings, (responses, "refresh_every", 7)) == distilled
     assert changed(settings, (settings.trainer, "tf32", True)) == {"target", "initial", *distilled}
+    watched = {"log_every_n_steps": 1, "profiler": "simple"}  # no weight depends on them
+    assert changed(settings, (settings.trainer, "extra", watched)) == set()
+    clipped = watched | {"gradient_clip_val": 0.5}
+    assert changed(settings, (settings.trainer, "extra", clipped)) == {"target", "initial", *distilled}
 
 
 def test_a_target_that_is_taken_as_it_is_stays_whatever_is_trained_for_it(tmp_path: Path) -> None:
@@ -90,6 +95,28 @@ def test_another_test_file_is_measured_again_and_trains_nothing(tmp_path: Path) 
     assert measurement_fingerprint(settings) != measured
 
 
+def test_a_stage_is_copied_where_a_link_fails_after_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        for name in ("config.json", "model.safetensors"):
+            (folder / name).write_text(name)
+
+    donor, run, links = RunDir(tmp_path / "donor"), RunDir(tmp_path / "run"), list[Path]()
+    donor.put("target", StageRecord("key"), make)
+
+    def link(source: str, path: str) -> None:
+        if links:
+            raise OSError(errno.EMLINK, "too many links")
+        os_link(source, path)
+        links.append(Path(path))
+
+    os_link = os.link
+    monkeypatch.setattr(os, "link", link)
+    assert run.take_over("target", "key") == donor.target
+    assert links
+    assert all(each.record("target", "key") for each in (donor, run))
+
+
 def test_a_student_that_learns_the_targets_texts_depends_on_them(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path)
     responses = settings.teacher.responses
@@ -97,3 +124,5 @@ def test_a_student_that_learns_the_targets_texts_depends_on_them(tmp_path: Path)
     settings.data.source, settings.target.kind, settings.target.model = "target", "as_is", str(tmp_path)
     responses.source = "target"
     assert "initial" in changed(settings, (responses, "temperature", 0.7))
+    settings.target.kind, settings.target.layerskip.own_answers = "finetune", True
+    assert "target" in changed(settings, (settings.target, "dtype", "bfloat16"))  # in which it answers before that
