@@ -83,7 +83,7 @@ def by_concurrency(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def console_tables(rows: Sequence[Row], width: int = 130) -> Iterable[RichTable]:
-    """Tables for a terminal of this width: blocks, the fastest drafts of the smallest batch by category, concurrency."""
+    """Tables for a terminal: blocks, of the smallest batch the fastest drafts by category, and concurrency."""
     for title, block in by_block(rows).items():
         yield block_table(title, block, width)
         smallest = block[0]["batch_size"] == min(row["batch_size"] for row in rows)
