@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,6 +16,7 @@ from decode.bench.offline_acceptance import DEPTH, OfflineAlpha, offline_alphas,
 from decode.bench.prediction import best_length, break_even, speedups_by_length
 from decode.bench.session import BenchOptions, Session
 from decode.bench.suites import Suite
+from decode.engines.gap_causes import serving_facts
 from decode.method_options import MethodOptions
 from decode.models.loading import open_draft
 from decode.models.pair import described, own_warp
@@ -80,6 +81,7 @@ class Evaluation:
                 profile = self._profile(alphas[0.0])
                 with self.context.timed(f"{MEASUREMENT}: decoding", len(self.suite.prompts)):
                     decoding, analysis, samples = self._decoding(profile)
+                analysis["acceptance"] = self._acceptance(alphas[0.0], analysis["acceptance_by_position"])
                 if warning := machine.load_warning():
                     self.bar.console.print(f"  {warning}", soft_wrap=True)
         finally:
@@ -105,6 +107,7 @@ class Evaluation:
             "analysis": analysis | {"curves": {name: points for name, points in curves.items() if points}},
             "samples": samples,
             "machine": self.session.facts() | {"dtype": self.full.target.dtype},
+            "trained_with": serving_facts(self.target, self.run.target, self.session.tokenizer, chat=self._chats()),
         }
 
     # -- texts and acceptance --------------------------------------------------------------------------------------
@@ -125,6 +128,35 @@ class Evaluation:
         warp = own_warp(self.target, temperature, {})
         with self.context.timed(f"{MEASUREMENT}: {name}", len(texts) * len(self.models)):
             return offline_alphas(self.target, self.models, texts, warp, depth=DEPTH, seen=lambda _: work.advance())
+
+    def _acceptance(
+        self, greedy: dict[str, list[OfflineAlpha]], decoded: Mapping[str, Sequence[Mapping[str, Any]]]
+    ) -> dict[str, list[dict[str, Any]]]:
+        """Returns every draft's greedy acceptance at each position: on validation examples, offline, and decoded.
+
+        A language model reads the text's own tokens at every position, so its teacher-forced ones are alike.
+        """
+        found = {}
+        for name, depths in greedy.items():
+            history = [at for at in self.run.draft_record(name).history if "alpha" in at]
+            best = max(history, key=lambda at: at["alpha"], default={})
+            known = [best.get("agreement")] + [None] * (len(depths) - 1)
+            rows = decoded.get(name, [])
+            found[name] = [
+                {
+                    "position": i + 1,
+                    "validation": known[min(i, len(known) - 1)],
+                    "offline": depths[min(i, len(depths) - 1)].mean,
+                    "decoded": rows[i]["conditional"] if i < len(rows) else None,
+                }
+                for i in range(max(len(depths), len(rows)))
+            ]
+        return found
+
+    def _chats(self) -> bool:
+        """Returns whether examples are put into the chat template; of plain text every token is a label."""
+        corpus, data = self.context.corpus, self.full.data
+        return bool(corpus.tokenizer.chat_template) and data.chat is not False and corpus.test[0]["labels"][0] == -100
 
     def _draft(self, name: str, alpha: OfflineAlpha, greedy: OfflineAlpha) -> dict[str, Any]:
         record = self.run.draft_record(name)

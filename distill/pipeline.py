@@ -131,6 +131,8 @@ def measure(context: StageContext) -> dict[str, Any]:
     if known.get("fingerprint") == key:
         if known == _state(key, target, report, run.export):
             console.print(f"  up to date: {run.folder / 'report.json'}", highlight=False)
+            if read_json(run.export / "speculation_profile.json").get("served"):
+                write_report(run.folder, report)  # the page shows what serve-check added
             return report
         console.print("  the report or the export is not as it was written, and is made again", highlight=False)
     kept = {part: report[part] for part in PROBED if part in report} if known.get("target") in (None, target) else {}

@@ -11,7 +11,7 @@ from decode.bench import plots
 from decode.bench.page import Figure, Sample, Section, Table, cell, console_table, write_page
 from decode.bench.report import mode
 from decode.bench.statistics import plain
-from decode.errors import write_text
+from decode.errors import read_json, write_text
 from distill.export import model_card as card
 
 Row = Mapping[str, Any]
@@ -25,6 +25,7 @@ DECODING = (
     "draft", "temperature", "draft_length", "tokens_per_second", "speedup", "speedup_vs_generate", "predicted_speedup",
     "block_efficiency", "alpha", "accepted_per_drafted", "identical_to_target",
 )  # fmt: skip
+ACCEPTANCE = ("name", "position", "validation", "offline", "decoded", "served")
 PROFILE = ("cost_ratio", "best_draft_length", "measured_best_draft_length", "alpha", "break_even_alpha")
 """Columns of the tables; `NOT_ON_CONSOLE` are those that the terminal goes without."""
 NOT_ON_CONSOLE = {"parameters", "offline_alpha_greedy", "seconds", "accepted_per_drafted"}
@@ -108,6 +109,7 @@ def sections(report: Row, run_dir: Path) -> Iterable[Section]:
     if rows := report["decoding"]:
         tables = [Table(DECODING, fastest(rows)), Table(DECODING, rows, f"All {len(rows)} measurements", folded=True)]
         tables.append(Table(PROFILE, [report.get("profile") or {}], "Costs in target forwards of one token"))
+        tables.append(Table(ACCEPTANCE, list(acceptance(report, run_dir)), "Greedy acceptance by position"))
         text = "Each draft at its fastest draft length."
         yield Section("Decoding", text, tables=tables, figures=[drawn[key] for key in DECODING_FIGURES if key in drawn])
     if "curves" in drawn:
@@ -122,6 +124,16 @@ def sections(report: Row, run_dir: Path) -> Iterable[Section]:
         yield Section("Use", f"The export is in `{draft}`.", code=lines)
     facts = {"created": report.get("created"), **(report.get("machine") or {}), **(report.get("commands") or {})}
     yield Section("Provenance", facts=facts, code={"Settings": json.dumps(settings, indent=2, ensure_ascii=False)})
+
+
+def acceptance(report: Row, run_dir: Path) -> Iterable[Row]:
+    """Returns the positions of each draft; of the exported one with what serve-check noted in its profile, greedy."""
+    rows = read_json(run_dir / "export" / "speculation_profile.json").get("served") or []
+    counted: list[list[Row]] = [row["positions"] for of in rows for row in of["rows"] if row["temperature"] == 0]
+    served = {at["position"]: at.get("served") for at in max(counted, key=len, default=[])}
+    for name, positions in ((report.get("analysis") or {}).get("acceptance") or {}).items():
+        for at in positions:
+            yield {"name": name, **at, "served": served.get(at["position"]) if name == exported(report) else None}
 
 
 DECODING_FIGURES = ("speedup", "speedup_by_length", "acceptance_by_position")

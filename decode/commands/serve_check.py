@@ -14,7 +14,8 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from decode.bench import machine
-from decode.bench.page import markdown_table, plain_table
+from decode.bench.page import COLUMNS as LABELS
+from decode.bench.page import cell, console_table, filled, markdown_table, plain_table
 from decode.bench.session import Item, Session
 from decode.bench.statistics import median_interval, plain
 from decode.commands.checks import check_models, measure_options, open_pair, open_suites, told_chat, use_chat
@@ -29,7 +30,7 @@ from decode.engines.acceptance import (
     predicted_drafts,
     target_logprob,
 )
-from decode.engines.gap_causes import Cause, causes_in_files, causes_in_numbers
+from decode.engines.gap_causes import Cause, causes_in_files, causes_in_numbers, serving_facts
 from decode.engines.gguf import convert
 from decode.engines.server import ENGINES, Engine, check_engine, opened
 from decode.errors import UserError, choose, read_json, scratch_folder, write_section, write_text
@@ -54,6 +55,14 @@ UNTRAINED = {
     "speedup": "speedup:.2f",
 }  # fmt: skip
 """Columns of the table of an untrained draft."""
+POSITIONS = (
+    "engine", "temperature", "draft_length", "position", "validation", "offline", "decoded", "predicted",
+    "served",
+)  # fmt: skip
+"""Columns of the table of positions."""
+POSITIONS_FORMULA = (
+    "accepted ÷ reached at each position of the draft: docs/my-head-accepts-less.md says what each column is"
+)
 FORMULA = "accepted length: 1 + Σ accepted / Σ rounds, one request at a time, as the engine counts it and as predicted"
 
 
@@ -107,8 +116,15 @@ def run(settings: ServeCheckSettings) -> None:
                 else:
                     files.append(str(convert(path, scratch / made, settings.gguf_type, target=of)))
             engine.target, engine.draft = files
-        causes = [] if settings.draft_shape else causes_in_files(*folders, context=engine.context)
-        rows, more = serve_check(engine, session, items, settings, status.update)
+        for name, note in session.notes.items():
+            console.print(f"{name}: {note}", soft_wrap=True)
+        causes: list[Cause] = []
+        known: list[Row] = []
+        if not settings.draft_shape:
+            facts = serving_facts(pair.target, folders[0], pair.tokenizer, chat=chat)
+            causes = causes_in_files(*folders, context=engine.context, facts=facts)
+            known = read_json(Path(folders[1]) / "speculation_profile.json").get("acceptance") or []
+        rows, more = serve_check(engine, session, items, settings, status.update, known)
         causes += more
     result = plain({"engine": engine.name, "rows": rows, "causes": [dataclasses.asdict(cause) for cause in causes]})
     result |= {"suite": settings.suite, "machine": machine.describe(session.runner.device)}
@@ -124,6 +140,7 @@ def serve_check(
     items: Sequence[Item],
     settings: ServeCheckSettings,
     progress: Callable[[str], None],
+    known: Sequence[Row] = (),
 ) -> tuple[list[Row], list[Cause]]:
     """Run prompts through an engine, without and with the draft, and predict the acceptance.
 
@@ -137,6 +154,7 @@ def serve_check(
         items: prompts.
         settings: draft lengths, temperatures, budget and seed.
         progress: called with the name of each step.
+        known: the draft's greedy acceptance at each position, on the validation examples and offline.
 
     Returns:
         A row for each temperature and draft length (of an untrained draft for each assumed acceptance rate), and the
@@ -200,7 +218,10 @@ def serve_check(
         for t, texts in written(length).items():
             row = {"engine": engine.name, "temperature": t, "draft_length": length}
             row |= compared(texts, alone[t], predicted[t], length, budget if engine.name == "llama.cpp" else None)
-            if t:
+            if not t:
+                for at, before in zip(row["positions"], known):
+                    at.update(before)
+            else:
                 (mean, se), (own, own_se) = target_logprob(target, read(texts), t), entropy[t]
                 row |= {"identical_share": None, "target_logprob": mean, "plain_target_logprob": own}
                 row["lossless"] = abs(mean - own) <= max(0.05, 4 * math.hypot(se, own_se))
@@ -227,14 +248,17 @@ def compared(
     same = [a.ids == b.ids for a, b in zip(texts, alone)]
     # of the same texts the errors are those of the differences
     error = difference_error(served, expected) if all(same) else math.hypot(mean_se, expected_se)
+    positions: list[Row] = []
+    before = 1.0, 1.0
+    for i, (ours, theirs) in enumerate(zip(marginal_rates(served, length), marginal_rates(expected, length)), 1):
+        reached = {name: b / a if a else None for name, a, b in zip(("served", "predicted"), before, (ours, theirs))}
+        positions.append({"position": i, "served_marginal": ours, "predicted_marginal": theirs, **reached})
+        before = ours, theirs
     ratios = [a.tokens_per_second / b.tokens_per_second for a, b in zip(texts, alone) if a.ids and b.ids]
     middle, *interval = median_interval(ratios)
     speeds = [sum(len(text.ids) for text in of) / sum(text.seconds for text in of) for of in (texts, alone)]
     return {
-        "positions": [
-            {"position": i, "served_marginal": ours, "predicted_marginal": theirs}
-            for i, (ours, theirs) in enumerate(zip(marginal_rates(served, length), marginal_rates(expected, length)), 1)
-        ],
+        "positions": positions,
         "served_length": mean,
         "served_length_se": mean_se,
         "predicted_length": expected_mean,
@@ -288,16 +312,19 @@ def show(rows: Sequence[Mapping[str, Any]], causes: Sequence[Cause]) -> None:
     if columns is UNTRAINED:
         return
     console.print(f"[dim]{FORMULA}")
-    console.print("\nShare of rounds that accept each draft position: served / predicted", style="bold")
-    for row in rows:
-        shares = (f"{at['served_marginal'] or 0:.3f}/{at['predicted_marginal'] or 0:.3f}" for at in row["positions"])
-        console.print(f"T {row['temperature']:g}, k {row['draft_length']}: {'  '.join(shares)}", soft_wrap=True)
+    console.print(console_table(f"\n{POSITIONS_FORMULA}", POSITIONS, by_position(rows)))
     apart = sum(not row["fits"] for row in rows)
     if not causes:
         verdict = f"differ in {apart} rows, for no known cause" if apart else "agree"
         console.print(f"\nServed and predicted accepted lengths {verdict}.", style="yellow" if apart else "green")
     for cause in causes:
         console.print(f"\n[bold yellow]{cause.name}[/]: {cause.evidence}.\n  Next: {cause.remedy}.", soft_wrap=True)
+
+
+def by_position(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """A row for each temperature, draft length and position."""
+    about = ("engine", "temperature", "draft_length")
+    return [{key: row[key] for key in about} | dict(at) for row in rows for at in row["positions"]]
 
 
 def record(result: Mapping[str, Any], draft: Path) -> list[Path]:
@@ -319,5 +346,9 @@ def record(result: Mapping[str, Any], draft: Path) -> list[Path]:
     if not card.is_file():
         return [profile]
     rows = [[of["engine"], *cells(row, COLUMNS)] for of in content["served"] for row in of["rows"]]
-    write_section(card, "served", f"## Served\n\n{markdown_table(['engine', *COLUMNS], rows)}\n\n{FORMULA}.")
+    positions = by_position([row for of in content["served"] for row in of["rows"]])
+    keys = filled(POSITIONS, positions)
+    table = markdown_table([LABELS[key].label for key in keys], [[cell(at, key) for key in keys] for at in positions])
+    text = f"{markdown_table(['engine', *COLUMNS], rows)}\n\n{FORMULA}.\n\n{table}\n\n{POSITIONS_FORMULA}."
+    write_section(card, "served", f"## Served\n\n{text}")
     return [profile, card]

@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from decode.errors import UserError, read_json
-from decode.models.loading import check_tokenizers, load_tokenizer
+from decode.models.loading import check_tokenizers, load_tokenizer, stop_ids
 
 EXPORT_AGAIN = "export the draft again"
+PIECE = 1 << 20  # bytes of each end of a file of the target's weights that are hashed
+SHAPE = (
+    "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "rope_parameters", "rms_norm_eps", "sliding_window", "tie_word_embeddings",
+)  # fmt: skip
+"""Settings of a target that its drafts depend on."""
+STAGES = (
+    (
+        "validation", "offline", "trained on other texts than the target writes",
+        "train on the target's own answers (teacher.responses); `python -m distill --show-example` shows a text",
+    ),
+    (
+        "offline", "predicted", "other prompts than those of training",
+        "mend the differences above, if there are any, then train on prompts of the kind that is served",
+    ),
+)  # fmt: skip
+"""Measurements of a draft in their order, and what it means where the second one is `FAR` below the first."""
+FAR = 0.1
 
 
 @dataclass(frozen=True)
@@ -33,13 +54,46 @@ def weight_fingerprints(folder: str | Path) -> dict[str, str]:
     return found
 
 
-def causes_in_files(target: str | Path, draft: str | Path, *, context: int) -> list[Cause]:
+def serving_facts(
+    target: PreTrainedModel, folder: str | Path, tokenizer: PreTrainedTokenizerBase, *, chat: bool
+) -> dict[str, Any]:
+    """What a draft is trained with and has to be served with: noted in its profile, compared by `causes_in_files`.
+
+    Args:
+        target: as it is loaded.
+        folder: of its files.
+        tokenizer: with the template of its chats.
+        chat: whether texts are put into that template.
+    """
+    weights, files = hashlib.blake2b(digest_size=8), sorted(Path(folder).glob("*.safetensors"))
+    for path in files:
+        with path.open("rb") as file:
+            weights.update(file.read(PIECE))
+            file.seek(max(0, path.stat().st_size - PIECE))
+            weights.update(file.read(PIECE))
+    template = hashlib.blake2b(str(tokenizer.chat_template).encode(), digest_size=8).hexdigest()
+    facts = {
+        "chat template": template if chat else "none (plain text)",
+        "stop ids": sorted(stop_ids(target, tokenizer)),
+        "number format": str(target.dtype).removeprefix("torch."),
+        "weights of the target": weights.hexdigest() if files else None,
+    }
+    config = target.config.get_text_config().to_dict()
+    facts |= {f"{key} of the target": config[key] for key in SHAPE if key in config}
+    known: dict[str, Any] = json.loads(json.dumps(facts, default=str))
+    return known
+
+
+def causes_in_files(
+    target: str | Path, draft: str | Path, *, context: int, facts: Mapping[str, Any] | None = None
+) -> list[Cause]:
     """Causes that the folders show before anything is started.
 
     Args:
         target: folder of the target.
         draft: folder of the draft or head.
         context: tokens of the longest text, prompt and answer.
+        facts: `serving_facts` of the target, for a draft whose profile has those of its training.
     """
     target, draft = Path(target), Path(draft)
     ours, theirs = read_json(target / "config.json"), read_json(draft / "config.json")
@@ -50,7 +104,13 @@ def causes_in_files(target: str | Path, draft: str | Path, *, context: int) -> l
         except UserError as error:
             remedy = "train or export the draft with the target's tokenizer"
             found.append(Cause("another tokenizer", str(error).split("; ")[0], remedy))
-    measured = read_json(draft / "speculation_profile.json").get("weights")
+    profile = read_json(draft / "speculation_profile.json")
+    trained = profile.get("trained_with") or {}
+    for name, value in (facts or {}).items():
+        if name in trained and None not in (value, trained[name]) and trained[name] != value:
+            remedy = "serve the draft as it was trained, or train it for what is served"
+            found.append(Cause(f"other {name}", f"it was {trained[name]} in training and is {value} now", remedy))
+    measured = profile.get("weights")
     if measured and measured != weight_fingerprints(draft):
         evidence = "the safetensors files differ from those that speculation_profile.json was measured on"
         found.append(Cause("other weights than measured", evidence, EXPORT_AGAIN))
@@ -94,6 +154,14 @@ def causes_in_numbers(
         agreement: share of the tokens of the engine's greedy texts that are the argmax of the target here.
     """
     found: list[Cause] = []
+    first: Mapping[str, Any] = next(
+        (row["positions"][0] for row in rows if row["temperature"] == 0 and row.get("positions")), {}
+    )
+    for before, after, name, remedy in STAGES:
+        a, b = first.get(before), first.get(after)
+        if a is not None and b is not None and a - b > FAR:
+            evidence = f"of the first drafted tokens {a:.1%} are right in the measurement {before}, {b:.1%} {after}"
+            found.append(Cause(name, evidence, remedy))
     if other_ids:
         evidence = f"the engine makes other token ids of a prompt than this project: {other_ids}"
         remedy = "give the engine the target's own tokenizer files"

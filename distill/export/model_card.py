@@ -54,6 +54,8 @@ def export_profile(report: Mapping[str, Any], draft: str = "adaspec") -> dict[st
     """
     of_draft: dict[str, Any] = next((d for d in report["drafts"] if d["name"] == draft), {})
     profile = {"draft_name": draft, **{k: of_draft.get(k) for k in ("offline_alpha", "offline_alpha_se")}}
+    analysis = report.get("analysis") or {}
+    profile |= {"trained_with": report.get("trained_with"), "acceptance": (analysis.get("acceptance") or {}).get(draft)}
     costs = report.get("profile") or {}
     if costs.get("draft", draft) == draft:
         profile |= {key: costs.get(key) for key in ("cost_ratio", "break_even_alpha")}
@@ -64,7 +66,7 @@ def export_profile(report: Mapping[str, Any], draft: str = "adaspec") -> dict[st
     return profile | {
         **{key: best[key] for key in (*MEASURED, "speedup_ci95", "identical_to_target") if key in best},
         "best_draft_length": best["draft_length"],
-        "acceptance_by_position": (report.get("analysis") or {}).get("acceptance_by_position", {}).get(draft),
+        "acceptance_by_position": analysis.get("acceptance_by_position", {}).get(draft),
         "conditions": conditions | {"acceptance_rule": "exact"} | machine,
     }
 
@@ -151,6 +153,7 @@ def write_card(
         kind = measured["method"] = KINDS[model.version]
         token_map = model.version == 1 and model.reduced
     measured["weights"] = weight_fingerprints(folder)
+    measured |= {key: profile[key] for key in ("acceptance", "trained_with") if profile.get(key)}
     (folder / "speculation_profile.json").write_text(json.dumps(measured, indent=2) + "\n")
     environment = Environment(loader=FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True)
     environment.filters["grouped"] = "{:,}".format

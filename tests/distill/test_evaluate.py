@@ -13,6 +13,8 @@ from tiny_run import begun, bench, run_tiny, tiny_settings
 
 from decode.bench.costs import CostModel
 from decode.bench.offline_acceptance import offline_alpha
+from decode.engines.gap_causes import serving_facts
+from decode.errors import read_json
 from decode.progress import Progress
 from decode.sampling import LogitsWarper
 from decode.verify import overlap
@@ -41,13 +43,25 @@ def test_every_predicted_speedup_of_a_run_follows_from_its_report(tmp_path: Path
         prompts=3, accuracy_prompts=3, max_new_tokens=12, draft_lengths=[2], temperatures=[0.0, 1.0], repeats=1
     )
     run_tiny(begun(settings))
-    report = measure(bench(settings)[0])
+    context = bench(settings)[0]
+    report = measure(context)
     drafting = [row for row in report["decoding"] if row["method"] == "vanilla"]
     assert {row["temperature"] for row in drafting} == {0.0, 1.0}
     for row in drafting:
         cost = CostModel.from_dict(report["analysis"]["costs"][row["draft"]])
         spent = sum(n * (cost.cost_ratio * int(k) + cost.v(int(k) + 1)) for k, n in row["draft_lengths"].items())
         assert row["predicted_speedup"] == pytest.approx(row["tokens"] / spent)
+    # what serve-check compares with
+    name = report["profile"]["draft"]
+    profile = read_json(context.run.export / "speculation_profile.json")
+    assert profile["acceptance"] == report["analysis"]["acceptance"][name]
+    (offline,) = (row["offline_alpha_greedy"] for row in report["drafts"] if row["name"] == name)
+    best = max(context.run.draft_record(name).history, key=lambda at: at["alpha"])
+    first, *others = profile["acceptance"]
+    assert (first["offline"], first["validation"]) == (offline, best["agreement"])
+    assert all(at["offline"] == offline for at in others)
+    trained = serving_facts(context.load_target(), context.run.target, context.corpus.tokenizer, chat=False)
+    assert profile["trained_with"] == report["trained_with"] == trained
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -100,6 +100,20 @@ def test_a_full_report_has_every_part(tmp_path):
     assert tuple(figures(FULL)) == drawn
 
 
+def test_training_offline_and_served_acceptance_stand_in_one_table(tmp_path):
+    known = [{"position": 1, "validation": 0.91, "offline": 0.82, "decoded": 0.83}, {"position": 2, "offline": 0.64}]
+    report = changed(analysis={"acceptance": {"adaspec": known, "distillspec": known}})
+    (tmp_path / "export").mkdir()
+    rows = [
+        {"temperature": t, "positions": [{"position": 1, "served": share}]} for t, share in ((1.0, 0.1), (0.0, 0.37))
+    ]
+    profile = {"served": [{"engine": "vllm", "rows": rows}]}
+    (tmp_path / "export" / "speculation_profile.json").write_text(json.dumps(profile))
+    page = written(tmp_path, report)
+    assert "Greedy acceptance by position namepositionvalidationofflinedecodedserved" in page
+    assert "adaspec10.9100.8200.8300.370 adaspec2–0.640–– distillspec10.9100.8200.830–" in page
+
+
 def test_what_was_not_measured_is_left_out(tmp_path):
     page = written(tmp_path, MINIMAL)
     for part in ("Differences", "Costs in", "Training", "Samples"):

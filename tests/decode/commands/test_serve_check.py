@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from decode.__main__ import main
 from decode.commands.serve_check import write_untrained_draft
 from decode.engines.acceptance import Drafts, ServedText
-from decode.engines.gap_causes import causes_in_files, causes_in_numbers, weight_fingerprints
+from decode.engines.gap_causes import causes_in_files, causes_in_numbers, serving_facts, weight_fingerprints
 from decode.errors import UserError
 from decode.models.heads import FeatureHead, head_config, save_head
 from decode.models.pair import load
@@ -27,7 +27,12 @@ def folder(tiny, tmp_path: Path) -> Path:
     """A target and a draft whose profile knows its weights, and prompts."""
     (tmp_path / "prompts.txt").write_text("Tom has 3 apples\nHow many apples\nDas Maß\n")
     save_pair(tmp_path, tiny)
-    profile = {"marginal_accept_rates": None, "weights": weight_fingerprints(tmp_path / "draft")}
+    known = [
+        {"position": 1, "validation": 0.4, "offline": 0.375},
+        {"position": 2, "validation": None, "offline": 0.25},
+    ]
+    weights = weight_fingerprints(tmp_path / "draft")
+    profile = {"marginal_accept_rates": None, "weights": weights, "acceptance": known}
     (tmp_path / "draft" / "speculation_profile.json").write_text(json.dumps(profile))
     (tmp_path / "draft" / "README.md").write_text("# Draft\n\nNotes.\n")
     return tmp_path
@@ -66,6 +71,10 @@ def test_a_whole_check_and_where_it_is_recorded(folder: Path, capsys, monkeypatc
     assert row["served_length"] == pytest.approx(row["predicted_length"])
     assert len(row["positions"]) == 3
     assert all(at["served_marginal"] == at["predicted_marginal"] for at in row["positions"])
+    first, second, _ = row["positions"]
+    assert (first["validation"], first["offline"], second["offline"]) == (0.4, 0.375, 0.25)
+    assert first["served"] == first["served_marginal"]
+    assert second["served"] == pytest.approx(second["served_marginal"] / first["served_marginal"])
     assert sampled["lossless"]
     assert (row["speedup"] is None) == bool(url)
     assert main(command(folder, *more, *url)) == 0  # a second check replaces the first
@@ -75,6 +84,8 @@ def test_a_whole_check_and_where_it_is_recorded(folder: Path, capsys, monkeypatc
     card = (folder / "draft" / "README.md").read_text()
     assert card.startswith("# Draft\n\nNotes.")
     assert card.count("## Served") == 1
+    assert "| engine | T | k | position | validation | offline | predicted | served |" in card
+    assert f"| vllm | 0 | 3 | 1 | 0.400 | 0.375 | {first['served']:.3f} | {first['served']:.3f} |" in card
     assert named(folder) == []
 
 
@@ -175,6 +186,47 @@ def test_a_fault_of_the_files_is_named(request, pair: str, fault, names: list[st
     place = request.getfixturevalue(pair)
     fault(place)
     assert named(place) == names
+
+
+FACTS = {
+    "chat template": lambda target, tokenizer: setattr(tokenizer, "chat_template", tokenizer.chat_template + " "),
+    "stop ids": lambda target, tokenizer: setattr(target.generation_config, "eos_token_id", [0, 5]),
+    "number format": lambda target, tokenizer: target.to(torch.bfloat16),
+    "rope_parameters of the target": lambda target, tokenizer: target.config.rope_parameters.update(rope_theta=5e5),
+    "rms_norm_eps of the target": lambda target, tokenizer: setattr(target.config, "rms_norm_eps", 1e-3),
+}
+
+
+@pytest.mark.parametrize("name", [*FACTS, "weights of the target"])
+def test_what_differs_from_training_is_named_with_both_values(folder: Path, name: str) -> None:
+    pair = load(folder / "target")
+    trained = serving_facts(pair.target, folder / "target", pair.tokenizer, chat=True)
+    edit(folder / "draft" / "speculation_profile.json", trained_with=trained)
+    if name in FACTS:
+        FACTS[name](pair.target, pair.tokenizer)
+    else:
+        state = load_file(folder / "target" / "model.safetensors")
+        save_file({k: v * 1.01 for k, v in state.items()}, folder / "target" / "model.safetensors", {"format": "pt"})
+    facts = serving_facts(pair.target, folder / "target", pair.tokenizer, chat=True)
+    (cause,) = causes_in_files(folder / "target", folder / "draft", context=100, facts=facts)
+    assert cause.name == f"other {name}"
+    assert cause.evidence == f"it was {trained[name]} in training and is {facts[name]} now"
+    plain = serving_facts(pair.target, folder / "target", pair.tokenizer, chat=False)
+    assert plain["chat template"] == "none (plain text)"
+
+
+@pytest.mark.parametrize(
+    ("at", "name"),
+    [
+        ({"validation": 0.8, "offline": 0.5, "predicted": 0.5}, "trained on other texts than the target writes"),
+        ({"validation": 0.8, "offline": 0.8, "predicted": 0.5}, "other prompts than those of training"),
+        ({"validation": 0.8, "offline": 0.75, "predicted": 0.7}, None),
+        ({"predicted": 0.2}, None),
+    ],
+)
+def test_the_stage_after_which_less_is_accepted_is_named(at: dict, name: str | None) -> None:
+    found = causes_in_numbers([{"temperature": 0.0, "positions": [at]}])
+    assert [cause.name for cause in found] == [name] * (name is not None)
 
 
 def test_numbers_show_another_target_other_ids_and_sampling_that_is_not_the_targets() -> None:
