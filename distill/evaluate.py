@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -92,6 +92,8 @@ class Evaluation:
         if self.suite.score is not None:  # the texts are those of the last temperature, 0
             scored = list(zip(self.prompts, texts))[: settings.accuracy_prompts]
             marks = [self.suite.score(prompt, self.session.text(ids[start:])) for prompt, (ids, start) in scored]
+        corpus = self.context.corpus  # of plain text every token is a label
+        chat = corpus.tokenizer.chat_template and self.full.data.chat is not False and corpus.test[0]["labels"][0] < 0
         return {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "target": {
@@ -107,7 +109,7 @@ class Evaluation:
             "analysis": analysis | {"curves": {name: points for name, points in curves.items() if points}},
             "samples": samples,
             "machine": self.session.facts() | {"dtype": self.full.target.dtype},
-            "trained_with": serving_facts(self.target, self.run.target, self.session.tokenizer, chat=self._chats()),
+            "trained_with": serving_facts(self.target, self.run.target, corpus.tokenizer, chat=bool(chat)),
         }
 
     # -- texts and acceptance --------------------------------------------------------------------------------------
@@ -129,34 +131,18 @@ class Evaluation:
         with self.context.timed(f"{MEASUREMENT}: {name}", len(texts) * len(self.models)):
             return offline_alphas(self.target, self.models, texts, warp, depth=DEPTH, seen=lambda _: work.advance())
 
-    def _acceptance(
-        self, greedy: dict[str, list[OfflineAlpha]], decoded: Mapping[str, Sequence[Mapping[str, Any]]]
-    ) -> dict[str, list[dict[str, Any]]]:
-        """Returns every draft's greedy acceptance at each position: on validation examples, offline, and decoded.
-
-        A language model reads the text's own tokens at every position, so its teacher-forced ones are alike.
-        """
-        found = {}
+    def _acceptance(self, greedy: dict[str, list[OfflineAlpha]], decoded: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns every draft's greedy acceptance at each position: on validation examples, offline, and decoded."""
+        found: dict[str, list[dict[str, Any]]] = {}
         for name, depths in greedy.items():
-            history = [at for at in self.run.draft_record(name).history if "alpha" in at]
-            best = max(history, key=lambda at: at["alpha"], default={})
-            known = [best.get("agreement")] + [None] * (len(depths) - 1)
-            rows = decoded.get(name, [])
-            found[name] = [
-                {
-                    "position": i + 1,
-                    "validation": known[min(i, len(known) - 1)],
-                    "offline": depths[min(i, len(depths) - 1)].mean,
-                    "decoded": rows[i]["conditional"] if i < len(rows) else None,
-                }
-                for i in range(max(len(depths), len(rows)))
-            ]
+            history, rows = self.run.draft_record(name).history, decoded.get(name, [])
+            best = max((at for at in history if "alpha" in at), key=lambda at: at["alpha"], default={})
+            for i in range(max(len(depths), len(rows))):
+                at = min(i, len(depths) - 1)  # a language model reads the text's own tokens, at every position alike
+                accepted = {"validation": None if at else best.get("agreement"), "offline": depths[at].mean}
+                accepted["decoded"] = rows[i]["conditional"] if i < len(rows) else None
+                found.setdefault(name, []).append({"position": i + 1, **accepted})
         return found
-
-    def _chats(self) -> bool:
-        """Returns whether examples are put into the chat template; of plain text every token is a label."""
-        corpus, data = self.context.corpus, self.full.data
-        return bool(corpus.tokenizer.chat_template) and data.chat is not False and corpus.test[0]["labels"][0] == -100
 
     def _draft(self, name: str, alpha: OfflineAlpha, greedy: OfflineAlpha) -> dict[str, Any]:
         record = self.run.draft_record(name)

@@ -36,13 +36,8 @@ def write_report(run_dir: str | Path, report: Row) -> None:
 
     Args:
         run_dir: The run's folder.
-        report: ``name``; ``target`` {parameters, accuracy}; ``drafts`` [{name, offline_alpha, offline_alpha_se,
-            optimiser_steps, teacher_tokens}]; ``decoding`` [{draft, temperature, draft_length, tokens_per_second,
-            speedup, speedup_ci95, speedup_vs_generate, predicted_speedup, block_efficiency, alpha,
-            accepted_per_drafted, identical_to_target}]; None for what was not measured. Optional: ``created``,
-            ``paired`` [{a, b, difference, se, p_value, n, label}], ``profile``, ``analysis``
-            {acceptance_by_position, curves}, ``samples`` [{prompt, tokens: [{text, who}]}],
-            ``exported`` {length, token_map, gguf_type}, ``settings``, ``machine``, ``commands``.
+        report: What `Evaluation.report` returns, with ``name`` and optionally ``settings``, ``commands`` and
+            ``exported`` {length, token_map, gguf_type}; None for what was not measured.
     """
     folder = Path(run_dir)
     content = json.dumps(plain(dict(report)), indent=2, ensure_ascii=False, allow_nan=False, default=str)

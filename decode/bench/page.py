@@ -114,6 +114,12 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> st
     return "\n".join(f"| {' | '.join(line)} |" for line in (headings, rule, *rows))
 
 
+def markdown(keys: Iterable[str], rows: Sequence[Row]) -> str:
+    """`console_table` as Markdown."""
+    keys = filled(keys, rows)
+    return markdown_table([COLUMNS[key].label for key in keys], [[cell(row, key) for key in keys] for row in rows])
+
+
 @dataclass(frozen=True)
 class Table:
     """A table of a page; columns that are empty in every row are left out."""

@@ -63,12 +63,8 @@ def shown(row: Row) -> dict[str, Any]:
 
 def by_category(rows: Iterable[Row]) -> list[Row]:
     """The categories of rows of one block, category after category, and last all of them; empty if there is one."""
-    parts = [
-        {**shown(row), **part}
-        for row in rows
-        if row["categories"]
-        for part in (*row["categories"], {"category": "all"})
-    ]
+    every = {"category": "all"}
+    parts = [shown(row) | part for row in rows if row["categories"] for part in (*row["categories"], every)]
     return sorted(parts, key=lambda part: (part["category"] == "all", part["category"]))
 
 

@@ -22,18 +22,12 @@ from decode.errors import UserError, unknown
 NAMES = (*PRESETS, "chat", "open", "prompts")
 CHAT, OPEN = (Path(__file__).with_name(name) for name in ("chat_prompts.jsonl", "open_prompts.txt"))
 """Prompts written for this project: 16 in each of Spec-Bench's categories, in its format; and open questions."""
-RECOGNISED = (
-    "humaneval", "mbpp", "mmlu", "math_500", "livecodebench", "speed_bench", "spec_bench", "ultrachat", "cnn_dailymail",
-    "xsum", "gsm8k", "alpaca",
-)  # fmt: skip
+RECOGNISED = [name for name in PRESETS if name not in ("arithmetic", "mt_bench")]
+RECOGNISED.sort(key=lambda name: -len(PRESETS[name].columns))
 """Presets that are recognised by the columns of a file, those with more specific columns first."""
 OWN = ("prompt", "text", "question", "turns")  # columns that hold the prompt in a file of no preset
-SPELLINGS = {
-    re.sub("[-_ ]", "", spelling.lower()): name
-    for name in NAMES
-    for spelling in (name, PRESETS[name].hub if name in PRESETS else None)
-    if spelling
-}
+HUB = {preset.hub: name for name, preset in PRESETS.items() if preset.hub}
+SPELLINGS = {re.sub("[-_ ]", "", known.lower()): name for known, name in [*zip(NAMES, NAMES), *HUB.items()]}
 """Suites by their names and the Hub's, in lower case without hyphens: MT-Bench is mt_bench."""
 DEFAULT_LIMIT = 100  # problems of the arithmetic suite, which is unlimited, if no limit is given
 
@@ -140,7 +134,7 @@ def _recognise(path: str) -> str:
     row = rows[0]
     for name in RECOGNISED:
         if all(column in row for column in PRESETS[name].columns) and (name != "gsm8k" or "####" in str(row["answer"])):
-            of_mt_bench = name == "spec_bench" and {row["category"] for row in rows} <= PRESETS[name].groups.keys()
+            of_mt_bench = name == "spec_bench" and {row.get("category") for row in rows} <= PRESETS[name].groups.keys()
             return "mt_bench" if of_mt_bench else name
     if "category" in row and isinstance(row.get("prompt"), list):  # MT-Bench's copy on the Hub
         return "mt_bench"

@@ -14,8 +14,7 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from decode.bench import machine
-from decode.bench.page import COLUMNS as LABELS
-from decode.bench.page import cell, console_table, filled, markdown_table, plain_table
+from decode.bench.page import console_table, markdown
 from decode.bench.session import Item, Session
 from decode.bench.statistics import median_interval, plain
 from decode.commands.checks import check_models, measure_options, open_pair, open_suites, told_chat, use_chat
@@ -43,27 +42,15 @@ Row = dict[str, Any]
 
 ASSUMED = (0.5, 0.6, 0.7, 0.8, 0.9)
 """Acceptance rates for which the speedup of an untrained draft is computed, the same at every position."""
-COLUMNS = {
-    "T": "temperature:g", "drafted": "draft_length:d", "accepted length": "served_length:.2f",
-    "±": "served_length_se:.2f", "predicted": "predicted_length:.2f", "tokens/s": "tokens_per_second:.1f",
-    "without draft": "plain_tokens_per_second:.1f", "speedup": "speedup:.2f", "identical texts": "identical_share:.0%",
-    "texts": "texts:d",
-}  # fmt: skip
-"""Columns of the table, each with the field of a row and its format."""
-UNTRAINED = {
-    "drafted": "draft_length:d", "acceptance rate": "acceptance:g", "tokens/round": "tokens_per_round:.2f",
-    "speedup": "speedup:.2f",
-}  # fmt: skip
-"""Columns of the table of an untrained draft."""
-POSITIONS = (
-    "engine", "temperature", "draft_length", "position", "validation", "offline", "decoded", "predicted",
-    "served",
+SERVED = (
+    "engine", "temperature", "draft_length", "served_length", "predicted_length", "tokens_per_second",
+    "plain_tokens_per_second", "speedup", "identical_share", "texts",
 )  # fmt: skip
-"""Columns of the table of positions."""
-POSITIONS_FORMULA = (
-    "accepted ÷ reached at each position of the draft: docs/my-head-accepts-less.md says what each column is"
-)
+UNTRAINED = ("draft_length", "acceptance", "tokens_per_round", "speedup")
+POSITIONS = (*SERVED[:3], "position", "validation", "offline", "decoded", "predicted", "served")
+"""Columns of the tables, the second one of an untrained draft, the third one by position."""
 FORMULA = "accepted length: 1 + Σ accepted / Σ rounds, one request at a time, as the engine counts it and as predicted"
+BY_POSITION = "Accepted ÷ reached at each position of the draft; columns are explained in docs/my-head-accepts-less.md"
 
 
 def run(settings: ServeCheckSettings) -> None:
@@ -298,21 +285,14 @@ def write_untrained_draft(folder: Path, target: str, shape: str, seed: int) -> N
     load_tokenizer(target).save_pretrained(folder)
 
 
-def cells(row: Mapping[str, Any], columns: Mapping[str, str]) -> list[str]:
-    """A row's cells in the order of the columns; empty where there is no value."""
-    keys = (column.partition(":") for column in columns.values())
-    return ["" if row[key] is None else format(row[key], form) for key, _, form in keys]
-
-
 def show(rows: Sequence[Mapping[str, Any]], causes: Sequence[Cause]) -> None:
     """Print the tables and the causes."""
     console = output_console(width=150, highlight=False)
-    columns = UNTRAINED if "acceptance" in rows[0] else COLUMNS
-    console.print(plain_table("", list(columns), [cells(row, columns) for row in rows]))
-    if columns is UNTRAINED:
-        return
-    console.print(f"[dim]{FORMULA}")
-    console.print(console_table(f"\n{POSITIONS_FORMULA}", POSITIONS, by_position(rows)))
+    if "acceptance" in rows[0]:
+        return console.print(console_table("", UNTRAINED, rows))
+    console.print(
+        console_table("", SERVED, rows), f"[dim]{FORMULA}", "", console_table(BY_POSITION, POSITIONS, by_position(rows))
+    )
     apart = sum(not row["fits"] for row in rows)
     if not causes:
         verdict = f"differ in {apart} rows, for no known cause" if apart else "agree"
@@ -323,8 +303,7 @@ def show(rows: Sequence[Mapping[str, Any]], causes: Sequence[Cause]) -> None:
 
 def by_position(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
     """A row for each temperature, draft length and position."""
-    about = ("engine", "temperature", "draft_length")
-    return [{key: row[key] for key in about} | dict(at) for row in rows for at in row["positions"]]
+    return [{key: row[key] for key in SERVED[:3]} | dict(at) for row in rows for at in row["positions"]]
 
 
 def record(result: Mapping[str, Any], draft: Path) -> list[Path]:
@@ -345,10 +324,7 @@ def record(result: Mapping[str, Any], draft: Path) -> list[Path]:
     write_text(profile, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     if not card.is_file():
         return [profile]
-    rows = [[of["engine"], *cells(row, COLUMNS)] for of in content["served"] for row in of["rows"]]
-    positions = by_position([row for of in content["served"] for row in of["rows"]])
-    keys = filled(POSITIONS, positions)
-    table = markdown_table([LABELS[key].label for key in keys], [[cell(at, key) for key in keys] for at in positions])
-    text = f"{markdown_table(['engine', *COLUMNS], rows)}\n\n{FORMULA}.\n\n{table}\n\n{POSITIONS_FORMULA}."
-    write_section(card, "served", f"## Served\n\n{text}")
+    rows = [row for of in content["served"] for row in of["rows"]]
+    tables = [markdown(keys, some) for keys, some in ((SERVED, rows), (POSITIONS, by_position(rows)))]
+    write_section(card, "served", f"## Served\n\n{tables[0]}\n\n{FORMULA}.\n\n{tables[1]}\n\n{BY_POSITION}.")
     return [profile, card]

@@ -16,24 +16,16 @@ from decode.errors import UserError, read_json
 from decode.models.loading import check_tokenizers, load_tokenizer, stop_ids
 
 EXPORT_AGAIN = "export the draft again"
-PIECE = 1 << 20  # bytes of each end of a file of the target's weights that are hashed
 SHAPE = (
     "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "rope_parameters", "rms_norm_eps", "sliding_window", "tie_word_embeddings",
 )  # fmt: skip
 """Settings of a target that its drafts depend on."""
-STAGES = (
-    (
-        "validation", "offline", "trained on other texts than the target writes",
-        "train on the target's own answers (teacher.responses); `python -m distill --show-example` shows a text",
-    ),
-    (
-        "offline", "predicted", "other prompts than those of training",
-        "mend the differences above, if there are any, then train on prompts of the kind that is served",
-    ),
-)  # fmt: skip
-"""Measurements of a draft in their order, and what it means where the second one is `FAR` below the first."""
-FAR = 0.1
+STAGES = {
+    ("validation", "offline"): ("trained on other texts than the target writes", "train on the target's answers"),
+    ("offline", "predicted"): ("other prompts than those of training", "train on prompts of this kind"),
+}
+"""Measurements of a draft in their order, with the cause and remedy where the second is 0.1 or more below the first."""
 
 
 @dataclass(frozen=True)
@@ -65,23 +57,19 @@ def serving_facts(
         tokenizer: with the template of its chats.
         chat: whether texts are put into that template.
     """
-    weights, files = hashlib.blake2b(digest_size=8), sorted(Path(folder).glob("*.safetensors"))
-    for path in files:
-        with path.open("rb") as file:
-            weights.update(file.read(PIECE))
-            file.seek(max(0, path.stat().st_size - PIECE))
-            weights.update(file.read(PIECE))
-    template = hashlib.blake2b(str(tokenizer.chat_template).encode(), digest_size=8).hexdigest()
+
+    def short(value: object) -> str:
+        return hashlib.blake2b(str(value).encode(), digest_size=8).hexdigest()
+
+    weights, config = weight_fingerprints(folder), target.config.get_text_config().to_dict()
     facts = {
-        "chat template": template if chat else "none (plain text)",
+        "chat template": short(tokenizer.chat_template) if chat else "none (plain text)",
         "stop ids": sorted(stop_ids(target, tokenizer)),
         "number format": str(target.dtype).removeprefix("torch."),
-        "weights of the target": weights.hexdigest() if files else None,
+        "weights of the target": short(weights) if weights else None,
+        **{f"{key} of the target": config[key] for key in SHAPE if key in config},
     }
-    config = target.config.get_text_config().to_dict()
-    facts |= {f"{key} of the target": config[key] for key in SHAPE if key in config}
-    known: dict[str, Any] = json.loads(json.dumps(facts, default=str))
-    return known
+    return dict(json.loads(json.dumps(facts, default=str)))
 
 
 def causes_in_files(
@@ -157,10 +145,10 @@ def causes_in_numbers(
     first: Mapping[str, Any] = next(
         (row["positions"][0] for row in rows if row["temperature"] == 0 and row.get("positions")), {}
     )
-    for before, after, name, remedy in STAGES:
+    for (before, after), (name, remedy) in STAGES.items():
         a, b = first.get(before), first.get(after)
-        if a is not None and b is not None and a - b > FAR:
-            evidence = f"of the first drafted tokens {a:.1%} are right in the measurement {before}, {b:.1%} {after}"
+        if a is not None and b is not None and a - b >= 0.1:
+            evidence = f"{a:.1%} of the first drafted tokens are accepted in the column {before}, {b:.1%} in {after}"
             found.append(Cause(name, evidence, remedy))
     if other_ids:
         evidence = f"the engine makes other token ids of a prompt than this project: {other_ids}"
