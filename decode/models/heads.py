@@ -356,8 +356,7 @@ def head_config(
         UserError: sizes that do not fit.
     """
     width, layers, heads = int(target.hidden_size), int(target.num_hidden_layers), int(target.num_attention_heads)
-    if width % (2 * heads):
-        raise UserError(f"a feature head needs heads of an even width, and the target has {heads} of {width} together")
+    head_dim = int(getattr(target, "head_dim", None) or width // heads)
     captured = [layers] if version == 1 else list(captured_layers or default_captured_layers(layers))
     if version == 3 and (len(captured) != 3 or not 0 <= captured[0] < captured[1] < captured[2] <= layers):
         raise UserError(f"captured layers are {captured}; expected three ascending numbers from 0 to {layers}")
@@ -372,7 +371,7 @@ def head_config(
         num_hidden_layers=1,
         num_attention_heads=heads,
         num_key_value_heads=int(getattr(target, "num_key_value_heads", None) or heads),
-        head_dim=width // heads,
+        head_dim=head_dim + head_dim % 2,  # rotation takes pairs of elements
         vocab_size=int(target.vocab_size),
         draft_vocab_size=drafted if version == 3 or drafted < target.vocab_size else None,
         max_position_embeddings=int(getattr(target, "max_position_embeddings", None) or 2048),

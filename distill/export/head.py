@@ -36,8 +36,8 @@ REQUIRED: dict[int, tuple[str, ...]] = {
 TABLES = ("d2t", "t2d")
 FIELDS = (
     "architectures", "model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-    "num_hidden_layers", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "hidden_act",
-    "tie_word_embeddings", "torch_dtype",
+    "head_dim", "num_hidden_layers", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta",
+    "hidden_act", "tie_word_embeddings", "torch_dtype",
 )  # fmt: skip
 """Fields of config.json that the engines read; EAGLE-3 needs ``draft_vocab_size`` too."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pairs import make_tokenizer
 from plain_logits import head_logits
 from safetensors.torch import load_file, save_file
 from some_rows import every_token
@@ -28,10 +29,11 @@ from distill.config.drafts import DraftSettings
 from distill.config.run import ExportSettings
 from distill.config.training import StudentSettings, TrainingSettings
 from distill.data.batches import TokenDataset, example_of_rows, label_mask
-from distill.export.head import check_files, export_head
+from distill.export.head import check_files, export_head, write_head
 from distill.losses.chunked import LossRequest, fused_loss
 from distill.losses.divergences import Divergence
 from distill.losses.objective import Objective
+from distill.models.layers import start_from_target
 from distill.modules import HeadModule
 from distill.run_stages import frequent, run_stages
 from distill.stages import run_of
@@ -213,6 +215,39 @@ def test_a_head_over_the_whole_vocabulary_is_exported_as_engines_load_it(tmp_pat
     (out / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "rms_norm_eps"}))
     with pytest.raises(RuntimeError, match="rms_norm_eps"):
         check_files(out)
+
+
+WIDE = {  # the width of a head is not the model's width over its heads
+    "qwen3": {"hidden_size": 60, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+    "llama": {"hidden_size": 90, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64},
+    "gpt2": {"n_embd": 30, "n_head": 2},  # 15, which cannot be rotated
+}
+
+
+@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize(("family", "head_dim"), [("qwen3", 32), ("llama", 64), ("gpt2", 16)])
+def test_a_head_takes_its_targets_head_dim(family: str, head_dim: int, version: int, tiny, tmp_path) -> None:
+    layers = {"n_layer": 4} if family == "gpt2" else {"num_hidden_layers": 4}
+    target = tiny(family, **WIDE[family], **layers)
+    head = FeatureHead(head_config(target.config, version, draft_vocab=24)).eval()
+    head.set_vocabulary(torch.arange(24))
+    assert head.config.head_dim == head_dim
+    if version == 3:
+        with torch.no_grad():
+            left = start_from_target(head, target)
+        if family != "gpt2":
+            assert left == []
+            for name in ("q_proj", "k_proj", "v_proj"):  # attention reads the embedding before the state
+                weight, own = (getattr(of.self_attn, name).weight for of in (target.model.layers[-1], head.layer))
+                assert torch.equal(own[:, weight.shape[1] :], weight)
+    write_head(head, tmp_path, make_tokenizer(), 3, torch.float32)
+    check_files(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["head_dim"] == head_dim
+    runner, warp = open_runner(target), LogitsWarper(0.0)
+    inputs = MethodInputs(runner, warp, HeadRunner(load_head(tmp_path, target), target))
+    ids = decode(runner, build("eagle-tree", inputs), warp, [5, 9, 3, 7], max_new_tokens=12).ids
+    wanted = target.generate(torch.tensor([[5, 9, 3, 7]]), do_sample=False, max_new_tokens=12, eos_token_id=-1)
+    assert ids == wanted[0].tolist()
 
 
 def test_the_reduced_vocabulary_is_the_most_frequent_label_tokens() -> None:
