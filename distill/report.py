@@ -104,7 +104,7 @@ def sections(report: Row, run_dir: Path) -> Iterable[Section]:
     if rows := report["decoding"]:
         tables = [Table(DECODING, fastest(rows)), Table(DECODING, rows, f"All {len(rows)} measurements", folded=True)]
         tables.append(Table(PROFILE, [report.get("profile") or {}], "Costs in target forwards of one token"))
-        tables.append(Table(ACCEPTANCE, list(acceptance(report, run_dir)), "Greedy acceptance by position"))
+        tables.append(Table(ACCEPTANCE, list(acceptance(report, run_dir)), "Greedy acceptance by position", True))
         text = "Each draft at its fastest draft length."
         yield Section("Decoding", text, tables=tables, figures=[drawn[key] for key in DECODING_FIGURES if key in drawn])
     if "curves" in drawn:

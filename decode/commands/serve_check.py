@@ -105,12 +105,13 @@ def run(settings: ServeCheckSettings) -> None:
             engine.target, engine.draft = files
         for name, note in session.notes.items():
             console.print(f"{name}: {note}", soft_wrap=True)
-        causes: list[Cause] = []
-        known: list[Row] = []
+        causes, known = list[Cause](), list[Row]()
         if not settings.draft_shape:
-            facts = serving_facts(pair.target, folders[0], pair.tokenizer, chat=chat)
+            profile = read_json(Path(folders[1]) / "speculation_profile.json")
+            known, facts = profile.get("acceptance") or [], None
+            if "trained_with" in profile:
+                facts = serving_facts(pair.target, folders[0], pair.tokenizer, chat=chat)
             causes = causes_in_files(*folders, context=engine.context, facts=facts)
-            known = read_json(Path(folders[1]) / "speculation_profile.json").get("acceptance") or []
         rows, more = serve_check(engine, session, items, settings, status.update, known)
         causes += more
     result = plain({"engine": engine.name, "rows": rows, "causes": [dataclasses.asdict(cause) for cause in causes]})

@@ -96,8 +96,8 @@ def causes_in_files(
     trained = profile.get("trained_with") or {}
     for name, value in (facts or {}).items():
         if name in trained and None not in (value, trained[name]) and trained[name] != value:
-            remedy = "serve the draft as it was trained, or train it for what is served"
-            found.append(Cause(f"other {name}", f"it was {trained[name]} in training and is {value} now", remedy))
+            remedy = "serve the draft with what it was trained with, or train it for what is served"
+            found.append(Cause(f"other {name}", f"training had {trained[name]}, served is {value}", remedy))
     measured = profile.get("weights")
     if measured and measured != weight_fingerprints(draft):
         evidence = "the safetensors files differ from those that speculation_profile.json was measured on"

@@ -210,7 +210,7 @@ def test_what_differs_from_training_is_named_with_both_values(folder: Path, name
     facts = serving_facts(pair.target, folder / "target", pair.tokenizer, chat=True)
     (cause,) = causes_in_files(folder / "target", folder / "draft", context=100, facts=facts)
     assert cause.name == f"other {name}"
-    assert cause.evidence == f"it was {trained[name]} in training and is {facts[name]} now"
+    assert cause.evidence == f"training had {trained[name]}, served is {facts[name]}"
     plain = serving_facts(pair.target, folder / "target", pair.tokenizer, chat=False)
     assert plain["chat template"] == "none (plain text)"
 
