@@ -170,12 +170,9 @@ def sections(content: Mapping[str, Any]) -> Iterable[Section]:
         if predicted:
             axes = f"predicted: {FORMULAS['predicted_speedup']}", "measured speedup of decoding (×)"
             figures.append((plots.lines(predicted, "Measured against predicted speedup", *axes, diagonal=True), ""))
-        positions = {
-            row["name"]: [at for at in found[row["name"]].get("acceptance_by_position", []) if at["tested"] >= 30]
-            for row in fast[:5]
-        }
-        positions = {name: rates for name, rates in positions.items() if rates}
-        if positions:
+        reached = {row["name"]: found[row["name"]].get("acceptance_by_position", []) for row in fast[:5]}
+        often = {name: [at for at in rates if at["tested"] >= 30] for name, rates in reached.items()}
+        if positions := {name: rates for name, rates in often.items() if rates}:
             figures.append((plots.acceptance_by_position(positions), "Positions reached at least 30 times."))
         samples = [
             Sample(sample["tokens"], f"{row['name']}: {sample['prompt'].strip()[:160]}")

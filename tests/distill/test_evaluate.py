@@ -12,7 +12,7 @@ from plain_logits import head_logits, response_logits
 from tiny_run import begun, bench, run_tiny, tiny_settings
 
 from decode.bench.costs import CostModel
-from decode.bench.offline_acceptance import offline_alpha
+from decode.bench.offline_acceptance import OfflineAlpha, offline_alpha
 from decode.engines.gap_causes import serving_facts
 from decode.errors import read_json
 from decode.progress import Progress
@@ -62,6 +62,18 @@ def test_every_predicted_speedup_of_a_run_follows_from_its_report(tmp_path: Path
     assert all(at["offline"] == offline for at in others)
     trained = serving_facts(context.load_target(), context.run.target, context.corpus.tokenizer, chat=False)
     assert profile["trained_with"] == report["trained_with"] == trained
+
+
+def test_acceptance_by_position_is_that_of_the_weights_that_were_kept() -> None:
+    evaluation = Evaluation.__new__(Evaluation)  # without the folder of a run
+    history = [{"alpha": 0.5, "agreement": 0.6}, {"alpha": 0.7, "agreement": 0.8}, {"alpha": 0.6, "agreement": 0.9}]
+    evaluation.run = SimpleNamespace(draft_record=lambda name: SimpleNamespace(history=history))
+    head = [OfflineAlpha([[0.75]]), OfflineAlpha([[0.5]])]
+    decoded = {"head": [{"conditional": share} for share in (0.7, 0.4, 0.3)]}
+    found = evaluation._acceptance({"head": head, "model": head[:1]}, decoded)
+    rows = [(at["position"], at["validation"], at["offline"], at["decoded"]) for at in found["head"]]
+    assert rows == [(1, 0.8, 0.75, 0.7), (2, None, 0.5, 0.4), (3, None, 0.5, 0.3)]
+    assert found["model"] == [{"position": 1, "validation": 0.8, "offline": 0.75, "decoded": None}]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
