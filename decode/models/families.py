@@ -18,10 +18,21 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
 from decode.errors import UserError
-from decode.models.weights import WIDE, Function, Linear, Linears, RmsNorm, half_scale, norm, rms_norm
+from decode.models.weights import (
+    WIDE,
+    Function,
+    Linear,
+    Linears,
+    NormedLinear,
+    RmsNorm,
+    eps_and_offset,
+    half_scale,
+    norm,
+    rms_norm,
+)
 
 COPIED = 1 << 30  # most bytes of a model whose weights are copied
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "phi3")
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma3_text")
 FAMILIES = (*LLAMA_LIKE, "phi", "gpt_neox")  # what the hand-written forward knows
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # scalings that rotate a position alike in every forward
 
@@ -35,10 +46,13 @@ def supports(model: PreTrainedModel) -> bool:
         return False
     config, parameters = model.config, list(model.parameters())
     rope = getattr(config, "rope_parameters", None) or {}
+    ropes = [one for one in rope.values() if isinstance(one, dict)] or [rope]  # one for each kind of layers, or one
+    unknown = ("use_bidirectional_attention", "attn_logit_softcapping", "final_logit_softcapping")
     return (
-        rope.get("rope_type", "default") in ROPE_TYPES
-        and len(set(getattr(config, "layer_types", None) or ())) <= 1
+        all(one.get("rope_type", "default") in ROPE_TYPES for one in ropes)
+        and set(getattr(config, "layer_types", None) or ()) <= {"full_attention", "sliding_attention"}
         and not (config.model_type == "phi" and getattr(config, "qk_layernorm", False))
+        and not any(getattr(config, name, None) for name in unknown)
         and len({p.device for p in parameters}) == 1
         and all(p.is_floating_point() for p in parameters)
         and getattr(model, "hf_quantizer", None) is None
@@ -50,12 +64,14 @@ def _is_plain(module: nn.Module) -> bool:
     """Whether a module does what its class in torch or transformers does, with no weights but those known here."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     kind, holds_weights = type(module), any(True for _ in module.parameters(recurse=False))
+    known = kind in (nn.Linear, nn.Embedding, nn.LayerNorm)
+    known = known or kind.__name__.endswith(("RMSNorm", "TextScaledWordEmbedding"))
     return (
         "forward" not in vars(module)
         # transformers leaves hooks of its own once hidden states have been asked for; they change nothing
         and all(getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks)
         and kind.__module__.startswith(("torch.", "transformers."))
-        and (not holds_weights or kind in (nn.Linear, nn.Embedding, nn.LayerNorm) or kind.__name__.endswith("RMSNorm"))
+        and (known or not holds_weights)
     )
 
 
@@ -71,6 +87,26 @@ class Shape:
     tuned: bool = False  # whether weights are copies for the CPU
     folded: bool = False  # whether the projections that follow RMS norms hold the norms' scales
     in_place: bool = False  # whether projections are fused in the model's own memory (see `fuse`)
+    scale: float | None = None  # of scores; None: 1/√width
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What layers that attend alike share."""
+
+    window: int | None = None  # tokens that attention sees, or None for all
+    rope: str | None = None  # their rotation's name in a rotary module that has several
+
+
+def layer_kinds(config: Any) -> tuple[list[Kind], list[int]]:
+    """The kinds of layers of a model, and the index of each layer's."""
+    slides = "sliding_attention" if config.model_type in ("mistral", "phi3") else "full_attention"
+    types = getattr(config, "layer_types", None) or [slides] * config.num_hidden_layers
+    names = list(dict.fromkeys(types))
+    several = names[0] in (getattr(config, "rope_parameters", None) or {})
+    windows = [config.sliding_window if name == "sliding_attention" else None for name in names]
+    kinds = [Kind(window, name if several else None) for name, window in zip(names, windows)]
+    return kinds, [names.index(name) for name in types]
 
 
 @dataclass
@@ -84,6 +120,7 @@ class Layer:
     up: Linear  # gate and up projections stacked where the block is gated, else up
     down: Linear  # from the MLP's inner width
     qk_norm: Function | None = None  # norm of rotated heads ``[.., heads + kv_heads, n, width]``
+    kind: int = 0  # which of `Weights.kinds`
 
 
 def is_small(model: nn.Module) -> bool:
@@ -148,10 +185,11 @@ class Weights:
     activation: Function  # of the MLP
     gated: bool  # whether the MLP multiplies the activated gate with a second projection
     parallel: bool  # whether attention and MLP read the same state
-    window: int | None  # tokens that attention sees, or None for all
+    kinds: list[Kind]  # of layers
     embedding: Tensor  # ``[vocab, hidden]``
     final_norm: Function  # before the output head
     head: Linear  # the output head, to ``vocab``
+    embedding_scale: float = 1.0  # by which embeddings are multiplied
 
 
 def model_weights(model: Any, rotated: int, make: Linears, *, tuned: bool, folded: bool) -> Weights:
@@ -170,27 +208,32 @@ def model_weights(model: Any, rotated: int, make: Linears, *, tuned: bool, folde
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     in_place = not tuned and make.pack == "off" and not is_small(model)
     tuned = tuned and width % 2 == 0
-    shape = Shape(heads, kv_heads, width, rotated, kind == "gpt_neox", tuned, tuned and folded, in_place)
+    scale = getattr(config, "query_pre_attn_scalar", width) ** -0.5
+    scale = None if scale == width**-0.5 else scale
+    shape = Shape(heads, kv_heads, width, rotated, kind == "gpt_neox", tuned, tuned and folded, in_place, scale)
     mlp = base.layers[0].mlp
     act = mlp.activation_fn if kind in ("phi", "phi3") else mlp.act if kind == "gpt_neox" else mlp.act_fn
     final = base.final_layer_norm if kind == "gpt_neox" else base.final_layernorm if kind == "phi" else base.norm
-    head, layer_types = model.get_output_embeddings(), getattr(config, "layer_types", None)
-    slides = "sliding_attention" in layer_types if layer_types else kind in ("mistral", "phi3")
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    kinds, of_layers = layer_kinds(config)
     return Weights(
         shape,
-        [decoder_layer(kind, block, shape, make) for block in base.layers],
+        [decoder_layer(kind, block, shape, make, of) for block, of in zip(base.layers, of_layers, strict=True)],
         # the function costs half of the module's call
-        F.silu if isinstance(act, nn.SiLU | SiLUActivation) else act,
+        F.silu if isinstance(act, nn.SiLU | SiLUActivation) else getattr(act, "act", act),
         gated=kind in LLAMA_LIKE,
         parallel=kind == "phi" or getattr(config, "use_parallel_residual", False),
-        window=config.sliding_window if slides else None,
-        embedding=model.get_input_embeddings().weight,
+        kinds=kinds,
+        embedding=embedding.weight,
         final_norm=norm(final),
         head=make(head.weight, head.bias),
+        embedding_scale=float(embedding.embed_scale.to(model.dtype)) if hasattr(embedding, "embed_scale") else 1.0,
     )
 
 
-def decoder_layer(kind: str, block: Any, shape: Shape, make: Linears, *, normed: bool = False) -> Layer:
+def decoder_layer(
+    kind: str, block: Any, shape: Shape, make: Linears, of_kind: int = 0, *, normed: bool = False
+) -> Layer:
     """One layer of a family of `FAMILIES`.
 
     Args:
@@ -198,6 +241,7 @@ def decoder_layer(kind: str, block: Any, shape: Shape, make: Linears, *, normed:
         block: the layer's module.
         shape: the layout to make.
         make: makes the products.
+        of_kind: see `Layer.kind`.
         normed: the states that attention reads are normed already, so `Layer.norm1` does nothing.
     """
     attention, mlp = block.attention if kind == "gpt_neox" else block.self_attn, block.mlp
@@ -213,7 +257,9 @@ def decoder_layer(kind: str, block: Any, shape: Shape, make: Linears, *, normed:
         ups, down = [mlp.gate_proj, mlp.up_proj], mlp.down_proj
     (qkv, qkv_bias), (up, up_bias) = fuse(inputs, in_place=shape.in_place), fuse(ups, in_place=shape.in_place)
     norm1: Function = (lambda x: x) if normed else norm(block.input_layernorm)
-    norm2 = None if kind == "phi" else norm(block.post_attention_layernorm)
+    normed_twice = hasattr(block, "pre_feedforward_layernorm")  # results of attention and MLP are normed too
+    before_mlp = "pre_feedforward_layernorm" if normed_twice else "post_attention_layernorm"
+    norm2 = None if kind == "phi" else norm(getattr(block, before_mlp))
     if shape.folded and isinstance(norm1, RmsNorm):
         qkv, norm1.folded = qkv * norm1.scale, True
     if shape.folded and isinstance(norm2, RmsNorm):
@@ -229,9 +275,12 @@ def decoder_layer(kind: str, block: Any, shape: Shape, make: Linears, *, normed:
         q, k = attention.q_norm, attention.k_norm
         scale = torch.cat([q.weight.detach().expand(shape.heads, -1), k.weight.detach().expand(shape.kv_heads, -1)])
         scale = _pairs(shape, scale) if shape.tuned else scale
-        qk_norm = rms_norm(scale[:, None].contiguous(), q.variance_epsilon)
-    products = make(qkv, qkv_bias), make(out.weight, out.bias), make(up, up_bias), make(down.weight, down.bias)
-    return Layer(norm1, norm2, *products, qk_norm)
+        qk_norm = rms_norm(scale[:, None].contiguous(), *eps_and_offset(q))
+    attended, mapped = make(out.weight, out.bias), make(down.weight, down.bias)
+    if normed_twice:
+        attended = NormedLinear(attended, norm(block.post_attention_layernorm))
+        mapped = NormedLinear(mapped, norm(block.post_feedforward_layernorm))
+    return Layer(norm1, norm2, make(qkv, qkv_bias), attended, make(up, up_bias), mapped, qk_norm, of_kind)
 
 
 # -- modules of any architecture --------------------------------------------------------------------------------------

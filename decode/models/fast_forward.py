@@ -1,4 +1,4 @@
-"""The forward of Llama-like models, Phi and GPT-NeoX without per-call overhead.
+"""The forward of Llama-like models, Gemma 3, Phi and GPT-NeoX without per-call overhead.
 
 Same arithmetic as transformers' modelling code, a few dozen operations a layer less: one projection for q, k and v,
 rotation in place, one preallocated cache for all layers, masks made once a call. On CPUs the weights are laid out anew
@@ -33,8 +33,8 @@ LOOKED_UP = 1 << 23  # most bytes of the first layer's queries, keys and values 
 class Placed:
     """Where the tokens of a forward belong: one sequence from a slot on, or several in a ragged batch."""
 
-    rotary: Tensor  # rotary factors of the tokens
-    mask: Tensor | None = None  # of one sequence (see `attention_mask`)
+    rotary: list[Tensor]  # by kind of layers: rotary factors of the tokens
+    seen: Sequence[tuple[int, Tensor | None]] = ()  # of one sequence, by kind of layers: see `attention_mask`
     start: int = 0  # of one sequence: cache slot of its first token
     count: int = 0  # of one sequence: its tokens
     batch: RaggedBatch | None = None  # of several sequences
@@ -46,7 +46,8 @@ class FastForward:
     Attributes:
         cache: keys and values; a row is one sequence's.
         positions: positions that rotary factors are held for, those of a row of the cache.
-        rotary_factors: by position: complex factors of a whole row of q, k and v (tuned), or cos and ∓sin, stacked.
+        rotary_factors: of each kind of layers, by position: complex factors of a whole row of q, k and v (tuned), or
+            cos and ∓sin, stacked.
 
     Args:
         weights: of the model.
@@ -83,22 +84,23 @@ class FastForward:
         if not self.shape.tuned or layer.norm2 is None or not small:
             return None
         with torch.inference_mode():
-            return layer.qkv(layer.norm1(table))
+            return layer.qkv(layer.norm1(self.embed(torch.arange(len(table), device=self.device))))
 
     def _extend_rotary(self) -> None:
         """Hold rotary factors for all positions of the cache."""
         if self.positions == self.cache.capacity:
             return
-        shape, self.positions = self.shape, self.cache.capacity
-        cos, sin = cos_and_sin(self.rotary, self.positions, self.dtype, self.device)
+        shape, self.positions, self.rotary_factors = self.shape, self.cache.capacity, []
         half = shape.rotated // 2
-        if not shape.tuned:
-            self.rotary_factors = torch.stack([cos, torch.cat([-sin[:, :half], sin[:, half:]], -1)], 1)
-            return
-        rotation = torch.complex(cos[:, :half], sin[:, :half]).contiguous()
-        whole = rotation.new_ones(self.positions, shape.heads + 2 * shape.kv_heads, shape.width // 2)
-        whole[:, : -shape.kv_heads, :half] = rotation[:, None]
-        self.rotary_factors = whole.flatten(1)
+        for kind in self.weights.kinds:
+            cos, sin = cos_and_sin(self.rotary, self.positions, self.dtype, self.device, kind.rope)
+            if not shape.tuned:
+                self.rotary_factors.append(torch.stack([cos, torch.cat([-sin[:, :half], sin[:, half:]], -1)], 1))
+                continue
+            rotation = torch.complex(cos[:, :half], sin[:, :half]).contiguous()
+            whole = rotation.new_ones(self.positions, shape.heads + 2 * shape.kv_heads, shape.width // 2)
+            whole[:, : -shape.kv_heads, :half] = rotation[:, None]
+            self.rotary_factors.append(whole.flatten(1))
 
     def reserve(self, *, rows: int = 0, capacity: int = 0) -> None:
         """See `KVCache.reserve`."""
@@ -113,15 +115,17 @@ class FastForward:
                 self.cache.compact()
             self.cache.grow(len(rows), max(one.end for one in new))
             self._extend_rotary()
-        factors, groups, window, like = self.rotary_factors, self.groups, self.weights.window, self.weights.embedding
+        windows, like = [kind.window for kind in self.weights.kinds], self.weights.embedding
         if len(new) > 1 or self.cache.tensor.shape[1] > 1:
-            batch = RaggedBatch(new, groups, window, like)
-            return Placed(factors.index_select(0, batch.positions), batch=batch)
-        one, mask = new[0], attention_mask(new, groups, window, like)
+            batch = RaggedBatch(new, self.groups, windows, like)
+            return Placed([factors.index_select(0, batch.positions) for factors in self.rotary_factors], batch=batch)
+        one, seen = new[0], [attention_mask(new, self.groups, window, like) for window in windows]
         if one.depths is None:
-            return Placed(factors.narrow(0, one.start, one.count), mask, one.start, one.count)
-        at = torch.tensor(one.positions(), device=self.device)
-        return Placed(factors.index_select(0, at), mask, one.start, one.count)
+            rotary = [factors.narrow(0, one.start, one.count) for factors in self.rotary_factors]
+        else:
+            at = torch.tensor(one.positions(), device=self.device)
+            rotary = [factors.index_select(0, at) for factors in self.rotary_factors]
+        return Placed(rotary, seen, one.start, one.count)
 
     def slots(self, first: int, last: int, placed: Placed) -> list[CacheSlots]:
         """Cache slots of layers ``[first, last)``."""
@@ -138,7 +142,8 @@ class FastForward:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Input states of token ids."""
-        return self.weights.embedding.index_select(0, tokens)
+        x, scale = self.weights.embedding.index_select(0, tokens), self.weights.embedding_scale
+        return x if scale == 1 else x.mul_(scale)
 
     def run_tokens(self, tokens: Tensor, placed: Placed, capture: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """All layers on tokens; their last states, and the captured ones side by side (see `Runner.forward`)."""
@@ -188,7 +193,7 @@ class FastForward:
             placed: where the tokens belong.
             slot: the layer's cache slots.
         """
-        shape, n, (new, k, v) = self.shape, qkv.shape[0], slot
+        shape, n, (new, k, v), rotary = self.shape, qkv.shape[0], slot, placed.rotary[layer.kind]
         heads, kv_heads, d = shape.heads, shape.kv_heads, shape.width
         if shape.interleaved and not shape.tuned:
             rows = qkv.view(1, n, heads, 3, d).permute(0, 3, 2, 1, 4).flatten(1, 2)
@@ -198,27 +203,33 @@ class FastForward:
             qk = rows.narrow(1, 0, heads + kv_heads)
             qk.copy_(layer.qk_norm(qk))
         if shape.tuned:
-            qkv.view(placed.rotary.dtype).mul_(placed.rotary)
+            qkv.view(rotary.dtype).mul_(rotary)
         else:
             part = rows[:, : heads + kv_heads, :, : shape.rotated]
             rolled = part.roll(shape.rotated // 2, -1)
-            part.mul_(placed.rotary[:, 0]).add_(rolled.mul_(placed.rotary[:, 1]))
+            part.mul_(rotary[:, 0]).add_(rolled.mul_(rotary[:, 1]))
         q, stored = rows.narrow(1, 0, heads), rows.narrow(1, heads, 2 * kv_heads)
         if placed.batch is not None:
-            return placed.batch.attend(q, stored, new, k, v)
+            return placed.batch.attend(q, stored, new, k, v, layer.kind, shape.scale)
         new.copy_(stored)
+        first, mask = placed.seen[layer.kind]
+        if first:
+            k, v = k[:, :, first:], v[:, :, first:]
         if heads == kv_heads:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=placed.mask)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=shape.scale)
             return out.transpose(1, 2).reshape(n, -1)
         # grouped heads: the group becomes rows of its key head, so that keys are never repeated
-        out = F.scaled_dot_product_attention(q.reshape(1, kv_heads, -1, d), k, v, attn_mask=placed.mask)
+        q = q.reshape(1, kv_heads, -1, d)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=shape.scale)
         return out.view(kv_heads, -1, n, d).permute(2, 0, 1, 3).reshape(n, -1)
 
 
-def cos_and_sin(rotary: Any, positions: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of a model's own rotation at the first positions, ``[positions, rotated]``."""
-    at = torch.arange(positions, device=device)[None]
-    cos, sin = rotary(torch.empty(0, dtype=dtype, device=device), position_ids=at)
+def cos_and_sin(
+    rotary: Any, positions: int, dtype: torch.dtype, device: torch.device, rope: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of a model's own rotation at the first positions, ``[positions, rotated]``; `rope`: see `Kind`."""
+    at, named = torch.arange(positions, device=device)[None], {} if rope is None else {"layer_type": rope}
+    cos, sin = rotary(torch.empty(0, dtype=dtype, device=device), position_ids=at, **named)
     return cos[0], sin[0]
 
 

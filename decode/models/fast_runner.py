@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from decode.draft import Draft
 from decode.errors import UserError
-from decode.models.families import FAMILIES, is_small, model_weights, published_in_half, tunable
+from decode.models.families import FAMILIES, is_small, layer_kinds, model_weights, published_in_half, tunable
 from decode.models.fast_forward import FastForward, LayerSubset, Placed, cos_and_sin
 from decode.models.huggingface_runner import facts_of, free_memory, weight_bytes
 from decode.models.ragged_batch import NewTokens, Row
@@ -30,7 +30,8 @@ def fast_runner(model: PreTrainedModel, *, pack: str = "off", draft: bool = Fals
         draft: it is a draft, whose weights may be rounded to 16 bits.
     """
     facts, rotary = facts_of(model), model.base_model.rotary_emb
-    rotated = cos_and_sin(rotary, 1, facts["dtype"], facts["device"])[0].shape[-1]
+    first = layer_kinds(model.config.get_text_config())[0][0]
+    rotated = cos_and_sin(rotary, 1, facts["dtype"], facts["device"], first.rope)[0].shape[-1]
     tuned, large = tunable(model), not is_small(model)
     if pack == "auto" and large and free_memory(model.device) <= ROOM * weight_bytes(model):
         pack = "off"

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from decode.draft import Draft
 from decode.errors import UserError
-from decode.models.families import Shape, Weights, decoder_layer, tunable
+from decode.models.families import Kind, Shape, Weights, decoder_layer, tunable
 from decode.models.fast_forward import FastForward, Placed, cos_and_sin
 from decode.models.fast_runner import RowRunner
 from decode.models.heads import FeatureHead, output_head
@@ -91,7 +91,7 @@ class HeadRunner(RowRunner):
             F.silu,
             gated=True,
             parallel=False,
-            window=None,
+            kinds=[Kind()],
             embedding=embedding.weight,
             final_norm=norm(head.norm) if head.version == 3 else lambda x: x,
             head=make(linear.weight, linear.bias),

@@ -140,8 +140,12 @@ class NewTokens:
         return range(self.start, self.end) if self.depths is None else [self.start + depth for depth in self.depths]
 
 
-def attention_mask(new: Sequence[NewTokens], groups: int, window: int | None, like: Tensor) -> Tensor | None:
-    """Additive mask ``[sequences, 1, groups · width, slots]``, or None where every query may see every key.
+def attention_mask(
+    new: Sequence[NewTokens], groups: int, window: int | None, like: Tensor
+) -> tuple[int, Tensor | None]:
+    """The first slot that any query sees, and the mask from it on.
+
+    The mask is additive, ``[sequences, 1, groups · width, slots]``, or None where every query may see every key.
 
     Sequences with fewer tokens than the widest are padded with copies of their last query. A single sequence without a
     window takes a shorter way, with half as many operations.
@@ -152,17 +156,19 @@ def attention_mask(new: Sequence[NewTokens], groups: int, window: int | None, li
         window: positions that attention sees, or None for all.
         like: gives dtype and device.
     """
-    width, slots = max(one.count for one in new), max(one.end for one in new)
+    width, end = max(one.count for one in new), max(one.end for one in new)
+    first = 0 if window is None else max(0, min(one.start for one in new) + 1 - window)
+    slots = end - first
     cut = window is not None and slots > window
-    if width == 1 and not cut and all(one.end == slots and one.seen is None for one in new):
-        return None
+    if width == 1 and not cut and all(one.end == end and one.seen is None for one in new):
+        return first, None
     if len(new) == 1 and not cut:
         seen = new[0].seen
         own = torch.ones(width, width, dtype=torch.bool).tril_() if seen is None else seen
         mask = like.new_zeros(1, 1, groups, width, slots)
         mask[..., slots - own.shape[1] :].masked_fill_(~own.to(like.device), -torch.inf)
-        return mask.view(1, 1, groups * width, slots)
-    allowed = np.zeros((len(new), width, slots), dtype=bool)
+        return first, mask.view(1, 1, groups * width, slots)
+    allowed = np.zeros((len(new), width, end), dtype=bool)
     for rows, one in zip(allowed, new):
         past = one.end - (one.count if one.seen is None else one.seen.shape[1])
         rows[: one.count, :past] = True
@@ -172,8 +178,9 @@ def attention_mask(new: Sequence[NewTokens], groups: int, window: int | None, li
             places = np.append(np.arange(one.start), at)
             rows[: one.count, : one.end] &= at[:, None] - places < window
         rows[one.count :] = rows[one.count - 1]
-    mask = like.new_zeros(allowed.shape).masked_fill_(~torch.from_numpy(allowed).to(like.device), -torch.inf)
-    return mask.repeat(1, groups, 1)[:, None]
+    hidden = ~torch.from_numpy(allowed[..., first:]).to(like.device)
+    mask = like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+    return first, mask.repeat(1, groups, 1)[:, None]
 
 
 class RaggedBatch:
@@ -183,7 +190,7 @@ class RaggedBatch:
         new: the new tokens of each sequence; those in neighbouring rows, ascending, attend in one call unless they are
             many.
         groups: query heads of a key head.
-        window: positions that attention sees, or None for all.
+        windows: by kind of layers, positions that attention sees, or None for all.
         like: gives dtype and device of the masks.
 
     Attributes:
@@ -191,7 +198,7 @@ class RaggedBatch:
         last: index of the last token of each sequence, long ``[sequences]``.
     """
 
-    def __init__(self, new: Sequence[NewTokens], groups: int, window: int | None, like: Tensor) -> None:
+    def __init__(self, new: Sequence[NewTokens], groups: int, windows: Sequence[int | None], like: Tensor) -> None:
         def index(values: Iterable[int]) -> Tensor:
             return torch.tensor(list(values), device=like.device)
 
@@ -206,7 +213,7 @@ class RaggedBatch:
                 runs[-1].append(one)
             else:
                 runs.append([one])
-        # of each run: rows of the cache, slots that are read, width, tokens, queries padded, results not padded, mask
+        # of each run: rows of the cache, slots in use, width, tokens, queries padded, results not padded, masks by kind
         self.calls: list[tuple[Any, ...]] = []
         token = 0
         for run in runs:
@@ -217,11 +224,13 @@ class RaggedBatch:
                 padded = index(first + min(i, n - 1) for first, n in firsts for i in range(width))
                 real = index(row * width + i for row, n in enumerate(counts) for i in range(n))
             rows = slice(run[0].cache.row, run[-1].cache.row + 1)
-            mask = attention_mask(run, groups, window, like)
-            self.calls.append((rows, max(one.end for one in run), width, own, padded, real, mask))
+            masks = [attention_mask(run, groups, window, like) for window in windows]
+            self.calls.append((rows, max(one.end for one in run), width, own, padded, real, masks))
             token = own.stop
 
-    def attend(self, q: Tensor, new: Tensor, cache: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(
+        self, q: Tensor, new: Tensor, cache: Tensor, k: Tensor, v: Tensor, kind: int, scale: float | None
+    ) -> Tensor:
         """Store the new keys and values; return attention before its projection, ``[tokens, heads · width]``.
 
         Args:
@@ -230,15 +239,19 @@ class RaggedBatch:
             cache: of the layer, ``[rows, 2 kv_heads, capacity, width]``.
             k: its keys.
             v: its values.
+            kind: its kind.
+            scale: of scores; None: 1/√width.
         """
         cache[self.rows, :, self.slots] = new[0].transpose(0, 1)
         kv_heads, found = k.shape[1], []
-        for rows, slots, width, own, padded, real, mask in self.calls:
+        for rows, end, width, own, padded, real, masks in self.calls:
+            first, mask = masks[kind]
             queries = q[0, :, own] if padded is None else q[0].index_select(1, padded)
             # the group becomes rows of its key head, so that keys are never repeated
             queries = queries.unflatten(1, (-1, width)).transpose(0, 1)
             queries = queries.reshape(len(queries), kv_heads, -1, q.shape[3])
-            out = F.scaled_dot_product_attention(queries, k[rows, :, :slots], v[rows, :, :slots], attn_mask=mask)
+            keys, values = k[rows, :, first:end], v[rows, :, first:end]
+            out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
             out = out.unflatten(2, (-1, width)).permute(0, 3, 1, 2, 4).reshape(-1, q.shape[1] * q.shape[3])
             found.append(out if real is None else out.index_select(0, real))
         return joined(found)

@@ -232,9 +232,8 @@ class Linears:
             return "packed"
         known = tuple(weight.shape), weight.dtype, *ways, self.layers, torch.get_num_threads()
         if known not in _MEASURED:
-            # of a large model's head, a part is measured
-            part = weight[: max(1, COLD // (weight.shape[1] * weight.element_size()))] if self.pack == "on" else weight
-            _MEASURED[known] = measure(ways, part, self.layers)
+            part = max(1, COLD // (weight.shape[1] * weight.element_size()))  # of a large head, these rows are measured
+            _MEASURED[known] = measure(ways, weight[:part], self.layers)
         seconds = _MEASURED[known]
         best = min(ways, key=lambda way: sum(seconds[way][:2]) * (MARGIN if way == plain else 1))
         small = weight.numel() * weight.element_size() <= TWICE
@@ -301,15 +300,20 @@ class RmsNorm:
         return y if self.folded else y.mul_(self.scale)
 
 
-def rms_norm(weight: Tensor, eps: float) -> Function:
-    """An RMS norm with weights ``[.., d]``; in 16 bits it rounds where transformers' does."""
+def eps_and_offset(module: Any) -> tuple[float, float]:
+    """ε of a module's RMS norm, and what it adds to its weight (Gemma's 1)."""
+    return (module.variance_epsilon, 0.0) if hasattr(module, "variance_epsilon") else (module.eps, 1.0)
+
+
+def rms_norm(weight: Tensor, eps: float, offset: float = 0.0) -> Function:
+    """An RMS norm with weights ``[.., d]`` plus `offset`; in 16 bits it rounds where transformers' does."""
     if weight.dtype in WIDE:
-        return RmsNorm(weight, eps)
+        return RmsNorm(weight.detach() + offset if offset else weight, eps)
 
     def narrow(x: Tensor) -> Tensor:
         y = x.float()
         y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
-        return weight * y.to(x.dtype)
+        return (y * (weight.float() + offset)).to(x.dtype) if offset else weight * y.to(x.dtype)
 
     return narrow
 
@@ -319,4 +323,19 @@ def norm(module: Any) -> Function:
     if isinstance(module, nn.LayerNorm):
         weight, bias = module.weight, module.bias
         return partial(F.layer_norm, normalized_shape=weight.shape, weight=weight, bias=bias, eps=module.eps)
-    return rms_norm(module.weight, module.variance_epsilon)
+    return rms_norm(module.weight, *eps_and_offset(module))
+
+
+class NormedLinear(Linear):
+    """A product and the norm of its result, as at the end of Gemma 3's attention and MLP; see `Linear`."""
+
+    def __init__(self, linear: Linear, norm: Function) -> None:
+        self.linear, self.norm, self.rows, self.bytes = linear, norm, linear.rows, linear.bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Linear.__call__`."""
+        return self.norm(self.linear(x))
+
+    def add_to(self, x: Tensor, y: Tensor) -> Tensor:
+        """See `Linear.add_to`."""
+        return self(y).add_(x)

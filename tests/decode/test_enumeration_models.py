@@ -55,6 +55,7 @@ CASES = [
     ("gpt_neox", HuggingFaceRunner),
     ("gpt2", HuggingFaceRunner),
     ("gemma2", HuggingFaceRunner),
+    ("gemma3", fast_runner),
 ]
 IDS = [f"{family}-{runner.__name__}" for family, runner in CASES]
 

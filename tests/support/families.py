@@ -38,6 +38,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma2",
         _LLAMA | {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8, "tie_word_embeddings": True},
     ),
+    "gemma3": (
+        "gemma3_text",
+        _LLAMA
+        | {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 5, "tie_word_embeddings": True}
+        | {"sliding_window_pattern": 2},
+    ),
     "phi": ("phi", _LLAMA | {"rope_parameters": _ROTARY}),
     "gpt_neox": ("gpt_neox", _LLAMA | {"use_parallel_residual": True, "rope_parameters": _ROTARY}),
     "gpt_neox-sequential": ("gpt_neox", _LLAMA | {"use_parallel_residual": False, "rope_parameters": _ROTARY}),
@@ -59,7 +65,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-NOT_REPRODUCED = {"qwen2-sliding", "gemma2", "codegen", "gpt2", "opt"}
+NOT_REPRODUCED = {"gemma2", "codegen", "gpt2", "opt"}
 """Families without a hand-written forward."""
 RUNNER_PATHS = [(f, fast) for f in FAMILIES for fast in (True, False) if not (fast and f in NOT_REPRODUCED)]
 """Every family through every runner that serves it."""

@@ -19,7 +19,18 @@ from decode.models.fast_runner import FastRunner, fast_runner, self_speculating
 from decode.sampling import LogitsWarper, TorchRng
 from decode.stopping import Fixed, StopRule, max_probability, token_probability
 
-WALKED = ["llama", "llama-mha", "llama-tied", "mistral", "qwen2", "qwen3", "phi", "gpt_neox", "gpt_neox-sequential"]
+WALKED = [
+    "llama",
+    "llama-mha",
+    "llama-tied",
+    "mistral",
+    "qwen2-sliding",
+    "qwen3",
+    "gemma3",
+    "phi",
+    "gpt_neox",
+    "gpt_neox-sequential",
+]
 DEPTH = 4
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 STOPS = {

@@ -208,6 +208,15 @@ def test_hooks_are_not_left_out_by_the_fast_forward() -> None:
     assert_decodes(runner, Method("", Oracle(text, "tree", VOCAB), StopRule()), text, PROMPTS[0], NEW)
 
 
+@pytest.mark.parametrize("setting", ["attn_logit_softcapping", "final_logit_softcapping"])
+def test_soft_caps_take_the_ordinary_call(setting: str) -> None:
+    model = build_architecture("Gemma 3", **{setting: 5.0})
+    runner = open_runner(model)
+    assert type(runner) is HuggingFaceRunner
+    text = generate(model, PROMPTS[0], NEW)
+    assert_decodes(runner, Method("", Oracle(text, "alternating", VOCAB), StopRule()), text, PROMPTS[0], NEW)
+
+
 def test_a_separate_early_exit_runs_its_own_layers_only() -> None:
     model = model_of("Llama")
     target = fast_runner(model)

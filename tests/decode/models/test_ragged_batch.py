@@ -66,7 +66,7 @@ def test_texts_of_any_lengths_get_the_logits_that_each_has_alone(
     assert close(alone, wanted[1][39:41])
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "phi"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "phi"])
 @torch.inference_mode()
 def test_a_tree_of_one_text_is_read_beside_chains_of_others(family: str, tiny) -> None:
     model = tiny(family)

@@ -25,7 +25,7 @@ from decode.models.huggingface_runner import HuggingFaceRunner
 TEXT = [3, 7, 1, 9, 3, 7, 22, 4, 40, 0, 11]
 WAYS = {"fast": {}, "ordinary": {"fast": False}, "packed": {"pack": "on"}}
 """How a runner is opened."""
-KINDS = ("llama", "llama-mha", "mistral", "qwen3", "phi", "gpt_neox", "gpt2", "gemma2")
+KINDS = ("llama", "llama-mha", "mistral", "qwen2-sliding", "qwen3", "gemma3", "phi", "gpt_neox", "gpt2", "gemma2")
 PATHS = [
     (family, way)
     for family, fast in RUNNER_PATHS
@@ -118,7 +118,7 @@ def test_every_node_of_a_tree_sees_its_own_path_and_nothing_else(family: str, wa
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_neox", "phi"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt_neox", "phi"])
 @torch.inference_mode()
 def test_texts_longer_than_the_first_allocation_are_read_right(family: str, way: str, tiny) -> None:
     model = tiny(family, max_position_embeddings=1024)
