@@ -1,7 +1,7 @@
 """Progress of long work: bars on a terminal; elsewhere a line every `EVERY` seconds, also while nothing advances.
 
-`working` shows one piece of work, `track` counts items, and `Progress` shows several pieces one after another. Code
-that is called inside reports through `current`.
+`working` shows one piece of work, `Progress` several, one after another. Code that is called inside reports through
+`current`.
 """
 
 from __future__ import annotations
@@ -9,16 +9,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
-
-Item = TypeVar("Item")
 
 EVERY = 20.0  # seconds between two lines
 
@@ -39,11 +37,11 @@ class Work:
         detail: shown after it in lines, such as the current loss.
     """
 
-    def __init__(self, name: str = "", total: float | None = None, done: float = 0, bars: Bars | None = None) -> None:
-        self.name, self.total, self.done, self.detail = name, total, done, ""
-        self._started, self._first = time.monotonic(), done
+    def __init__(self, name: str = "", total: float | None = None, bars: Bars | None = None) -> None:
+        self.name, self.total, self.done, self.detail = name, total, 0.0, ""
+        self._started, self._first = time.monotonic(), 0.0
         self._bars = bars
-        self._task = None if bars is None else bars.add_task(name.strip(), total=total, completed=int(done))
+        self._task = None if bars is None else bars.add_task(name.strip(), total=total)
 
     def advance(self, count: float = 1) -> None:
         """Adds to what is done."""
@@ -109,9 +107,9 @@ class Progress:
         if self._bars is not None:
             self._bars.stop()
 
-    def add(self, name: str, total: float | None = None, done: float = 0) -> Work:
+    def add(self, name: str, total: float | None = None) -> Work:
         """A piece of work that begins now."""
-        self._works.append(Work(name, total, done, self._bars))
+        self._works.append(Work(name, total, self._bars))
         return self._works[-1]
 
     def _print_lines(self) -> None:
@@ -130,11 +128,9 @@ def current() -> Work:
 
 
 @contextmanager
-def working(
-    console: Console | None, name: str, total: float | None = None, done: float = 0, *, bars: bool = True
-) -> Iterator[Work]:
+def working(console: Console | None, name: str, total: float | None = None, *, bars: bool = True) -> Iterator[Work]:
     """Shows one piece of work; without bars in lines only, for work whose parts draw their own."""
-    with Progress(console, transient=True, bars=bars) as progress, as_current(progress.add(name, total, done)) as work:
+    with Progress(console, transient=True, bars=bars) as progress, as_current(progress.add(name, total)) as work:
         yield work
 
 
@@ -146,17 +142,6 @@ def as_current(work: Work) -> Iterator[Work]:
         yield work
     finally:
         _current.reset(token)
-
-
-def track(
-    items: Iterable[Item], name: str, *, console: Console | None = None, total: float | None = None, done: float = 0
-) -> Iterator[Item]:
-    """The items, counted; ``total`` is needed where they have no length."""
-    with Progress(console, transient=True) as progress:
-        work = progress.add(name, len(items) if total is None and isinstance(items, Sized) else total, done)
-        for item in items:
-            yield item
-            work.advance()
 
 
 def duration(seconds: float) -> str:

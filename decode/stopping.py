@@ -25,9 +25,6 @@ class Threshold:
 
     value: float
 
-    def __post_init__(self) -> None:
-        self.reset()
-
     def calibrate(self, confidence: float) -> float:
         """The confidence as it is compared with `value`."""
         return confidence
@@ -37,9 +34,6 @@ class Threshold:
 
     def observe(self, step: Step, confidence: list[float]) -> None:
         """Learn from a step, given the confidence of each drafted token."""
-
-    def reset(self) -> None:
-        """Forget everything learned."""
 
 
 @dataclass
@@ -64,7 +58,10 @@ class TargetAcceptance(Threshold):
     beta2: float = 0.9
     keep_at: int | None = 12  # drafts of this length do not lower the threshold (Draft & Verify's code; not AdaSPEED)
     value: float = field(init=False)
-    rate: float = field(init=False)
+    rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.value = self.start
 
     def observe(self, step: Step, confidence: list[float]) -> None:
         """Move towards the target acceptance."""
@@ -79,16 +76,14 @@ class TargetAcceptance(Threshold):
             goal -= self.step
         self.value = self.beta2 * self.value + (1 - self.beta2) * goal
 
-    def reset(self) -> None:
-        """See `Threshold.reset`."""
-        self.value, self.rate = self.start, 0.0
-
 
 @dataclass
 class MeanOfRejected(Threshold):
     """AdaSD's generation threshold: the mean confidence of first-rejected tokens, −∞ before the first."""
 
-    value: float = field(init=False)
+    value: float = -math.inf
+    total: float = 0.0
+    count: int = 0
 
     def observe(self, step: Step, confidence: list[float]) -> None:
         """Record the confidence of the first rejected token."""
@@ -96,10 +91,6 @@ class MeanOfRejected(Threshold):
             self.total += confidence[step.accepted]
             self.count += 1
             self.value = self.total / self.count
-
-    def reset(self) -> None:
-        """See `Threshold.reset`."""
-        self.total, self.count, self.value = 0.0, 0, -math.inf
 
 
 @dataclass
@@ -109,6 +100,11 @@ class Roc(Threshold):
     start: float = 0.4
     limit: int = 4096  # tokens of the history
     value: float = field(init=False)
+    matches: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.value = self.start
 
     def observe(self, step: Step, confidence: list[float]) -> None:
         """Add the accepted tokens and the first rejected one; refit once both kinds have been seen."""
@@ -122,12 +118,6 @@ class Roc(Threshold):
             kept = np.bincount(place, self.matches).cumsum()  # accepted tokens with at least this confidence
             refused = np.bincount(place).cumsum() - kept
             self.value = -float(values[(refused / refused[-1] + 3 * (1 - kept / kept[-1])).argmin()])
-
-    def reset(self) -> None:
-        """See `Threshold.reset`."""
-        self.value = self.start
-        self.matches: list[int] = []
-        self.scores: list[float] = []
 
 
 @dataclass
@@ -146,8 +136,12 @@ class CostOptimal(Threshold):
     bins: int = 20
     memory: int = 1024  # observations of a bin after which its counts are halved
     value: float = field(init=False)
-    time: float = field(init=False)
-    tokens: float = field(init=False)
+    time: float = 0.0
+    tokens: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.value = self.token_cost = self.cost
+        self.table = [[0.0, 0.0] for _ in range(self.bins)]
 
     def _bin(self, confidence: float) -> list[float]:
         return self.table[min(self.bins - 1, int(confidence * self.bins))]
@@ -169,12 +163,6 @@ class CostOptimal(Threshold):
         """See `Threshold.price`."""
         self.token_cost = token_cost
         self.value = self.tokens / self.time * token_cost if self.time else token_cost
-
-    def reset(self) -> None:
-        """Back to the rate of decoding without a draft."""
-        self.value = self.token_cost = self.cost
-        self.table = [[0.0, 0.0] for _ in range(self.bins)]
-        self.time = self.tokens = 0.0
 
 
 def count(cell: list[float], hit: bool, memory: float) -> None:

@@ -1,7 +1,6 @@
 """The Lightning modules: next-token training, distillation of draft models, and of feature heads."""
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -258,8 +257,7 @@ class DistillModule(TrainingModule):
         options: Arguments of `TrainingModule`.
 
     Attributes:
-        selected: How often each token id was selected, ``[vocab]``; None without a selection. During training by
-            this rank, afterwards by all.
+        selected: Tokens that entered the loss under a selection, during training by this rank, afterwards by all.
         ahead: Rows that a selection over several micro-batches chose, ``[drafting steps][micro-batches]``.
     """
 
@@ -269,9 +267,7 @@ class DistillModule(TrainingModule):
     def __init__(self, *given: Any, target: Teacher, objective: Objective | None = None, **options: Any) -> None:
         super().__init__(*given, **options)
         self.target, self.objective = target, objective or Objective()
-        self.selected: Tensor | None = None  # no buffer: each rank counts its own
-        if self.objective.selection is not None:
-            self.selected = torch.zeros(int(self.model.config.get_text_config().vocab_size), dtype=torch.long)
+        self.selected = 0
         self.ahead: list[list[Tensor]] = []
 
     def setup(self, stage: str) -> None:
@@ -341,10 +337,8 @@ class DistillModule(TrainingModule):
             loss = loss + draft.weight * (rows.total / self.divisor(number, draft, rows, step))
             if draft.extra is not None:
                 loss = loss + (1.0 if step is None else step.weight) * draft.extra
-        draft, first = found[0]
-        if self.selected is not None:
-            labels = draft.labels[first.chosen]
-            self.selected = self.selected.to(self.device).index_add_(0, labels, torch.ones_like(labels))
+        first = found[0][1]
+        self.selected += 0 if first.chosen is None else len(first.chosen)
         values = {} if first.alpha is None else {"alpha": first.alpha.mean(), "loss_all": first.losses.mean()}
         return self.log_step(loss, **values)
 
@@ -377,31 +371,19 @@ class DistillModule(TrainingModule):
         """Logs divergence, alpha and agreement."""
         self.log_means("loss", "alpha", "agreement")
 
-    def selected_by_all(self) -> Tensor | None:
-        """The counts of selected tokens over all ranks."""
-        if self.selected is None or self.trainer.world_size == 1:
-            return None if self.selected is None else self.selected.cpu()
-        return cast(Tensor, self.all_gather(self.selected.to(self.device))).sum(0).cpu()
-
     def on_fit_end(self) -> None:
-        """Sums the counts of all ranks up."""
-        self.selected = self.selected_by_all()
+        """Sums the selected tokens of all ranks up."""
+        self.selected = sum(ranks.exchange(self.selected))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Saves the counts of all ranks too."""
+        """Saves the number of selected tokens of all ranks too."""
         super().on_save_checkpoint(checkpoint)
-        checkpoint["selected"] = self.selected_by_all()
+        checkpoint["selected"] = sum(ranks.exchange(self.selected))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restores the counts, on the first rank."""
+        """Restores this number, on the first rank."""
         super().on_load_checkpoint(checkpoint)
-        if ranks.is_first():
-            self.selected = checkpoint["selected"]
-
-
-def token_counts(selected: Tensor) -> list[tuple[int, int]]:
-    """(token id, times selected), the most often selected first."""
-    return [(token, count) for token, count in Counter(dict(enumerate(selected.tolist()))).most_common() if count]
+        self.selected = checkpoint["selected"] if ranks.is_first() else 0
 
 
 class HeadModule(DistillModule):

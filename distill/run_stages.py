@@ -30,7 +30,7 @@ from distill.losses.objective import objective_of
 from distill.models.layers import LayerSkip, ProgressiveStacking, cut, start_from_target
 from distill.models.lm_head import LMHead, check_head
 from distill.models.loading import Adapter, count_parameters, load_or_build, ready_to_save, source_folder
-from distill.modules import CausalLMModule, DistillModule, HeadModule, TrainingModule, token_counts
+from distill.modules import CausalLMModule, DistillModule, HeadModule, TrainingModule
 from distill.responses.on_policy import OnPolicy, Writer, head_texts
 from distill.responses.texts import answered_by_original, answered_by_target, fixed_texts
 from distill.stages import ACCOUNT, StageRecord, stage_fingerprints
@@ -38,8 +38,6 @@ from distill.teacher.store import prepare
 from distill.tracking import for_stage
 from distill.trainer import fit
 
-MOST_SELECTED = 100
-"""Length of the list of tokens that AdaSPEC selects most."""
 ONE_ROW = 1 << 30
 """Tokens of a row that every batch fits into."""
 
@@ -94,14 +92,14 @@ def run_stages(
             title = f"draft {stage}: {draft.divergence}{by}"
         console.print(f"[bold]{title}[/bold]", highlight=False)
         if run.record(stage, key) is not None:
-            console.print(f"  up to date: {run.path(stage)}", highlight=False)
+            context.line(f"up to date: {run.path(stage)}")
             if ranks.is_first():
                 remove(run.work / f"checkpoints-{stage}")  # a kill may have left them
             continue
         if read_json(run.work / f"{stage}.json").get("fingerprint") == key:
-            console.print(f"  {run.path(stage)} is not as it was written, and is made again", highlight=False)
+            context.line(f"{run.path(stage)} is not as it was written, and is made again")
         if take_over and (source := run.take_over(stage, key)) is not None:
-            console.print(f"  taken from {source}, made from the same inputs", highlight=False)
+            context.line(f"taken from {source}, made from the same inputs")
             continue
         if check and not made and only != ("target",):
             with working(console, "checking data and models", bars=False):
@@ -117,7 +115,7 @@ def run_stages(
             result.record.made_from = made_from
             run.put(stage, result.record, result.save)
         made.append(stage)
-        console.print(f"  {run.path(stage)} [dim]{time.monotonic() - started:.1f} s[/dim]", highlight=False)
+        context.line(f"{run.path(stage)} [dim]{time.monotonic() - started:.1f} s[/dim]")
     return made
 
 
@@ -140,8 +138,8 @@ def language_model(context: StageContext, stage: str, key: str) -> StageResult:
         model = load_model(settings.model, device="cpu", dtype=settings.dtype)
         if round_to is not None:
             model = model.to(DTYPES[round_to])
-        _say_size(context, model, model.num_parameters())
         record = StageRecord(key, parameters=model.num_parameters())
+        context.line(f"{type(model).__name__}, {record.parameters:,} parameters")
         return StageResult(record, ready_to_save(model, tokenizer), tokenizer)
     offset = ("target", "initial").index(stage)
     if isinstance(settings, StudentSettings) and settings.kind == "cut":
@@ -155,7 +153,7 @@ def language_model(context: StageContext, stage: str, key: str) -> StageResult:
         model = load_or_build(settings, tokenizer, vocab, full.seed + offset)
     record = StageRecord(key, parameters=model.num_parameters())
     check_head(model.train(), LMHead(model))
-    _say_size(context, model, record.parameters)
+    context.line(f"{type(model).__name__}, {record.parameters:,} parameters")
     if not settings.trained:
         return StageResult(record, ready_to_save(model, tokenizer), tokenizer)
     rows, validation = TokenDataset.of(context.corpus.train), context.validation
@@ -190,7 +188,7 @@ def language_model(context: StageContext, stage: str, key: str) -> StageResult:
 
 def untrained_head(context: StageContext, key: str) -> StageResult:
     """Return a head for the target, with its vocabulary; an EAGLE-3 head starts from the target's weights."""
-    settings, console = context.settings.student, context.console
+    settings = context.settings.student
     target = context.load_target("float32", "cpu")
     assert settings.version is not None
     config = head_config(target.config.get_text_config(), settings.version, draft_vocab=settings.draft_vocab)
@@ -205,16 +203,14 @@ def untrained_head(context: StageContext, key: str) -> StageResult:
             rows, _, _ = fixed_texts(context, target, stop_ids(target, context.corpus.tokenizer))
         ids, share = frequent(rows, int(config.draft_vocab_size), int(config.vocab_size))
         head.set_vocabulary(ids)
-        console.print(f"  {len(ids):,} tokens drafted, {share:.1%} of the training labels", highlight=False)
+        context.line(f"{len(ids):,} tokens drafted, {share:.1%} of the training labels")
     elif settings.version == 3:
         head.set_vocabulary(torch.arange(int(config.vocab_size)))
     if settings.version == 3:
         left = start_from_target(head, target)
-        console.print(
-            "  starts from the target's last layer" + (f", but for {', '.join(left)}" if left else ""), highlight=False
-        )
+        context.line("starts from the target's last layer" + (f", but for {', '.join(left)}" if left else ""))
     parameters = sum(p.numel() for p in head.parameters())
-    _say_size(context, head, parameters)
+    context.line(f"{type(head).__name__}, {parameters:,} parameters")
     if parameters >= target.num_parameters():
         raise UserError(
             f"the head has {parameters:,} parameters and the target {target.num_parameters():,}: a draft has to be "
@@ -245,12 +241,9 @@ def distil(context: StageContext, draft: DraftSettings, key: str) -> StageResult
     seed = full.seed if draft.seed is None else draft.seed
     objective = objective_of(draft, steps, full.teacher.temperature)
     module: DistillModule
-    writer: Writer | None = None
     if full.student.is_head:
         head = load_head(run.path("initial")).train()
         data = prepare(context, objective, draft.on_policy, head=head, selector=draft.reference)
-        if draft.on_policy:
-            writer = partial(head_texts, head, context.load_target("float32"), full.student.steps)
         module = HeadModule(
             head, training, steps, target=data.teacher, settings=full.student, objective=objective, seed=seed
         )
@@ -261,33 +254,32 @@ def distil(context: StageContext, draft: DraftSettings, key: str) -> StageResult
         check_head(model, LMHead(model))
         parameters = model.num_parameters()
         data = prepare(context, objective, draft.on_policy, selector=draft.reference)
-        _say_size(context, model, parameters)
-        writer = partial(write_texts, model)
+        context.line(f"{type(model).__name__}, {parameters:,} parameters")
         module = DistillModule(model, training, steps, target=data.teacher, objective=objective, seed=seed)
-    train, validation = data.train, data.validation
-    schedule = Schedule(train.lengths, training.batch_size, training.length_bucket, seed * 10 + 2)
-    own = data.on_policy(context, writer, schedule, steps, seed) if writer is not None else None
+    schedule, own = Schedule(data.train.lengths, training.batch_size, training.length_bucket, seed * 10 + 2), None
+    if draft.on_policy:
+        writer: Writer = partial(write_texts, module.model)
+        if full.student.is_head:
+            writer = partial(head_texts, module.model, context.load_target("float32"), full.student.steps)
+        sampling, limit = full.teacher.responses, full.data.max_length
+        given = schedule, steps, sampling, draft.on_policy, seed, limit, data.ends, data.add_signals
+        own = OnPolicy(writer, data.train, *given)
     prepared = time.monotonic() - started
-    history, seconds = _fit(context, draft.name, key, module, train, validation, schedule, steps, full.trainer, own)
-    steps = int(history[-1]["step"])  # a callback may have ended the training early
-    tokens = sum(train.labels_of(schedule.batch(step)) for step in range(steps)) if own is None else own.label_tokens
-    selected, before = module.selected, 0
-    if selected is not None:
-        assert draft.reference is not None
-        record = run.record(draft.reference)
-        before = 0 if record is None else record.account["teacher_tokens"]
-    used = tokens if selected is None else int(selected.sum())
-    account = dict(zip(ACCOUNT, (steps, steps * training.batch_size, tokens, used, tokens + before), strict=True))
-    tokenizer = context.corpus.tokenizer
-    most = [] if selected is None else token_counts(selected)[:MOST_SELECTED]
-    record = StageRecord(
-        key,
-        parameters=parameters,
-        seconds=prepared + seconds,
-        account=account,
-        history=history,
-        selected=[(tokenizer.decode([token]), count) for token, count in most],
+    history, seconds = _fit(
+        context, draft.name, key, module, data.train, data.validation, schedule, steps, full.trainer, own
     )
+    steps = int(history[-1]["step"])  # a callback may have ended the training early
+    if own is None:
+        tokens = sum(data.train.labels_of(schedule.batch(step)) for step in range(steps))
+    else:
+        tokens = own.label_tokens
+    used = together = tokens
+    if draft.selects:
+        assert draft.reference is not None
+        used, together = module.selected, tokens + run.draft_record(draft.reference).account["teacher_tokens"]
+    account = dict(zip(ACCOUNT, (steps, steps * training.batch_size, tokens, used, together), strict=True))
+    record = StageRecord(key, parameters=parameters, seconds=prepared + seconds, account=account, history=history)
+    tokenizer = context.corpus.tokenizer
     trained = module.model.eval().cpu() if full.student.is_head else ready_to_save(module.model, tokenizer)
     return StageResult(record, trained, tokenizer)
 
@@ -328,9 +320,7 @@ def _fit(
     seen = loader.seen
     if seen.batches == steps * trainer.accumulate:  # not continued from a checkpoint
         context.seen[stage] = seen
-    context.console.print(
-        f"  {seen.tokens:,} tokens read, {seen.speed:,.0f} a second, {seen.padding:.1%} padding", highlight=False
-    )
+    context.line(f"{seen.tokens:,} tokens read, {seen.speed:,.0f} a second, {seen.padding:.1%} padding")
     return history, seconds
 
 
@@ -348,9 +338,5 @@ def _row_length(context: StageContext, module: TrainingModule) -> int | None:
         reason = f"the attention of {type(module.model).__name__} does not keep the examples of a row apart"
     else:
         return ONE_ROW if context.settings.trainer.attention.startswith("flash") else wanted
-    context.console.print(f"  not packed: {reason}; batches are of similar lengths instead", highlight=False)
+    context.line(f"not packed: {reason}; batches are of similar lengths instead")
     return None
-
-
-def _say_size(context: StageContext, model: PreTrainedModel | FeatureHead, parameters: int) -> None:
-    context.console.print(f"  {type(model).__name__}, {parameters:,} parameters", highlight=False)

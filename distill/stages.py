@@ -38,7 +38,6 @@ class StageRecord:
     seconds: float = 0.0  # without interruptions
     account: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ACCOUNT, 0))
     history: list[dict[str, float]] = field(default_factory=list)  # ``{"step", "loss", ...}`` of every validation
-    selected: list[tuple[str, int]] = field(default_factory=list)  # the tokens selected most: text, times
     files: dict[str, list[int]] = field(default_factory=dict)  # size and CRC-32 of each; 0 of a linked folder's
 
 

@@ -12,10 +12,11 @@ from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
 from decode.errors import UserError, write_safely
-from decode.progress import track
+from decode.progress import Progress
 
 FORMAT = "2"
 BLOCK = 1 << 20  # characters of a plain text that make a document
+TOGETHER = 1 << 20  # characters of short documents that are tokenised in one call
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> str:
@@ -89,15 +90,16 @@ def tokenize_files(files: Sequence[str | Path], tokenizer: PreTrainedTokenizerBa
     for path in map(Path, files):
         if not path.is_file():
             raise UserError(f"no file {path}: give text or .jsonl files")
-        texts = track(read_texts(path), f"tokenising {path.name}, documents")
-        for first in texts:
-            batch, size = [first], len(first)
-            while (
-                size < BLOCK and (text := next(texts, None)) is not None
-            ):  # short documents share a call, of all cores
-                batch.append(text)
-                size += len(text)
-            yield from tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
+        texts = read_texts(path)
+        with Progress(transient=True) as progress:
+            work = progress.add(f"tokenising {path.name}, documents")
+            for first in texts:
+                batch, room = [first], TOGETHER - len(first)
+                while room > 0 and (text := next(texts, None)) is not None:
+                    batch.append(text)
+                    room -= len(text)
+                yield from tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
+                work.advance(len(batch))
 
 
 def save_arrays(path: Path, arrays: dict[str, np.ndarray], *, kind: str, fingerprint: str, **facts: int) -> None:

@@ -27,7 +27,6 @@ class Drafted:
         head: Output head that they are for.
         target: The target's distributions of the rows, over the head's ids.
         sequence: Example of the batch that each row belongs to, ``[rows]``, ascending.
-        labels: Label of each row, ``[rows]``.
         reference: The reference's divergence of each row, ``[rows]``, if tokens are selected.
         rows: Indices of these rows among the batch's label rows. None: all of them.
         mass: Probability that the target gives to the head's ids together, ``[rows]``. None: 1.
@@ -43,7 +42,6 @@ class Drafted:
     head: LMHead
     target: TargetRows
     sequence: Tensor
-    labels: Tensor
     reference: Tensor | None = None
     rows: Tensor | None = None
     mass: Tensor | None = None

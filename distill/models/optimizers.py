@@ -145,20 +145,19 @@ def _wide(matrix: Tensor) -> Tensor:
     return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
 
 
-def orthogonalise(wide: Tensor, iterations: int = 5, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns U·Vᵀ, approximately, of each U·S·Vᵀ in ``[batch, rows, columns]`` by a quintic Newton-Schulz iteration.
+def orthogonalise(wide: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns U·Vᵀ, approximately, of each U·S·Vᵀ in ``[batch, rows, columns]``, by five quintic Newton-Schulz steps.
 
     The coefficients trade exactness for speed: singular values end between about 0.7 and 1.2.
 
     Args:
         wide: Matrices with no more rows than columns, which takes the fewest operations.
-        iterations: Number of iterations.
         dtype: Number format of the products. None: that of the matrices.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     own = wide.dtype
     wide = (wide / (wide.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(dtype or own)
-    for _ in range(iterations):
+    for _ in range(5):
         gram = wide @ wide.mT
         wide = torch.baddbmm(wide, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
     return wide.to(own)

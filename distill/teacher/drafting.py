@@ -25,9 +25,8 @@ def model_rows(model: PreTrainedModel, teacher: Teacher, batch: Batch) -> Drafte
     """Returns a language model's label rows of a batch."""
     mask = label_mask(batch["labels"])
     hidden = last_hidden(model, batch["input_ids"], mask, batch.get("position_ids"))
-    sequence, labels = example_of_rows(batch, mask), batch["labels"].roll(-1, 1)[mask]
     target, reference = teacher.rows(batch, mask), batch.get("reference_loss")
-    return Drafted(hidden, LMHead(model), target, sequence, labels, reference)
+    return Drafted(hidden, LMHead(model), target, example_of_rows(batch, mask), reference)
 
 
 def drafting_steps(
@@ -72,7 +71,7 @@ def drafting_steps(
             target = TargetRows(target.log_probs(shape, temperature), target.vocab)
     output = LMHead.of(head.lm_head) if head.version == 3 else teacher.head
     embeds = teacher.embedding(functional.pad(batch["input_ids"][:, 1:], (0, 1))).detach().to(features.dtype)
-    reference, labels = batch.get("reference_loss"), batch["labels"].roll(-1, 1)[mask]
+    reference = batch.get("reference_loss")
     unrolled, going = head.unroll(embeds, features, steps, rows.view_as(mask)), rows
     states = next(unrolled)
     for step in range(steps):
@@ -91,7 +90,6 @@ def drafting_steps(
             output,
             target.at(asked),
             place[asked] // time,
-            labels[asked],
             None if reference is None else reference[asked, step],
             rows=asked,
             mass=None if inside is None else inside[asked, 0],

@@ -31,7 +31,7 @@ from distill.config.drafts import Signal
 from distill.config.training import TargetSettings
 from distill.data.batches import Ints, TokenDataset
 from distill.data.context import StageContext
-from distill.data.loader import EvalBatches, Schedule
+from distill.data.loader import EvalBatches
 from distill.data.target import in_step
 from distill.files import checksum, fingerprint, write_json
 from distill.losses.chunked import LossRequest, fused_loss
@@ -39,7 +39,6 @@ from distill.losses.divergences import Divergence
 from distill.losses.objective import Objective
 from distill.models.lm_head import LMHead, check_head
 from distill.models.loading import forward_precision, quantization_config, use_attention, weights_dtype
-from distill.responses.on_policy import OnPolicy, Writer
 from distill.responses.texts import fixed_texts
 from distill.teacher.drafting import drafting_steps, model_rows
 from distill.teacher.signals import FEATURES, TargetSignal, Teacher, check_finite
@@ -373,7 +372,6 @@ class DistillData:
         validation: Examples for comparing checkpoints.
         ends: The target's end-of-text tokens.
         add_signals: Puts the same signals into rows that were just written.
-        share: Probability of each example to have a response that the draft writes itself.
     """
 
     teacher: Teacher
@@ -381,18 +379,6 @@ class DistillData:
     validation: TokenDataset
     ends: set[int]
     add_signals: Callable[[TokenDataset], None]
-    share: float = 0.0
-
-    def on_policy(
-        self, context: StageContext, write: Writer, schedule: Schedule, steps: int, seed: int
-    ) -> OnPolicy | None:
-        """Returns the draft's own texts, which ``write`` writes; None without a share."""
-        if not self.share:
-            return None
-        settings, limit = context.settings.teacher.responses, context.settings.data.max_length
-        return OnPolicy(
-            write, self.train, schedule, steps, settings, self.share, seed, limit, self.ends, self.add_signals
-        )
 
 
 def prepare(
@@ -491,4 +477,4 @@ def prepare(
         if reference is not None:
             rows.signals["reference_loss"] = reference_loss(reference, teacher, rows, ranking, steps, precision)
 
-    return DistillData(teacher, train, validation, ends, add_signals, share)
+    return DistillData(teacher, train, validation, ends, add_signals)

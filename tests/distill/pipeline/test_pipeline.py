@@ -176,7 +176,6 @@ def test_records_hold_the_account_of_every_draft(finished: tuple[Path, RunDir]) 
     tokens = draft.account["teacher_tokens"]
     assert 0.4 * tokens <= draft.account["selected_tokens"] <= 0.4 * tokens + 12
     assert draft.account["cumulative_teacher_tokens"] == tokens + reference.account["teacher_tokens"]
-    assert sum(count for _, count in draft.selected) <= draft.account["selected_tokens"]
     assert list(run.drafts) == ["undistilled", "distillspec", "adaspec"]
     assert run.draft_record("undistilled").account["teacher_tokens"] == 0
 

@@ -128,7 +128,6 @@ def test_a_chain_goes_on_from_the_tokens_that_are_accepted(
         assert place
         assert torch.equal(now.rows, all_of_it.rows[place])
         torch.testing.assert_close(now.hidden, all_of_it.hidden[place])
-        assert torch.equal(now.labels, all_of_it.labels[place])
     assert len(found[3].rows) < len(found[2].rows) < len(found[1].rows)
     assert len({drafted.weight for drafted in found}) == 1  # a row counts by being reached
 

@@ -21,7 +21,7 @@ from distill.data.loader import Schedule, TrainLoader
 from distill.losses.objective import Objective, Selection
 from distill.models.lm_head import LMHead, check_head, last_hidden
 from distill.models.loading import checkpoint_layers
-from distill.modules import CausalLMModule, DistillModule, token_counts
+from distill.modules import CausalLMModule, DistillModule
 from distill.teacher.signals import TargetSignal, Teacher
 from distill.teacher.store import keep_signal
 
@@ -165,11 +165,7 @@ def test_adaspec_takes_gradient_from_the_selected_tokens_only(tiny: Tiny) -> Non
     assert loss == pytest.approx(wanted.item(), rel=1e-6)
     for got, parameter in zip(gradients, (p for p in draft.parameters() if p.grad is not None), strict=True):
         assert (got - parameter.grad).abs().max() <= 1e-5 * parameter.grad.abs().max()
-    labels = batch["labels"].roll(-1, 1)[mask][wanted_rows]
-    assert isinstance(module, DistillModule)
-    assert module.selected is not None
-    assert sum(count for _, count in token_counts(module.selected)) == 4
-    assert {token for token, _ in token_counts(module.selected)} == set(labels.tolist())
+    assert module.selected == 4
 
 
 @pytest.mark.parametrize("selection", [None, Selection(0.4), Selection(0.4, "microbatch", "paper")])
