@@ -16,7 +16,7 @@ from rich.console import Console
 from transformers.utils import logging as hf_logging
 
 from decode.errors import read_json, write_text
-from decode.models.loading import pinned
+from decode.models.wrapped import pinned
 from decode.progress import output_console, working
 from distill import ranks
 from distill.config.run import Settings

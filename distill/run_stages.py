@@ -16,6 +16,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from decode.errors import UserError, read_json
 from decode.models.heads import FeatureHead, head_config, load_head, save_head
 from decode.models.loading import DTYPES, check_tokenizers, gguf_file, load_model, load_tokenizer, stop_ids
+from decode.models.wrapped import adapter_base
 from decode.models.writing import write_texts
 from decode.progress import working
 from distill import ranks
@@ -132,10 +133,11 @@ def language_model(context: StageContext, stage: str, key: str) -> StageResult:
     if settings.kind == "as_is":
         assert settings.model is not None
         round_to = settings.round_to if isinstance(settings, TargetSettings) else None
-        if gguf_file(settings.model) is None and round_to is None:
+        if not (gguf_file(settings.model) or adapter_base(settings.model) or round_to):
             record = StageRecord(key, parameters=count_parameters(settings, len(tokenizer)))
             return StageResult(record, source=source_folder(settings.model))
-        model = load_model(settings.model, device="cpu", dtype=settings.dtype)
+        trust = settings.trust_remote_code
+        model = load_model(settings.model, device="cpu", dtype=settings.dtype, trust_remote_code=trust)
         if round_to is not None:
             model = model.to(DTYPES[round_to])
         record = StageRecord(key, parameters=model.num_parameters())

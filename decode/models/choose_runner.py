@@ -1,6 +1,8 @@
 """The choice of a model's runner, and the check of its logits against the model's own."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +26,7 @@ ROUNDINGS = 3.0
 """Larger differences pass up to this many times the model's own rounding, measured here (`rounding`)."""
 UNMEASURED = 0.1
 """Tolerated where rounding says nothing: drafts whose weights are rounded, quantised weights, adapters, offloading."""
-NEAR = 64  # largest attention window whose end the check reads past
+WINDOW = 8  # tokens that attention windows see during the check, which reads past their end
 
 
 def open_runner(model: PreTrainedModel, *, fast: bool = True, pack: str = "off", draft: bool = False) -> Runner:
@@ -133,19 +135,42 @@ class RunnerCheck:
     tolerance: float = 0.0  # differences that rounding explains
 
 
+@contextmanager
+def short_windows(model: PreTrainedModel, runner: Runner) -> Iterator[int]:
+    """Within it, the model and its runner see windows of at most `WINDOW` tokens; yields the longest's length, or 0.
+
+    GPT-Neo's are part of its weights and stay as they are.
+    """
+    config = model.get_decoder().config.get_text_config()
+    places: list[tuple[Any, str]] = [(config, "sliding_window"), (config, "attention_chunk_size")]
+    if isinstance(runner, FastRunner):
+        places.append((runner.network.weights, "window"))
+    found = [(place, name, vars(place).get(name)) for place, name in places]
+    found = [(place, name, length) for place, name, length in found if isinstance(length, int) and length > 0]
+    fixed = getattr(config, "window_size", None)
+    try:
+        for place, name, length in found:
+            setattr(place, name, min(length, WINDOW))
+        yield max([0, *(min(length, WINDOW) for *_, length in found), fixed if isinstance(fixed, int) else 0])
+    finally:
+        for place, name, length in found:
+            setattr(place, name, length)
+
+
 @torch.inference_mode()
 def compare(model: PreTrainedModel, runner: Runner) -> RunnerCheck:
     """Read a text in pieces, roll back and read another, then a tree of which a path is kept: against fresh forwards.
 
-    About ten forwards of a few tokens; past the end of the attention window where that is at most `NEAR`.
+    About ten forwards of a few tokens, past the end of attention windows (see `short_windows`).
 
     Raises:
         UserError: logits that are not finite.
     """
-    config: Any = model.config.get_text_config()
-    windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size", "window_size"))
-    start = 4 + min((w for w in windows if isinstance(w, int) and 0 < w <= NEAR), default=0)
-    start = max(1, min(start, runner.limit - 5))
+    with short_windows(model, runner) as window:
+        return _compare(model, runner, max(1, min(4 + window, runner.limit - 5)))
+
+
+def _compare(model: PreTrainedModel, runner: Runner, start: int) -> RunnerCheck:
     ids = (torch.arange(start + 5, device=runner.device) * 7919 + 1) % runner.vocab_size
     other = torch.cat([ids[: start + 1], (ids[start + 1 :] + 3) % runner.vocab_size])
     fresh = model(input_ids=torch.stack([ids, other]), use_cache=False).logits.float()

@@ -312,9 +312,9 @@ def final_norm(model: PreTrainedModel) -> nn.Module:
 
 
 def _stack(model: PreTrainedModel) -> tuple[Any, nn.ModuleList]:
-    """The module that holds the decoder layers, and the layers."""
+    """The module that holds the decoder layers, and the layers; never those of a vision or audio tower."""
     count = model.config.get_text_config().num_hidden_layers
-    for parent in model.base_model.modules():
+    for parent in model.get_decoder().modules():
         for child in parent.children():
             if isinstance(child, nn.ModuleList) and len(child) == count:
                 return parent, child

@@ -146,10 +146,12 @@ class HuggingFaceRunner(Runner):
     @property
     def cache_bytes_per_token(self) -> int:
         """See `Runner.cache_bytes_per_token`; as far as the configuration says."""
-        heads = getattr(self.config, "num_attention_heads", 0)
-        groups = getattr(self.config, "num_key_value_heads", None) or heads
-        width = getattr(self.config, "head_dim", None) or self.config.hidden_size // max(1, heads)
-        return 2 * int(self.config.num_hidden_layers * groups * width) * self.dtype.itemsize
+        numbers = 0
+        for layer in self.config.per_layer_config:  # which may differ, as in Gemma 4
+            heads = getattr(layer, "num_attention_heads", 0)
+            groups = getattr(layer, "num_key_value_heads", None) or heads
+            numbers += groups * (getattr(layer, "head_dim", None) or layer.hidden_size // max(1, heads))
+        return 2 * int(numbers) * self.dtype.itemsize
 
     def _read(
         self, cache: RollbackCache, tokens: Tensor, tree: Draft | None, capture: tuple[int, ...], last: int | None

@@ -17,8 +17,11 @@ from huggingface_hub import constants
 from safetensors import SafetensorError
 from tokenizers.pre_tokenizers import Digits, Sequence
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -30,6 +33,7 @@ from transformers.utils import quantization_config
 from decode.errors import UserError
 from decode.models.heads import is_head, load_head
 from decode.models.other_tokenizer import DraftModel, ForeignDraft, Intersection, Vocabulary
+from decode.models.wrapped import adapter_base, language_config, language_model, pinned, with_adapter
 
 DTYPES = {
     "float32": torch.float32,
@@ -125,12 +129,6 @@ def gguf_config(path: Path) -> PretrainedConfig:
     return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
 
 
-def pinned(name: str | os.PathLike[str]) -> tuple[str, dict[str, str]]:
-    """A Hub name and the revision after its @, as arguments of transformers; folders stay as they are."""
-    repository, at, revision = str(name).rpartition("@")
-    return (repository, {"revision": revision}) if at and not Path(name).exists() else (str(name), {})
-
-
 def _unreadable(name: str | os.PathLike[str], what: str, error: Exception) -> UserError:
     """The error of a model or tokenizer that transformers could not open."""
     hint = ""
@@ -161,8 +159,10 @@ def load_model(
 ) -> PreTrainedModel:
     """A causal language model in evaluation mode.
 
+    Of a model that reads images or audio too, it is the language model alone. An adapter is merged into its base.
+
     Args:
-        name: folder, Hub name (with its revision after an @) or GGUF file.
+        name: folder, Hub name (with its revision after an @) or GGUF file; or those of an adapter (peft).
         device: the model's device; ignored with a `device_map`.
         dtype: one of `DTYPES`, or ``auto`` (see `choose_dtype`).
         device_map: passed to transformers, to spread a model over several devices.
@@ -173,10 +173,11 @@ def load_model(
         UserError: the model cannot be found or read, its files do not fit each other, or the device or number format
             is unknown.
     """
-    device, packed = choose_device(device), gguf_file(name)
+    device, packed, base = choose_device(device), gguf_file(name), adapter_base(name)
     format = choose_dtype(dtype, device)
-    folder, revision = pinned(packed.parent if packed else name)
-    extra: dict[str, Any] = options | revision
+    folder, revision = pinned(packed.parent if packed else base or name)
+    extra: dict[str, Any] = dict(options)
+    auto, wrapper = AutoModelForCausalLM, False
     if device_map:
         extra["device_map"] = device_map
     if packed:
@@ -187,43 +188,64 @@ def load_model(
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()  # what is missing is an error here, not a table of warnings
     try:
-        if not packed and not device_map:
-            fields, _ = PretrainedConfig.get_config_dict(folder, **revision)
-            if "quantization_config" in options or "quantization_config" in fields:
+        if not packed:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **revision)
+            language_config(config)  # refuses what has none
+            quantised = getattr(config, "quantization_config", None)
+            if not device_map and ("quantization_config" in options or quantised):
                 extra["device_map"] = {"": device}  # quantised weights are placed while loading and do not move later
+            kinds = MODEL_FOR_CAUSAL_LM_MAPPING
+            if type(config) not in kinds and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+                kinds, auto = MODEL_FOR_MULTIMODAL_LM_MAPPING, AutoModelForMultimodalLM
+            kind = kinds.get(type(config), None)
+            wrapper = config.get_text_config() is not config and getattr(kind, "config_class", None) is type(config)
+            wrapper = wrapper and not quantised
         # transformers draws a bar while it unpacks weights
         quiet = packed and not sys.stderr.isatty()
         with contextlib.redirect_stderr(io.StringIO()) if quiet else contextlib.nullcontext():
-            model, found = AutoModelForCausalLM.from_pretrained(
+            model, found = auto.from_pretrained(
                 folder,
                 dtype=DTYPES.get(format, format),
                 use_safetensors=True,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
-                **extra,
+                **revision,
+                **({} if wrapper else extra),
             )
+        wrong = [f"{key} is missing" for key in sorted(found["missing_keys"])]
+        wrong += [
+            f"{key} is {list(seen)} instead of {list(wanted)}" for key, seen, wanted in sorted(found["mismatched_keys"])
+        ]
+        if wrong:
+            raise UserError(
+                f"the weights of the model {base or str(name)!r} do not fit its configuration: {', '.join(wrong[:3])} "
+                f"({len(wrong)} in all); take both from one model, or download or save it again"
+            )
+        if base:
+            model = with_adapter(model, name)
+        if wrapper:
+            model = language_model(model, **extra)
         if "device_map" not in extra:
             model = model.to(device)
+    except UserError:
+        raise
     except Exception as error:  # damaged files raise whatever the bytes lead to
+        if base:
+            what = f"base model of the adapter {str(name)!r}, which its adapter_config.json names,"
+            raise _unreadable(base, what, error) from error
         raise _unreadable(name, "model", error) from error
     finally:
         hf_logging.set_verbosity(level)
         if bars:
             hf_logging.enable_progress_bar()
-    wrong = [f"{key} is missing" for key in sorted(found["missing_keys"])]
-    wrong += [
-        f"{key} is {list(seen)} instead of {list(wanted)}" for key, seen, wanted in sorted(found["mismatched_keys"])
-    ]
-    if wrong:
-        raise UserError(
-            f"the weights of the model {str(name)!r} do not fit its configuration: {', '.join(wrong[:3])} "
-            f"({len(wrong)} in all); take both from one model, or download or save it again"
-        )
     if packed:  # unpacked weights are plain ones, which save_pretrained would refuse otherwise
         for attribute in ("hf_quantizer", "is_quantized", "quantization_method"):
             vars(model).pop(attribute, None)
         vars(model.config).pop("quantization_config", None)
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    if model.config.tie_word_embeddings and getattr(head, "weight", None) is not table.weight:
+        model.config.tie_word_embeddings = False  # the file holds two: transformers keeps both, an engine would tie
     return model.eval()
 
 
@@ -233,7 +255,9 @@ def load_tokenizer(name: str | os.PathLike[str], *, trust_remote_code: bool = Fa
     Raises:
         UserError: it cannot be found or read.
     """
-    packed = gguf_file(name)
+    packed, base = gguf_file(name), adapter_base(name)
+    if base and Path(name).is_dir() and not _brings_tokenizer(Path(name)):
+        name = base
     folder, extra = (str(packed.parent), {"gguf_file": packed.name}) if packed else pinned(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **extra)
@@ -250,8 +274,13 @@ def load_tokenizer(name: str | os.PathLike[str], *, trust_remote_code: bool = Fa
         raise _unreadable(name, "tokenizer", error) from error
 
 
+def _brings_tokenizer(folder: Path) -> bool:
+    kinds = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")
+    return any(file.name.startswith(kinds) for file in folder.iterdir())
+
+
 def load_config(name: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The configuration of a folder, a Hub name or a GGUF file, without its weights.
+    """The configuration of the model that `load_model` opens, without its weights.
 
     Raises:
         UserError: it cannot be found or read.
@@ -260,8 +289,10 @@ def load_config(name: str | os.PathLike[str], *, trust_remote_code: bool = False
     try:
         if packed:
             return gguf_config(packed)
-        folder, revision = pinned(name)
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **revision)
+        folder, revision = pinned(adapter_base(name) or name)
+        return language_config(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **revision))
+    except UserError:
+        raise
     except Exception as error:
         raise _unreadable(name, "model", error) from error
 
@@ -393,8 +424,7 @@ def open_draft(
     if is_head(name):
         return load_head(name, target)
     folder, own = Path(name), None
-    kinds = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")
-    if not folder.is_dir() or gguf_file(name) or any(file.name.startswith(kinds) for file in folder.iterdir()):
+    if not folder.is_dir() or gguf_file(name) or adapter_base(name) or _brings_tokenizer(folder):
         own = load_tokenizer(name, trust_remote_code=trust_remote_code)  # one that is there has to be readable
     differs = False
     if own is not None:

@@ -18,7 +18,7 @@ from string import Formatter
 from decode.bench.arithmetic import problems
 from decode.bench.datasets import FORMATS, PRESETS, Preset, Row, held_out, iter_rows, load_hub
 from decode.errors import UserError
-from decode.models.loading import pinned
+from decode.models.wrapped import pinned
 from distill.config.data import DataSettings
 from distill.data.chat import UnusableRow, clean_messages
 

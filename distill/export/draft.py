@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -24,7 +22,7 @@ from transformers import (
 from decode.engines.gguf import convert, find_converter
 from decode.errors import UserError
 from decode.models.heads import is_head
-from decode.models.loading import check_tokenizers
+from decode.models.loading import check_tokenizers, load_config, load_model, load_tokenizer
 from distill.config.run import ExportSettings
 from distill.export.model_card import write_card
 from distill.files import replaced, save_tokenizer
@@ -74,18 +72,18 @@ def export_draft(
     draft_dir, out_dir = Path(draft_dir), Path(out_dir)
     check_export_path(out_dir)
     length = draft_length(profile)
-    options = {"trust_remote_code": trust_remote_code}
-    own_options = {"trust_remote_code": trust_remote_code or trust_draft_code}
-    tokenizer = AutoTokenizer.from_pretrained(target_dir, **options)
+    trust, trust_own = trust_remote_code, trust_remote_code or trust_draft_code
+    tokenizer = load_tokenizer(target_dir, trust_remote_code=trust)
     if any((draft_dir / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
-        check_same_tokenizer(tokenizer, AutoTokenizer.from_pretrained(draft_dir, **own_options))
-    target = AutoConfig.from_pretrained(target_dir, **options)
+        check_same_tokenizer(tokenizer, load_tokenizer(draft_dir, trust_remote_code=trust_own))
+    target = load_config(target_dir, trust_remote_code=trust)
     vocabulary = target.get_text_config().vocab_size
 
     # The number format is set at loading: model.to() would round the rope frequencies as well.
-    dtype = "auto" if settings.dtype == "keep" else getattr(torch, settings.dtype)
-    model = AutoModelForCausalLM.from_pretrained(draft_dir, dtype=dtype, **own_options)
-    own = model.config.get_text_config()
+    kept = load_config(draft_dir, trust_remote_code=trust_own).dtype or torch.float32
+    dtype = str(kept).removeprefix("torch.") if settings.dtype == "keep" else settings.dtype
+    model = load_model(draft_dir, device="cpu", dtype=dtype, trust_remote_code=trust_own)
+    own: Any = model.config.get_text_config()
     longest = min(32, getattr(own, "max_position_embeddings", None) or 64)
     generator = torch.Generator().manual_seed(0)
     probe = torch.randint(min(vocabulary, own.vocab_size), (2, longest), generator=generator)
@@ -116,7 +114,9 @@ def export_draft(
             partial, profile, model, target, length, names=(str(target_dir), str(out_dir)), notes=[note],
             gguf_type=(settings.gguf or ["f32"])[0], trained_vocabulary=trained_vocabulary,
         )  # fmt: skip
-        _check_reload(partial, model.config, probe, source, own_options)
+        config = model.config
+        del model, own
+        _check_reload(partial, config, probe, source, trust_own)
     return out_dir
 
 
@@ -242,19 +242,29 @@ def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return model.eval()(input_ids=ids.to(model.device)).logits.float().cpu()
 
 
-def _check_reload(folder: Path, config: PreTrainedConfig, ids: Tensor, source: Tensor, options: dict[str, Any]) -> None:
-    """Loads the written folder and compares it with the model that it was written from."""
-    reloaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **options)
-    logits = _logits(reloaded, ids)
+def _check_reload(folder: Path, config: PreTrainedConfig, ids: Tensor, source: Tensor, trust: bool) -> None:
+    """Loads the written folder as others will, and compares it with the model that was measured."""
+    reloaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=trust)
+    logits, why = _logits(reloaded, ids), ""
     common = min(logits.shape[-1], source.shape[-1])
+    tied = reloaded.get_output_embeddings().weight is reloaded.get_input_embeddings().weight
+    rope, again = (dict(getattr(c, "rope_parameters", None) or {}) for c in (config, reloaded.config))
     if not torch.allclose(logits[..., :common], source[..., :common], rtol=1e-4, atol=1e-4):
         worst = (logits[..., :common] - source[..., :common]).abs().max().item()
-        raise RuntimeError(f"The exported draft computes other logits than its source (off by up to {worst:.3g}).")
-    if logits.shape[-1] > common and int(logits.argmax(-1).max()) >= common:
-        raise RuntimeError("The exported draft prefers a padded token id.")
-    rope, again = (dict(getattr(c, "rope_parameters", None) or {}) for c in (config, reloaded.config))
-    if any(again.get(key) != value for key, value in rope.items()):
-        raise RuntimeError(f"The exported configuration changes rope_parameters from {rope} to {again}.")
+        why = f"computes other logits than the draft that was measured (off by up to {worst:.3g}, wanted 1e-4)"
+    elif logits.shape[-1] > common and int(logits.argmax(-1).max()) >= common:
+        why = f"prefers a padded token id (of {common} and above)"
+    elif any(again.get(key) != value for key, value in rope.items()):
+        why = f"has rope_parameters {again} instead of {rope}"
+    elif reloaded.config.tie_word_embeddings != tied:
+        why = (
+            f"has tie_word_embeddings {not tied} in its config.json, and embedding and head are {'one' * tied or 'two'}"
+        )
+    if why:
+        raise UserError(
+            f"The exported draft, loaded again by transformers, {why}; it was not kept. Export the draft again, with "
+            "export.dtype float32, or leave export out and serve the draft's own folder."
+        )
 
 
 def check_gguf(settings: ExportSettings, head: int | None = None) -> None:

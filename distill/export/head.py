@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
 
+from decode.errors import UserError
 from decode.models.heads import FeatureHead, load_head, save_head
 from decode.models.loading import load_model, load_tokenizer
 from distill.config.run import ExportSettings
@@ -82,7 +83,7 @@ def export_head(
         again = load_head(partial, target)
         for (name, one), other in zip(head.state_dict().items(), again.state_dict().values()):
             if not torch.equal(one.to(other.dtype), other):
-                raise RuntimeError(f"The exported head has another {name} than its source.")
+                raise UserError(f"The exported head, loaded again, has another {name} than the one that was measured.")
     return out_dir
 
 

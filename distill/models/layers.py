@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from decode.errors import UserError
 from decode.models.families import check_structure, decoder_layers, final_norm, state_of
 from decode.models.heads import FeatureHead, RMSNorm
+from decode.models.wrapped import language_model
 from distill.config.training import LayerSkipSettings, StackingSettings
 
 WATCHED = 4  # most exits whose loss is part of a validation
@@ -53,6 +54,7 @@ def cut(target: PreTrainedModel, layers: int | list[int]) -> PreTrainedModel:
     Raises:
         UserError: The layers cannot be accessed, or ``layers`` does not fit.
     """
+    target = language_model(target)
     check_structure(target)
     stack = decoder_layers(target)
     kept = kept_layers(layers, len(stack))
@@ -62,13 +64,32 @@ def cut(target: PreTrainedModel, layers: int | list[int]) -> PreTrainedModel:
         if isinstance(value, list) and len(value) == len(stack) and name.endswith(("layers", "types")):
             setattr(text, name, [value[i] for i in kept])
     text.num_hidden_layers = len(kept)
+    if per_layer := config.to_dict().get("per_layer_config"):  # fields that differ between layers, by number
+        by_number = {int(number): fields for number, fields in per_layer.items()}
+        text.per_layer_config = {i: by_number[source] for i, source in enumerate(kept) if source in by_number}
+    written = config.to_dict()
+    read = type(config).from_dict(config.to_dict()).to_dict()
+    wrong = [f"{key} would be {read[key]}, not {value}" for key, value in written.items() if read.get(key) != value]
     draft: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
     layer = next(name for name, module in target.named_modules() if module is stack) + ".{}."
     sources = {layer.format(number): layer.format(source) for number, source in enumerate(kept)}
     weights, found = target.state_dict(), {}
-    for name in draft.state_dict():
+    for name, wanted in draft.state_dict().items():
         own = next((prefix for prefix in sources if name.startswith(prefix)), "")
-        found[name] = weights[sources.get(own, "") + name.removeprefix(own)]
+        weight = weights.get(sources.get(own, "") + name.removeprefix(own))
+        if weight is not None and weight.shape != wanted.shape:  # of all layers in one, as Gemma 4's embedding of each
+            for dim, size in enumerate(wanted.shape):
+                if weight.shape[dim] * len(kept) == size * len(stack):
+                    weight = weight.unflatten(dim, (len(stack), -1))
+                    weight = weight.index_select(dim, torch.tensor(kept, device=weight.device)).flatten(dim, dim + 1)
+        if weight is None or weight.shape != wanted.shape:
+            wrong.append(f"{name} would be {list(wanted.shape)}, not {None if weight is None else list(weight.shape)}")
+        found[name] = weight
+    if wrong:
+        raise UserError(
+            f"{type(target).__name__} ({config.model_type}) cannot be cut to its layers {kept}: "
+            f"{', '.join(wrong[:2])}. Name other student.layers, such as the last one too, or choose another student.kind"
+        )
     draft.load_state_dict(found)
     draft.generation_config = copy.deepcopy(target.generation_config)
     return draft.train(target.training)

@@ -20,7 +20,8 @@ from transformers import (
 from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 
 from decode.errors import UserError
-from decode.models.loading import OFFLINE, config_for, load_config, load_model, pinned
+from decode.models.loading import OFFLINE, config_for, load_config, load_model
+from decode.models.wrapped import pinned
 from distill.config.run import Settings
 from distill.config.training import Architecture, Attention, LoraSettings, ModelSettings
 

@@ -11,7 +11,8 @@ from huggingface_hub.utils import filter_repo_objects
 from tiny_run import tiny_settings
 
 from decode.errors import UserError
-from decode.models.loading import load_config, load_model, load_tokenizer, pinned
+from decode.models.loading import load_config, load_model, load_tokenizer
+from decode.models.wrapped import pinned
 from distill.export import model_card
 from distill.export.model_card import check_hub, push
 from distill.models.loading import source_folder

@@ -1,0 +1,145 @@
+"""The language model in models that read images or audio too, and adapters given as models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from greedy import PROMPTS, assert_decodes, generate
+from pairs import make_tokenizer
+from peft import LoraConfig, get_peft_model
+from scripted import Oracle
+from transformers import AutoModelForCausalLM, Blip2Config, Blip2ForConditionalGeneration, T5Config
+from wrappers import VOCAB, WRAPPERS, build_wrapper
+
+from decode.errors import UserError
+from decode.loop import Method
+from decode.models.choose_runner import open_runner
+from decode.models.families import decoder_layers, final_norm
+from decode.models.loading import load_config, load_model, load_tokenizer, open_draft
+from decode.models.wrapped import language_model
+from decode.stopping import StopRule
+from distill.models.layers import cut
+
+CPU = {"device": "cpu", "dtype": "float32"}
+SERVED = [kind for kind, (*_, name) in WRAPPERS.items() if name]
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_the_language_model_alone_decodes_as_the_whole_generates(kind: str, tmp_path: Path) -> None:
+    whole = build_wrapper(kind)
+    whole.save_pretrained(tmp_path)
+    model = load_model(tmp_path, **CPU)
+    assert type(model).__name__ == WRAPPERS[kind][2] == type(AutoModelForCausalLM.from_config(model.config)).__name__
+    assert type(load_config(tmp_path)) is type(model.config)
+    assert model.num_parameters() < whole.num_parameters()  # the towers are gone
+    runner = open_runner(model)
+    assert runner.cache_bytes_per_token
+    for prompt in PROMPTS:
+        text = generate(whole, prompt)
+        for way in ("alternating", "tree"):
+            assert_decodes(runner, Method(way, Oracle(text, way, VOCAB), StopRule()), text, prompt)
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_a_cut_draft_is_a_text_model_of_the_text_layers(kind: str, tmp_path: Path) -> None:
+    """Given as a whole or as its language model; Gemma 4's last layer has another head_dim, and is always kept."""
+    whole = build_wrapper(kind)
+    model = language_model(whole)
+    draft = cut(whole, [1])
+    assert type(draft).__name__ == WRAPPERS[kind][2]
+    ids = torch.arange(2, 14)[None]
+    kept = {name: weight for name, weight in model.named_parameters() if "layers.1" in name}
+    assert all(torch.equal(draft.get_parameter(name.replace("rs.1", "rs.0")), kept[name]) for name in kept)
+    decoder_layers(model)[0].register_forward_hook(lambda layer, args, output: args[0])
+    with torch.no_grad():
+        wanted = model(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(draft(input_ids=ids, use_cache=False).logits, wanted, atol=1e-4, rtol=1e-4)
+        draft.save_pretrained(tmp_path)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path)
+        torch.testing.assert_close(again(input_ids=ids, use_cache=False).logits, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_layers_are_never_those_of_a_vision_tower() -> None:
+    """Both towers have two layers, and the vision tower comes first."""
+    whole = build_wrapper("smolvlm")
+    assert decoder_layers(whole) is whole.model.text_model.layers
+    assert final_norm(whole) is whole.model.text_model.norm
+
+
+def test_a_cut_that_its_family_cannot_hold_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"Gemma4ForCausalLM .* its layers \[0\]: layer_types would be .*full_attention"
+    ):
+        cut(build_wrapper("gemma4"), 1)
+
+
+def test_what_has_no_language_model_of_its_own_is_refused_by_name(tmp_path: Path) -> None:
+    build_wrapper("aya_vision").save_pretrained(tmp_path / "aya")
+    tiny = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+    text = {"model_type": "opt", "vocab_size": VOCAB, "ffn_dim": 16, "word_embed_proj_dim": 16} | tiny
+    config = Blip2Config(
+        vision_config=tiny | {"image_size": 28}, qformer_config=tiny | {"encoder_hidden_size": 16}, text_config=text
+    )
+    Blip2ForConditionalGeneration(config).save_pretrained(tmp_path / "blip")
+    T5Config(architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path / "t5")
+    for folder, words in (
+        ("aya", r"AyaVisionForConditionalGeneration .* as Cohere2ForCausalLM it gives other logits.*model.generate"),
+        ("blip", r"Blip2ForConditionalGeneration .* text alone .*pixel_values.* Use model.generate"),
+        ("t5", r"T5ForConditionalGeneration \(t5\) cannot be opened: .* Take a text model"),
+    ):
+        with pytest.raises(UserError, match=words):
+            load_model(tmp_path / folder, **CPU)
+    with pytest.raises(UserError, match="T5ForConditionalGeneration"):
+        load_config(tmp_path / "t5")
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+def save_adapter(base: Path, folder: Path) -> list[int]:
+    """A random adapter of the model in a folder; returns what the adapted model generates."""
+    whole = build_wrapper("qwen2_5_vl", vocab=280) if "whole" in base.name else None
+    model = AutoModelForCausalLM.from_pretrained(base) if whole is None else whole
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        targets = r".*layers\.\d+\.(self_attn\.q_proj|mlp\.up_proj)"
+        adapted = get_peft_model(model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+    adapted.peft_config["default"].base_model_name_or_path = str(base)
+    adapted.eval().save_pretrained(folder)
+    return generate(adapted, PROMPTS[0])
+
+
+@pytest.mark.parametrize("kind", ["target", "whole"])
+def test_an_adapter_is_opened_as_its_base_with_the_adapter_merged(kind: str, tmp_path: Path, tiny) -> None:  # type: ignore[no-untyped-def]
+    base, folder = tmp_path / kind, tmp_path / "adapter"
+    model = build_wrapper("qwen2_5_vl", vocab=280) if kind == "whole" else tiny("llama", vocab_size=280)
+    model.save_pretrained(base)
+    make_tokenizer().save_pretrained(base)
+    text = save_adapter(base, folder)
+    assert text != generate(model, PROMPTS[0])
+    opened = load_model(folder, **CPU)
+    assert_decodes(open_runner(opened), Method("", Oracle(text, "alternating", 280), StopRule()), text, PROMPTS[0])
+    assert type(load_config(folder)) is type(opened.config)
+    assert load_tokenizer(folder).get_vocab() == make_tokenizer().get_vocab()
+    draft = open_draft(folder, load_model(base, **CPU), make_tokenizer())
+    assert all(torch.equal(a, b) for a, b in zip(draft.parameters(), opened.parameters(), strict=True))
+
+
+def test_an_adapter_that_does_not_fit_or_names_no_base_is_refused(tmp_path: Path, tiny) -> None:  # type: ignore[no-untyped-def]
+    base, folder = tmp_path / "target", tmp_path / "adapter"
+    tiny("llama").save_pretrained(base)
+    save_adapter(base, folder)
+    file = folder / "adapter_config.json"
+    fields = json.loads(file.read_text())
+    tiny("llama", num_hidden_layers=1).save_pretrained(tmp_path / "shorter")
+    for named, words in (
+        (str(tmp_path / "shorter"), r"cannot be merged into its base LlamaForCausalLM: 4 of its tensors do not fit"),
+        (str(tmp_path / "gone"), r"base model of the adapter '.*adapter'.* names, '.*gone': .*no such folder"),
+        (None, r"names no base_model_name_or_path"),
+    ):
+        file.write_text(json.dumps(fields | {"base_model_name_or_path": named}))
+        with pytest.raises(UserError, match=words):
+            load_model(folder, **CPU)
