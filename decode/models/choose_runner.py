@@ -137,24 +137,22 @@ class RunnerCheck:
 
 @contextmanager
 def short_windows(model: PreTrainedModel, runner: Runner) -> Iterator[int]:
-    """Within it, the model and its runner see windows of at most `WINDOW` tokens; yields the longest's length, or 0.
+    """Within it, attention windows see at most `WINDOW` tokens; yields the longest one's length, or 0.
 
     GPT-Neo's are part of its weights and stay as they are.
     """
-    config = model.get_decoder().config.get_text_config()
-    places: list[tuple[Any, str]] = [(config, "sliding_window"), (config, "attention_chunk_size")]
+    own = vars(model.get_decoder().config.get_text_config())
+    places = [(own, "sliding_window"), (own, "attention_chunk_size")]
     if isinstance(runner, FastRunner):
-        places.append((runner.network.weights, "window"))
-    found = [(place, name, vars(place).get(name)) for place, name in places]
-    found = [(place, name, length) for place, name, length in found if isinstance(length, int) and length > 0]
-    fixed = getattr(config, "window_size", None)
+        places.append((vars(runner.network.weights), "window"))
+    before = [(fields, name, fields[name]) for fields, name in places if fields.get(name)]
+    for fields, name, length in before:
+        fields[name] = min(length, WINDOW)
     try:
-        for place, name, length in found:
-            setattr(place, name, min(length, WINDOW))
-        yield max([0, *(min(length, WINDOW) for *_, length in found), fixed if isinstance(fixed, int) else 0])
+        yield max([own.get("window_size") or 0, *(fields[name] for fields, name, _ in before)])
     finally:
-        for place, name, length in found:
-            setattr(place, name, length)
+        for fields, name, length in before:
+            fields[name] = length
 
 
 @torch.inference_mode()

@@ -17,7 +17,6 @@ from huggingface_hub import constants
 from safetensors import SafetensorError
 from tokenizers.pre_tokenizers import Digits, Sequence
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
@@ -129,7 +128,7 @@ def gguf_config(path: Path) -> PretrainedConfig:
     return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
 
 
-def _unreadable(name: str | os.PathLike[str], what: str, error: Exception) -> UserError:
+def unreadable(name: str | os.PathLike[str], what: str, error: Exception) -> UserError:
     """The error of a model or tokenizer that transformers could not open."""
     hint = ""
     if gguf_file(name):
@@ -177,7 +176,7 @@ def load_model(
     format = choose_dtype(dtype, device)
     folder, revision = pinned(packed.parent if packed else base or name)
     extra: dict[str, Any] = dict(options)
-    auto, wrapper = AutoModelForCausalLM, False
+    auto, inside = AutoModelForCausalLM, False
     if device_map:
         extra["device_map"] = device_map
     if packed:
@@ -190,16 +189,11 @@ def load_model(
     try:
         if not packed:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **revision)
-            language_config(config)  # refuses what has none
-            quantised = getattr(config, "quantization_config", None)
-            if not device_map and ("quantization_config" in options or quantised):
+            quantised = "quantization_config" in options or getattr(config, "quantization_config", None)
+            if quantised and not device_map:
                 extra["device_map"] = {"": device}  # quantised weights are placed while loading and do not move later
-            kinds = MODEL_FOR_CAUSAL_LM_MAPPING
-            if type(config) not in kinds and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
-                kinds, auto = MODEL_FOR_MULTIMODAL_LM_MAPPING, AutoModelForMultimodalLM
-            kind = kinds.get(type(config), None)
-            wrapper = config.get_text_config() is not config and getattr(kind, "config_class", None) is type(config)
-            wrapper = wrapper and not quantised
+            if language_config(config) is not config and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+                auto, inside = AutoModelForMultimodalLM, not getattr(config, "quantization_config", None)
         # transformers draws a bar while it unpacks weights
         quiet = packed and not sys.stderr.isatty()
         with contextlib.redirect_stderr(io.StringIO()) if quiet else contextlib.nullcontext():
@@ -211,7 +205,7 @@ def load_model(
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
                 **revision,
-                **({} if wrapper else extra),
+                **({} if inside else extra),
             )
         wrong = [f"{key} is missing" for key in sorted(found["missing_keys"])]
         wrong += [
@@ -224,17 +218,15 @@ def load_model(
             )
         if base:
             model = with_adapter(model, name)
-        if wrapper:
+        if inside:
             model = language_model(model, **extra)
         if "device_map" not in extra:
             model = model.to(device)
     except UserError:
         raise
     except Exception as error:  # damaged files raise whatever the bytes lead to
-        if base:
-            what = f"base model of the adapter {str(name)!r}, which its adapter_config.json names,"
-            raise _unreadable(base, what, error) from error
-        raise _unreadable(name, "model", error) from error
+        what = f"base that the adapter {str(name)!r} names in its adapter_config.json," if base else "model"
+        raise unreadable(base or name, what, error) from error
     finally:
         hf_logging.set_verbosity(level)
         if bars:
@@ -271,7 +263,7 @@ def load_tokenizer(name: str | os.PathLike[str], *, trust_remote_code: bool = Fa
                 backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])
         return tokenizer
     except Exception as error:  # the tokenizers package raises bare Exceptions for damaged files
-        raise _unreadable(name, "tokenizer", error) from error
+        raise unreadable(name, "tokenizer", error) from error
 
 
 def _brings_tokenizer(folder: Path) -> bool:
@@ -294,49 +286,27 @@ def load_config(name: str | os.PathLike[str], *, trust_remote_code: bool = False
     except UserError:
         raise
     except Exception as error:
-        raise _unreadable(name, "model", error) from error
+        raise unreadable(name, "model", error) from error
 
 
 # -- shapes ------------------------------------------------------------------------------------------------------------
 
-FAMILIES = {
-    "pythia": "gpt_neox",
-    "phi-3": "phi3",
-    "phi-4": "phi3",
-    "phi": "phi",
-    "codegen": "codegen",
-    "gpt2": "gpt2",
-    "opt-": "opt",
-    "qwen3": "qwen3",
-    "qwen": "qwen2",
-    "mixtral": "mixtral",
-    "mistral": "mistral",
-    "gemma-2": "gemma2",
-    "gemma": "gemma",
-}
-"""Family by a part of a model's name, the first that fits, for models that are not on this machine; others: llama."""
-
-GROUPED = ("llama-3", "llama3", "qwen", "mistral", "mixtral", "smollm", "gemma-2", "phi-4", "llama-2-70b")
-"""Parts of the names of models with grouped-query attention."""
-
 
 def family_of(model: str) -> tuple[str, bool, str]:
-    """The family of a model, from its configuration if it is on this machine, otherwise from its name.
+    """The family of a model by its configuration, where that is on this machine; else Llama's.
 
     Returns:
-        ``model_type``, whether several query heads share a key head, and a note where the name decided.
+        ``model_type``, whether several query heads share a key head, and a note where the model is not here.
     """
     try:
         packed = gguf_file(model)
-        config = gguf_config(packed) if packed else AutoConfig.from_pretrained(model, local_files_only=True)
-        config = config.get_text_config()
-        heads = int(config.num_attention_heads)
-        return str(config.model_type), heads > int(getattr(config, "num_key_value_heads", None) or heads), ""
+        name = adapter_base(model) or model
+        config = gguf_config(packed) if packed else AutoConfig.from_pretrained(name, local_files_only=True)
+        layer = language_config(config).per_layer_config[0]
+        heads = int(layer.num_attention_heads)
+        return str(layer.model_type), heads > int(getattr(layer, "num_key_value_heads", None) or heads), ""
     except (OSError, ValueError):
-        name = model.lower()
-    family = next((family for part, family in FAMILIES.items() if part in name), "llama")
-    note = f"{model} is not on this machine; a tiny {family} stands for it"
-    return family, any(part in name for part in GROUPED), note
+        return "llama", True, f"{model} is not on this machine; a tiny llama stands for it"
 
 
 def config_for(

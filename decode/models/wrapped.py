@@ -4,11 +4,11 @@ import copy
 import json
 import os
 import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -24,60 +24,50 @@ from decode.errors import UserError
 
 
 def language_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The configuration of a causal language model: the model's own, or that of the decoder of one that also sees.
+    """The configuration of a causal language model: the given one, or that of the decoder of a model with more inputs.
 
-    The decoder of a model that reads images or audio may have no language model's class of its own. Then it is that of
-    the family of text models with the beginning of its name whose parameters have the same names and shapes, as Qwen2
-    for Qwen2.5-VL: positions in several dimensions are the ordinary ones where there is only text.
+    A decoder without a causal class of its own takes that of the text family with the beginning of its name and with
+    weights of the same names and shapes, as Qwen2.5-VL's takes Qwen2's: where all is text, positions in several
+    dimensions are the ordinary ones.
 
     Raises:
-        UserError: transformers has no class of a causal language model for it.
+        UserError: transformers has no such class.
     """
     text = config.get_text_config()
     inside = text is not config and not config.is_encoder_decoder
     if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING and (inside or text is config):
         return text
-    if getattr(config, "auto_map", None):
+    if getattr(config, "auto_map", None):  # code of a Hub repository
         return config
-    fields = {key: value for key, value in text.to_dict().items() if key not in ("model_type", "architectures")}
-    # what such decoders do where their configuration says nothing, and text models only where it does
-    fields = {
-        "head_dim": getattr(text, "hidden_size", 0) // getattr(text, "num_attention_heads", 1),
-        "norm_topk_prob": True,
-    } | fields
-    if fields.get("rope_parameters"):
-        fields["rope_parameters"] = {k: v for k, v in fields["rope_parameters"].items() if not k.startswith("mrope")}
-    names = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, key=len, reverse=True)
-    for name in names:
-        if inside and re.match(name.replace("_", ".*_"), text.model_type):
-            try:
-                found = AutoConfig.for_model(name, **fields)
-                if _shapes(found) == _shapes(text):
-                    return found
-            except Exception:  # fields or shapes that this family refuses in one of many ways
-                continue
+    for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, key=len, reverse=True) if inside else ():
+        if not re.match(name.replace("_", ".*_"), text.model_type):
+            continue
+        # what such decoders do unasked comes first
+        fields = {"head_dim": text.hidden_size // text.num_attention_heads, "norm_topk_prob": True} | text.to_dict()
+        rope = fields.get("rope_parameters") or {}
+        fields["rope_parameters"] = {key: value for key, value in rope.items() if not key.startswith("mrope")}
+        try:
+            found = AutoConfig.for_model(
+                name, **{k: fields[k] for k in fields if k not in ("model_type", "architectures")}
+            )
+            with torch.device("meta"):
+                one, other = (AutoModel.from_config(c).state_dict() for c in (found, text))
+        except Exception:  # fields that this family refuses, in one of many ways
+            continue
+        if {key: weight.shape for key, weight in one.items()} == {key: weight.shape for key, weight in other.items()}:
+            return found
     raise UserError(
         f"{(config.architectures or [type(config).__name__])[0]} ({config.model_type}) cannot be opened: transformers "
-        f"{__version__} has no causal language model for {text.model_type}. Take a text model, such as one of Llama, "
-        "Qwen, Mistral, Gemma, Phi or GPT-NeoX, or a model that reads images around one"
+        f"{__version__} has no causal language model for {text.model_type}. Take a text model (Llama, Qwen, Mistral, "
+        "Gemma, Phi, GPT-NeoX, …), or a model with images around one"
     )
-
-
-def _shapes(config: PretrainedConfig) -> dict[str, torch.Size]:
-    """Names and shapes of the weights of a model without its head."""
-    with torch.device("meta"):
-        return {name: weight.shape for name, weight in AutoModel.from_config(config).state_dict().items()}
 
 
 @torch.no_grad()
 def language_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
-    """The language model in a model that reads images or audio too, as a model of its own; others are returned as is.
+    """The language model inside a model with more inputs, sharing its weights; any other model is returned as it is.
 
-    Quantised models are returned whole: with text alone, they decode as they are.
-
-    Args:
-        model: a model.
-        options: of transformers' ``from_pretrained``, such as ``device_map``.
+    So are quantised ones, which decode as a whole. The options are those of transformers' ``from_pretrained``.
 
     Raises:
         UserError: there is none, or its logits are not those of the whole.
@@ -85,29 +75,26 @@ def language_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
     if model.config.get_text_config() is model.config or getattr(model, "hf_quantizer", None) is not None:
         return model
     config = copy.deepcopy(language_config(model.config))
-    decoder: Any = model.get_decoder()
-    table: Any = model.get_input_embeddings()
-    head: Any = model.get_output_embeddings()
-    if decoder.get_output_embeddings() is not None:
-        decoder = decoder.base_model
-    config.tie_word_embeddings = head.weight is table.weight
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    decoder: Any = model.get_decoder()
+    head: Any = model.get_output_embeddings()
+    config.tie_word_embeddings = head.weight is decoder.get_input_embeddings().weight
     with torch.device("meta"):
         empty = kind(config)
     name = next(name for name, module in empty.named_modules() if module is empty.get_output_embeddings())
-    weights = {f"{kind.base_model_prefix}.{key}": weight for key, weight in decoder.state_dict().items()}
+    base = decoder if decoder.get_output_embeddings() is None else decoder.base_model
+    weights = {f"{kind.base_model_prefix}.{key}": weight for key, weight in base.state_dict().items()}
     weights |= {f"{name}.{key}": weight for key, weight in head.state_dict().items()}
     found: PreTrainedModel = kind.from_pretrained(None, config=config, state_dict=weights, dtype=model.dtype, **options)
     found.generation_config = copy.deepcopy(model.generation_config)
-    ids, why = (torch.arange(8) * 7 % table.num_embeddings)[None], ""
+    ids = (torch.arange(8) * 7 % len(head.weight))[None]
     try:
         one, other = (m.eval()(input_ids=ids.to(m.device), use_cache=False).logits.float() for m in (model, found))
         gap = float((one - other.to(one)).abs().max() / one.abs().max().clamp_min(1e-6))
-        if not gap < (1e-4 if model.dtype == torch.float32 else 5e-2):
-            why = f"opened as {kind.__name__} it gives other logits than the whole model, by {gap:.2g} of the largest"
+        why = f"opened as {kind.__name__} it gives other logits than the whole model, by {gap:.2g} of the largest"
     except Exception as error:  # such as a forward that demands images
-        why = f"the whole model cannot be compared with it on text alone ({type(error).__name__}: {error})"
-    if why:
+        gap, why = torch.inf, f"the whole reads no text alone to compare it with ({type(error).__name__}: {error})"
+    if not gap < (1e-4 if model.dtype == torch.float32 else 5e-2):
         raise UserError(
             f"the language model of {type(model).__name__} ({model.config.model_type}) cannot be used by itself: "
             f"{why}. Use model.generate for it, or take a text model"
@@ -131,27 +118,18 @@ def adapter_base(name: str | os.PathLike[str]) -> str | None:
         UserError: the adapter does not name it.
     """
     folder, revision = pinned(name)
-    if folder.lower().endswith(".gguf") or (Path(folder) / "config.json").exists():
+    try:
+        known = (Path(folder) / "config.json").exists() or try_to_load_from_cache(folder, "config.json", **revision)
+        file = None if known or Path(folder).is_file() else find_adapter_config_file(folder, **revision)
+    except (OSError, ValueError):  # nothing of this name, which opening it will say
         return None
-    local = Path(folder) / "adapter_config.json"
-    path = local if local.is_file() else None if Path(folder).is_dir() else _adapter_config(folder, **revision)
-    base: str | None = json.loads(Path(path).read_text(encoding="utf-8")).get("base_model_name_or_path") if path else ""
+    base: str | None = json.loads(Path(file).read_text(encoding="utf-8")).get("base_model_name_or_path") if file else ""
     if base is None:
         raise UserError(
-            f"{str(name)!r} holds an adapter, and its adapter_config.json names no base_model_name_or_path: write the "
-            "model that it was trained on there"
+            f"{str(name)!r} is an adapter whose adapter_config.json has base_model_name_or_path null: name the model "
+            "there that it was trained on"
         )
     return base or None
-
-
-@cache
-def _adapter_config(folder: str, revision: str | None = None) -> str | None:
-    """The file of an adapter's configuration; the Hub is asked once."""
-    try:
-        found: str | None = find_adapter_config_file(folder, revision=revision)
-    except OSError:  # no such model, which opening it will say
-        found = None
-    return found
 
 
 def with_adapter(model: PreTrainedModel, name: str | os.PathLike[str]) -> PreTrainedModel:
@@ -159,24 +137,20 @@ def with_adapter(model: PreTrainedModel, name: str | os.PathLike[str]) -> PreTra
     from peft import PeftModel, get_peft_model_state_dict, load_peft_weights
 
     folder, revision = pinned(name)
-    own, why = set(model.state_dict()), ""
+    own = {f"base_model.model.{key}" for key in model.state_dict()}
     try:
         adapted = PeftModel.from_pretrained(model, folder, **revision)
-        seen = set(load_peft_weights(folder, device="cpu", **revision))
         known = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
-        strange = {key for key in seen - known if key.removeprefix("base_model.model.") not in own} | known - seen
+        strange = (set(load_peft_weights(folder, "cpu", **revision)) - own) ^ known
+        why = f"{len(strange)} of its tensors do not fit, such as {min(strange)}" if strange else ""
         if getattr(model, "hf_quantizer", None) is not None:
             why = "the base's weights are quantised, and the sum would be rounded"
-        elif strange:
-            why = f"{len(strange)} of its tensors do not fit, such as {min(strange)}"
-        else:
-            model = adapted.merge_and_unload()
+        if not why:
+            return adapted.merge_and_unload()  # type: ignore[no-any-return]
     except Exception as error:  # kinds without a merge, other shapes, damaged files
-        why = f"{type(error).__name__}: {str(error).strip() or 'no reason given'}".splitlines()[0]
-    if why:
-        raise UserError(
-            f"the adapter {str(name)!r} cannot be merged into its base {type(model).__name__}: {why}. Check "
-            "base_model_name_or_path in its adapter_config.json, or merge it where it was trained (merge_and_unload) "
-            "and give the saved model"
-        )
-    return model
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+    raise UserError(
+        f"the adapter {str(name)!r} cannot be merged into its base {type(model).__name__}: {why}. Check "
+        "base_model_name_or_path in its adapter_config.json, or merge it where it was trained (merge_and_unload) and "
+        "give the saved model"
+    )

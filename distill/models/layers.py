@@ -67,28 +67,25 @@ def cut(target: PreTrainedModel, layers: int | list[int]) -> PreTrainedModel:
     if per_layer := config.to_dict().get("per_layer_config"):  # fields that differ between layers, by number
         by_number = {int(number): fields for number, fields in per_layer.items()}
         text.per_layer_config = {i: by_number[source] for i, source in enumerate(kept) if source in by_number}
-    written = config.to_dict()
     read = type(config).from_dict(config.to_dict()).to_dict()
-    wrong = [f"{key} would be {read[key]}, not {value}" for key, value in written.items() if read.get(key) != value]
+    wrong = [f"{key} would be {read[key]}" for key, value in config.to_dict().items() if read.get(key) != value]
     draft: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
     layer = next(name for name, module in target.named_modules() if module is stack) + ".{}."
     sources = {layer.format(number): layer.format(source) for number, source in enumerate(kept)}
     weights, found = target.state_dict(), {}
     for name, wanted in draft.state_dict().items():
         own = next((prefix for prefix in sources if name.startswith(prefix)), "")
-        weight = weights.get(sources.get(own, "") + name.removeprefix(own))
-        if weight is not None and weight.shape != wanted.shape:  # of all layers in one, as Gemma 4's embedding of each
-            for dim, size in enumerate(wanted.shape):
-                if weight.shape[dim] * len(kept) == size * len(stack):
-                    weight = weight.unflatten(dim, (len(stack), -1))
-                    weight = weight.index_select(dim, torch.tensor(kept, device=weight.device)).flatten(dim, dim + 1)
-        if weight is None or weight.shape != wanted.shape:
-            wrong.append(f"{name} would be {list(wanted.shape)}, not {None if weight is None else list(weight.shape)}")
+        weight = weights.get(sources.get(own, "") + name.removeprefix(own), wanted.new_empty(0))
+        if weight.dim() == wanted.dim() and weight.shape != wanted.shape:  # parts of all layers, as in Gemma 4
+            dim = next(i for i, size in enumerate(wanted.shape) if size != weight.shape[i])
+            if weight.shape[dim] * len(kept) == wanted.shape[dim] * len(stack):
+                weight = torch.cat([weight.chunk(len(stack), dim)[source] for source in kept], dim)
+        wrong += [f"{name} would be {list(wanted.shape)}"] * (weight.shape != wanted.shape)
         found[name] = weight
     if wrong:
         raise UserError(
-            f"{type(target).__name__} ({config.model_type}) cannot be cut to its layers {kept}: "
-            f"{', '.join(wrong[:2])}. Name other student.layers, such as the last one too, or choose another student.kind"
+            f"{type(target).__name__} ({config.model_type}) cannot be cut to layers {kept}: {', '.join(wrong[:2])}: "
+            "name others in student.layers, such as the last one too, or choose another student.kind"
         )
     draft.load_state_dict(found)
     draft.generation_config = copy.deepcopy(target.generation_config)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants
+from huggingface_hub import snapshot_download
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -20,7 +20,7 @@ from transformers import (
 from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 
 from decode.errors import UserError
-from decode.models.loading import OFFLINE, config_for, load_config, load_model
+from decode.models.loading import config_for, load_config, load_model, unreadable
 from decode.models.wrapped import pinned
 from distill.config.run import Settings
 from distill.config.training import Architecture, Attention, LoraSettings, ModelSettings
@@ -60,22 +60,11 @@ def source_folder(model: str) -> Path:
     """
     if Path(model).is_dir():
         return Path(model)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
+    name, revision = pinned(model)
     try:
-        name, revision = pinned(model)
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES, revision=revision.get("revision")))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        why = (
-            OFFLINE
-            if constants.HF_HUB_OFFLINE
-            else (
-                "give a folder with a config.json, or the name of a Hub repository that can be reached from here "
-                f"({str(error).strip().splitlines()[0]})"
-            )
-        )
-        raise UserError(f"no model can be found at {model!r}: {why}") from error
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES, **revision))
+    except (OSError, ValueError) as error:  # those of the Hub's client among them
+        raise unreadable(model, "model", error) from error
 
 
 def count_parameters(settings: ModelSettings, vocab: int) -> int:

@@ -70,9 +70,7 @@ def test_layers_are_never_those_of_a_vision_tower() -> None:
 
 
 def test_a_cut_that_its_family_cannot_hold_is_refused() -> None:
-    with pytest.raises(
-        UserError, match=r"Gemma4ForCausalLM .* its layers \[0\]: layer_types would be .*full_attention"
-    ):
+    with pytest.raises(UserError, match=r"Gemma4ForCausalLM .* to layers \[0\]: layer_types would be .*full_attention"):
         cut(build_wrapper("gemma4"), 1)
 
 
@@ -87,7 +85,7 @@ def test_what_has_no_language_model_of_its_own_is_refused_by_name(tmp_path: Path
     T5Config(architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path / "t5")
     for folder, words in (
         ("aya", r"AyaVisionForConditionalGeneration .* as Cohere2ForCausalLM it gives other logits.*model.generate"),
-        ("blip", r"Blip2ForConditionalGeneration .* text alone .*pixel_values.* Use model.generate"),
+        ("blip", r"Blip2ForConditionalGeneration .* no text alone .*pixel_values.* Use model.generate"),
         ("t5", r"T5ForConditionalGeneration \(t5\) cannot be opened: .* Take a text model"),
     ):
         with pytest.raises(UserError, match=words):
