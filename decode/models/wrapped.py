@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -118,11 +119,11 @@ def adapter_base(name: str | os.PathLike[str]) -> str | None:
         UserError: the adapter does not name it.
     """
     folder, revision = pinned(name)
-    try:
-        known = (Path(folder) / "config.json").exists() or try_to_load_from_cache(folder, "config.json", **revision)
-        file = None if known or Path(folder).is_file() else find_adapter_config_file(folder, **revision)
-    except (OSError, ValueError):  # nothing of this name, which opening it will say
-        return None
+    file: str | None = None
+    with suppress(OSError, ValueError):  # nothing of this name, which opening it will say
+        cached = None if Path(folder).exists() else try_to_load_from_cache(folder, "config.json", **revision)
+        if not isinstance(cached, str) and not (Path(folder) / "config.json").exists():
+            file = find_adapter_config_file(folder, **revision)
     base: str | None = json.loads(Path(file).read_text(encoding="utf-8")).get("base_model_name_or_path") if file else ""
     if base is None:
         raise UserError(
@@ -146,7 +147,7 @@ def with_adapter(model: PreTrainedModel, name: str | os.PathLike[str]) -> PreTra
         if getattr(model, "hf_quantizer", None) is not None:
             why = "the base's weights are quantised, and the sum would be rounded"
         if not why:
-            return adapted.merge_and_unload()  # type: ignore[no-any-return]
+            return adapted.merge_and_unload()
     except Exception as error:  # kinds without a merge, other shapes, damaged files
         why = f"{type(error).__name__}: {error}".splitlines()[0]
     raise UserError(

@@ -62,7 +62,7 @@ def source_folder(model: str) -> Path:
         return Path(model)
     name, revision = pinned(model)
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES, **revision))
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES, revision=revision.get("revision")))
     except (OSError, ValueError) as error:  # those of the Hub's client among them
         raise unreadable(model, "model", error) from error
 

@@ -108,9 +108,21 @@ def test_methods_that_draft_trees_refuse_targets_that_read_none(name: str) -> No
         decode(runner, Method("", RandomTree(VOCAB), StopRule()), GREEDY, PROMPTS[0])
 
 
-@pytest.mark.parametrize("name", ["Mistral", "Phi-3", "Gemma 3", "Llama 4"])
-def test_a_tree_mask_without_the_window_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control of the check at opening: it reads past the end of the window."""
+@pytest.mark.parametrize(
+    ("name", "field", "window"),
+    [
+        ("Mistral", "sliding_window", 6),
+        ("Phi-3", "sliding_window", 6),
+        ("Gemma 3", "sliding_window", 6),
+        ("Gemma 3", "sliding_window", 128),
+        ("Llama 4", "attention_chunk_size", 8),
+        ("Llama 4", "attention_chunk_size", 8192),
+    ],
+)
+def test_a_tree_mask_without_the_window_is_noticed(
+    name: str, field: str, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control of the check at opening: it reads past the end of a window of any length."""
 
     def everything(*given, **options):  # type: ignore[no-untyped-def]
         monkeypatch.setattr(tree_masks, "ALL_MASK_ATTENTION_FUNCTIONS", Windowless())
@@ -129,8 +141,28 @@ def test_a_tree_mask_without_the_window_is_noticed(name: str, monkeypatch: pytes
 
     original, masks = tree_masks.masks_of_tree, tree_masks.ALL_MASK_ATTENTION_FUNCTIONS
     monkeypatch.setattr(huggingface_module, "masks_of_tree", everything)
-    runner = open_runner(model_of(name), fast=False)
+    model = build_architecture(name, **{field: window})
+    runner = open_runner(model, fast=False)
+    assert getattr(model.config, field) == window
     assert runner.tree_refusal == "a tree's branches get other logits than the texts they stand for"
+
+
+@pytest.mark.parametrize("name", ["Mistral", "Gemma 3"])
+def test_long_prompts_are_read_past_a_window_of_128_as_generate_does(name: str) -> None:
+    model = build_architecture(name, sliding_window=128, max_position_embeddings=400)
+    prompt = [(7 * i + i // 9) % VOCAB for i in range(300)]
+    text = generate(model, prompt, NEW)
+    for runner in (open_runner(model), open_runner(model, fast=False)):
+        for way in ("alternating", "tree"):
+            assert_decodes(runner, Method(way, Oracle(text, way, VOCAB), StopRule()), text, prompt, NEW)
+
+
+def test_a_fast_forward_without_its_window_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the weights' window is read at every forward, so the check at opening can shorten it."""
+    model = build_architecture("Mistral", sliding_window=128)
+    made = fast_runner(model)
+    made.network.weights.window = None
+    assert compare(model, made).chain > 0.1
 
 
 def test_adapters_decode_as_they_generate_and_leave_the_base_alone() -> None:

@@ -135,8 +135,8 @@ def test_an_adapter_that_does_not_fit_or_names_no_base_is_refused(tmp_path: Path
     tiny("llama", num_hidden_layers=1).save_pretrained(tmp_path / "shorter")
     for named, words in (
         (str(tmp_path / "shorter"), r"cannot be merged into its base LlamaForCausalLM: 4 of its tensors do not fit"),
-        (str(tmp_path / "gone"), r"base model of the adapter '.*adapter'.* names, '.*gone': .*no such folder"),
-        (None, r"names no base_model_name_or_path"),
+        (str(tmp_path / "gone"), r"base that the adapter '.*adapter' names .*, '.*gone': .*no such folder"),
+        (None, r"has base_model_name_or_path null: name the model"),
     ):
         file.write_text(json.dumps(fields | {"base_model_name_or_path": named}))
         with pytest.raises(UserError, match=words):

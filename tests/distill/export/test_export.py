@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -134,6 +135,36 @@ def test_the_folder_holds_what_engines_read(tmp_path):
     fields = json.loads((folder / "tokenizer_config.json").read_text())
     assert fields["tokenizer_class"] == "PreTrainedTokenizerFast"  # older engines know it
     assert not list(tmp_path.glob(".draft*"))
+
+
+def test_what_is_written_as_tied_is_one_matrix(tmp_path, monkeypatch):
+    """A config that ties over a file with another head: transformers keeps both, engines would tie."""
+    draft, target = pair(tmp_path, "llama")
+    fields = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(fields | {"tie_word_embeddings": True}))
+    folder = export_draft(draft, target, tmp_path / "draft", PROFILE, ExportSettings())
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is False
+    trained, exported = (AutoModelForCausalLM.from_pretrained(path) for path in (draft, folder))
+    assert torch.equal(trained.lm_head.weight, exported.lm_head.weight)
+    assert not torch.equal(exported.lm_head.weight, exported.model.embed_tokens.weight)
+
+    def tie(path: Path) -> None:
+        fields = json.loads(path.read_text())
+        path.write_text(json.dumps(fields | {"tie_word_embeddings": True}))
+
+    def damage(path: Path) -> None:
+        state = load_file(path.parent / "model.safetensors")
+        state["model.norm.weight"] *= 2
+        save_file(state, path.parent / "model.safetensors", metadata={"format": "pt"})
+
+    for change, words in (
+        (tie, "tie_word_embeddings True .* head are two"),
+        (damage, "other logits .* that was measured"),
+    ):
+        monkeypatch.setattr(export, "add_legacy_fields", change)
+        with pytest.raises(UserError, match=rf"The exported draft, loaded again by transformers, .*{words}"):
+            export_draft(draft, target, tmp_path / "other", PROFILE, ExportSettings())
+        assert not (tmp_path / "other").exists()
 
 
 def test_rope_is_written_in_the_new_and_the_old_fields(tmp_path):

@@ -93,7 +93,7 @@ def test_a_revision_stands_behind_the_name(tmp_path: Path, monkeypatch: pytest.M
     for seam in ("transformers.AutoModelForCausalLM.from_pretrained", "transformers.AutoConfig.from_pretrained"):
         monkeypatch.setattr(seam, asked)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", asked)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", asked)
+    monkeypatch.setattr("distill.models.loading.snapshot_download", asked)
     monkeypatch.setattr("transformers.PretrainedConfig.get_config_dict", lambda *_, **__: ({}, {}))
     for load in (
         lambda name: load_model(name, device="cpu", dtype="float32"),

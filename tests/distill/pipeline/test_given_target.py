@@ -1,8 +1,9 @@
-"""A target that is given, not trained: from a GGUF file it becomes a plain folder of the run."""
+"""A target that is given, not trained: a GGUF file or an adapter becomes a plain folder of the run."""
 
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,12 +11,20 @@ import pytest
 import torch
 from gguf_files import write_gguf
 from pairs import make_tokenizer
+from peft import LoraConfig, get_peft_model
 from tiny_run import run_tiny, tiny_settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from wrappers import WRAPPERS, build_wrapper
 
 from decode.errors import UserError
 from decode.models.loading import load_model
-from distill.config.training import TargetSettings
+from distill.config.drafts import DraftSettings
+from distill.config.training import (
+    LayerSkipSettings,
+    StudentSettings,
+    TargetSettings,
+    TrainingSettings,
+)
 
 
 @pytest.fixture
@@ -51,3 +60,46 @@ def test_the_weights_of_a_file_are_rounded_where_that_is_asked_for(file: Path, t
     assert all(torch.equal(a, b.half().float()) for a, b in zip(saved.parameters(), given.parameters(), strict=True))
     with pytest.raises(UserError, match=r"round_to is for a target with kind as_is, and target.kind is finetune"):
         TargetSettings(kind="finetune", model="a", round_to="float16").validate("target")
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
+def test_drafts_are_trained_for_the_language_model_of_one_that_sees(kind: str, tmp_path: Path) -> None:
+    """Cut from its layers, for the model as it is or trained by LayerSkip's recipe, and as a head."""
+    model = build_wrapper(kind, vocab=280)
+    model.generation_config.eos_token_id = 0
+    model.save_pretrained(tmp_path / "given")
+    make_tokenizer(chat=True).save_pretrained(tmp_path / "given")
+    given = str(tmp_path / "given")
+    few = TrainingSettings(steps=2, batch_size=4)
+    recipe = TargetSettings(kind="finetune", model=given, training=few, layerskip=LayerSkipSettings(enabled=True))
+    frozen, text = TargetSettings(kind="as_is", model=given), WRAPPERS[kind][2]
+    for target, student, made in (
+        (frozen, StudentSettings(kind="cut"), text),
+        (recipe, StudentSettings(kind="cut"), text),
+        (frozen, StudentSettings(kind="eagle3"), "LlamaForCausalLMEagle3"),
+    ):
+        settings = tiny_settings(tmp_path, target=target, student=student, drafts=[DraftSettings(name="distillspec")])
+        settings.training.steps = 2
+        ran, run, _ = run_tiny(settings)
+        assert ran[-2:] == ["initial", "distillspec"]
+        for stage in ("initial", "distillspec"):
+            assert json.loads((run.path(stage) / "config.json").read_text())["architectures"] == [made]
+
+
+def test_an_adapter_given_as_the_target_becomes_a_plain_folder(
+    tmp_path: Path, tiny: Callable[..., PreTrainedModel]
+) -> None:
+    base = copy.deepcopy(tiny("llama", vocab_size=280, max_position_embeddings=256))
+    base.generation_config.eos_token_id = 0
+    base.save_pretrained(tmp_path / "base")
+    make_tokenizer(chat=True).save_pretrained(tmp_path / "base")
+    adapted = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    adapted.save_pretrained(tmp_path / "adapter")
+    settings = tiny_settings(tmp_path, target=TargetSettings(kind="as_is", model=str(tmp_path / "adapter")))
+    settings.student.architecture.hidden_size = 8
+    settings.drafts = settings.drafts[:1]
+    ran, run, _ = run_tiny(settings)
+    assert ran == ["target", "initial", "distillspec"]
+    saved, ids = AutoModelForCausalLM.from_pretrained(run.target), torch.arange(3, 19)[None]
+    torch.testing.assert_close(saved(ids).logits, adapted.eval()(input_ids=ids).logits, atol=1e-4, rtol=1e-4)
