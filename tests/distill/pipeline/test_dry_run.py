@@ -6,7 +6,6 @@ import pytest
 from rich.console import Console
 
 from decode.commands.parsing import parse
-from decode.models.loading import FAMILIES
 from distill.__main__ import FOREIGN
 from distill.config.drafts import DraftSettings
 from distill.config.run import Settings
@@ -55,7 +54,10 @@ def test_models_from_the_hub_take_the_path_of_their_kind(kind: str, tmp_path: Pa
     assert ran == ["target", "initial", "own"]
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES.values())))
+@pytest.mark.parametrize(
+    "family",
+    ["codegen", "gemma", "gemma2", "gpt2", "gpt_neox", "mistral", "mixtral", "opt", "phi", "phi3", "qwen2", "qwen3"],
+)
 def test_a_tiny_model_of_every_family_can_be_built_and_distilled(family: str) -> None:
     shape = Architecture(model_type=family, hidden_size=32, layers=2, heads=4, positions=2048)
     model = build_model(shape, 320, None, seed=0)
