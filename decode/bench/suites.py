@@ -71,7 +71,6 @@ def load_suite(spec: str, *, limit: int | None = None, seed: int = 0, split: str
         UserError: unknown suite or option, no such file, rows or columns, or the Hub does not answer.
     """
     name, option, path = _parse(spec)
-    notes: list[str] = []
     if limit is not None and limit < 1:
         raise UserError(f"the suite's limit is {limit}: give at least 1, or leave it out for all prompts")
     preset = PRESETS.get("spec_bench" if name == "chat" else name)
@@ -79,6 +78,7 @@ def load_suite(spec: str, *, limit: int | None = None, seed: int = 0, split: str
         prompts = [_own_prompt(f"{name}/{place}", row) for place, row in enumerate(read_rows(path or OPEN))]
         kept = _sample([prompt.category for prompt in prompts], limit, seed)
         return Suite(spec, [prompts[place] for place in kept], None, "its prompts have no references")
+    note = "" if preset.scorer else f"{name} has no scorer"
     if name == "arithmetic" and path is None:
         prompts = _arithmetic(int(option or 1), limit or DEFAULT_LIMIT, seed, split)
     else:
@@ -87,12 +87,12 @@ def load_suite(spec: str, *, limit: int | None = None, seed: int = 0, split: str
         rows = read_rows(CHAT) if name == "chat" and not path else _rows(name, preset, path, split)
         whole = [row for row in rows if not preset.placeholder or preset.placeholder not in str(row)]
         if lost := len(rows) - len(whole):
-            notes.append(
+            note = (
                 f"{lost} of {len(rows)} rows are left out, which hold a placeholder instead of their text: fill them "
-                f"with the data set's own prepare.py, and give its file with --suite {name}=PATH"
             )
+            note += f"with the data set's own prepare.py, and give its file with --suite {name}=PATH"
         if not whole:
-            raise UserError(f"the suite {spec!r} has no prompt: {notes[0]}")
+            raise UserError(f"the suite {spec!r} has no prompt: {note}")
         try:
             prompts = _prompts(name, preset, whole, option, limit, seed)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -102,10 +102,8 @@ def load_suite(spec: str, *, limit: int | None = None, seed: int = 0, split: str
                 f"the suite {spec!r} has rows that are not as those of {name} ({type(error).__name__}: {error}): "
                 f"correct the file, or name the column of its prompts prompt and use --suite prompts=PATH"
             ) from error
-    if preset.scorer is None:
-        return Suite(spec, prompts, None, "; ".join([*notes, f"{name} has no scorer"]))
-    scorer = SCORERS[preset.scorer]
-    return Suite(spec, prompts, lambda prompt, output: scorer(prompt.reference or "", output))
+    scorer = SCORERS.get(preset.scorer or "")
+    return Suite(spec, prompts, scorer and (lambda prompt, output: scorer(prompt.reference or "", output)), note)
 
 
 def _parse(spec: str) -> tuple[str, str, str | None]:

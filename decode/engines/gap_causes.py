@@ -51,11 +51,7 @@ def serving_facts(
 ) -> dict[str, Any]:
     """What a draft is trained with and has to be served with: noted in its profile, compared by `causes_in_files`.
 
-    Args:
-        target: as it is loaded.
-        folder: of its files.
-        tokenizer: with the template of its chats.
-        chat: whether texts are put into that template.
+    It is about a loaded target, the folder of its files, and its tokenizer's template if texts are chats.
     """
 
     def short(value: object) -> str:
