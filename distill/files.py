@@ -54,9 +54,9 @@ def _checksum(path: Path, *_: int) -> int:
 
 
 def files_state(paths: Iterable[str | None]) -> dict[str, list[int]]:
-    """Size and checksum (of large files the time) of every file at, or directly below, the paths that exist."""
+    """Size and checksum (of large files the time) of every file at or below the paths that exist."""
     found = [Path(path) for path in paths if path and Path(path).exists()]
-    files = [file for path in found for file in ([path] if path.is_file() else sorted(path.iterdir()))]
+    files = [file for path in found for file in ([path] if path.is_file() else sorted(path.rglob("*")))]
     states = {file: file.stat() for file in files if file.is_file()}
     return {
         str(file): [state.st_size, checksum(file) if state.st_size <= LARGE else state.st_mtime_ns]

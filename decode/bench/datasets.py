@@ -2,14 +2,19 @@
 
 import csv
 import hashlib
+import io
 import json
 import logging
+import lzma
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pyarrow.ipc
+import pyarrow.parquet
 import yaml
 from jinja2 import Environment, StrictUndefined, Template, TemplateError
 
@@ -18,38 +23,107 @@ from decode.errors import UserError
 Row = dict[str, Any]
 
 
-FORMATS = (".csv", ".json", ".jsonl", ".parquet", ".txt")
+FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".txt")
 """File name suffixes of `iter_rows`. JSON and CSV are not read by ``datasets``, which changes values: in version 5 the
 JSON text "2020-01-01" becomes a datetime, and the CSV text "1.50" becomes 1.5."""
+csv.field_size_limit(2**31 - 1)  # a chat in one field may be long
 
 
-def _read(path: Path) -> Iterator[Row]:
-    if path.suffix.lower() == ".parquet":
-        import pyarrow.parquet
+def file_format(path: str | Path) -> str:
+    """The suffix among `FORMATS` of a file, which may be compressed (rows.jsonl.gz); empty if it has none of them."""
+    suffixes = [suffix.lower() for suffix in Path(path).suffixes]
+    while suffixes and suffixes[-1] in (".gz", ".bz2", ".xz", ".zst"):
+        suffixes.pop()
+    return suffixes[-1] if suffixes and suffixes[-1] in FORMATS else ""
 
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():  # ArrowInvalid is a ValueError
+
+def text_lines(path: str | Path, newline: str | None = None) -> Iterator[str]:
+    """The lines of a text file, which may be compressed; in UTF-8, or UTF-16 or 32 by its byte order mark.
+
+    Raises:
+        UserError: a byte that is not UTF-8, with its line, or a damaged file.
+    """
+    try:
+        unpack = lzma.LZMAFile if str(path).endswith(".xz") else pyarrow.input_stream
+        binary = io.BufferedReader(unpack(str(path)))
+        encoding = json.detect_encoding(binary.peek(4)[:4])
+        for number, line in enumerate(io.TextIOWrapper(binary, encoding, "surrogateescape", newline), 1):
+            if not line.isascii() and (bad := re.search("[\udc80-\udcff]", line)):  # what no valid byte becomes
+                around = line[max(0, bad.start() - 20) : bad.end() + 20].strip()
+                raise ValueError(
+                    f"line {number}: the byte 0x{ord(bad[0]) - 0xDC00:02x} in {around!r} is not UTF-8; save the file "
+                    "as UTF-8 (from Latin-1: iconv -f latin1 -t utf-8)"
+                )
+            yield line
+    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+
+
+def _read(path: Path) -> Iterator[Any]:
+    form = file_format(path)
+    if form in (".parquet", ".arrow"):
+        batches = pyarrow.parquet.ParquetFile(path).iter_batches() if form == ".parquet" else _arrow_batches(path)
+        for batch in batches:  # ArrowInvalid is a ValueError
             yield from batch.to_pylist()
-        return
-    with path.open(encoding="utf-8-sig", newline="" if path.suffix.lower() == ".csv" else "\n") as file:
-        if path.suffix.lower() == ".csv":
-            yield from csv.DictReader(file)
-        elif path.suffix.lower() == ".json":
-            data = json.load(file)
-            if isinstance(data, dict):
-                lists = [value for value in data.values() if isinstance(value, list)]
-                data = lists[0] if len(lists) == 1 else [data]
-            yield from data
-        else:
-            lines = (line for line in file if line.strip())
-            yield from (
-                map(json.loads, lines)
-                if path.suffix.lower() == ".jsonl"
-                else ({"text": line.rstrip("\r\n")} for line in lines)
-            )
+    elif form in (".csv", ".tsv"):
+        reader = csv.DictReader(text_lines(path, ""), delimiter="," if form == ".csv" else "\t", strict=True)
+        for row in reader:
+            if None in row:
+                raise ValueError(f"it has more fields than the header's {len(row) - 1}: quote those with separators")
+            yield row
+    elif form == ".txt":
+        yield from ({"text": line.rstrip("\r\n")} for line in text_lines(path) if line.strip())
+    elif form == ".json":
+        lines = list(text_lines(path))
+        try:
+            yield from _rows_of(json.loads("".join(lines)))
+        except json.JSONDecodeError as error:
+            if error.msg != "Extra data":
+                raise
+            yield from map(json.loads, filter(str.strip, lines))  # JSON Lines under the name of JSON
+    else:
+        yield from map(json.loads, filter(str.strip, text_lines(path)))
+
+
+def _arrow_batches(path: Path) -> list[pyarrow.RecordBatch]:
+    source = pyarrow.memory_map(str(path))
+    as_file = source.read(6) == b"ARROW1"  # else a stream, as `datasets` writes
+    source.seek(0)
+    return (pyarrow.ipc.open_file if as_file else pyarrow.ipc.open_stream)(source).read_all().to_batches()
+
+
+def _rows_of(data: Any) -> list[Any]:
+    """The rows of a JSON file: a list of them, also under a name, a table as pandas writes it, or one row."""
+    if not isinstance(data, dict):
+        return data if isinstance(data, list) else [data]
+    values = list(data.values())
+    if {"columns", "data"} <= data.keys() and all(isinstance(row, list) for row in data["data"]):  # orient="split"
+        return [dict(zip(data["columns"], row, strict=True)) for row in data["data"]]
+    if all(isinstance(value, dict) for value in values):
+        if all(name.isdigit() for name in data):  # orient="index"
+            return values
+        if all(label.isdigit() for column in values for label in column):  # orient="columns"
+            return [{name: column.get(label) for name, column in data.items()} for label in values[0]]
+    lists = [value for value in values if isinstance(value, list) and not messages_of(value)]
+    tables = [value for value in lists if value and all(isinstance(row, dict) for row in value)]
+    if len(tables) < len(lists) == len(values) and len(set(map(len, lists))) == 1:  # orient="list"
+        return [dict(zip(data, row)) for row in zip(*lists)]
+    return tables[0] if len(tables) == 1 else [data]
+
+
+def messages_of(value: Any) -> list[Any] | None:
+    """The messages in a value that is a list of them, or the JSON text of one; None for other values."""
+    try:
+        found = json.loads(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
+    except ValueError:
+        return None
+    roles = {"role", "from"}
+    chat = isinstance(found, list) and found and all(isinstance(one, dict) and roles & one.keys() for one in found)
+    return found if chat else None
 
 
 def iter_rows(path: str | Path) -> Iterator[Row]:
-    """The rows of a local file: json (a list of rows, or an object with one such list), jsonl, csv, parquet, or txt.
+    """The rows of a local file of one of `FORMATS`; text formats may be compressed with gzip, bz2, xz or zstd.
 
     A txt file gives a row ``{"text": line}`` for each line that is not empty. All formats but json are read lazily.
 
@@ -59,16 +133,18 @@ def iter_rows(path: str | Path) -> Iterator[Row]:
     path, number = Path(path), 0
     if not path.is_file():
         raise UserError(f"there is no file {str(path)!r}: check the path (it is relative to {Path.cwd()})")
-    if path.suffix.lower() not in FORMATS:
+    if not file_format(path):
         raise UserError(f"{path} ends in {path.suffix!r}: rows are read from {', '.join(FORMATS)}")
     try:
         for row in _read(path):
-            number += 1
             if not isinstance(row, dict):
                 raise ValueError("a row must be an object with named columns, such as {'question': '...'}")
+            number += 1
             yield row
-    except (ValueError, OSError, csv.Error) as error:
-        raise UserError(f"{path} cannot be read as {path.suffix} near row {number + 1}: {error}") from error
+    except UserError:
+        raise
+    except (ValueError, TypeError, OSError, NotImplementedError, csv.Error) as error:
+        raise UserError(f"{path} cannot be read as {file_format(path)} near row {number + 1}: {error}") from error
     if not number:
         raise UserError(f"{path} has no rows: give a file with at least one")
 
@@ -78,18 +154,8 @@ def read_rows(path: str | Path) -> list[Row]:
     return list(iter_rows(path))
 
 
-def load_hub(
-    name: str,
-    config: str | None = None,
-    split: str | None = None,
-    *,
-    revision: str | None = None,
-    streaming: bool = False,
-) -> Any:
-    """Load a data set from the Hugging Face Hub or its local cache.
-
-    Whether the Hub answers is checked first with a timeout of 5 seconds; without a network only the cache is used,
-    instead of the long retries of ``datasets``.
+def load_hub(name: str, config: str | None = None, split: str | None = None, *, streaming: bool = False) -> Any:
+    """Load a data set from the Hugging Face Hub (its branch, tag or commit behind an @) or its local cache.
 
     Returns:
         A ``DatasetDict``, or the ``Dataset`` of one split; with ``streaming`` their iterable kinds.
@@ -98,33 +164,24 @@ def load_hub(
         UserError: not reachable and not cached, no such data set, configuration or split.
     """
     import datasets
-    import huggingface_hub
     from huggingface_hub import constants
 
+    from decode.models.wrapped import pinned
+
     quiet_datasets()
-    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
-    offline = constants.HF_HUB_OFFLINE
-    if not offline:
-        try:
-            huggingface_hub.HfApi().dataset_info(name, timeout=5)
-        except huggingface_hub.errors.HfHubHTTPError:
-            pass
-        except Exception:  # the network layer has many exceptions; all mean that the Hub does not answer
-            offline = True
-    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = offline
+    repository, revision = pinned(name)
+    datasets.config.HF_HUB_OFFLINE = offline = constants.HF_HUB_OFFLINE
     try:
-        online = streaming and not offline
-        return datasets.load_dataset(name, config, split=split, revision=revision, streaming=online)
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().split("\n")[0]
+        return datasets.load_dataset(repository, config, split=split, streaming=streaming and not offline, **revision)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        disagree = isinstance(error, datasets.exceptions.DatasetGenerationError)  # whose own message says nothing
+        reason = " ".join(str(error.__cause__ if disagree else error).split())
         if offline:
             reason = "it is not in the local cache, and the Hub is switched off (HF_HUB_OFFLINE) or does not answer"
         raise UserError(
             f"the data set {name!r} (configuration {config!r}, split {split!r}) cannot be loaded from the Hugging "
             f"Face Hub: {reason}. Check the name and the network, or give a local file"
         ) from error
-    finally:
-        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
 def quiet_datasets() -> None:
@@ -199,12 +256,13 @@ class Preset:
             raise ValueError(str(error)) from error
 
 
-def held_out(prompt: str, fraction: float = 0.05) -> str:
-    """The split of a row whose source has no validation and test splits, by a hash of its prompt.
+def held_out(key: Any, fraction: float = 0.05) -> str:
+    """The split of a row whose source has no validation and test splits, by a hash of its prompt, or of a chat.
 
-    ``fraction`` of all prompts go to validation, as many to test, the rest to train; equal prompts share a split.
+    ``fraction`` of all keys go to validation, as many to test, the rest to train; rows of equal keys share a split.
     """
-    place = int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=6).digest(), "big") / 2**48
+    key = key if isinstance(key, str) else json.dumps(key, sort_keys=True, default=str)
+    place = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=6).digest(), "big") / 2**48
     return "validation" if place < fraction else "test" if place < 2 * fraction else "train"
 
 
@@ -215,7 +273,12 @@ def _template(source: str) -> Template:
             value = value[0] if value else ""
         return str(value or "")
 
-    environment = Environment(keep_trailing_newline=True, undefined=StrictUndefined)
+    def plain(value: Any) -> Any:
+        if isinstance(value, list | dict):
+            raise ValueError(f"a {type(value).__name__} where a text is expected: {str(value)[:60]}")
+        return value
+
+    environment = Environment(keep_trailing_newline=True, undefined=StrictUndefined, finalize=plain)
     environment.filters["innermost"] = innermost
     return environment.from_string(source)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 
 from decode.bench.arithmetic import problems
-from decode.bench.datasets import FORMATS, PRESETS, Preset, Row, held_out, load_hub, read_rows
+from decode.bench.datasets import PRESETS, Preset, Row, file_format, held_out, load_hub, read_rows
 from decode.errors import UserError, unknown
 
 NAMES = (*PRESETS, "chat", "open", "prompts")
@@ -74,7 +74,7 @@ def load_suite(spec: str, *, limit: int | None = None, seed: int = 0, split: str
     if limit is not None and limit < 1:
         raise UserError(f"the suite's limit is {limit}: give at least 1, or leave it out for all prompts")
     preset = PRESETS.get("spec_bench" if name == "chat" else name)
-    if preset is None or (path and Path(path).suffix.lower() == ".txt"):
+    if preset is None or (path and file_format(path) == ".txt"):
         prompts = [_own_prompt(f"{name}/{place}", row) for place, row in enumerate(read_rows(path or OPEN))]
         kept = _sample([prompt.category for prompt in prompts], limit, seed)
         return Suite(spec, [prompts[place] for place in kept], None, "its prompts have no references")
@@ -111,7 +111,7 @@ def _parse(spec: str) -> tuple[str, str, str | None]:
     head, equals, path = spec.partition("=")
     name, _, option = head.partition(":")
     name = SPELLINGS.get(re.sub("[-_ ]", "", name.lower()), name)
-    if not equals and Path(spec).suffix.lower() in FORMATS:
+    if not equals and file_format(spec):
         return _recognise(spec), "", spec
     if path and name not in NAMES:
         return _recognise(path), "", path
@@ -179,7 +179,7 @@ def _rows(name: str, preset: Preset, path: str | None, split: str) -> list[Row]:
         raise UserError(f"suite {name!r}: {error}: --suite {name}=PATH") from error
     if theirs != preset.splits.get("train"):
         return rows
-    held = ((row, held_out(preset.prompt(row))) for row in rows)
+    held = ((row, held_out(row["messages"] if preset.kind == "chat" else preset.prompt(row))) for row in rows)
     return [row for row, part in held if (part if part not in preset.splits else "train") == split]
 
 

@@ -3,22 +3,73 @@
 import time
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from decode.bench.datasets import FORMATS
+from decode.bench.datasets import file_format, iter_rows, text_lines
 from decode.bench.suites import load_suite
 from decode.commands.settings import StoreSettings, required
 from decode.drafters.adaptix import save_ngram_table
-from decode.drafters.corpus_files import join_documents, tokenize_files, tokenizer_fingerprint
+from decode.drafters.corpus_files import join_documents, tokenizer_fingerprint
 from decode.drafters.rest import save_datastore
 from decode.errors import UserError
 from decode.models.loading import load_tokenizer
+from decode.progress import Progress
 
-SUFFIXES = {".txt", ".jsonl", ".md", ".py"}
+SUFFIXES = {".md", ".py"}
+BLOCK = 1 << 14  # lines of a plain text that make a document
+TOGETHER = 1 << 20  # characters of short documents that are tokenised in one call
+
+
+def read_texts(path: Path) -> Iterator[str]:
+    """Yield the documents of a file.
+
+    A row of JSON Lines is one document: its ``text``, or all its strings joined by newlines, of a chat what is said.
+    Any other file is plain text, which is cut every 16,384 lines.
+
+    Raises:
+        UserError: a line is not a JSON object, or a byte is not UTF-8.
+    """
+
+    def strings(value: Any) -> list[str]:
+        if isinstance(value, dict):
+            value = [item for name, item in value.items() if name not in ("role", "from")]
+        parts = map(strings, value) if isinstance(value, list) else [[value] if isinstance(value, str) else []]
+        return [text for part in parts for text in part]
+
+    if file_format(path) in (".jsonl", ".ndjson"):
+        for row in iter_rows(path):
+            yield row["text"] if isinstance(row.get("text"), str) else "\n".join(strings(row))
+    else:
+        lines = text_lines(path)
+        while block := "".join(islice(lines, BLOCK)):
+            yield block
+
+
+def tokenize_files(files: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+    """Yield the token ids of every document in `files`.
+
+    Raises:
+        UserError: a file is missing.
+    """
+    for path in map(Path, files):
+        if not path.is_file():
+            raise UserError(f"no file {path}: give text or .jsonl files")
+        texts = read_texts(path)
+        with Progress(transient=True) as progress:
+            work = progress.add(f"tokenising {path.name}, documents")
+            for first in texts:
+                batch, room = [first], TOGETHER - len(first)
+                while room > 0 and (text := next(texts, None)) is not None:
+                    batch.append(text)
+                    room -= len(text)
+                yield from tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
+                work.advance(len(batch))
 
 
 def read_corpus(
@@ -36,11 +87,11 @@ def read_corpus(
     Raises:
         UserError: an input is neither a file nor a suite.
     """
-    rows = set(FORMATS) - {".txt", ".jsonl"}
-    files = [name for name in inputs if Path(name).is_file() and Path(name).suffix.lower() not in rows]
+    texts_in = ("", ".txt", ".jsonl", ".ndjson")
+    files = [name for name in inputs if Path(name).is_file() and file_format(name) in texts_in]
     suites = [name for name in inputs if name not in files]
     for name in suites:
-        is_path = Path(name).suffix in SUFFIXES | set(FORMATS) or "/" in name
+        is_path = Path(name).suffix in SUFFIXES or file_format(name) or "/" in name
         if "=" not in name and is_path and not Path(name).is_file():
             raise UserError(f"there is no file {name!r}; give text or .jsonl files, or suites such as arithmetic")
     for name in suites:

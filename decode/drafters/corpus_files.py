@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,8 @@ from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
 from decode.errors import UserError, write_safely
-from decode.progress import Progress
 
 FORMAT = "2"
-BLOCK = 1 << 20  # characters of a plain text that make a document
-TOGETHER = 1 << 20  # characters of short documents that are tokenised in one call
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> str:
@@ -52,54 +49,6 @@ def join_documents(documents: Iterable[Sequence[int] | np.ndarray]) -> np.ndarra
     if text.min() < 0 or np.count_nonzero(text == 0) != len(parts):
         raise UserError("a document holds a negative token id: give ids as the tokenizer returns them")
     return text.astype(np.uint32 if text.max() > np.iinfo(np.uint16).max else np.uint16)
-
-
-def read_texts(path: Path) -> Iterator[str]:
-    """Yield the documents of a file.
-
-    A line of JSON Lines is one document: its ``text``, or all its strings joined by newlines. Any other file
-    is plain text, which is cut at line ends every million characters.
-
-    Raises:
-        UserError: a line is not a JSON object.
-    """
-    with path.open(encoding="utf-8", errors="replace") as file:
-        if path.suffix.lower() != ".jsonl":
-            while lines := file.readlines(BLOCK):
-                yield "".join(lines)
-            return
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-                strings = {name: value for name, value in row.items() if isinstance(value, str)}
-                yield strings.get("text") or "\n".join(strings.values())
-            except (json.JSONDecodeError, AttributeError) as error:
-                raise UserError(
-                    f"{path}, line {number} is not a JSON object ({error}): give one object a line"
-                ) from None
-
-
-def tokenize_files(files: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """Yield the token ids of every document in `files`.
-
-    Raises:
-        UserError: a file is missing.
-    """
-    for path in map(Path, files):
-        if not path.is_file():
-            raise UserError(f"no file {path}: give text or .jsonl files")
-        texts = read_texts(path)
-        with Progress(transient=True) as progress:
-            work = progress.add(f"tokenising {path.name}, documents")
-            for first in texts:
-                batch, room = [first], TOGETHER - len(first)
-                while room > 0 and (text := next(texts, None)) is not None:
-                    batch.append(text)
-                    room -= len(text)
-                yield from tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
-                work.advance(len(batch))
 
 
 def save_arrays(path: Path, arrays: dict[str, np.ndarray], *, kind: str, fingerprint: str, **facts: int) -> None:

@@ -49,8 +49,8 @@ SIXTEEN_BITS = (
 )
 
 OFFLINE = (
-    "it is no folder and not in the Hub's cache on this machine, and the Hub is switched off (HF_HUB_OFFLINE): unset "
-    "it, or fetch the model with `hf download` where there is a network"
+    "it is no folder and not in the Hub's cache on this machine, and the Hub is switched off (HF_HUB_OFFLINE) or "
+    "does not answer: fetch the model with `hf download` where there is a network, or give its folder"
 )
 
 DIGIT_BY_DIGIT = {"starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b", "mellum2"}
@@ -139,10 +139,10 @@ def unreadable(name: str | os.PathLike[str], what: str, error: Exception) -> Use
     elif isinstance(error, SafetensorError):
         hint = "; its safetensors file is damaged or cut off: download or save it again"
     elif not Path(name).exists():
-        if str(name).startswith((".", "/", "~", "runs/")) or str(name).count("/") != 1:
+        if str(name).startswith((".", "/", "~", "runs/")) or str(name).count("/") > 1:
             hint = "; there is no such folder: train it first (make distill) or give the path of one"
         elif constants.HF_HUB_OFFLINE:
-            hint = f"; {OFFLINE}"
+            return UserError(f"cannot load the {what} {str(name)!r}: {OFFLINE}")
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return UserError(f"cannot load the {what} {str(name)!r}: {type(error).__name__}: {first}{hint}")
 

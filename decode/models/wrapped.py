@@ -5,11 +5,12 @@ import json
 import os
 import re
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import constants, get_session, try_to_load_from_cache
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -107,9 +108,25 @@ def language_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
 
 
 def pinned(name: str | os.PathLike[str]) -> tuple[str, dict[str, str]]:
-    """A Hub name and the revision after its @, as arguments of transformers; folders stay as they are."""
+    """A Hub name and the revision after its @, as arguments of transformers; folders stay as they are.
+
+    A Hub that does not answer is switched off for this process, whose libraries would repeat each request for 20 s.
+    """
+    if Path(name).exists():
+        return str(name), {}
+    constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE or not _answers(constants.ENDPOINT)
     repository, at, revision = str(name).rpartition("@")
-    return (repository, {"revision": revision}) if at and not Path(name).exists() else (str(name), {})
+    return (repository, {"revision": revision}) if at else (str(name), {})
+
+
+@cache
+def _answers(endpoint: str) -> bool:
+    """Whether the Hub sends any answer within five seconds."""
+    try:
+        get_session().head(endpoint, timeout=5)
+    except Exception:  # the layers of the network have many
+        return False
+    return True
 
 
 def adapter_base(name: str | os.PathLike[str]) -> str | None:

@@ -65,15 +65,16 @@ class DataSettings:
     prompts: PromptSettings = field(default_factory=PromptSettings)
     """With source target: how prompts are written, chosen and mixed with those of a file."""
     train_file: str | None = None
-    """Local training rows (json, jsonl, csv, parquet or txt); with a preset as source its template is used."""
+    """Local training rows (json, jsonl, csv, tsv, parquet, arrow or txt; text also compressed, as .jsonl.gz); with a
+    preset as source its template is used."""
     validation_file: str | None = None
     """Local validation rows; null: 5 % of the training rows are split off where the source has none. A hash of the
-    prompt decides, so equal prompts stay in one split."""
+    prompt, or of a whole chat, decides, so equal prompts and chats stay in one split."""
     test_file: str | None = None
     """Local test rows, used for the final measurement only; null: split off like the validation rows."""
     kind: Kind = "auto"
-    """pairs (prompt, response), chat (a list of {role, content} in the column messages or conversations), text (in the
-    column text, no prompt); auto: by the columns."""
+    """pairs (prompt, response), chat (a list of {role, content} in the column messages or conversations, or prompt and
+    chosen or completion), text (in the column text, no prompt); auto: by the columns."""
     prompt_template: str | None = None
     """How a row becomes a prompt: a format string over its columns, such as '{question}\\n' (there a line break, on the
     command line too); null: the preset's template, or the usual column names."""

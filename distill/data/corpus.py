@@ -43,7 +43,7 @@ from distill.data.sources import SPLITS, SourceRows, load_rows, sentences
 from distill.data.tokenizer import train_tokenizer
 from distill.files import checksum, files_state, fingerprint, replaced, write_json
 
-VERSION = 3  # raised when a change of the code changes which examples are made of the same rows, or what is kept
+VERSION = 4  # raised when a change of the code changes which examples are made of the same rows, or what is kept
 PATIENCE = 600.0  # seconds for which another process may find data of process 0 that differ from its own
 BATCH = 1000  # rows tokenised together
 A_PROCESS = 5000  # rows for which starting one more process pays

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.bench.datasets import Row, read_rows
+from decode.bench.datasets import Row, messages_of, read_rows
 from decode.errors import UserError
 from decode.models.tokens import plain_ids, written_ids
 from decode.models.writing import GROUP, uniform_draws, write_texts
@@ -170,7 +170,7 @@ def prompt_rows(
 
 def prompt_of(row: Row) -> list[dict[str, Any]] | None:
     """The turns of a row up to the first question, or None if it has none; rows may have any of the usual shapes."""
-    chat, turns = row.get("messages") or row.get("conversations"), row.get("turns")
+    chat, turns = row.get("messages") or row.get("conversations") or messages_of(row.get("prompt")), row.get("turns")
     if not chat:
         text = row.get("question") or row.get("prompt") or ""
         if row.get("instruction"):

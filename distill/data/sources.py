@@ -2,37 +2,41 @@
 
 A row is ``{"prompt", "response"}`` (pairs), ``{"messages", "tools"}`` (chat) or ``{"text"}`` (text), each with its
 ``number`` in the source, from 1. Rows that do not fit are left out, counted and named. Splits that a source lacks are
-taken from its training rows by a hash of the prompt, so they depend neither on the seed nor on the order, and equal
-prompts stay together.
+taken from its training rows by a hash of the prompt of a pair, of a whole chat or of a text, so they depend neither on
+the seed nor on the order, and equal rows stay together.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from string import Formatter
 
+from decode.bench import datasets
 from decode.bench.arithmetic import problems
-from decode.bench.datasets import FORMATS, PRESETS, Preset, Row, held_out, iter_rows, load_hub
+from decode.bench.datasets import PRESETS, Preset, Row, file_format, held_out, iter_rows, messages_of
 from decode.errors import UserError
-from decode.models.wrapped import pinned
 from distill.config.data import DataSettings
 from distill.data.chat import UnusableRow, clean_messages
 
 SPLITS = ("train", "validation", "test")
-SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
+SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
 TEMPLATES = (
     ("{prompt}", "{response}"),
     ("{prompt}", "{completion}"),
+    ("{prompt}", "{chosen}"),
     ("{question}\n", "{answer}"),
     ("{input}\n", "{output}"),
 )
 """Prompt and response of rows with these columns, where no other template is given."""
 CHAT_COLUMNS = "messages", "conversations"
 HELD_OUT = 0.05  # share of the training rows that goes to each split that the source lacks
+FREQUENT = 10  # pairs of one prompt that are kept in one split, however few rows there are
 PASSAGE = 2000  # least characters of a plain text file that go to one split together (whole paragraphs)
 Shape = Callable[[Row], Row]  # brings a row of a source into its plain shape
 
@@ -63,16 +67,17 @@ def sentences(split: str, left_out: Iterable[tuple[str, int, str]]) -> list[str]
 
 
 def load_rows(settings: DataSettings, seed: int) -> SourceRows:
-    """The rows of train, validation and test; no prompt of a later split is in an earlier one.
+    """The rows of train, validation and test; no row of a later split, nor the prompt of a pair, is in an earlier one.
 
     Raises:
         UserError: No such source, missing columns, or a split without rows.
     """
-    raw, preset = _raw_rows(settings, seed), PRESETS.get(settings.source)
+    notes = list[str]()
+    raw, preset = _raw_rows(settings, seed, notes), PRESETS.get(settings.source)
     if not raw.get("train"):
         raise UserError(f"data.source {settings.source!r} has no training rows: give them with data.train_file")
-    kind, shape = _shape(settings, preset, list(dict.fromkeys(name for row in raw["train"][:100] for name in row)))
-    rows = SourceRows(kind, {split: [] for split in SPLITS})
+    kind, shape = _shape(settings, preset, raw["train"][:100])
+    rows = SourceRows(kind, {split: [] for split in SPLITS}, notes)
     for split, kept in rows.splits.items():
         left_out = []
         for number, row in enumerate(raw.pop(split, ()), 1):
@@ -90,20 +95,26 @@ def load_rows(settings: DataSettings, seed: int) -> SourceRows:
             f"data: no training row of {settings.source!r} can be used ({'; '.join(rows.notes)}): check data.kind and "
             "the templates, or name other columns with data.prompt_template and data.response_template"
         )
+    often = set[str]()
+    if kind == "pairs":
+        counts = Counter(_key_of(row) for kept in rows.splits.values() for row in kept)
+        often = {prompt for prompt, count in counts.items() if count > max(FREQUENT, HELD_OUT * counts.total())}
+        rows.notes += [f"{counts[text]} rows have the prompt {text[:60]!r}: it is in every split" for text in often]
     empty = [split for split in SPLITS if not rows.splits[split]]
     if empty:  # their share of the training rows
         given, rows.splits["train"] = rows.splits["train"], []
         for row in given:
-            split = held_out(_key_of(row), HELD_OUT)
+            split = held_out(_key_of(row, often), HELD_OUT)
             rows.splits[split if split in empty else "train"].append(row)
     seen: set[str] = set()
     for split in reversed(SPLITS):
-        keys = [_key_of(row) for row in rows.splits[split]]
+        keys = [_key_of(row, often) for row in rows.splits[split]]
         if kind != "text":
             rows.splits[split] = [row for row, key in zip(rows.splits[split], keys) if key not in seen]
             seen.update(keys)
         if lost := len(keys) - len(rows.splits[split]):
-            rows.notes.append(f"{split}: {lost} rows dropped, because their prompts are in a later split too")
+            what = "their prompts" if kind == "pairs" else "they"
+            rows.notes.append(f"{split}: {lost} rows dropped, because {what} are in a later split too")
         if not rows.splits[split]:
             raise UserError(
                 f"data.source {settings.source!r} leaves no {split} rows: give more rows, or a data.{split}_file"
@@ -111,20 +122,24 @@ def load_rows(settings: DataSettings, seed: int) -> SourceRows:
     return rows
 
 
-def _key_of(row: Row) -> str:
-    """What makes two rows the same example for the splits: the prompt, the first user turn, or the text."""
+def _key_of(row: Row, often: Collection[str] = ()) -> str:
+    """What keeps rows in one split: a whole chat, a text, a pair's prompt (if frequent: the whole pair)."""
     if "messages" in row:
-        return next((str(m["content"]) for m in row["messages"] if m["role"] == "user"), json.dumps(row["messages"]))
-    return str(row["text"] if "text" in row else row["prompt"] or row["response"])
+        return json.dumps(row["messages"], sort_keys=True, default=str)
+    key = str(row["text"] if "text" in row else row["prompt"] or row["response"])
+    return key + row["response"] if key in often else key
 
 
 # -- shapes -----------------------------------------------------------------------------------------------------------
 
 
-def _shape(settings: DataSettings, preset: Preset | None, columns: Sequence[str]) -> tuple[str, Shape]:
-    """The kind of rows with these columns, and the function that brings one into its plain shape."""
-    kind, own = settings.kind, settings.templates()
-    messages = next((name for name in CHAT_COLUMNS if name in columns), CHAT_COLUMNS[0])
+def _shape(settings: DataSettings, preset: Preset | None, rows: Sequence[Row]) -> tuple[str, Shape]:
+    """The kind of rows like these, by their columns, and the function that brings one into its plain shape."""
+    kind, own, columns = settings.kind, settings.templates(), list(dict.fromkeys(name for row in rows for name in row))
+    chats = [name for name in columns if any(messages_of(row.get(name)) for row in rows)]
+    messages = [name for name in CHAT_COLUMNS if name in columns][:1]
+    if not messages and (answers := [name for name in ("completion", "chosen") if name in chats]):
+        messages = [*(["prompt"] if "prompt" in chats else []), answers[0]]  # preferences: the rejected are not read
     given = own or (preset if preset is not None and kind in ("auto", preset.kind) else None)
     if given is not None:
         needed, shape = _pairs(given)
@@ -135,7 +150,7 @@ def _shape(settings: DataSettings, preset: Preset | None, columns: Sequence[str]
                 "data.prompt_template and data.response_template"
             )
         return ("chat", _chat(messages)) if given is preset and preset.kind == "chat" else ("pairs", shape)
-    if kind in ("auto", "chat") and messages in columns:
+    if kind in ("auto", "chat") and messages:
         return "chat", _chat(messages)
     if kind in ("auto", "pairs"):
         if {"instruction", "output"} <= {*columns}:
@@ -144,22 +159,30 @@ def _shape(settings: DataSettings, preset: Preset | None, columns: Sequence[str]
             needed, shape = _pairs(usual)
             if {*needed} <= {*columns}:
                 return "pairs", shape
+    if kind in ("auto", "chat") and len(chats) == 1:
+        return "chat", _chat(chats)
     if kind in ("auto", "text") and "text" in columns:
         return "text", _text
     raise UserError(
-        f"data.kind {kind!r} does not fit the columns {', '.join(map(repr, columns))}: expected messages "
-        "or conversations (chats), text, or columns that data.prompt_template and data.response_template name"
+        f"data.kind {kind!r} does not fit the columns {', '.join(map(repr, columns))}: expected messages or "
+        "conversations (chats), text, or columns that templates name, such as --data.prompt_template "
+        f"'{{{columns[0]}}}' --data.response_template '{{{columns[-1]}}}'"
     )
 
 
-def _chat(column: str) -> Shape:
+def _chat(columns: Sequence[str]) -> Shape:
+    """Chats in one column, or a prompt's messages in one and the answer's in another."""
+
     def shape(row: Row) -> Row:
-        tools = row.get("tools")
+        tools, messages = row.get("tools"), row.get(columns[-1])
         try:
             tools = json.loads(tools) if isinstance(tools, str) else tools
         except ValueError:
             raise UnusableRow("whose tools are no JSON") from None
-        return {"messages": clean_messages(row.get(column)), "tools": tools or None}
+        if columns[1:]:
+            prompt, messages = messages_of(row.get(columns[0])) or [], messages_of(messages) or []
+            messages = messages if messages[: len(prompt)] == prompt else prompt + messages
+        return {"messages": clean_messages(messages), "tools": tools or None}
 
     return shape
 
@@ -192,6 +215,8 @@ def _pairs(source: Preset | tuple[str, str]) -> tuple[Sequence[str], Shape]:
         for column in columns:
             if row.get(column) is None:
                 raise UnusableRow(f"without the column {column}")
+            if isinstance(row[column], list | dict) and not isinstance(source, Preset):
+                raise UnusableRow(f"whose column {column} is a {type(row[column]).__name__}, not a text")
         try:
             texts = {name: template(row) for name, template in templates.items()}
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -207,24 +232,24 @@ def _pairs(source: Preset | tuple[str, str]) -> tuple[Sequence[str], Shape]:
 # -- files and the Hub ------------------------------------------------------------------------------------------------
 
 
-def _raw_rows(settings: DataSettings, seed: int) -> dict[str, list[Row]]:
+def _raw_rows(settings: DataSettings, seed: int, notes: list[str]) -> dict[str, list[Row]]:
     """Rows by split as they are in files, in a data set of the Hub, or made by the built-in task."""
     source, preset = settings.source, PRESETS.get(settings.source)
-    files = {split: path for split in SPLITS if (path := getattr(settings, f"{split}_file")) is not None}
+    files = {split: [path] for split in SPLITS if (path := getattr(settings, f"{split}_file")) is not None}
     counts = (settings.train_limit, settings.validation_examples, settings.test_examples)
     if source == "arithmetic" and not files:
         made = {split: problems(seed, split, n or 0, settings.difficulty) for split, n in zip(SPLITS, counts)}
         return {split: [{"question": p.question, "answer": p.solution} for p in made[split]] for split in SPLITS}
     if preset is None:  # the name of a preset wins over a path
-        files = _local(source) | files
+        files = _local(source, notes) | files
     enough = None if counts[0] is None else 4 * sum(counts)  # some cannot be used
     found = {} if "train" in files else _from_hub(settings, preset, seed, enough)
-    for split, path in files.items():
+    for split, paths in files.items():
         found[split] = []
-        rows: Iterable[Row] = iter_rows(path)
-        if Path(path).suffix.lower() == ".txt":
-            next(iter(rows))  # raises for a file without text
-            rows = [{"text": text} for text in _passages(Path(path).read_text(encoding="utf-8"))]
+        rows: Iterator[Row] = chain.from_iterable(map(iter_rows, paths))
+        if file_format(paths[0]) == ".txt":
+            next(rows)  # raises for a file without text
+            rows = ({"text": text} for path in paths for text in _passages("".join(datasets.text_lines(path))))
         for row in islice(rows, enough if settings.streaming else None):
             named = None  # the split of a row, of a preset whose splits are in one file
             if split == "train" and preset and preset.last_keys and all(column in row for column in preset.columns):
@@ -243,21 +268,35 @@ def _passages(text: str) -> list[str]:
     return [passage for passage in passages if passage.strip()]
 
 
-def _local(source: str) -> dict[str, str]:
-    """Files of a source that is a path: one file is the training split, a folder has a file for each split."""
+def _local(source: str, notes: list[str]) -> dict[str, list[str]]:
+    """Files of a source that is a path: one file is the training split, those of a folder go by their names.
+
+    A split is one file or its numbered parts (data/train-00000-of-00002.parquet), at any depth.
+    """
     path = Path(source)
     if not path.is_dir():
-        looks = path.suffix.lower() in FORMATS or source.startswith((".", "/", "~"))
-        return {"train": source} if looks or path.is_file() else {}
-    found = {
-        split: str(file)
-        for split, names in SPLIT_NAMES.items()
-        for file in sorted(path.iterdir(), reverse=True)
-        if file.stem in names and file.suffix.lower() in FORMATS
-    }
-    if "train" not in found:
-        raise UserError(f"data.source: the folder {source!r} has no file named train{'|'.join(FORMATS)}")
-    return found
+        looks = file_format(path) or source.startswith((".", "/", "~"))
+        return {"train": [source]} if looks or path.is_file() else {}
+    series: dict[str, dict[str, list[str]]] = {split: {} for split in ("", *SPLITS)}
+    for file in sorted(file for file in path.rglob("*") if file_format(file)):
+        parts = reversed(file.relative_to(path).parts)  # the file's own name before its folders'
+        words = [word for part in parts for word in re.findall("[a-z]+", part.lower())]
+        split = next((split for word in words for split in SPLITS if word in SPLIT_NAMES[split]), "")
+        numberless = file.parent / re.sub(r"\d{5,}|[-_.]?\d+(-of-\d+)?(?=\.)", "", file.name)
+        series[split].setdefault(str(numberless), []).append(str(file))
+    other = series.pop("")
+    if not series["train"] and len(other) == 1:
+        series["train"], other = other, {}
+    for split, found in series.items():
+        if len(found) > 1 or (split == "train" and not found):
+            names = ", ".join(files[0] for files in (found or other).values())
+            raise UserError(
+                f"data.source: the folder {source!r} has {len(found)} sets of {split} rows ({names or 'no file'}): "
+                "give one file, or a folder with one file named train (jsonl, parquet, ...), or train-00000 and so on"
+            )
+    if other:
+        notes.append(f"{source}: not read, as no split is in their names: {', '.join(other)}")
+    return {split: files for split, found in series.items() for files in found.values()}
 
 
 def _from_hub(settings: DataSettings, preset: Preset | None, seed: int, enough: int | None) -> dict[str, list[Row]]:
@@ -267,8 +306,7 @@ def _from_hub(settings: DataSettings, preset: Preset | None, seed: int, enough: 
         raise UserError(f"data.source {settings.source!r} is not on the Hub: give local rows with data.train_file")
     found = dict[str, list[Row]]()
     try:
-        name, revision = pinned(name)
-        loaded = load_hub(name, preset.config if preset else None, **revision, streaming=settings.streaming)
+        loaded = datasets.load_hub(name, preset.config if preset else None, streaming=settings.streaming)
         for split, names in SPLIT_NAMES.items():
             wanted = preset.splits.get(split) if preset else next((n for n in names if n in loaded), None)
             if wanted in loaded:
@@ -278,7 +316,8 @@ def _from_hub(settings: DataSettings, preset: Preset | None, seed: int, enough: 
                 found[split] = list(islice(rows, enough))
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"data.source {settings.source!r} cannot be read: {error} (data.train_file). A source is a preset "
+            f"data.source {settings.source!r} cannot be read: {' '.join(str(error).split())} (data.train_file; `hf "
+            f"download {name} --repo-type dataset --local-dir DIR` fetches its files). A source is a preset "
             f"({', '.join(PRESETS)}), a file, a folder or a Hub name"
         ) from error
     return found

@@ -1,5 +1,6 @@
 """REST: the datastore equals a scan of the documents, and the draft is the tree of what followed the longest tail."""
 
+import gzip
 import json
 import random
 from collections import Counter
@@ -12,9 +13,9 @@ from stores import build_datastore
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from decode.commands.datastore import read_corpus
+from decode.commands.datastore import read_corpus, read_texts, tokenize_files
 from decode.draft import heaviest_tree
-from decode.drafters.corpus_files import join_documents, read_texts, tokenize_files, tokenizer_fingerprint
+from decode.drafters.corpus_files import join_documents, tokenizer_fingerprint
 from decode.drafters.rest import FILE, Datastore, RetrievalDrafter, suffix_array
 from decode.errors import UserError
 
@@ -121,6 +122,9 @@ def test_text_files_become_documents(tmp_path):
     (tmp_path / "one.jsonl").write_text(
         json.dumps({"text": "a b c", "note": "d"}) + "\n\n" + json.dumps({"question": "a b", "answer": "d", "n": 1})
     )
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "turns": ["c", "d"]}
+    (tmp_path / "chats.jsonl.gz").write_bytes(gzip.compress(json.dumps(chat).encode()))
+    assert list(tokenize_files([tmp_path / "chats.jsonl.gz"], tokenizer)) == [[1, 2, 3, 4]]
     (tmp_path / "two.txt").write_text("b c\nd\n")
     documents = list(tokenize_files([tmp_path / "one.jsonl", tmp_path / "two.txt"], tokenizer))
     assert documents == [[1, 2, 3], [1, 2, 4], [2, 3, 4]]
@@ -128,7 +132,7 @@ def test_text_files_become_documents(tmp_path):
         list(tokenize_files([tmp_path / "nothing.txt"], tokenizer))
     for line in ("{broken", '"a string"', "[1]"):
         (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n' + line)
-        with pytest.raises(UserError, match="line 2 is not a JSON object"):
+        with pytest.raises(UserError, match="near row 2"):
             list(read_texts(tmp_path / "bad.jsonl"))
 
 

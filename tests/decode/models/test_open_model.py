@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from decode.errors import UserError
 from decode.models import loading as opening
-from decode.models.loading import choose_device, choose_dtype, load_model, open_draft
+from decode.models.loading import choose_device, choose_dtype, load_config, load_model, load_tokenizer, open_draft
 
 CPU = {"device": "cpu", "dtype": "float32"}
 
@@ -75,6 +77,18 @@ def test_files_that_cannot_be_read_are_refused_with_the_reason(folder: Path, tmp
     (tmp_path / "empty").mkdir()
     assert "config.json" in refusal(tmp_path / "empty")
     assert "no such folder" in refusal(tmp_path / "missing")
+
+
+def test_a_hub_that_does_not_answer_is_not_asked_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    began = time.monotonic()
+    for load in (partial(load_model, **CPU), load_tokenizer, load_config):
+        with pytest.raises(
+            UserError, match=r"^cannot load the \w+ 'some/name@v1': it is no folder .* does not answer: "
+        ):
+            load("some/name@v1")
+    assert time.monotonic() - began < 10  # huggingface_hub alone takes 23 s for each
 
 
 def test_quantised_weights_are_placed_while_loading_and_not_moved(folder: Path, monkeypatch: Any) -> None:

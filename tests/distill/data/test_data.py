@@ -1,4 +1,5 @@
 import csv
+import hashlib
 import json
 from dataclasses import replace
 
@@ -12,11 +13,12 @@ from decode.errors import UserError
 from distill.config.data import DataSettings
 from distill.data.chat import IGNORE, prompt_part
 from distill.data.corpus import load_corpus
-from distill.data.sources import load_rows
+from distill.data.sources import _raw_rows, _shape, load_rows
 
 SPLITS = ("train", "validation", "test")
 SMALL = DataSettings(train_examples=60, validation_examples=15, test_examples=15)
 PAIRS = [{"question": f"What is {n} plus {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"} for n in range(200)]
+DIGESTS = ["2a25634ad63a74be", "9a30eb34421ad0cf"]  # of the texts of every split, in their order
 FEW = {"train_examples": 10, "validation_examples": 3, "test_examples": 3}
 STORIES = [
     {"text": f"Story {n}: once upon a time there were {n} pens, and {n + 1} children. The end."} for n in range(90)
@@ -97,6 +99,117 @@ def test_a_folder_has_a_file_a_split(tmp_path):
     write(tmp_path / "test.parquet", PAIRS[120:])
     made = load_corpus(DataSettings(source=str(tmp_path)), seed=0)
     assert [len(getattr(made, split)) for split in SPLITS] == [100, 20, 80]
+
+
+def layout(folder, *names):
+    """A folder of files with these names, each with rows of its own; the source that reads it."""
+    for place, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write(folder / name, PAIRS[10 * place : 10 * place + 10])
+    return DataSettings(source=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("names", "sizes"),
+    [
+        (["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"], [20]),
+        (["data/test-00000-of-00001.parquet", "data/train-00000-of-00001.parquet", "extra.csv"], [10, 10]),
+        (["default/train/0000.parquet", "default/train/0001.parquet", "default/validation/0000.parquet"], [20, 10]),
+        (["gsm8k_train.jsonl", "gsm8k_dev.jsonl", "gsm8k_test.jsonl"], [10, 10, 10]),
+        (["rows-1.jsonl", "rows-2.jsonl", "rows-10.jsonl"], [30]),
+    ],
+)
+def test_a_folder_as_people_have_them_is_read_by_its_names(tmp_path, names, sizes):
+    notes = []
+    found = _raw_rows(layout(tmp_path, *names), 0, notes)
+    assert sorted(map(len, found.values()), reverse=True) == sorted(sizes, reverse=True)
+    assert all("extra.csv" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["en/train.jsonl", "de/train.jsonl"], r"2 sets of train rows .*de/train.jsonl, .*en/train.jsonl"),
+        (["train.jsonl", "train.csv"], "2 sets of train rows"),
+        (["train.jsonl", "val.jsonl", "dev.jsonl"], "2 sets of validation rows"),
+        (["one.jsonl", "other.jsonl"], r"0 sets of train rows .*one.jsonl, .*other.jsonl.*one file named train"),
+    ],
+)
+def test_a_folder_that_can_be_read_in_two_ways_is_refused(tmp_path, names, said):
+    with pytest.raises(UserError, match=said):
+        load_rows(layout(tmp_path, *names), 0)
+
+
+ASK, SAY = [{"role": "user", "content": "Why?"}], [{"role": "assistant", "content": "So."}]
+SHARE = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"id": "1", "conversations": SHARE},
+        {"messages": json.dumps(ASK + SAY), "source": "x"},
+        {"prompt": ASK, "completion": SAY},
+        {"prompt": ASK, "chosen": SAY, "rejected": ASK},
+        {"prompt": json.dumps(ASK), "chosen": json.dumps(SAY), "rejected": json.dumps(SAY)},
+        {"prompt": "Why?", "chosen": ASK + SAY, "rejected": ASK + SAY},
+        {"prompt": ASK, "chosen": ASK + SAY, "rejected": ASK + SAY},
+        {"dialog": ASK + SAY, "id": 3},
+        {"prompt": "Why?", "completion": "So."},
+        {"prompt": "Why?", "chosen": "So.", "rejected": "No."},
+        {"instruction": "Why?", "input": "", "output": "So."},
+        {"question": "Why?", "answer": "So.", "history": ASK + SAY},
+    ],
+)
+def test_the_usual_columns_are_found(row):
+    kind, shape = _shape(DataSettings(), None, [row])
+    made = shape(row)
+    if kind == "chat":
+        assert [message["content"] for message in made["messages"]] == ["Why?", "So."]
+    else:
+        assert "Why?" in made["prompt"]
+        assert made["response"] == "So."
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"title": "a", "body": "b"}, r"columns 'title', 'body'.*--data.prompt_template '{title}' --data.response_t"),
+        ({"chosen": "Human: a", "rejected": "b"}, "columns 'chosen', 'rejected'"),
+        ({"question": ["a", "b"], "answer": "c"}, "20 rows whose column question is a list, not a text dropped"),
+        ({"instruction": ["a", "b"], "output": "c"}, "a list where a text is expected"),
+    ],
+)
+def test_columns_that_are_not_known_are_named_with_the_next_step(tmp_path, row, said):
+    with pytest.raises(UserError, match=said):
+        load_rows(DataSettings(source=write(tmp_path / "r.jsonl", [row] * 20)), 0)
+
+
+def test_the_examples_of_the_quickstart_and_the_splits_of_pairs_stay_as_they_are(tmp_path):
+    sources = (SMALL, DataSettings(source=write(tmp_path / "a.jsonl", PAIRS)))
+    digests = []
+    for settings in sources:
+        splits = load_rows(settings, 0).splits
+        texts = [[row["prompt"], row["response"]] for split in SPLITS for row in splits[split]]
+        digests.append(hashlib.sha256(json.dumps([*map(len, splits.values()), texts]).encode()).hexdigest()[:16])
+    assert digests == DIGESTS
+
+
+@pytest.mark.parametrize("kind", ["chat", "pairs"])
+def test_rows_that_begin_alike_are_spread_over_the_splits_and_equal_rows_share_one(tmp_path, kind):
+    rows = [("Hi", f"answer {n % 200}") for n in range(400)] + [(f"prompt {n}", "answer") for n in range(60)]
+    if kind == "pairs":
+        made = [{"prompt": prompt, "response": answer} for prompt, answer in rows]
+    else:
+        made = [{"messages": [{"role": "user", "content": p}, {"role": "assistant", "content": a}]} for p, a in rows]
+    loaded = load_rows(DataSettings(source=write(tmp_path / "r.jsonl", made)), 0)
+    sizes = {split: len(rows) for split, rows in loaded.splits.items()}
+    assert sum(sizes.values()) == 460
+    assert all(46 <= sizes[split] <= 140 for split in ("validation", "test"))  # a fifth, see conftest.py
+    texts = {split: {json.dumps({**row, "number": 0}) for row in rows} for split, rows in loaded.splits.items()}
+    assert len(set.union(*texts.values())) == sum(map(len, texts.values())) == 260
+    assert [note for note in loaded.notes if "400 rows have the prompt 'Hi'" in note] == loaded.notes
+    assert len(loaded.notes) == (kind == "pairs")
 
 
 def test_rows_of_the_test_split_are_taken_out_of_training_and_reported(tmp_path):
@@ -185,9 +298,8 @@ def test_a_stream_is_read_no_further_than_it_may_be_needed(tmp_path):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_hub_data_set_is_split_and_sampled_or_streamed(tmp_path, monkeypatch, streaming):
-    """The Hub's libraries read a local folder in the place of a repository, and take it for one that answers."""
+    """The Hub's libraries read a local folder in the place of a repository."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: None)
     (tmp_path / "hub").mkdir()
     write(tmp_path / "hub" / "train.jsonl", PAIRS[:150])
     write(tmp_path / "hub" / "test.jsonl", PAIRS[150:])
@@ -198,3 +310,15 @@ def test_a_hub_data_set_is_split_and_sampled_or_streamed(tmp_path, monkeypatch, 
         assert [row["number"] for row in rows.splits["test"]] == list(range(1, 51))
         assert len(rows.splits["train"]) + len(rows.splits["validation"]) == read
     assert len(load_corpus(settings, seed=0).train) == 10
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_hub_data_set_whose_files_disagree_is_refused_with_the_next_step(tmp_path, monkeypatch, streaming):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "hub").mkdir()
+    write(tmp_path / "hub" / "train-1.jsonl", PAIRS[:50])
+    write(tmp_path / "hub" / "train-2.jsonl", [{"prompt": "a", "response": "b"}])
+    monkeypatch.setitem(PRESETS, "gsm8k", replace(PRESETS["gsm8k"], hub=str(tmp_path / "hub"), config=None))
+    with pytest.raises(UserError, match=r"column names don't match.*hf download.*--local-dir") as error:
+        load_rows(DataSettings(source="gsm8k", streaming=streaming), 0)
+    assert "\n" not in str(error.value)
