@@ -49,11 +49,8 @@ def text_lines(path: str | Path, newline: str | None = None) -> Iterator[str]:
         encoding = json.detect_encoding(binary.peek(4)[:4])
         for number, line in enumerate(io.TextIOWrapper(binary, encoding, "surrogateescape", newline), 1):
             if not line.isascii() and (bad := re.search("[\udc80-\udcff]", line)):  # what no valid byte becomes
-                around = line[max(0, bad.start() - 20) : bad.end() + 20].strip()
-                raise ValueError(
-                    f"line {number}: the byte 0x{ord(bad[0]) - 0xDC00:02x} in {around!r} is not UTF-8; save the file "
-                    "as UTF-8 (from Latin-1: iconv -f latin1 -t utf-8)"
-                )
+                where = f"line {number}: its character {bad.end()}, the byte 0x{ord(bad[0]) - 0xDC00:02x}, is not UTF-8"
+                raise ValueError(f"{where}; save the file as UTF-8 (iconv -f latin1 -t utf-8)")
             yield line
     except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
@@ -61,15 +58,22 @@ def text_lines(path: str | Path, newline: str | None = None) -> Iterator[str]:
 
 def _read(path: Path) -> Iterator[Any]:
     form = file_format(path)
-    if form in (".parquet", ".arrow"):
-        batches = pyarrow.parquet.ParquetFile(path).iter_batches() if form == ".parquet" else _arrow_batches(path)
-        for batch in batches:  # ArrowInvalid is a ValueError
+    if form == ".parquet":
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():  # ArrowInvalid is a ValueError
             yield from batch.to_pylist()
+    elif form == ".arrow":
+        with pyarrow.memory_map(str(path)) as source:
+            opened = pyarrow.ipc.open_file if source.read(6) == b"ARROW1" else pyarrow.ipc.open_stream
+            source.seek(0)
+            for batch in opened(source).read_all().to_batches():
+                yield from batch.to_pylist()
     elif form in (".csv", ".tsv"):
         reader = csv.DictReader(text_lines(path, ""), delimiter="," if form == ".csv" else "\t", strict=True)
         for row in reader:
-            if None in row:
-                raise ValueError(f"it has more fields than the header's {len(row) - 1}: quote those with separators")
+            if None in row or len(row) < len(reader.fieldnames or ()):
+                raise ValueError(
+                    f"its {len(row)} fields are not those of the header: quote fields with a separator inside"
+                )
             yield row
     elif form == ".txt":
         yield from ({"text": line.rstrip("\r\n")} for line in text_lines(path) if line.strip())
@@ -83,13 +87,6 @@ def _read(path: Path) -> Iterator[Any]:
             yield from map(json.loads, filter(str.strip, lines))  # JSON Lines under the name of JSON
     else:
         yield from map(json.loads, filter(str.strip, text_lines(path)))
-
-
-def _arrow_batches(path: Path) -> list[pyarrow.RecordBatch]:
-    source = pyarrow.memory_map(str(path))
-    as_file = source.read(6) == b"ARROW1"  # else a stream, as `datasets` writes
-    source.seek(0)
-    return (pyarrow.ipc.open_file if as_file else pyarrow.ipc.open_stream)(source).read_all().to_batches()
 
 
 def _rows_of(data: Any) -> list[Any]:
@@ -174,8 +171,7 @@ def load_hub(name: str, config: str | None = None, split: str | None = None, *, 
     try:
         return datasets.load_dataset(repository, config, split=split, streaming=streaming and not offline, **revision)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        disagree = isinstance(error, datasets.exceptions.DatasetGenerationError)  # whose own message says nothing
-        reason = " ".join(str(error.__cause__ if disagree else error).split())
+        reason = " ".join(str(error.__cause__ or error).split())
         if offline:
             reason = "it is not in the local cache, and the Hub is switched off (HF_HUB_OFFLINE) or does not answer"
         raise UserError(

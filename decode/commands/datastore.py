@@ -21,7 +21,6 @@ from decode.errors import UserError
 from decode.models.loading import load_tokenizer
 from decode.progress import Progress
 
-SUFFIXES = {".md", ".py"}
 BLOCK = 1 << 14  # lines of a plain text that make a document
 TOGETHER = 1 << 20  # characters of short documents that are tokenised in one call
 
@@ -91,8 +90,7 @@ def read_corpus(
     files = [name for name in inputs if Path(name).is_file() and file_format(name) in texts_in]
     suites = [name for name in inputs if name not in files]
     for name in suites:
-        is_path = Path(name).suffix in SUFFIXES or file_format(name) or "/" in name
-        if "=" not in name and is_path and not Path(name).is_file():
+        if "=" not in name and Path(name).suffix and not Path(name).is_file():
             raise UserError(f"there is no file {name!r}; give text or .jsonl files, or suites such as arithmetic")
     for name in suites:
         for prompt in load_suite(name, limit=texts, seed=seed, split="train").prompts:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -36,7 +36,6 @@ TEMPLATES = (
 """Prompt and response of rows with these columns, where no other template is given."""
 CHAT_COLUMNS = "messages", "conversations"
 HELD_OUT = 0.05  # share of the training rows that goes to each split that the source lacks
-FREQUENT = 10  # pairs of one prompt that are kept in one split, however few rows there are
 PASSAGE = 2000  # least characters of a plain text file that go to one split together (whole paragraphs)
 Shape = Callable[[Row], Row]  # brings a row of a source into its plain shape
 
@@ -76,8 +75,10 @@ def load_rows(settings: DataSettings, seed: int) -> SourceRows:
     raw, preset = _raw_rows(settings, seed, notes), PRESETS.get(settings.source)
     if not raw.get("train"):
         raise UserError(f"data.source {settings.source!r} has no training rows: give them with data.train_file")
-    kind, shape = _shape(settings, preset, raw["train"][:100])
+    kind, shape, read = _shape(settings, preset, raw["train"][:100])
     rows = SourceRows(kind, {split: [] for split in SPLITS}, notes)
+    if unread := [name for name in raw["train"][0] if name not in read]:
+        notes.append(f"columns that are not read: {', '.join(map(repr, unread[:30]))}")
     for split, kept in rows.splits.items():
         left_out = []
         for number, row in enumerate(raw.pop(split, ()), 1):
@@ -98,7 +99,7 @@ def load_rows(settings: DataSettings, seed: int) -> SourceRows:
     often = set[str]()
     if kind == "pairs":
         counts = Counter(_key_of(row) for kept in rows.splits.values() for row in kept)
-        often = {prompt for prompt, count in counts.items() if count > max(FREQUENT, HELD_OUT * counts.total())}
+        often = {prompt for prompt, count in counts.items() if count > max(10, HELD_OUT * counts.total())}
         rows.notes += [f"{counts[text]} rows have the prompt {text[:60]!r}: it is in every split" for text in often]
     empty = [split for split in SPLITS if not rows.splits[split]]
     if empty:  # their share of the training rows
@@ -133,13 +134,13 @@ def _key_of(row: Row, often: Collection[str] = ()) -> str:
 # -- shapes -----------------------------------------------------------------------------------------------------------
 
 
-def _shape(settings: DataSettings, preset: Preset | None, rows: Sequence[Row]) -> tuple[str, Shape]:
-    """The kind of rows like these, by their columns, and the function that brings one into its plain shape."""
+def _shape(settings: DataSettings, preset: Preset | None, rows: Sequence[Row]) -> tuple[str, Shape, Sequence[str]]:
+    """The kind of rows like these, the function that brings one into its plain shape, and the columns that it reads."""
     kind, own, columns = settings.kind, settings.templates(), list(dict.fromkeys(name for row in rows for name in row))
     chats = [name for name in columns if any(messages_of(row.get(name)) for row in rows)]
     messages = [name for name in CHAT_COLUMNS if name in columns][:1]
     if not messages and (answers := [name for name in ("completion", "chosen") if name in chats]):
-        messages = [*(["prompt"] if "prompt" in chats else []), answers[0]]  # preferences: the rejected are not read
+        messages = [*(["prompt"] if "prompt" in chats else []), answers[0]]  # TRL's preferences and completions
     given = own or (preset if preset is not None and kind in ("auto", preset.kind) else None)
     if given is not None:
         needed, shape = _pairs(given)
@@ -149,24 +150,25 @@ def _shape(settings: DataSettings, preset: Preset | None, rows: Sequence[Row]) -
                 f"{', '.join(needed)}, and {', '.join(missing)} is missing from {', '.join(columns)}: correct "
                 "data.prompt_template and data.response_template"
             )
-        return ("chat", _chat(messages)) if given is preset and preset.kind == "chat" else ("pairs", shape)
+        chat = given is preset and preset.kind == "chat"
+        return ("chat", _chat(messages), columns) if chat else ("pairs", shape, columns)
     if kind in ("auto", "chat") and messages:
-        return "chat", _chat(messages)
+        return "chat", _chat(messages), [*messages, "tools"]
     if kind in ("auto", "pairs"):
         if {"instruction", "output"} <= {*columns}:
-            return "pairs", _pairs(PRESETS["alpaca"])[1]
+            return "pairs", _pairs(PRESETS["alpaca"])[1], ["instruction", "input", "output"]
         for usual in TEMPLATES:
             needed, shape = _pairs(usual)
             if {*needed} <= {*columns}:
-                return "pairs", shape
+                return "pairs", shape, needed
     if kind in ("auto", "chat") and len(chats) == 1:
-        return "chat", _chat(chats)
+        return "chat", _chat(chats), [*chats, "tools"]
     if kind in ("auto", "text") and "text" in columns:
-        return "text", _text
+        return "text", _text, ["text"]
     raise UserError(
-        f"data.kind {kind!r} does not fit the columns {', '.join(map(repr, columns))}: expected messages or "
-        "conversations (chats), text, or columns that templates name, such as --data.prompt_template "
-        f"'{{{columns[0]}}}' --data.response_template '{{{columns[-1]}}}'"
+        f"data.kind {kind!r} does not fit the columns {', '.join(map(repr, columns[:30]))}: expected messages or "
+        "conversations (chats), text, or columns that templates name (--data.prompt_template '{COLUMN}' "
+        "--data.response_template '{COLUMN}')"
     )
 
 
@@ -213,9 +215,9 @@ def _pairs(source: Preset | tuple[str, str]) -> tuple[Sequence[str], Shape]:
 
     def shape(row: Row) -> Row:
         for column in columns:
-            if row.get(column) is None:
+            if row.get(column) is None or row[column] != row[column]:  # NaN, a missing value of pandas
                 raise UnusableRow(f"without the column {column}")
-            if isinstance(row[column], list | dict) and not isinstance(source, Preset):
+            if not isinstance(source, Preset) and not isinstance(row[column], str | int | float):
                 raise UnusableRow(f"whose column {column} is a {type(row[column]).__name__}, not a text")
         try:
             texts = {name: template(row) for name, template in templates.items()}
@@ -246,10 +248,9 @@ def _raw_rows(settings: DataSettings, seed: int, notes: list[str]) -> dict[str, 
     found = {} if "train" in files else _from_hub(settings, preset, seed, enough)
     for split, paths in files.items():
         found[split] = []
-        rows: Iterator[Row] = chain.from_iterable(map(iter_rows, paths))
+        rows: Iterable[Row] = chain.from_iterable(map(iter_rows, paths))
         if file_format(paths[0]) == ".txt":
-            next(rows)  # raises for a file without text
-            rows = ({"text": text} for path in paths for text in _passages("".join(datasets.text_lines(path))))
+            rows = [{"text": text} for path in paths for text in _passages("".join(datasets.text_lines(path)))]
         for row in islice(rows, enough if settings.streaming else None):
             named = None  # the split of a row, of a preset whose splits are in one file
             if split == "train" and preset and preset.last_keys and all(column in row for column in preset.columns):

@@ -162,7 +162,7 @@ SHARE = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]
     ],
 )
 def test_the_usual_columns_are_found(row):
-    kind, shape = _shape(DataSettings(), None, [row])
+    kind, shape, _ = _shape(DataSettings(), None, [row])
     made = shape(row)
     if kind == "chat":
         assert [message["content"] for message in made["messages"]] == ["Why?", "So."]
@@ -174,7 +174,7 @@ def test_the_usual_columns_are_found(row):
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"title": "a", "body": "b"}, r"columns 'title', 'body'.*--data.prompt_template '{title}' --data.response_t"),
+        ({"title": "a", "body": "b"}, r"columns 'title', 'body'.*--data.prompt_template '{COLUMN}'"),
         ({"chosen": "Human: a", "rejected": "b"}, "columns 'chosen', 'rejected'"),
         ({"question": ["a", "b"], "answer": "c"}, "20 rows whose column question is a list, not a text dropped"),
         ({"instruction": ["a", "b"], "output": "c"}, "a list where a text is expected"),
@@ -183,6 +183,12 @@ def test_the_usual_columns_are_found(row):
 def test_columns_that_are_not_known_are_named_with_the_next_step(tmp_path, row, said):
     with pytest.raises(UserError, match=said):
         load_rows(DataSettings(source=write(tmp_path / "r.jsonl", [row] * 20)), 0)
+
+
+def test_columns_that_are_not_read_and_missing_values_are_told(tmp_path):
+    rows = [row | {"context": "It is.", "answer": row["answer"] if n else float("nan")} for n, row in enumerate(PAIRS)]
+    notes = load_rows(DataSettings(source=write(tmp_path / "r.jsonl", rows)), 0).notes
+    assert notes == ["columns that are not read: 'context'", "train: 1 row without the column answer dropped (row 1)"]
 
 
 def test_the_examples_of_the_quickstart_and_the_splits_of_pairs_stay_as_they_are(tmp_path):
