@@ -218,7 +218,7 @@ class Evaluation:
                 options = MethodOptions(draft_length=k)
                 found.append(BenchEntry(method, name, options, temperature=temperature, name=f"{name} {k}"))
             for name in dict.fromkeys((self.run.trained[0], self.best)) if heads else ():
-                for width, nodes in zip(self.settings.tree_widths, self.settings.tree_nodes):
+                for width, nodes in self.settings.trees:
                     options = MethodOptions(draft_length=depth, tree_width=width, tree_nodes=nodes)
                     label = f"{name}-tree {width}/{nodes}"
                     found.append(BenchEntry("eagle-tree", name, options, temperature=temperature, name=label))

@@ -59,10 +59,9 @@ class EvaluationSettings:
     """Decoding modes: 0 is greedy."""
     draft_lengths: list[PositiveInt] = field(default_factory=lambda: [2, 4, 6, 8])
     """Draft lengths tried with the exported draft."""
-    tree_widths: list[PositiveInt] = field(default_factory=lambda: [4])
-    """Trees tried with a feature head: nodes expanded a level, one entry for each of tree_nodes."""
-    tree_nodes: list[PositiveInt] = field(default_factory=lambda: [8])
-    """Nodes of each tree (EAGLE-2: 60, for a machine on which checking 60 tokens costs little more than one)."""
+    trees: list[tuple[PositiveInt, PositiveInt]] = field(default_factory=lambda: [(4, 8)])
+    """Trees tried with a feature head: nodes expanded a level, and nodes of the whole tree (EAGLE-2: 10 and 60, for a
+    machine on which checking 60 tokens costs little more than one)."""
     repeats: PositiveInt = 1
     """Times each speed is measured; the median counts."""
     batch_size: PositiveInt = 32
@@ -141,11 +140,6 @@ class Settings:
         measured = self.evaluation
         if not (measured.temperatures and measured.draft_lengths):
             raise UserError("evaluation.temperatures or evaluation.draft_lengths is empty: give at least one")
-        if len(measured.tree_widths) != len(measured.tree_nodes):
-            raise UserError(
-                f"evaluation.tree_widths is {measured.tree_widths} and evaluation.tree_nodes {measured.tree_nodes}: "
-                "expected equal lengths"
-            )
         self.trainer.validate()
         self.check_unanswered()
         self._check_places()

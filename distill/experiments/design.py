@@ -38,6 +38,7 @@ from distill.run_stages import run_stages
 from distill.stages import run_of, stage_fingerprints
 
 GAINS = (1.0, 1.5, 2.0)
+RUNGS = 2  # each further one trains the better half of the candidates for twice as many steps
 HEADINGS = ("draft", "parameters", "c", "v(4)", "needs α for 1×", "1.5×", "2×", "steps", "α", "greedy", "predicted")
 LEGEND = """\
 - **c**: seconds of one draft forward over those of a one-token target forward; **v(4)**: the same of a four-token
@@ -57,11 +58,8 @@ class DesignSettings:
     """Candidates: eagle, eagle3, cut:LAYERS (layers of the target), or LAYERSxWIDTH (from scratch, such as 2x128);
     empty: a choice that fits the target."""
     steps: PositiveInt = 200
-    """Optimiser steps of the first rung, for the draft and for a student that is trained on next tokens before it."""
-    rungs: PositiveInt = 2
-    """Each further rung trains the better half of the candidates for twice as many steps."""
-    longest: PositiveInt = 8
-    """Largest draft length that predictions consider."""
+    """Optimiser steps of every candidate, for the draft and for a student that is trained on next tokens before it. The
+    better half is then trained for twice as many."""
 
 
 @dataclass
@@ -83,7 +81,7 @@ def design(settings: DesignRunSettings, console: Console | None = None) -> Path:
         UserError: The settings cannot be used.
     """
     settings.validate()
-    console, options = console or output_console(), settings.design
+    console, options, longest = console or output_console(), settings.design, max(settings.evaluation.draft_lengths)
     full = replace(settings, name=f"{settings.name}-design", export=ExportSettings(), stages_at_once=1)
     run = run_of(full)
     with alone_in(run, full, console):
@@ -92,17 +90,17 @@ def design(settings: DesignRunSettings, console: Console | None = None) -> Path:
         target = context.load_target()
         students = {shape: student_of(shape, full, target) for shape in options.shapes or shapes_for(target)}
         costed = full.target.dtype, full.trainer.accelerator, full.student.draft_vocab, full.evaluation.threads
-        key = fingerprint(stage_fingerprints(full)["target"][0], options.longest, *costed)
+        key = fingerprint(stage_fingerprints(full)["target"][0], longest, *costed)
         kept = read_json(run.folder / "design.json")
         known = {row["name"]: row for row in kept.get("drafts", [])} if kept.get("made_from") == key else {}
         rows = []
         for shape, student in students.items():  # costs are measured once, so that a killed design goes on with them
-            row = known.get(shape) or _costed(context, target, shape, student, options.longest)
+            row = known.get(shape) or _costed(context, target, shape, student, longest)
             rows.append({name: row[name] for name in ("name", "parameters", "cost_ratio", "needed", "cost")})
             _write(run.folder, key, rows)
         rows.sort(key=lambda row: row["cost_ratio"])
         left = [row for row in rows if row["needed"][0] is not None]
-        for rung in range(options.rungs):
+        for rung in range(RUNGS):
             for row in left:
                 row |= _tried(context, students[row["name"]], row, options.steps * 2**rung)
                 _write(run.folder, key, rows)

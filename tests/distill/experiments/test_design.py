@@ -30,7 +30,8 @@ def test_a_design_tries_the_better_half_longer_and_names_a_configuration(tmp_pat
     settings = DesignRunSettings(**vars(tiny_settings(tmp_path)))
     settings.target.architecture.layers = 4
     settings.evaluation.prompts, settings.evaluation.max_new_tokens = 4, 6
-    settings.design.shapes, settings.design.steps, settings.design.longest = ["1x12", "eagle", "cut:1"], 4, 3
+    settings.design.shapes, settings.design.steps = ["1x12", "eagle", "cut:1"], 4
+    settings.evaluation.draft_lengths = [3]
     text = io.StringIO()
     folder = design(settings, Console(file=text, width=200))
     rows = {row["name"]: row for row in json.loads((folder / "design.json").read_text())["drafts"]}
