@@ -406,12 +406,10 @@ class HeadModule(DistillModule):
 
     def drafted(self, batch: Batch, *, training: bool) -> Iterator[Drafted]:
         """See `distill.teacher.drafting`."""
-        settings, temperature = self.settings, self.objective.divergence.temperature
+        settings = self.settings
         noise = settings.noise if training and self.model.version == 1 and self.model.training else 0.0
         steps = settings.steps if training else 1
-        drafts = drafting_steps(
-            self.model, self.target, batch, steps, temperature=temperature, noise=noise, learnable_only=training
-        )
+        drafts = drafting_steps(self.model, self.target, batch, steps, noise=noise, learnable_only=training)
         for number, draft in enumerate(drafts):
             draft.weight = 1.0 if self.objective.accepted_only else settings.decay**number
             if draft.extra is not None:

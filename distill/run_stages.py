@@ -241,7 +241,7 @@ def distil(context: StageContext, draft: DraftSettings, key: str) -> StageResult
     training = draft.training_of(full.training)
     steps = training.steps_for(len(context.examples))
     seed = full.seed if draft.seed is None else draft.seed
-    objective = objective_of(draft, steps, full.teacher.temperature)
+    objective = objective_of(draft, steps)
     module: DistillModule
     if full.student.is_head:
         head = load_head(run.path("initial")).train()

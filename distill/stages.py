@@ -212,7 +212,7 @@ def stage_fingerprints(settings: Settings) -> dict[str, Key]:
     else:
         of_texts = texts if settings.data.from_target and student.trained else {}  # it is trained on these answers
         initial = add("initial", **common, **data, model=_model_key(student), **of_texts, target=target)
-    signal = {name: getattr(teacher, name) for name in ("signal", "signal_autocast", "signal_k", "temperature")}
+    signal = {name: getattr(teacher, name) for name in ("signal", "signal_autocast", "signal_k")}
     for draft in settings.drafts:
         training = draft.training_of(settings.training)
         made_from = common | data | texts | signal | {"draft": draft.key(), "training": asdict(training)}

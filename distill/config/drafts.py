@@ -114,8 +114,6 @@ class TeacherSettings:
     """Number of log-probabilities kept per token with signal topk."""
     signal_limit_gb: PositiveFloat = 100.0
     """Largest size of the kept signal in GB; a larger one is refused before it is made."""
-    temperature: PositiveFloat = 1.0
-    """Divisor of both models' logits in the loss and in the validation alpha: the temperature of later decoding."""
     responses: ResponseSettings = field(default_factory=ResponseSettings)
     """Who writes the responses that all drafts are trained on."""
 

@@ -96,9 +96,9 @@ def plain_loss(hidden: Tensor, head: LMHead, target: TargetRows, request: LossRe
     with loss_precision(hidden.device):
         vocab = min(head.vocab, target.vocab)
         logits = head.first(hidden.to(head.linear.weight.dtype), vocab)
-        log_q = log_probs(logits, vocab, divergence.temperature)
+        log_q = log_probs(logits, vocab)
         with torch.no_grad():
-            log_p = target.log_probs(log_q.detach(), divergence.temperature)
+            log_p = target.log_probs(log_q.detach())
         losses, detached = divergence.loss(TokenDistributions(log_p, log_q)), TokenDistributions(log_p, log_q.detach())
         chosen = None
         if request.choose is not None:
@@ -262,12 +262,12 @@ def _distributions(
         head: The draft's head.
         request: What to compute; its weights and mass are those of these rows.
     """
-    logits, temperature = head.finish(products), request.divergence.temperature
+    logits = head.finish(products)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    slope = head.slope(wide) / temperature
+    slope = head.slope(wide)
     if request.weights is not None:
         slope = slope * request.weights[:, None]
-    return target.compare(wide if temperature == 1.0 else wide / temperature, temperature), slope
+    return target.compare(wide), slope
 
 
 def _values(pair: TokenDistributions, request: LossRequest) -> tuple[Tensor, ...]:

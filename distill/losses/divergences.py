@@ -98,7 +98,7 @@ class FoldedDistributions(TokenDistributions):
     Args:
         ids: The target's top ids, the most probable first, ``[rows, k]``.
         log_p: Their log-probabilities.
-        logits: The draft's logits divided by the temperature, ``[rows, vocab]``, in float32 or float64.
+        logits: The draft's logits, ``[rows, vocab]``, in float32 or float64.
     """
 
     def __init__(self, ids: Tensor, log_p: Tensor, logits: Tensor) -> None:
@@ -136,7 +136,7 @@ class TargetRows:
     Attributes:
         values: With a head the last hidden states ``[rows, hidden]``, from which logits are computed for a few rows at
             a time. With ids the log-probabilities of these, ``[rows, k]``. Otherwise those of all ids, ``[rows,
-            vocab]``. Log-probabilities are at the temperature that they were taken at.
+            vocab]``.
         vocab: Number of ids that the target knows.
         head: The target's output head.
         ids: The k most probable ids of each row, the most probable first.
@@ -153,7 +153,7 @@ class TargetRows:
             pick(self.values, rows), self.vocab, self.head, None if self.ids is None else pick(self.ids, rows)
         )
 
-    def log_probs(self, log_q: Tensor, temperature: float) -> Tensor:
+    def log_probs(self, log_q: Tensor) -> Tensor:
         """Returns log-probabilities ``[rows, vocab]`` of the ids that the draft's ``log_q`` has.
 
         Of k ids the target's own are exact. The tail, which is the probability of all others, is distributed as the
@@ -164,7 +164,7 @@ class TargetRows:
         if self.head is not None:
             vocab = log_q.shape[1]
             hidden = self.values.to(self.head.linear.weight.dtype)
-            return log_probs(self.head.first(hidden, vocab), vocab, temperature).to(log_q.dtype)
+            return log_probs(self.head.first(hidden, vocab), vocab).to(log_q.dtype)
         values = self.values.to(log_q.dtype)
         if self.ids is None:
             return values
@@ -173,17 +173,12 @@ class TargetRows:
         tail = (1 - values.exp().sum(-1, keepdim=True)).clamp_min(LEAST_TAIL)
         return (others + (tail.log() - others.logsumexp(-1, keepdim=True))).scatter(1, ids, values)
 
-    def compare(self, logits: Tensor, temperature: float) -> TokenDistributions:
-        """Returns both distributions of the rows, in the cheapest form with the same divergences.
-
-        Args:
-            logits: The draft's logits ``[rows, vocab]``, divided by the temperature.
-            temperature: Divides the target's logits.
-        """
+    def compare(self, logits: Tensor) -> TokenDistributions:
+        """Returns the rows' distributions and the draft's ``logits [rows, vocab]`` in the cheapest form to compare."""
         if self.ids is not None:
             return FoldedDistributions(self.ids.long(), self.values.to(logits.dtype), logits)
         log_q = logits.log_softmax(-1)
-        return TokenDistributions(self.log_probs(log_q, temperature), log_q)
+        return TokenDistributions(self.log_probs(log_q), log_q)
 
 
 @dataclass(frozen=True)
@@ -194,14 +189,11 @@ class Divergence:
         name: Which one.
         beta: β of ``jsd``, between 0 and 1.
         tv_weight: w of ``kl_tv``.
-        temperature: Divides the logits of both models before the softmax. The loss is not multiplied by its square,
-            since a constant factor changes nothing under Adam.
     """
 
     name: DivergenceName = "forward_kl"
     beta: float = 0.5
     tv_weight: float = 2.0
-    temperature: float = 1.0
 
     def loss(self, pair: TokenDistributions) -> Tensor:
         """Returns the divergence of every row, ``[rows]``; differentiable."""
@@ -226,8 +218,7 @@ class Divergence:
     def gradient(self, pair: TokenDistributions) -> Tensor:
         """Returns the gradient of every row's loss with respect to the draft's logits, ``[rows, vocab]``.
 
-        The logits are those after division by the temperature. A loss d(q) with slopes g = ∂d/∂q has the gradient
-        q·(g − Σ q g) with respect to the logits of q = softmax(logits).
+        A loss d(q) with slopes g = ∂d/∂q has the gradient q·(g − Σ q g) with respect to the logits of q.
         """
         if self.name == "forward_kl":
             return pair.q - pair.p
@@ -251,13 +242,12 @@ class Divergence:
         return torch.logaddexp(pair.log_p + math.log(self.beta), pair.log_q + math.log(1 - self.beta))
 
 
-def log_probs(logits: Tensor, vocab: int, temperature: float = 1.0) -> Tensor:
+def log_probs(logits: Tensor, vocab: int) -> Tensor:
     """Returns log-probabilities of the first ``vocab`` ids, ``[rows, vocab]``, in float32 (float64 stays).
 
     Log-probabilities in half precision lose the differences that the selection ranks by.
     """
-    wide = logits[:, :vocab].to(torch.promote_types(logits.dtype, torch.float32))
-    return (wide if temperature == 1.0 else wide / temperature).log_softmax(-1)
+    return logits[:, :vocab].to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
 
 def _positive(alpha: Tensor) -> Tensor:

@@ -122,16 +122,10 @@ class Objective:
         return replace(self.divergence, name="forward_kl") if step < self.warmup else self.divergence
 
 
-def objective_of(draft: DraftSettings, steps: int, temperature: float = 1.0) -> Objective:
-    """Returns the objective of a draft.
-
-    Args:
-        draft: The draft's settings.
-        steps: Optimiser steps of the training.
-        temperature: Divisor of the logits.
-    """
+def objective_of(draft: DraftSettings, steps: int) -> Objective:
+    """Returns the objective of a draft that is trained for so many optimiser steps."""
     return Objective(
-        Divergence(draft.divergence, temperature=temperature),
+        Divergence(draft.divergence),
         Selection(draft.k, draft.scope, draft.normalisation) if draft.selects else None,
         round(draft.kl_first * steps),
         draft.accepted_only,

@@ -35,7 +35,6 @@ def drafting_steps(
     batch: Batch,
     steps: int,
     *,
-    temperature: float = 1.0,
     noise: float = 0.0,
     learnable_only: bool = False,
 ) -> Iterator[Drafted]:
@@ -49,7 +48,6 @@ def drafting_steps(
         teacher: The target's features, embedding and output head.
         batch: `TokenDataset.batch`, with the target's values unless ``teacher`` computes them.
         steps: Number of drafting steps; step s drafts token s + 1 of a draft.
-        temperature: Of the target's distributions that are computed here.
         noise: Width of the uniform noise on the features, to be scaled by 512 / length.
         learnable_only: Leave out labels where the target's most probable token is none of the head's ids.
     """
@@ -68,7 +66,7 @@ def drafting_steps(
     if steps > 1 and target.head is not None and len(target.values) * target.vocab * 4 <= WHOLE:
         with torch.no_grad():  # once instead of at every drafting step
             shape = target.values.new_empty(len(target.values), target.vocab, device="meta", dtype=wide)
-            target = TargetRows(target.log_probs(shape, temperature), target.vocab)
+            target = TargetRows(target.log_probs(shape), target.vocab)
     output = LMHead.of(head.lm_head) if head.version == 3 else teacher.head
     embeds = teacher.embedding(functional.pad(batch["input_ids"][:, 1:], (0, 1))).detach().to(features.dtype)
     reference = batch.get("reference_loss")

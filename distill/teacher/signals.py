@@ -36,7 +36,6 @@ class TargetSignal:
         bfloat16: Hidden states in bfloat16.
         k: Of ``topk``.
         vocab: Of log-probabilities: ids that target and draft share; the softmax is over these.
-        temperature: Of log-probabilities: divides the logits before the softmax.
         autocast: The forward pass computes under bfloat16 autocast.
     """
 
@@ -44,16 +43,13 @@ class TargetSignal:
     bfloat16: bool = False
     k: int = 64
     vocab: int = 0
-    temperature: float = 1.0
     autocast: bool = False
 
     @classmethod
-    def of(
-        cls, settings: TeacherSettings, vocab: int, temperature: float = 1.0, *, bfloat16: bool = False
-    ) -> TargetSignal:
+    def of(cls, settings: TeacherSettings, vocab: int, *, bfloat16: bool = False) -> TargetSignal:
         """The signal of the settings, over ``vocab`` ids; ``auto`` is hidden (see `store.choose_signal` for runs)."""
         kind: Signal = "hidden" if settings.signal == "auto" else settings.signal
-        return cls(kind, bfloat16, settings.signal_k, vocab, temperature, settings.signal_autocast is True)
+        return cls(kind, bfloat16, settings.signal_k, vocab, settings.signal_autocast is True)
 
     @property
     def name(self) -> str:
@@ -65,7 +61,7 @@ class TargetSignal:
         """What the kept values depend on."""
         if self.kind == "hidden":
             return self.kind, self.bfloat16, self.autocast
-        return self.kind, self.k if self.kind == "topk" else None, self.vocab, self.temperature, self.autocast
+        return self.kind, self.k if self.kind == "topk" else None, self.vocab, self.autocast
 
 
 class Teacher:
@@ -151,7 +147,7 @@ class Teacher:
                 return found
             inside, weight = [], self.whole.linear.weight
             for rows in found[HIDDEN].to(weight.device).split(SOME_ROWS):
-                logits = self.whole(rows).float() / self.signal.temperature
+                logits = self.whole(rows).float()
                 own = logits[:, self.ids.to(logits.device)]
                 mass = (own.logsumexp(-1) - logits.logsumexp(-1)).exp()
                 inside.append(torch.stack([mass, (own.amax(-1) == logits.amax(-1)).float()], -1))
@@ -195,7 +191,7 @@ class Teacher:
         else:
             parts = []
             for some in hidden.split(SOME_ROWS):
-                log_p = log_probs(self.head.first(some, signal.vocab), signal.vocab, signal.temperature).float()
+                log_p = log_probs(self.head.first(some, signal.vocab), signal.vocab).float()
                 if signal.kind == "topk":
                     top = log_p.topk(min(signal.k, signal.vocab), sorted=True)
                     log_p = torch.stack([top.indices.int(), top.values.view(torch.int32)], 1)

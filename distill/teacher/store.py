@@ -237,7 +237,7 @@ def keep_signal(
             yield examples, teacher.values(model, some, examples)
 
     ids = None if teacher.ids is None else teacher.ids.tolist()
-    about = fingerprint(key, split, len(rows), teacher.captured, teacher.signal.key, teacher.signal.temperature, ids)
+    about = fingerprint(key, split, len(rows), teacher.captured, teacher.signal.key, ids)
     for name, array in keep(rows, teacher.layout, values, folder, split, about, model).items():
         (rows.tokens if name == FEATURES else rows.signals)[name] = array
 
@@ -282,7 +282,7 @@ def reference_loss(
             losses = torch.zeros(some.labels_of(examples), steps, device=device)
             with forward_precision(precision, device):
                 if isinstance(reference, FeatureHead):
-                    drafts = drafting_steps(reference, teacher, batch, steps, temperature=divergence.temperature)
+                    drafts = drafting_steps(reference, teacher, batch, steps)
                 else:
                     drafts = iter([model_rows(reference, teacher, batch)])
                 for step, draft in enumerate(drafts):
@@ -420,9 +420,8 @@ def prepare(
     vocab = min(draft_vocab or whole.vocab, whole.vocab)
 
     def teacher_of(kind: Signal) -> Teacher:
-        how, temperature = replace(settings.teacher, signal=kind), objective.divergence.temperature
         bfloat16 = settings.target.dtype == "bfloat16"  # then the states have no more digits
-        signal = TargetSignal.of(how, vocab, temperature, bfloat16=bfloat16)
+        signal = TargetSignal.of(replace(settings.teacher, signal=kind), vocab, bfloat16=bfloat16)
         return Teacher(model, signal, head, stays=settings.target.placed)
 
     def bytes_of(kind: Signal) -> int:

@@ -35,7 +35,7 @@ def token_loss(target_logits: Tensor, draft_logits: Tensor, divergence: Divergen
     """
     divergence = divergence or Divergence()
     vocab = min(target_logits.shape[-1], draft_logits.shape[-1])
-    log_p = log_probs(target_logits.detach(), vocab, divergence.temperature)
-    log_q = log_probs(draft_logits, vocab, divergence.temperature)
+    log_p = log_probs(target_logits.detach(), vocab)
+    log_q = log_probs(draft_logits, vocab)
     apart = TokenDistributions(log_p, log_q.detach())
     return TokenLoss(divergence.loss(TokenDistributions(log_p, log_q)), apart.alpha, apart.agreement())

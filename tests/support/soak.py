@@ -333,9 +333,12 @@ def differences(whole: Path, run: Path) -> list[str]:
         kept: dict[str, Any] = {}
         for place in (*STAGES, "export", "work/signals", "work/responses"):
             for path in (folder / place).rglob("*"):
-                if path.is_file() and not (place == "export" and path.name in TIMED):
-                    data = path.read_bytes()  # lines may come in any order
-                    kept[str(path.relative_to(folder))] = sorted(data.splitlines()) if path.suffix == ".jsonl" else data
+                if path.is_dir() or path.match("*.old.jsonl") or (place == "export" and path.name in TIMED):
+                    continue
+                kept[str(path.relative_to(folder))] = data = path.read_bytes()
+                if path.suffix == ".jsonl":  # lines may come in any order, and the last one of an example counts
+                    lines = {json.loads(line)["example"]: line for line in data.splitlines()}
+                    kept[str(path.relative_to(folder))] = lines
         for stage in STAGES:
             record = RunDir(folder).record(stage)
             kept[f"the record of {stage}"] = None if record is None else (record.history, record.account)

@@ -56,7 +56,7 @@ def log_probs_of(
     kept.signals[signal.name] = kept_in(model, signal, rows, path)
     batch = kept.batch(np.arange(len(rows)), 0)
     target = Teacher(model, signal).rows(batch, label_mask(batch["labels"]))
-    return target.log_probs(log_q, signal.temperature)
+    return target.log_probs(log_q)
 
 
 def test_hidden_states_are_those_of_every_example_alone(tiny: Tiny, rows: TokenDataset, tmp_path: Path) -> None:
@@ -85,15 +85,14 @@ def test_a_signal_under_autocast_is_that_of_the_forward_in_bfloat16_and_kept_apa
     assert np.abs(got - exact).mean() > 3 * np.abs(got - plain).mean()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 1.5])
 def test_top_log_probabilities_are_the_targets_own_and_the_tail_has_the_drafts_shape(
-    tiny: Tiny, rows: TokenDataset, tmp_path: Path, temperature: float
+    tiny: Tiny, rows: TokenDataset, tmp_path: Path
 ) -> None:
     model = tiny("llama", seed=2)
-    signal = TargetSignal("topk", k=5, vocab=40, temperature=temperature)
+    signal = TargetSignal("topk", k=5, vocab=40)
     log_q = torch.randn(rows.label_count, 40, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
     got = log_probs_of(model, signal, rows, tmp_path, log_q)
-    exact = (LMHead(model)(one_by_one(model, rows))[:, :40] / temperature).log_softmax(-1)
+    exact = LMHead(model)(one_by_one(model, rows))[:, :40].log_softmax(-1)
     top = exact.topk(5).indices
     assert torch.allclose(got.gather(1, top), exact.gather(1, top), atol=1e-4)
     assert torch.allclose(got.exp().sum(-1), torch.ones(len(got)), atol=1e-5)
@@ -108,15 +107,13 @@ def test_top_log_probabilities_are_the_targets_own_and_the_tail_has_the_drafts_s
         assert (divergence.loss(known) <= divergence.loss(true) + 1e-5).all()
 
 
-@pytest.mark.parametrize(("vocab", "temperature"), [(48, 1.0), (40, 1.5)])
+@pytest.mark.parametrize("vocab", [48, 40])
 @pytest.mark.parametrize("kind", ["log_probs", "topk"])
-def test_keeping_every_id_is_exact(
-    tiny: Tiny, rows: TokenDataset, tmp_path: Path, kind: Any, vocab: int, temperature: float
-) -> None:
+def test_keeping_every_id_is_exact(tiny: Tiny, rows: TokenDataset, tmp_path: Path, kind: Any, vocab: int) -> None:
     model, log_q = tiny("llama", seed=2), torch.zeros(rows.label_count, vocab).log_softmax(-1)
-    signal = TargetSignal(kind, k=99, vocab=vocab, temperature=temperature)
+    signal = TargetSignal(kind, k=99, vocab=vocab)
     got = log_probs_of(model, signal, rows, tmp_path, log_q)
-    exact = (LMHead(model)(one_by_one(model, rows))[:, :vocab] / temperature).log_softmax(-1)
+    exact = LMHead(model)(one_by_one(model, rows))[:, :vocab].log_softmax(-1)
     assert torch.allclose(got, exact, atol=1e-5 if kind == "log_probs" else 1e-4)
 
 

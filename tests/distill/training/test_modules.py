@@ -38,7 +38,7 @@ def loss_and_gradients(module: L.LightningModule, batch: dict[str, torch.Tensor]
 def logits_of(target: Teacher, batch: dict[str, torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
     """The target's log-probabilities, which are logits of the same distribution."""
     rows = target.rows(batch, mask)
-    return rows.log_probs(torch.zeros(int(mask.sum()), rows.vocab), 1.0)
+    return rows.log_probs(torch.zeros(int(mask.sum()), rows.vocab))
 
 
 FAMILIES = ["llama", "llama-tied", "qwen3", "gemma2", "phi", "gpt_neox", "codegen", "gpt2", "opt", "mistral"]
