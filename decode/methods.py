@@ -71,7 +71,6 @@ METHODS: dict[str, tuple[str, str, str]] = {
     "adaptix":           ("adaptix",             "length",           "exact"),
     "lookahead":         ("lookahead",           "length",           "exact"),
     "layerskip":         ("early-exit",          "length",           "exact"),
-    "layerskip-separate": ("early-exit-separate", "length",          "exact"),
     "draft-verify":      ("layer-subset",        "draft-verify",     "exact"),
     "adaspeed":          ("early-exit",          "product",          "exact"),
     "adaspeed-probe":    ("early-exit",          "probe",            "exact"),
@@ -86,7 +85,7 @@ def _drafting_with(*drafters: str) -> set[str]:
 
 HEADED = _drafting_with("feature", "feature-tree", "hybrid-tree")  # methods that only a feature head can draft for
 DRAFTED = HEADED | _drafting_with("model", "hybrid")  # methods in which a draft model or a feature head takes part
-SELF_SPECULATIVE = _drafting_with("early-exit", "early-exit-separate", "layer-subset")
+SELF_SPECULATIVE = _drafting_with("early-exit", "layer-subset")
 CHAINS_BY_MODEL = SELF_SPECULATIVE | _drafting_with("model", "feature")  # methods whose drafts have a cost model
 PROBED = {name for name, (_, stop, _) in METHODS.items() if stop.endswith("probe")}  # methods that need a probe folder
 TREE_DRAFTERS = {"feature-tree", "hybrid-tree", "rest", "adaptix", "lookahead"}
@@ -186,10 +185,8 @@ def make_drafter(name: str, inputs: MethodInputs) -> Drafter:
     elif name == "none":
         return NoDrafter()
     else:  # the target's own layers
-        assert name in ("early-exit", "early-exit-separate", "layer-subset"), name
+        assert name in ("early-exit", "layer-subset"), name
         runner, skipped = self_speculating(target), (options.skip_attention, options.skip_mlp)
-        if name == "early-exit-separate":
-            return ModelDrafter(runner.first_layers(inputs.exit_layer), warp, runner.vocab_size)
         if name == "layer-subset" and any(skipped):
             return EarlyExitDrafter(runner, warp, LayerSubset.skipping(runner.depth, *skipped))
         return EarlyExitDrafter(runner, warp, LayerSubset.early_exit(runner.depth, inputs.exit_layer))

@@ -174,14 +174,15 @@ def language_model(context: StageContext, stage: str, key: str) -> StageResult:
         model = adapter.model
     steps = settings.training.steps_for(len(rows))
     stacking = layerskip = None
-    if isinstance(settings, TargetSettings) and settings.stacking is not None:  # from scratch
-        stacking = ProgressiveStacking(model, settings.stacking, steps)
-    if isinstance(settings, TargetSettings) and settings.layerskip.enabled:
-        layerskip = LayerSkip(model, settings.layerskip, steps, scratch=settings.kind == "scratch")
+    if isinstance(settings, TargetSettings):
+        if settings.stacking is not None:  # from scratch
+            stacking = ProgressiveStacking(model, settings.stacking, steps)
+        if settings.layerskip.enabled:
+            layerskip = LayerSkip(model, settings.layerskip, steps, scratch=settings.kind == "scratch")
     module = CausalLMModule(model, settings.training, steps, seed=full.seed, layerskip=layerskip, stacking=stacking)
     of = settings.training
     schedule = Schedule(rows.lengths, of.batch_size, of.length_bucket, full.seed * 10 + offset)
-    record.history, record.seconds = _fit(context, stage, key, module, rows, validation, schedule, steps, trainer)
+    record.history, record.seconds = _fit(context, stage, key, module, rows, validation, schedule, trainer)
     if layerskip is not None:
         layerskip.remove()
     model = module.model if adapter is None else adapter.merged()
@@ -267,9 +268,7 @@ def distil(context: StageContext, draft: DraftSettings, key: str) -> StageResult
         given = schedule, steps, sampling, draft.on_policy, seed, limit, data.ends, data.add_signals
         own = OnPolicy(writer, data.train, *given)
     prepared = time.monotonic() - started
-    history, seconds = _fit(
-        context, draft.name, key, module, data.train, data.validation, schedule, steps, full.trainer, own
-    )
+    history, seconds = _fit(context, draft.name, key, module, data.train, data.validation, schedule, full.trainer, own)
     steps = int(history[-1]["step"])  # a callback may have ended the training early
     if own is None:
         tokens = sum(data.train.labels_of(schedule.batch(step)) for step in range(steps))
@@ -294,7 +293,6 @@ def _fit(
     train: TokenDataset,
     validation: TokenDataset,
     schedule: Schedule,
-    steps: int,
     trainer: TrainerSettings,
     own: OnPolicy | None = None,
 ) -> tuple[list[dict[str, float]], float]:
@@ -303,7 +301,7 @@ def _fit(
     loader = TrainLoader(
         train,
         schedule,
-        steps,
+        module.steps,
         context.pad_id,
         texts=own,
         look_ahead=selection is not None and selection.scope == "global",  # all tokens of a step are needed at once
@@ -320,7 +318,7 @@ def _fit(
         console=context.console,
     )
     seen = loader.seen
-    if seen.batches == steps * trainer.accumulate:  # not continued from a checkpoint
+    if seen.batches == module.steps * trainer.accumulate:  # not continued from a checkpoint
         context.seen[stage] = seen
     context.line(f"{seen.tokens:,} tokens read, {seen.speed:,.0f} a second, {seen.padding:.1%} padding")
     return history, seconds

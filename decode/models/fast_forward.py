@@ -7,7 +7,6 @@ for it (`families`). `fast_runner.FastRunner` makes a `Runner` of it.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -59,19 +58,9 @@ class FastForward:
         self.gated, self.parallel, self.activation = weights.gated, weights.parallel, weights.activation
         self.groups, self.rotary = self.shape.heads // self.shape.kv_heads, rotary
         self.device, self.dtype = weights.embedding.device, weights.embedding.dtype
-        self._new_cache()
-
-    def _new_cache(self) -> None:
         self.cache = KVCache(len(self.layers), self.shape.kv_heads, self.shape.width, self.weights.embedding)
         self.positions = 0
         self._extend_rotary()
-
-    def first_layers(self, count: int) -> FastForward:
-        """The first layers with the final norm and the head, over a cache of their own; weights are shared."""
-        fewer = copy.copy(self)
-        fewer.layers = self.layers[:count]
-        fewer._new_cache()
-        return fewer
 
     @cached_property
     def first_qkv(self) -> Tensor | None:

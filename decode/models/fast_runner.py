@@ -98,15 +98,6 @@ class FastRunner(RowRunner):
         """See `Runner.weight_bytes`."""
         return 0 if self.model is None else weight_bytes(self.model) - self.saved_bytes
 
-    def first_layers(self, exit_layer: int) -> FastRunner:
-        """The first layers as a draft model with a cache of its own, sharing the weights.
-
-        Raises:
-            UserError: an exit outside the model.
-        """
-        count = LayerSubset.early_exit(self.depth, exit_layer).shared
-        return FastRunner(self.network.first_layers(count), self.name, self.limit)
-
     def forward(
         self,
         caches: Sequence[Row],

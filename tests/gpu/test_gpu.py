@@ -78,7 +78,7 @@ def test_greedy_texts_are_those_of_generate(family: str, fast: bool) -> None:
     assert decoded(model, draft=draft, fast=fast, draft_length=4).new_ids == generated(model)
 
 
-@pytest.mark.parametrize("method", ["layerskip", "adaspeed", "draft-verify", "layerskip-separate"])
+@pytest.mark.parametrize("method", ["layerskip", "adaspeed", "draft-verify"])
 def test_drafting_with_the_targets_own_layers_leaves_the_text_unchanged(method: str) -> None:
     model = on_device("llama")
     assert decoded(model, method, exit_layer=1).new_ids == generated(model)

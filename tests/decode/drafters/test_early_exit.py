@@ -10,7 +10,6 @@ from reading import Reader
 from decode.drafters.early_exit import EarlyExitDrafter
 from decode.errors import UserError
 from decode.loop import Method, Sequence, decode, run, steps
-from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_runner
 from decode.models.families import FAMILIES
@@ -153,17 +152,6 @@ def test_the_stop_rule_sees_the_state_that_the_exits_head_saw(tiny) -> None:
         out = model(torch.tensor([PROMPT + draft[:-1]]), output_hidden_states=True)
         wanted = model.model.norm(out.hidden_states[2])[0, len(PROMPT) - 1 :]
     torch.testing.assert_close(torch.stack(states), wanted, atol=1e-4, rtol=1e-4)
-
-
-def test_a_separate_cache_drafts_the_same_and_costs_memory(tiny) -> None:
-    runner = open_deep(tiny, "qwen2")
-    texts = []
-    for method in ("layerskip", "layerskip-separate"):
-        parts = MethodInputs(runner, LogitsWarper(temperature=1.0), options=MethodOptions(exit_layer=2, draft_length=3))
-        out = decode(runner, build(method, parts), parts.warp, PROMPT, max_new_tokens=20, rng=TorchRng(5))
-        texts.append((out.ids, out.trace.accepted))
-    assert texts[0] == texts[1]
-    assert runner.first_layers(2).network.cache.tensor.shape[0] == 2
 
 
 @pytest.mark.parametrize("layer", [-1, 0, DEPTH, 99])

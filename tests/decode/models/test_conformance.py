@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from decode.drafters.base import NoDrafter
 from decode.errors import UserError
 from decode.loop import Method, decode
-from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models import families as fast_architectures
 from decode.models import fast_forward
@@ -27,7 +26,7 @@ from decode.models import huggingface_runner as huggingface_module
 from decode.models import huggingface_runner as tree_masks
 from decode.models.choose_runner import compare, open_runner
 from decode.models.families import supports
-from decode.models.fast_runner import FastRunner, fast_runner
+from decode.models.fast_runner import FastRunner
 from decode.models.huggingface_runner import HuggingFaceRunner
 from decode.stopping import StopRule
 
@@ -247,21 +246,6 @@ def test_soft_caps_take_the_ordinary_call(setting: str) -> None:
     assert type(runner) is HuggingFaceRunner
     text = generate(model, PROMPTS[0], NEW)
     assert_decodes(runner, Method("", Oracle(text, "alternating", VOCAB), StopRule()), text, PROMPTS[0], NEW)
-
-
-def test_a_separate_early_exit_runs_its_own_layers_only() -> None:
-    model = model_of("Llama")
-    target = fast_runner(model)
-    system = build("layerskip-separate", MethodInputs(target, GREEDY, options=MethodOptions(exit_layer=1)))
-    ids = torch.tensor(PROMPTS[1])
-    with torch.inference_mode():
-        states = model(input_ids=ids[None], output_hidden_states=True).hidden_states[1]
-        expected = model.lm_head(model.model.norm(states))[0]
-        draft = system.drafter.runner  # type: ignore[attr-defined]
-        assert torch.allclose(Reader(draft).read(ids), expected, atol=1e-3)
-    out = decode(target, system, GREEDY, PROMPTS[0], max_new_tokens=NEW)
-    assert out.ids == texts_of("Llama")[0]
-    assert sum(out.trace.accepted) < sum(out.trace.drafted)
 
 
 @pytest.mark.parametrize("fast", [True, False])
