@@ -26,7 +26,7 @@ from decode.models import huggingface_runner as huggingface_module
 from decode.models import huggingface_runner as tree_masks
 from decode.models.choose_runner import compare, open_runner
 from decode.models.families import supports
-from decode.models.fast_runner import FastRunner
+from decode.models.fast_runner import FastRunner, fast_runner
 from decode.models.huggingface_runner import HuggingFaceRunner
 from decode.stopping import StopRule
 
