@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import lightning as L
-import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -197,15 +196,6 @@ def explain(module: L.LightningModule, step: int) -> UserError:
     """Return the error for a loss that was no number at a step, with its examples and what to try."""
     loader = getattr(getattr(module.trainer, "datamodule", None), "loader", None)
     examples = [] if loader is None else sorted(int(i) for i in loader.schedule.batch(step))
-    rows: Any = getattr(loader, "rows", None)
-    for name, values in () if rows is None else rows.signals.items():
-        offsets = rows.label_offsets
-        broken = (i for i in examples if not np.isfinite(values[offsets[i] : offsets[i + 1]]).all())
-        if values.dtype == np.float32 and (example := next(broken, None)) is not None:
-            return UserError(
-                f"the loss is NaN or infinite at step {step}: the kept {name} of example {example} is not finite. "
-                "Remove the run's work/signals, and set target.dtype to float32 or bfloat16 if it was float16"
-            )
     precision, training = str(module.trainer.precision), cast(TrainingSettings, module.training_settings)
     return UserError(
         f"the loss is NaN or infinite at step {step} (training examples {', '.join(map(str, examples[:16]))}), with "

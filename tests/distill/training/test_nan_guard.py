@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -17,8 +16,7 @@ from decode.errors import UserError
 from distill.config.training import TrainerSettings
 from distill.data.batches import TokenDataset
 from distill.data.loader import DistillDataModule, Schedule, TrainLoader
-from distill.losses.objective import Objective, Selection
-from distill.modules import CausalLMModule, DistillModule
+from distill.modules import CausalLMModule
 from distill.teacher.signals import TargetSignal, Teacher
 from distill.teacher.store import keep_signal
 from distill.trainer import fit
@@ -69,19 +67,6 @@ def test_a_model_that_is_broken_from_the_start_is_found_by_the_first_validation(
     next(module.parameters()).data.fill_(torch.nan)
     with pytest.raises(UserError, match=r"validation at step 0 gave \[nan, .*the model as loaded: try another dtype"):
         train(module, some_rows(), tmp_path)
-
-
-def test_a_kept_signal_that_is_not_finite_is_named_as_the_cause(tiny: Tiny, tmp_path: Path) -> None:
-    rows = some_rows()
-    rows.signals["reference_loss"] = np.zeros(rows.label_count, dtype=np.float32)
-    rows.signals["reference_loss"][rows.label_offsets[3]] = np.nan
-    model = copy.deepcopy(tiny("llama", seed=8)).requires_grad_(True)
-    module = DistillModule(
-        model, TRAINING, 9, target=Teacher(tiny("llama", seed=4)), objective=Objective(selection=Selection()),
-    )  # fmt: skip
-    step = next(step for step in range(9) if 3 in Schedule(rows.lengths, 2).batch(step))
-    with pytest.raises(UserError, match=rf"at step {step}: .*kept reference_loss of example 3 is not finite. Remove"):
-        train(module, rows, tmp_path, Poison(step))
 
 
 def test_a_target_whose_output_is_not_finite_is_refused_while_its_signal_is_made(tiny: Tiny, tmp_path: Path) -> None:
