@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from families import build_tiny
+from huggingface_hub import constants
 from transformers import PreTrainedModel
 
 from decode.bench import costs as cost_model
@@ -36,6 +37,14 @@ def _one_thread() -> Iterator[None]:
     """A test that sets torch's threads does not change the rounding of those that follow."""
     yield
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_ones_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is kept of GGUF files lies in the tests' own folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "HF_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -3,19 +3,14 @@
 Errors are `UserError`s with transformers' own message, and the next step where that message leaves it open.
 """
 
-import contextlib
-import io
 import os
-import sys
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import constants
 from safetensors import SafetensorError
-from tokenizers.pre_tokenizers import Digits, Sequence
 from transformers import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
     AutoConfig,
@@ -30,6 +25,7 @@ from transformers.utils import logging as hf_logging
 from transformers.utils import quantization_config
 
 from decode.errors import UserError
+from decode.models.gguf_files import converted, gguf_config, gguf_file, gguf_tokenizer
 from decode.models.heads import is_head, load_head
 from decode.models.other_tokenizer import DraftModel, ForeignDraft, Intersection, Vocabulary
 from decode.models.wrapped import adapter_base, language_config, language_model, pinned, with_adapter
@@ -52,9 +48,6 @@ OFFLINE = (
     "it is no folder and not in the Hub's cache on this machine, and the Hub is switched off (HF_HUB_OFFLINE) or "
     "does not answer: fetch the model with `hf download` where there is a network, or give its folder"
 )
-
-DIGIT_BY_DIGIT = {"starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b", "mellum2"}
-"""Names of ``tokenizer.ggml.pre`` whose tokenizers split off every digit before anything else (llama.cpp's table)."""
 
 
 def choose_device(name: str | torch.device = "auto") -> torch.device:
@@ -102,32 +95,6 @@ def placement(model: PreTrainedModel) -> str:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def gguf_file(name: str | os.PathLike[str]) -> Path | None:
-    """The GGUF file of a model: the path itself, or the only one in a folder without config.json; else None.
-
-    Raises:
-        UserError: there is no such file, or the folder has several.
-    """
-    path = Path(name)
-    files = [path] if path.suffix.lower() == ".gguf" and not path.is_dir() else []
-    if path.is_dir() and not (path / "config.json").exists():
-        files = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf")
-    if len(files) > 1:
-        raise UserError(
-            f"{str(name)!r} holds {len(files)} GGUF files; give one of them, such as {files[0]} (parts of a model are "
-            "joined by llama.cpp's llama-gguf-split --merge)"
-        )
-    if files and not files[0].is_file():
-        raise UserError(f"there is no file {str(name)!r}; check the path (it is relative to {Path.cwd()})")
-    return files[0] if files else None
-
-
-@cache
-def gguf_config(path: Path) -> PretrainedConfig:
-    """The configuration in a file's header; it is read once, since long headers take seconds."""
-    return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-
-
 def unreadable(name: str | os.PathLike[str], what: str, error: Exception) -> UserError:
     """The error of a model or tokenizer that transformers could not open."""
     hint = ""
@@ -154,6 +121,7 @@ def load_model(
     dtype: str,
     device_map: str | None = None,
     trust_remote_code: bool = False,
+    anew: bool = False,
     **options: Any,
 ) -> PreTrainedModel:
     """A causal language model in evaluation mode.
@@ -166,6 +134,7 @@ def load_model(
         dtype: one of `DTYPES`, or ``auto`` (see `choose_dtype`).
         device_map: passed to transformers, to spread a model over several devices.
         trust_remote_code: run code of the Hub repository.
+        anew: read a GGUF file even where its weights were kept (see `converted`).
         options: further arguments of transformers' ``from_pretrained``.
 
     Raises:
@@ -174,39 +143,40 @@ def load_model(
     """
     device, packed, base = choose_device(device), gguf_file(name), adapter_base(name)
     format = choose_dtype(dtype, device)
+    if packed and not anew:
+        given: Any = {"device": device, "dtype": dtype, "device_map": device_map, **options}
+        part = f"weights-{format}"
+        return converted(packed, part, lambda: load_model(name, anew=True, **given), lambda at: load_model(at, **given))
     folder, revision = pinned(packed.parent if packed else base or name)
     extra: dict[str, Any] = dict(options)
     auto, inside = AutoModelForCausalLM, False
     if device_map:
         extra["device_map"] = device_map
-    if packed:
-        extra["gguf_file"] = packed.name
-        if hasattr(quantization_config, "GgufConfig"):  # from transformers 5.23 on it may keep them packed on a GPU
-            extra["quantization_config"] = quantization_config.GgufConfig(packed.name, dequantize=True)
     bars, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()  # what is missing is an error here, not a table of warnings
     try:
-        if not packed:
+        if packed:
+            extra["gguf_file"], extra["config"] = packed.name, gguf_config(packed)
+            if hasattr(quantization_config, "GgufConfig"):  # from transformers 5.23 on it may keep them packed on a GPU
+                extra["quantization_config"] = quantization_config.GgufConfig(packed.name, dequantize=True)
+        else:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **revision)
             quantised = "quantization_config" in options or getattr(config, "quantization_config", None)
             if quantised and not device_map:
                 extra["device_map"] = {"": device}  # quantised weights are placed while loading and do not move later
             if language_config(config) is not config and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
                 auto, inside = AutoModelForMultimodalLM, not getattr(config, "quantization_config", None)
-        # transformers draws a bar while it unpacks weights
-        quiet = packed and not sys.stderr.isatty()
-        with contextlib.redirect_stderr(io.StringIO()) if quiet else contextlib.nullcontext():
-            model, found = auto.from_pretrained(
-                folder,
-                dtype=DTYPES.get(format, format),
-                use_safetensors=True,
-                trust_remote_code=trust_remote_code,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are refused below, by name
-                **revision,
-                **({} if inside else extra),
-            )
+        model, found = auto.from_pretrained(
+            folder,
+            dtype=DTYPES.get(format, format),
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            **revision,
+            **({} if inside else extra),
+        )
         wrong = [f"{key} is missing" for key in sorted(found["missing_keys"])]
         wrong += [
             f"{key} is {list(seen)} instead of {list(wanted)}" for key, seen, wanted in sorted(found["mismatched_keys"])
@@ -250,18 +220,11 @@ def load_tokenizer(name: str | os.PathLike[str], *, trust_remote_code: bool = Fa
     packed, base = gguf_file(name), adapter_base(name)
     if base and Path(name).is_dir() and not _brings_tokenizer(Path(name)):
         name = base
-    folder, extra = (str(packed.parent), {"gguf_file": packed.name}) if packed else pinned(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **extra)
-        if packed is not None:
-            # transformers builds it from tokens and merges alone, and would read digits otherwise than the model's own
-            from gguf import GGUFReader
-
-            field = GGUFReader(packed).get_field("tokenizer.ggml.pre")
-            if field is not None and field.contents() in DIGIT_BY_DIGIT:
-                backend = tokenizer.backend_tokenizer
-                backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])
-        return tokenizer
+        if packed:
+            return gguf_tokenizer(packed)
+        folder, revision = pinned(name)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **revision)
     except Exception as error:  # the tokenizers package raises bare Exceptions for damaged files
         raise unreadable(name, "tokenizer", error) from error
 

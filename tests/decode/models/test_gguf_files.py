@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from gguf_files import unpacked, write_gguf
+from huggingface_hub import constants
 from pairs import make_tokenizer
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from decode.errors import UserError
+from decode.models import gguf_files
 from decode.models.loading import load_config, load_model, load_tokenizer, open_draft
 
 CPU = {"device": "cpu", "dtype": "float32"}
@@ -52,6 +55,47 @@ def test_digits_are_read_one_by_one_where_the_header_says_so(model: PreTrainedMo
     assert [tokenizer.tokenize("a\n\n1")[1:] for tokenizer in split] == [["Ċ", "Ċ", "1"], ["ĊĊ", "1"]]
     split[1].save_pretrained(tmp_path / "plain")
     assert load_tokenizer(tmp_path / "plain").tokenize("a 12") == ["a", "Ġ", "1", "2"]
+
+
+@pytest.fixture
+def readings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """What was read of GGUF files since the last call; what is kept lies in the test's folder."""
+    read: list[str] = []
+    shown = gguf_files.working
+    monkeypatch.setattr(gguf_files, "working", lambda console, name: read.append(name) or shown(console, name))
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "cache"))
+    return read
+
+
+def test_what_was_read_of_a_file_is_kept_until_it_changes(file: Path, model: PreTrainedModel, readings) -> None:
+    def opened() -> tuple[list[str], str, str, Tensor]:
+        readings.clear()
+        tokenizer, config, found = load_tokenizer(file), load_config(file), load_model(file, **CPU)
+        return list(readings), tokenizer.backend_tokenizer.to_str(), config.to_json_string(), found.lm_head.weight
+
+    all_parts = [f"model.gguf: reading its {part}" for part in ("tokenizer", "config", "weights-float32")]
+    first, again = opened(), opened()
+    assert first[0] == all_parts
+    assert (again[0], *again[1:3]) == ([], *first[1:3])
+    assert torch.equal(first[3], again[3])
+    with torch.no_grad():
+        model.lm_head.weight[0] += 1
+    write_gguf(file, model, make_tokenizer(chat=True))
+    read, *_, weight = opened()
+    assert read == all_parts
+    torch.testing.assert_close(weight, model.lm_head.weight)
+    (folder,) = (file.parent / "cache" / "gguf").iterdir()
+    assert sorted(path.name for path in folder.iterdir()) == ["config", "tokenizer", "weights-float32"]
+    (folder / "weights-float32" / "model.safetensors").write_bytes(b"cut off")
+    assert opened()[0] == all_parts[2:]
+
+
+def test_where_nothing_can_be_kept_the_file_is_read_each_time_and_said_so(file: Path, readings) -> None:
+    (file.parent / "cache").write_text("a file, where nothing can be put into")
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=r"model.gguf will be read anew the next time: .*cannot be kept \("):
+            assert load_tokenizer(file).eos_token_id == 0
+    assert len(readings) == 2
 
 
 def test_a_folder_with_one_file_is_that_file_and_its_tokenizer_is_read(file: Path, model: PreTrainedModel) -> None:
