@@ -78,7 +78,7 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
             model.model = save_tiny_model(name, tokenizer, folder / "models" / stage, width, layers, console, tied)
         if model.trained:
             _shorten(model.training)
-    small.student.layers = 1
+    small.student.layers = [1]  # the last of two, without which Gemma 4 cannot be cut
     small.stages_at_once = 1  # another process takes longer to start than the stages do
     if small.target.stacking is not None:
         small.target.stacking.layers = 1
@@ -155,6 +155,7 @@ def save_tiny_model(
     config = config_for(
         family, hidden_size=width, layers=layers, heads=4, kv_heads=2 if grouped else None, vocab=len(tokenizer),
         positions=4096, tie_embeddings=tied, tokenizer=tokenizer,
+        extra={"vocab_size_per_layer_input": len(tokenizer)} if family.startswith(("gemma3n", "gemma4")) else {},
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -261,15 +261,14 @@ def family_of(model: str) -> tuple[str, bool, str]:
     Returns:
         ``model_type``, whether several query heads share a key head, and a note where the model is not here.
     """
+    packed, name = gguf_file(model), adapter_base(model) or model
     try:
-        packed = gguf_file(model)
-        name = adapter_base(model) or model
         config = gguf_config(packed) if packed else AutoConfig.from_pretrained(name, local_files_only=True)
-        layer = language_config(config).per_layer_config[0]
-        heads = int(layer.num_attention_heads)
-        return str(layer.model_type), heads > int(getattr(layer, "num_key_value_heads", None) or heads), ""
     except (OSError, ValueError):
         return "llama", True, f"{model} is not on this machine; a tiny llama stands for it"
+    layer = language_config(config).per_layer_config[0]
+    heads = int(layer.num_attention_heads)
+    return str(layer.model_type), heads > int(getattr(layer, "num_key_value_heads", None) or heads), ""
 
 
 def config_for(
