@@ -42,22 +42,19 @@ def language_config(config: PretrainedConfig) -> PretrainedConfig:
     if getattr(config, "auto_map", None):  # code of a Hub repository
         return config
     for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, key=len, reverse=True) if inside else ():
-        if not re.match(name.replace("_", ".*_"), text.model_type):
-            continue
-        # what such decoders do unasked comes first
-        fields = {"head_dim": text.hidden_size // text.num_attention_heads, "norm_topk_prob": True} | text.to_dict()
-        rope = fields.get("rope_parameters") or {}
-        fields["rope_parameters"] = {key: value for key, value in rope.items() if not key.startswith("mrope")}
-        try:
-            found = AutoConfig.for_model(
-                name, **{k: fields[k] for k in fields if k not in ("model_type", "architectures")}
-            )
-            with torch.device("meta"):
-                one, other = (AutoModel.from_config(c).state_dict() for c in (found, text))
-        except Exception:  # fields that this family refuses, in one of many ways
-            continue
-        if {key: weight.shape for key, weight in one.items()} == {key: weight.shape for key, weight in other.items()}:
-            return found
+        if re.match(name.replace("_", ".*_"), text.model_type):
+            with suppress(Exception), torch.device("meta"):  # a family refuses fields in many ways
+                # what such decoders do unasked comes first
+                fields = {"head_dim": text.hidden_size // text.num_attention_heads, "norm_topk_prob": True}
+                fields |= {
+                    key: value for key, value in text.to_dict().items() if key not in ("model_type", "architectures")
+                }
+                rope = fields["rope_parameters"]
+                fields["rope_parameters"] = {key: rope[key] for key in rope if not key.startswith("mrope")}
+                found = AutoConfig.for_model(name, **fields)
+                one, other = (AutoModel.from_config(each).state_dict().items() for each in (found, text))
+                if {key: weight.shape for key, weight in one} == {key: weight.shape for key, weight in other}:
+                    return found
     raise UserError(
         f"{(config.architectures or [type(config).__name__])[0]} ({config.model_type}) cannot be opened: transformers "
         f"{__version__} has no causal language model for {text.model_type}. Take a text model (Llama, Qwen, Mistral, "
@@ -144,8 +141,7 @@ def adapter_base(name: str | os.PathLike[str]) -> str | None:
     base: str | None = json.loads(Path(file).read_text(encoding="utf-8")).get("base_model_name_or_path") if file else ""
     if base is None:
         raise UserError(
-            f"{str(name)!r} is an adapter whose adapter_config.json has base_model_name_or_path null: name the model "
-            "there that it was trained on"
+            f"{file} has base_model_name_or_path null: name the model there that the adapter was trained on"
         )
     return base or None
 
@@ -155,15 +151,13 @@ def with_adapter(model: PreTrainedModel, name: str | os.PathLike[str]) -> PreTra
     from peft import PeftModel, get_peft_model_state_dict, load_peft_weights
 
     folder, revision = pinned(name)
-    own = {f"base_model.model.{key}" for key in model.state_dict()}
+    own, why = {f"base_model.model.{key}" for key in model.state_dict()}, "the base's weights are quantised"
     try:
         adapted = PeftModel.from_pretrained(model, folder, **revision)
         known = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
-        strange = (set(load_peft_weights(folder, "cpu", **revision)) - own) ^ known
-        why = f"{len(strange)} of its tensors do not fit, such as {min(strange)}" if strange else ""
-        if getattr(model, "hf_quantizer", None) is not None:
-            why = "the base's weights are quantised, and the sum would be rounded"
-        if not why:
+        if strange := (set(load_peft_weights(folder, "cpu", **revision)) - own) ^ known:
+            why = f"{len(strange)} of its tensors do not fit, such as {min(strange)}"
+        elif getattr(model, "hf_quantizer", None) is None:
             return adapted.merge_and_unload()
     except Exception as error:  # kinds without a merge, other shapes, damaged files
         why = f"{type(error).__name__}: {error}".splitlines()[0]

@@ -136,7 +136,7 @@ def test_an_adapter_that_does_not_fit_or_names_no_base_is_refused(tmp_path: Path
     for named, words in (
         (str(tmp_path / "shorter"), r"cannot be merged into its base LlamaForCausalLM: 4 of its tensors do not fit"),
         (str(tmp_path / "gone"), r"base that the adapter '.*adapter' names .*, '.*gone': .*no such folder"),
-        (None, r"has base_model_name_or_path null: name the model"),
+        (None, r"adapter_config.json has base_model_name_or_path null: name the model"),
     ):
         file.write_text(json.dumps(fields | {"base_model_name_or_path": named}))
         with pytest.raises(UserError, match=words):
