@@ -22,11 +22,9 @@ from distill.data.loader import OptimizerStep
 from distill.losses.chunked import (
     LossRequest,
     LossRows,
-    can_fuse,
     fused_loss,
     next_token_hits,
     next_token_loss,
-    plain_loss,
 )
 from distill.losses.objective import Drafted, Objective, Selection
 from distill.models.layers import LayerSkip, ProgressiveStacking
@@ -296,8 +294,6 @@ class DistillModule(TrainingModule):
 
     def loss_of(self, draft: Drafted, request: LossRequest) -> LossRows:
         """The losses of a drafting step's rows."""
-        if not can_fuse(draft.head):
-            return plain_loss(draft.hidden, draft.head, draft.target, request)
         on_gpu = draft.hidden.is_cuda  # there the kernels are compiled
         return fused_loss(draft.hidden, draft.head, draft.target, request, compiled=on_gpu)
 

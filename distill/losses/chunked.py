@@ -5,8 +5,6 @@ loss of every row, and α and agreement if wanted. The selection then chooses am
 computed in closed form for the chosen rows only, and accumulated in float32, so no tensor of all rows times the
 vocabulary exists, neither of logits nor of their gradient. Distributions or gradients that are small enough are kept
 from the first pass for the second.
-
-`plain_loss` computes the same by autograd on whole logits. Tests compare the two.
 """
 
 from __future__ import annotations
@@ -21,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from distill.losses.divergences import Divergence, RowIndex, TargetRows, TokenDistributions, log_probs, pick
+from decode.errors import UserError
+from distill.losses.divergences import Divergence, RowIndex, TargetRows, TokenDistributions, pick
 from distill.models.lm_head import LMHead
 from distill.models.loading import autocast_to_bfloat16, loss_precision
 
@@ -90,24 +89,6 @@ class LossRequest:
         return (weighted if chosen is None else weighted[chosen]).sum()
 
 
-def plain_loss(hidden: Tensor, head: LMHead, target: TargetRows, request: LossRequest) -> LossRows:
-    """Computes the loss by autograd, with the logits of all rows in memory; see `fused_loss`."""
-    divergence = request.divergence
-    with loss_precision(hidden.device):
-        vocab = min(head.vocab, target.vocab)
-        logits = head.first(hidden.to(head.linear.weight.dtype), vocab)
-        log_q = log_probs(logits, vocab)
-        with torch.no_grad():
-            log_p = target.log_probs(log_q.detach())
-        losses, detached = divergence.loss(TokenDistributions(log_p, log_q)), TokenDistributions(log_p, log_q.detach())
-        chosen = None
-        if request.choose is not None:
-            chosen = request.choose((request.criterion or divergence).loss(detached))
-        alpha = detached.accepted(request.mass) if request.metrics else None
-        agreement = detached.agreement() if request.metrics else None
-        return LossRows(request.total(losses, chosen), losses.detach(), chosen, alpha, agreement)
-
-
 def fused_loss(
     hidden: Tensor,
     head: LMHead,
@@ -121,12 +102,18 @@ def fused_loss(
 
     Args:
         hidden: The draft's last hidden states at the label positions, ``[rows, hidden]``.
-        head: The draft's head, for which `can_fuse` holds.
+        head: The draft's head.
         target: The target's distributions of the same rows.
         request: What to compute.
         chunk: Rows per chunk. None: chosen from the vocabulary and the device.
         compiled: Compute chunks with kernels of torch.compile, which read and write logits less often.
+
+    Raises:
+        UserError: The head is no plain linear layer, whose gradient is known here.
     """
+    if not can_fuse(head):
+        name = type(head.linear).__name__
+        raise UserError(f"the draft's output head is a {name}, expected torch.nn.Linear: choose another student")
     narrow = autocast_to_bfloat16(hidden.device)
     with loss_precision(hidden.device):
         hidden = hidden.to(head.linear.weight.dtype)

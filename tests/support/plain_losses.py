@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from distill.losses.divergences import Divergence, TokenDistributions, log_probs
+from distill.losses.chunked import LossRequest, LossRows
+from distill.losses.divergences import Divergence, TargetRows, TokenDistributions, log_probs
+from distill.models.lm_head import LMHead
+from distill.models.loading import loss_precision
 
 
 @dataclass
@@ -39,3 +43,21 @@ def token_loss(target_logits: Tensor, draft_logits: Tensor, divergence: Divergen
     log_q = log_probs(draft_logits, vocab)
     apart = TokenDistributions(log_p, log_q.detach())
     return TokenLoss(divergence.loss(TokenDistributions(log_p, log_q)), apart.alpha, apart.agreement())
+
+
+def plain_loss(hidden: Tensor, head: LMHead, target: TargetRows, request: LossRequest) -> LossRows:
+    """The twin of `fused_loss` by autograd, with the logits of all rows in memory."""
+    divergence = request.divergence
+    with loss_precision(hidden.device):
+        vocab = min(head.vocab, target.vocab)
+        logits = head.first(hidden.to(head.linear.weight.dtype), vocab)
+        log_q = log_probs(logits, vocab)
+        with torch.no_grad():
+            log_p = target.log_probs(log_q.detach())
+        losses, detached = divergence.loss(TokenDistributions(log_p, log_q)), TokenDistributions(log_p, log_q.detach())
+        chosen = None
+        if request.choose is not None:
+            chosen = request.choose((request.criterion or divergence).loss(detached))
+        alpha = detached.accepted(request.mass) if request.metrics else None
+        agreement = detached.agreement() if request.metrics else None
+        return LossRows(request.total(losses, chosen), losses.detach(), chosen, alpha, agreement)

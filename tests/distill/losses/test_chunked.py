@@ -10,12 +10,13 @@ from typing import Any, get_args
 import pytest
 import torch
 from families import build_tiny, in_double
+from plain_losses import plain_loss
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import distill.losses.chunked
 from distill.config.drafts import DivergenceName
-from distill.losses.chunked import LossRequest, LossRows, can_fuse, fused_loss, plain_loss
+from distill.losses.chunked import LossRequest, LossRows, can_fuse, fused_loss
 from distill.losses.divergences import Divergence, TargetRows
 from distill.losses.objective import Selection
 from distill.models.lm_head import LMHead, last_hidden
