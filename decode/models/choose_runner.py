@@ -144,7 +144,7 @@ def short_windows(model: PreTrainedModel, runner: Runner) -> Iterator[int]:
     own = vars(model.get_decoder().config.get_text_config())
     places = [(own, "sliding_window"), (own, "attention_chunk_size")]
     if isinstance(runner, FastRunner):
-        places.append((vars(runner.network.weights), "window"))
+        places += [(vars(kind), "window") for kind in runner.network.weights.kinds]
     before = [(fields, name, fields[name]) for fields, name in places if fields.get(name)]
     for fields, name, length in before:
         fields[name] = min(length, WINDOW)
