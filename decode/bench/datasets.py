@@ -6,10 +6,9 @@ import io
 import json
 import logging
 import lzma
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +43,17 @@ def text_lines(path: str | Path, newline: str | None = None) -> Iterator[str]:
         UserError: a byte that is not UTF-8, with its line, or a damaged file.
     """
     try:
-        unpack = lzma.LZMAFile if str(path).endswith(".xz") else pyarrow.input_stream
-        binary = io.BufferedReader(unpack(str(path)))
+        suffix = Path(path).suffix.lower()
+        packed = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}.get(suffix)
+        unpack = lzma.LZMAFile if suffix == ".xz" else partial(pyarrow.input_stream, compression=packed)
+        binary = io.BufferedReader(unpack(str(path)), 1 << 20)
         encoding = json.detect_encoding(binary.peek(4)[:4])
         for number, line in enumerate(io.TextIOWrapper(binary, encoding, "surrogateescape", newline), 1):
-            if not line.isascii() and (bad := re.search("[\udc80-\udcff]", line)):  # what no valid byte becomes
-                where = f"line {number}: its character {bad.end()}, the byte 0x{ord(bad[0]) - 0xDC00:02x}, is not UTF-8"
-                raise ValueError(f"{where}; save the file as UTF-8 (iconv -f latin1 -t utf-8)")
+            try:
+                line.encode()
+            except UnicodeEncodeError as bad:
+                where = f"line {number}: its character {bad.start + 1}, the byte 0x{ord(line[bad.start]) & 255:02x},"
+                raise ValueError(f"{where} is not UTF-8; save the file as UTF-8 (iconv -f latin1 -t utf-8)") from bad
             yield line
     except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error

@@ -28,7 +28,7 @@ def zstd(content):
         ("a.jsonl", LINES.encode("utf-16")),
         ("a.jsonl", LINES.replace("\n", "\r\n\r\n").encode("utf-16-le")),
         ("a.ndjson", LINES.encode()),
-        ("a.JSONL.gz", gzip.compress(LINES.encode())),
+        ("a.JSONL.GZ", gzip.compress(LINES.encode())),
         ("a.jsonl.bz2", bz2.compress(LINES.encode("utf-8-sig"))),
         ("a.jsonl.xz", lzma.compress(LINES.encode())),
         ("a.jsonl.zst", zstd(LINES.encode())),
