@@ -34,6 +34,8 @@ TEMPLATES = (
     ("{input}\n", "{output}"),
 )
 """Prompt and response of rows with these columns, where no other template is given."""
+NUMBER = re.compile(r"\d{5,}(-of-\d{5,}(-[0-9a-f]{16})?)?|\d+[-_]of[-_]\d+|[-_.]?\d+(?=\.)")  # of a part of a split
+NO_ROWS = ("dataset_info", "dataset_infos", "dataset_dict", "state")  # files of `datasets` about a data set
 CHAT_COLUMNS = "messages", "conversations"
 HELD_OUT = 0.05  # share of the training rows that goes to each split that the source lacks
 PASSAGE = 2000  # least characters of a plain text file that go to one split together (whole paragraphs)
@@ -279,11 +281,12 @@ def _local(source: str, notes: list[str]) -> dict[str, list[str]]:
         looks = file_format(path) or source.startswith((".", "/", "~"))
         return {"train": [source]} if looks or path.is_file() else {}
     series: dict[str, dict[str, list[str]]] = {split: {} for split in ("", *SPLITS)}
-    for file in sorted(file for file in path.rglob("*") if file_format(file)):
+    files = (file for file in path.rglob("*") if file_format(file) and file.stem not in NO_ROWS)
+    for file in sorted(files):
         parts = reversed(file.relative_to(path).parts)  # the file's own name before its folders'
         words = [word for part in parts for word in re.findall("[a-z]+", part.lower())]
         split = next((split for word in words for split in SPLITS if word in SPLIT_NAMES[split]), "")
-        numberless = file.parent / re.sub(r"\d{5,}|[-_.]?\d+(-of-\d+)?(?=\.)", "", file.name)
+        numberless = file.parent / NUMBER.sub("", file.name)
         series[split].setdefault(str(numberless), []).append(str(file))
     other = series.pop("")
     if not series["train"] and len(other) == 1:
@@ -315,6 +318,8 @@ def _from_hub(settings: DataSettings, preset: Preset | None, seed: int, enough: 
                 if not settings.streaming and enough and len(rows) > enough:
                     rows = rows.shuffle(seed=seed).select(range(enough))
                 found[split] = list(islice(rows, enough))
+        if "train" not in found:
+            raise ValueError(f"none of its splits {', '.join(loaded)} is named train")
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
             f"data.source {settings.source!r} cannot be read: {' '.join(str(error).split())} (data.train_file; `hf "

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pyarrow
 import pyarrow.parquet
 import pytest
+from datasets import Dataset, DatasetDict
 from solutions import check_solution
 
 from decode.bench.datasets import PRESETS
@@ -117,6 +118,8 @@ def layout(folder, *names):
         (["default/train/0000.parquet", "default/train/0001.parquet", "default/validation/0000.parquet"], [20, 10]),
         (["gsm8k_train.jsonl", "gsm8k_dev.jsonl", "gsm8k_test.jsonl"], [10, 10, 10]),
         (["rows-1.jsonl", "rows-2.jsonl", "rows-10.jsonl"], [30]),
+        ([f"train-0000{n}-of-00002-{n}09b74b3ef9c3b5a.parquet" for n in range(2)], [20]),
+        (["test_1_of_2.csv", "test_2_of_2.csv", "train.jsonl"], [20, 10]),
     ],
 )
 def test_a_folder_as_people_have_them_is_read_by_its_names(tmp_path, names, sizes):
@@ -124,6 +127,13 @@ def test_a_folder_as_people_have_them_is_read_by_its_names(tmp_path, names, size
     found = _raw_rows(layout(tmp_path, *names), 0, notes)
     assert sorted(map(len, found.values()), reverse=True) == sorted(sizes, reverse=True)
     assert all("extra.csv" in note for note in notes)
+
+
+def test_a_folder_that_datasets_saved_is_read(tmp_path):
+    Dataset.from_list(PAIRS).save_to_disk(tmp_path / "one", num_shards=2)
+    DatasetDict(train=Dataset.from_list(PAIRS), test=Dataset.from_list(PAIRS[:9])).save_to_disk(tmp_path / "two")
+    assert _raw_rows(DataSettings(source=str(tmp_path / "one")), 0, []) == {"train": PAIRS}
+    assert _raw_rows(DataSettings(source=str(tmp_path / "two")), 0, []) == {"train": PAIRS, "test": PAIRS[:9]}
 
 
 @pytest.mark.parametrize(
