@@ -14,7 +14,8 @@ import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.errors import UserError, read_json
-from decode.models.heads import FeatureHead, head_config, load_head, save_head
+from decode.models.head_files import load_head, save_head
+from decode.models.heads import FeatureHead, head_config
 from decode.models.loading import DTYPES, check_tokenizers, gguf_file, load_model, load_tokenizer, stop_ids
 from decode.models.wrapped import adapter_base
 from decode.models.writing import write_texts

@@ -36,7 +36,7 @@ from decode.drafters.corpus_files import join_documents
 from decode.errors import UserError
 from decode.method_options import split_spec
 from decode.methods import HEADED, METHODS, PROBED, SELF_SPECULATIVE, smaller_store
-from decode.models.heads import is_head
+from decode.models.head_files import is_head
 from decode.models.loading import load_tokenizer, open_draft, placement
 from decode.models.other_tokenizer import DraftModel
 from decode.models.pair import Pair, described

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.draft import Draft
-from decode.errors import UserError
 from decode.models.families import Kind, Shape, Weights, decoder_layer, tunable
 from decode.models.fast_forward import FastForward, Placed, cos_and_sin
 from decode.models.fast_runner import RowRunner
@@ -43,11 +42,8 @@ class HeadCache(Row):
         """Know the first `length` tokens only; 0 forgets the queued features too."""
         self.length = length
         if not length:
-            self.settled, self.unread = (
-                0,
-                self.unread.new_empty(0, self.unread.shape[1]),
-            )  # a view would keep all features
-            self.state = torch.zeros_like(self.state)
+            self.settled, self.state = 0, torch.zeros_like(self.state)
+            self.unread = self.unread.new_empty(0, self.unread.shape[1])  # a view would keep all features
 
     def pairs(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens that are read, without a sequence's first, and the feature that each is paired with."""
@@ -75,11 +71,6 @@ class HeadRunner(RowRunner):
 
     def __init__(self, head: FeatureHead, target: PreTrainedModel, pack: str = "off") -> None:
         embedding, layer, config = head.embed_tokens or target.get_input_embeddings(), head.layer, head.config
-        if head.version == 1 and embedding.weight.shape[1] != config.hidden_size:
-            raise UserError(
-                f"the EAGLE-1 head has width {config.hidden_size} and the target's embedding "
-                f"{embedding.weight.shape[1]}; give the target that the head was trained for"
-            )
         linear = output_head(target, head.draft_ids()) if head.version == 1 else head.lm_head
         rotated = cos_and_sin(head.rotary, 1, embedding.weight.dtype, embedding.weight.device)[0].shape[-1]
         tuned, heads = tunable(head) and config.head_dim % 2 == 0, config.num_attention_heads
@@ -88,12 +79,12 @@ class HeadRunner(RowRunner):
         weights = Weights(
             shape,
             [decoder_layer("llama", layer, shape, make, normed=True)],
-            F.silu,
+            F.silu if config.hidden_act == "silu" else layer.mlp.act_fn,
             gated=True,
             parallel=False,
             kinds=[Kind()],
             embedding=embedding.weight,
-            final_norm=norm(head.norm) if head.version == 3 else lambda x: x,
+            final_norm=norm(head.norm) if head.version == 3 and not head.normed_states else lambda x: x,
             head=make(linear.weight, linear.bias),
         )
         self.network = FastForward(weights, head.rotary)
@@ -113,6 +104,7 @@ class HeadRunner(RowRunner):
         self.packing, self._saved = make.sentence(), make.bytes["in float16"]
         if head.version == 3:
             self.norm_embedded, self.norm_state = norm(layer.input_layernorm), norm(layer.hidden_norm)
+            self.norm_output = norm(head.norm)
         self.draft_ids = head.draft_ids()
 
     @property
@@ -155,7 +147,8 @@ class HeadRunner(RowRunner):
         counts = [len(own) for own in read]
         if not sum(counts):
             return Output(caches[0].state.new_empty(0, self.network.weights.head.rows), caches[0].state[:0])
-        x = self.fuse(joined(features)) if true[0] and self.version == 3 else joined(features)
+        x = joined(features)
+        x = self.fuse(self.feature_head.normed(x)) if true[0] and self.version == 3 else x
         new = [NewTokens(cache, cache.length - 1, n) for cache, n in zip(caches, counts)]
         hidden = self._layer(joined(read), x, self.network.place(new))
         ends = hidden.split(counts)
@@ -205,11 +198,13 @@ class HeadRunner(RowRunner):
         if self.version == 1:
             x = y = self.fuse(torch.cat([e, x], -1))
         else:
-            y = torch.cat([self.norm_embedded(e), self.norm_state(x)], -1)
+            state = self.norm_state(x)
+            x, y = state if self.feature_head.normed_residual else x, torch.cat([self.norm_embedded(e), state], -1)
         (slots,) = network.slots(0, 1, placed)
         x = layer.out.add_to(x, network.attention(layer, layer.qkv(y), placed, slots))
         assert layer.norm2 is not None
-        return layer.down.add_to(x, network.mlp(layer, layer.norm2(x)))
+        x = layer.down.add_to(x, network.mlp(layer, layer.norm2(x)))
+        return self.norm_output(x) if self.feature_head.normed_states else x
 
     def expand(self, logits: Tensor) -> Tensor:
         """From the head's vocabulary to the target's; tokens outside the head's are impossible."""

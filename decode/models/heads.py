@@ -4,20 +4,18 @@ A head reads pairs (feature of token t, embedding of token t + 1), and its state
 then serves as the feature of t + 1. EAGLE-1's feature is the target's last hidden state, and the target's own head
 turns states into logits. EAGLE-3 fuses a low, a middle and a high state, and has a norm and a head of its own over a
 reduced vocabulary. Parameters are named as in the published checkpoints, so a state dict is a file's content.
+
+Heads of other projects have more norms: before the fusion one of the concatenated states (``norm_before_fc`` in
+config.json) or one of each (``fc_norm``), and of queries and keys (``qk_norm``).
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Generator, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
@@ -25,9 +23,6 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedd
 from decode.errors import UserError
 
 VERSIONS = {"LlamaForCausalLMEagle": 1, "LlamaForCausalLMEagle3": 3}  # names of the two kinds in config.json
-VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-"""Fields of config.json by which heads of other projects differ from the published EAGLE-3."""
-SHARED = "embed_tokens.weight"  # the target's embedding, which files may repeat
 
 # -- the network -------------------------------------------------------------------------------------------------------
 
@@ -56,6 +51,8 @@ class HeadLayer(nn.Module):
         for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
             setattr(self.self_attn, name, nn.Linear(width if version == 1 else 2 * width, rows, bias=False))
         self.self_attn.o_proj = nn.Linear(queries, width, bias=False)
+        for name in ("q_norm", "k_norm") if getattr(config, "qk_norm", False) else ():
+            setattr(self.self_attn, name, RMSNorm(d, config.rms_norm_eps))
         self.mlp = LlamaMLP(config)
         if version == 3:
             self.input_layernorm = RMSNorm(width, config.rms_norm_eps)
@@ -70,6 +67,8 @@ class FeatureHead(nn.Module):
         version: 1 or 3.
         captured_layers: indices into the target's hidden states whose concatenation is the feature: i is the state
             that enters layer i, and the number of layers is the last one, after the final norm.
+        normed_states: whether states are normed before the next step reads them, not only before the output head.
+        normed_residual: whether the residual of EAGLE-3's layer is its normed input.
         embed_tokens: an embedding of the head's own, where its file has one.
 
     Args:
@@ -85,15 +84,21 @@ class FeatureHead(nn.Module):
         self.version = VERSIONS[config.architectures[0]]
         self.captured_layers: tuple[int, ...] = tuple(config.captured_layers)
         self.embed_tokens: nn.Embedding | None = None
-        width = config.hidden_size
+        self.normed_states = bool(getattr(config, "norm_output", False))
+        self.normed_residual = bool(getattr(config, "norm_before_residual", False))
+        width, eps = config.hidden_size, config.rms_norm_eps
         self.rotary = LlamaRotaryEmbedding(config)
         if self.version == 1:
             self.fc = nn.Linear(2 * width, width, bias=bool(getattr(config, "bias", True)))
             self.layers = nn.ModuleList([HeadLayer(config, 1)])
         else:
+            if getattr(config, "norm_before_fc", False):
+                self.input_norm = RMSNorm(self.feature_width, eps)
+            if getattr(config, "fc_norm", False):
+                self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden_size, eps) for _ in self.captured_layers)
             self.fc = nn.Linear(self.feature_width, width, bias=False)
             self.midlayer = HeadLayer(config, 3)
-            self.norm = RMSNorm(width, config.rms_norm_eps)
+            self.norm = RMSNorm(width, eps)
             self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
         if self.version == 3 or self.reduced:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
@@ -124,13 +129,26 @@ class FeatureHead(nn.Module):
         self.d2t.copy_(ids - torch.arange(len(ids)))
         self.t2d.zero_()[ids] = True
 
+    def normed(self, features: Tensor) -> Tensor:
+        """Target features ``[..., feature width]`` as EAGLE-3's fusion reads them."""
+        if hasattr(self, "input_norm"):
+            features = self.input_norm(features)
+        if hasattr(self, "fc_norm"):
+            parts = features.chunk(len(self.fc_norm), -1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], -1)
+        return features
+
     def fuse(self, features: Tensor) -> Tensor:
         """Target features ``[..., feature width]`` as the states that the layer continues, ``[..., hidden]``."""
-        return features if self.version == 1 else cast(Tensor, self.fc(features))
+        return features if self.version == 1 else cast(Tensor, self.fc(self.normed(features)))
+
+    def output(self, states: Tensor) -> Tensor:
+        """States as the output head reads them."""
+        return states if self.version == 1 or self.normed_states else cast(Tensor, self.norm(states))
 
     def logits(self, states: Tensor, target_head: Any) -> Tensor:
         """Logits ``[..., draft vocab]`` of states, by the target's head (EAGLE-1) or the head's own."""
-        logits: Tensor = target_head(states) if self.version == 1 else self.lm_head(self.norm(states))
+        logits: Tensor = (target_head if self.version == 1 else self.lm_head)(self.output(states))
         return logits
 
     def unroll(
@@ -158,9 +176,10 @@ class FeatureHead(nn.Module):
         turns = torch.arange(grid[1] + steps, device=embeds.device)
         cos, sin = (factors[0, :, None] for factors in self.rotary(embeds, position_ids=turns[None]))
 
-        def rotate(x: Tensor, turn: Tensor) -> Tensor:
-            """Rotates ``x [rows, heads · d]`` to the rows' positions."""
+        def rotate(x: Tensor, turn: Tensor, norm: str) -> Tensor:
+            """Rotates ``x [rows, heads · d]`` to the rows' positions, behind a norm where the head has one."""
             x = x.unflatten(-1, (-1, d))
+            x = getattr(layer.self_attn, norm)(x) if hasattr(layer.self_attn, norm) else x
             a, b = x.chunk(2, -1)
             return (x * cos[turn] + torch.cat([-b, a], -1) * sin[turn]).to(x.dtype)
 
@@ -178,17 +197,19 @@ class FeatureHead(nn.Module):
             if self.version == 1:
                 x = y = self.fc(torch.cat([e, hidden], -1))
             else:
-                x, y = hidden, torch.cat([layer.input_layernorm(e), layer.hidden_norm(hidden)], -1)
-            k, v = rotate(layer.self_attn.k_proj(y), turn), layer.self_attn.v_proj(y).unflatten(-1, (-1, d))
+                normed = layer.hidden_norm(hidden)
+                x, y = normed if self.normed_residual else hidden, torch.cat([layer.input_layernorm(e), normed], -1)
+            k, v = rotate(layer.self_attn.k_proj(y), turn, "k_norm"), layer.self_attn.v_proj(y).unflatten(-1, (-1, d))
             if len(wanted) < len(x):
                 x, y, turn = (values.index_select(0, wanted) for values in (x, y, turn))
-            q = rotate(layer.self_attn.q_proj(y), turn)
+            q = rotate(layer.self_attn.q_proj(y), turn, "q_norm")
             if len(wanted):
                 seen += [spread(k), spread(v)]
                 q = attend(spread(q), *seen).transpose(1, 2).flatten(0, 1)
                 q = q.index_select(0, wanted) if len(wanted) < len(q) else q
             x = x + layer.self_attn.o_proj(q.flatten(1))
             hidden = x + layer.mlp(layer.post_attention_layernorm(x))
+            hidden = self.norm(hidden) if self.normed_states else hidden
             kept = yield hidden.unflatten(0, grid) if rows is None else hidden
             if kept is not None:
                 wanted, hidden = wanted[kept], hidden[kept]
@@ -382,93 +403,3 @@ def head_config(
         # no key "bias": EAGLE-1's fc has one in any case, and engines would make biases of the attention for it
         **{name: getattr(target, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
     )
-
-
-def head_version(folder: str | os.PathLike[str]) -> int | None:
-    """1 or 3 if a folder's config.json is that of an EAGLE head of this version; else None."""
-    try:
-        fields = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-        return VERSIONS.get((fields.get("architectures") or [""])[0])
-    except (OSError, ValueError, AttributeError):
-        return None
-
-
-def is_head(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder's config.json is that of a feature head."""
-    return head_version(folder) is not None
-
-
-def save_head(head: FeatureHead, folder: str | Path) -> None:
-    """Writes config.json and model.safetensors into an existing folder.
-
-    The vocabulary's tables d2t and t2d are written only where the head drafts some of the target's tokens: vLLM makes
-    no parameter for them where the vocabularies are equal.
-    """
-    folder = Path(folder)
-    tables = () if head.reduced else ("d2t", "t2d")
-    state = {n: tensor.detach().cpu().contiguous() for n, tensor in head.state_dict().items() if n not in tables}
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(head.config.to_dict(), indent=2, default=str) + "\n")
-
-
-def load_head(folder: str | os.PathLike[str], target: PreTrainedModel | None = None) -> FeatureHead:
-    """A head from its folder, ours or a published one in safetensors.
-
-    Args:
-        folder: with config.json and model.safetensors.
-        target: the model it drafts for, to fill in and check what the file leaves to it; the head takes its number
-            format and device.
-
-    Raises:
-        UserError: a damaged or unfit head.
-    """
-    folder = Path(folder)
-    try:
-        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        state = load_file(folder / "model.safetensors")
-        head = FeatureHead(_config_of(fields, target, folder))
-        if SHARED in state:
-            head.embed_tokens = nn.Embedding.from_pretrained(state[SHARED])
-        # files may leave out t2d, which follows from d2t, and both where the head drafts all tokens
-        optional = ("t2d",) if head.reduced else ("t2d", "d2t")
-        head.load_state_dict({n: table for n, table in head.state_dict().items() if n in optional} | state)
-    except UserError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RuntimeError, SafetensorError) as error:
-        raise UserError(
-            f"{folder} holds no feature head that can be read; save it or download it again ({error!r})"
-        ) from error
-    if head.reduced:
-        head.set_vocabulary(cast(Tensor, head.draft_ids()))
-    if target is not None:
-        device = target.get_input_embeddings().weight.device
-        head.to(device=device, dtype=target.dtype)
-        head.rotary = LlamaRotaryEmbedding(head.config).to(device)  # frequencies are not to be rounded
-    return head.eval()
-
-
-def _config_of(fields: dict[str, Any], target: PreTrainedModel | None, folder: Path) -> LlamaConfig:
-    """The configuration of a folder's config.json, completed from the target where that is known."""
-    version, width = VERSIONS.get((fields.get("architectures") or [""])[0]), int(fields.get("hidden_size") or 0)
-    if version is None:
-        raise UserError(f"{folder} holds no feature head: its architecture is {fields.get('architectures')}")
-    if variants := [name for name in VARIANTS if fields.get(name)]:
-        raise UserError(
-            f"{folder} has {', '.join(variants)} set in its config.json, variants of EAGLE-3 that are not supported"
-        )
-    if fields.get("target_hidden_size") not in (None, width):
-        raise UserError(f"{folder} is {width} wide, its target {fields['target_hidden_size']}; they have to be equal")
-    captured = fields.get("captured_layers") or fields.get("eagle_aux_hidden_state_layer_ids")  # ours, the engines'
-    if target is None and not captured:
-        raise UserError(f"{folder} does not name its feature layers; load it together with its target")
-    if target is not None:
-        shape = target.config.get_text_config()
-        if (shape.hidden_size, int(shape.vocab_size)) != (width, int(fields["vocab_size"])):
-            raise UserError(
-                f"the head in {folder} is for a target of width {width} and {fields['vocab_size']} tokens; this target "
-                f"has width {shape.hidden_size} and {shape.vocab_size} tokens"
-            )
-        layers = int(shape.num_hidden_layers)
-        captured = [layers] if version == 1 else list(captured or default_captured_layers(layers))
-    head_dim = fields.get("head_dim") or width // int(fields["num_attention_heads"])
-    return LlamaConfig(**(fields | {"head_dim": head_dim, "target_hidden_size": width, "captured_layers": captured}))

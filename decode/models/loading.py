@@ -26,7 +26,7 @@ from transformers.utils import quantization_config
 
 from decode.errors import UserError
 from decode.models.gguf_files import converted, gguf_config, gguf_file, gguf_tokenizer
-from decode.models.heads import is_head, load_head
+from decode.models.head_files import is_head, load_head
 from decode.models.other_tokenizer import DraftModel, ForeignDraft, Intersection, Vocabulary
 from decode.models.wrapped import adapter_base, language_config, language_model, pinned, with_adapter
 
@@ -342,7 +342,7 @@ def open_draft(
     """A draft model, on the target's device and in its number format, after their tokenizers have been compared.
 
     Args:
-        name: folder or Hub name of a language model, or folder of a feature head of this target.
+        name: folder or Hub name of a language model, or of a feature head of this target.
         target: the target.
         tokenizer: the target's tokenizer.
         vocabulary: for a draft whose tokenizer differs from the target's: ``same`` refuses it, ``intersection`` makes

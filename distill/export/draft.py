@@ -21,7 +21,7 @@ from transformers import (
 
 from decode.engines.gguf import convert, find_converter
 from decode.errors import UserError
-from decode.models.heads import is_head
+from decode.models.head_files import is_head
 from decode.models.loading import check_tokenizers, load_config, load_model, load_tokenizer
 from distill.config.run import ExportSettings
 from distill.export.model_card import write_card

@@ -84,7 +84,7 @@ def drafting_steps(
             kept = inside[asked, 1].nonzero()[:, 0]
             asked, found = asked[kept], found.index_select(0, kept)
         drafted = Drafted(
-            found if head.version == 1 else head.norm(found),
+            head.output(found),
             output,
             target.at(asked),
             place[asked] // time,

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, PreTrainedModel
 
 from decode.errors import UserError, read_json
-from decode.models.heads import FeatureHead, load_head
+from decode.models.head_files import load_head
+from decode.models.heads import FeatureHead
 from decode.models.loading import choose_device, load_model, stop_ids
 from decode.progress import current, working
 from distill import ranks

@@ -18,7 +18,7 @@ from pairs import make_tokenizer
 from decode.__main__ import main
 from decode.engines.gguf import convert
 from decode.engines.server import CHECKOUT, LLAMA_SERVER, VLLM_PYTHON, Engine, opened
-from decode.models.heads import save_head
+from decode.models.head_files import save_head
 from distill.config.run import ExportSettings
 from distill.export.draft import export_draft
 from distill.export.head import export_head

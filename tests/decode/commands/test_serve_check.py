@@ -18,7 +18,8 @@ from decode.commands.serve_check import write_untrained_draft
 from decode.engines.acceptance import Drafts, ServedText
 from decode.engines.gap_causes import causes_in_files, causes_in_numbers, serving_facts, weight_fingerprints
 from decode.errors import UserError
-from decode.models.heads import FeatureHead, head_config, save_head
+from decode.models.head_files import save_head
+from decode.models.heads import FeatureHead, head_config
 from decode.models.pair import load
 
 

@@ -21,8 +21,9 @@ from decode.loop import decode
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_runner
+from decode.models.head_files import load_head
 from decode.models.head_runner import HeadRunner
-from decode.models.heads import FeatureHead, head_config, load_head
+from decode.models.heads import FeatureHead, head_config
 from decode.models.loading import load_model
 from decode.sampling import LogitsWarper, TorchRng
 from distill.config.drafts import DraftSettings

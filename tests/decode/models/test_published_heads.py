@@ -1,0 +1,396 @@
+"""Feature heads in the formats of other projects: each computes what a plain twin does, or is refused by its format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from enumeration import Experiment
+from families import in_double
+from greedy import GREEDY, PROMPTS, assert_decodes, generate
+from huggingface_hub import constants
+from plain_logits import head_logits
+from reading import Reader
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from decode.drafters.eagle import FeatureDrafter, FeatureTreeDrafter
+from decode.errors import UserError
+from decode.loop import Method
+from decode.models.choose_runner import open_runner
+from decode.models.fast_runner import fast_runner
+from decode.models.head_files import is_head, load_head
+from decode.models.head_runner import HeadRunner
+from decode.sampling import LogitsWarper
+from decode.stopping import StopRule
+
+DRAFTED = 24  # tokens of a reduced vocabulary
+SHAPE = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 64,
+    "vocab_size": 48,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+SCALED = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SPECULATORS = {
+    "architectures": ["Eagle3Speculator"],
+    "speculators_model_type": "eagle3",
+    "draft_vocab_size": DRAFTED,
+    "target_hidden_size": None,
+    "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "target"}},
+}
+FORMATS: dict[str, dict[str, Any]] = {
+    # the authors' own: the architecture of the target, any number of layers
+    "EAGLE": {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 40, "draft_vocab_size": DRAFTED},
+    "SGLang": {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+        "head_dim": 12,
+        "hidden_act": "gelu_pytorch_tanh",
+    },
+    "SpecForge 3.1": {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "fc_norm": True,
+        "norm_output": True,
+        "draft_vocab_size": DRAFTED,
+        "rope_scaling": {**SCALED, "original_max_position_embeddings": 16},
+        "rope_theta": 5e5,
+    },
+    "vLLM": {
+        "architectures": ["Eagle3LlamaForCausalLM"],
+        "eagle_aux_hidden_state_layer_ids": [1, 3],
+        "eagle_config": {"norm_before_fc": True},
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    },
+    "Automodel": {"architectures": ["LlamaEagle3DraftModel"], "model_type": "phi3", "attention_bias": True},
+    "speculators": {
+        **SPECULATORS,
+        "norm_before_residual": True,
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+        "transformer_layer_config": SHAPE | {"architectures": ["LlamaForCausalLM"], "layer_types": ["full_attention"]},
+    },
+    "speculators, Qwen3": {
+        **SPECULATORS,
+        "fc_norm": True,
+        "norm_output": True,  # without norm_before_residual, for which vLLM takes true
+        "transformer_layer_config": SHAPE | {"model_type": "qwen3", "head_dim": 16},
+    },
+    "Qwen2.5-VL": {
+        "architectures": ["Eagle3Qwen2_5vlForCausalLM"],
+        "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
+    },
+    "NVIDIA, last state": {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "eagle_config": {"use_aux_hidden_state": False, "parallel_draft_step": 1},
+    },
+    "narrow": {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "hidden_size": 24,
+        "target_hidden_size": 32,
+        "fc_norm": True,
+    },
+    "EAGLE-1": {"architectures": ["LlamaForCausalLM"]},
+    "EAGLE-1, Qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+    "EAGLE-1, vLLM": {"architectures": ["EagleLlamaForCausalLM"], "model_type": "eagle", "model": SHAPE},
+}
+PREFIX = {"Automodel": "model."}
+LAYER = {"vLLM": "layers.0.", "Automodel": "layers.0.", "speculators": "layers.0.", "speculators, Qwen3": "layers.0."}
+OWN_EMBEDDING = ("EAGLE", "speculators", "speculators, Qwen3", "narrow", "EAGLE-1")
+SHARED_HEAD = ("Qwen2.5-VL",)
+
+
+def flat(format: str) -> dict[str, Any]:
+    fields = FORMATS[format]
+    return SHAPE | fields | fields.get("transformer_layer_config", {})
+
+
+def head_dim(fields: dict[str, Any]) -> int:
+    return fields.get("head_dim") or fields["hidden_size"] // 4
+
+
+def captured_of(format: str) -> list[int]:
+    """The states that a format reads of a target of four layers."""
+    if format.startswith("EAGLE-1") or "last state" in format:
+        return [4]
+    return {"vLLM": [1, 3]}.get(format, [1, 2, 3])
+
+
+def publish(folder: Path, target: PreTrainedModel, format: str) -> dict[str, Tensor]:
+    """Write a random head in a format; returns its tensors without prefixes, the layer's without its name."""
+    fields, first, generator = flat(format), format.startswith("EAGLE-1"), torch.Generator().manual_seed(4)
+    width, d = fields["hidden_size"], head_dim(fields)
+    rows, read = len(captured_of(format)) * 32, width if first else 2 * width
+    norms = ["post_attention_layernorm", *([] if first else ["input_layernorm", "hidden_norm"])]
+    qkv = {"q": 4 * d, "k": 2 * d, "v": 2 * d}
+    shapes: dict[str, tuple[int, ...]] = {f"self_attn.{name}_proj.weight": (n, read) for name, n in qkv.items()}
+    shapes |= {f"{name}.weight": (width,) for name in norms} | {"self_attn.o_proj.weight": (width, 4 * d)}
+    shapes |= {f"mlp.{name}_proj.weight": (48, width) for name in ("gate", "up")} | {
+        "mlp.down_proj.weight": (width, 48)
+    }
+    if format in ("Automodel", "EAGLE-1, Qwen2"):
+        shapes |= {f"self_attn.{name}_proj.bias": (n,) for name, n in qkv.items()}
+    if format == "Automodel":
+        shapes["self_attn.o_proj.bias"] = (width,)
+    if fields["model_type"] == "qwen3":
+        shapes |= {"self_attn.q_norm.weight": (d,), "self_attn.k_norm.weight": (d,)}
+    outside: dict[str, tuple[int, ...]] = {"fc.weight": (width, 2 * width if first else rows)}
+    if format == "EAGLE-1":
+        outside["fc.bias"] = (width,)
+    if not first:
+        outside |= {"norm.weight": (width,)}
+        if format not in SHARED_HEAD:
+            outside["lm_head.weight"] = (fields.get("draft_vocab_size") or 48, width)
+    if "last state" in format:
+        del outside["fc.weight"]
+    if fields.get("fc_norm"):
+        outside |= {f"fc_norm.{i}.weight": (32,) for i in range(len(captured_of(format)))}
+    if fields.get("eagle_config", {}).get("norm_before_fc"):
+        outside["input_norm.weight"] = (rows,)
+    if format in OWN_EMBEDDING:
+        outside["embed_tokens.weight"] = (48, width)
+    state = {}
+    for name, shape in (shapes | outside).items():
+        noise = torch.randn(shape, generator=generator, dtype=target.dtype)
+        state[name] = (
+            1 + 0.1 * noise if "norm" in name else (0.1 if first else 0.4) * noise
+        )  # EAGLE-1's states have no norm
+    if fields.get("draft_vocab_size") == DRAFTED:
+        ids = torch.randperm(48, generator=generator)[:DRAFTED].sort()[0]
+        state["d2t"] = ids - torch.arange(DRAFTED)
+        state["t2d"] = torch.zeros(48, dtype=torch.bool).index_fill(0, ids, True)
+    files = {}
+    for name, tensor in state.items():
+        layer = (LAYER.get(format, "layers.0." if first else "midlayer.")) if name in shapes else ""
+        files[("" if name in ("lm_head.weight", "d2t", "t2d") else PREFIX.get(format, "")) + layer + name] = tensor
+    if format == "EAGLE-1, vLLM":
+        files["lm_head.weight"] = target.get_output_embeddings().weight.detach().clone()
+    if format == "speculators":
+        files["verifier_norm.weight"] = torch.ones(width)
+    folder.mkdir(exist_ok=True)
+    half = len(files) // 2  # two shards
+    for i, part in enumerate((list(files)[:half], list(files)[half:])):
+        save_file({name: files[name] for name in part}, folder / f"model-0000{i + 1}-of-00002.safetensors")
+    nested = {"transformer_layer_config", "model"} & FORMATS[format].keys()
+    (folder / "config.json").write_text(json.dumps(FORMATS[format] if nested else SHAPE | FORMATS[format]))
+    return state
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+
+
+@torch.no_grad()
+def twin(state: dict[str, Tensor], format: str, target: PreTrainedModel, ids: list[int], true: int) -> list[Tensor]:
+    """Logits in the target's vocabulary behind each token from number `true` on, as vLLM computes them.
+
+    The first `true - 1` pairs have features of the target, the others the head's own states.
+    """
+    fields, first = flat(format), format.startswith("EAGLE-1")
+    d, eagle = head_dim(fields), fields.get("eagle_config", {})
+    out = target(input_ids=torch.tensor([ids]), output_hidden_states=True)
+    parts = [out.hidden_states[layer][0] for layer in captured_of(format)]
+    table = state.get("embed_tokens.weight", target.get_input_embeddings().weight)
+    if fields.get("fc_norm"):
+        parts = [rms(part, state[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)]
+    x = torch.cat(parts, -1)
+    if eagle.get("norm_before_fc"):
+        x = rms(x, state["input_norm.weight"])
+    if not first and "last state" not in format:
+        x = x @ state["fc.weight"].T
+    hidden, found = list(x[: true - 1]), []
+    config = {key: fields[key] for key in ("rope_theta", "rope_scaling", "max_position_embeddings") if key in fields}
+    if fields.get("rope_scaling", {}).get("type") == "mrope":
+        del config["rope_scaling"]
+    rotary = LlamaRotaryEmbedding(LlamaConfig(num_attention_heads=4, head_dim=d, **config))
+
+    def product(name: str, x: Tensor) -> Tensor:
+        return F.linear(x, state[f"{name}.weight"], state.get(f"{name}.bias"))
+
+    while True:
+        h, e = torch.stack(hidden), F.embedding(torch.tensor(ids[1 : len(hidden) + 1]), table)
+        n = len(h)
+        if first:
+            residual = y = product("fc", torch.cat([e, h], -1))
+        else:
+            normed = rms(h, state["hidden_norm.weight"])
+            before = fields.get("norm_before_residual", "speculators" in format)
+            residual, y = normed if before else h, torch.cat([rms(e, state["input_layernorm.weight"]), normed], -1)
+        cos, sin = (part[0].to(h.dtype) for part in rotary(h, position_ids=torch.arange(n)[None]))
+        heads = {}
+        for name, count in (("q", 4), ("k", 2), ("v", 2)):
+            part = product(f"self_attn.{name}_proj", y).view(n, count, d).transpose(0, 1)
+            if f"self_attn.{name}_norm.weight" in state:
+                part = rms(part, state[f"self_attn.{name}_norm.weight"])
+            if name != "v":
+                part = part * cos + torch.cat([-part[..., d // 2 :], part[..., : d // 2]], -1) * sin
+            heads[name] = part.repeat_interleave(4 // count, 0)
+        scores = (heads["q"] @ heads["k"].mT / d**0.5).masked_fill(~torch.ones(n, n).tril().bool(), -torch.inf)
+        attended = (scores.softmax(-1) @ heads["v"]).transpose(0, 1).reshape(n, -1)
+        z = residual + product("self_attn.o_proj", attended)
+        y = rms(z, state["post_attention_layernorm.weight"])
+        act = F.silu if fields["hidden_act"] == "silu" else lambda x: F.gelu(x, approximate="tanh")
+        z = (z + product("mlp.down_proj", act(product("mlp.gate_proj", y)) * product("mlp.up_proj", y)))[-1]
+        final = z if first else rms(z, state["norm.weight"])
+        logits = final @ state.get("lm_head.weight", target.get_output_embeddings().weight).T
+        if "d2t" in state:
+            place = torch.arange(DRAFTED) + state["d2t"]
+            logits = logits.new_full((48,), -torch.inf).index_copy(0, place, logits)
+        found.append(logits)
+        if len(hidden) + 1 == len(ids):
+            return found
+        hidden.append(final if fields.get("norm_output") else z)
+
+
+@pytest.fixture
+def target(tiny) -> PreTrainedModel:
+    return tiny("llama", num_hidden_layers=4)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_published_head_drafts_what_its_network_says(format: str, target, tmp_path: Path) -> None:
+    state = publish(tmp_path, target, format)
+    assert is_head(tmp_path)
+    runner, ids = HeadRunner(load_head(tmp_path, target), target), PROMPTS[1] + [5, 6, 2, 7]
+    start = len(PROMPTS[1])
+    wanted = torch.stack(twin(state, format, target, ids, start))
+    source, head = Reader(open_runner(target)), Reader(runner)
+    assert list(runner.feature_head.captured_layers) == captured_of(format)
+    source.read(ids[: start - 1], head=0, capture=runner.feature_head.captured_layers)
+    head.cache.settle(source.out.captured)
+    head.read(ids[: start - 1], head=0)
+    rows = torch.cat([head.read([token], head=1) for token in ids[start - 1 :]])
+    torch.testing.assert_close(rows, wanted, rtol=1e-3, atol=1e-3)
+    for depth in (1, 3):  # teacher forcing, which offline acceptance reads
+        row = head_logits(runner.feature_head, target, [*ids[: start + depth - 1], 0], start + depth - 1, depth)[0]
+        torch.testing.assert_close(row, wanted[depth - 1], rtol=1e-3, atol=1e-3)
+    source = open_runner(target)
+    drafters = FeatureDrafter(runner, source, GREEDY), FeatureTreeDrafter(runner, source, GREEDY, width=3, nodes=8)
+    for drafter in drafters:
+        trace = assert_decodes(source, Method("", drafter, StopRule(4)), generate(target, PROMPTS[0]), PROMPTS[0])
+        assert sum(trace.drafted) > 0
+
+
+@pytest.mark.parametrize("format", ["SpecForge 3.1", "speculators, Qwen3", "EAGLE-1, Qwen2"])
+def test_a_published_head_is_lossless(format: str, tiny, tmp_path: Path) -> None:
+    target = in_double(tiny("llama", num_hidden_layers=4, dtype=torch.float64))
+    publish(tmp_path, target, format)
+    warp, runner = LogitsWarper(temperature=1.3, top_k=2), fast_runner(target)
+    head = HeadRunner(load_head(tmp_path, target), target)
+
+    @torch.inference_mode()
+    def forward(text: list[int]) -> Tensor:
+        return target(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
+
+    there = Experiment(runner, warp, [3, 1, 4, 1, 5, 1, 4], 3, forward=forward)
+    for drafter in (FeatureDrafter(head, runner, warp), FeatureTreeDrafter(head, runner, warp, width=2, nodes=5)):
+        assert there.bias(Method("", drafter, StopRule(3))) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"architectures": ["PEagleDraftModel"]}, "P-EAGLE"),
+        ({"architectures": ["PeagleSpeculator"], "speculators_model_type": "peagle"}, "P-EAGLE"),
+        ({"architectures": ["DFlashDraftModel"], "model_type": "qwen3"}, "DFlash"),
+        ({"architectures": ["Qwen3ForCausalLM"], "dflash_config": {"mask_token_id": 1}}, "DFlash"),
+        ({"architectures": ["DominoDraftModel"]}, "Domino"),
+        ({"architectures": ["Qwen3DSparkModel"]}, "DSpark"),
+        ({"medusa_num_heads": 3, "base_model_name_or_path": "target"}, "Medusa"),
+        ({"architectures": ["DeepSeekMTPModel"], "model_type": "deepseek_mtp"}, "MTP"),
+        ({"architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator"}, "MLPSpeculator"),
+    ],
+)
+def test_another_format_of_drafts_is_refused_by_its_name(fields: dict[str, Any], told: str, target, tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert is_head(tmp_path)
+    with pytest.raises(UserError, match=f"in the format of {told} .*train one"):
+        load_head(tmp_path, target)
+
+
+@pytest.mark.parametrize(
+    ("fields", "tensors", "told"),
+    [
+        (
+            {"architectures": ["Eagle3DeepseekV2ForCausalLM"]},
+            {"midlayer.self_attn.kv_b_proj.weight": (4, 4)},
+            "kv_b_proj",
+        ),
+        ({"num_hidden_layers": 2}, {"layers.1.mlp.up_proj.weight": (48, 32)}, "more than one decoder layer"),
+        ({}, {"mask_hidden": (1, 96)}, "parallel drafting"),
+        ({}, {"fc.weight": (32, 64)}, "size mismatch"),
+        ({"eagle_config": {"parallel_draft_step": 4}}, {}, "parallel drafting"),
+        ({"quantization_config": {"quant_method": "fp8"}}, {}, "quantization_config.*fp8"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, {}, "rope_type dynamic"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 8}, {}, "sliding window"),
+        ({"partial_rotary_factor": 0.5}, {}, "partial rotation"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, {}, r"layers \[1, 2, 4\]; this target has 4"),
+        ({"hidden_size": 64}, {}, "width 64 and 48 tokens"),
+        ({"fc_norm": True}, {}, "lacks .'fc_norm.0.weight'"),
+    ],
+)
+def test_what_a_head_has_beside_the_network_is_refused(fields, tensors, told: str, target, tmp_path) -> None:
+    publish(tmp_path, target, "SGLang")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | fields))
+    save_file({name: torch.zeros(shape) for name, shape in tensors.items()}, tmp_path / "more.safetensors")
+    with pytest.raises(UserError, match=told):
+        load_head(tmp_path, target)
+
+
+@pytest.mark.parametrize("change", ["absolute", "fractions", "twice", "outside"])
+def test_a_table_of_tokens_that_leads_elsewhere_is_refused(change: str, target, tmp_path) -> None:
+    table = publish(tmp_path, target, "SpecForge 3.1")["d2t"]
+    other = {
+        "absolute": table + torch.arange(DRAFTED),
+        "fractions": table.float(),
+        "twice": -torch.arange(DRAFTED),
+        "outside": table + 40,
+    }
+    file = next(file for file in tmp_path.glob("*.safetensors") if "d2t" in load_file(file))
+    save_file(load_file(file) | {"d2t": other[change]}, file)
+    with pytest.raises(UserError, match=r"d2t|bincount"):
+        load_head(tmp_path, target)
+
+
+def test_weights_in_a_pickle_are_not_read(target, tmp_path: Path) -> None:
+    publish(tmp_path, target, "EAGLE")
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    assert is_head(tmp_path)
+    with pytest.raises(UserError, match=r"no safetensors file; .*pytorch_model\.bin.*save_file"):
+        load_head(tmp_path, target)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"architectures": ["Eagle2_5_VLForConditionalGeneration"]}, {"model_type": "qwen3"}]
+)
+def test_a_model_of_its_own_is_no_head(fields: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert not is_head(tmp_path)
+
+
+def test_a_head_on_the_hub_is_opened_by_its_name(target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    folder = tmp_path / "models--org--head"
+    (folder / "snapshots" / "abc").mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("abc")
+    publish(folder / "snapshots" / "abc", target, "speculators")
+    assert is_head("org/head")
+    assert load_head("org/head", target).normed_residual
+    assert not is_head("org/other")
