@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import checkpoint as sharded
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -172,24 +172,6 @@ def shard(root: nn.Module, model: PreTrainedModel, mesh: DeviceMesh) -> Any:
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh)
     return fully_shard(root, mesh=mesh)
-
-
-class FirstBad:
-    """The first step whose loss was no number, noted on the device, so that no step has to wait for it."""
-
-    def __init__(self) -> None:
-        self._step: Tensor | None = None
-
-    def note(self, loss: Tensor, step: int) -> None:
-        """Note the loss of a step, a scalar."""
-        if self._step is None:
-            self._step = torch.full((), -1, device=loss.device)
-        self._step = torch.where((self._step < 0) & ~loss.isfinite(), step, self._step)
-
-    def step(self) -> int | None:
-        """Return that step, if there was one; waits for the device."""
-        found = -1 if self._step is None else int(self._step)
-        return found if found >= 0 else None
 
 
 def explain(module: L.LightningModule, step: int) -> UserError:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from decode.errors import UserError
 from decode.models.heads import FeatureHead
 from distill import ranks
-from distill.checkpoints import FirstBad, Fsdp, explain, shard
+from distill.checkpoints import Fsdp, explain, shard
 from distill.config.training import StudentSettings, TrainingSettings
 from distill.data.batches import Batch, label_mask
 from distill.data.loader import OptimizerStep
@@ -66,7 +66,7 @@ class TrainingModule(L.LightningModule):
         self.last_loss: Tensor | None = None
         self.log_every = 0
         self.sums: Tensor | None = None
-        self.first_bad = FirstBad()
+        self.bad_step = torch.tensor(-1)  # the first whose loss was no number, on the device, so that no step waits
         self.strict_loading = all(weight.requires_grad for weight in model.parameters())  # Lightning's: all are saved
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -115,7 +115,8 @@ class TrainingModule(L.LightningModule):
             UserError: The loss of this or an earlier step was not, with the step, its examples and the likely cause.
         """
         self.last_loss = loss.detach()
-        self.first_bad.note(self.last_loss, self.global_step)
+        bad = self.bad_step.to(loss.device)
+        self.bad_step = torch.where((bad < 0) & ~self.last_loss.isfinite(), self.global_step, bad)
         if self.logs_this_step:
             self.check_finite()
             self.log("loss", self.last_loss, prog_bar=True, sync_dist=True)
@@ -134,8 +135,7 @@ class TrainingModule(L.LightningModule):
         Raises:
             UserError: One was not, with the step, its examples and the likely cause.
         """
-        step = self.first_bad.step()
-        if step is not None:
+        if (step := int(self.bad_step)) >= 0:
             raise explain(self, step)
 
     # -- validation -------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from distill.files import fingerprint, write_json
 
 ENVIRONMENT = {
     "SILENT": "true", "CONSOLE": "off", "DISABLE_GIT": "true", "DISABLE_CODE": "true", "INIT_TIMEOUT": "10",
-    "ERROR_REPORTING": "false",
+    "ERROR_REPORTING": "false", "PROJECT": "draftsmith",
 }  # fmt: skip
 """Variables of W&B that are set here, without WANDB_. Its redirection of stdout would break the progress bars."""
 WAIT = 3.0  # seconds for the server's answer
@@ -79,7 +79,7 @@ def make_logger(settings: TrackerSettings, run_dir: Path, name: str, config: Map
     if (kept := read_json(note)).get("config") != key:
         write_json(note, kept := {"config": key, "id": secrets.token_hex(4)})
     run_id = os.environ.get("WANDB_RUN_ID") or kept["id"]  # the agent of a sweep has chosen one
-    logger = WandbLogger(name=name, save_dir=run_dir, version=run_id, project=settings.project, config=dict(config))
+    logger = WandbLogger(name=name, save_dir=run_dir, version=run_id, config=dict(config))
     vars(logger)["_wandb_init"].pop("anonymous", None)  # Lightning always passes it, and W&B warns that it does nothing
     return logger
 

@@ -145,10 +145,7 @@ class Meter:
         trust, tokenizer = student.trust_remote_code, self.context.corpus.tokenizer
         model = open_draft(self.context.run.path(draft), self.target, tokenizer, trust_remote_code=trust)
         for mode, texts in self.texts.items():
-            depth, warp = (
-                DEPTH if student.is_head and mode == "sampled" else 1,
-                own_warp(self.target, MODES[mode], {}),
-            )
+            depth, warp = DEPTH if student.is_head and mode == "sampled" else 1, own_warp(self.target, MODES[mode], {})
             alphas = offline_alphas(self.target, {draft: model}, texts, warp, depth=depth)
             found[mode] = [alpha.texts for alpha in alphas[draft]]
         return found
