@@ -13,7 +13,9 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import transformers
 from huggingface_hub import constants
 from rich.console import Console
@@ -77,27 +79,33 @@ def converted(
     if read_json(place / "source.json") == key:
         with contextlib.suppress(Exception):  # a folder that is damaged, or replaced at this moment
             return again(place)
-    # transformers draws a bar of its own while it unpacks weights
-    with (
-        working(Console(file=sys.stderr), f"{file.name}: reading its {part}"),
-        contextlib.redirect_stderr(io.StringIO()),
-    ):
-        made = read()
-    try:
-        size = sum(p.numel() * p.element_size() for p in made.parameters()) if hasattr(made, "parameters") else 0
-        place.parent.mkdir(parents=True, exist_ok=True)
-        if shutil.disk_usage(place.parent).free < 2 * size:
-            raise OSError(f"{size / 1e9:.1f} GB and as much again have to be free")
-        with tempfile.TemporaryDirectory(dir=place.parent) as partial:
-            folder = Path(partial) / part
-            made.save_pretrained(folder)
-            if same is not None and not same(made, again(folder)):
-                raise OSError("read back, it is another one")
-            write_text(folder / "source.json", json.dumps(key))
-            shutil.rmtree(place, ignore_errors=True)
-            folder.rename(place)
-    except (OSError, SafetensorError) as error:
-        warnings.warn(f"{file.name} will be read anew the next time: {place} cannot be kept ({error})", stacklevel=2)
+    import gguf  # it takes a quarter of a second
+
+    # memory maps are slow to slice: as an array, a large vocabulary takes a third of the time
+    data = property(lambda self: self.mapped, lambda self, mapped: setattr(self, "mapped", mapped.view(np.ndarray)))
+    reader = type("Reader", (gguf.GGUFReader,), {"data": data})
+    problem: Exception | None = None
+    quiet = contextlib.redirect_stderr(io.StringIO())  # transformers draws bars of its own
+    with working(Console(file=sys.stderr), f"{file.name}: reading its {part}"), quiet:
+        with patch.object(gguf, "GGUFReader", reader):
+            made = read()
+        try:
+            size = sum(p.numel() * p.element_size() for p in made.parameters()) if hasattr(made, "parameters") else 0
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if shutil.disk_usage(place.parent).free < 2 * size:
+                raise OSError(f"{size / 1e9:.1f} GB and as much again have to be free")
+            with tempfile.TemporaryDirectory(dir=place.parent) as partial:
+                folder = Path(partial) / part
+                made.save_pretrained(folder)
+                if same is not None and not same(made, again(folder)):
+                    raise OSError("read back, it is another one")
+                write_text(folder / "source.json", json.dumps(key))
+                shutil.rmtree(place, ignore_errors=True)
+                folder.rename(place)
+        except (OSError, SafetensorError) as error:
+            problem = error
+    if problem is not None:
+        warnings.warn(f"{file.name} will be read anew the next time: {place} cannot be kept ({problem})", stacklevel=2)
         return made
     del made  # memory holds weights once
     return again(place)

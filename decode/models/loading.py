@@ -5,6 +5,7 @@ Errors are `UserError`s with transformers' own message, and the next step where 
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,8 +146,8 @@ def load_model(
     format = choose_dtype(dtype, device)
     if packed and not anew:
         given: Any = {"device": device, "dtype": dtype, "device_map": device_map, **options}
-        part = f"weights-{format}"
-        return converted(packed, part, lambda: load_model(name, anew=True, **given), lambda at: load_model(at, **given))
+        read = partial(load_model, name, anew=True, config=load_config(name), **given)
+        return converted(packed, f"weights-{format}", read, lambda folder: load_model(folder, **given))
     folder, revision = pinned(packed.parent if packed else base or name)
     extra: dict[str, Any] = dict(options)
     auto, inside = AutoModelForCausalLM, False
@@ -157,7 +158,7 @@ def load_model(
     hf_logging.set_verbosity_error()  # what is missing is an error here, not a table of warnings
     try:
         if packed:
-            extra["gguf_file"], extra["config"] = packed.name, gguf_config(packed)
+            extra["gguf_file"] = packed.name
             if hasattr(quantization_config, "GgufConfig"):  # from transformers 5.23 on it may keep them packed on a GPU
                 extra["quantization_config"] = quantization_config.GgufConfig(packed.name, dequantize=True)
         else:
