@@ -199,7 +199,7 @@ def stage_fingerprints(settings: Settings) -> dict[str, Key]:
         return keys[stage][0]
 
     if settings.target.kind == "as_is":
-        made_from: dict[str, Any] = {"version": VERSION, "chat": settings.data.chat_template}
+        made_from: dict[str, Any] = {"version": VERSION, "chat": settings.data.template()}
         made_from["tokenizer"] = files_state([settings.data.tokenizer])
     else:
         answers = responses.written() | frozen if settings.target.layerskip.own_answers else None

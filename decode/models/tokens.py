@@ -6,6 +6,7 @@ its template and nothing more, as in transformers and the engines: it has a star
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import jinja2
@@ -18,6 +19,8 @@ from decode.trace import Step
 
 Message = Mapping[str, Any]
 """One turn of a chat as OpenAI and chat templates write it: ``role``, ``content``, possibly ``tool_calls``."""
+REASONING = "reasoning_content", "reasoning", "thinking"
+"""The names under which templates read what an assistant thought before it answered; they mean the same."""
 
 
 def start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -60,9 +63,22 @@ def chat_ids(
         template_args: further variables of the template, such as ``enable_thinking``.
 
     Raises:
-        UserError: the tokenizer has no chat template, or the template refuses the messages.
+        UserError: the tokenizer has no chat template, the template refuses the messages, or a message spells a control
+            token.
     """
+    if found := control_token(tokenizer, messages):
+        raise UserError(
+            f"a message holds the text {found!r}, which the tokenizer would read as a control token (it can end the "
+            "turn or begin another one): leave it out, or continue plain text (--chat false)"
+        )
     return written_ids(tokenizer, render_chat(tokenizer, messages, ask=True, template_args=template_args))
+
+
+def control_token(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str | None:
+    """The first special token that is spelt out in the text of a message, or None."""
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    texts = [str(message.get(name) or "") for message in messages for name in ("content", REASONING[0])]
+    return next((token for token in sorted(special) for text in texts if token in text), None)
 
 
 def written_ids(tokenizer: PreTrainedTokenizerBase, chat: str) -> list[int]:
@@ -125,6 +141,9 @@ def render_chat(
         ask: end with the beginning of the assistant's next turn (``add_generation_prompt``).
         template_args: further variables of the template.
 
+    Contents become parts for templates that read nothing else (LLaVA, SmolVLM), and an assistant's reasoning stands
+    under every name that templates read it by.
+
     Raises:
         UserError: no chat template, or one that does not accept these messages.
     """
@@ -134,10 +153,38 @@ def render_chat(
             "prompts (--chat false, data.chat false)"
         )
     try:
-        turns, args = [dict(message) for message in messages], template_args or {}
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=ask, **args))
+        return _render(tokenizer, messages, _reads_parts(tokenizer, tokenizer.chat_template), ask, template_args or {})
     except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
         raise UserError(f"the chat template does not accept these messages: {error}") from error
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], parts: bool, ask: bool, args: Mapping[str, Any]
+) -> str:
+    turns = []
+    for message in messages:
+        thought = next((message[name] for name in REASONING if message.get(name)), None)
+        turn = dict(message) | (dict.fromkeys(REASONING, thought) if thought else {})
+        if parts and isinstance(message.get("content"), str):
+            turn["content"] = [{"type": "text", "text": message["content"]}]
+        turns.append(turn)
+    return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=ask, **args))
+
+
+@lru_cache(maxsize=8)
+def _reads_parts(tokenizer: PreTrainedTokenizerBase, template: Any) -> bool:
+    """Whether a template writes contents only where they are lists of parts (``template`` is the cache's key)."""
+    chat = [{"role": "user", "content": "MARKED QUESTION"}, {"role": "assistant", "content": "MARKED ANSWER"}]
+    found = []
+    for parts in (False, True):
+        written = ""
+        for turns in (chat[:1], chat):  # a template may refuse a chat that ends with the answer
+            try:
+                written += _render(tokenizer, turns, parts, len(turns) == 1, {})
+            except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError):
+                continue
+        found.append(sum(turn["content"] in written for turn in chat))
+    return found[1] > found[0]
 
 
 def plain_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:

@@ -81,7 +81,7 @@ class DataSettings:
     response_template: str | None = None
     """How a row becomes a response, such as '{answer}'; null: as for prompt_template."""
     chat_template: str | None = None
-    """Jinja template of chats, for models whose tokenizer has none; null: the tokenizer's."""
+    """Jinja template of chats or a file with one, for models whose tokenizer has none; null: the tokenizer's."""
     chat: Literal["auto"] | bool = "auto"
     """Whether pairs are put into the chat template, as instruct models are served: the prompt is what the user says,
     the response what the assistant answers. auto: where the target's tokenizer has a template. See --show-example."""
@@ -128,7 +128,20 @@ class DataSettings:
 
     def key(self) -> dict[str, Any]:
         """Return the settings that decide what the examples are, not how they are made and read."""
-        return {name: value for name, value in asdict(self).items() if name != "loader_workers"}
+        values = asdict(self) | {"chat_template": self.template()}
+        return {name: value for name, value in values.items() if name != "loader_workers"}
+
+    def template(self) -> str | None:
+        """Return the text of the chat template, which may be in a file."""
+        if self.chat_template is None or "{{" in self.chat_template or "{%" in self.chat_template:
+            return self.chat_template
+        try:
+            return Path(self.chat_template).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"data.chat_template is {self.chat_template!r}, which is neither a Jinja template (it has no {{{{ or "
+                f"{{%) nor a file that can be read ({error}; the path is relative to {Path.cwd()})"
+            ) from error
 
     def templates(self) -> tuple[str, str] | None:
         """Return the templates of these settings, with line breaks and tabs that a shell or YAML left escaped."""
@@ -143,6 +156,7 @@ class DataSettings:
     def validate(self) -> None:
         """Check every value that can be judged without reading data."""
         check_numbers(self, "data.")
+        self.template()
         if self.train_limit is None and (self.from_target or (self.source == "arithmetic" and self.train_file is None)):
             raise UserError(
                 f"data.train_examples is {self.train_examples}, but data.source {self.source} makes as many examples "

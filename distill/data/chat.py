@@ -1,15 +1,15 @@
 """Conversations, prompts with responses, and plain texts to token ids and labels.
 
-`render_row` renders a row into texts with the character spans that are learned (a conversation by `chat_turns`), and
-`label` makes token ids and labels of them. A row that cannot be used raises `UnusableRow`; the corpus leaves it out and
-counts it.
+`render_row` makes turns of a row (of a conversation by `chat_turns`): prompts as the model is served, each with the
+answer that is learned. `label` makes token ids and labels of them, and checks that training sees what serving sees. A
+row that cannot be used raises `UnusableRow`; the corpus leaves it out and counts it.
 """
 
 import json
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, groupby, pairwise
-from os.path import commonprefix
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console
@@ -17,12 +17,29 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from decode.errors import UserError
-from decode.models.tokens import batch_prompt_ids, continuation_ids, end_token, plain_ids, render_chat, start_ids
+from decode.models.tokens import (
+    REASONING,
+    batch_prompt_ids,
+    continuation_ids,
+    control_token,
+    end_token,
+    plain_ids,
+    render_chat,
+    start_ids,
+)
 from decode.progress import output_console
 
 IGNORE = -100  # label of a position that no loss is taken on
-SHAREGPT = {"human": "user", "gpt": "assistant"}  # ShareGPT's roles in the usual words
-MARK = "\ue000answer\ue001"  # replaces an answer while its place in a rendered chat is searched; in no text
+SPEAKERS = {
+    "user": ("human", "prompter"),
+    "assistant": ("gpt", "chatgpt", "bot", "bing", "bard", "model"),
+    "tool": ("observation", "function", "function_response", "tool_response"),
+}
+ROLES = {name: role for role, names in SPEAKERS.items() for name in names}
+"""Names of speakers in published chats, in the words of chat templates."""
+KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "from", "value", *REASONING}
+"""Keys of a message that are used here; a template may read others."""
+MARK, THOUGHT = "\ue000answer\ue001", "\ue000thought\ue001"  # in no text: their places are searched in rendered chats
 
 
 class UnusableRow(UserError):
@@ -39,16 +56,18 @@ class UnusableRow(UserError):
 
 
 @dataclass(frozen=True)
-class Rendered:
-    """A text with the character spans that are learned.
+class Turn:
+    """What the model says, and the text that it is given before.
 
     Attributes:
-        text: Prompt and response, or a whole chat.
-        spans: Start and end of each span, ascending; empty for a prompt that is to be answered.
+        prompt: As the model is served.
+        answer: Is learned; empty for a prompt that is to be answered.
+        said: Texts of the row that have to stand whole in what is learned.
     """
 
-    text: str
-    spans: Sequence[tuple[int, int]] = ()
+    prompt: str
+    answer: str
+    said: tuple[str, ...] = ()
 
 
 @dataclass
@@ -61,37 +80,67 @@ class Example:
     response: str
 
 
-def label(tokenizer: PreTrainedTokenizerBase, rendered: Sequence[Rendered], *, chat: bool) -> list[Example]:
-    """Tokenises texts; the labels are their spans, each up to its first end-of-text token.
+def label(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[Turn]], ends: Sequence[int] = (), *, chat: bool
+) -> list[list[Example] | UnusableRow]:
+    """Token ids and labels of rows of turns.
 
-    The text before, between and inside the spans is tokenised piece by piece, so that a prompt has the ids it has when
-    the model is served. A last span without an end-of-text token gets one. Text after the last span is left out.
+    Every answer follows exactly the ids that its prompt has when the model is served, holds the whole of what the row
+    says, and ends with its first stop token, which it gets where the text has none. Turns are one example as long as
+    each prompt continues the example before it.
 
     Args:
         tokenizer: Of the target.
-        rendered: Texts and spans.
-        chat: The texts are written by a chat template, which writes the start token itself.
+        rows: The turns of each row.
+        ends: Ids that end the target's texts; none: the tokenizer's end-of-text token.
+        chat: The prompts are written by a chat template, which writes the start token itself.
+
+    Returns:
+        The examples of each row, or why it cannot be used.
 
     Raises:
-        UserError: The tokenizer has no end-of-text token, or a template writes nothing before the first span.
+        UserError: The tokenizer has no end-of-text token, or a template writes nothing before an answer.
     """
-    prompts = [one.text[: one.spans[0][0]] if one.spans else one.text for one in rendered]
-    heads = plain_ids(tokenizer, prompts) if chat else batch_prompt_ids(tokenizer, prompts)
-    if chat and not all(heads):
+    ends, turns = ends or [end_token(tokenizer)], [turn for row in rows for turn in row]
+    prompts = [turn.prompt for turn in turns]
+    before = plain_ids(tokenizer, prompts) if chat else batch_prompt_ids(tokenizer, prompts)
+    if chat and not all(before):
         raise UserError("the chat template writes nothing before the assistant's turn: set data.chat_template")
-    parts = [one.text[start:stop] for one in rendered for start, stop in pairwise(chain(*one.spans))]
-    pieces, examples = iter(continuation_ids(tokenizer, parts) if parts else []), []
-    for one, prompt, ids in zip(rendered, prompts, heads, strict=True):
-        labels, piece = [IGNORE] * len(ids), list[int]()
-        for place in range(2 * len(one.spans) - 1):
-            piece = next(pieces)
-            ids += piece
-            labels += [IGNORE] * len(piece) if place % 2 else until_end(piece, {tokenizer.eos_token_id})
-        if one.spans and tokenizer.eos_token_id not in piece:
-            ids.append(end_token(tokenizer))
-            labels.append(ids[-1])
-        examples.append(Example(ids, labels, prompt, one.text[len(prompt) :]))
-    return examples
+    answers = continuation_ids(tokenizer, [turn.answer for turn in turns]) if turns else []
+    last = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else ends[0]
+    for turn, ids in zip(turns, answers):
+        if turn.answer and not any(token in ends for token in ids):
+            ids.append(last)
+    written, pieces = iter(_decoded(tokenizer, answers)), zip(before, answers)
+    made: list[list[Example] | UnusableRow] = []
+    for row in rows:
+        examples, problem = list[Example](), None
+        for turn, (prompt, answer), text in [(turn, next(pieces), next(written)) for turn in row]:
+            missing = [said for said in turn.said if squash(said) not in squash(text)]
+            for said in missing[:]:  # a tokenizer may change what it reads
+                if squash(_decoded(tokenizer, plain_ids(tokenizer, [said]))[0]) in squash(text):
+                    missing.remove(said)
+            if missing or any(token in ends for token in answer[:-1]):
+                detail = repr((missing or [str(tokenizer.decode(answer))])[0][:80])
+                problem = problem or UnusableRow("whose answer is not learned whole, up to one stop token", detail)
+            labels = [IGNORE] * len(prompt) + answer
+            if examples and prompt[: len(examples[-1].input_ids)] == examples[-1].input_ids:
+                labels[: len(examples[-1].labels)] = examples[-1].labels
+                first = examples.pop().prompt
+            else:
+                first = turn.prompt
+            examples.append(Example(prompt + answer, labels, first, (turn.prompt + turn.answer)[len(first) :]))
+        made.append(problem or examples)
+    return made
+
+
+def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[Sequence[int]]) -> list[str]:
+    return tokenizer.batch_decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else []
+
+
+def squash(text: str) -> str:
+    """The text without white space, which templates and tokenizers change."""
+    return "".join(text.split())
 
 
 def until_end(response: Sequence[int], ends: Collection[int | None]) -> list[int]:
@@ -106,9 +155,9 @@ def prompt_part(input_ids: Sequence[int], labels: Sequence[int]) -> list[int]:
     return list(input_ids[: first or max(1, len(input_ids) // 4)])
 
 
-def pair(prompt: str, response: str) -> Rendered:
+def pair(prompt: str, response: str) -> Turn:
     """A prompt followed by its response, which is learned."""
-    return Rendered(prompt + response, [(len(prompt), len(prompt) + len(response))])
+    return Turn(prompt, response, (response,))
 
 
 def text_blocks(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int) -> Iterator[Example]:
@@ -140,11 +189,13 @@ class ChatFormat:
         tokenizer: With a chat template.
         system: System message of chats that have none.
         template_args: Further variables of the template, such as ``enable_thinking``.
+        ends: Ids that end the target's texts; none: the tokenizer's end-of-text token.
     """
 
     tokenizer: PreTrainedTokenizerBase
     system: str | None = None
     template_args: Mapping[str, Any] = field(default_factory=dict)
+    ends: Sequence[int] = ()
 
     def with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages, after the system message if there is one and they have none."""
@@ -166,9 +217,27 @@ class ChatFormat:
                 raise
             raise UnusableRow("that the chat template refuses", str(error)) from error
 
+    def ask(self, messages: list[dict[str, Any]], tools: Any = None) -> str:
+        """The prompt of the assistant's next turn, in which every earlier turn of others stands.
 
-def render_row(row: Mapping[str, Any], chat: ChatFormat | None) -> list[Rendered]:
-    """A row of `distill.data.sources` as texts: ``{prompt, response}``, ``{messages, tools}``, or a prompt's messages.
+        Raises:
+            UnusableRow: The template refuses the messages or leaves one out, or one spells a control token.
+        """
+        prompt = self.render(messages, ask=True, tools=tools)
+        if found := control_token(self.tokenizer, messages):
+            raise UnusableRow("with a control token of the tokenizer in their text", repr(found))
+        written = squash(prompt)
+        for message in messages:
+            said = message["content"] or ""
+            if message["role"] != "assistant" and not any(
+                squash(text) in written for text in (said, json.dumps(said, ensure_ascii=False)[1:-1])
+            ):
+                raise UnusableRow("with a turn that the chat template does not write", message["role"])
+        return prompt
+
+
+def render_row(row: Mapping[str, Any], chat: ChatFormat | None) -> tuple[list[Turn], list[str]]:
+    """A row of `distill.data.sources` as turns, and what is to be noted of it.
 
     Args:
         row: A pair, a conversation, or with ``ask`` the turns that the target is to answer.
@@ -178,89 +247,141 @@ def render_row(row: Mapping[str, Any], chat: ChatFormat | None) -> list[Rendered
         UnusableRow: See `chat_turns`.
     """
     if chat is None:
-        return [pair(row["prompt"], row["response"])]
+        return [pair(row["prompt"], row["response"])], []
     if row.get("ask"):
-        return [Rendered(chat.render(chat.with_system(row["messages"]), ask=True))]
+        return [Turn(chat.ask(chat.with_system(row["messages"])), "")], []
     if "messages" in row:
-        return chat_turns(chat, row["messages"], row["tools"])
+        turns, notes = chat_turns(chat, row["messages"], row["tools"])
+        return turns, [*row.get("notes", ()), *notes]
     said = row.get("said") or row["prompt"]  # what only separates a pair's prompt and response is left to the template
-    turns = [{"role": "user", "content": said.strip()}, {"role": "assistant", "content": row["response"].strip()}]
-    return chat_turns(chat, turns)
+    pair_of_turns = {"user": said.strip(), "assistant": row["response"].strip()}
+    return chat_turns(chat, [{"role": role, "content": text} for role, text in pair_of_turns.items()])
 
 
-def chat_turns(chat: ChatFormat, messages: list[dict[str, Any]], tools: Any = None) -> list[Rendered]:
-    """One conversation as text; the spans are the assistant's turns with their end-of-turn tokens.
-
-    The conversation is one text, as long as every assistant's turn can be found in what the template writes for all of
-    it. Templates that rewrite earlier turns (Qwen3 removes their reasoning) have these learned as written there: an
-    answer is where the rendered text changes if another answer replaces it, with what the template writes after it.
-    Where a turn cannot be found, every assistant's turn becomes a text of its own, with all turns before it.
+def chat_turns(chat: ChatFormat, messages: list[dict[str, Any]], tools: Any = None) -> tuple[list[Turn], list[str]]:
+    """The assistant's turns of a conversation, each behind the prompt that it has when the model is served.
 
     Args:
         chat: Template and settings.
         messages: From `clean_messages`.
         tools: Descriptions of the tools, for templates that write them.
 
+    Returns:
+        The turns, and what is to be noted of the row.
+
     Raises:
-        UnusableRow: No assistant's turn, or a template that refuses the messages, does not write the tool calls or
-            does not continue its own generation prompt.
+        UnusableRow: No assistant's turn, or a template that refuses the messages or does not write all of them.
     """
-    messages = chat.with_system(messages)
-    turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    template, messages = str(chat.tokenizer.chat_template), chat.with_system(messages)
+    if "developer" not in template:
+        messages = [message | {"role": message["role"].replace("developer", "system")} for message in messages]
+    unread = {key for message in messages for key in message if key not in KEYS and key not in template}
+    notes = [f"with a message's {key!r}, which is not used" for key in sorted(unread)]
+    turns = []
+    for place, message in enumerate(messages):
+        if message["role"] == "assistant":
+            turn, note = _turn(chat, messages[:place], message, tools)
+            turns.append(turn)
+            notes += [note] if note else []
     if not turns:
         raise UnusableRow("without an assistant's turn")
-    cuts = [
-        (chat.render(messages[:i], ask=True, tools=tools), chat.render(messages[: i + 1], tools=tools)) for i in turns
-    ]
-    whole, spans, other = cuts[-1][1], list[tuple[int, int]](), {"role": "assistant", "content": MARK}
-    if any(call["function"]["name"] not in whole for i in turns for call in messages[i].get("tool_calls", ())):
+    return turns, list(dict.fromkeys(notes))
+
+
+def _turn(chat: ChatFormat, history: list[dict[str, Any]], message: dict[str, Any], tools: Any) -> tuple[Turn, str]:
+    """One turn of the assistant, and a note. The answer is what the template writes behind the prompt, but
+
+    - an empty block of reasoning, which a template adds where a row has none (Qwen3), is no answer of the model;
+    - reasoning that the prompt opens and the template then leaves out (DeepSeek-R1) is put back;
+    - where the next turn's beginning is the stop token (GLM-4.5), the answer ends with it.
+    """
+    prompt, note = chat.ask(history, tools), ""
+    if found := control_token(chat.tokenizer, [message]):
+        raise UnusableRow("with a control token of the tokenizer in their text", repr(found))
+    thought, content = message.get(REASONING[0], ""), message["content"]
+    after = chat.render([*history, message], tools=tools)
+    answer = after[len(prompt) :] if after.startswith(prompt) else ""
+    whole = bool(answer) and all(squash(text) in squash(answer) for text in (thought, content))
+    if not whole or not (thought or answer.lstrip().startswith(content.strip() or MARK)):
+        if not thought and (inline := re.match(r"\s*<think>(.*?)</think>(.*)", content, re.DOTALL)):
+            thought, content = inline[1].strip(), inline[2].strip()
+        opening, closing, tail = answer_parts(chat, history, message, prompt, tools)
+        if thought and opening is None:
+            raise UnusableRow("with reasoning that the chat template does not write")
+        if not whole:
+            answer = f"{opening}{thought}{closing}" * bool(thought or opening == "") + content + tail
+        if not thought and opening is not None:
+            block = chat.render([*history, message | {"content": MARK}], tools=tools)[len(prompt) :].partition(MARK)[0]
+            if squash(block) == squash(opening + closing):
+                answer = answer.removeprefix(block) if opening else answer
+                note = "without reasoning, which the chat template has a place for (see data.template_args)"
+    if any(call["function"]["name"] not in answer for call in message.get("tool_calls", ())):
         raise UnusableRow("with tool calls that the chat template does not write")
-    for i, (prompt, after) in zip(turns, cuts):
-        start, stop = len(prompt), len(after)
-        if not (whole.startswith(prompt) and whole.startswith(after)):
-            begin, stop = _difference(whole, chat.render([*messages[:i], other, *messages[i + 1 :]], tools=tools))
-            start = start if whole.startswith(prompt) else begin
-            tail = after[_difference(after, chat.render([*messages[:i], other], tools=tools))[1] :]
-            if start >= stop or not whole.startswith(tail, stop):
-                break
-            stop += len(tail)
-        if start > stop or (spans and start < spans[-1][1]):
-            break
-        spans.append((start, stop))
-    else:
-        return [Rendered(whole, spans)]
-    if not all(after.startswith(prompt) for prompt, after in cuts):
-        raise UnusableRow("whose chat template does not continue its own generation prompt", repr(cuts[0][1][-200:]))
-    return [Rendered(after, [(len(prompt), len(after))]) for prompt, after in cuts]
+    if (ended := _until_stop(chat, answer)) is None:
+        follower = {"role": "tool" if message.get("tool_calls") else "user", "content": THOUGHT}
+        shown = message | {"content": MARK}
+        tail = chat.render([*history, shown], tools=tools).partition(MARK)[2]
+        closing = chat.render([*history, shown, follower], tools=tools).partition(MARK)[2].partition(THOUGHT)[0]
+        ended = (found := _until_stop(chat, closing)) and answer.removesuffix(tail) + found
+    return Turn(prompt, ended or answer.rstrip(), (thought, content)), note
 
 
-def _difference(one: str, other: str) -> tuple[int, int]:
-    """Start and end of the part of the first text that differs from the second."""
-    start = len(commonprefix([one, other]))  # noqa: RUF071
-    tail = len(commonprefix([one[start:][::-1], other[start:][::-1]]))  # noqa: RUF071
-    return start, len(one) - tail
+def answer_parts(
+    chat: ChatFormat, history: list[dict[str, Any]], message: dict[str, Any], prompt: str, tools: Any = None
+) -> tuple[str | None, str, str]:
+    """What is written before an assistant's reasoning (None: no reasoning), between it and the answer, and after that.
+
+    Raises:
+        UnusableRow: The template does not write the answer, or writes it behind something else than its prompt.
+    """
+    shown = {key: value for key, value in message.items() if key not in REASONING}
+    thoughts = [shown | {"content": MARK} | dict.fromkeys(REASONING, THOUGHT)]
+    if "think>" in str(chat.tokenizer.chat_template):  # reasoning may be read from the content
+        thoughts.append(shown | {"content": f"<think>{THOUGHT}</think>{MARK}"})
+    for one in thoughts:
+        before, answered, tail = chat.render([*history, one], tools=tools).partition(MARK)
+        header, thinks, closing = before.partition(THOUGHT)
+        if answered and thinks and squash(header).startswith(squash(prompt)):
+            opening = header[len(prompt) :] if header.startswith(prompt) else ""
+            return opening, closing, tail
+    header, answered, tail = chat.render([*history, shown | {"content": MARK}], tools=tools).partition(MARK)
+    if not answered:
+        raise UnusableRow("whose answer the chat template does not write")
+    if not prompt.startswith(header.rstrip()):
+        raise UnusableRow("whose chat template does not continue its own generation prompt", repr(prompt[-200:]))
+    if opened := re.search(r"([<\[])(\w+)([>\]])(\s*)$", prompt[len(header.rstrip()) :]):
+        return "", f"{opened[4]}{opened[1]}/{opened[2]}{opened[3]}\n\n", tail
+    return None, "", tail
 
 
-def clean_messages(value: Any) -> list[dict[str, Any]]:
-    """The messages of a row (see `read_messages`), up to the assistant's last turn.
+def _until_stop(chat: ChatFormat, text: str) -> str | None:
+    """The text up to and with the first stop token in it; None without one."""
+    stops = chat.tokenizer.convert_ids_to_tokens(list(chat.ends or [end_token(chat.tokenizer)]))
+    found = [text.index(stop) + len(stop) for stop in stops if stop and stop in text]
+    return text[: min(found)] if found else None
+
+
+def clean_messages(value: Any) -> tuple[list[dict[str, Any]], list[str]]:
+    """The messages of a row (see `read_messages`), up to the assistant's last turn, and what is to be noted of it.
 
     Raises:
         UnusableRow: Messages that cannot be read, no assistant's turn, or none before it.
     """
-    messages = read_messages(value)
+    messages, notes = read_messages(value)
     turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
-        raise UnusableRow("without an assistant's turn")
+        raise UnusableRow("without an assistant's turn", *notes)
     if all(message["role"] in ("system", "developer") for message in messages[: turns[0]]):
         raise UnusableRow("that begin with the assistant")
-    return messages[: turns[-1] + 1]
+    return messages[: turns[-1] + 1], notes
 
 
-def read_messages(value: Any) -> list[dict[str, Any]]:
-    """Messages as ``{role, content}``, the content a text, with tool calls whose arguments are objects.
+def read_messages(value: Any) -> tuple[list[dict[str, Any]], list[str]]:
+    """Messages as ``{role, content}``, the content a text, with tool calls whose arguments are objects, and notes.
 
     Accepts OpenAI's messages, their content parts of text, JSON text of messages (CSV), and ShareGPT's fields, whose
-    chats may begin with the assistant. A chat is cut before an assistant's turn without content.
+    chats may begin with the assistant. Reasoning stands under its first name. A chat is cut before an assistant's turn
+    without content (a server's answer that was cut off within its reasoning).
 
     Raises:
         UnusableRow: No messages, content that is no text, a turn without a role, or a broken tool call.
@@ -274,34 +395,44 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for place, raw in enumerate(value):
         message = {key: item for key, item in raw.items() if item is not None}
-        if "from" in value[0]:
-            message = {"role": SHAREGPT.get(raw.get("from"), raw.get("from")), "content": raw.get("value")}
-            if place == 0 and message["role"] == "assistant":
-                continue
-        role, content, calls = message.get("role"), message.get("content", ""), list[Any]()
+        role, content = message.get("role", message.pop("from", None)), message.get("content", message.pop("value", ""))
+        if not isinstance(role, str):
+            raise UnusableRow("with a turn that has no role")
+        thought, calls = next((str(message[name]) for name in REASONING if message.get(name)), ""), list[Any]()
+        called = [{"type": "function", "function": message.pop("function_call", None)}]
         if isinstance(content, list):
             parts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in content]
             content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
         if not isinstance(content, str):
             raise UnusableRow("with content that is not text")
-        if not isinstance(role, str):
-            raise UnusableRow("with a turn that has no role")
+        if role == "function_call":  # ShareGPT's
+            called, role, content = [{"type": "function", "function": _json(content)}], "assistant", ""
+        role = ROLES.get(role.lower(), role.lower())
+        if place == 0 and role == "assistant" and "from" in raw:
+            continue
         if role == "user" and not content.strip():
             raise UnusableRow("with an empty user's turn")
-        for call in message.pop("tool_calls", ()):
+        for call in message.pop("tool_calls", called if called[0]["function"] is not None else ()):
             function = call.get("function") if isinstance(call, dict) else None
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
                 raise UnusableRow("with a tool call that names no function")
             arguments = function.get("arguments")
-            try:
-                arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-            except ValueError:
-                raise UnusableRow("with tool arguments that are no JSON") from None
+            if isinstance(arguments, str) and (arguments := _json(arguments)) is None:
+                raise UnusableRow("with tool arguments that are no JSON")
             calls.append({**call, "function": {**function, "arguments": arguments}})
         if role == "assistant" and not content.strip() and not calls:
-            break
-        messages.append(message | {"content": content} | ({"tool_calls": calls} if calls else {}))
-    return messages
+            return messages, ["cut before an assistant's turn without an answer"]
+        message = {key: item for key, item in message.items() if key not in REASONING}
+        message |= {"role": role, "content": content} | ({REASONING[0]: thought} if thought.strip() else {})
+        messages.append(message | ({"tool_calls": calls} if calls else {}))
+    return messages, []
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def render(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Text:

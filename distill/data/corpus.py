@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -24,6 +24,7 @@ from decode.bench.datasets import PRESETS, Row, quiet_datasets
 from decode.bench.suites import SCORERS, Prompt, Suite
 from decode.errors import UserError, read_json
 from decode.models.loading import load_tokenizer
+from decode.models.tokens import check_template
 from decode.progress import current
 from distill import ranks
 from distill.config.data import DataSettings
@@ -31,7 +32,7 @@ from distill.data.chat import (
     IGNORE,
     ChatFormat,
     Example,
-    Rendered,
+    Turn,
     UnusableRow,
     label,
     prompt_part,
@@ -46,6 +47,7 @@ from distill.files import checksum, files_state, fingerprint, replaced, write_js
 VERSION = 4  # raised when a change of the code changes which examples are made of the same rows, or what is kept
 PATIENCE = 600.0  # seconds for which another process may find data of process 0 that differ from its own
 BATCH = 1000  # rows tokenised together
+LOST = " dropped"  # end of the reasons for which a row is no example
 A_PROCESS = 5000  # rows for which starting one more process pays
 
 COLUMNS = {
@@ -86,6 +88,7 @@ def load_corpus(
     seed: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
     sampler: Callable[[ChatFormat], PromptSampler] | None = None,
+    ends: Sequence[int] = (),
 ) -> Corpus:
     """Reads, splits, tokenises and masks the corpus.
 
@@ -95,6 +98,7 @@ def load_corpus(
             problems themselves. Which split a row is in does not depend on it.
         tokenizer: The target's. None: ``settings.tokenizer``, or else a small one trained on the training texts.
         sampler: Gives, for the target's chat template, the prompts that the target writes; None: it writes none.
+        ends: Ids that end the target's texts; none: the tokenizer's end-of-text token.
 
     Raises:
         UserError: Settings, files or masks that cannot be used.
@@ -106,12 +110,13 @@ def load_corpus(
             tokenizer = load_tokenizer(settings.tokenizer)
         except UserError as error:
             raise UserError(f"data.tokenizer: {error}") from error
-    if tokenizer is not None and settings.chat_template is not None:
-        tokenizer.chat_template = settings.chat_template
+    template = settings.template()
+    if tokenizer is not None and template is not None:
+        tokenizer.chat_template = template
     if settings.from_target:
         source = None
         if sampler is not None and tokenizer is not None and settings.prompts.writes:
-            source = sampler(ChatFormat(tokenizer, settings.system, settings.template_args))
+            source = sampler(ChatFormat(tokenizer, settings.system, settings.template_args, ends))
         samples, markers = (iter(source), source.turn.markers) if source else (None, frozenset[str]())
         rows = SourceRows("chat", *prompt_rows(settings, seed, samples, markers))
     else:
@@ -120,29 +125,37 @@ def load_corpus(
         train = rows.splits["train"]
         sample = Random(seed).sample(range(len(train)), min(len(train), settings.train_limit or len(train)))
         tokenizer = train_tokenizer((_text_of(train[place]) for place in sample), settings.tokenizer_vocab_size)
-        tokenizer.chat_template = settings.chat_template
+        tokenizer.chat_template = template
     chat = None
     if rows.kind == "chat" or (
         rows.kind == "pairs" and settings.chat is not False and (settings.chat is True or tokenizer.chat_template)
     ):
-        chat = ChatFormat(tokenizer, settings.system, settings.template_args)
+        chat = ChatFormat(tokenizer, settings.system, settings.template_args, ends)
         if not tokenizer.chat_template:
             raise UserError(
                 f"data: the tokenizer {tokenizer.name_or_path!r} has no chat template: choose an instruction-tuned "
                 "model's tokenizer, give data.chat_template, or kind pairs with data.chat false"
             )
+        check_template(tokenizer, settings.system)
         if rows.kind == "pairs":
             rows.notes.append(
                 "pairs are put into the tokenizer's chat template, as the model is served (data.chat false leaves them "
                 "plain, --show-example shows one)"
             )
-    digest = hashlib.sha256(json.dumps([settings.key(), _identity(tokenizer)], sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps([settings.key(), _identity(tokenizer), *ends], sort_keys=True).encode())
     splits, limits = {}, (settings.train_limit or sys.maxsize, settings.validation_examples, settings.test_examples)
     for split, limit in zip(SPLITS, limits, strict=True):
         ordered = list(rows.splits[split])
         Random(f"{seed}/{split}").shuffle(ordered)
-        splits[split], left_out = _examples(ordered, split, limit, settings, tokenizer, rows.kind, chat)
-        rows.notes += sentences(split, left_out)
+        splits[split], left_out = _examples(ordered, split, limit, settings, tokenizer, rows.kind, chat, ends)
+        rows.notes += (said := sentences(split, left_out))
+        lost = {number for reason, number, _ in left_out if reason.endswith(LOST)}
+        if len(lost) > max(1, len(splits[split])):
+            raise UserError(
+                f"data: {len(lost)} {split} rows cannot be learned as they would be served, and {len(splits[split])} "
+                f"can ({'; '.join(said)}): look at the first of them, give a template that fits them with "
+                "data.chat_template, or the prompts alone with data.source target and data.prompts.file"
+            )
         if not len(splits[split]):
             raise UserError(
                 f"data: no {split} example is left ({'; '.join(rows.notes) or 'the texts are too short'}): raise "
@@ -174,6 +187,7 @@ def _examples(
     tokenizer: PreTrainedTokenizerBase,
     kind: str,
     chat: ChatFormat | None,
+    ends: Sequence[int],
 ) -> tuple[Dataset, list[tuple[str, int, str]]]:
     """The examples of one split, up to ``limit``; and reason, number and detail of rows not used as they are."""
     current().update(name=f"tokenising {split}", total=min(limit, len(rows)), done=0)
@@ -190,7 +204,7 @@ def _examples(
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process, without a warning
         # JSON, because rows need not agree in the types of their fields
         made = Dataset.from_dict({"row": [json.dumps(row, default=str) for row in batch]}).map(
-            partial(_tokenised, settings=settings, tokenizer=tokenizer, chat=chat),
+            partial(_tokenised, settings=settings, tokenizer=tokenizer, chat=chat, ends=ends),
             batched=True,
             batch_size=BATCH,
             num_proc=processes if processes > 1 else None,
@@ -212,27 +226,32 @@ def _tokenised(
     settings: DataSettings,
     tokenizer: PreTrainedTokenizerBase,
     chat: ChatFormat | None,
+    ends: Sequence[int],
 ) -> dict[str, list[Any]]:
     """The examples of a batch of rows as a table; an entry without ids is about rows not used as they are."""
-    texts, left_out, length = list[tuple[int, Rendered]](), list[tuple[str, int, str]](), settings.max_length
+    rows, left_out, length = dict[int, list[Turn]](), list[tuple[str, int, str]](), settings.max_length
     for row in map(json.loads, batch["row"]):
-        number = row["number"]
         try:
-            found = render_row(row, chat)
+            rows[row["number"]], notes = render_row(row, chat)
+            left_out += [(note, row["number"], "") for note in notes]
         except UnusableRow as error:
-            left_out.append((f"{error.reason} dropped", number, error.detail))
+            left_out.append((error.reason + LOST, row["number"], error.detail))
+    table: dict[str, list[Any]] = {name: [] for name in (*COLUMNS, "left_out")}
+    labelled = zip(rows, label(tokenizer, [*rows.values()], ends, chat=chat is not None))
+    examples = list[tuple[int, Example]]()
+    for number, found in labelled:
+        if isinstance(found, UnusableRow):
+            left_out.append((found.reason + LOST, number, found.detail))
             continue
         if len(found) > 1:
-            why = "made into an example for each assistant's turn, because the template rewrites them"
+            why = "made into an example for each assistant's turn, because the template rewrites earlier ones"
             left_out.append((why, number, ""))
-        texts += [(number, text) for text in found]
-    table: dict[str, list[Any]] = {name: [] for name in (*COLUMNS, "left_out")}
-    examples = label(tokenizer, [text for _, text in texts], chat=chat is not None)
-    for (number, _), example in zip(texts, examples, strict=True):
+        examples += [(number, example) for example in found]
+    for number, example in examples:
         if len(example.input_ids) > length:
             labels = example.labels[:length]
             cut = settings.overlong == "cut" and any(token != IGNORE for token in labels)
-            how = "cut at the end" if cut else "dropped"
+            how = "cut at the end" if cut else "left out"
             left_out.append((f"longer than data.max_length ({length} tokens) {how}", number, ""))
             if not cut:
                 continue
@@ -285,8 +304,8 @@ def kept_corpus(
         splits: dict[str, Any] = {split: load_from_disk(str(folder / split)) for split in SPLITS}
         path = settings.tokenizer or folder / "tokenizer"
         found = tokenizer or load_tokenizer(path)
-        if settings.chat_template is not None:
-            found.chat_template = settings.chat_template
+        if (template := settings.template()) is not None:
+            found.chat_template = template
         return Corpus(found, **splits, **note["about"])
 
     if (found := there()) is not None:

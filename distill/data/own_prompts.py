@@ -180,7 +180,7 @@ def prompt_of(row: Row) -> list[dict[str, Any]] | None:
         chat = [{"role": "user", "content": text}]
     before: list[dict[str, Any]] = []
     try:
-        messages = read_messages(chat)
+        messages, _ = read_messages(chat)
     except UnusableRow:
         return None
     for message in messages:

@@ -186,7 +186,8 @@ def _chat(columns: Sequence[str]) -> Shape:
         if columns[1:]:
             prompt, messages = messages_of(row.get(columns[0])) or [], messages_of(messages) or []
             messages = messages if messages[: len(prompt)] == prompt else prompt + messages
-        return {"messages": clean_messages(messages), "tools": tools or None}
+        messages, notes = clean_messages(messages)
+        return {"messages": messages, "tools": tools or None, "notes": notes}
 
     return shape
 
