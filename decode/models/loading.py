@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -408,8 +409,21 @@ def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizer
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> set[int]:
     """Every token id that ends a text: generation config first, then config, then tokenizer."""
-    for source in (model.generation_config, model.config, tokenizer):
-        eos = getattr(source, "eos_token_id", None)
-        if eos is not None:
-            return set(eos) if isinstance(eos, (list, tuple)) else {int(eos)}
-    return set()
+    return set(_ends_of(model.generation_config, model.config, tokenizer))
+
+
+def stop_ids_of(name: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase, trust: bool = False) -> list[int]:
+    """The `stop_ids` of a model that is not loaded, in the order in which its files name them."""
+    folder, revision = pinned(adapter_base(name) or name)
+    try:
+        generation = GenerationConfig.from_pretrained(folder, **revision)
+    except OSError:  # it has none
+        generation = None
+    return _ends_of(generation, load_config(name, trust_remote_code=trust), tokenizer)
+
+
+def _ends_of(*sources: Any) -> list[int]:
+    for source in sources:
+        if (eos := getattr(source, "eos_token_id", None)) is not None:
+            return list(eos) if isinstance(eos, (list, tuple)) else [int(eos)]
+    return []

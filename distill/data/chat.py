@@ -39,6 +39,9 @@ ROLES = {name: role for role, names in SPEAKERS.items() for name in names}
 """Names of speakers in published chats, in the words of chat templates."""
 KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "from", "value", *REASONING}
 """Keys of a message that are used here; a template may read others."""
+NO_THOUGHT = (
+    "without reasoning, for which the chat template has a place (data.template_args: {enable_thinking: false}?)"
+)
 MARK, THOUGHT = "\ue000answer\ue001", "\ue000thought\ue001"  # in no text: their places are searched in rendered chats
 
 
@@ -101,12 +104,13 @@ def label(
     Raises:
         UserError: The tokenizer has no end-of-text token, or a template writes nothing before an answer.
     """
-    ends, turns = ends or [end_token(tokenizer)], [turn for row in rows for turn in row]
-    prompts = [turn.prompt for turn in turns]
+    if not (turns := [turn for row in rows for turn in row]):
+        return []
+    ends, prompts = ends or [end_token(tokenizer)], [turn.prompt for turn in turns]
     before = plain_ids(tokenizer, prompts) if chat else batch_prompt_ids(tokenizer, prompts)
     if chat and not all(before):
         raise UserError("the chat template writes nothing before the assistant's turn: set data.chat_template")
-    answers = continuation_ids(tokenizer, [turn.answer for turn in turns]) if turns else []
+    answers = continuation_ids(tokenizer, [turn.answer for turn in turns])
     last = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else ends[0]
     for turn, ids in zip(turns, answers):
         if turn.answer and not any(token in ends for token in ids):
@@ -135,7 +139,7 @@ def label(
 
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[Sequence[int]]) -> list[str]:
-    return tokenizer.batch_decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else []
+    return list(tokenizer.batch_decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def squash(text: str) -> str:
@@ -289,7 +293,9 @@ def chat_turns(chat: ChatFormat, messages: list[dict[str, Any]], tools: Any = No
 
 
 def _turn(chat: ChatFormat, history: list[dict[str, Any]], message: dict[str, Any], tools: Any) -> tuple[Turn, str]:
-    """One turn of the assistant, and a note. The answer is what the template writes behind the prompt, but
+    """One turn of the assistant, and a note.
+
+    The answer is what the template writes behind the prompt, with three exceptions:
 
     - an empty block of reasoning, which a template adds where a row has none (Qwen3), is no answer of the model;
     - reasoning that the prompt opens and the template then leaves out (DeepSeek-R1) is put back;
@@ -310,11 +316,13 @@ def _turn(chat: ChatFormat, history: list[dict[str, Any]], message: dict[str, An
             raise UnusableRow("with reasoning that the chat template does not write")
         if not whole:
             answer = f"{opening}{thought}{closing}" * bool(thought or opening == "") + content + tail
-        if not thought and opening is not None:
+        if not thought and opening is not None and not whole:
+            note = NO_THOUGHT * (opening == "")
+        elif not thought and opening is not None:
             block = chat.render([*history, message | {"content": MARK}], tools=tools)[len(prompt) :].partition(MARK)[0]
             if squash(block) == squash(opening + closing):
                 answer = answer.removeprefix(block) if opening else answer
-                note = "without reasoning, which the chat template has a place for (see data.template_args)"
+                note = NO_THOUGHT
     if any(call["function"]["name"] not in answer for call in message.get("tool_calls", ())):
         raise UnusableRow("with tool calls that the chat template does not write")
     if (ended := _until_stop(chat, answer)) is None:
@@ -335,23 +343,50 @@ def answer_parts(
         UnusableRow: The template does not write the answer, or writes it behind something else than its prompt.
     """
     shown = {key: value for key, value in message.items() if key not in REASONING}
-    thoughts = [shown | {"content": MARK} | dict.fromkeys(REASONING, THOUGHT)]
+    found = [shown | {"content": MARK} | dict.fromkeys(REASONING, THOUGHT)]
     if "think>" in str(chat.tokenizer.chat_template):  # reasoning may be read from the content
-        thoughts.append(shown | {"content": f"<think>{THOUGHT}</think>{MARK}"})
-    for one in thoughts:
+        found.append(shown | {"content": f"<think>{THOUGHT}</think>{MARK}"})
+    for one in found:
         before, answered, tail = chat.render([*history, one], tools=tools).partition(MARK)
         header, thinks, closing = before.partition(THOUGHT)
-        if answered and thinks and squash(header).startswith(squash(prompt)):
-            opening = header[len(prompt) :] if header.startswith(prompt) else ""
-            return opening, closing, tail
+        if answered and thinks and header.startswith(prompt):
+            return header[len(prompt) :], closing, tail
+        if answered and thinks and squash(header) == squash(prompt):
+            return "", closing, tail
     header, answered, tail = chat.render([*history, shown | {"content": MARK}], tools=tools).partition(MARK)
     if not answered:
         raise UnusableRow("whose answer the chat template does not write")
+    if header.startswith(prompt) or squash(header) == squash(prompt):
+        return None, "", tail
     if not prompt.startswith(header.rstrip()):
         raise UnusableRow("whose chat template does not continue its own generation prompt", repr(prompt[-200:]))
     if opened := re.search(r"([<\[])(\w+)([>\]])(\s*)$", prompt[len(header.rstrip()) :]):
         return "", f"{opened[4]}{opened[1]}/{opened[2]}{opened[3]}\n\n", tail
     return None, "", tail
+
+
+def served_ids(chat: ChatFormat, thought: str, content: str, *, ended: bool) -> list[int]:
+    """Ids of an answer that a server returned in parts, joined as the template writes them.
+
+    Args:
+        chat: Template and settings.
+        thought: What a reasoning parser took out of the answer.
+        content: The rest; empty where the answer was cut off within the reasoning.
+        ended: The answer ended before its limit; servers leave out the stop token, so it is put back.
+
+    Raises:
+        UnusableRow: There is reasoning, and the template writes none.
+    """
+    history, message = chat.with_system([{"role": "user", "content": "Hi"}]), {"role": "assistant", "content": "Hello"}
+    opening, closing, _ = answer_parts(chat, history, message, chat.ask(history)) if thought else ("", "", "")
+    if opening is None:
+        raise UnusableRow("with reasoning that the chat template does not write")
+    text = f"{opening}{thought}{closing * bool(content)}{content}" if thought else content
+    ids, ends = continuation_ids(chat.tokenizer, [text])[0], chat.ends or [end_token(chat.tokenizer)]
+    if ended and ids and not any(token in ends for token in ids):
+        (found,) = label(chat.tokenizer, [chat_turns(chat, [*history, message])[0]], ends, chat=True)
+        ids.append(ends[0] if isinstance(found, UnusableRow) else found[0].labels[-1])
+    return ids
 
 
 def _until_stop(chat: ChatFormat, text: str) -> str | None:

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import Logger
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from decode.models.loading import load_model, load_tokenizer
+from decode.models.loading import load_model, load_tokenizer, stop_ids_of
 from decode.progress import working
 from distill import ranks
 from distill.config.run import Settings
@@ -77,12 +77,15 @@ class StageContext:
     @cached_property
     def corpus(self) -> Corpus:
         """The examples, tokenised as the target does."""
-        target, data, seed, tokenizer = self.settings.target, self.settings.data, self.settings.seed, None
+        target, data, seed = self.settings.target, self.settings.data, self.settings.seed
+        tokenizer, ends = None, list[int]()
         with working(self.console, "reading the data"), self.timed(DATA, 1):
             if target.model is not None and data.tokenizer is None:
                 tokenizer = load_tokenizer(target.model, trust_remote_code=target.trust_remote_code)
-            load = partial(load_corpus, seed=seed, sampler=self._sampler if target.model is not None else None)
-            made_from: list[Any] = [seed]
+                ends = stop_ids_of(target.model, tokenizer, target.trust_remote_code)
+            sampler = self._sampler if target.model is not None else None
+            load = partial(load_corpus, seed=seed, sampler=sampler, ends=ends)
+            made_from: list[Any] = [seed, ends]
             if target.model is not None and data.from_target:
                 made_from += [files_state([target.model]) or target.model, target.quantization]
             if self.keep_corpus:
@@ -96,7 +99,7 @@ class StageContext:
     def _sampler(self, chat: ChatFormat) -> PromptSampler:
         """The prompts that the target writes."""
         target, settings, tokenizer = self.settings.target, self.settings.data.prompts, chat.tokenizer
-        ends = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+        ends = {*chat.ends, tokenizer.eos_token_id} - {None}
         turn, dtype = user_turn(chat, ends), self.settings.teacher.responses.dtype or target.dtype
         names = "max_tokens", "batch_size", "openings", "openings_share"
         made_from = {

@@ -44,10 +44,9 @@ from distill.data.sources import SPLITS, SourceRows, load_rows, sentences
 from distill.data.tokenizer import train_tokenizer
 from distill.files import checksum, files_state, fingerprint, replaced, write_json
 
-VERSION = 4  # raised when a change of the code changes which examples are made of the same rows, or what is kept
+VERSION = 5  # raised when a change of the code changes which examples are made of the same rows, or what is kept
 PATIENCE = 600.0  # seconds for which another process may find data of process 0 that differ from its own
 BATCH = 1000  # rows tokenised together
-LOST = " dropped"  # end of the reasons for which a row is no example
 A_PROCESS = 5000  # rows for which starting one more process pays
 
 COLUMNS = {
@@ -149,7 +148,7 @@ def load_corpus(
         Random(f"{seed}/{split}").shuffle(ordered)
         splits[split], left_out = _examples(ordered, split, limit, settings, tokenizer, rows.kind, chat, ends)
         rows.notes += (said := sentences(split, left_out))
-        lost = {number for reason, number, _ in left_out if reason.endswith(LOST)}
+        lost = {row for why, row, _ in left_out if why.endswith(" dropped") and not why.startswith("longer")}
         if len(lost) > max(1, len(splits[split])):
             raise UserError(
                 f"data: {len(lost)} {split} rows cannot be learned as they would be served, and {len(splits[split])} "
@@ -235,13 +234,13 @@ def _tokenised(
             rows[row["number"]], notes = render_row(row, chat)
             left_out += [(note, row["number"], "") for note in notes]
         except UnusableRow as error:
-            left_out.append((error.reason + LOST, row["number"], error.detail))
+            left_out.append((f"{error.reason} dropped", row["number"], error.detail))
     table: dict[str, list[Any]] = {name: [] for name in (*COLUMNS, "left_out")}
     labelled = zip(rows, label(tokenizer, [*rows.values()], ends, chat=chat is not None))
     examples = list[tuple[int, Example]]()
     for number, found in labelled:
         if isinstance(found, UnusableRow):
-            left_out.append((found.reason + LOST, number, found.detail))
+            left_out.append((f"{found.reason} dropped", number, found.detail))
             continue
         if len(found) > 1:
             why = "made into an example for each assistant's turn, because the template rewrites earlier ones"
@@ -251,7 +250,7 @@ def _tokenised(
         if len(example.input_ids) > length:
             labels = example.labels[:length]
             cut = settings.overlong == "cut" and any(token != IGNORE for token in labels)
-            how = "cut at the end" if cut else "left out"
+            how = "cut at the end" if cut else "dropped"
             left_out.append((f"longer than data.max_length ({length} tokens) {how}", number, ""))
             if not cut:
                 continue

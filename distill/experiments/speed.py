@@ -25,7 +25,7 @@ from transformers.utils import logging as hf_logging
 from decode.bench import machine
 from decode.bench.page import plain_table
 from decode.errors import UserError, scratch_folder
-from decode.models.loading import load_tokenizer
+from decode.models.loading import load_tokenizer, stop_ids_of
 from decode.models.runner import synchronize
 from decode.progress import output_console, working
 from distill.config.drafts import DraftSettings
@@ -92,10 +92,11 @@ def run(settings: TrainingBenchSettings, console: Console | None = None) -> dict
     training, selection = draft.training_of(settings.training), Selection(draft.k, draft.scope, draft.normalisation)
     with working(console, "models and data"):
         given, limit = settings.target, min(settings.data.train_limit or 1000, settings.teacher.examples or 1000)
-        tokenizer = None
+        tokenizer, ends, data = None, list[int](), replace(settings.data, train_examples=limit)
         if given.model is not None and settings.data.tokenizer is None:
             tokenizer = load_tokenizer(given.model, trust_remote_code=given.trust_remote_code)
-        corpus = load_corpus(replace(settings.data, train_examples=limit), seed=settings.seed, tokenizer=tokenizer)
+            ends = stop_ids_of(given.model, tokenizer, given.trust_remote_code)
+        corpus = load_corpus(data, seed=settings.seed, tokenizer=tokenizer, ends=ends)
         rows, vocab = TokenDataset.of(corpus.train, settings.teacher.examples), len(corpus.tokenizer)
         sources = (settings.target, settings.student, settings.student)  # of target, draft and reference
         models = [load_or_build(source, corpus.tokenizer, vocab, seed) for seed, source in enumerate(sources)]

@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.engines.server import LAUNCHER, VLLM_PYTHON, check_vllm, find
 from decode.errors import UserError
-from decode.models.tokens import continuation_ids, end_token
+from decode.models.tokens import REASONING, continuation_ids, end_token
 from distill.config.drafts import ResponseSettings, ServerSettings
+from distill.data.chat import ChatFormat, served_ids
 from distill.data.response_file import Response
 from distill.responses import vllm_generate
 
@@ -94,7 +95,11 @@ def check_servers(server: ServerSettings, *, started: bool = True) -> None:
 
 
 def answered_by_servers(
-    settings: ResponseSettings, seed: int, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]
+    settings: ResponseSettings,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: Collection[int],
+    chat: ChatFormat | None = None,
 ) -> Answer:
     """Answers by the servers of ``settings.server``, which share the prompts evenly; each as soon as it comes.
 
@@ -103,10 +108,11 @@ def answered_by_servers(
         seed: Sent with every request, different for each; its effect depends on the server.
         tokenizer: The target's; responses come as text.
         ends: End-of-text tokens.
+        chat: How prompts were rendered, if they are chats: reasoning that the server has parsed out is put back.
     """
     server = settings.server
 
-    def ask(job: Job, url: str, client: openai.OpenAI, model: str) -> tuple[Job, str, bool]:
+    def ask(job: Job, url: str, client: openai.OpenAI, model: str) -> Response:
         how: dict[str, Any] = {"model": model, "max_tokens": job.budget, "seed": _seed_of(seed, job)}
         how |= {"temperature": settings.temperature, "top_p": settings.top_p}
         try:
@@ -114,7 +120,15 @@ def answered_by_servers(
             choice = client.completions.create(prompt=job.text.removeprefix(start), **how).choices[0]
         except (openai.OpenAIError, IndexError, TypeError) as error:
             raise refused(url, error) from error
-        return job, choice.text or "", choice.finish_reason == "stop"
+        said: dict[str, Any] = (choice.model_extra or {}).get("message") or choice.model_dump()
+        text = said.get("text") or said.get("content") or ""
+        thought = next((said[name] for name in REASONING if said.get(name)), "")
+        if chat is not None:
+            return job.example, served_ids(chat, thought, text, ended=choice.finish_reason == "stop")[: job.budget]
+        ids = continuation_ids(tokenizer, [thought + text])[0] if thought + text else []
+        if choice.finish_reason == "stop" and ids and not any(token in ends for token in ids):
+            ids = [*ids, end_token(tokenizer)]  # servers leave it out
+        return job.example, ids[: job.budget]
 
     def answers(jobs: Sequence[Job], missing: Collection[int]) -> Iterator[Response]:
         clients = [(url, *open_client(server, url)) for url in server.urls]
@@ -125,11 +139,7 @@ def answered_by_servers(
             asked = [job for job in wanted if job.budget]
             futures = [pool.submit(ask, job, *clients[number % len(clients)]) for number, job in enumerate(asked)]
             for future in as_completed(futures):
-                job, text, ended = future.result()
-                ids = continuation_ids(tokenizer, [text])[0] if text else []
-                if ended and not any(token in ends for token in ids):
-                    ids = [*ids, end_token(tokenizer)]  # servers leave it out
-                yield job.example, ids[: job.budget]
+                yield future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             for _, client, _ in clients:

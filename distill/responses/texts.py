@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from decode.errors import UserError
 from decode.models.loading import DTYPES, stop_ids
 from decode.models.writing import GROUP, uniform_draws, write_texts
 from decode.progress import current, working
@@ -14,7 +15,7 @@ from decode.sampling import LogitsWarper
 from distill import ranks
 from distill.config.drafts import ResponseSettings
 from distill.data.batches import TokenDataset
-from distill.data.chat import IGNORE, until_end
+from distill.data.chat import IGNORE, ChatFormat, until_end
 from distill.data.context import StageContext
 from distill.data.response_file import Response, ResponseFile
 from distill.files import files_state, fingerprint
@@ -88,7 +89,9 @@ def _answered(
         if settings.server.engine:
             return answered_by_vllm(settings, seed, ends, Path(path), limit, dtype)
         if settings.server.urls:
-            return answered_by_servers(settings, seed, tokenizer, ends)
+            data, chats = context.settings.data, tokenizer.chat_template and context.settings.data.chat is not False
+            chat = ChatFormat(tokenizer, data.system, data.template_args, sorted(ends)) if chats else None
+            return answered_by_servers(settings, seed, tokenizer, ends, chat)
         model = target if target.dtype == DTYPES[dtype] else context.open_target(path, dtype)
         return answered_here(context.at_work(model), settings, seed, ends)
 
@@ -102,6 +105,13 @@ def _answered(
         about = made_from | {"split": split, "prompts": len(rows)}
         file, title = context.run.work / folder / f"{split}.jsonl", f"the target's responses, {split}"
         written = answered_by_all(context, jobs, settings, file, about, writer, title)
+        if empty := sum(job.budget > 0 and not ids for job, ids in zip(jobs, written)):
+            context.line(f"{empty} of {len(jobs)} responses are empty, and nothing of them is learned")
+        if 2 * empty > len(jobs):
+            raise UserError(
+                f"{title}: {empty} of {len(jobs)} are empty: raise teacher.responses.max_new_tokens, or start the "
+                f"server without a reasoning parser; then delete {file} and run again"
+            )
         answered[split] = response_rows([job.ids for job in jobs], written, ends)
     return answered
 

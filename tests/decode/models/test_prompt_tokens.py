@@ -30,14 +30,14 @@ def test_a_chat_is_what_its_template_writes_whether_the_tokenizer_adds_a_start_t
 @pytest.mark.parametrize("template", sorted(CHAT_TEMPLATES))
 def test_a_chat_has_the_same_ids_in_training_and_in_decoding(template: str) -> None:
     tokenizer = with_start(template)
-    turns = chat_turns(ChatFormat(tokenizer), [*HELLO, {"role": "assistant", "content": "Hello"}])
-    (example,) = label(tokenizer, turns, chat=True)
+    turns, _ = chat_turns(ChatFormat(tokenizer), [*HELLO, {"role": "assistant", "content": "Hello"}])
+    ((example,),) = label(tokenizer, [turns], chat=True)
     assert prompt_part(example.input_ids, example.labels) == chat_ids(tokenizer, HELLO)
 
 
 def test_a_prompt_has_the_same_ids_in_training_and_in_decoding() -> None:
     for tokenizer in (with_start(), with_start(end=True), with_start(adds=False), byte_level(), sentencepiece()):
-        (example,) = label(tokenizer, [pair("a b", "c")], chat=False)
+        ((example,),) = label(tokenizer, [[pair("a b", "c")]], chat=False)
         assert prompt_part(example.input_ids, example.labels) == prompt_ids(tokenizer, "a b")
         assert example.input_ids[-1] == tokenizer.eos_token_id
         assert tokenizer.eos_token_id not in prompt_ids(tokenizer, "a b")

@@ -55,18 +55,21 @@ def learned(tokenizer, example):
 
 
 def examples_of(tokenizer, messages):
-    return label(tokenizer, chat_turns(ChatFormat(tokenizer), messages), chat=True)
+    turns, _ = chat_turns(ChatFormat(tokenizer), messages)
+    (found,) = label(tokenizer, [turns], chat=True)
+    assert isinstance(found, list)
+    return found
 
 
 def test_a_pair_learns_its_response_and_the_end_only(tokenizer):
-    (example,) = label(tokenizer, [pair("How many?\n", "There are 4.")], chat=False)
+    ((example,),) = label(tokenizer, [[pair("How many?\n", "There are 4.")]], chat=False)
     assert tokenizer.decode(example.input_ids) == "How many?\nThere are 4.<|endoftext|>"
     assert learned(tokenizer, example) == ["There are 4.<|endoftext|>"]
     assert prompt_part(example.input_ids, example.labels) == tokenizer("How many?\n")["input_ids"]
 
 
 def test_the_prompt_keeps_its_ids_where_the_response_would_merge_with_it(tokenizer):
-    (example,) = label(tokenizer, [pair("How man", "y pens")], chat=False)
+    ((example,),) = label(tokenizer, [[pair("How man", "y pens")]], chat=False)
     alone = tokenizer("How man")["input_ids"]
     assert tokenizer("How many pens")["input_ids"][: len(alone)] != alone
     assert example.input_ids[: len(alone)] == alone
@@ -82,7 +85,7 @@ def test_a_chat_learns_every_assistant_turn_and_nothing_else(chatty):
     assert chatty.decode(prompt_part(example.input_ids, example.labels)) == example.prompt
 
 
-def test_a_template_that_drops_earlier_reasoning_gives_one_example_with_every_turn(chatty):
+def test_a_template_that_drops_what_it_adds_to_earlier_turns_gives_an_example_for_each(chatty):
     """As templates of reasoning models do: only the last turn keeps its thoughts."""
     chatty.chat_template = (
         "{% for m in messages %}{{ '[' + m.role + ']' }}"
@@ -90,9 +93,10 @@ def test_a_template_that_drops_earlier_reasoning_gives_one_example_with_every_tu
         "{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
     )
-    (example,) = examples_of(chatty, CHAT)
-    assert learned(chatty, example) == ["hello to you<|endoftext|>", "(thinks)There are 4.<|endoftext|>"]
-    assert example.prompt == "[system]be kind[user]hello[assistant]"
+    first, second = examples_of(chatty, CHAT)
+    assert learned(chatty, first) == ["(thinks)hello to you<|endoftext|>"]
+    assert learned(chatty, second) == ["(thinks)There are 4.<|endoftext|>"]
+    assert second.prompt == "[system]be kind[user]hello[assistant]hello to you<|endoftext|>[user]how many?[assistant]"
 
 
 def test_turns_that_cannot_be_found_in_the_whole_chat_are_examples_of_their_own(chatty):
@@ -108,15 +112,16 @@ def test_turns_that_cannot_be_found_in_the_whole_chat_are_examples_of_their_own(
 
 def test_a_template_without_an_end_token_gets_one(chatty):
     chatty.chat_template = TEMPLATE.replace("eos_token", "''")
-    (example,) = examples_of(chatty, CHAT)
-    assert learned(chatty, example) == ["hello to you\n", "There are 4.\n<|endoftext|>"]
+    first, second = examples_of(chatty, CHAT)  # the next prompt has no end token, so it does not continue the first
+    assert learned(chatty, first) == ["hello to you<|endoftext|>"]
+    assert learned(chatty, second) == ["There are 4.<|endoftext|>"]
 
 
 def test_chats_that_cannot_be_masked_are_refused(chatty, tokenizer):
     with pytest.raises(UserError, match="without an assistant's turn"):
         examples_of(chatty, [{"role": "user", "content": "hello"}])
     chatty.chat_template = "{{ messages | length }}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
-    with pytest.raises(UserError, match="does not continue its own generation prompt"):
+    with pytest.raises(UserError, match="with a turn that the chat template does not write: system"):
         examples_of(chatty, CHAT)
     chatty.chat_template = None
     with pytest.raises(UserError, match="no chat template"):
@@ -136,7 +141,7 @@ def test_plain_text_is_cut_into_blocks_that_are_learned_whole(tokenizer):
 
 
 def test_an_example_is_shown_with_its_mask_and_special_tokens(tokenizer):
-    (example,) = label(tokenizer, [pair("How many? [dim]\n", "4 pens")], chat=False)
+    ((example,),) = label(tokenizer, [[pair("How many? [dim]\n", "4 pens")]], chat=False)
     row = {"input_ids": example.input_ids, "labels": example.labels}
     assert render(row, tokenizer).plain == "How many? [dim]\n[[4 pens<|endoftext|>]]"
     stream = io.StringIO()

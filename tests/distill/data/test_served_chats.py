@@ -1,0 +1,267 @@
+"""Training sees what serving sees: chat templates of the structure that published models have, and rows as found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+from tokenizers_of_kinds import byte_level
+
+from decode.errors import UserError
+from decode.models.tokens import chat_ids, check_template
+from distill.config.data import DataSettings
+from distill.data.chat import IGNORE, ChatFormat, Example, UnusableRow, chat_turns, label, read_messages, served_ids
+from distill.data.corpus import load_corpus
+
+SPECIAL = (
+    "<eos>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|end|>",
+)
+TEMPLATES = {
+    "gemma": (
+        "{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+        "{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+    ),
+    "phi": (
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% else %}<eos>{% endif %}"
+    ),
+    "glm": (
+        "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}<think>{{ m.reasoning_content or '' }}</think>\n{% endif %}"
+        "{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{{ '\n<think></think>' if enable_thinking is false }}{% endif %}"
+    ),
+    "qwen3": (
+        "{% set ns = namespace(last=0) %}"
+        "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+        "{% set thought = m.reasoning_content if m.reasoning_content is string else '' %}"
+        "{% set text = m.content %}{% if '</think>' in text %}"
+        "{% set thought = text.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+        "{% set text = text.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+        "{% if loop.index0 > ns.last and (loop.last or thought) %}"
+        "<think>\n{{ thought.strip('\n') }}\n</think>\n\n{% endif %}{{ text }}"
+        "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    ),
+    "qwen3.5": (  # the prompt opens the reasoning
+        "{% set ns = namespace(last=0) %}"
+        "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.index0 > ns.last %}"
+        "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n"
+        "{{ '\n</think>\n\n' if enable_thinking is false }}{% endif %}"
+    ),
+    "r1": (  # what was thought is never rendered
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}"
+        "{{ '<eos>' if m.role == 'assistant' }}{% endfor %}{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+    ),
+    "harmony": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.role == 'assistant' %}"
+        "{% if m.thinking %}<channel>analysis<message>{{ m.thinking }}<|end|><|im_start|>assistant{% endif %}"
+        "<channel>final{% endif %}<message>{{ m.content }}"
+        "{{ '<eos>' if loop.last and m.role == 'assistant' and not add_generation_prompt else '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+    ),
+    "parts": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+}
+"""Of Gemma 3, Phi-3.5, GLM-4.5, Qwen3, Qwen3.5, DeepSeek-R1, gpt-oss and LLaVA, as far as turns are concerned."""
+ENDS = {"gemma": ["<eos>", "<end_of_turn>"], "phi": ["<|end|>", "<|assistant|>", "<eos>"], "glm": ["<eos>", "<|user|>"]}
+ENDS |= {"r1": ["<eos>"], "harmony": ["<eos>"]}
+USER, AGAIN = {"role": "user", "content": "Hi"}, {"role": "user", "content": "And you?"}
+HELLO, FINE = {"role": "assistant", "content": "Hello"}, {"role": "assistant", "content": "Fine"}
+CHAT = [USER, HELLO, AGAIN, FINE]
+
+
+def format_of(name: str, **args: Any) -> ChatFormat:
+    tokenizer = byte_level(size=290, special=SPECIAL)
+    tokenizer.add_tokens([AddedToken(text, special=False) for text in ("<think>", "</think>")])
+    tokenizer.eos_token, tokenizer.chat_template = "<eos>", TEMPLATES[name]
+    ends = [int(tokenizer.convert_tokens_to_ids(token)) for token in ENDS.get(name, ["<|im_end|>", "<eos>"])]
+    return ChatFormat(tokenizer, None, args, ends)
+
+
+def spans(chat: ChatFormat, example: Example) -> list[tuple[list[int], str]]:
+    """The ids before each labelled span, and its text."""
+    found: list[tuple[list[int], list[int]]] = []
+    for place, token in enumerate(example.labels):
+        if token == IGNORE:
+            continue
+        if example.labels[place - 1] == IGNORE:
+            found.append((example.input_ids[:place], []))
+        found[-1][1].append(token)
+    return [(before, chat.tokenizer.decode(ids)) for before, ids in found]
+
+
+def learned(chat: ChatFormat, messages: list[dict[str, Any]]) -> list[str]:
+    """What is learned of each turn, each checked to follow the prompt as served and to end with the example or turn."""
+    cleaned, _ = read_messages(messages)
+    turns, _ = chat_turns(chat, cleaned)
+    (examples,) = label(chat.tokenizer, [turns], chat.ends, chat=True)
+    assert isinstance(examples, list), examples
+    found = [span for example in examples for span in spans(chat, example)]
+    places = [i for i, message in enumerate(cleaned) if message["role"] == "assistant"]
+    for place, (before, text) in zip(places, found, strict=True):
+        assert before == chat_ids(chat.tokenizer, cleaned[:place], chat.template_args)
+        ids = chat.tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert [token in chat.ends for token in ids] == [False] * (len(ids) - 1) + [True]
+    assert all(example.labels[-1] != IGNORE for example in examples)
+    return [text for _, text in found]
+
+
+@pytest.mark.parametrize(
+    ("name", "end", "last"),
+    [("gemma", "<end_of_turn>", "<end_of_turn>"), ("phi", "<|end|>", "<|end|>"), ("harmony", "<eos>", "<eos>")],
+)
+def test_an_answer_ends_at_the_targets_stop_token_and_nothing_is_appended(name: str, end: str, last: str) -> None:
+    lead = "<channel>final<message>" if name == "harmony" else ""
+    assert learned(format_of(name), CHAT) == [f"{lead}Hello{end}", f"{lead}Fine{last}"]
+
+
+def test_an_answer_without_an_end_of_its_own_ends_with_the_next_turns_beginning() -> None:
+    assert learned(format_of("glm", enable_thinking=False), CHAT) == ["\nHello<|user|>", "\nFine<|user|>"]
+    assert learned(format_of("glm"), CHAT) == ["Hello<|user|>", "Fine<|user|>"]  # without the empty block
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "lead"),
+    [
+        ("qwen3", {"enable_thinking": False}, ""),
+        ("qwen3", {}, ""),
+        ("qwen3.5", {"enable_thinking": False}, ""),
+        ("qwen3.5", {}, "\n</think>\n\n"),
+        ("r1", {}, "\n</think>\n\n"),
+    ],
+)
+def test_every_turn_follows_its_own_prompt_without_an_empty_thought(name: str, args: Any, lead: str) -> None:
+    end = "<eos>" if name == "r1" else "<|im_end|>"
+    three = [*CHAT, {"role": "user", "content": "Good"}, {"role": "assistant", "content": "Bye"}]
+    assert learned(format_of(name, **args), three) == [f"{lead}{text}{end}" for text in ("Hello", "Fine", "Bye")]
+    noted = chat_turns(format_of(name, **args), three)[1]
+    assert [("without reasoning" in note) for note in noted] == [True] * (not args)
+
+
+@pytest.mark.parametrize("key", ["reasoning", "reasoning_content", "thinking"])
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("qwen3", "<think>\nhm\n</think>\n\n{}<|im_end|>"),
+        ("qwen3.5", "hm\n</think>\n\n{}<|im_end|>"),
+        ("r1", "hm\n</think>\n\n{}<eos>"),
+        ("harmony", "<channel>analysis<message>hm<|end|><|im_start|>assistant<channel>final<message>{}<eos>"),
+    ],
+)
+def test_reasoning_is_learned_under_every_name_in_every_turn(key: str, name: str, written: str) -> None:
+    thinking = [USER, HELLO | {key: "hm"}, AGAIN, FINE | {key: "hm"}]
+    assert learned(format_of(name), thinking) == [written.format("Hello"), written.format("Fine")]
+
+
+def test_reasoning_inside_the_answer_is_that_of_its_own_key() -> None:
+    inline = [USER, {"role": "assistant", "content": "<think>hm</think>Hello"}]
+    for name in ("qwen3", "r1"):
+        chat = format_of(name)
+        assert learned(chat, inline) == learned(chat, [USER, HELLO | {"reasoning": "hm"}])
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([USER, HELLO | {"thinking": "hm"}], "with reasoning that the chat template does not write"),
+        ([{"role": "user", "content": "Hi<|im_end|>\n<|im_start|>system"}, HELLO], "with a control token"),
+        ([USER, {"role": "assistant", "content": "It ends with <|im_end|>."}], "with a control token"),
+        ([USER, {"role": "narrator", "content": "Rain."}, HELLO], "with a turn that the chat template does not write"),
+    ],
+)
+def test_what_cannot_be_learned_as_it_is_served_is_refused(messages: list[dict[str, Any]], reason: str) -> None:
+    chat = format_of("parts")
+    chat.tokenizer.chat_template = chat.tokenizer.chat_template.replace(
+        "{% for m in messages %}", "{% for m in messages if m.role in ('system', 'user', 'assistant', 'tool') %}"
+    )
+    with pytest.raises(UnusableRow, match=reason):
+        chat_turns(chat, read_messages(messages)[0])
+    with pytest.raises(UserError, match="control token"):
+        chat_ids(chat.tokenizer, [{"role": "user", "content": "<|im_end|>"}])
+
+
+def test_a_stop_token_within_the_answer_drops_the_row() -> None:
+    chat = format_of("qwen3")
+    stops = [*chat.ends, chat.tokenizer("Hello")["input_ids"][0]]
+    turns, _ = chat_turns(chat, [USER, HELLO])
+    (found,) = label(chat.tokenizer, [turns], stops, chat=True)
+    assert isinstance(found, UnusableRow)
+    assert found.reason == "whose answer is not learned whole, up to one stop token"
+
+
+def test_speakers_calls_and_keys_of_published_chats() -> None:
+    messages, notes = read_messages([
+        {"from": "human", "value": "Rome?"}, {"from": "function_call", "value": '{"name": "w", "arguments": {"c": 1}}'},
+        {"from": "observation", "value": "sun"}, {"from": "chatgpt", "value": "Sunny"},
+    ])  # fmt: skip
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
+    assert messages[1]["tool_calls"][0]["function"] == {"name": "w", "arguments": {"c": 1}}
+    assert notes == []
+    _, notes = chat_turns(format_of("qwen3", enable_thinking=False), [USER, HELLO | {"mood": "good"}])
+    assert notes == ["with a message's 'mood', which is not used"]
+    kept, notes = read_messages([USER, HELLO, AGAIN, {"role": "assistant", "content": None, "reasoning": "hm"}])
+    assert [message["content"] for message in kept] == ["Hi", "Hello", "And you?"]
+    assert notes == ["cut before an assistant's turn without an answer"]
+
+
+def test_contents_become_parts_for_templates_that_read_nothing_else() -> None:
+    chat = format_of("parts")
+    assert learned(chat, CHAT) == ["Hello<|im_end|>", "Fine<|im_end|>"]
+    check_template(chat.tokenizer)
+
+
+def test_a_template_may_be_a_file_and_has_to_write_the_answer(tmp_path: Any) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"question": "{n}?", "answer": "It is {n}"}}\n' for n in range(60)))
+    file = tmp_path / "chat.jinja"
+    file.write_text(TEMPLATES["gemma"])
+    settings = DataSettings(source=str(rows), chat_template=str(file))
+    chat = format_of("gemma")
+    corpus = load_corpus(settings, seed=0, tokenizer=chat.tokenizer, ends=chat.ends)
+    assert corpus.train[0]["prompt"].startswith("<start_of_turn>user\n")
+    assert corpus.train[0]["labels"][-1] == chat.ends[1]
+    assert settings.key()["chat_template"] == TEMPLATES["gemma"]
+    with pytest.raises(UserError, match=r"neither a Jinja template .* nor a file"):
+        DataSettings(source=str(rows), chat_template="templates/chat.jinja").validate()
+    with pytest.raises(UserError, match="does not write the assistant's turns"):
+        load_corpus(
+            DataSettings(source=str(rows), chat_template="{{ messages[0].content }}"), seed=0, tokenizer=chat.tokenizer
+        )
+
+
+def test_a_run_whose_rows_fail_in_large_part_stops_with_the_first_of_them(tmp_path: Any) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"question": "{n}<eos>?", "answer": "It is {n}"}}\n' for n in range(60)))
+    chat = format_of("gemma")
+    with pytest.raises(UserError, match=r"rows cannot be learned as they would be served.*control token.*row 1"):
+        load_corpus(DataSettings(source=str(rows)), seed=0, tokenizer=chat.tokenizer, ends=chat.ends)
+
+
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [("qwen3", "<think>\nhm\n</think>\n\nHello<|im_end|>"), ("r1", "hm\n</think>\n\nHello<eos>")],
+)
+def test_what_a_server_parsed_is_joined_as_the_template_writes_it(name: str, whole: str) -> None:
+    chat = format_of(name)
+    assert chat.tokenizer.decode(served_ids(chat, "hm", "Hello", ended=True)) == whole
+    assert chat.tokenizer.decode(served_ids(chat, "hm", "", ended=False)) == whole.partition("\n</think>")[0]
+    assert served_ids(chat, "", "", ended=False) == []
+    assert served_ids(format_of("gemma"), "", "Hello", ended=True)[-1] == format_of("gemma").ends[1]
+    with pytest.raises(UserError, match="reasoning that the chat template does not write"):
+        served_ids(format_of("gemma"), "hm", "Hello", ended=True)
