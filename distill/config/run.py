@@ -35,8 +35,8 @@ class TrackerSettings:
     kind: Literal["wandb", "csv", "tensorboard", "none"] = "wandb"
     """Tracker: Weights & Biases, CSV files, TensorBoard, or none."""
     mode: Literal["auto", "online", "offline"] = "auto"
-    """W&B only. auto: online when logged in and the server answers, else offline (upload: `wandb sync`). Project, entity
-    and the rest are read from W&B's own environment variables."""
+    """W&B only. auto: online when logged in and the server answers, else offline (upload: `wandb sync`). Project,
+    entity and the rest are read from W&B's own environment variables."""
     log_draft: bool = False
     """W&B only: upload the exported draft's weights as an artifact; metrics and tables are logged in any case."""
 
