@@ -207,6 +207,8 @@ def load_model(
         for attribute in ("hf_quantizer", "is_quantized", "quantization_method"):
             vars(model).pop(attribute, None)
         vars(model.config).pop("quantization_config", None)
+    if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
+        model.base_model_prefix = "model"  # Llama 4's class names another
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     if model.config.tie_word_embeddings and getattr(head, "weight", None) is not table.weight:
         model.config.tie_word_embeddings = False  # the file holds two: transformers keeps both, an engine would tie

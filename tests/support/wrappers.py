@@ -40,6 +40,9 @@ WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "qwen3_vl_moe": (_TEXT | _ROPE | _EXPERTS, _QWEN_VISION | {"deepstack_visual_indexes": [0]}, "Qwen3MoeForCausalLM"),
     "glm4v": (_TEXT | {"rope_parameters": _ROPE["rope_parameters"] | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}}, _QWEN_VISION,
               "Glm4ForCausalLM"),
+    "llama4": (_TEXT | {"num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 8, "no_rope_layers":
+               [1, 0], "attn_temperature_tuning": False}, _VISION | {"intermediate_size": 128, "vision_output_dim": WIDTH,
+               "projector_input_dim": WIDTH, "projector_output_dim": WIDTH}, "Llama4ForCausalLM"),
     "mistral3": (_TEXT | {"sliding_window": None}, _VISION, "MistralForCausalLM"),
     "smolvlm": (_TEXT, _VISION, "LlamaForCausalLM"),
     "llava": (_TEXT, _VISION, "LlamaForCausalLM"),
