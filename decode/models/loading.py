@@ -265,8 +265,9 @@ def family_of(model: str) -> tuple[str, bool, str]:
     Returns:
         ``model_type``, whether several query heads share a key head, and a note where the model is not here.
     """
-    packed, name = gguf_file(model), adapter_base(model) or model
+    name = adapter_base(model) or model
     try:
+        packed = gguf_file(model)
         config = gguf_config(packed) if packed else AutoConfig.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError):
         return "llama", True, f"{model} is not on this machine; a tiny llama stands for it"
