@@ -135,17 +135,17 @@ class Evaluation:
         """Returns every draft's greedy acceptance at each position: on validation examples, offline, and decoded."""
         found: dict[str, list[dict[str, Any]]] = {}
         for name, depths in greedy.items():
-            history, rows = self.run.draft_record(name).history, decoded.get(name, [])
-            best = max((at for at in history if "alpha" in at), key=lambda at: at["alpha"], default={})
+            best, rows = self.run.best(name)[0], decoded.get(name, [])
             for i in range(max(len(depths), len(rows))):
                 at = min(i, len(depths) - 1)  # a language model reads the text's own tokens, at every position alike
-                accepted = {"validation": None if at else best.get("agreement"), "offline": depths[at].mean}
+                validation = best.get(f"agreement_{i + 1}" if at else "agreement")
+                accepted = {"validation": validation, "offline": depths[at].mean}
                 accepted["decoded"] = rows[i]["conditional"] if i < len(rows) else None
                 found.setdefault(name, []).append({"position": i + 1, **accepted})
         return found
 
     def _draft(self, name: str, alpha: OfflineAlpha, greedy: OfflineAlpha) -> dict[str, Any]:
-        record = self.run.draft_record(name)
+        record, (best, _) = self.run.draft_record(name), self.run.best(name)
         return {
             "name": name,
             "parameters": sum(p.numel() for p in self.models[name].parameters()),
@@ -154,7 +154,7 @@ class Evaluation:
             "offline_alpha_se": alpha.se,
             "offline_alpha_greedy": greedy.mean,
             "offline_alpha_greedy_se": greedy.se,
-            "validation_alpha": self.run.validation_alpha(name) or None,
+            **{f"validation_{key}": best.get(key) for key in ("alpha", "accepted_length")},
             **record.account,
             "seconds": record.seconds,
         }

@@ -1,9 +1,11 @@
 """The Lightning modules: next-token training, distillation of draft models, and of feature heads."""
 
 import math
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import accumulate
 from typing import Any, Literal, cast
 
 import lightning as L
@@ -12,6 +14,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.bench.offline_acceptance import DEPTH
 from decode.errors import UserError
 from decode.models.heads import FeatureHead
 from distill import ranks
@@ -30,7 +33,7 @@ from distill.losses.objective import Drafted, Objective, Selection
 from distill.models.layers import LayerSkip, ProgressiveStacking
 from distill.models.lm_head import LMHead, last_hidden
 from distill.models.optimizers import make_optimizer, make_schedule
-from distill.teacher.drafting import drafting_steps, model_rows
+from distill.teacher.drafting import acceptance_by_position, drafting_steps, model_rows
 from distill.teacher.signals import Teacher
 
 
@@ -145,29 +148,35 @@ class TrainingModule(L.LightningModule):
         self.sums = None
         self.check_finite()
 
-    def add_sums(self, *sums: Tensor) -> None:
-        """Adds a validation batch's sums; the last one is the number of label rows."""
-        batch = torch.stack([value.double().to(self.device) for value in sums])
+    def add_sums(self, sums: Sequence[Tensor], *counts: Tensor) -> None:
+        """Adds a validation batch's sums, and what each is divided by in the end: one count, or one of each sum."""
+        top, bottom = (torch.stack([value.double().to(self.device) for value in of]) for of in (sums, counts))
+        batch = torch.stack((top, bottom.expand_as(top)))
         self.sums = batch if self.sums is None else self.sums + batch
 
-    def log_means(self, *names: str) -> None:
-        """Logs the sums over all ranks, divided by the number of rows, as ``validation_<name>``.
+    def means(self, *names: str) -> dict[str, float]:
+        """Returns the sums over all ranks, each divided by its count.
 
         Raises:
             UserError: One of them is not finite.
         """
         assert self.sums is not None, "validation saw no batch"
         sums = self.sums if self.trainer.world_size == 1 else cast(Tensor, self.all_gather(self.sums)).sum(0)
-        means: list[float] = (sums[:-1] / sums[-1].clamp_min(1)).tolist()
+        means: list[float] = (sums[0] / sums[1].where(sums[1] != 0, 1)).tolist()
         if not all(map(math.isfinite, means)):
             raise UserError(
                 f"validation at step {self.global_step} gave {means}: the model's output is not finite. Before the "
                 "first step that is the model as loaded: try another dtype. Later, lower the learning rate"
             )
+        return dict(zip(names, means, strict=True))
+
+    def log_validation(self, values: dict[str, float]) -> None:
+        """Adds a validation to the history, and logs its values as ``validation_<name>``."""
         if not self.trainer.sanity_checking:
-            self.history.append({"step": self.global_step, **dict(zip(names, means))})
-        for name, mean in zip(names, means):
-            self.log(f"validation_{name}", mean, prog_bar=f"validation_{name}" == self.monitor)
+            self.history.append({"step": self.global_step, **values})
+        for name, value in values.items():
+            shown = name in ("alpha", "accepted_length") or f"validation_{name}" == self.monitor
+            self.log(f"validation_{name}", value, prog_bar=shown)
 
     # -- what checkpoints hold ----------------------------------------------------------------------------------------
 
@@ -237,11 +246,11 @@ class CausalLMModule(TrainingModule):
         total, loss, hits = self(batch)
         count = label_mask(batch["labels"]).sum()
         recipe = [total * count] * (self.layerskip is not None)
-        self.add_sums(loss * count, hits, *recipe, count)
+        self.add_sums((loss * count, hits, *recipe), count)
 
     def on_validation_epoch_end(self) -> None:
         """Logs loss and next-token accuracy, under LayerSkip the recipe's loss too."""
-        self.log_means("loss", "accuracy", *["recipe_loss"] * (self.layerskip is not None))
+        self.log_validation(self.means("loss", "accuracy", *["recipe_loss"] * (self.layerskip is not None)))
 
 
 class DistillModule(TrainingModule):
@@ -273,7 +282,7 @@ class DistillModule(TrainingModule):
         self.target.to(self.trainer.strategy.root_device)
 
     def drafted(self, batch: Batch, *, training: bool) -> Iterator[Drafted]:
-        """The label rows of each drafting step of a batch; for validation of the first one alone."""
+        """The label rows of each drafting step of a batch."""
         yield model_rows(self.model, self.target, batch)
 
     def forward(self, batch: Batch, *, training: bool = True, metrics: bool = True) -> list[tuple[Drafted, LossRows]]:
@@ -288,7 +297,7 @@ class DistillModule(TrainingModule):
             ranking = None if selection is None or loss == objective.divergence else objective.divergence
             request = LossRequest(loss, choose, ranking, metrics or objective.accepted_only, draft.weights, draft.mass)
             found.append((draft, rows := self.loss_of(draft, request)))
-            if objective.accepted_only and rows.alpha is not None:
+            if training and objective.accepted_only and rows.alpha is not None:
                 draft.accepted = torch.rand_like(rows.alpha) < rows.alpha
         return found
 
@@ -358,14 +367,22 @@ class DistillModule(TrainingModule):
         return selection.divisor(chosen, tokens) / parts
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Adds up divergence, alpha and top-1 agreement over all label tokens, whatever the selection."""
-        ((draft, found),) = self(batch, training=False)
-        agreement = found.agreement if draft.learnable is None else found.agreement * draft.learnable
-        self.add_sums(found.losses.sum(), found.alpha.sum(), agreement.sum(), torch.tensor(len(found.losses)))
+        """Adds up divergence, and alpha and top-1 agreement by position in the draft, whatever the selection."""
+        found = self(batch, training=False)
+        first, place = found[0][1], label_mask(batch["labels"]).flatten().nonzero()[:, 0]
+        hits = [rows.agreement if d.learnable is None else rows.agreement * d.learnable for d, rows in found]
+        (alphas, tested), (agreed, reached) = (
+            acceptance_by_position([(d.rows, values) for (d, _), values in zip(found, of)], place)
+            for of in ([rows.alpha for _, rows in found], hits)
+        )
+        self.add_sums((first.losses.sum(), *alphas, *agreed), torch.tensor(len(first.losses)), *tested, *reached)
 
     def on_validation_epoch_end(self) -> None:
-        """Logs divergence, alpha and agreement."""
-        self.log_means("loss", "alpha", "agreement")
+        """Logs divergence, acceptance and agreement by position, and the accepted length 1 + α₁ + α₁·α₂ + …."""
+        alphas, agreed = ([name, *(f"{name}_{i}" for i in range(2, DEPTH + 1))] for name in ("alpha", "agreement"))
+        values = self.means("loss", *alphas, *agreed)
+        length = 1 + sum(accumulate((values[name] for name in alphas), operator.mul))
+        self.log_validation(values | {"accepted_length": length})
 
     def on_fit_end(self) -> None:
         """Sums the selected tokens of all ranks up."""
@@ -385,6 +402,8 @@ class DistillModule(TrainingModule):
 class HeadModule(DistillModule):
     """EAGLE; with a selection, EAGLE + AdaSPEC: Σ decayⁱ · loss over the drafting steps i.
 
+    The best checkpoint has the largest accepted length, over the drafting steps that are trained.
+
     EAGLE-1 adds the feature regression, on all label tokens. The other losses are of those whose most probable token
     of the target the head can draft, and a selection ranks them by ΔL at each drafting step. Where a further step is
     trained on accepted tokens alone, the rows that are reached decide how much each step counts, without a decay.
@@ -393,6 +412,8 @@ class HeadModule(DistillModule):
         settings: Drafting steps, noise and weights.
         options: Arguments of `DistillModule`.
     """
+
+    monitor = "validation_accepted_length"
 
     model: FeatureHead
 
@@ -404,8 +425,7 @@ class HeadModule(DistillModule):
         """See `distill.teacher.drafting`."""
         settings = self.settings
         noise = settings.noise if training and self.model.version == 1 and self.model.training else 0.0
-        steps = settings.steps if training else 1
-        drafts = drafting_steps(self.model, self.target, batch, steps, noise=noise, learnable_only=training)
+        drafts = drafting_steps(self.model, self.target, batch, settings.steps, noise=noise, learnable_only=training)
         for number, draft in enumerate(drafts):
             draft.weight = 1.0 if self.objective.accepted_only else settings.decay**number
             if draft.extra is not None:

@@ -17,13 +17,13 @@ from distill.export import model_card as card
 Row = Mapping[str, Any]
 
 DRAFTS = (
-    "name", "parameters", "offline_alpha", "offline_alpha_greedy", "validation_alpha", "optimiser_steps", "examples",
-    "teacher_tokens", "selected_tokens", "seconds",
+    "name", "parameters", "offline_alpha", "offline_alpha_greedy", "validation_alpha",
+    "validation_accepted_length", "optimiser_steps", "examples", "teacher_tokens", "selected_tokens", "seconds",
 )  # fmt: skip
 PAIRED = ("a", "b", "label", "difference", "p_value", "n")
 DECODING = (
     "draft", "temperature", "draft_length", "tokens_per_second", "speedup", "speedup_vs_generate", "predicted_speedup",
-    "block_efficiency", "alpha", "accepted_per_drafted", "identical_to_target",
+    "accepted_length", "alpha", "accepted_per_drafted", "identical_to_target",
 )  # fmt: skip
 ACCEPTANCE = ("name", "position", "validation", "offline", "decoded", "served")
 PROFILE = ("cost_ratio", "best_draft_length", "measured_best_draft_length", "alpha", "break_even_alpha")
@@ -97,7 +97,7 @@ def sections(report: Row, run_dir: Path) -> Iterable[Section]:
     known = {name: value for name, value in report["target"].items() if value is not None}
     target = {f"target's {name.replace('_n', ' prompts').replace('_', ' ')}": f"{known[name]:,}" for name in known}
     speed = {"exported draft": exported(report), "tokens/s": cell(best, "tokens_per_second")}
-    yield Section(facts=target | speed | {"accepted length": cell(best, "block_efficiency")})
+    yield Section(facts=target | speed | {"accepted length": cell(best, "accepted_length")})
     tables = [Table(DRAFTS, report["drafts"]), Table(PAIRED, report.get("paired") or [], "Differences between drafts")]
     text = "Measured on the same texts, which the target generated for held-out prompts."
     yield Section("Drafts", text, tables=tables)

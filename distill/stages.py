@@ -77,11 +77,16 @@ class RunDir:
 
     def chosen(self, choose: str) -> str:
         """Return the name of the draft that is exported: see `distill.config.run.ExportSettings.choose`."""
-        return max(self.trained, key=self.validation_alpha) if choose == "best" else choose
+        return max(self.trained, key=lambda name: self.best(name)[1]) if choose == "best" else choose
 
-    def validation_alpha(self, name: str) -> float:
-        """Return the highest acceptance rate of a draft on the validation examples, which its weights are of."""
-        return max((entry["alpha"] for entry in self.draft_record(name).history if "alpha" in entry), default=0.0)
+    def best(self, name: str) -> tuple[dict[str, float], float]:
+        """Return the validation that a draft's weights are of, and the value that it was chosen by.
+
+        That is the acceptance rate, and of heads the accepted length, where it was measured.
+        """
+        by = "accepted_length" if self.start == START[1] else "alpha"
+        found = [(at, at.get(by, at["alpha"])) for at in self.draft_record(name).history if "alpha" in at]
+        return max(found, key=lambda one: one[1], default=({}, 0.0))
 
     def record(self, stage: str, key: str | None = None) -> StageRecord | None:
         """Return the record of a finished stage whose folder is as it was written; None otherwise.

@@ -18,7 +18,8 @@ class ExportSettings:
 
     choose: str = "best"
     """Name of the draft that is exported and leads the report, or best: the one with the highest acceptance rate on the
-    validation examples. Reported figures are measured on the test examples in each case."""
+    validation examples, of heads with the largest accepted length. Reported figures are measured on the test examples
+    in each case."""
     dtype: Literal["keep", "float32", "bfloat16", "float16"] = "keep"
     """Number format of the exported weights; keep: as trained."""
     gguf: list[Literal["f32", "f16", "bf16", "q8_0"]] = field(default_factory=list)

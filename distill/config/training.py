@@ -64,14 +64,15 @@ class TrainerSettings:
     gradients in a fraction of the memory, for about a third more time. For targets of billions of parameters and long
     texts; feature heads, of one layer, are trained without."""
     validate_every: PositiveInt = 100
-    """Steps between validations. The best validated weights are kept: largest alpha for drafts, smallest loss for
-    models trained on next tokens. Each validation is followed by a checkpoint, from which a killed run continues."""
+    """Steps between validations. The best validated weights are kept: largest alpha for drafts, largest accepted length
+    for heads, smallest loss for models trained on next tokens. Each validation is followed by a checkpoint, from which
+    a killed run continues."""
     validation_examples: PositiveInt = 128
     """Validation examples used at each validation during training (see validate_every)."""
     callbacks: list[dict[str, Any]] = field(default_factory=list)
     """Further Lightning callbacks of every stage, as in LightningCLI: [{class_path: EarlyStopping, init_args: {monitor:
     validation_loss, patience: 3}}]. What can be monitored: validation_loss, validation_accuracy (next tokens),
-    validation_alpha, validation_agreement (distillation), loss."""
+    validation_alpha, validation_agreement, validation_accepted_length (distillation), loss."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Further arguments of lightning.Trainer, passed on as they are, such as {gradient_clip_val: 0.5} (1.0 without it),
     {log_every_n_steps: 100} (20; reading a value waits for the device, so small models want it rare) or

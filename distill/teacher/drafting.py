@@ -3,13 +3,14 @@
 A language model predicts every label row in one drafting step. A feature head is unrolled over several.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from decode.bench.offline_acceptance import DEPTH
 from decode.models.heads import FeatureHead
 from distill.data.batches import Batch, example_of_rows, label_mask
 from distill.losses.divergences import TargetRows
@@ -103,3 +104,31 @@ def drafting_steps(
             chain, starts = torch.searchsorted(starts, accepted), accepted
             going = torch.zeros_like(rows).index_fill(0, accepted, True)
         states = unrolled.send(chain)
+
+
+def acceptance_by_position(
+    steps: Sequence[tuple[Tensor | None, Tensor]], place: Tensor, depth: int = DEPTH
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns Σ wᵢ·aᵢ and Σ wᵢ for each position i of a draft, over the drafts that begin at any label row.
+
+    aᵢ is the acceptance of a draft's i-th token and wᵢ the product of those before it, so that their ratio is the
+    acceptance of position i given that the draft is accepted up to there. Drafts that a text's end cuts short count
+    up to that end.
+
+    Args:
+        steps: ``Drafted.rows`` of each drafting step, and the acceptance of these rows, ``[rows]``. The last step
+            holds for deeper positions.
+        place: Where each of the batch's label rows lies among all its tokens, ``[label rows]``, ascending.
+        depth: Number of positions.
+    """
+    reached = torch.ones(int(place[-1:].sum()) + depth, dtype=torch.float64, device=place.device)
+    sums, counts = [], []
+    for i in range(depth):
+        rows, accepted = steps[min(i, len(steps) - 1)]
+        starts = (place if rows is None else place[rows]) - i + depth - 1  # shifted, so that none is negative
+        weight = reached[starts]
+        walked = weight * accepted
+        sums.append(walked.sum())
+        counts.append(weight.sum())
+        reached = torch.zeros_like(reached).index_copy(0, starts, walked)
+    return sums, counts

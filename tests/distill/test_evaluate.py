@@ -64,16 +64,22 @@ def test_every_predicted_speedup_of_a_run_follows_from_its_report(tmp_path: Path
     assert profile["trained_with"] == report["trained_with"] == trained
 
 
-def test_acceptance_by_position_is_that_of_the_weights_that_were_kept() -> None:
+@pytest.mark.parametrize(("start", "kept"), [("undistilled", 1), ("untrained", 2)])
+def test_acceptance_by_position_is_that_of_the_weights_that_were_kept(start: str, kept: int) -> None:
+    """Language models are kept by α, heads by accepted length."""
     evaluation = Evaluation.__new__(Evaluation)  # without the folder of a run
-    history = [{"alpha": 0.5, "agreement": 0.6}, {"alpha": 0.7, "agreement": 0.8}, {"alpha": 0.6, "agreement": 0.9}]
-    evaluation.run = SimpleNamespace(draft_record=lambda name: SimpleNamespace(history=history))
+    fields = ("alpha", "agreement", "agreement_2", "accepted_length")
+    values = [(0.5, 0.6, 0.5, 1.9), (0.7, 0.8, 0.6, 2.0), (0.6, 0.9, 0.8, 2.1)]
+    history = [dict(zip(fields, value)) for value in values]
+    evaluation.run = RunDir(Path(), ["head"], start)
+    evaluation.run.draft_record = lambda name: SimpleNamespace(history=history)  # type: ignore[method-assign]
+    assert evaluation.run.best("head")[0] == history[kept]
     head = [OfflineAlpha([[0.75]]), OfflineAlpha([[0.5]])]
     decoded = {"head": [{"conditional": share} for share in (0.7, 0.4, 0.3)]}
     found = evaluation._acceptance({"head": head, "model": head[:1]}, decoded)
     rows = [(at["position"], at["validation"], at["offline"], at["decoded"]) for at in found["head"]]
-    assert rows == [(1, 0.8, 0.75, 0.7), (2, None, 0.5, 0.4), (3, None, 0.5, 0.3)]
-    assert found["model"] == [{"position": 1, "validation": 0.8, "offline": 0.75, "decoded": None}]
+    assert rows == [(1, values[kept][1], 0.75, 0.7), (2, values[kept][2], 0.5, 0.4), (3, None, 0.5, 0.3)]
+    assert found["model"] == [{"position": 1, "validation": values[kept][1], "offline": 0.75, "decoded": None}]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -16,7 +16,7 @@ def decoding(draft, temperature, length, speedup, same=True):
     return {
         "draft": draft, "temperature": temperature, "draft_length": length, "tokens_per_second": 594.0 * speedup,
         "speedup": speedup, "speedup_ci95": [speedup - 0.05, speedup + 0.05], "speedup_vs_generate": 2.4 * speedup,
-        "predicted_speedup": speedup * 1.05, "block_efficiency": 4.2, "alpha": 0.94, "accepted_per_drafted": 0.7,
+        "predicted_speedup": speedup * 1.05, "accepted_length": 4.2, "alpha": 0.94, "accepted_per_drafted": 0.7,
         "identical_to_target": same,
     }  # fmt: skip
 

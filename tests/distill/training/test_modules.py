@@ -2,6 +2,8 @@
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -14,14 +16,16 @@ from transformers import PreTrainedModel
 
 from decode.errors import UserError
 from decode.models.families import decoder_layers
+from distill.checkpoints import BestWeights
 from distill.config.drafts import Signal
 from distill.data.batches import TokenDataset, label_mask
 from distill.data.chat import IGNORE
 from distill.data.loader import Schedule, TrainLoader
+from distill.losses.chunked import LossRows
 from distill.losses.objective import Objective, Selection
 from distill.models.lm_head import LMHead, check_head, last_hidden
 from distill.models.loading import checkpoint_layers
-from distill.modules import CausalLMModule, DistillModule
+from distill.modules import CausalLMModule, DistillModule, HeadModule
 from distill.teacher.signals import TargetSignal, Teacher
 from distill.teacher.store import keep_signal
 
@@ -217,3 +221,52 @@ def test_the_draft_gets_a_copy_of_the_head_of_a_target_that_stays_on_its_own_dev
     source.to(torch.device("meta"))
     assert source.head.linear.weight.device.type == "meta"
     assert {weight.device.type for weight in model.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    ("steps", "position_2", "length"),
+    [
+        # one step: drafts from row i are accepted by row i, then row i + 1, …; a text's end and a gap cut them
+        ([(None, [0.5, 0.4, 0.2, 1.0, 0.6])], (0.5 * 0.4 + 0.4 * 0.2 + 1.0 * 0.6) / (0.5 + 0.4 + 1.0), None),
+        # a head: its second step accepts other rows, and of the first row none follows it
+        ([(None, [0.5, 0.4, 0.2, 1.0, 0.6]), ([1, 4], [0.9, 0.3])], (0.5 * 0.9 + 1.0 * 0.3) / (0.5 + 1.0), None),
+        # the same acceptance everywhere
+        ([(None, [0.5] * 5), ([1, 2, 4], [0.5] * 3)], 0.5, 1 + 0.5 + 0.25 + 0.125),
+    ],
+)  # fmt: skip
+def test_the_accepted_length_in_validation_is_the_product_of_acceptances_along_each_draft(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, steps: Any, position_2: float, length: float | None
+) -> None:
+    labels = torch.full((2, 6), -100)
+    labels[0, 2:5], labels[1, 1:3] = 7, 7  # three label rows, then two of another text
+    module = DistillModule(tiny("llama"), TRAINING, 1, target=Teacher(tiny("llama")))
+    module._trainer = SimpleNamespace(world_size=1, sanity_checking=False, global_step=0)
+    logged: dict[str, float] = {}
+    monkeypatch.setattr(module, "log", lambda name, value, **_: logged.update({name: value}))
+    monkeypatch.setattr(DistillModule, "global_step", 0)
+    found = []
+    for rows, values in steps:
+        alpha, chosen = torch.tensor(values), None if rows is None else torch.tensor(rows)
+        draft = SimpleNamespace(rows=chosen, learnable=None)
+        found.append((draft, LossRows(alpha.sum(), alpha, None, alpha, alpha)))
+    monkeypatch.setattr(module, "forward", lambda batch, training: found)
+    module.validation_step({"labels": labels}, 0)
+    module.on_validation_epoch_end()
+    assert logged["validation_alpha"] == pytest.approx(sum(steps[0][1]) / 5)
+    assert logged["validation_alpha_2"] == logged["validation_agreement_2"] == pytest.approx(position_2)
+    reached, wanted = 1.0, 1.0
+    for name in ("alpha", "alpha_2", "alpha_3", "alpha_4", "alpha_5"):
+        reached *= logged[f"validation_{name}"]
+        wanted += reached
+    assert logged["validation_accepted_length"] == pytest.approx(wanted if length is None else length)
+    assert module.history == [{"step": 0} | {name.removeprefix("validation_"): v for name, v in logged.items()}]
+
+
+def test_the_best_weights_of_a_head_have_the_largest_accepted_length() -> None:
+    best, model = BestWeights(HeadModule.monitor, HeadModule.mode), torch.nn.Linear(1, 1, bias=False)
+    for alpha, length in ((0.7, 2.0), (0.6, 2.5), (0.8, 2.4)):
+        metrics = {"validation_alpha": alpha, "validation_accepted_length": length}
+        trainer = SimpleNamespace(callback_metrics=metrics, state=SimpleNamespace(fn="fit"), strategy=None)
+        torch.nn.init.constant_(model.weight, alpha)
+        best.on_validation_end(trainer, SimpleNamespace(model=model))  # type: ignore[arg-type]
+    assert best.weights["weight"].item() == pytest.approx(0.6)
