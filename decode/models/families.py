@@ -8,7 +8,7 @@ parameters become views of it, keep their values, and can be trained and saved.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,18 +18,7 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
 from decode.errors import UserError
-from decode.models.weights import (
-    WIDE,
-    Function,
-    Linear,
-    Linears,
-    NormedLinear,
-    RmsNorm,
-    eps_and_offset,
-    half_scale,
-    norm,
-    rms_norm,
-)
+from decode.models.weights import WIDE, Function, Linear, Linears, NormedLinear, RmsNorm, half_scale, norm
 
 COPIED = 1 << 30  # most bytes of a model whose weights are copied
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma3_text")
@@ -209,7 +198,6 @@ def model_weights(model: Any, rotated: int, make: Linears, *, tuned: bool, folde
     in_place = not tuned and make.pack == "off" and not is_small(model)
     tuned = tuned and width % 2 == 0
     scale = getattr(config, "query_pre_attn_scalar", width) ** -0.5
-    scale = None if scale == width**-0.5 else scale
     shape = Shape(heads, kv_heads, width, rotated, kind == "gpt_neox", tuned, tuned and folded, in_place, scale)
     mlp = base.layers[0].mlp
     act = mlp.activation_fn if kind in ("phi", "phi3") else mlp.act if kind == "gpt_neox" else mlp.act_fn
@@ -218,7 +206,7 @@ def model_weights(model: Any, rotated: int, make: Linears, *, tuned: bool, folde
     kinds, of_layers = layer_kinds(config)
     return Weights(
         shape,
-        [decoder_layer(kind, block, shape, make, of) for block, of in zip(base.layers, of_layers, strict=True)],
+        [replace(decoder_layer(kind, layer, shape, make), kind=i) for layer, i in zip(base.layers, of_layers)],
         # the function costs half of the module's call
         F.silu if isinstance(act, nn.SiLU | SiLUActivation) else getattr(act, "act", act),
         gated=kind in LLAMA_LIKE,
@@ -231,9 +219,7 @@ def model_weights(model: Any, rotated: int, make: Linears, *, tuned: bool, folde
     )
 
 
-def decoder_layer(
-    kind: str, block: Any, shape: Shape, make: Linears, of_kind: int = 0, *, normed: bool = False
-) -> Layer:
+def decoder_layer(kind: str, block: Any, shape: Shape, make: Linears, *, normed: bool = False) -> Layer:
     """One layer of a family of `FAMILIES`.
 
     Args:
@@ -241,7 +227,6 @@ def decoder_layer(
         block: the layer's module.
         shape: the layout to make.
         make: makes the products.
-        of_kind: see `Layer.kind`.
         normed: the states that attention reads are normed already, so `Layer.norm1` does nothing.
     """
     attention, mlp = block.attention if kind == "gpt_neox" else block.self_attn, block.mlp
@@ -275,12 +260,12 @@ def decoder_layer(
         q, k = attention.q_norm, attention.k_norm
         scale = torch.cat([q.weight.detach().expand(shape.heads, -1), k.weight.detach().expand(shape.kv_heads, -1)])
         scale = _pairs(shape, scale) if shape.tuned else scale
-        qk_norm = rms_norm(scale[:, None].contiguous(), *eps_and_offset(q))
+        qk_norm = norm(q, scale[:, None].contiguous())
     attended, mapped = make(out.weight, out.bias), make(down.weight, down.bias)
     if normed_twice:
         attended = NormedLinear(attended, norm(block.post_attention_layernorm))
         mapped = NormedLinear(mapped, norm(block.post_feedforward_layernorm))
-    return Layer(norm1, norm2, make(qkv, qkv_bias), attended, make(up, up_bias), mapped, qk_norm, of_kind)
+    return Layer(norm1, norm2, make(qkv, qkv_bias), attended, make(up, up_bias), mapped, qk_norm)
 
 
 # -- modules of any architecture --------------------------------------------------------------------------------------

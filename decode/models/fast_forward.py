@@ -199,7 +199,7 @@ class FastForward:
             part.mul_(rotary[:, 0]).add_(rolled.mul_(rotary[:, 1]))
         q, stored = rows.narrow(1, 0, heads), rows.narrow(1, heads, 2 * kv_heads)
         if placed.batch is not None:
-            return placed.batch.attend(q, stored, new, k, v, layer.kind, shape.scale)
+            return placed.batch.attend(q, stored, slot, layer.kind, shape.scale)
         new.copy_(stored)
         first, mask = placed.seen[layer.kind]
         if first:

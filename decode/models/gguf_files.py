@@ -53,13 +53,7 @@ def gguf_file(name: str | os.PathLike[str]) -> Path | None:
     return files[0] if files else None
 
 
-def converted(
-    file: Path,
-    part: str,
-    read: Callable[[], Any],
-    again: Callable[[Path], Any],
-    same: Callable[[Any, Any], bool] | None = None,
-) -> Any:
+def converted(file: Path, part: str, read: Callable[[], Any], again: Callable[[Path], Any]) -> Any:
     """A part of a GGUF file, from the folder below ``$HF_HOME/gguf`` where it was kept the last time.
 
     The folder belongs to the file's path. It is written anew once the file or the version of transformers is another
@@ -70,7 +64,6 @@ def converted(
         part: name of the folder, such as ``tokenizer``.
         read: makes the part of the file; the result has `save_pretrained`.
         again: opens a folder that it was saved to.
-        same: whether what is opened again is what was read.
     """
     found = file.stat()
     name = f"{file.stem}-{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]}"
@@ -84,12 +77,11 @@ def converted(
     # memory maps are slow to slice: as an array, a large vocabulary takes a third of the time
     data = property(lambda self: self.mapped, lambda self, mapped: setattr(self, "mapped", mapped.view(np.ndarray)))
     reader = type("Reader", (gguf.GGUFReader,), {"data": data})
-    problem: Exception | None = None
-    quiet = contextlib.redirect_stderr(io.StringIO())  # transformers draws bars of its own
-    with working(Console(file=sys.stderr), f"{file.name}: reading its {part}"), quiet:
-        with patch.object(gguf, "GGUFReader", reader):
-            made = read()
-        try:
+    made, quiet = None, contextlib.redirect_stderr(io.StringIO())  # transformers draws bars of its own
+    try:
+        with working(Console(file=sys.stderr), f"{file.name}: reading its {part}"), quiet:
+            with patch.object(gguf, "GGUFReader", reader):
+                made = read()
             size = sum(p.numel() * p.element_size() for p in made.parameters()) if hasattr(made, "parameters") else 0
             place.parent.mkdir(parents=True, exist_ok=True)
             if shutil.disk_usage(place.parent).free < 2 * size:
@@ -97,15 +89,16 @@ def converted(
             with tempfile.TemporaryDirectory(dir=place.parent) as partial:
                 folder = Path(partial) / part
                 made.save_pretrained(folder)
-                if same is not None and not same(made, again(folder)):
+                texts = {one.backend_tokenizer.to_str() for one in (made, again(folder))} if part == "tokenizer" else ()
+                if len(texts) > 1:
                     raise OSError("read back, it is another one")
                 write_text(folder / "source.json", json.dumps(key))
                 shutil.rmtree(place, ignore_errors=True)
                 folder.rename(place)
-        except (OSError, SafetensorError) as error:
-            problem = error
-    if problem is not None:
-        warnings.warn(f"{file.name} will be read anew the next time: {place} cannot be kept ({problem})", stacklevel=2)
+    except (OSError, SafetensorError) as error:
+        if made is None:
+            raise
+        warnings.warn(f"{file.name} will be read anew the next time: {place} cannot be kept ({error})", stacklevel=2)
         return made
     del made  # memory holds weights once
     return again(place)
@@ -133,7 +126,4 @@ def gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
             backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])
         return tokenizer
 
-    def same(one: Any, other: Any) -> bool:
-        return one.backend_tokenizer.to_str() == other.backend_tokenizer.to_str()
-
-    return converted(file, "tokenizer", read, AutoTokenizer.from_pretrained, same)
+    return converted(file, "tokenizer", read, AutoTokenizer.from_pretrained)

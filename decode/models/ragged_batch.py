@@ -228,20 +228,17 @@ class RaggedBatch:
             self.calls.append((rows, max(one.end for one in run), width, own, padded, real, masks))
             token = own.stop
 
-    def attend(
-        self, q: Tensor, new: Tensor, cache: Tensor, k: Tensor, v: Tensor, kind: int, scale: float | None
-    ) -> Tensor:
+    def attend(self, q: Tensor, new: Tensor, slot: tuple[Tensor, ...], kind: int, scale: float | None) -> Tensor:
         """Store the new keys and values; return attention before its projection, ``[tokens, heads · width]``.
 
         Args:
             q: ``[1, heads, tokens, width]``.
             new: keys and values of the tokens, ``[1, 2 kv_heads, tokens, width]``.
-            cache: of the layer, ``[rows, 2 kv_heads, capacity, width]``.
-            k: its keys.
-            v: its values.
-            kind: its kind.
+            slot: of the layer, see `KVCache.views`.
+            kind: of the layer.
             scale: of scores; None: 1/√width.
         """
+        cache, k, v = slot
         cache[self.rows, :, self.slots] = new[0].transpose(0, 1)
         kv_heads, found = k.shape[1], []
         for rows, end, width, own, padded, real, masks in self.calls:

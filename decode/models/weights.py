@@ -300,11 +300,6 @@ class RmsNorm:
         return y if self.folded else y.mul_(self.scale)
 
 
-def eps_and_offset(module: Any) -> tuple[float, float]:
-    """ε of a module's RMS norm, and what it adds to its weight (Gemma's 1)."""
-    return (module.variance_epsilon, 0.0) if hasattr(module, "variance_epsilon") else (module.eps, 1.0)
-
-
 def rms_norm(weight: Tensor, eps: float, offset: float = 0.0) -> Function:
     """An RMS norm with weights ``[.., d]`` plus `offset`; in 16 bits it rounds where transformers' does."""
     if weight.dtype in WIDE:
@@ -318,12 +313,15 @@ def rms_norm(weight: Tensor, eps: float, offset: float = 0.0) -> Function:
     return narrow
 
 
-def norm(module: Any) -> Function:
-    """A layer norm or an RMS norm without the cost of a module's call."""
+def norm(module: Any, weight: Tensor | None = None) -> Function:
+    """A layer norm or an RMS norm without the cost of a module's call; `weight`: another one for an RMS norm."""
     if isinstance(module, nn.LayerNorm):
         weight, bias = module.weight, module.bias
         return partial(F.layer_norm, normalized_shape=weight.shape, weight=weight, bias=bias, eps=module.eps)
-    return rms_norm(module.weight, *eps_and_offset(module))
+    weight = module.weight if weight is None else weight
+    if hasattr(module, "variance_epsilon"):
+        return rms_norm(weight, module.variance_epsilon)
+    return rms_norm(weight, module.eps, 1.0)  # Gemma's
 
 
 class NormedLinear(Linear):
