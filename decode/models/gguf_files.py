@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import io
 import json
-import mmap
 import os
 import shutil
 import sys
@@ -116,11 +115,9 @@ def gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
 
     def read() -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as header:
-            at = header.find(PRE, 0, 1 << 26) + len(PRE)
-            length = int.from_bytes(header[at : at + 8], "little")
-            pre = header[at + 8 : at + 8 + length].decode() if at >= len(PRE) else ""
-        if pre in DIGIT_BY_DIGIT:
+        with file.open("rb") as opened:
+            found = opened.read(1 << 26).partition(PRE)[2]
+        if found[8 : 8 + int.from_bytes(found[:8], "little")].decode() in DIGIT_BY_DIGIT:
             # transformers builds it from tokens and merges alone, and would read digits otherwise than the model's own
             backend = tokenizer.backend_tokenizer
             backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])
