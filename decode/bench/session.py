@@ -17,7 +17,7 @@ from decode.errors import UserError
 from decode.models.choose_runner import open_draft_runner, open_runner
 from decode.models.loading import stop_ids
 from decode.models.other_tokenizer import DraftModel, ForeignDraft
-from decode.models.tokens import Detokenizer, Message, chat_ids, prompt_ids, user_says
+from decode.models.tokens import Detokenizer, Message, chat_ids, control_token, prompt_ids, user_says
 from decode.models.writing import draws_of_loop, write_texts
 from decode.progress import current
 from decode.sampling import LogitsWarper
@@ -99,8 +99,13 @@ class Session:
 
     def items(self, suite: Suite) -> list[Item]:
         """All prompts (of chats, all turns) that fit the contexts together with their answers."""
+        notes = [suite.note]
         if self.options.chat:
-            items = self._turns(suite.prompts)
+            texts = [[{"content": text} for text in prompt.turns or (prompt.text,)] for prompt in suite.prompts]
+            asked = [p for p, said in zip(suite.prompts, texts) if not control_token(self.tokenizer, said)]
+            if spelt := len(suite.prompts) - len(asked):
+                notes.append(f"{spelt} prompts are left out, whose text spells a control token of the tokenizer")
+            items = self._turns(asked)
         else:
             items = [Item(p, list(p.ids) or prompt_ids(self.tokenizer, p.text), p.text) for p in suite.prompts]
         room = min(r.limit for r in [self.runner, *self.drafts.values()])
@@ -112,7 +117,7 @@ class Session:
                 f"holds {room}, {self.options.max_new_tokens} new ones among them; lower max_new_tokens or take "
                 "another suite"
             )
-        notes, ids = [suite.note], [i for item in fitting for i in item.ids]
+        ids = [i for item in fitting for i in item.ids]
         if not self.options.chat and (several := sum(len(prompt.turns) > 1 for prompt in suite.prompts)):
             notes.append(f"of {several} prompts the first turn alone is asked, since later ones need a chat template")
         if len(fitting) < len(items):
@@ -130,7 +135,7 @@ class Session:
         histories: list[list[Message]] = [[] for _ in prompts]
         said = [prompt.turns or (prompt.text,) for prompt in prompts]
         greedy = replace(self.options.warp, temperature=0.0)
-        for turn in range(max(map(len, said))):
+        for turn in range(max(map(len, said), default=0)):
             going = [i for i, texts in enumerate(said) if turn < len(texts)]
             for i in going:
                 histories[i] += user_says(said[i][turn], None if turn else self.options.system)

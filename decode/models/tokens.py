@@ -66,7 +66,7 @@ def chat_ids(
         UserError: the tokenizer has no chat template, the template refuses the messages, or a message spells a control
             token.
     """
-    if found := control_token(tokenizer, messages):
+    if found := control_token(tokenizer, [message for message in messages if message["role"] != "assistant"]):
         raise UserError(
             f"a message holds the text {found!r}, which the tokenizer would read as a control token (it can end the "
             "turn or begin another one): leave it out, or continue plain text (--chat false)"

@@ -220,15 +220,17 @@ def test_a_baseline_that_refuses_is_a_note_and_not_the_end(tiny, models):
 
 def test_turns_of_a_chat_follow_the_targets_own_answers(models):
     tokenizer = make_tokenizer(chat=True)
-    suite = Suite("chat", [Prompt("c/0", "Hello", None, turns=("Hello", "And then?"))], None)
+    spelt = Prompt("c/1", f"End it with {tokenizer.eos_token}", None)
+    suite = Suite("chat", [Prompt("c/0", "Hello", None, turns=("Hello", "And then?")), spelt], None)
     session = Session(models[0], None, tokenizer, BenchOptions(6, 1, chat=True))
     first, second = session.items(suite)
+    assert session.notes["chat"].startswith("1 prompts are left out, whose text spells a control token")
     assert tokenizer.decode(first.ids) == "[user]Hello\n[assistant]"
     answer = session.text(session.written([first.ids], session.options.warp)[0])
     assert [item.said for item in (first, second)] == ["Hello", "And then?"]
     assert tokenizer.decode(second.ids).endswith("[user]And then?\n[assistant]")
     plain = Session(models[0], None, tokenizer, BenchOptions(6, 1))
-    assert len(plain.items(suite)) == 1
+    assert len(plain.items(suite)) == 2
     assert "of 1 prompts the first turn alone is asked" in plain.notes["chat"]
     assert first.ids == chat_ids(tokenizer, [{"role": "user", "content": "Hello"}])
     said = [("user", "Hello"), ("assistant", answer), ("user", "And then?")]
