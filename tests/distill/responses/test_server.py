@@ -116,6 +116,20 @@ def test_servers_share_the_prompts_with_many_requests_in_flight(tokenizer: PreTr
     assert len({body["seed"] for body in bodies}) == 12
 
 
+def test_answers_without_text_are_counted_and_stop_a_run_that_has_little_else(tmp_path: Path) -> None:
+    """A reasoning parser leaves nothing of an answer that was cut off within its reasoning."""
+
+    def parsed(body: dict[str, Any], number: int) -> Reply:
+        return 200, {}, {"choices": [{"text": None, "finish_reason": "length"}]}
+
+    settings = tiny_settings(tmp_path)
+    settings.teacher.responses = ResponseSettings(source="target", max_new_tokens=8)
+    with serving(Played(parsed)) as played:
+        settings.teacher.responses.server.urls = [played.url]
+        with pytest.raises(UserError, match=r"20 of 20 are empty: .*without a reasoning parser"):
+            run_tiny(begun(settings))
+
+
 def test_a_server_that_does_not_answer_is_refused_before_the_first_stage() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
