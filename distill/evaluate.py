@@ -13,7 +13,7 @@ from decode.bench import machine
 from decode.bench.benchmark import BenchEntry, Benchmark
 from decode.bench.costs import LONGEST
 from decode.bench.offline_acceptance import DEPTH, OfflineAlpha, offline_alphas, paired
-from decode.bench.prediction import best_length, break_even, speedups_by_length
+from decode.bench.prediction import best_length, break_even, offline_accepted_length, speedups_by_length
 from decode.bench.session import BenchOptions, Session
 from decode.bench.suites import Suite
 from decode.engines.gap_causes import serving_facts
@@ -102,7 +102,7 @@ class Evaluation:
                 "accuracy": statistics.fmean(marks) if marks else None,
                 "accuracy_n": len(marks) or None,
             },
-            "drafts": [self._draft(name, alphas[1.0][name][0], alphas[0.0][name][0]) for name in self.models],
+            "drafts": [self._draft(name, alphas[1.0][name], alphas[0.0][name][0]) for name in self.models],
             "paired": self._pairs(alphas[1.0], "T = 1") + self._pairs(alphas[0.0], "greedy"),
             "decoding": decoding,
             "profile": profile,
@@ -144,14 +144,15 @@ class Evaluation:
                 found.setdefault(name, []).append({"position": i + 1, **accepted})
         return found
 
-    def _draft(self, name: str, alpha: OfflineAlpha, greedy: OfflineAlpha) -> dict[str, Any]:
+    def _draft(self, name: str, sampled: list[OfflineAlpha], greedy: OfflineAlpha) -> dict[str, Any]:
         record, (best, _) = self.run.draft_record(name), self.run.best(name)
         return {
             "name": name,
             "parameters": sum(p.numel() for p in self.models[name].parameters()),
             "weight_bytes": self.session.drafts[name].weight_bytes,
-            "offline_alpha": alpha.mean,
-            "offline_alpha_se": alpha.se,
+            "offline_alpha": sampled[0].mean,
+            "offline_alpha_se": sampled[0].se,
+            "offline_accepted_length": offline_accepted_length(sampled),
             "offline_alpha_greedy": greedy.mean,
             "offline_alpha_greedy_se": greedy.se,
             **{f"validation_{key}": best.get(key) for key in ("alpha", "accepted_length")},

@@ -17,7 +17,7 @@ from distill.export import model_card as card
 Row = Mapping[str, Any]
 
 DRAFTS = (
-    "name", "parameters", "offline_alpha", "offline_alpha_greedy", "validation_alpha",
+    "name", "parameters", "offline_alpha", "offline_accepted_length", "offline_alpha_greedy", "validation_alpha",
     "validation_accepted_length", "optimiser_steps", "examples", "teacher_tokens", "selected_tokens", "seconds",
 )  # fmt: skip
 PAIRED = ("a", "b", "label", "difference", "p_value", "n")

@@ -140,11 +140,12 @@ def for_stage(logger: Logger | None, stage: str) -> Logger | None:
 
 def log_report(logger: Logger | None, report: Mapping[str, Any], figures: Callable[[], Mapping[str, str]]) -> None:
     """Log a run's final numbers; to W&B also the report's tables, and the plots that ``figures`` draws, as SVG."""
-    values = {f"offline_alpha/{row['name']}": row.get("offline_alpha") for row in report.get("drafts", [])}
+    measured = ("offline_alpha", "offline_accepted_length", "validation_accepted_length")
+    values = {f"{key}/{row['name']}": row.get(key) for row in report.get("drafts", []) for key in measured}
     values["target/accuracy"] = report.get("target", {}).get("accuracy")
     exact = [row for row in report.get("decoding", []) if row.get("speedup") and row.get("identical_to_target", True)]
     best: Mapping[str, Any] = max(exact, key=lambda row: row["speedup"], default={})
-    for name in ("speedup", "speedup_vs_generate", "block_efficiency", "tokens_per_second", "draft_length"):
+    for name in ("speedup", "speedup_vs_generate", "accepted_length", "alpha", "tokens_per_second", "draft_length"):
         values[f"best/{name}"] = best.get(name)
     summary = {name: float(value) for name, value in values.items() if value is not None}
     if isinstance(logger, WandbLogger):

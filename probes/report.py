@@ -26,7 +26,7 @@ SCORES = (
 )
 SPEEDS = (
     "title", "exit_layer", "draft_length", "threshold", "tokens_per_second", "speedup_vs_layerskip", "speedup",
-    "predicted_speedup", "alpha", "block_efficiency", "accepted_per_drafted", "identical_to_target",
+    "predicted_speedup", "accepted_length", "alpha", "accepted_per_drafted", "identical_to_target",
 )  # fmt: skip
 """Columns of the tables; the terminal goes without a few of them."""
 
@@ -68,7 +68,7 @@ def console_tables(added: Row) -> Group:
         parts.append(console_table(f"\nScores on test prompts: {title}", keys, scored(added, mode)))
         if added["self_speculation"]:
             title = f"\nSelf-speculation, {mode}, each method at its fastest setting"
-            terminal = [key for key in SPEEDS if key not in ("block_efficiency", "accepted_per_drafted")]
+            terminal = [key for key in SPEEDS if key != "accepted_per_drafted"]
             parts += [console_table(title, terminal, speeds(added, mode)), answer(added, mode)]
     return Group(*parts)
 

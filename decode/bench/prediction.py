@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from decode.bench.costs import CostModel, round_costs
-from decode.bench.offline_acceptance import OfflineAlpha
+from decode.bench.offline_acceptance import DEPTH, OfflineAlpha
 from decode.trace import Trace
 
 
@@ -88,6 +88,12 @@ def replayed(alphas: Sequence[OfflineAlpha], draft_length: int) -> tuple[int, di
         for k, count in replay(text, draft_length, [other.texts[i] for other in deeper])[1].items():
             rounds[k] = rounds.get(k, 0.0) + count
     return sum(alpha.counts), rounds
+
+
+def offline_accepted_length(alphas: Sequence[OfflineAlpha], draft_length: int = DEPTH) -> float:
+    """Tokens per round of texts that are `replayed`, the target's own token included."""
+    tokens, rounds = replayed(alphas, draft_length)
+    return tokens / max(1, sum(rounds.values()))
 
 
 def replayed_speedup(texts: Iterable[Sequence[float]], draft_length: int, c: float, v: Callable[[int], float]) -> float:

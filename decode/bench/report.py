@@ -22,7 +22,7 @@ SHORT = (
     "accepted_length", "alpha", "tv_spent", "accuracy", "identical_to_target",
 )  # fmt: skip
 """Columns of the terminal's table."""
-NARROW = {"draft_length", "predicted_speedup", "accepted_length"}
+NARROW = {"draft_length", "predicted_speedup"}
 """Columns that a terminal of less than 110 characters goes without."""
 ERRORS = {"alpha_se", "accuracy_se"}
 """Errors that the page alone shows, so that a terminal's table keeps its names."""

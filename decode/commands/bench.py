@@ -45,7 +45,7 @@ from decode.progress import output_console, working
 BATCHED = ("autoregressive", "vanilla", "cost-optimal")  # default methods of batches, the last two with a draft
 BATCHED_LENGTHS = (1, 2, 4, 8)  # default draft lengths of batches
 SWEPT = (
-    "speedup", "speedup_vs_generate", "predicted_speedup", "tokens_per_second", "block_efficiency", "alpha",
+    "speedup", "speedup_vs_generate", "predicted_speedup", "tokens_per_second", "accepted_length", "alpha",
     "accepted_per_drafted", "tv_spent", "accuracy", "draft_length",
 )  # fmt: skip
 """Fields that a run of a W&B sweep logs."""

@@ -93,10 +93,11 @@ def tables(paper: str, report: Row, setting: str) -> list[Table]:
     """
     blocks: dict[tuple[str, float], list[Row]] = {}
     if paper == "adaspec":
-        measured_speeds = sorted(report.get("decoding", []), key=lambda row: row["tokens_per_second"])
-        speeds = {row["draft"]: row["tokens_per_second"] for row in measured_speeds}  # the fastest length of each
+        by_speed = sorted(report.get("decoding", []), key=lambda row: row["tokens_per_second"])
+        fastest = {row["draft"]: row for row in by_speed}  # at the fastest length of each
         for draft in report.get("drafts", []):
-            row = draft | {"tokens_per_second": speeds.get(draft["name"])}
+            decoded = fastest.get(draft["name"], {})
+            row = draft | {key: decoded.get(key) for key in ("tokens_per_second", "block_efficiency")}
             blocks.setdefault(("texts of the target", 1.0), []).append(row)
     else:
         details = {(d["name"], d["suite"], d["temperature"]): d for d in report.get("bench", {}).get("analysis", [])}
@@ -113,6 +114,8 @@ def tables(paper: str, report: Row, setting: str) -> list[Table]:
             raise UserError(f"no published setting is named {setting!r}; these exist: {'; '.join(settings)}")
         theirs = every[chosen]
         columns = [column for column in next(iter(theirs.values())) if any(row[column] for row in theirs.values())]
+        if "accepted length" not in columns and any(row.get("block_efficiency") for row in rows):
+            columns.append("accepted length")
         ours: dict[str, Row] = {}  # by the published name, which may stand without the options of ours
         for row in sorted(rows, key=lambda row: len(row["name"])):
             name = max((n for n in theirs if f"{row['name']} ".startswith(f"{n} ")), key=len, default=row["name"])

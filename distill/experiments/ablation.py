@@ -19,6 +19,7 @@ from rich.console import Console
 from decode.bench import machine
 from decode.bench.offline_acceptance import OfflineAlpha, offline_alphas, paired, prompt_numbers
 from decode.bench.page import markdown_table, plain_table
+from decode.bench.prediction import offline_accepted_length
 from decode.errors import UserError, read_json, write_text
 from decode.method_options import Seed
 from decode.models.loading import open_draft, stop_ids
@@ -41,6 +42,7 @@ DEPTH = 7  # drafted tokens of a feature head whose acceptance is measured
 FORMULAS = {
     "α": "offline_alpha: mean of Σₓ min(p(x), q(x)) over the response positions of texts that the target sampled at "
     "T = 1; mean over seeds ± its standard error over prompts",
+    "accepted length": "tokens per round of these texts with five drafted tokens a round, bonus included",
     "gain": "α minus that of the first draft with the same seed, on the same texts; mean over seeds ± √(variance of "
     "the seeds' gains / seeds + squared standard error of the mean gain over prompts)",
     "greedy gain": "the same at temperature 0: agreement of the argmax on the target's greedy texts",
@@ -169,6 +171,7 @@ def table(alphas: Mapping[str, Mapping[int, Alphas]], used: Mapping[str, Sequenc
         mean = _mean([of["sampled"][0] for of in by_seed.values()])
         row: Row = {"name": name, "seeds": len(by_seed), "offline_alpha": mean.mean}
         row["offline_alpha_se"] = None if math.isnan(mean.se) else mean.se
+        row["accepted_length"] = statistics.fmean(offline_accepted_length(of["sampled"]) for of in by_seed.values())
         if name != first:
             row |= {
                 "gain": gain(by_seed, alphas[first], "sampled"),
@@ -211,6 +214,7 @@ def write_table(folder: Path, rows: Sequence[Row], console: Console) -> None:
                 row["name"],
                 str(row["seeds"]),
                 f"{row['offline_alpha']:.4f}" + (f" ± {se:.4f}" if se is not None else ""),
+                f"{row['accepted_length']:.2f}",
                 *(f"{one['gain']:+.4f} ± {one['se']:.4f}" if one else "–" for one in gains),
                 f"{row['teacher_tokens']:,.0f}",
                 f"{row['seconds']:.0f}",

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from decode.bench import machine
 from decode.bench.costs import CostModel, measure_costs
 from decode.bench.page import markdown_table, plain_table
-from decode.bench.prediction import best_length, predicted_speedup, speedups_by_length
+from decode.bench.prediction import best_length, offline_accepted_length, predicted_speedup, speedups_by_length
 from decode.errors import UserError, read_json, write_text
 from decode.models.choose_runner import open_draft_runner, open_runner
 from decode.models.heads import FeatureHead, head_config
@@ -39,12 +39,16 @@ from distill.stages import run_of, stage_fingerprints
 
 GAINS = (1.0, 1.5, 2.0)
 RUNGS = 2  # each further one trains the better half of the candidates for twice as many steps
-HEADINGS = ("draft", "parameters", "c", "v(4)", "needs α for 1×", "1.5×", "2×", "steps", "α", "greedy", "predicted")
+HEADINGS = (
+    "draft", "parameters", "c", "v(4)", "needs α for 1×", "1.5×", "2×", "steps", "α", "acc. length", "greedy",
+    "predicted",
+)  # fmt: skip
 LEGEND = """\
 - **c**: seconds of one draft forward over those of a one-token target forward; **v(4)**: the same of a four-token
   target forward. Both are measured here with random weights.
 - **needs α for**: least acceptance rate, equal at every position, at which the best draft length reaches the speedup.
 - **α**, **greedy**: offline acceptance at temperature 1 and 0 after a training of **steps** steps.
+- **acc. length**: tokens per round at temperature 1 with five drafted tokens a round, the target's own included.
 - **predicted**: mean of the predicted speedups at temperature 1 and 0, each at its best draft length. A longer training
   raises α, so this is what the short training would give, and the order is more reliable than the values.
 """
@@ -227,6 +231,7 @@ def _tried(context: StageContext, student: StudentSettings, row: dict[str, Any],
     return {
         "steps": steps,
         "offline_alpha": alphas["sampled"][0].mean,
+        "accepted_length": offline_accepted_length(alphas["sampled"]),
         "greedy_agreement": alphas["greedy"][0].mean,
         "draft_length": {mode: best_length(found) for mode, found in speeds.items()},
         "predicted_speedup": statistics.fmean(max(found.values()) for found in speeds.values()),
@@ -253,4 +258,7 @@ def _write(folder: Path, key: str, rows: Sequence[dict[str, Any]], console: Cons
         console.print(str(folder / "design.md"), highlight=False)
 
 
-_MEASURED = {"steps": ",", "offline_alpha": ".4f", "greedy_agreement": ".4f", "predicted_speedup": ".2f"}
+_MEASURED = {
+    "steps": ",", "offline_alpha": ".4f", "accepted_length": ".2f", "greedy_agreement": ".4f",
+    "predicted_speedup": ".2f",
+}  # fmt: skip

@@ -14,7 +14,7 @@ from huggingface_hub.utils import validate_repo_id
 from jinja2 import Environment, FileSystemLoader, Template
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from decode.bench.page import COLUMNS, cell
+from decode.bench.page import COLUMNS, cell, markdown
 from decode.engines.gap_causes import weight_fingerprints
 from decode.errors import UserError
 from decode.models.heads import FeatureHead, default_captured_layers
@@ -23,10 +23,12 @@ HERE = Path(__file__).parent
 KINDS = {1: "eagle", 3: "eagle3"}  # kinds of feature heads by the version of EAGLE
 TOKEN_MAP = "token_map.pt"  # the ids that an EAGLE-1 head of a reduced vocabulary drafts, as SGLang reads them
 MEASURED = (
-    "offline_alpha", "alpha", "accepted_per_drafted", "block_efficiency", "speedup", "speedup_vs_generate",
+    "offline_alpha", "alpha", "accepted_length", "accepted_per_drafted", "speedup", "speedup_vs_generate",
     "predicted_speedup", "cost_ratio", "break_even_alpha",
 )  # fmt: skip
 """Rows of the card, by key of the profile."""
+POSITIONS = ("position", "validation", "offline", "decoded")
+"""Columns of the card's table of greedy acceptance."""
 
 
 def fastest_row(report: Mapping[str, Any], *drafts: str) -> dict[str, Any]:
@@ -164,7 +166,7 @@ def write_card(
         usual_layers=default_captured_layers(layers), parameters=sum(weight.numel() for weight in model.parameters()),
         conditions=profile.get("conditions") or {}, measured=[key for key in MEASURED if profile.get(key) is not None],
         commands=commands(*names, length, kind, token_map=token_map, gguf_type=gguf_type),
-        notes=notes,
+        positions=markdown(POSITIONS, profile.get("acceptance") or []), notes=notes,
     )  # fmt: skip
     (folder / "README.md").write_text(re.sub(r"\n{3,}", "\n\n", text).strip() + "\n", encoding="utf-8")
 

@@ -15,6 +15,7 @@ from decode.bench.prediction import (
     best_length,
     break_even,
     forecast,
+    offline_accepted_length,
     predicted_speedup,
     replay,
     replayed,
@@ -55,6 +56,7 @@ def test_speedup_of_measured_rounds_by_hand():
 def test_replay_of_certain_acceptances_by_hand():
     # "110111" with drafts of 2: accept 2 and emit the third; accept 2 and emit the sixth
     assert replay([1, 1, 0, 1, 1, 1], 2) == (2, {2: 2})
+    assert offline_accepted_length([OfflineAlpha([[1, 1, 0, 1, 1, 1], [0, 0]])], 2) == 8 / 4
     # "010" with drafts of 2: reject at once; then one token of room, accepted, and the end
     rounds, lengths = replay([0, 1, 0], 2)
     assert rounds == 2

@@ -33,6 +33,7 @@ PROFILE = {
     "best_draft_length": 4, "speedup": 1.62, "speedup_ci95": [1.5, 1.7], "offline_alpha": 0.912,
     "offline_alpha_se": 0.002, "identical_to_target": True,
     "acceptance_by_position": [dict(zip(FIELDS, (i, 100, t, c, 0.04, m, 0.05))) for i, t, c, m in RATES],
+    "alpha": 0.94, "accepted_length": 3.86, "acceptance": [{"position": 1, "validation": 0.91, "offline": 0.92}],
     "conditions": {"dataset": "arithmetic", "temperature": 0.0},
 }  # fmt: skip
 
@@ -310,3 +311,6 @@ def test_the_card_states_the_measurements_and_lines_to_paste(tmp_path):
     assert "52 to 63 are padding" in card
     temperature = {line.split("|")[1].strip(): line.split("|")[3].strip() for line in card.splitlines() if "|" in line}
     assert (temperature["α offline"], temperature["speedup"]) == ("1", "0")
+    assert "| α | 0.940 | 0 |" in card
+    assert "| acc. length | 3.86 | 0 |" in card
+    assert "| position | validation | offline |\n| --- | ---: | ---: |\n| 1 | 0.910 | 0.920 |" in card
