@@ -400,9 +400,7 @@ class DistillModule(TrainingModule):
 
 
 class HeadModule(DistillModule):
-    """EAGLE; with a selection, EAGLE + AdaSPEC: Σ decayⁱ · loss over the drafting steps i.
-
-    The best checkpoint has the largest accepted length, over the drafting steps that are trained.
+    """EAGLE; with a selection, EAGLE + AdaSPEC: Σ decayⁱ · loss over the drafting steps i; best by accepted length.
 
     EAGLE-1 adds the feature regression, on all label tokens. The other losses are of those whose most probable token
     of the target the head can draft, and a selection ranks them by ΔL at each drafting step. Where a further step is
@@ -414,7 +412,6 @@ class HeadModule(DistillModule):
     """
 
     monitor = "validation_accepted_length"
-
     model: FeatureHead
 
     def __init__(self, *given: Any, settings: StudentSettings, **options: Any) -> None:

@@ -27,8 +27,6 @@ MEASURED = (
     "predicted_speedup", "cost_ratio", "break_even_alpha",
 )  # fmt: skip
 """Rows of the card, by key of the profile."""
-POSITIONS = ("position", "validation", "offline", "decoded")
-"""Columns of the card's table of greedy acceptance."""
 
 
 def fastest_row(report: Mapping[str, Any], *drafts: str) -> dict[str, Any]:
@@ -166,7 +164,7 @@ def write_card(
         usual_layers=default_captured_layers(layers), parameters=sum(weight.numel() for weight in model.parameters()),
         conditions=profile.get("conditions") or {}, measured=[key for key in MEASURED if profile.get(key) is not None],
         commands=commands(*names, length, kind, token_map=token_map, gguf_type=gguf_type),
-        positions=markdown(POSITIONS, profile.get("acceptance") or []), notes=notes,
+        notes=notes, positions=markdown(("position", "validation", "offline", "decoded"), profile.get("acceptance") or []),
     )  # fmt: skip
     (folder / "README.md").write_text(re.sub(r"\n{3,}", "\n\n", text).strip() + "\n", encoding="utf-8")
 

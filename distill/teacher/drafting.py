@@ -107,7 +107,7 @@ def drafting_steps(
 
 
 def acceptance_by_position(
-    steps: Sequence[tuple[Tensor | None, Tensor]], place: Tensor, depth: int = DEPTH
+    steps: Sequence[tuple[Tensor | None, Tensor]], place: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Returns Σ wᵢ·aᵢ and Σ wᵢ for each position i of a draft, over the drafts that begin at any label row.
 
@@ -119,13 +119,12 @@ def acceptance_by_position(
         steps: ``Drafted.rows`` of each drafting step, and the acceptance of these rows, ``[rows]``. The last step
             holds for deeper positions.
         place: Where each of the batch's label rows lies among all its tokens, ``[label rows]``, ascending.
-        depth: Number of positions.
     """
-    reached = torch.ones(int(place[-1:].sum()) + depth, dtype=torch.float64, device=place.device)
+    reached = torch.ones(int(place[-1:].sum()) + DEPTH, dtype=torch.float64, device=place.device)
     sums, counts = [], []
-    for i in range(depth):
+    for i in range(DEPTH):
         rows, accepted = steps[min(i, len(steps) - 1)]
-        starts = (place if rows is None else place[rows]) - i + depth - 1  # shifted, so that none is negative
+        starts = (place if rows is None else place[rows]) - i + DEPTH - 1  # shifted, so that none is negative
         weight = reached[starts]
         walked = weight * accepted
         sums.append(walked.sum())
