@@ -163,8 +163,8 @@ def write_card(
         vocabulary=target.get_text_config().vocab_size, trained_vocabulary=trained_vocabulary,
         usual_layers=default_captured_layers(layers), parameters=sum(weight.numel() for weight in model.parameters()),
         conditions=profile.get("conditions") or {}, measured=[key for key in MEASURED if profile.get(key) is not None],
-        commands=commands(*names, length, kind, token_map=token_map, gguf_type=gguf_type),
-        notes=notes, positions=markdown(("position", "validation", "offline", "decoded"), profile.get("acceptance") or []),
+        commands=commands(*names, length, kind, token_map=token_map, gguf_type=gguf_type), notes=notes,
+        positions=markdown(("position", "validation", "offline", "decoded"), profile.get("acceptance") or []),
     )  # fmt: skip
     (folder / "README.md").write_text(re.sub(r"\n{3,}", "\n\n", text).strip() + "\n", encoding="utf-8")
 
