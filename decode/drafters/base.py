@@ -45,6 +45,8 @@ class Drafter:
 
     capture: tuple[int, ...] = ()
     """Hidden states of the target that the drafter reads; see `Runner.forward`."""
+    cache_bytes_per_token: int = 0
+    """Bytes that a token of a sequence takes in caches of the drafter."""
 
     def start(self, prompt: Prompt) -> Any:
         """The state of a sequence that begins."""
@@ -65,11 +67,6 @@ class Drafter:
 
     def reserve(self, rows: int) -> None:
         """Allocate memory for several sequences in advance."""
-
-    @property
-    def cache_bytes_per_token(self) -> int:
-        """Bytes that a token of a sequence takes in caches of the drafter."""
-        return 0
 
 
 class NoDrafter(Drafter):

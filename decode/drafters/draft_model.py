@@ -48,6 +48,7 @@ class ModelDrafter(Drafter):
         self.runner, self.warp, self.vocab = runner, warp, vocab
         self.padded = vocab != runner.vocab_size
         self.keep_logits, self.keep_probs = keep_logits, True
+        self.cache_bytes_per_token = runner.cache_bytes_per_token
 
     def start(self, prompt: Prompt) -> ModelState:
         """Read the prompt but for its pending token, unless the draft's context cannot hold it."""
@@ -136,8 +137,3 @@ class ModelDrafter(Drafter):
     def reserve(self, rows: int) -> None:
         """See `Drafter.reserve`."""
         self.runner.reserve(rows=rows)
-
-    @property
-    def cache_bytes_per_token(self) -> int:
-        """See `Drafter.cache_bytes_per_token`."""
-        return self.runner.cache_bytes_per_token

@@ -31,6 +31,7 @@ class EarlyExitDrafter(ModelDrafter):
     def __init__(self, runner: FastRunner, warp: LogitsWarper, subset: LayerSubset) -> None:
         super().__init__(runner, warp, runner.vocab_size)
         self.subset = subset  # the sub-layers that run; `LayerSubset(E)` exits after layer E
+        self.cache_bytes_per_token = 0  # the drafter has no cache
 
     def start(self, prompt: Prompt) -> ModelState:
         """The target has read the prompt for both."""
@@ -44,8 +45,6 @@ class EarlyExitDrafter(ModelDrafter):
 
     def close(self, state: ModelState) -> None:
         """The target closes its cache."""
-
-    cache_bytes_per_token = 0  # the drafter has no cache
 
 
 PATIENCE = 3  # steps without a better set before the search ends

@@ -49,7 +49,7 @@ class HybridDrafter(Drafter):
         self, head: ModelDrafter, store: Datastore | None = None, *, match: int = 4, length: int = 10, branch: int = 0
     ) -> None:
         self.head, self.store, self.match, self.length, self.branch = head, store, match, length, branch
-        self.capture = head.capture
+        self.capture, self.cache_bytes_per_token = head.capture, head.cache_bytes_per_token
 
     def start(self, prompt: Prompt) -> HybridState:
         """Index the text, and let the head read it."""
@@ -109,8 +109,3 @@ class HybridDrafter(Drafter):
     def reserve(self, rows: int) -> None:
         """See `Drafter.reserve`."""
         self.head.reserve(rows)
-
-    @property
-    def cache_bytes_per_token(self) -> int:
-        """See `Drafter.cache_bytes_per_token`."""
-        return self.head.cache_bytes_per_token

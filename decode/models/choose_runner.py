@@ -90,7 +90,7 @@ def fast_if_equal(model: PreTrainedModel, pack: str = "off", *, draft: bool = Fa
     quick = fast_runner(model, pack=pack, draft=draft)
     found = compare(model, quick)
     gap = max(found.chain, found.tree)
-    if gap < (UNMEASURED if draft and quick.saved_bytes else found.tolerance):
+    if gap < (UNMEASURED if quick.rounded else found.tolerance):
         return quick
     warnings.warn(
         f"the fast forward differs from {type(model).__name__} by {gap:.2g} in its logits; "
@@ -165,60 +165,56 @@ def compare(model: PreTrainedModel, runner: Runner) -> RunnerCheck:
         UserError: logits that are not finite.
     """
     with short_windows(model, runner) as window:
-        return _compare(model, runner, max(1, min(4 + window, runner.limit - 5)))
+        start = max(1, min(4 + window, runner.limit - 5))
+        ids = (torch.arange(start + 5, device=runner.device) * 7919 + 1) % runner.vocab_size
+        other = torch.cat([ids[: start + 1], (ids[start + 1 :] + 3) % runner.vocab_size])
+        fresh = model(input_ids=torch.stack([ids, other]), use_cache=False).logits.float()
+        if not torch.isfinite(fresh).all():
+            raise UserError(
+                f"{type(model).__name__} gives logits that are not finite; check the weights, or load it in float32"
+            )
 
+        cache = runner.new_cache()
 
-def _compare(model: PreTrainedModel, runner: Runner, start: int) -> RunnerCheck:
-    ids = (torch.arange(start + 5, device=runner.device) * 7919 + 1) % runner.vocab_size
-    other = torch.cat([ids[: start + 1], (ids[start + 1 :] + 3) % runner.vocab_size])
-    fresh = model(input_ids=torch.stack([ids, other]), use_cache=False).logits.float()
-    if not torch.isfinite(fresh).all():
-        raise UserError(
-            f"{type(model).__name__} gives logits that are not finite; check the weights, or load it in float32"
-        )
+        def read(tokens: Tensor, tree: Draft | None = None) -> Tensor:
+            return runner.forward([cache], [tokens], [tree]).logits
 
-    cache = runner.new_cache()
+        def gap(expected: Tensor, *seen: Tensor) -> float:
+            return _difference(torch.cat(seen), expected, fresh)
 
-    def read(tokens: Tensor, tree: Draft | None = None) -> Tensor:
-        return runner.forward([cache], [tokens], [tree]).logits
-
-    def gap(expected: Tensor, *seen: Tensor) -> float:
-        return _difference(torch.cat(seen), expected, fresh)
-
-    one, two = fresh
-    whole = gap(one, read(ids[:start]), read(ids[start : start + 1]), read(ids[start + 1 :]))
-    cache.truncate(start + 1)
-    found = RunnerCheck(max(whole, gap(two[start + 1 :], read(other[start + 1 :]))))
-    if runner.supports_trees:
-        try:
-            cache.truncate(start)
-            # below the pending token two branches; the one that is kept lies neither first nor in adjacent slots
-            a, b = ids.tolist(), other.tolist()
-            nodes = [a[start + 1], b[start + 1], a[start + 2], b[start + 2], b[start + 3]]
-            tree = Draft.tree(nodes, [-1, -1, 0, 1, 3])
-            rows = read(torch.cat([ids[start : start + 1], tree.tokens.to(runner.device)]), tree)
-            branches = gap(one[start : start + 3], rows[[0, 1, 3]]), gap(two[start + 1 : start + 4], rows[[2, 4, 5]])
-            cache.keep(start, [start, start + 2, start + 4, start + 5])
-            found.tree = max(*branches, gap(two[start + 4 :], read(other[start + 4 :])))
-        except Exception as error:  # a family's forward may not be made for trees in many ways
-            found.tree, found.tree_error = torch.inf, f"its forward fails on trees ({_reason(error)})"
-    cache.close()
-    found.tolerance = TOLERANCE.get(model.dtype, 0.0)
-    if max(found.chain, found.tree) >= found.tolerance:
-        measured = ROUNDINGS * rounding(model, torch.stack([ids, other])) if _can_be_widened(model) else UNMEASURED
-        found.tolerance = max(found.tolerance, measured)
-    return found
-
-
-def _can_be_widened(model: PreTrainedModel) -> bool:
-    """Whether `rounding` can widen the weights: they are the model's own, neither quantised nor offloaded."""
-    return (
-        isinstance(model, PreTrainedModel)
-        and getattr(model, "hf_quantizer", None) is None
-        and not getattr(model, "_hf_peft_config_loaded", False)
-        and all(p.is_floating_point() and p.device == model.device for p in model.parameters())
-        and model.device.type != "meta"
-    )
+        one, two = fresh
+        whole = gap(one, read(ids[:start]), read(ids[start : start + 1]), read(ids[start + 1 :]))
+        cache.truncate(start + 1)
+        found = RunnerCheck(max(whole, gap(two[start + 1 :], read(other[start + 1 :]))))
+        if runner.supports_trees:
+            try:
+                cache.truncate(start)
+                # below the pending token two branches; the one that is kept lies neither first nor in adjacent slots
+                a, b = ids.tolist(), other.tolist()
+                nodes = [a[start + 1], b[start + 1], a[start + 2], b[start + 2], b[start + 3]]
+                tree = Draft.tree(nodes, [-1, -1, 0, 1, 3])
+                rows = read(torch.cat([ids[start : start + 1], tree.tokens.to(runner.device)]), tree)
+                branches = (
+                    gap(one[start : start + 3], rows[[0, 1, 3]]),
+                    gap(two[start + 1 : start + 4], rows[[2, 4, 5]]),
+                )
+                cache.keep(start, [start, start + 2, start + 4, start + 5])
+                found.tree = max(*branches, gap(two[start + 4 :], read(other[start + 4 :])))
+            except Exception as error:  # a family's forward may not be made for trees in many ways
+                found.tree, found.tree_error = torch.inf, f"its forward fails on trees ({_reason(error)})"
+        cache.close()
+        found.tolerance = TOLERANCE.get(model.dtype, 0.0)
+        if max(found.chain, found.tree) >= found.tolerance:
+            widened = (  # its weights can be: they are its own, neither quantised nor offloaded
+                isinstance(model, PreTrainedModel)
+                and getattr(model, "hf_quantizer", None) is None
+                and not getattr(model, "_hf_peft_config_loaded", False)
+                and all(p.is_floating_point() and p.device == model.device for p in model.parameters())
+                and model.device.type != "meta"
+            )
+            measured = ROUNDINGS * rounding(model, torch.stack([ids, other])) if widened else UNMEASURED
+            found.tolerance = max(found.tolerance, measured)
+        return found
 
 
 def _difference(seen: Tensor, expected: Tensor, all: Tensor) -> float:

@@ -12,7 +12,7 @@ from decode.draft import Draft
 from decode.errors import UserError
 from decode.models.families import FAMILIES, is_small, layer_kinds, model_weights, published_in_half, tunable
 from decode.models.fast_forward import FastForward, LayerSubset, Placed, cos_and_sin
-from decode.models.huggingface_runner import facts_of, free_memory, weight_bytes
+from decode.models.huggingface_runner import facts_of, free_memory
 from decode.models.ragged_batch import NewTokens, Row
 from decode.models.runner import Output, Runner, joined
 from decode.models.weights import Linears
@@ -33,7 +33,7 @@ def fast_runner(model: PreTrainedModel, *, pack: str = "off", draft: bool = Fals
     first = layer_kinds(model.config.get_text_config())[0][0]
     rotated = cos_and_sin(rotary, 1, facts["dtype"], facts["device"], first.rope)[0].shape[-1]
     tuned, large = tunable(model), not is_small(model)
-    if pack == "auto" and large and free_memory(model.device) <= ROOM * weight_bytes(model):
+    if pack == "auto" and large and free_memory(model.device) <= ROOM * facts["weight_bytes"]:
         pack = "off"
     kept = pack != "off" and not draft and published_in_half(model)
     if pack == "auto" and large:
@@ -41,9 +41,9 @@ def fast_runner(model: PreTrainedModel, *, pack: str = "off", draft: bool = Fals
     half = kept or (draft and pack == "auto")
     make = Linears(pack, model.config.get_text_config().num_hidden_layers, copies=tuned, half=half)
     network = FastForward(model_weights(model, rotated, make, tuned=tuned, folded=not kept), rotary)
-    runner = FastRunner(network, facts["name"], facts["limit"], model=model)
-    runner.packing, runner.saved_bytes = make.sentence(), make.bytes["in float16"]
-    return runner
+    saved = make.bytes["in float16"]
+    facts |= {"packing": make.sentence(), "weight_bytes": facts["weight_bytes"] - saved}
+    return FastRunner(network, facts, rounded=draft and saved > 0)
 
 
 class RowRunner(Runner):
@@ -63,12 +63,6 @@ class RowRunner(Runner):
         """See `Runner.reserve`."""
         self.network.reserve(rows=rows, capacity=capacity)
 
-    @property
-    def cache_bytes_per_token(self) -> int:
-        """See `Runner.cache_bytes_per_token`."""
-        memory = self.network.cache.tensor
-        return memory.shape[0] * memory.shape[2] * memory.shape[4] * memory.element_size()
-
 
 class FastRunner(RowRunner):
     """A model by `FastForward`, equal to its own forward to rounding.
@@ -77,26 +71,18 @@ class FastRunner(RowRunner):
 
     Args:
         network: the layers and their cache.
-        name: of the model, for messages.
-        limit: positions of its context.
-        model: see `Runner`.
+        facts: of the model, see `Runner`.
+        rounded: whether weights were rounded to 16 bits.
     """
 
-    def __init__(self, network: FastForward, name: str, limit: int, *, model: Any = None) -> None:
-        vocab = network.weights.head.rows
-        super().__init__(name, device=network.device, dtype=network.dtype, vocab_size=vocab, limit=limit, model=model)
-        self.network = network
-        self.saved_bytes = 0  # by which what is read is smaller than the model's weights
+    def __init__(self, network: FastForward, facts: dict[str, Any], *, rounded: bool) -> None:
+        super().__init__(**facts, cache_bytes_per_token=network.cache.bytes_per_token)
+        self.network, self.rounded = network, rounded
 
     @property
     def depth(self) -> int:
         """Number of layers."""
         return len(self.network.layers)
-
-    @property
-    def weight_bytes(self) -> int:
-        """See `Runner.weight_bytes`."""
-        return 0 if self.model is None else weight_bytes(self.model) - self.saved_bytes
 
     def forward(
         self,

@@ -87,7 +87,7 @@ class HeadRunner(RowRunner):
             final_norm=norm(head.norm) if head.version == 3 and not head.normed_states else lambda x: x,
             head=make(linear.weight, linear.bias),
         )
-        self.network = FastForward(weights, head.rotary)
+        self.network, self.fuse = FastForward(weights, head.rotary), make(head.fc.weight, head.fc.bias)
         # Gemma's embedding is more than its table
         self._embed = self.network.embed if type(embedding) is nn.Embedding else embedding
         super().__init__(
@@ -97,24 +97,20 @@ class HeadRunner(RowRunner):
             vocab_size=int(target.get_output_embeddings().weight.shape[0]),
             limit=int(config.max_position_embeddings),
             model=head,
+            cache_bytes_per_token=self.network.cache.bytes_per_token,
+            packing=make.sentence(),
+            tree_refusal="levels of a tree are read by read_level",
         )
-        self.tree_refusal = "levels of a tree are read by read_level"
         self.feature_head, self.version = head, head.version
-        self.fuse = make(head.fc.weight, head.fc.bias)
-        self.packing, self._saved = make.sentence(), make.bytes["in float16"]
+        # drafting a token reads the shared output head too; EAGLE-3's fusion only reads the pairs of the text
+        read = [p.numel() for name, p in head.named_parameters() if not name.startswith("embed_tokens")]
+        read += [linear.weight.numel()] * (head.version == 1)
+        self.weight_bytes = sum(read) * self.dtype.itemsize - make.bytes["in float16"]
         if head.version == 3:
+            self.weight_bytes -= self.fuse.bytes
             self.norm_embedded, self.norm_state = norm(layer.input_layernorm), norm(layer.hidden_norm)
             self.norm_output = norm(head.norm)
         self.draft_ids = head.draft_ids()
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of weights that drafting one token reads, the shared output head included."""
-        own = sum(p.numel() for name, p in self.feature_head.named_parameters() if not name.startswith("embed_tokens"))
-        shared = self.network.weights.head.rows * self.feature_head.config.hidden_size if self.version == 1 else 0
-        total = (own + shared) * self.dtype.itemsize - self._saved
-        # only the pairs of the text go through EAGLE-3's fusion
-        return total - self.fuse.bytes if self.version == 3 else total
 
     def new_cache(self) -> HeadCache:
         """See `Runner.new_cache`."""

@@ -125,8 +125,13 @@ class HuggingFaceRunner(Runner):
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(**facts_of(model))
         self.config: Any = model.config.get_text_config()
+        numbers = 0  # of a position in the cache, as far as the configuration says
+        for layer in self.config.per_layer_config:  # which may differ, as in Gemma 4
+            heads = getattr(layer, "num_attention_heads", 0)
+            groups = getattr(layer, "num_key_value_heads", None) or heads
+            numbers += groups * (getattr(layer, "head_dim", None) or layer.hidden_size // max(1, heads))
+        super().__init__(**facts_of(model), cache_bytes_per_token=2 * numbers * model.dtype.itemsize)
         self._capacity, self._arguments = 256, arguments_of(model)
         self.tree_refusal = tree_refusal(self.config, self._arguments)
 
@@ -137,21 +142,6 @@ class HuggingFaceRunner(Runner):
     def reserve(self, *, rows: int = 0, capacity: int = 0) -> None:
         """See `Runner.reserve`; it serves the caches opened from then on."""
         self._capacity = max(self._capacity, capacity)
-
-    @property
-    def weight_bytes(self) -> int:
-        """See `Runner.weight_bytes`."""
-        return weight_bytes(self.model)
-
-    @property
-    def cache_bytes_per_token(self) -> int:
-        """See `Runner.cache_bytes_per_token`; as far as the configuration says."""
-        numbers = 0
-        for layer in self.config.per_layer_config:  # which may differ, as in Gemma 4
-            heads = getattr(layer, "num_attention_heads", 0)
-            groups = getattr(layer, "num_key_value_heads", None) or heads
-            numbers += groups * (getattr(layer, "head_dim", None) or layer.hidden_size // max(1, heads))
-        return 2 * int(numbers) * self.dtype.itemsize
 
     def _read(
         self, cache: RollbackCache, tokens: Tensor, tree: Draft | None, capture: tuple[int, ...], last: int | None
@@ -187,6 +177,9 @@ def facts_of(model: PreTrainedModel) -> dict[str, Any]:
     config: Any = model.config.get_text_config()
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
+    weights = {id(p): p for p in model.parameters()}
+    if embedding.weight is not head.weight:  # reading one token takes all weights but the embedding, of which a row
+        weights.pop(id(embedding.weight), None)
     return {
         "model": model,
         "name": f"{type(model).__name__} ({model.config.model_type})",
@@ -194,16 +187,8 @@ def facts_of(model: PreTrainedModel) -> dict[str, Any]:
         "dtype": model.dtype,
         "vocab_size": int(head.weight.shape[0]),
         "limit": int(getattr(config, "max_position_embeddings", 0) or 1 << 30),
+        "weight_bytes": sum(p.numel() * p.element_size() for p in weights.values()),
     }
-
-
-def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of weights that reading one token takes: all but the embedding, of which a row is read."""
-    weights = {id(p): p for p in model.parameters()}
-    table: Any = model.get_input_embeddings()
-    if table.weight is not model.get_output_embeddings().weight:
-        weights.pop(id(table.weight), None)
-    return sum(p.numel() * p.element_size() for p in weights.values())
 
 
 def arguments_of(model: PreTrainedModel) -> set[str]:

@@ -42,6 +42,12 @@ class KVCache:
         """Positions of a row."""
         return self.tensor.shape[3]
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a position of a row."""
+        layers, _, heads, _, width = self.tensor.shape
+        return layers * heads * width * self.tensor.element_size()
+
     def reserve(self, *, rows: int = 0, capacity: int = 0) -> None:
         """Allocate at least as many positions; keep memory for `rows` sequences, even while fewer are open."""
         self.reserved = rows or self.reserved

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import repeat
 from typing import Any
 
@@ -73,34 +73,20 @@ class Cache(ABC):
         """Free the memory of a cache that shares memory with others."""
 
 
+@dataclass(eq=False, repr=False)
 class Runner(ABC):
-    """A causal language model that reads tokens of one or several sequences into their caches.
+    """A causal language model that reads tokens of one or several sequences into their caches."""
 
-    Attributes:
-        name: class and architecture of the model, for messages.
-        device: device of the model.
-        dtype: dtype of its weights and hidden states.
-        vocab_size: ids that it reads, and columns of its logits.
-        limit: positions of its context.
-        model: the Hugging Face model, or None.
-        packing: how the weights were laid out for the processor; empty where there was nothing to choose.
-        tree_refusal: why it cannot read token trees; empty where it can.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        vocab_size: int,
-        limit: int,
-        model: Any = None,
-    ) -> None:
-        self.name, self.device, self.dtype, self.model = name, device, dtype, model
-        self.vocab_size, self.limit = vocab_size, limit
-        self.packing = ""
-        self.tree_refusal = ""
+    name: str  # class and architecture of the model, for messages
+    device: torch.device
+    dtype: torch.dtype  # of its weights and hidden states
+    vocab_size: int  # ids that it reads, and columns of its logits
+    limit: int  # positions of its context
+    model: Any = None  # the Hugging Face model, or None
+    weight_bytes: int = 0  # of weights that reading one token takes; 0 where that is unknown
+    cache_bytes_per_token: int = 0  # of cache that a position takes; 0 where that is unknown
+    packing: str = ""  # how the weights were laid out for the processor; empty where there was nothing to choose
+    tree_refusal: str = ""  # why it cannot read token trees; empty where it can
 
     @abstractmethod
     def new_cache(self) -> Any:
@@ -148,16 +134,6 @@ class Runner(ABC):
         """Whether `forward` takes token trees."""
         return not self.tree_refusal
 
-    @property
-    def cache_bytes_per_token(self) -> int:
-        """Bytes of cache of a position; 0 where that is unknown."""
-        return 0
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of weights that reading one token takes; 0 where that is unknown."""
-        return 0
-
 
 class WrappedRunner(Runner):
     """A runner that reads chains through another one.
@@ -169,24 +145,13 @@ class WrappedRunner(Runner):
     """
 
     def __init__(self, inner: Runner, tree_refusal: str, vocab_size: int | None = None) -> None:
-        places = {"device": inner.device, "dtype": inner.dtype}
-        size = vocab_size or inner.vocab_size
-        super().__init__(inner.name, **places, vocab_size=size, limit=inner.limit, model=inner.model)  # type: ignore
-        self.inner, self.packing, self.tree_refusal = inner, inner.packing, tree_refusal
+        other = {"tree_refusal": tree_refusal, "vocab_size": vocab_size or inner.vocab_size}
+        super().__init__(**{field.name: getattr(inner, field.name) for field in fields(inner)} | other)
+        self.inner = inner
 
     def reserve(self, *, rows: int = 0, capacity: int = 0) -> None:
         """See `Runner.reserve`."""
         self.inner.reserve(rows=rows, capacity=capacity)
-
-    @property
-    def weight_bytes(self) -> int:
-        """See `Runner.weight_bytes`."""
-        return self.inner.weight_bytes
-
-    @property
-    def cache_bytes_per_token(self) -> int:
-        """See `Runner.cache_bytes_per_token`; a token of another vocabulary may be several of the inner one's."""
-        return self.inner.cache_bytes_per_token
 
 
 def synchronize(device: torch.device) -> None:

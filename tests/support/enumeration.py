@@ -164,11 +164,7 @@ class ScriptedRunner(Runner):
     ) -> None:
         super().__init__("a table", device=torch.device("cpu"), dtype=torch.float64, vocab_size=vocab, limit=limit)
         self.logits, self.clock, self.cost = logits, clock or Clock(), cost
-
-    @property
-    def weight_bytes(self) -> int:
-        """In proportion to the cost of a token."""
-        return int(1000 * self.cost)
+        self.weight_bytes = int(1000 * cost)
 
     def new_cache(self) -> ScriptedCache:
         """See `Runner.new_cache`."""
