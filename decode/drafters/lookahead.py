@@ -23,7 +23,6 @@ class LookaheadState:
     pool: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
     bottom: list[int | None] = field(default_factory=list)  # nodes of the window's last level; None where it was cut
     pending: int = -1
-    pooled: int = 0  # n-grams of the text that are in the pool
 
 
 @dataclass
@@ -35,7 +34,6 @@ class LookaheadDrafter(Drafter):
     # most n-grams G that the pool keeps for a token (the least recent leaves first) and that are tried
     guesses: int = 7
     seed: int = 0  # of the generator that fills the first window with tokens of the prompt; never the decoder's
-    pool_from_prompt: bool = False  # add the text's own n-grams to the pool
 
     def start(self, prompt: Prompt) -> LookaheadState:
         """The window begins with random tokens of the prompt."""
@@ -44,12 +42,8 @@ class LookaheadDrafter(Drafter):
 
     def draft(self, request: DraftRequest) -> Draft:
         """The window and the pool's n-grams as one tree, at most `max_depth` deep."""
-        state, ids, depth = request.state, request.ids, request.max_depth
-        if self.pool_from_prompt:
-            for at in range(state.pooled, len(ids) - self.level + 1):
-                self._remember(state, ids[at], tuple(ids[at + 1 : at + self.level]))
-                state.pooled = at + 1
-        state.pending = ids[-1]
+        state, depth = request.state, request.max_depth
+        state.pending = request.ids[-1]
         tree = Trie()
 
         def add(above: int | None, token: int, level: int) -> int | None:
@@ -82,12 +76,9 @@ class LookaheadDrafter(Drafter):
             state.levels = [row[1:] for row in levels]
             return
         for column, key in enumerate([state.pending, *state.levels[0]]):
-            self._remember(state, key, tuple(row[column] for row in levels[1:]))
+            grams, gram = state.pool.setdefault(key, []), tuple(row[column] for row in levels[1:])
+            if gram in grams:
+                grams.remove(gram)
+            grams.append(gram)
+            del grams[: len(grams) - self.guesses]
         state.levels = [levels[1][1:], *levels[2:]]
-
-    def _remember(self, state: LookaheadState, key: int, gram: tuple[int, ...]) -> None:
-        grams = state.pool.setdefault(key, [])
-        if gram in grams:
-            grams.remove(gram)
-        grams.append(gram)
-        del grams[: len(grams) - self.guesses]

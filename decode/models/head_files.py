@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from decode.errors import UserError
 from decode.models.families import ROPE_TYPES
-from decode.models.heads import VERSIONS, FeatureHead, default_captured_layers
+from decode.models.heads import ARCHITECTURES, FeatureHead, default_captured_layers
 from decode.models.wrapped import pinned
 
 OTHERS = ("P-EAGLE", "DFlash", "Domino", "DSpark", "Medusa", "MTP", "MLPSpeculator")
@@ -129,7 +129,7 @@ def load_head(name: str | os.PathLike[str], target: PreTrainedModel | None = Non
         _fill(head, state, target, str(name), ours="captured_layers" in fields)
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # damaged files raise whatever the bytes lead to
         raise UserError(
             f"{name} holds no feature head that can be read; save it or download it again ({error!r})"
         ) from error
@@ -174,19 +174,21 @@ def _config_of(
     rope: dict[str, Any] = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     rope = {"rope_theta": fields.get("rope_theta") or 10000.0, "rope_type": "default"} | rope
     kind = "default" if "mrope_section" in rope else rope.get("type") or rope["rope_type"]  # text has one position
-    other = [f"{key} {fields[key]}" for key in ("quantization_config", "logit_scale") if fields.get(key)]
-    other += [f"rope_type {kind}"] * (kind not in ROPE_TYPES)
-    other += ["rotation by layer type"] * any(isinstance(value, dict) for value in rope.values())
-    other += ["partial rotation"] * ((fields | rope).get("partial_rotary_factor") not in (None, 1))
-    other += ["a sliding window"] * ((fields.get("layer_types") or [""])[0] == "sliding_attention")
-    other += ["Gemma's norms"] * ("gemma" in architecture.lower())
-    other += ["parallel drafting"] * ("mask_hidden" in state or int(eagle.get("parallel_draft_step") or 1) > 1)
-    other += ["more than one decoder layer"] * any(key.startswith("layers.1.") for key in state)
-    if other:
-        raise UserError(f"{name} ({architecture}) has {', '.join(other)}, with which heads are not run: {NEXT}")
+    other = {f"{key} {fields.get(key)}": fields.get(key) for key in ("quantization_config", "logit_scale")} | {
+        f"rope_type {kind}": kind not in ROPE_TYPES,
+        "rotation by layer type": any(isinstance(value, dict) for value in rope.values()),
+        "partial rotation": (fields | rope).get("partial_rotary_factor") not in (None, 1),
+        "a sliding window": (fields.get("layer_types") or [""])[0] == "sliding_attention",
+        "Gemma's norms": "gemma" in architecture.lower(),
+        "parallel drafting": "mask_hidden" in state or int(eagle.get("parallel_draft_step") or 1) > 1,
+        "more than one decoder layer": any(key.startswith("layers.1.") for key in state),
+    }
+    if any(other.values()):
+        found = ", ".join(what for what, there in other.items() if there)
+        raise UserError(f"{name} ({architecture}) has {found}, with which heads are not run: {NEXT}")
     rows = next((len(state[key]) for key in ("lm_head.weight", "d2t") if key in state), vocab)
     changes = {
-        "architectures": [name for name, number in VERSIONS.items() if number == version],
+        "architectures": [ARCHITECTURES[version]],
         "model_type": "llama",
         "num_hidden_layers": 1,
         "layer_types": None,

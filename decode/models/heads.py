@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedd
 
 from decode.errors import UserError
 
-VERSIONS = {"LlamaForCausalLMEagle": 1, "LlamaForCausalLMEagle3": 3}  # names of the two kinds in config.json
+ARCHITECTURES = {1: "LlamaForCausalLMEagle", 3: "LlamaForCausalLMEagle3"}  # names in config.json, by version
 
 # -- the network -------------------------------------------------------------------------------------------------------
 
@@ -81,7 +81,7 @@ class FeatureHead(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        self.version = VERSIONS[config.architectures[0]]
+        self.version = 3 if config.architectures[0] == ARCHITECTURES[3] else 1
         self.captured_layers: tuple[int, ...] = tuple(config.captured_layers)
         self.embed_tokens: nn.Embedding | None = None
         self.normed_states = bool(getattr(config, "norm_output", False))
@@ -385,7 +385,7 @@ def head_config(
     rope = getattr(target, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     return LlamaConfig(
-        architectures=[name for name, number in VERSIONS.items() if number == version],
+        architectures=[ARCHITECTURES[version]],
         hidden_size=width,
         target_hidden_size=width,
         intermediate_size=getattr(target, "intermediate_size", None) or 4 * width,

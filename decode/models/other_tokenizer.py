@@ -226,12 +226,8 @@ class ForeignRunner(WrappedRunner):
         before = cache.ends[-1] if cache.ends else 0
         out = self.inner.forward([cache.inner], [feed], last=len(feed) - needed[0] + 1 if needed else 0)
         cache.ends += [before + end for end in ends]
-        if not needed:
-            return Output(out.logits.new_empty(0, self.vocab_size), out.hidden)
         rows = [end - needed[0] for end in needed]
-        if len(rows) < len(out.logits):
-            out = Output(out.logits[rows], out.hidden[rows])
-        return Output(self.vocabulary.to_target(out.logits), out.hidden)
+        return Output(self.vocabulary.to_target(out.logits[rows]), out.hidden[rows])
 
 
 @torch.inference_mode()

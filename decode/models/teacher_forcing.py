@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from decode.models.heads import FeatureHead, output_head, rows_of_states
@@ -49,10 +50,7 @@ def teacher_forced(
     vocab = int(target.get_output_embeddings().weight.shape[0])
     for numbers in _groups(texts, min(TOKENS, LOGITS // vocab)):
         group = [texts[i] for i in numbers]
-        tokens = torch.zeros(len(group), len(group[-1][0]), dtype=torch.long)
-        for row, (ids, _) in zip(tokens, group):
-            row[: len(ids)] = torch.tensor(list(ids))
-        tokens = tokens.to(target.device)
+        tokens = pad_sequence([torch.tensor(list(ids)) for ids, _ in group], batch_first=True).to(target.device)
         p, states = _logits(target, tokens, group, states=bool(heads))
         q: dict[str, list[list[Tensor]]] = {}  # by draft, depth and text
         for name, draft in drafts.items():

@@ -300,8 +300,17 @@ class RmsNorm:
         return y if self.folded else y.mul_(self.scale)
 
 
-def rms_norm(weight: Tensor, eps: float, offset: float = 0.0) -> Function:
-    """An RMS norm with weights ``[.., d]`` plus `offset`; in 16 bits it rounds where transformers' does."""
+def norm(module: Any, weight: Tensor | None = None) -> Function:
+    """A layer norm or an RMS norm without the cost of a module's call; `weight`: another one for an RMS norm.
+
+    In 16 bits it rounds where transformers' does.
+    """
+    if isinstance(module, nn.LayerNorm):
+        weight, bias = module.weight, module.bias
+        return partial(F.layer_norm, normalized_shape=weight.shape, weight=weight, bias=bias, eps=module.eps)
+    weight = module.weight if weight is None else weight
+    # Gemma's adds 1 to its weights
+    eps, offset = (module.variance_epsilon, 0.0) if hasattr(module, "variance_epsilon") else (module.eps, 1.0)
     if weight.dtype in WIDE:
         return RmsNorm(weight.detach() + offset if offset else weight, eps)
 
@@ -311,17 +320,6 @@ def rms_norm(weight: Tensor, eps: float, offset: float = 0.0) -> Function:
         return (y * (weight.float() + offset)).to(x.dtype) if offset else weight * y.to(x.dtype)
 
     return narrow
-
-
-def norm(module: Any, weight: Tensor | None = None) -> Function:
-    """A layer norm or an RMS norm without the cost of a module's call; `weight`: another one for an RMS norm."""
-    if isinstance(module, nn.LayerNorm):
-        weight, bias = module.weight, module.bias
-        return partial(F.layer_norm, normalized_shape=weight.shape, weight=weight, bias=bias, eps=module.eps)
-    weight = module.weight if weight is None else weight
-    if hasattr(module, "variance_epsilon"):
-        return rms_norm(weight, module.variance_epsilon)
-    return rms_norm(weight, module.eps, 1.0)  # Gemma's
 
 
 class NormedLinear(Linear):

@@ -117,12 +117,9 @@ def write_texts(
         """By the model's own forward: batches, in which finished texts leave their places empty."""
         for at in range(0, len(asked), max(1, rows)):
             live, cache = asked[at : at + rows], DynamicCache(config=model.config)
-            known = [torch.tensor(list(prompts[i])) for i in live]
+            known = [torch.tensor([list(prompts[i]), [1] * len(prompts[i])]).T for i in live]
             device = model.get_input_embeddings().weight.device
-            feed = pad_sequence(known, batch_first=True, padding_side="left").to(device)
-            mask = pad_sequence([torch.ones_like(ids) for ids in known], batch_first=True, padding_side="left").to(
-                device
-            )
+            feed, mask = pad_sequence(known, batch_first=True, padding_side="left").to(device).unbind(-1)
             positions = (mask.cumsum(-1) - 1).clamp_min(0)
             while live:
                 inputs = {"input_ids": feed, "attention_mask": mask, "position_ids": positions}

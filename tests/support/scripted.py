@@ -144,6 +144,6 @@ def corpus_drafters(folder: Path, vocab: int, extra: list[list[int]] | None = No
         "prompt-lookup": lambda: LookupDrafter(length=3),
         "rest": lambda: RetrievalDrafter(store, nodes=8, max_span=4, min_span=1, length=3),
         "adaptix": lambda: TrigramDrafter(table, nodes=8, searches=20, depth=2, sequences=4),
-        "lookahead": lambda: LookaheadDrafter(level=3, window=3, guesses=3, pool_from_prompt=True),
+        "lookahead": lambda: LookaheadDrafter(level=3, window=3, guesses=3),
         "random-tree": lambda: RandomTree(vocab),
     }

@@ -107,12 +107,3 @@ def test_draft_is_never_deeper_than_room_and_a_cut_window_stays(max_depth):
     assert max(draft.depths(), default=0) == max_depth
     drafter.update(drafting.state, ids, answered(draft, ids, hashed))
     assert (drafting.state.levels == before) == (max_depth < 9)
-
-
-def test_prompt_ngrams_enter_the_pool_on_request():
-    ids = [1, 2, 3, 4, 1]
-    drafting = Drafting(LookaheadDrafter(level=3, pool_from_prompt=True), ids)
-    assert (2, 3) in {path for path in paths(drafting.propose(ids)) if len(path) == 2}
-    assert drafting.state.pool == {1: [(2, 3)], 2: [(3, 4)], 3: [(4, 1)]}
-    drafting.propose([*ids, 2, 5])
-    assert drafting.state.pool == {1: [(2, 3), (2, 5)], 2: [(3, 4)], 3: [(4, 1)], 4: [(1, 2)]}
