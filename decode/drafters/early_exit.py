@@ -132,13 +132,11 @@ def search(
     everything = [(what, layer) for layer in range(runner.depth) for what in ("attention", "mlp")]
     best = current = predicted(frozenset())
     since = 0
-    while len(current.skip) < total - 1 and since < PATIENCE + total // 2:
+    while len(current.skip) < total - 1 and since < PATIENCE + (0 if best.skip else total // 2):
         current = max(
             (predicted(current.skip | {s}) for s in everything if s not in current.skip),
             key=lambda s: (s.speedup, s.alpha),
         )
         since = 0 if current.speedup > best.speedup else since + 1
         best = max(best, current, key=lambda s: s.speedup)
-        if best.skip and since >= PATIENCE:
-            break
     return best

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from decode.draft import Draft
 from decode.drafters.base import Drafter, DraftRequest, Prompt
@@ -58,16 +57,15 @@ class HybridDrafter(Drafter):
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """A copy or the head's draft; the heads that are asked draft together, and the stop rule's window is theirs."""
         found = [self._match(one) for one in requests]
-        long = [max(in_text, in_store) >= self.match for in_text, _, in_store in found]
-        copies = [
-            self._copy(one, self.length, *match) if enough else [] for one, match, enough in zip(requests, found, long)
-        ]
-        heads = [i for i, one in enumerate(requests) if one.max_depth > 0 and not copies[i]]
-        drafts = [Draft.chain(torch.tensor(copied, dtype=torch.long)) for copied in copies]
+        drafts = [Draft.empty()] * len(requests)
+        for i, (in_text, after, in_store) in enumerate(found):
+            if max(in_text, in_store) >= self.match:
+                drafts[i] = drafts[i].with_branch(self._copy(requests[i], self.length, in_text, after, in_store))
+        heads = [i for i, one in enumerate(requests) if one.max_depth > 0 and not len(drafts[i])]
         asked = [replace(requests[i], state=requests[i].state.head) for i in heads]
         for i, draft in zip(heads, self.head.propose(asked) if asked else ()):
-            copied = self._copy(requests[i], self.branch if len(draft) else self.length, *found[i])
-            drafts[i] = draft.with_branch(copied) if len(draft) else Draft.chain(torch.tensor(copied, dtype=torch.long))
+            most = self.branch if len(draft) else self.length
+            drafts[i] = draft.with_branch(self._copy(requests[i], most, *found[i]))
         return drafts
 
     def _match(self, request: DraftRequest) -> tuple[int, int, int]:

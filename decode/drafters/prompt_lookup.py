@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, field
 
-import torch
-
 from decode.draft import Draft
 from decode.drafters.base import Drafter, DraftRequest, Prompt
 
@@ -59,4 +57,4 @@ class LookupDrafter(Drafter):
         """A chain of at most `length`, `max_depth` and the stop rule's cap; empty where nothing matches."""
         count = min(self.length, request.max_depth, request.stop.cap())
         n, after = request.state.find(request.ids) if count > 0 else (0, 0)
-        return Draft.chain(torch.tensor(copy_from(request.ids, after, count), dtype=torch.long)) if n else Draft.empty()
+        return Draft.empty().with_branch(copy_from(request.ids, after, count) if n else [])

@@ -9,6 +9,7 @@ parameters become views of it, keep their values, and can be trained and saved.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -137,16 +138,17 @@ def fuse(linears: Sequence[nn.Linear], *, in_place: bool) -> tuple[Tensor, Tenso
     fused: list[Tensor | None] = []
     for name in ("weight", "bias"):
         whole = [getattr(m, name) for m in linears]
-        parts = [p.detach() for p in whole if p is not None]
-        if len(parts) < 2:
+        if len(whole) < 2 or whole[0] is None:
             fused.append(whole[0])
             continue
-        first, at = parts[0], parts[0].data_ptr()
-        adjacent = in_place
-        for part in parts:  # another runner may have fused them before
-            same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-            adjacent = adjacent and same and part.is_contiguous() and part.data_ptr() == at
-            at += part.numel() * part.element_size()
+        parts = [p.detach() for p in whole]
+        first, places = parts[0], accumulate((part.numel() for part in parts), initial=parts[0].storage_offset())
+        adjacent = in_place and all(  # another runner may have fused them before
+            part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            and part.is_contiguous()
+            and part.storage_offset() == place
+            for part, place in zip(parts, places)
+        )
         shape = (sum(map(len, parts)), *first.shape[1:])
         with torch.inference_mode(False):  # in place they are the model's own weights, which may yet be trained
             joined = first.as_strided(shape, first.stride()) if adjacent else torch.cat(parts)

@@ -110,7 +110,6 @@ class FastRunner(RowRunner):
         if layers is not None:
             x = self._sublayers(self._read_ahead(new, tokens, placed, layers.shared), layers, placed)
         elif caches[0].ahead or (len(caches) > 1 and any(cache.ahead for cache in caches)):
-            assert trees is None or not any(trees), "what was read ahead is a chain"
             shared = next(cache.shared for cache in caches if cache.ahead)
             rest = [own[cache.known - cache.length :] for cache, own in zip(caches, tokens)]
             late = [(NewTokens(cache, cache.known, len(own)), own) for cache, own in zip(caches, rest) if len(own)]

@@ -149,19 +149,19 @@ def _config_of(
     nested = fields.get("transformer_layer_config") or fields.get("model") or {}
     fields = {"norm_before_residual": "transformer_layer_config" in fields} | fields | nested
     eagle = fields.get("eagle_config") or {}
-    width, vocab = int(fields["hidden_size"]), int(fields["vocab_size"])
-    of_target, fused = int(fields.get("target_hidden_size") or width), eagle.get("use_aux_hidden_state", True)
+    width, vocab = fields["hidden_size"], fields["vocab_size"]
+    of_target, fused = fields.get("target_hidden_size") or width, eagle.get("use_aux_hidden_state", True)
     # vLLM numbers states by the layer that they enter, as here; SGLang and NVIDIA by the layer that they leave
     named = fields.get("captured_layers") or fields.get(CAPTURED) or eagle.get("layer_ids")
     captured = sorted(named or [layer + 1 for layer in eagle.get(CAPTURED) or ()])
     if target is not None:
         shape = target.config.get_text_config()
-        if (shape.hidden_size, int(shape.vocab_size)) != (of_target, vocab):
+        if (shape.hidden_size, shape.vocab_size) != (of_target, vocab):
             raise UserError(
                 f"the head in {name} is for a target of width {of_target} and {vocab} tokens; this target has width "
                 f"{shape.hidden_size} and {shape.vocab_size} tokens"
             )
-        layers = int(shape.num_hidden_layers)
+        layers = shape.num_hidden_layers
         if version == 1 or not fused:
             captured, ours = [layers], True
         captured = captured or list(default_captured_layers(layers))
@@ -180,7 +180,7 @@ def _config_of(
         "partial rotation": (fields | rope).get("partial_rotary_factor") not in (None, 1),
         "a sliding window": (fields.get("layer_types") or [""])[0] == "sliding_attention",
         "Gemma's norms": "gemma" in architecture.lower(),
-        "parallel drafting": "mask_hidden" in state or int(eagle.get("parallel_draft_step") or 1) > 1,
+        "parallel drafting": "mask_hidden" in state or (eagle.get("parallel_draft_step") or 1) > 1,
         "more than one decoder layer": any(key.startswith("layers.1.") for key in state),
     }
     if any(other.values()):
@@ -192,7 +192,7 @@ def _config_of(
         "model_type": "llama",
         "num_hidden_layers": 1,
         "layer_types": None,
-        "head_dim": fields.get("head_dim") or width // int(fields["num_attention_heads"]),
+        "head_dim": fields.get("head_dim") or width // fields["num_attention_heads"],
         "target_hidden_size": of_target,
         "draft_vocab_size": fields.get("draft_vocab_size") or rows,
         "captured_layers": captured,

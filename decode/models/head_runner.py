@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from decode.draft import Draft
 from decode.models.families import Kind, Shape, Weights, decoder_layer, tunable
-from decode.models.fast_forward import FastForward, Placed, cos_and_sin
+from decode.models.fast_forward import FastForward, Placed
 from decode.models.fast_runner import RowRunner
 from decode.models.heads import FeatureHead, output_head
 from decode.models.ragged_batch import KVCache, NewTokens, Row
@@ -72,9 +72,8 @@ class HeadRunner(RowRunner):
     def __init__(self, head: FeatureHead, target: PreTrainedModel, pack: str = "off") -> None:
         embedding, layer, config = head.embed_tokens or target.get_input_embeddings(), head.layer, head.config
         linear = output_head(target, head.draft_ids()) if head.version == 1 else head.lm_head
-        rotated = cos_and_sin(head.rotary, 1, embedding.weight.dtype, embedding.weight.device)[0].shape[-1]
-        tuned, heads = tunable(head) and config.head_dim % 2 == 0, config.num_attention_heads
-        shape = Shape(heads, config.num_key_value_heads, config.head_dim, rotated, tuned=tuned, folded=tuned)
+        tuned, heads, d = tunable(head), config.num_attention_heads, config.head_dim
+        shape = Shape(heads, config.num_key_value_heads, d, d, tuned=tuned, folded=tuned)
         make = Linears(pack, copies=tuned, half=pack == "auto")
         weights = Weights(
             shape,
@@ -94,8 +93,8 @@ class HeadRunner(RowRunner):
             f"the EAGLE-{head.version} head",
             device=self.network.device,
             dtype=self.network.dtype,
-            vocab_size=int(target.get_output_embeddings().weight.shape[0]),
-            limit=int(config.max_position_embeddings),
+            vocab_size=len(target.get_output_embeddings().weight),
+            limit=config.max_position_embeddings,
             model=head,
             cache_bytes_per_token=self.network.cache.bytes_per_token,
             packing=make.sentence(),
@@ -129,8 +128,6 @@ class HeadRunner(RowRunner):
         last: int | None = None,
     ) -> Output:
         """See `Runner.forward`; with features in the queue, as many as tokens have to be there."""
-        assert trees is None or not any(trees), self.tree_refusal
-        assert not capture
         out = self.forward_pairs(caches, tokens, last)
         return Output(self.expand(out.logits), out.hidden)
 

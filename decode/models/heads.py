@@ -84,12 +84,12 @@ class FeatureHead(nn.Module):
         self.version = 3 if config.architectures[0] == ARCHITECTURES[3] else 1
         self.captured_layers: tuple[int, ...] = tuple(config.captured_layers)
         self.embed_tokens: nn.Embedding | None = None
-        self.normed_states = bool(getattr(config, "norm_output", False))
-        self.normed_residual = bool(getattr(config, "norm_before_residual", False))
+        self.normed_states: bool = getattr(config, "norm_output", False)
+        self.normed_residual: bool = getattr(config, "norm_before_residual", False)
         width, eps = config.hidden_size, config.rms_norm_eps
         self.rotary = LlamaRotaryEmbedding(config)
         if self.version == 1:
-            self.fc = nn.Linear(2 * width, width, bias=bool(getattr(config, "bias", True)))
+            self.fc = nn.Linear(2 * width, width, bias=getattr(config, "bias", True))
             self.layers = nn.ModuleList([HeadLayer(config, 1)])
         else:
             if getattr(config, "norm_before_fc", False):
@@ -108,7 +108,7 @@ class FeatureHead(nn.Module):
     def reduced(self) -> bool:
         """Whether the head drafts some of the target's tokens only."""
         size = getattr(self.config, "draft_vocab_size", None)
-        return size is not None and int(size) < int(self.config.vocab_size)
+        return size is not None and size < self.config.vocab_size
 
     @property
     def layer(self) -> Any:
@@ -118,7 +118,7 @@ class FeatureHead(nn.Module):
     @property
     def feature_width(self) -> int:
         """Width of the concatenated target states."""
-        return len(self.captured_layers) * int(self.config.target_hidden_size)
+        return len(self.captured_layers) * self.config.target_hidden_size
 
     def draft_ids(self) -> Tensor | None:
         """The target's ids of the head's logits, ``[draft vocab]``, or None if they are the same."""
@@ -376,8 +376,8 @@ def head_config(
     Raises:
         UserError: sizes that do not fit.
     """
-    width, layers, heads = int(target.hidden_size), int(target.num_hidden_layers), int(target.num_attention_heads)
-    head_dim = int(getattr(target, "head_dim", None) or width // heads)
+    width, layers, heads = target.hidden_size, target.num_hidden_layers, target.num_attention_heads
+    head_dim = getattr(target, "head_dim", None) or width // heads
     captured = [layers] if version == 1 else list(captured_layers or default_captured_layers(layers))
     if version == 3 and (len(captured) != 3 or not 0 <= captured[0] < captured[1] < captured[2] <= layers):
         raise UserError(f"captured layers are {captured}; expected three ascending numbers from 0 to {layers}")
@@ -391,12 +391,12 @@ def head_config(
         intermediate_size=getattr(target, "intermediate_size", None) or 4 * width,
         num_hidden_layers=1,
         num_attention_heads=heads,
-        num_key_value_heads=int(getattr(target, "num_key_value_heads", None) or heads),
+        num_key_value_heads=getattr(target, "num_key_value_heads", None) or heads,
         head_dim=head_dim + head_dim % 2,  # rotation takes pairs of elements
-        vocab_size=int(target.vocab_size),
+        vocab_size=target.vocab_size,
         draft_vocab_size=drafted if version == 3 or drafted < target.vocab_size else None,
-        max_position_embeddings=int(getattr(target, "max_position_embeddings", None) or 2048),
-        rms_norm_eps=float(getattr(target, "rms_norm_eps", None) or 1e-6),
+        max_position_embeddings=getattr(target, "max_position_embeddings", None) or 2048,
+        rms_norm_eps=getattr(target, "rms_norm_eps", None) or 1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta") or 10000.0},
         tie_word_embeddings=False,
         captured_layers=captured,

@@ -185,8 +185,8 @@ def facts_of(model: PreTrainedModel) -> dict[str, Any]:
         "name": f"{type(model).__name__} ({model.config.model_type})",
         "device": embedding.weight.device,
         "dtype": model.dtype,
-        "vocab_size": int(head.weight.shape[0]),
-        "limit": int(getattr(config, "max_position_embeddings", 0) or 1 << 30),
+        "vocab_size": len(head.weight),
+        "limit": getattr(config, "max_position_embeddings", 0) or 1 << 30,
         "weight_bytes": sum(p.numel() * p.element_size() for p in weights.values()),
     }
 
@@ -215,7 +215,7 @@ def longrope_boundary(config: Any) -> int | None:
         if one.get("rope_type") == "longrope":
             own = getattr(config, "original_max_position_embeddings", None)
             short = one.get("original_max_position_embeddings") or own or 0
-            return int(short) if 0 < short < config.max_position_embeddings else None
+            return short if 0 < short < config.max_position_embeddings else None
     return None
 
 

@@ -218,7 +218,6 @@ class ForeignRunner(WrappedRunner):
         self, cache: ForeignCache, tokens: Tensor, tree: Draft | None, capture: tuple[int, ...], last: int | None
     ) -> Output:
         """A row follows the last of a token's translations."""
-        assert tree is None, self.tree_refusal
         pieces = [self.vocabulary.translate(token) for token in tokens.tolist()]
         feed = torch.tensor([i for piece in pieces for i in piece], dtype=torch.long, device=self.device)
         ends = list(accumulate(map(len, pieces)))

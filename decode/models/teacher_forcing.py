@@ -47,7 +47,7 @@ def teacher_forced(
     """
     heads = {name: draft for name, draft in drafts.items() if isinstance(draft, FeatureHead)}
     shared = {name: output_head(target, head.draft_ids()) for name, head in heads.items() if head.version == 1}
-    vocab = int(target.get_output_embeddings().weight.shape[0])
+    vocab = len(target.get_output_embeddings().weight)
     for numbers in _groups(texts, min(TOKENS, LOGITS // vocab)):
         group = [texts[i] for i in numbers]
         tokens = pad_sequence([torch.tensor(list(ids)) for ids, _ in group], batch_first=True).to(target.device)

@@ -64,11 +64,7 @@ def test_greedy_text_is_that_of_generate_for_every_exit_and_subset(tiny, family:
     for part in parts:
         for stop in STOPS.values() if family == "llama" else [STOPS["product"]]:
             out = decode(
-                runner,
-                system_of(runner, part, stop(), LogitsWarper()),
-                LogitsWarper(),
-                PROMPT,
-                max_new_tokens=24,
+                runner, system_of(runner, part, stop(), LogitsWarper()), LogitsWarper(), PROMPT, max_new_tokens=24
             )
             assert out.ids == wanted, (family, part)
 
@@ -173,11 +169,7 @@ def test_families_whose_layers_cannot_be_walked_are_named(tiny, family: str) -> 
 def test_a_drafted_end_of_text_is_kept_and_ends_the_draft(tiny) -> None:
     runner = open_deep(tiny, "llama")
     plain = decode(
-        runner,
-        build("autoregressive", MethodInputs(runner, LogitsWarper())),
-        LogitsWarper(),
-        PROMPT,
-        max_new_tokens=24,
+        runner, build("autoregressive", MethodInputs(runner, LogitsWarper())), LogitsWarper(), PROMPT, max_new_tokens=24
     )
     end = plain.new_ids[10]
     system = system_of(runner, LayerSubset(3), StopRule(12), LogitsWarper())

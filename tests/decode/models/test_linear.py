@@ -17,16 +17,7 @@ from decode.models import weights as choose_linear
 from decode.models.choose_runner import open_draft_runner, open_runner
 from decode.models.fast_runner import FastRunner
 from decode.models.huggingface_runner import HuggingFaceRunner
-from decode.models.weights import (
-    HalfLinear,
-    Linear,
-    Linears,
-    PackedLinear,
-    TwoLayouts,
-    half_scale,
-    halvable,
-    packable,
-)
+from decode.models.weights import HalfLinear, Linear, Linears, PackedLinear, TwoLayouts, half_scale, halvable, packable
 
 SHAPES = [(48, 32), (32, 48), (96, 576), (7, 5)]
 ROWS = [(0,), (1,), (2,), (8,), (13,), (64,), (300,), (2, 3)]

@@ -125,13 +125,7 @@ def test_texts_longer_than_the_first_allocation_are_read_right(family: str, way:
     runner = Reader(open_runner(model, **WAYS[way]))
     ids = torch.arange(600) * 7919 % VOCAB
     wanted = logits_of(model, ids.tolist())
-    seen = torch.cat(
-        [
-            runner.read(ids[:250]),
-            runner.read(ids[250:270]),
-            runner.read(ids[270:]),
-        ]
-    )
+    seen = torch.cat([runner.read(ids[:250]), runner.read(ids[250:270]), runner.read(ids[270:])])
     assert close(seen, wanted, atol=1e-3)
     runner.truncate(100)
     runner.runner.reserve(capacity=700)
