@@ -57,7 +57,7 @@ class RowRunner(Runner):
 
     def new_cache(self) -> Any:
         """See `Runner.new_cache`."""
-        return self.network.cache.new_row()
+        return self.network.cache.new_row(Row)
 
     def reserve(self, *, rows: int = 0, capacity: int = 0) -> None:
         """See `Runner.reserve`."""

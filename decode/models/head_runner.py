@@ -29,9 +29,9 @@ class HeadCache(Row):
         state: the head's latest state ``[1, hidden]``, the estimate that the next token is paired with.
     """
 
-    def __init__(self, memory: KVCache, row: int, feature: Tensor, state: Tensor) -> None:
+    def __init__(self, memory: KVCache, row: int, unread: Tensor, state: Tensor) -> None:
         super().__init__(memory, row)
-        self.unread, self.state, self.settled = feature[:0], state, 0
+        self.unread, self.state, self.settled = unread, state, 0
 
     def settle(self, features: Tensor) -> None:
         """Drop all pairs with estimated features, and queue these features of the target, ``[n, feature width]``."""
@@ -113,10 +113,9 @@ class HeadRunner(RowRunner):
 
     def new_cache(self) -> HeadCache:
         """See `Runner.new_cache`."""
-        memory, like = self.network.cache, self.network.weights.embedding
-        feature = like.new_zeros(1, self.feature_head.feature_width)
-        state = like.new_zeros(1, self.feature_head.config.hidden_size)
-        return memory.new_row(lambda at: HeadCache(memory, at, feature, state))
+        like, head = self.network.weights.embedding, self.feature_head
+        state = like.new_zeros(1, head.config.hidden_size)
+        return self.network.cache.new_row(HeadCache, like.new_zeros(0, head.feature_width), state)
 
     def forward(
         self,

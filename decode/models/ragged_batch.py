@@ -70,12 +70,11 @@ class KVCache:
         self.tensor[:, : old.shape[1], :, : old.shape[3]] = old[:, :rows]
         self.views = [(layer, layer[:, :heads], layer[:, heads:]) for layer in self.tensor.unbind(0)]
 
-    def new_row(self, make: Callable[[int], Any] | None = None) -> Any:
-        """The cache of a new sequence in the first free row; `make` constructs another class than `Row`."""
+    def new_row(self, kind: Callable[..., Any], *given: Any) -> Any:
+        """The cache of a new sequence in the first free row, a `Row` or a subclass, which takes `given`."""
         at = self.rows.index(None) if None in self.rows else len(self.rows)
-        row = Row(self, at) if make is None else make(at)
-        self.rows[at : at + 1] = [row]
-        return row
+        self.rows[at : at + 1] = [kind(self, at, *given)]
+        return self.rows[at]
 
     def compact(self) -> None:
         """Move the last rows into closed ones, so that neighbours attend together; free the memory of all but one."""

@@ -158,22 +158,6 @@ def test_the_text_ends_with_the_first_stop_token_wherever_it_stands_in_a_draft(
             assert_decodes(runner, Method(way, Oracle(text, way, VOCAB), StopRule()), wanted, prompt, stop_ids={eos})
 
 
-def test_stop_tokens_act_as_in_generate(tiny, runners) -> None:
-    model = tiny("llama")
-    text = generate(model, PROMPTS[0])
-    eos = text[len(PROMPTS[0]) + 6]
-    wanted = generate(model, PROMPTS[0], eos_token_id=eos)
-    assert wanted[-1] == eos
-    assert len(wanted) < len(text)
-    assert_decodes(
-        runners("llama", True),
-        Method("", Oracle(text, "perfect", VOCAB), StopRule()),
-        wanted,
-        PROMPTS[0],
-        stop_ids=[eos],
-    )
-
-
 @pytest.mark.parametrize("new", range(1, 9))
 def test_every_budget_is_met_exactly(new: int, runners, texts) -> None:
     wanted = texts("llama")[0][: len(PROMPTS[0]) + new]

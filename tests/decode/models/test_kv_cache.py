@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -45,22 +44,3 @@ def test_layers_roll_back_together_whatever_they_hold_and_later_positions_replac
     assert [layer.get_seq_length() for layer in cache.layers] == [1, 1]
     cache.truncate(5)  # nothing to drop
     assert append(cache, 9) == [1, 9]
-
-
-@pytest.mark.parametrize(
-    ("base", "slots", "wanted"),
-    [
-        (2, [2, 4, 5], [1, 2, 3, 5, 6]),  # overlapping source and destination
-        (2, [], [1, 2]),
-        (0, [1, 2, 3], [2, 3, 4]),
-        (3, [3, 4, 5], [1, 2, 3, 4, 5, 6]),
-        (1, [5], [1, 6]),
-    ],
-)
-def test_a_path_moves_down_to_the_base(base: int, slots: list[int], wanted: list[float]) -> None:
-    cache = RollbackCache(1, capacity=8)
-    append(cache, 1, 2, 3, 4, 5, 6)
-    cache.length = 6
-    cache.keep(base, slots)
-    assert cache.length == len(wanted)
-    assert append(cache, 7) == [*wanted, 7]
