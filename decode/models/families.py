@@ -24,6 +24,13 @@ from decode.models.weights import WIDE, Function, Linear, Linears, NormedLinear,
 COPIED = 1 << 30  # most bytes of a model whose weights are copied
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma3_text")
 FAMILIES = (*LLAMA_LIKE, "phi", "gpt_neox")  # what the hand-written forward knows
+PROJECTIONS = {
+    "llama": ("q_proj k_proj v_proj", "o_proj", "gate_proj up_proj", "down_proj"),
+    "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    "phi": ("q_proj k_proj v_proj", "dense", "fc1", "fc2"),
+    "gpt_neox": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
+}
+"""Of attention into and out of it, and of the MLP; families that are missing here are named as Llama."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # scalings that rotate a position alike in every forward
 
 
@@ -232,16 +239,9 @@ def decoder_layer(kind: str, block: Any, shape: Shape, make: Linears, *, normed:
         normed: the states that attention reads are normed already, so `Layer.norm1` does nothing.
     """
     attention, mlp = block.attention if kind == "gpt_neox" else block.self_attn, block.mlp
-    if kind == "gpt_neox":
-        inputs, out, ups, down = [attention.query_key_value], attention.dense, [mlp.dense_h_to_4h], mlp.dense_4h_to_h
-    elif kind == "phi":
-        inputs, out = [attention.q_proj, attention.k_proj, attention.v_proj], attention.dense
-        ups, down = [mlp.fc1], mlp.fc2
-    elif kind == "phi3":
-        inputs, out, ups, down = [attention.qkv_proj], attention.o_proj, [mlp.gate_up_proj], mlp.down_proj
-    else:
-        inputs, out = [attention.q_proj, attention.k_proj, attention.v_proj], attention.o_proj
-        ups, down = [mlp.gate_proj, mlp.up_proj], mlp.down_proj
+    names = PROJECTIONS.get(kind, PROJECTIONS["llama"])
+    inputs, (out,) = ([getattr(attention, name) for name in part.split()] for part in names[:2])
+    ups, (down,) = ([getattr(mlp, name) for name in part.split()] for part in names[2:])
     (qkv, qkv_bias), (up, up_bias) = fuse(inputs, in_place=shape.in_place), fuse(ups, in_place=shape.in_place)
     norm1: Function = (lambda x: x) if normed else norm(block.input_layernorm)
     normed_twice = hasattr(block, "pre_feedforward_layernorm")  # results of attention and MLP are normed too
