@@ -36,6 +36,7 @@ STOPPED = {
 """Methods with a threshold, and the confidence that they compare with it."""
 PRODUCT = {"adaspeed", "adaspeed-probe", "confidence-probe"}  # methods that multiply the confidence over the draft
 METHODS = ("layerskip", *STOPPED)
+THRESHOLDS = 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98
 
 
 @dataclass
@@ -94,7 +95,7 @@ def predict(
     exit_layer: int,
     cost: CostModel,
     reading: Mapping[str, float],
-    options: ProbeSettings,
+    window: int,
 ) -> list[Choice]:
     """All settings of one exit layer with their predicted speedups.
 
@@ -104,25 +105,23 @@ def predict(
         exit_layer: the exit.
         cost: what drafting and verifying cost with this exit.
         reading: what reading a confidence adds to each drafted token (see `decode.bench.costs.exit_costs`).
-        options: ``window`` and ``thresholds`` are read.
+        window: longest draft.
     """
-    settings: list[tuple[str, int, float | None]] = [("layerskip", k, None) for k in range(1, options.window + 1)]
-    settings += [
-        (m, options.window, t) for m, rule in STOPPED.items() if rule in confidences for t in options.thresholds
-    ]
+    settings: list[tuple[str, int, float | None]] = [("layerskip", k, None) for k in range(1, window + 1)]
+    settings += [(m, window, t) for m, rule in STOPPED.items() if rule in confidences for t in THRESHOLDS]
     found = []
-    for method, window, threshold in settings:
+    for method, length, threshold in settings:
         rule = STOPPED.get(method, "length")
         drafted: list[int] = []
         accepted: list[int] = []
         for i, outcome in enumerate(outcomes):
             confidence = confidences[rule][i] if rule in confidences else None
-            d, a = simulate(outcome, confidence, window, threshold or 0.0, product=method in PRODUCT)
+            d, a = simulate(outcome, confidence, length, threshold or 0.0, product=method in PRODUCT)
             drafted += d
             accepted += a
         priced = replace(cost, draft_overhead=cost.draft_overhead + reading.get(rule, 0.0))
         speed = speedup(sum(accepted) + len(accepted), Counter(drafted), priced)
-        found.append(Choice(method, exit_layer, window, threshold, speed, sum(accepted) / max(1, sum(drafted))))
+        found.append(Choice(method, exit_layer, length, threshold, speed, sum(accepted) / max(1, sum(drafted))))
     return found
 
 
@@ -162,7 +161,7 @@ def predict_all(
         scores = {"token": held.token_probability[i]}
         scores |= {kind: logits(mine[layer, kind], held).sigmoid() for kind in KINDS}
         confidences = {name: by_text(values, held.text) for name, values in scores.items()}
-        found += predict(by_text(held.outcome[i], held.text), confidences, layer, costs[layer], reading, options)
+        found += predict(by_text(held.outcome[i], held.text), confidences, layer, costs[layer], reading, options.window)
     rows = {
         layer: {
             "draft": cost.cost_ratio,

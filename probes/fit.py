@@ -18,7 +18,6 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
-from decode.bench.statistics import bootstrap
 from decode.drafters.probe import KINDS, AcceptanceProbe
 from decode.errors import UserError
 from decode.trace import clustered_ratio
@@ -29,6 +28,7 @@ from probes.settings import ProbeSettings
 CURVATURE_ROWS = 20  # tokens per input from which the Hessian is computed
 STEPS = 1.0, 0.5, 0.25, 0.1, 0.02, 0.0  # lengths of a Newton step that the line search tries
 EXTRA_PENALTY = 1e-4  # L2 penalty on the confidence features, whatever the penalty on the state
+EPOCHS = 20  # at most; one is a Newton step of every probe over all data
 PROGRESS, PATIENCE = 1e-4, 2  # smallest gain in validation loss that counts, and epochs without one before the end
 LARGE = 1 << 28  # size of the inputs above which a GPU is used where there is one
 BINS = 15  # bins of the calibration error
@@ -49,7 +49,7 @@ def train_probes(
         train: what to learn from.
         validation: held-out texts, for early stopping, the choice of the penalty and the calibration.
         label: name of the labels, which the probes carry.
-        options: ``l2`` and ``max_epochs`` are read.
+        options: ``l2`` is read.
         logger: gets the validation loss.
         early_stopping: keep the weights that are best on validation; False keeps those of the optimum on the data.
 
@@ -73,7 +73,7 @@ def train_probes(
         trainer = L.Trainer(
             accelerator="gpu" if module.place.type == "cuda" else "cpu",
             devices=1,
-            max_epochs=options.max_epochs,
+            max_epochs=EPOCHS,
             callbacks=[stop] if early_stopping else [],
             logger=logger or False,
             log_every_n_steps=1,
@@ -248,8 +248,6 @@ def evaluate_exits(probes: Sequence[AcceptanceProbe], validation: Features, test
             row |= {key + suffix: value for key, value in metrics.items() if key not in ("bins", "base_rate")}
         for kind, probe in mine.items():
             probe.metrics = {key: value for key, value in found[kind].items() if key != "bins"}
-            gain = auroc_gain(scores[kind], scores["token_probability"], outcome, test.text)
-            row["auroc_gain_ci95_" + kind.replace("-", "_")] = gain
         row["base_rate"], row["bins"] = found["probe"]["base_rate"], {name: m["bins"] for name, m in found.items()}
         if probes[0].label != "top-p":  # the other labels are acceptance probabilities
             labels = test.labels[i].tolist()
@@ -265,32 +263,3 @@ def _entropy_probability(train: Tensor, outcome: Tensor, test: Tensor) -> Tensor
         return torch.full_like(test, float(y.mean()))
     fitted = LogisticRegression().fit(train[:, None].numpy(), y)
     return torch.from_numpy(fitted.predict_proba(test[:, None].numpy())[:, 1])
-
-
-def auroc_gain(probe: Tensor, other: Tensor, outcome: Tensor, text: Tensor, *, seed: int = 0) -> list[float] | None:
-    """95 % interval of AUROC(probe) − AUROC(other) by resampling texts; None if one outcome does not occur."""
-    y = outcome.round().bool().numpy()
-    owner = np.unique(text.numpy(), return_inverse=True)[1]
-    totals = np.stack([np.bincount(owner[y == kind], minlength=owner.max() + 1) for kind in (True, False)])
-    if not totals.sum(1).all():
-        return None
-    won = pairs_won(probe.numpy(), y, owner) - pairs_won(other.numpy(), y, owner)
-
-    def gain(drawn: np.ndarray) -> np.ndarray:
-        weight = np.stack([np.bincount(texts, minlength=len(won)) for texts in drawn]).astype(float)
-        pairs = (weight @ totals[0]) * (weight @ totals[1])
-        return ((weight @ won) * weight).sum(1) / np.where(pairs > 0, pairs, np.nan)
-
-    return list(bootstrap(np.arange(len(won)), gain, seed=seed)[1:])
-
-
-def pairs_won(scores: np.ndarray, y: np.ndarray, owner: np.ndarray) -> np.ndarray:
-    """``[i, j]``: pairs of an accepted token of text i and a rejected one of text j that scores lower, ties half."""
-    count = owner.max() + 1
-    rank = np.unique(scores, return_inverse=True)[1]
-    at = np.zeros((rank.max() + 2, count))  # rejected tokens by rank and text
-    np.add.at(at, (rank[~y] + 1, owner[~y]), 1.0)
-    below = at.cumsum(0)
-    won = np.zeros((count, count))
-    np.add.at(won, owner[y], (below[rank[y]] + below[rank[y] + 1]) / 2)
-    return won

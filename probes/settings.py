@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, OpenUnitInterval, PositiveInt, restricted_number_type
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt, restricted_number_type
 from rich.console import Console
 
 from decode.errors import UserError
@@ -52,14 +52,8 @@ class ProbeSettings:
     l2: list[NonNegativeFloat] = field(default_factory=lambda: [1e-3, 1e-2, 1e-1, 1.0])
     """Strengths of the penalty λ/2·‖w‖² on the standardised hidden state, all tried at once; each probe takes the one
     with the best validation loss."""
-    max_epochs: PositiveInt = 20
-    """Maximum number of epochs; one epoch is a Newton step of every probe over all data."""
     window: PositiveInt = 24
     """Longest draft considered. Where nearly every token is accepted, a stop rule needs room to show what it saves."""
-    thresholds: list[OpenUnitInterval] = field(
-        default_factory=lambda: [0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98]
-    )
-    """Confidence thresholds considered."""
     confirm: PositiveInt = 2
     """Settings of each method, the best predicted ones, that are run for real."""
     bench_prompts: PositiveInt = 12
@@ -86,7 +80,7 @@ class ProbesSettings(DistillSettings):
         self.target.validate("target")
         self.check_unanswered()
         self.trainer.validate()
-        for key in ("modes", "l2", "thresholds"):
+        for key in ("modes", "l2"):
             if not getattr(self.probes, key):
                 raise UserError(f"probes.{key} is empty: give at least one value")
 
@@ -106,7 +100,6 @@ def shrink(settings: ProbesSettings, console: Console | None = None) -> ProbesSe
     probes.draft = probes.draft and small.student.model
     probes.prompts, probes.validation_prompts, probes.test_prompts = 16, 8, 8
     probes.max_new_tokens, probes.positions, probes.batch_size = 12, None, 8
-    probes.max_epochs, probes.window, probes.thresholds = 2, 4, probes.thresholds[:2]
-    probes.confirm, probes.bench_prompts, probes.repeats, probes.threads = 1, 2, 1, 1
+    probes.window, probes.confirm, probes.bench_prompts, probes.repeats, probes.threads = 4, 1, 2, 1, 1
     probes.subset_prompts = min(probes.subset_prompts, 2)
     return small

@@ -198,8 +198,7 @@ def test_probes_are_trained_and_used(tmp_path: Path) -> None:
     settings.target.architecture.layers = 3
     settings.target.layerskip.enabled = True
     small = ProbeSettings(
-        prompts=12, validation_prompts=6, test_prompts=6, max_new_tokens=12, max_epochs=2, window=7,
-        thresholds=[0.3, 0.6], confirm=1, bench_prompts=2, repeats=1, subset_prompts=1,
+        prompts=12, validation_prompts=6, test_prompts=6, max_new_tokens=12, window=7, confirm=1, bench_prompts=2, repeats=1, subset_prompts=1,
     )  # fmt: skip
     run_probes(ProbesSettings(**vars(settings), probes=small), Console(file=io.StringIO()))
     assert (tmp_path / "tiny" / "probes" / "probes.safetensors").is_file()

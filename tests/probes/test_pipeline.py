@@ -24,9 +24,7 @@ SMALL = {
     "validation_prompts": 6,
     "test_prompts": 6,
     "max_new_tokens": 12,
-    "max_epochs": 2,
     "window": 7,
-    "thresholds": [0.3, 0.6],
     "confirm": 1,
     "bench_prompts": 2,
     "repeats": 1,
@@ -147,7 +145,7 @@ def test_settings_for_a_deep_target_are_shrunk_with_it(tmp_path: Path) -> None:
 
 
 def test_bad_settings_are_refused_by_name(tmp_path: Path) -> None:
-    wrong = {"prompts": 0, "top_p": 0.0, "thresholds": [2.0], "temperature": 0.0, "l2": [], "modes": []}
+    wrong = {"prompts": 0, "top_p": 0.0, "temperature": 0.0, "l2": [], "modes": []}
     for change in ({name: value} for name, value in wrong.items()):
         with pytest.raises(UserError, match=rf"probes\.{next(iter(change))}"):
             settings_in(tmp_path, **change).validate()

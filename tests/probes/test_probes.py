@@ -7,12 +7,10 @@ import itertools
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from reading import draws_named
 from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import roc_auc_score
 
 from decode.drafters.probe import (
     AcceptanceProbe,
@@ -34,12 +32,10 @@ from decode.stopping import DraftedToken
 from probes.features import Features, collect, exit_layers
 from probes.fit import (
     EXTRA_PENALTY,
-    auroc_gain,
     calibrate,
     evaluate,
     evaluate_exits,
     logits,
-    pairs_won,
     train_probes,
 )
 from probes.labels import Mode
@@ -211,23 +207,6 @@ def test_calibration_mends_overconfidence_and_keeps_the_ranking() -> None:
     assert after["ece"] < before["ece"] / 2
     assert after["brier"] < before["brier"]
     assert after["auroc"] == pytest.approx(before["auroc"], abs=1e-4)
-
-
-def test_pairs_won_give_the_auroc_of_any_resampled_texts() -> None:
-    generator = torch.Generator().manual_seed(0)
-    text = torch.arange(400) // 10
-    y = (torch.rand(400, generator=generator) < 0.6).float()
-    good, poor = ((y + s * torch.randn(400, generator=generator)).mul(4).round() for s in (0.5, 1.0))
-    accepted, owner = y.bool().numpy(), text.numpy()
-    won = pairs_won(good.numpy(), accepted, owner)
-    for drawn in (np.arange(40), np.array([3, 3, 7, 0, 21, 7, 7])):
-        rows = np.concatenate([np.flatnonzero(owner == i) for i in drawn])
-        weight = np.bincount(drawn, minlength=40)
-        pairs = accepted[rows].sum() * (~accepted[rows]).sum()
-        assert weight @ won @ weight / pairs == pytest.approx(roc_auc_score(y[rows], good[rows]))
-    low, high = auroc_gain(good, poor, y, text)
-    assert low < roc_auc_score(y, good) - roc_auc_score(y, poor) < high
-    assert auroc_gain(good, poor, torch.ones(400), text) is None
 
 
 def test_every_exit_gets_a_row_with_all_scores_on_the_same_tokens() -> None:

@@ -11,7 +11,6 @@ from decode.sampling import LogitsWarper
 from probes.exit_search import METHODS, best_of, predict, simulate
 from probes.features import collect
 from probes.labels import Mode
-from probes.settings import ProbeSettings
 
 DEPTH = 4
 
@@ -50,13 +49,13 @@ def test_the_best_setting_is_the_cheapest_way_to_the_same_tokens() -> None:
     sure = {"token": [[0.9] * 9 + [0.1] + [0.9] * 10]}
     for verify, expected in ((free, 9), (dear, 1)):
         cost = CostModel(0.1, verify)
-        found = predict(outcomes, sure, 2, cost, {}, ProbeSettings(window=12, thresholds=[0.05, 0.5]))
+        found = predict(outcomes, sure, 2, cost, {}, 12)
         lengths = [c for c in found if c.method == "layerskip"]
         best = best_of(found, "layerskip")[0]
         assert len(lengths) == 12
         assert best.speedup == max(c.speedup for c in lengths)
         assert (best.window >= expected) if verify is free else (best.window == 1)
-    stopped = predict(outcomes, sure, 2, CostModel(0.2, free), {}, ProbeSettings(window=12, thresholds=[0.5]))
+    stopped = predict(outcomes, sure, 2, CostModel(0.2, free), {}, 12)
     assert best_of(stopped, "draft-verify")[0].accepted > 0.85
     assert set(METHODS) - {c.method for c in found} == {"adaspeed-probe", "confidence-probe"}
 
