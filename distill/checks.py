@@ -35,8 +35,9 @@ def check_inputs(context: StageContext) -> None:
     models: dict[str, ModelSettings] = {"target": settings.target}
     if not settings.student.is_head:
         models["student"] = settings.student
-    check_machine(context, models)
-    parts = trainer.accumulate * ranks.process_count(trainer.accelerator, trainer.devices, trainer.num_nodes)
+    processes = ranks.process_count(trainer.accelerator, trainer.devices, trainer.num_nodes)
+    check_machine(context, models, processes)
+    parts = trainer.accumulate * processes
     batches = {f"{name}.training": (of.training, len(corpus.train)) for name, of in models.items() if of.trained}
     for draft in settings.drafts:
         batches[f"drafts.{draft.name}.training"] = draft.training_of(settings.training), len(context.examples)
@@ -70,12 +71,13 @@ def check_inputs(context: StageContext) -> None:
     _check_disk(context)
 
 
-def check_machine(context: StageContext, models: dict[str, ModelSettings]) -> None:
+def check_machine(context: StageContext, models: dict[str, ModelSettings], processes: int = 1) -> None:
     """Refuse settings that the machine cannot serve.
 
     Args:
         context: Settings, data and device.
         models: The language models of the run, by their sections.
+        processes: Those that train together.
 
     Raises:
         UserError: With the setting, what is missing, and what to choose instead.
@@ -90,7 +92,6 @@ def check_machine(context: StageContext, models: dict[str, ModelSettings]) -> No
     check_place(settings.target, device)
     if responses.from_target and not (context.run.work / "responses").exists():
         check_servers(responses.server, started=settings.target.kind == "as_is")
-    processes = ranks.process_count(trainer.accelerator, trainer.devices, trainer.num_nodes)
     if settings.target.stacking is not None and settings.target.trained and processes > 1:
         raise UserError("target.stacking trains in one process: set trainer.devices to 1, or target.stacking to null")
     for model in models.values():

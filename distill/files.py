@@ -1,6 +1,7 @@
 """Files that are either complete or absent, and fingerprints of what they were made from."""
 
 import errno
+import fcntl
 import hashlib
 import json
 import shutil
@@ -84,12 +85,7 @@ def replaced(out_dir: Path) -> Iterator[Path]:
         yield partial
         if out_dir.exists():
             out_dir.rename(old)
-        try:
-            partial.rename(out_dir)
-        except OSError:
-            if old.exists():
-                old.rename(out_dir)
-            raise
+        partial.rename(out_dir)
 
 
 def fingerprint(*parts: object) -> str:
@@ -104,11 +100,6 @@ def only_one(path: Path) -> Iterator[None]:
     Raises:
         UserError: Another process holds the lock, or the folder cannot be written to.
     """
-    try:
-        import fcntl
-    except ImportError:  # Windows has no such lock
-        yield
-        return
     folder = path.parent.parent
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,11 +113,9 @@ def only_one(path: Path) -> Iterator[None]:
         if ranks.is_first():  # further ranks belong to the first one's run
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+            except OSError as error:  # of another kind on a file system without flock
                 if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                     raise UserError(
                         f"another process is working in {folder}: wait for it, stop it, or choose another --name"
                     ) from error
-                if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # a file system without flock
-                    raise
         yield

@@ -22,14 +22,14 @@ PARENT = os.getppid()  # what started this process
 
 def rank() -> int:
     """Number of this process, from the process group or else from the environment of torchrun, Slurm or Lightning."""
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         return dist.get_rank()
     return int(getattr(rank_zero_only, "rank", None) or 0)
 
 
 def world() -> int:
     """Number of processes that train together; 1 before training has begun."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def started() -> int:

@@ -303,7 +303,6 @@ def _fit(
         train,
         schedule,
         module.steps,
-        context.pad_id,
         texts=own,
         look_ahead=selection is not None and selection.scope == "global",  # all tokens of a step are needed at once
         row_length=_row_length(context, module),

@@ -97,23 +97,22 @@ class TokenDataset:
             {name: values[tokens] for name, values in self.tokens.items()},
         )
 
-    def batch(self, examples: Ints, pad_id: int) -> Batch:
+    def batch(self, examples: Ints) -> Batch:
         """`make_batch` of some of the examples ``[batch]``."""
-        return make_batch([(self, int(example)) for example in examples], pad_id)
+        return make_batch([(self, int(example)) for example in examples])
 
 
 Picks = Sequence[tuple[TokenDataset, int]]
 """Examples of a batch: the rows that an example is in, and its number there."""
 
 
-def make_batch(picks: Picks, pad_id: int, packed: Sequence[int] | None = None) -> Batch:
+def make_batch(picks: Picks, packed: Sequence[int] | None = None) -> Batch:
     """Examples, of several data sets if need be, padded on the right.
 
-    Causal attention never looks to the right, so no attention mask is needed: padding cannot reach a label.
+    Causal attention never looks to the right, so no attention mask is needed: padding, by id 0, cannot reach a label.
 
     Args:
         picks: The examples, at least one.
-        pad_id: Fills up ``input_ids``; any id of the vocabulary does.
         packed: How many of them, in their order, are in each row; None: one in each.
 
     Returns:
@@ -129,7 +128,7 @@ def make_batch(picks: Picks, pad_id: int, packed: Sequence[int] | None = None) -
             places.append((row, slice(start, start + span.stop - span.start)))
             start = places[-1][1].stop
     shape = places[-1][0] + 1, max(place.stop for _, place in places)
-    ids, labels = np.full(shape, pad_id), np.full(shape, IGNORE)
+    ids, labels = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORE)
     positions, numbers = np.zeros((2, *shape), dtype=np.int64)
     made = {"input_ids": ids, "labels": labels}
     if packed is not None:

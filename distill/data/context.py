@@ -158,12 +158,6 @@ class StageContext:
         return model if self.settings.target.placed else model.to(self.device)
 
     @property
-    def pad_id(self) -> int:
-        """Fills up batches; no loss is taken there, so any id would do."""
-        pad = self.corpus.tokenizer.pad_token_id
-        return pad if isinstance(pad, int) else 0
-
-    @property
     def device(self) -> torch.device:
         """Where this process trains, and frozen models compute what is kept of them."""
         return ranks.local_device(self.settings.trainer.accelerator, self.settings.trainer.devices)

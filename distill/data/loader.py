@@ -72,7 +72,6 @@ class EvalBatches:
 
     rows: TokenDataset
     batch_size: int
-    pad_id: int
     rank: int = 0
     world: int = 1
 
@@ -82,9 +81,9 @@ class EvalBatches:
     def __iter__(self) -> Iterator[Batch]:
         own = list(self.indices())
         for examples in own:
-            yield self.rows.batch(examples, self.pad_id)
+            yield self.rows.batch(examples)
         for _ in range(len(self) - len(own)):
-            batch = self.rows.batch(np.array([0]), self.pad_id)
+            batch = self.rows.batch(np.array([0]))
             batch["labels"].fill_(IGNORE)
             yield batch | {name: batch[name][:0] for name in self.rows.signals}
 
@@ -194,7 +193,6 @@ class TrainLoader(torch.utils.data.Dataset[tuple[list[Batch], int]]):
         rows: Examples for training.
         schedule: Which examples make which step.
         steps: Optimiser steps in all.
-        pad_id: Fills up batches.
         rank: Whose batches these are, of ``world`` ranks.
         texts: Replaces examples by texts that the draft writes itself (`distill.responses.on_policy.OnPolicy`); they
             depend on the weights of the moment, so no batch is then made ahead.
@@ -208,7 +206,6 @@ class TrainLoader(torch.utils.data.Dataset[tuple[list[Batch], int]]):
     rows: TokenDataset
     schedule: Schedule
     steps: int
-    pad_id: int
     rank: int = 0
     world: int = 1
     micros: int = 1
@@ -257,7 +254,7 @@ class TrainLoader(torch.utils.data.Dataset[tuple[list[Batch], int]]):
                 own, packed = [own[i] for row in dealt for i in row], [len(row) for row in dealt]
             counts[part, : len(own)] = [rows.labels_of(i) for rows, i in own]
             if rank == self.rank:
-                batches.append(make_batch(own, self.pad_id, packed))
+                batches.append(make_batch(own, packed))
                 tokens += sum(lengths)
         ahead = [dict(part) for part in batches] if self.look_ahead and self.micros > 1 else ()
         for micro, batch in enumerate(batches):
@@ -321,7 +318,7 @@ class DistillDataModule(L.LightningDataModule):
         """All validation examples, in batches of the size of the training's micro-batches."""
         rank, world, micros = self._place()
         size = max(1, self.loader.schedule.batch_size // (world * micros))
-        return EvalBatches(self.validation, size, self.loader.pad_id, rank, world)
+        return EvalBatches(self.validation, size, rank, world)
 
     def _place(self) -> tuple[int, int, int]:
         """This rank, the number of ranks, and of micro-batches of each in a step."""

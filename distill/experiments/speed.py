@@ -118,7 +118,7 @@ def run(settings: TrainingBenchSettings, console: Console | None = None) -> dict
         )  # fmt: skip
         ThreeModels(
             target, reference, selection, clock, model=student, args=arguments, train_dataset=list(range(speed.steps)),
-            data_collator=lambda items: rows.batch(schedule.batch(items[0]), 0),
+            data_collator=lambda items: rows.batch(schedule.batch(items[0])),
             optimizers=(optimizer, make_schedule(optimizer, training, speed.steps)),
         ).train()  # fmt: skip
         return 0.0
@@ -137,7 +137,7 @@ def run(settings: TrainingBenchSettings, console: Console | None = None) -> dict
         module = DistillModule(
             student.train(), training, speed.steps, target=teacher, objective=objective, seed=settings.seed
         )
-        data = DistillDataModule(TrainLoader(own, schedule, speed.steps, 0), own.part(0, min(4, len(own))))
+        data = DistillDataModule(TrainLoader(own, schedule, speed.steps), own.part(0, min(4, len(own))))
         trainer, quiet = replace(settings.trainer, validate_every=speed.steps), Console(quiet=True)
         fit(module, data, trainer, folder / "work", name="bench", console=quiet, callbacks=(clock,))
         return prepared

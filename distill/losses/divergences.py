@@ -10,7 +10,7 @@ name           per token                                             elsewhere (
 =============  ====================================================  ==============================================
 forward_kl     KL(p‖q) = Σ p (log p − log q)                         ``kl_div``; soft cross-entropy (same gradient)
 reverse_kl     KL(q‖p) = Σ q (log q − log p)                         ``rkl``
-jsd            β·KL(p‖m) + (1 − β)·KL(q‖m), m = β·p + (1 − β)·q      ``jsd``
+jsd            (KL(p‖m) + KL(q‖m)) / 2, m = (p + q) / 2              ``jsd``
 tv             ½ Σ |p − q| = 1 − α                                   ``tv``
 neg_log_alpha  −log α                                                ``nla``; LK loss, ``alpha``
 lk_hybrid      λ·KL(p‖q) + (1 − λ)·tv, λ = exp(−3α) held constant    ``lk_hybrid``; LK loss, ``lambda``
@@ -29,6 +29,7 @@ from torch import Tensor
 from distill.config.drafts import DivergenceName
 from distill.models.lm_head import LMHead
 
+TV_WEIGHT = 2.0  # w of kl_tv
 HYBRID_DECAY = 3.0  # η of the hybrid's weight λ = exp(−η·α), from its paper
 LEAST_TAIL = 1e-7  # smallest probability of a tail: the accuracy of a float32 sum of 1
 RowIndex = slice | Tensor  # a range of rows, or indices
@@ -187,13 +188,9 @@ class Divergence:
 
     Attributes:
         name: Which one.
-        beta: β of ``jsd``, between 0 and 1.
-        tv_weight: w of ``kl_tv``.
     """
 
     name: DivergenceName = "forward_kl"
-    beta: float = 0.5
-    tv_weight: float = 2.0
 
     def loss(self, pair: TokenDistributions) -> Tensor:
         """Returns the divergence of every row, ``[rows]``; differentiable."""
@@ -204,14 +201,14 @@ class Divergence:
         if self.name == "reverse_kl":
             return (pair.q * (pair.log_q - pair.log_p)).sum(-1)
         if self.name == "jsd":
-            log_m, beta = self._log_mixture(pair), self.beta
-            return beta * (pair.p * (pair.log_p - log_m)).sum(-1) + (1 - beta) * (pair.q * (pair.log_q - log_m)).sum(-1)
+            log_m = _log_mixture(pair)
+            return 0.5 * (pair.p * (pair.log_p - log_m)).sum(-1) + 0.5 * (pair.q * (pair.log_q - log_m)).sum(-1)
         kl = (pair.p * (pair.log_p - pair.log_q)).sum(-1)
         if self.name == "forward_kl":
             return kl
         tv = (pair.p - pair.q).abs().sum(-1) * 0.5
         if self.name == "kl_tv":
-            return kl + self.tv_weight * tv
+            return kl + TV_WEIGHT * tv
         share = torch.exp(-HYBRID_DECAY * pair.alpha.detach())
         return share * kl + (1 - share) * tv
 
@@ -225,8 +222,8 @@ class Divergence:
         if self.name == "reverse_kl":
             return pair.q * (pair.log_q - pair.log_p - self.loss(pair)[:, None])
         if self.name == "jsd":
-            slope = pair.log_q - self._log_mixture(pair)
-            return (1 - self.beta) * pair.q * (slope - (pair.q * slope).sum(-1, keepdim=True))
+            slope = pair.log_q - _log_mixture(pair)
+            return 0.5 * pair.q * (slope - (pair.q * slope).sum(-1, keepdim=True))
         below = torch.heaviside(pair.p - pair.q, pair.p.new_tensor(0.5))  # where raising q raises α; half at a tie
         tv = pair.q * ((pair.q * below).sum(-1, keepdim=True) - below)
         if self.name == "tv":
@@ -234,12 +231,9 @@ class Divergence:
         if self.name == "neg_log_alpha":
             return tv / _positive(pair.alpha)[:, None]
         if self.name == "kl_tv":
-            return pair.q - pair.p + self.tv_weight * tv
+            return pair.q - pair.p + TV_WEIGHT * tv
         share = torch.exp(-HYBRID_DECAY * pair.alpha)[:, None]
         return share * (pair.q - pair.p) + (1 - share) * tv
-
-    def _log_mixture(self, pair: TokenDistributions) -> Tensor:
-        return torch.logaddexp(pair.log_p + math.log(self.beta), pair.log_q + math.log(1 - self.beta))
 
 
 def log_probs(logits: Tensor, vocab: int) -> Tensor:
@@ -248,6 +242,10 @@ def log_probs(logits: Tensor, vocab: int) -> Tensor:
     Log-probabilities in half precision lose the differences that the selection ranks by.
     """
     return logits[:, :vocab].to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+
+
+def _log_mixture(pair: TokenDistributions) -> Tensor:
+    return torch.logaddexp(pair.log_p + math.log(0.5), pair.log_q + math.log(0.5))
 
 
 def _positive(alpha: Tensor) -> Tensor:

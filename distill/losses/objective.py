@@ -6,7 +6,7 @@ AdaSPEC trains on the ⌈k·n⌉ label tokens with the largest ΔL: the draft's 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -119,7 +119,7 @@ class Objective:
 
     def divergence_at(self, step: int) -> Divergence:
         """Returns the loss per token of an optimiser step."""
-        return replace(self.divergence, name="forward_kl") if step < self.warmup else self.divergence
+        return Divergence("forward_kl") if step < self.warmup else self.divergence
 
 
 def objective_of(draft: DraftSettings, steps: int) -> Objective:

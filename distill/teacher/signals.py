@@ -178,7 +178,7 @@ class Teacher:
         Raises:
             UserError: The target's hidden states are not finite.
         """
-        batch, signal, names = rows.batch(examples, 0), self.signal, self.layout(rows)
+        batch, signal, names = rows.batch(examples), self.signal, self.layout(rows)
         found = self.forward(model.eval(), batch, label_mask(batch["labels"]))
         check_finite(found[HIDDEN], "target's hidden states", examples)
         if FEATURES in found:

@@ -234,7 +234,7 @@ def keep_signal(
     """
 
     def values(some: TokenDataset) -> Values:
-        for examples in EvalBatches(some, 16, pad_id=0).indices():
+        for examples in EvalBatches(some, 16).indices():
             yield examples, teacher.values(model, some, examples)
 
     ids = None if teacher.ids is None else teacher.ids.tolist()
@@ -278,8 +278,8 @@ def reference_loss(
     def values(some: TokenDataset) -> Values:
         reference.eval()
         teacher.to(device)
-        for examples in EvalBatches(some, 16, pad_id=0).indices():
-            batch = {name: values.to(device) for name, values in some.batch(examples, 0).items()}
+        for examples in EvalBatches(some, 16).indices():
+            batch = {name: values.to(device) for name, values in some.batch(examples).items()}
             losses = torch.zeros(some.labels_of(examples), steps, device=device)
             with forward_precision(precision, device):
                 if isinstance(reference, FeatureHead):

@@ -35,8 +35,8 @@ def test_rows_count_labels_that_can_be_predicted() -> None:
 def test_a_batch_is_padded_on_the_right_and_its_signals_are_in_the_order_of_its_labels() -> None:
     rows = TokenDataset.of(dataset())
     rows.signals["value"] = np.arange(5, dtype=np.float32)
-    batch = rows.batch(np.array([2, 0]), pad_id=1)
-    assert batch["input_ids"].tolist() == [[10, 11, 12, 13], [5, 6, 7, 1]]
+    batch = rows.batch(np.array([2, 0]))
+    assert batch["input_ids"].tolist() == [[10, 11, 12, 13], [5, 6, 7, 0]]
     assert batch["labels"].tolist() == [[IGNORE, IGNORE, 12, 13], [IGNORE, 6, 7, IGNORE]]
     assert batch["value"].tolist() == [3.0, 4.0, 0.0, 1.0]
     assert int(label_mask(batch["labels"]).sum()) == len(batch["value"])
@@ -75,7 +75,7 @@ def test_processes_that_make_batches_ahead_make_the_same_and_the_place_is_that_o
     schedule = Schedule(rows.lengths, batch_size=3, seed=0)
 
     def loader(workers: int) -> TrainLoader:
-        return TrainLoader(rows, schedule, 6, 0, micros=2, look_ahead=True, row_length=row_length, workers=workers)
+        return TrainLoader(rows, schedule, 6, micros=2, look_ahead=True, row_length=row_length, workers=workers)
 
     def content(batches: Iterable[Batch]) -> list[Any]:
         return [
@@ -102,6 +102,6 @@ def test_processes_that_make_batches_ahead_make_the_same_and_the_place_is_that_o
 
 def test_evaluation_sees_every_example_once() -> None:
     rows = TokenDataset.of(dataset())
-    batches = EvalBatches(rows, batch_size=2, pad_id=0)
+    batches = EvalBatches(rows, batch_size=2)
     assert sorted(int(i) for part in batches.indices() for i in part) == [0, 1, 2]
     assert len(batches) == len(list(batches)) == 2

@@ -45,7 +45,7 @@ def is_same(module: TrainingModule, made: TokenDataset | None = None, **options:
     """Whether a step of the module has the same loss and gradients packed and not; packed it has less padding."""
     made = made or rows()
     schedule = Schedule(made.lengths, len(LENGTHS), seed=1)
-    plain, packed = (TrainLoader(made, schedule, 1, 0, row_length=n, **options) for n in (None, 20))
+    plain, packed = (TrainLoader(made, schedule, 1, row_length=n, **options) for n in (None, 20))
     (loss, wanted), (packed_loss, found) = gradients(module, plain), gradients(module, packed)
     assert packed.seen.places < plain.seen.places
     assert packed.seen.tokens == plain.seen.tokens == sum(LENGTHS)

@@ -70,7 +70,7 @@ def side(
 
 def task(name: str = "forward_kl", k: float | None = 0.4, **options: Any) -> LossRequest:
     choose = None if k is None else (lambda values: Selection(k).choose(values - values.flip(0)))
-    return LossRequest(Divergence(name, beta=0.3), choose, **options)  # type: ignore[arg-type]
+    return LossRequest(Divergence(name), choose, **options)  # type: ignore[arg-type]
 
 
 def assert_equal(got: tuple[LossRows, list[torch.Tensor]], wanted: tuple[LossRows, list[torch.Tensor]]) -> None:

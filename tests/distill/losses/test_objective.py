@@ -87,7 +87,7 @@ def test_the_paper_s_normalisation_divides_by_the_selected_rows_and_by_none_that
         objective=Objective(selection=Selection(0.5, scope, "paper")),
     )
     totals, chosen, found = torch.zeros(STEPS, dtype=torch.float64), [0] * STEPS, 0.0
-    loader = TrainLoader(rows, Schedule(rows.lengths, 4, seed=1), 1, 0, micros=micros, look_ahead=micros > 1)
+    loader = TrainLoader(rows, Schedule(rows.lengths, 4, seed=1), 1, micros=micros, look_ahead=micros > 1)
     for batch in loader:
         found += module.training_step(batch, 0).item() / micros
         for number, (drafted, losses) in enumerate(module(batch)):

@@ -88,7 +88,7 @@ def test_training_sees_what_decoding_will_draft(run) -> None:
     settings, folder = run
     head = load_head(folder.path("distillspec"))
     rows, source, target = rows_and_source(settings, folder, head)
-    example = rows.batch(torch.arange(3).numpy(), 0)
+    example = rows.batch(torch.arange(3).numpy())
     mask = label_mask(example["labels"])
     for step, drafted in enumerate(drafting_steps(head, source, example, 3)):
         seen, asked = [], mask.clone()
@@ -112,7 +112,7 @@ def test_a_chain_goes_on_from_the_tokens_that_are_accepted(
     settings, folder = run
     head = load_head(folder.path("distillspec"))
     rows, source, _ = rows_and_source(settings, folder, head)
-    batch = (every_token(rows) if all_tokens else rows).batch(torch.arange(4).numpy(), 0)
+    batch = (every_token(rows) if all_tokens else rows).batch(torch.arange(4).numpy())
     eagle = replace(settings.student, unroll=4)
     objective = Objective(Divergence("kl_tv"), accepted_only=True)
     module = HeadModule(head, TrainingSettings(), 1, settings=eagle, target=source, objective=objective)

@@ -54,7 +54,7 @@ def log_probs_of(
     """What batches of the kept signal say of all label rows, in the order of the examples."""
     kept = rows.part(0, len(rows))
     kept.signals[signal.name] = kept_in(model, signal, rows, path)
-    batch = kept.batch(np.arange(len(rows)), 0)
+    batch = kept.batch(np.arange(len(rows)))
     target = Teacher(model, signal).rows(batch, label_mask(batch["labels"]))
     return target.log_probs(log_q)
 
@@ -194,7 +194,7 @@ def test_files_of_several_processes_hold_what_one_file_does(
     values = np.array(found[:])
     assert np.allclose(values.view(np.float32), whole.view(np.float32), atol=1e-5)
     rows.signals["kept"] = found
-    assert torch.equal(rows.batch(np.arange(4), 0)["kept"], torch.from_numpy(values))
+    assert torch.equal(rows.batch(np.arange(4))["kept"], torch.from_numpy(values))
     assert isinstance(found[int(rows.label_offsets[1]) : int(rows.label_offsets[2])], np.memmap)  # read where it lies
     monkeypatch.setattr("distill.ranks.started", lambda: 1)  # another number of processes makes nothing again
     damaged = list(files)[1]  # but what is damaged

@@ -154,7 +154,7 @@ def test_torchrun_ends_all_within_a_minute_of_a_kill_and_says_which_one_was_kill
 
 def test_different_data_on_the_processes_are_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     made = rows()
-    module = DistillDataModule(TrainLoader(made, Schedule(made.lengths, 4), 2, 0), made)
+    module = DistillDataModule(TrainLoader(made, Schedule(made.lengths, 4), 2), made)
     module.setup("fit")
     monkeypatch.setattr(ranks, "exchange", lambda own: [own, [8, *own[1:]]])
     with pytest.raises(UserError, match="process 1 has 8 training examples and process 0 7, not the same ones"):
@@ -175,8 +175,7 @@ def test_a_step_is_dealt_out_whole_and_every_part_knows_all_counts(world: int, m
     made = rows()
     schedule = Schedule(made.lengths, 7, seed=1)
     dealt = [
-        list(TrainLoader(made, schedule, 2, 0, rank, world, micros=micros, look_ahead=micros > 1))
-        for rank in range(world)
+        list(TrainLoader(made, schedule, 2, rank, world, micros=micros, look_ahead=micros > 1)) for rank in range(world)
     ]
     steps = [batch["step"] for batches in dealt for batch in batches[:micros]]
     assert [step.part for step in steps] == list(range(world * micros))
@@ -230,9 +229,9 @@ def test_the_parts_gradients_average_to_the_whole_step_s(scope: Any, normalisati
             (module.training_step(batch, 0) / len(batches)).backward()
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
-    whole = gradients(list(TrainLoader(made, schedule, 1, 0)))
-    micros = gradients(list(TrainLoader(made, schedule, 1, 0, micros=3, look_ahead=scope == "global")))
-    halves = [next(iter(TrainLoader(made, schedule, 1, 0, rank, 2))) for rank in (0, 1)]
+    whole = gradients(list(TrainLoader(made, schedule, 1)))
+    micros = gradients(list(TrainLoader(made, schedule, 1, micros=3, look_ahead=scope == "global")))
+    halves = [next(iter(TrainLoader(made, schedule, 1, rank, 2))) for rank in (0, 1)]
     for found in (micros, gradients(halves) if scope != "global" else micros):
         assert all(torch.allclose(a, b, atol=1e-6, rtol=1e-4) for a, b in zip(found, whole, strict=True))
 
@@ -244,10 +243,8 @@ def test_parts_of_next_token_training_average_to_the_whole_step(world: int) -> N
     module = CausalLMModule(model, TrainingSettings(), 4)
     for everything in (False, True):
         labelled = every_token(made) if everything else made
-        whole = next(iter(TrainLoader(labelled, schedule, 1, 0)))
+        whole = next(iter(TrainLoader(labelled, schedule, 1)))
         wanted = module.training_step(whole, 0).item()
-        parts = [
-            batch for rank in range(world) for batch in TrainLoader(labelled, schedule, 1, 0, rank, world, micros=2)
-        ]
+        parts = [batch for rank in range(world) for batch in TrainLoader(labelled, schedule, 1, rank, world, micros=2)]
         found = [module.training_step(batch, 0).item() for batch in parts]
         assert sum(found) / len(found) == pytest.approx(wanted, rel=1e-6)

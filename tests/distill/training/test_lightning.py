@@ -47,7 +47,7 @@ def train(
 ) -> CausalLMModule:
     rows = some_rows()
     module = CausalLMModule(copy.deepcopy(model).requires_grad_(True), TRAINING, steps)
-    data = DistillDataModule(TrainLoader(rows, Schedule(rows.lengths, 4), steps, pad_id=0), some_rows(4))
+    data = DistillDataModule(TrainLoader(rows, Schedule(rows.lengths, 4), steps), some_rows(4))
     settings["extra"] = {"log_every_n_steps": 2} | settings.get("extra", {})
     chosen = TrainerSettings(**{"accelerator": "cpu", "validate_every": 3} | settings)
     chosen.validate()
@@ -113,7 +113,7 @@ def test_a_target_that_is_run_every_step_is_on_the_device_before_the_first_valid
     module = DistillModule(
         copy.deepcopy(tiny("llama")).requires_grad_(True), TRAINING, 1, target=Watched(tiny("llama", seed=4))
     )
-    data = DistillDataModule(TrainLoader(rows, Schedule(rows.lengths, 2), 1, pad_id=0), some_rows(2))
+    data = DistillDataModule(TrainLoader(rows, Schedule(rows.lengths, 2), 1), some_rows(2))
     fit(module, data, TrainerSettings(accelerator="cpu"), tmp_path, name="x", console=Console(quiet=True))
     assert events[:2] == ["moved to cpu", "used"]
 
@@ -134,7 +134,7 @@ def test_a_draft_equal_to_its_reference_has_no_loss_difference(tiny: Tiny, tmp_p
             return super().choose(delta)
 
     module = DistillModule(copy.deepcopy(model), TRAINING, 1, target=target, objective=Objective(selection=Noting(0.4)))
-    data = DistillDataModule(TrainLoader(rows, Schedule(rows.lengths, 5), 1, pad_id=0), some_rows(2))
+    data = DistillDataModule(TrainLoader(rows, Schedule(rows.lengths, 5), 1), some_rows(2))
     chosen = TrainerSettings(accelerator="cpu", precision=precision)
     fit(module, data, chosen, tmp_path / "work", name="x", console=Console(quiet=True))
     scale = float(np.abs(rows.signals["reference_loss"]).max())

@@ -52,7 +52,7 @@ FAMILIES = ["llama", "llama-tied", "qwen3", "gemma2", "phi", "gpt_neox", "codege
 def test_head_on_gathered_rows_equals_the_models_own_logits(tiny: Tiny, family: str) -> None:
     model = tiny(family)
     check_head(model, LMHead(model))
-    batch = some_rows().batch(np.arange(4), 0)
+    batch = some_rows().batch(np.arange(4))
     mask = label_mask(batch["labels"])
     with torch.no_grad():
         got = LMHead(model)(last_hidden(model, batch["input_ids"], mask))
@@ -67,7 +67,7 @@ def test_head_on_gathered_rows_equals_the_models_own_logits(tiny: Tiny, family: 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_last_mlp_sees_label_rows_only_and_the_gradients_stay_the_same(family: str) -> None:
     model = in_double(build_tiny(family, dtype=torch.float64))
-    batch = some_rows().batch(np.arange(4), 0)
+    batch = some_rows().batch(np.arange(4))
     mask, seen = label_mask(batch["labels"]), []
     weights = torch.randn(int(mask.sum()), model.config.hidden_size, generator=torch.Generator().manual_seed(0))
 
@@ -92,7 +92,7 @@ def test_the_last_mlp_sees_label_rows_only_and_the_gradients_stay_the_same(famil
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradient_checkpointing_computes_every_layer_again_and_the_gradients_stay_the_same(family: str) -> None:
     model = in_double(build_tiny(family, dtype=torch.float64)).train()
-    batch = some_rows().batch(np.arange(4), 0)
+    batch = some_rows().batch(np.arange(4))
     calls: list[int] = []
     for part in model.modules():
         if isinstance(part, torch.nn.Dropout):
@@ -123,7 +123,7 @@ def test_a_model_with_another_kind_of_head_is_refused(tiny: Tiny) -> None:
 
 def test_next_token_loss_equals_the_models_own_loss(tiny: Tiny) -> None:
     model = tiny("llama", seed=3)
-    batch = some_rows().batch(np.arange(4), 0)
+    batch = some_rows().batch(np.arange(4))
     got = CausalLMModule(model, TRAINING, 4).training_step(batch, 0)
     wanted = model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
     assert got.item() == pytest.approx(wanted.item(), rel=1e-5)
@@ -132,7 +132,7 @@ def test_next_token_loss_equals_the_models_own_loss(tiny: Tiny) -> None:
 def test_adaspec_with_k_one_is_distillspec_bit_by_bit(tiny: Tiny) -> None:
     rows = some_rows()
     rows.signals["reference_loss"] = np.random.default_rng(1).random(rows.label_count).astype(np.float32)
-    batch = rows.batch(np.arange(5), 0)
+    batch = rows.batch(np.arange(5))
     target = Teacher(tiny("llama", seed=4))
     plain = loss_and_gradients(DistillModule(tiny("llama", seed=5), TRAINING, 4, target=target), batch)
     for normalisation in ("paper", "official"):
@@ -148,7 +148,7 @@ def test_adaspec_with_k_one_is_distillspec_bit_by_bit(tiny: Tiny) -> None:
 def test_adaspec_takes_gradient_from_the_selected_tokens_only(tiny: Tiny) -> None:
     rows = some_rows()
     target, draft = Teacher(tiny("llama", seed=4)), tiny("llama", seed=5)
-    batch = rows.batch(np.arange(5), 0)
+    batch = rows.batch(np.arange(5))
     mask = label_mask(batch["labels"])
     with torch.no_grad():
         logits = LMHead(draft)(last_hidden(draft, batch["input_ids"], mask))
@@ -176,7 +176,7 @@ def test_adaspec_takes_gradient_from_the_selected_tokens_only(tiny: Tiny) -> Non
 def test_a_batch_without_labels_gives_zero_loss_connected_to_every_parameter(
     tiny: Tiny, selection: Selection | None
 ) -> None:
-    batch = some_rows().batch(np.arange(2), 0)
+    batch = some_rows().batch(np.arange(2))
     batch["labels"].fill_(IGNORE)
     batch["reference_loss"] = torch.empty(0)
     target = Teacher(tiny("llama", seed=4))
@@ -206,7 +206,7 @@ def test_a_target_beside_the_draft_gives_the_losses_and_gradients_of_its_kept_si
         module = DistillModule(
             tiny("llama", seed=5), TRAINING, 4, target=source, objective=Objective(selection=Selection(0.4))
         )
-        return loss_and_gradients(module, next(iter(TrainLoader(made, schedule, 1, 0, row_length=length))))
+        return loss_and_gradients(module, next(iter(TrainLoader(made, schedule, 1, row_length=length))))
 
     wanted = trained(kept, Teacher(target, signal))
     found = trained(rows, Teacher(target, TargetSignal("online"), stays=True))

@@ -37,7 +37,7 @@ class Poison(Callback):
 
 def train(module: Any, rows: TokenDataset, folder: Path, *callbacks: Callback, precision: Any = "32-true") -> Schedule:
     schedule = Schedule(rows.lengths, 2)
-    data = DistillDataModule(TrainLoader(rows, schedule, steps=9, pad_id=0), some_rows(2))
+    data = DistillDataModule(TrainLoader(rows, schedule, steps=9), some_rows(2))
     settings = TrainerSettings(
         accelerator="cpu", precision=precision, validate_every=3, extra={"log_every_n_steps": 100}
     )
