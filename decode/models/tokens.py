@@ -5,6 +5,7 @@ tokenizer puts a start token before texts (Llama, Mistral, Gemma), prompts begin
 its template and nothing more, as in transformers and the engines: it has a start token only if the template writes it.
 """
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -152,8 +153,15 @@ def render_chat(
             f"the tokenizer {tokenizer.name_or_path!r} has no chat template; use an instruction-tuned model, or plain "
             "prompts (--chat false, data.chat false)"
         )
+    parts, args = _reads_parts(tokenizer, tokenizer.chat_template), template_args or {}
     try:
-        return _render(tokenizer, messages, _reads_parts(tokenizer, tokenizer.chat_template), ask, template_args or {})
+        try:
+            return _render(tokenizer, messages, parts, ask, args)
+        except TypeError:  # a template may take a tool call's arguments as text, as APIs write them (DeepSeek-V3)
+            texts: list[Any] = json.loads(json.dumps(list(messages)))
+            for function in (call["function"] for message in texts for call in message.get("tool_calls") or ()):
+                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+            return _render(tokenizer, texts, parts, ask, args)
     except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
         raise UserError(f"the chat template does not accept these messages: {error}") from error
 

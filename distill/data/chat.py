@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
@@ -42,7 +42,8 @@ KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "from", "value"
 NO_THOUGHT = (
     "without reasoning, for which the chat template has a place (data.template_args: {enable_thinking: false}?)"
 )
-MARK, THOUGHT = "\ue000answer\ue001", "\ue000thought\ue001"  # in no text: their places are searched in rendered chats
+MARK, THOUGHT, ASKED = (f"\ue000{name}\ue001" for name in ("answer", "thought", "question"))
+"""Stand in no text: their places are searched in rendered chats."""
 
 
 class UnusableRow(UserError):
@@ -277,7 +278,7 @@ def chat_turns(chat: ChatFormat, messages: list[dict[str, Any]], tools: Any = No
         UnusableRow: No assistant's turn, or a template that refuses the messages or does not write all of them.
     """
     template, messages = str(chat.tokenizer.chat_template), chat.with_system(messages)
-    if "developer" not in template:
+    if not re.search(r"['\"]developer['\"]", template):
         messages = [message | {"role": message["role"].replace("developer", "system")} for message in messages]
     unread = {key for message in messages for key in message if key not in KEYS and key not in template}
     notes = [f"with a message's {key!r}, which is not used" for key in sorted(unread)]
@@ -304,65 +305,106 @@ def _turn(chat: ChatFormat, history: list[dict[str, Any]], message: dict[str, An
     prompt, note = chat.ask(history, tools), ""
     if found := control_token(chat.tokenizer, [message]):
         raise UnusableRow("with a control token of the tokenizer in their text", repr(found))
-    thought, content = message.get(REASONING[0], ""), message["content"]
+    thought, content, calls = message.get(REASONING[0], ""), message["content"], message.get("tool_calls", [])
     after = chat.render([*history, message], tools=tools)
     answer = after[len(prompt) :] if after.startswith(prompt) else ""
-    whole = bool(answer) and all(squash(text) in squash(answer) for text in (thought, content))
+    whole = bool(answer) and all(text.strip() in answer for text in (thought, content))
     if not whole or not (thought or answer.lstrip().startswith(content.strip() or MARK)):
         if not thought and (inline := re.match(r"\s*<think>(.*?)</think>(.*)", content, re.DOTALL)):
             thought, content = inline[1].strip(), inline[2].strip()
-        opening, closing, tail = answer_parts(chat, history, message, prompt, tools)
-        if thought and opening is None:
+        parts = answer_parts(chat, history, message, tools)
+        if thought and parts.opening is None:
             raise UnusableRow("with reasoning that the chat template does not write")
         if not whole:
-            answer = f"{opening}{thought}{closing}" * bool(thought or opening == "") + content + tail
-        if not thought and opening is not None and not whole:
-            note = NO_THOUGHT * (opening == "")
-        elif not thought and opening is not None:
-            block = chat.render([*history, message | {"content": MARK}], tools=tools)[len(prompt) :].partition(MARK)[0]
-            if squash(block) == squash(opening + closing):
-                answer = answer.removeprefix(block) if opening else answer
-                note = NO_THOUGHT
-    if any(call["function"]["name"] not in answer for call in message.get("tool_calls", ())):
-        raise UnusableRow("with tool calls that the chat template does not write")
+            lead = f"{parts.opening}{thought}{parts.closing}" if thought else parts.lead
+            answer = f"{lead}{content}{parts.tail}"
+            if any(call["function"]["name"] not in (_until_stop(chat, answer) or answer) for call in calls):
+                answer = parts.turn
+        if not thought and parts.empty:
+            answer = answer.removeprefix(parts.lead) if parts.opening else answer
+            note = NO_THOUGHT
     if (ended := _until_stop(chat, answer)) is None:
-        follower = {"role": "tool" if message.get("tool_calls") else "user", "content": THOUGHT}
+        follower = {"role": "tool" if calls else "user", "content": THOUGHT}
         shown = message | {"content": MARK}
         tail = chat.render([*history, shown], tools=tools).partition(MARK)[2]
         closing = chat.render([*history, shown, follower], tools=tools).partition(MARK)[2].partition(THOUGHT)[0]
         ended = (found := _until_stop(chat, closing)) and answer.removesuffix(tail) + found
-    return Turn(prompt, ended or answer.rstrip(), (thought, content)), note
+    answer = ended or answer.rstrip()
+    for call in (call["function"] for call in calls):
+        values = call["arguments"].values() if isinstance(call["arguments"], dict) else ()
+        for text in (call["name"], *(value for value in values if isinstance(value, str))):
+            forms = text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]
+            if not any(form in answer for form in forms):
+                raise UnusableRow("with tool calls that the chat template does not write")
+    return Turn(prompt, answer, (thought, content)), note
+
+
+class AnswerParts(NamedTuple):
+    """How a template writes an assistant's turn behind its prompt."""
+
+    opening: str | None  # before reasoning; None: it writes no reasoning
+    closing: str  # between reasoning and answer
+    tail: str  # after the answer
+    lead: str  # before an answer without reasoning
+    empty: bool  # the lead is an empty block of reasoning, or the end of one that the prompt opens
+    turn: str  # the message itself
 
 
 def answer_parts(
-    chat: ChatFormat, history: list[dict[str, Any]], message: dict[str, Any], prompt: str, tools: Any = None
-) -> tuple[str | None, str, str]:
-    """What is written before an assistant's reasoning (None: no reasoning), between it and the answer, and after that.
+    chat: ChatFormat, history: Sequence[Mapping[str, Any]], message: Mapping[str, Any], tools: Any = None
+) -> AnswerParts:
+    """How a template writes an assistant's turn behind its prompt, both seen from the turn before on.
+
+    What is earlier is not compared, because templates rewrite it: reasoning is left out, and a system message moves to
+    the last question (Mistral).
 
     Raises:
         UnusableRow: The template does not write the answer, or writes it behind something else than its prompt.
     """
+    asked: list[Mapping[str, Any]] = [*history[:-1], {**history[-1], "content": ASKED}]
+    start = chat.render(asked, ask=True, tools=tools).rpartition(ASKED)[2]
     shown = {key: value for key, value in message.items() if key not in REASONING}
-    found = [shown | {"content": MARK} | dict.fromkeys(REASONING, THOUGHT)]
-    if "think>" in str(chat.tokenizer.chat_template):  # reasoning may be read from the content
-        found.append(shown | {"content": f"<think>{THOUGHT}</think>{MARK}"})
-    for one in found:
-        before, answered, tail = chat.render([*history, one], tools=tools).partition(MARK)
-        header, thinks, closing = before.partition(THOUGHT)
-        if answered and thinks and header.startswith(prompt):
-            return header[len(prompt) :], closing, tail
-        if answered and thinks and squash(header) == squash(prompt):
-            return "", closing, tail
-    header, answered, tail = chat.render([*history, shown | {"content": MARK}], tools=tools).partition(MARK)
-    if not answered:
+    names = [call["function"]["name"] for call in message.get("tool_calls", ())]
+
+    def written(content: str, *names_of_thought: str) -> tuple[str, str, str]:
+        for one in (shown, {"role": "assistant"}):  # a template may write no text beside tool calls, or after them
+            turn = one | dict.fromkeys(names_of_thought, THOUGHT) | {"content": content}
+            try:
+                before, found, tail = chat.render([*asked, turn], tools=tools).rpartition(ASKED)[2].partition(MARK)
+            except UnusableRow:
+                continue
+            if found and not any(name in before for name in names):
+                return before, found, tail
+        return "", "", ""
+
+    header, found, tail = written(MARK)
+    if not found:
         raise UnusableRow("whose answer the chat template does not write")
-    if header.startswith(prompt) or squash(header) == squash(prompt):
-        return None, "", tail
-    if not prompt.startswith(header.rstrip()):
-        raise UnusableRow("whose chat template does not continue its own generation prompt", repr(prompt[-200:]))
-    if opened := re.search(r"([<\[])(\w+)([>\]])(\s*)$", prompt[len(header.rstrip()) :]):
-        return "", f"{opened[4]}{opened[1]}/{opened[2]}{opened[3]}\n\n", tail
-    return None, "", tail
+    pieces = [re.findall(r"<[^<>]*>|\[[^\[\]]*\]|.", text, re.DOTALL) for text in (start, header)]
+    common = next((place for place, pair in enumerate(zip(*pieces)) if pair[0] != pair[1]), min(map(len, pieces)))
+    ahead, lead = ("".join(text[common:]) for text in pieces)
+    if ahead.endswith(lead) or (squash(header) == squash(start) and not header.startswith(start)):
+        lead = ""
+    turn = chat.render([*asked, message], tools=tools).rpartition(ASKED)[2][len(header) - len(lead) :]
+    block = re.fullmatch(r"(\s*[<\[][\w:]+[>\]]\n?|)(\s*[<\[]/[\w:]+[>\]]\s*)", lead)
+    inline = "think>" in str(chat.tokenizer.chat_template) and not block  # reasoning may be read from the content
+    for content, read in ((MARK, REASONING), *[(f"<think>{THOUGHT}</think>{MARK}", ())] * inline):
+        before, _, end = written(content, *read)
+        opening, thinks, closing = before.partition(THOUGHT)
+        if thinks and (opening.startswith(start) or squash(opening) == squash(start)):
+            opening = opening[len(start) :]
+            same = squash(lead) == squash(opening + closing)
+            if opening or not closing.strip():
+                return AnswerParts(opening, closing, end, lead, same, turn)
+            return AnswerParts("", closing, end, closing, True, turn if same else closing.removesuffix(lead) + turn)
+    if block:
+        return AnswerParts(block[1], block[2], tail, lead, True, turn)
+    if ahead.strip() and lead:
+        raise UnusableRow("whose chat template does not continue its own generation prompt", repr(start[-200:]))
+    if opened := re.search(r"([<\[])([\w:]+)([>\]])(\s*)$", ahead):
+        closing = f"{opened[4]}{opened[1]}/{opened[2]}{opened[3]}\n\n"
+        return AnswerParts("", closing, tail, closing, True, closing + turn)
+    return AnswerParts(None, "", tail, lead, False, turn)
 
 
 def served_ids(chat: ChatFormat, thought: str, content: str, *, ended: bool) -> list[int]:
@@ -378,10 +420,12 @@ def served_ids(chat: ChatFormat, thought: str, content: str, *, ended: bool) -> 
         UnusableRow: There is reasoning, and the template writes none.
     """
     history, message = chat.with_system([{"role": "user", "content": "Hi"}]), {"role": "assistant", "content": "Hello"}
-    opening, closing, _ = answer_parts(chat, history, message, chat.ask(history)) if thought else ("", "", "")
-    if opening is None:
-        raise UnusableRow("with reasoning that the chat template does not write")
-    text = f"{opening}{thought}{closing * bool(content)}{content}" if thought else content
+    text = content
+    if thought:
+        parts = answer_parts(chat, history, message)
+        if parts.opening is None:
+            raise UnusableRow("with reasoning that the chat template does not write")
+        text = f"{parts.opening}{thought}{parts.closing * bool(content)}{content}"
     ids, ends = continuation_ids(chat.tokenizer, [text])[0], chat.ends or [end_token(chat.tokenizer)]
     if ended and ids and not any(token in ends for token in ids):
         (found,) = label(chat.tokenizer, [chat_turns(chat, [*history, message])[0]], ends, chat=True)

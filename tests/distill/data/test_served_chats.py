@@ -77,13 +77,45 @@ TEMPLATES = {
         "{% for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
+    "mistral": (  # the system message stands in the last question; no text beside tool calls
+        "{% set rest = messages[1:] if messages[0].role == 'system' else messages %}"
+        "{% for m in rest %}{% if m.role == 'user' %}[INST] {{ messages[0].content ~ '\n\n' if loop.last and rest != messages }}"
+        "{{ m.content }}[/INST]{% elif m.role == 'tool' %}[RESULT]{{ m.content }}[/RESULT]{% elif m.tool_calls %}"
+        "[CALLS]{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}<eos>"
+        "{% else %} {{ m.content }}<eos>{% endif %}{% endfor %}"
+    ),
+    "gemma4": (  # the prompt has an empty block of reasoning that later turns leave out; calls before the text
+        "{% for m in messages %}{% if m.role == 'tool' %}<response>{{ m.content }}</response>{% else %}"
+        "<start_of_turn>{{ m.role }}\n{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}"
+        "{{ c.function.arguments | tojson }}{% endfor %}{{ m.content }}<end_of_turn>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<start_of_turn>assistant\n<|channel>thought\n<channel|>{% endif %}"
+    ),
+    "kimi": (  # what was thought is rendered as an empty block
+        "{% for m in messages %}<|{{ m.role }}|>{{ '<think></think>' if m.role == 'assistant' }}{{ m.content }}<|end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    ),
+    "deepseek": (  # arguments of tool calls are texts; the word 'developers' is no role
+        "Made by developers.{% for m in messages %}<|{{ m.role }}|>{% for c in m.tool_calls or [] %}"
+        "{{ '<call>' + c.function.name + c.function.arguments }}{% endfor %}{{ m.content }}"
+        "{{ '<eos>' if m.role == 'assistant' }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    ),
+    "nemotron": (  # calls stand behind the stop token
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eos>"
+        "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}{% endfor %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    ),
 }
-"""Of Gemma 3, Phi-3.5, GLM-4.5, Qwen3, Qwen3.5, DeepSeek-R1, gpt-oss and LLaVA, as far as turns are concerned."""
+"""Of Gemma 3, Phi-3.5, GLM-4.5, Qwen3, Qwen3.5, DeepSeek-R1, gpt-oss, LLaVA and others, as far as turns are concerned."""
 ENDS = {"gemma": ["<eos>", "<end_of_turn>"], "phi": ["<|end|>", "<|assistant|>", "<eos>"], "glm": ["<eos>", "<|user|>"]}
-ENDS |= {"r1": ["<eos>"], "harmony": ["<eos>"]}
+ENDS |= {"gemma4": ["<end_of_turn>"], "kimi": ["<|end|>"]}
+ENDS |= {name: ["<eos>"] for name in ("r1", "harmony", "mistral", "deepseek", "nemotron")}
 USER, AGAIN = {"role": "user", "content": "Hi"}, {"role": "user", "content": "And you?"}
 HELLO, FINE = {"role": "assistant", "content": "Hello"}, {"role": "assistant", "content": "Fine"}
 CHAT = [USER, HELLO, AGAIN, FINE]
+
+
+CALL = {"type": "function", "function": {"name": "sky", "arguments": {"city": "Köln"}}}
+CALLS = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "rain"}, FINE]
 
 
 def format_of(name: str, **args: Any) -> ChatFormat:
@@ -152,6 +184,37 @@ def test_every_turn_follows_its_own_prompt_without_an_empty_thought(name: str, a
     assert learned(format_of(name, **args), three) == [f"{lead}{text}{end}" for text in ("Hello", "Fine", "Bye")]
     noted = chat_turns(format_of(name, **args), three)[1]
     assert [("without reasoning" in note) for note in noted] == [True] * (not args)
+
+
+def test_the_last_turn_alone_is_compared_with_the_prompt() -> None:
+    system = {"role": "system", "content": "Be kind."}
+    assert learned(format_of("mistral"), [system, *CHAT]) == [" Hello<eos>", " Fine<eos>"]
+    assert learned(format_of("gemma4"), CHAT) == ["Hello<end_of_turn>", "Fine<end_of_turn>"]
+    turns, _ = chat_turns(format_of("deepseek"), [system | {"role": "developer"}, *CHAT])
+    assert turns[0].prompt == "Made by developers.<|system|>Be kind.<|user|>Hi<|assistant|>"
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "end"),
+    [
+        ("mistral", '[CALLS]{"name": "sky", "arguments": {"city": "Köln"}}', "<eos>"),
+        ("gemma4", '<call>sky{"city": "Köln"}', "<end_of_turn>"),
+        ("deepseek", '<call>sky{"city": "Köln"}', "<eos>"),
+    ],
+)
+def test_tool_calls_are_learned_as_the_template_writes_them(name: str, call: str, end: str) -> None:
+    assert [text.strip() for text in learned(format_of(name), CALLS)] == [f"{call}{end}", f"Fine{end}"]
+
+
+def test_tool_calls_behind_the_stop_token_drop_the_row() -> None:
+    with pytest.raises(UnusableRow, match="with tool calls that the chat template does not write"):
+        chat_turns(format_of("nemotron"), read_messages(CALLS)[0])
+
+
+def test_reasoning_stands_in_a_block_that_the_template_leaves_empty() -> None:
+    assert learned(format_of("kimi"), CHAT) == ["Hello<|end|>", "Fine<|end|>"]
+    thinking = [USER, HELLO | {"reasoning": "hm"}, AGAIN, FINE]
+    assert learned(format_of("kimi"), thinking) == ["<think>hm</think>Hello<|end|>", "Fine<|end|>"]
 
 
 @pytest.mark.parametrize("key", ["reasoning", "reasoning_content", "thinking"])
