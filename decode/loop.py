@@ -98,7 +98,7 @@ class Sequence:
         self.compares_tokens = warp.greedy and self.rule.exact and self.rule.is_exact_now
         # the last generated token is never read, so the text may be one longer than the context
         self.end = min(len(prompt) + max_new_tokens, target.limit + 1)
-        self.done, self.began = False, 0.0
+        self.done = False
         self.cache: Any = None
         self.state: Any = None
         self.written_by: list[str] = []
@@ -130,7 +130,7 @@ class Sequence:
         """
         if self.error is not None:
             raise self.error
-        drafter, ids, self.began = method.drafter, self.ids, time.perf_counter()
+        drafter, ids, began = method.drafter, self.ids, time.perf_counter()
         target.reserve(capacity=self.end)
         self.cache, captured = target.new_cache(), None
         if len(ids) > 1:
@@ -140,7 +140,7 @@ class Sequence:
         self.state = drafter.start(Prompt(ids, self.cache, captured, self.stop_ids, deferred, self.alone))
         self.rule.start()
         synchronize(target.device)
-        spent = time.perf_counter() - self.began
+        spent = time.perf_counter() - began
         self.trace.prefill_seconds += spent
         self.trace.total_seconds += spent
 
@@ -203,8 +203,6 @@ class Sequence:
             self.written_by += result.written_by
             self.rejected += result.rejected
         self.done = new[-1] in stop_ids or len(ids) >= self.end
-        if self.done:
-            trace.wall_seconds += time.perf_counter() - self.began
 
 
 def step(target: Runner, method: Method, sequences: abc.Sequence[Sequence]) -> list[Step]:

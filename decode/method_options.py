@@ -21,7 +21,7 @@ from jsonargparse.typing import (
     restricted_number_type,
 )
 
-from decode.errors import UserError, unknown
+from decode.errors import UserError, choose
 
 COLDEST = 1e-3  # the smallest temperature that is not 0 (greedy): below, logits divided by it leave float32's range
 
@@ -162,11 +162,10 @@ def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """
     method, *given = spec.split(":")
     values = {key: yaml.safe_load(value) for key, _, value in (item.partition("=") for item in given)}
-    known = [f.name for f in fields(MethodOptions)]
+    known = {f.name: f for f in fields(MethodOptions)}
     try:
         for key in values:
-            if key not in known:
-                raise UserError(unknown("option", key, known))
+            choose("option", key, known)
         parsed = MethodOptions(**values)
     except UserError as error:
         raise UserError(f"{spec!r}: {error}") from None

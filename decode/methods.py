@@ -6,6 +6,7 @@ Any drafter × stop rule × acceptance rule combines: ``build("vanilla", inputs,
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -161,24 +162,18 @@ def make_drafter(name: str, inputs: MethodInputs) -> Drafter:
         shape = {"width": options.tree_width, "nodes": options.tree_nodes}
         drafter = FeatureTreeDrafter(head_of(draft), target, warp, **shape, threshold=options.tree_threshold)
     elif name in ("model", "hybrid"):
-        if draft is None:
-            raise UserError("this method drafts with a model; give one with --draft (a folder or hub name)")
+        assert draft is not None  # `decode.commands.checks.check_methods` refuses missing models and stores by name
         drafter = ModelDrafter(draft, warp, target.vocab_size)
     elif name == "prompt-lookup":
         return LookupDrafter(length=inputs.window(10))
     elif name == "lookahead":
         return LookaheadDrafter()
     elif name == "rest":
-        if (store := store_of(inputs)) is None:
-            raise UserError(
-                "rest needs a datastore; build one with python -m decode datastore build, give --datastore DIR"
-            )
+        store = store_of(inputs)
+        assert store is not None
         return RetrievalDrafter(store)
     elif name == "adaptix":
-        if inputs.trigrams is None:
-            raise UserError(
-                "adaptix needs a tri-gram table; build one with python -m decode trigrams build, give --trigrams DIR"
-            )
+        assert inputs.trigrams is not None
         folder = smaller_store(inputs.trigrams, options.texts)
         table = NgramTable(folder, tokenizer_fingerprint(inputs.tokenizer), order=options.order)
         return TrigramDrafter(table, searches=options.searches, gain=TrigramDrafter.gain if options.adaptive else 0.0)
@@ -233,8 +228,8 @@ STOPS: dict[str, Callable[[MethodInputs], StopRule]] = {
     "cost-optimal": _cost_optimal,
 }
 PROBE_STOPS: dict[str, Callable[[MethodInputs], StopRule]] = {
-    "probe": lambda i: _probed(i, "probe"),
-    "confidence-probe": lambda i: _probed(i, "confidence-probe"),
+    "probe": partial(_probed, kind="probe"),
+    "confidence-probe": partial(_probed, kind="confidence-probe"),
 }
 """Stop rules that need a folder of probes."""
 

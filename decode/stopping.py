@@ -213,7 +213,7 @@ def negative_entropy(drafted: DraftedToken) -> float:
 class StopRule:
     """Ends a draft when the aggregate of the confidences falls below the threshold, or at the window."""
 
-    window: int = 5  # longest draft
+    window: int = 5  # longest draft of this round
     confidence: Confidence | None = None  # read at each token; None: only the window ends a draft
     product: bool = False  # aggregate by the product over the draft (AdaSPEED) instead of the last value
     threshold: Threshold = field(default_factory=Fixed)
@@ -221,17 +221,12 @@ class StopRule:
     heuristic: bool = False  # Hugging Face's schedule: window + 2 after a full acceptance, else − 1
 
     def __post_init__(self) -> None:
-        self._window = self.window
         self.begin()
 
     def begin(self) -> None:
         """A new round starts."""
         self.seen: list[float] = []
         self._aggregate = 1.0
-
-    def cap(self) -> int:
-        """The longest draft of this round."""
-        return self._window
 
     def _below(self, drafted: DraftedToken) -> bool:
         assert self.confidence is not None
@@ -257,7 +252,7 @@ class StopRule:
         """Adapt to a verified step."""
         self.threshold.observe(step, self.seen)
         if self.heuristic and step.drafted:
-            self._window = self._window + 2 if step.accepted == step.depth else max(1, self._window - 1)
+            self.window = self.window + 2 if step.accepted == step.depth else max(1, self.window - 1)
 
 
 @dataclass(frozen=True)

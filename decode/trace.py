@@ -130,7 +130,6 @@ class Trace:
     verify_seconds: list[float] = field(default_factory=list)
     prefill_seconds: float = 0.0
     total_seconds: float = 0.0  # what the texts took; of what texts took together, each has its part
-    wall_seconds: float = 0.0  # from reading each text's prompt to its end, however many others were decoded meanwhile
     tokens: int = 0
     # one value for each tested position of each round; None where nothing was measured
     overlap: list[Values | None] = field(default_factory=list)

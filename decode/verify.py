@@ -60,8 +60,8 @@ class AcceptanceRule:
         return self.exact
 
     def accept_prob(self, p: Tensor, q: Tensor, x: Tensor, raw: Raw | None = None) -> Tensor:
-        """Probability ``[k]`` of keeping each drafted token ``x [k]``, from ``p, q [k, vocab]``."""
-        raise NotImplementedError
+        """Probability ``[k]`` of keeping each drafted token ``x [k]``, from ``p, q [k, vocab]``; here the exact one."""
+        return ratio(p, q, x)
 
     def residual(self, p: Tensor, q: Tensor) -> Tensor:
         """Weights ``[vocab]`` of the token that replaces a rejected one: [p − q]₊, or p where that has no mass."""
@@ -85,10 +85,6 @@ class Exact(AcceptanceRule):
     """Keep x with probability min(1, p(x)/q(x)); lossless (Leviathan et al. 2211.17192, Chen et al. 2302.01318)."""
 
     exact = True
-
-    def accept_prob(self, p: Tensor, q: Tensor, x: Tensor, raw: Raw | None = None) -> Tensor:
-        """See `AcceptanceRule.accept_prob`."""
-        return ratio(p, q, x)
 
 
 @dataclass

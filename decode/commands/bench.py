@@ -90,12 +90,11 @@ def choose_methods(settings: BenchSettings) -> list[str]:
     """The methods of the settings, by default all that the models and files allow, and transformers' own."""
     methods, heads = list(settings.methods), [is_head(path) for path in draft_names(settings.draft).values()]
     if not methods:
-        has, own_layers = dict(zip(("datastore", "trigrams"), store_folders(settings))), settings.exit_layer is not None
         methods = [
             m
             for m in METHODS
-            if (m not in STORES or has[STORES[m]] or settings.corpus)
-            and (own_layers or settings.probes is not None or m not in SELF_SPECULATIVE)
+            if (m not in STORES or settings.corpus or settings.datastore or getattr(settings, STORES[m]))
+            and (settings.exit_layer is not None or settings.probes is not None or m not in SELF_SPECULATIVE)
             and (settings.probes is not None or m not in PROBED)
             and (heads or not needs_draft(m))
             and (any(heads) or m not in HEADED)

@@ -45,7 +45,7 @@ def check_methods(
         if method in PROBED and own.get("probes", settings.probes) is None:
             raise UserError(f"{method} stops on a probe; train one with python -m probes, give --probes DIR")
         store = STORES.get(method)
-        if store and not has_corpus and not dict(zip(("datastore", "trigrams"), store_folders(settings)))[store]:
+        if store and not (has_corpus or settings.datastore or getattr(settings, store)):
             raise UserError(
                 f"{method} drafts from a {store} folder; build one with python -m decode {store} build and give it "
                 f"with --{store} DIR"
@@ -119,8 +119,7 @@ def open_suites(specs: Sequence[str], **options: Any) -> list[Suite]:
 
 def open_pair(settings: LoadSettings, draft: str | None = None) -> Pair:
     """The target of the settings, and a draft for it."""
-    names = ("device", "dtype", "device_map", "trust_remote_code", "draft_vocabulary", "pack")
-    return load(str(settings.target), draft, **{name: getattr(settings, name) for name in names})
+    return load(str(settings.target), draft, **{name: getattr(settings, name) for name in PLACED - {"target"}})
 
 
 def api_settings(settings_class: type[Settings], pair: Pair, **options: Any) -> Settings:

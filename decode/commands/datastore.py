@@ -50,27 +50,6 @@ def read_texts(path: Path) -> Iterator[str]:
             yield block
 
 
-def tokenize_files(files: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """Yield the token ids of every document in `files`.
-
-    Raises:
-        UserError: a file is missing.
-    """
-    for path in map(Path, files):
-        if not path.is_file():
-            raise UserError(f"no file {path}: give text or .jsonl files")
-        texts = read_texts(path)
-        with Progress(transient=True) as progress:
-            work = progress.add(f"tokenising {path.name}, documents")
-            for first in texts:
-                batch, room = [first], TOGETHER - len(first)
-                while room > 0 and (text := next(texts, None)) is not None:
-                    batch.append(text)
-                    room -= len(text)
-                yield from tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
-                work.advance(len(batch))
-
-
 def read_corpus(
     inputs: Sequence[str], tokenizer: PreTrainedTokenizerBase, texts: int, seed: int = 0
 ) -> Iterator[list[int]]:
@@ -95,8 +74,17 @@ def read_corpus(
     for name in suites:
         for prompt in load_suite(name, limit=texts, seed=seed, split="train").prompts:
             yield tokenizer(prompt.text + (prompt.reference or ""), add_special_tokens=False)["input_ids"]
-    if files:
-        yield from tokenize_files(files, tokenizer)
+    for path in map(Path, files):
+        documents = read_texts(path)
+        with Progress(transient=True) as progress:
+            work = progress.add(f"tokenising {path.name}, documents")
+            for first in documents:
+                batch, room = [first], TOGETHER - len(first)
+                while room > 0 and (text := next(documents, None)) is not None:
+                    batch.append(text)
+                    room -= len(text)
+                yield from tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
+                work.advance(len(batch))
 
 
 def build_datastore(settings: StoreSettings, datastore: bool = True) -> None:

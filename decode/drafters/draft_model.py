@@ -81,7 +81,7 @@ class ModelDrafter(Drafter):
     def _drafting(self, request: DraftRequest) -> Drafting:
         """One draft, token by token."""
         state, ids, stop, runner = request.state, request.ids, request.stop, self.runner
-        limit = min(stop.cap(), request.max_depth, runner.remaining(state.cache, ids))
+        limit = min(stop.window, request.max_depth, runner.remaining(state.cache, ids))
         feed = self._known(ids[state.cache.length :])  # two tokens after a fully accepted step
         tokens, probs, logits = list[Tensor](), list[Tensor](), list[Tensor]()
         greedy, prefixed, watch = self.warp.greedy, self.warp.needs_prefix, stop.confidence is not None

@@ -102,7 +102,7 @@ class FeatureTreeDrafter(FeatureDrafter):
     def _drafting(self, request: DraftRequest) -> Drafting:
         """The tree, as deep as the stop rule's window; its few numbers are kept on the host, where they cost least."""
         runner, state, ids, warp = self.runner, request.state, request.ids, self.warp
-        depth = min(request.stop.cap(), request.max_depth, runner.limit - len(ids))
+        depth = min(request.stop.window, request.max_depth, runner.limit - len(ids))
         if not self._fits(state, ids) or depth < 1 or not len(state.cache.unread):
             return Draft.empty()
         out = yield self._known(ids[state.cache.length :])

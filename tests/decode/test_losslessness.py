@@ -89,12 +89,12 @@ def test_every_stop_rule_is_lossless_with_a_draft_model(name: str, warm: bool, s
     experiment, draft = scripted_pair(tokens=4 if warm or name == "unsure" else 3)  # which drafts little at first
     scripted_clock(experiment)
     stop = STOPS[name](parts(experiment, draft))
-    start = stop.threshold.value, stop.cap()
+    start = stop.threshold.value, stop.window
     system = Method(name, ModelDrafter(draft, SAMPLE, 3), stop)
     if warm:
         warm_up(experiment, system)
         adaptive = name not in ("length", "unsure", "copy", "hf-constant")
-        assert ((stop.threshold.value, stop.cap()) != start) == adaptive
+        assert ((stop.threshold.value, stop.window) != start) == adaptive
     assert experiment.bias(system) < TOLERANCE
     if stop.confidence is not None and (name, warm) != ("entropy", False):
         assert len({trace.drafted[0] for trace in experiment.traces}) > 1  # where it stops depends on chance

@@ -71,7 +71,7 @@ def drafted_by(stop: StopRule, *probabilities: float) -> int:
     """How many tokens of these probabilities are drafted."""
     stop.begin()
     for i, p in enumerate(probabilities):
-        if i == stop.cap():
+        if i == stop.window:
             return i
         if stop.after(step(*log(p, 1 - p))):
             return i + 1
@@ -179,7 +179,7 @@ def test_hugging_faces_heuristic_schedule_grows_by_two_and_shrinks_by_one() -> N
     caps = []
     for drafted, accepted in [(4, 4), (6, 6), (8, 3), (7, 7), *[(5, 0)] * 12]:
         stop.observe(chain_round(drafted, accepted))
-        caps.append(stop.cap())
+        caps.append(stop.window)
     assert caps == [6, 8, 7, 9, 8, 7, 6, 5, 4, 3, 2, 1, 1, 1, 1, 1]
 
 
@@ -190,10 +190,10 @@ def test_on_trees_hugging_faces_schedule_and_the_controllers_compare_with_the_de
     stop, controller = StopRule(4, heuristic=True), TargetAcceptance(alpha=0.4)
     stop.observe(whole)
     controller.observe(whole, [])
-    assert stop.cap() == 6
+    assert stop.window == 6
     assert controller.rate == 0.5
     stop.observe(Step(tree, [1], 0, torch.empty(0), torch.empty(0)))
-    assert stop.cap() == 5
+    assert stop.window == 5
 
 
 def test_the_cost_optimal_threshold_is_the_rate_times_the_price_of_a_token() -> None:
@@ -249,9 +249,9 @@ PAPERS = {  # window, start of the threshold
 def test_stop_rules_start_from_their_papers_values() -> None:
     for name, (window, value) in PAPERS.items():
         stop = STOPS[name](parts())
-        assert (stop.cap(), stop.threshold.value) == (window, value), name
+        assert (stop.window, stop.threshold.value) == (window, value), name
     assert STOPS["product"](parts(threshold=0.3, draft_length=7)).threshold.value == 0.3
-    assert STOPS["product"](parts(threshold=0.3, draft_length=7)).cap() == 7
+    assert STOPS["product"](parts(threshold=0.3, draft_length=7)).window == 7
     assert STOPS["draft-verify"](parts(target_acceptance=0.8)).threshold.alpha == 0.8  # type: ignore[attr-defined]
 
 

@@ -9,13 +9,13 @@ import random
 
 import pytest
 import torch
-from pairs import TEXT, make_tokenizer, save_pair
+from pairs import make_tokenizer, save_pair
 
 from decode.commands.generate import run, start
 from decode.commands.settings import GenerateSettings
 from decode.errors import UserError
 from decode.models.loading import load_model
-from decode.models.tokens import Detokenizer, chat_ids, marked, prompt_ids
+from decode.models.tokens import Detokenizer, chat_ids, marked
 
 
 @pytest.fixture(scope="module")
@@ -165,15 +165,6 @@ def test_marks_put_rejected_tokens_before_their_correction():
         {"text": "b", "who": "corrected"},
     ]
     assert marked(Detokenizer(tokenizer), [a], ["target"], [[]], alone=True)[0]["who"] == "target"
-
-
-def test_a_prompt_gets_no_end_token_and_may_not_be_empty():
-    tokenizer = make_tokenizer()
-    ids = prompt_ids(tokenizer, TEXT)
-    assert ids[-1] != tokenizer.eos_token_id
-    assert tokenizer.decode(ids) == TEXT
-    with pytest.raises(UserError, match="the prompt is empty"):
-        prompt_ids(tokenizer, "")
 
 
 def test_a_text_that_a_special_token_stops_ends_with_it_and_counts_no_token_behind(folder):

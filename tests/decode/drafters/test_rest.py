@@ -13,7 +13,7 @@ from stores import build_datastore
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from decode.commands.datastore import read_corpus, read_texts, tokenize_files
+from decode.commands.datastore import read_corpus, read_texts
 from decode.draft import heaviest_tree
 from decode.drafters.corpus_files import join_documents, tokenizer_fingerprint
 from decode.drafters.rest import FILE, Datastore, RetrievalDrafter, suffix_array
@@ -124,12 +124,10 @@ def test_text_files_become_documents(tmp_path):
     )
     chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "turns": ["c", "d"]}
     (tmp_path / "chats.jsonl.gz").write_bytes(gzip.compress(json.dumps(chat).encode()))
-    assert list(tokenize_files([tmp_path / "chats.jsonl.gz"], tokenizer)) == [[1, 2, 3, 4]]
+    assert list(read_corpus([f"{tmp_path}/chats.jsonl.gz"], tokenizer, 9)) == [[1, 2, 3, 4]]
     (tmp_path / "two.txt").write_text("b c\nd\n")
-    documents = list(tokenize_files([tmp_path / "one.jsonl", tmp_path / "two.txt"], tokenizer))
+    documents = list(read_corpus([f"{tmp_path}/one.jsonl", f"{tmp_path}/two.txt"], tokenizer, 9))
     assert documents == [[1, 2, 3], [1, 2, 4], [2, 3, 4]]
-    with pytest.raises(UserError, match=r"no file .*nothing\.txt"):
-        list(tokenize_files([tmp_path / "nothing.txt"], tokenizer))
     for line in ("{broken", '"a string"', "[1]"):
         (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n' + line)
         with pytest.raises(UserError, match="near row 2"):
