@@ -209,7 +209,7 @@ def test_the_cost_optimal_threshold_is_the_rate_times_the_price_of_a_token() -> 
 
 def test_cost_optimal_takes_its_costs_from_measurements_or_from_the_weights_that_are_read() -> None:
     inputs = parts()
-    inputs.draft.cost = 0.25
+    inputs.draft.weight_bytes = 250  # of the 1000 of the target
     assert STOPS["cost-optimal"](inputs).threshold.value == 0.25
     inputs.costs = RoundCosts({1: 2.0}, {1: 0.8}, {1: {1: 2.0}})
     assert STOPS["cost-optimal"](inputs).threshold.value == 0.4
