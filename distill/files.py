@@ -1,7 +1,6 @@
 """Files that are either complete or absent, and fingerprints of what they were made from."""
 
 import errno
-import fcntl
 import hashlib
 import json
 import shutil
@@ -85,7 +84,12 @@ def replaced(out_dir: Path) -> Iterator[Path]:
         yield partial
         if out_dir.exists():
             out_dir.rename(old)
-        partial.rename(out_dir)
+        try:
+            partial.rename(out_dir)
+        except OSError:
+            if old.exists():
+                old.rename(out_dir)
+            raise
 
 
 def fingerprint(*parts: object) -> str:
@@ -100,6 +104,11 @@ def only_one(path: Path) -> Iterator[None]:
     Raises:
         UserError: Another process holds the lock, or the folder cannot be written to.
     """
+    try:
+        import fcntl
+    except ImportError:  # Windows has no such lock
+        yield
+        return
     folder = path.parent.parent
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

