@@ -331,6 +331,7 @@ def test_a_hub_data_set_is_split_and_sampled_or_streamed(tmp_path, monkeypatch, 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_hub_data_set_whose_files_disagree_is_refused_with_the_next_step(tmp_path, monkeypatch, streaming):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # which an earlier test may have found
     (tmp_path / "hub").mkdir()
     write(tmp_path / "hub" / "train-1.jsonl", PAIRS[:50])
     write(tmp_path / "hub" / "train-2.jsonl", [{"prompt": "a", "response": "b"}])
