@@ -33,12 +33,12 @@ from distill.data.chat import (
     ChatFormat,
     Example,
     Turn,
-    UnusableRow,
     label,
     prompt_part,
     render_row,
     text_blocks,
 )
+from distill.data.messages import UnusableRow
 from distill.data.own_prompts import PromptSampler, prompt_rows
 from distill.data.sources import SPLITS, SourceRows, load_rows, sentences
 from distill.data.tokenizer import train_tokenizer

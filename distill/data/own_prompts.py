@@ -19,7 +19,8 @@ from decode.models.writing import GROUP, uniform_draws, write_texts
 from decode.progress import current
 from decode.sampling import LogitsWarper
 from distill.config.data import DataSettings, PromptSettings
-from distill.data.chat import ChatFormat, UnusableRow, read_messages
+from distill.data.chat import ChatFormat
+from distill.data.messages import UnusableRow, read_messages
 from distill.data.response_file import ResponseFile
 
 WORD = re.compile(r"\w+")

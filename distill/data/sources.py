@@ -22,7 +22,7 @@ from decode.bench.arithmetic import problems
 from decode.bench.datasets import PRESETS, Preset, Row, file_format, held_out, iter_rows, messages_of
 from decode.errors import UserError
 from distill.config.data import DataSettings
-from distill.data.chat import UnusableRow, clean_messages
+from distill.data.messages import UnusableRow, clean_messages
 
 SPLITS = ("train", "validation", "test")
 SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}

@@ -11,8 +11,9 @@ from tokenizers_of_kinds import byte_level
 from decode.errors import UserError
 from decode.models.tokens import chat_ids, check_template
 from distill.config.data import DataSettings
-from distill.data.chat import IGNORE, ChatFormat, Example, UnusableRow, chat_turns, label, read_messages, served_ids
+from distill.data.chat import IGNORE, ChatFormat, Example, chat_turns, label, served_ids
 from distill.data.corpus import load_corpus
+from distill.data.messages import UnusableRow, read_messages
 
 SPECIAL = (
     "<eos>",
