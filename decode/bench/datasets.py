@@ -233,9 +233,8 @@ class Preset:
         """The user's turns of a row with several turns; empty for data sets of one turn."""
         if not self.several_turns:
             return ()
-        turns = (
-            None if self.kind == "chat" else row.get("turns") or row.get("prompt")
-        )  # the latter in a copy of MT-Bench
+        # the Hub's copy of MT-Bench calls them prompt
+        turns = None if self.kind == "chat" else row.get("turns") or row.get("prompt")
         if turns is None:
             turns = [message["content"] for message in row.get("messages") or () if message["role"] == "user"]
         if not isinstance(turns, list | tuple) or not turns or not all(isinstance(turn, str) for turn in turns):

@@ -182,14 +182,14 @@ def sections(content: Mapping[str, Any]) -> Iterable[Section]:
         text = f"{max(row['prompts'] for row in rows)} prompts, repeats: {first['repeats']}. "
         text += bench.get("notes", {}).get(first["suite"], "")
         yield Section(title, text, tables=tables, figures=figures, samples=samples)
-    axes, figures = ("sequences at once (batch size)", "tokens/s ÷ without a draft (×)"), []
+    axes, tables, figures = ("sequences at once (batch size)", "tokens/s ÷ without a draft (×)"), [], []
     for title, sizes in by_concurrency(methods).items():
+        tables.append(Table(BY_CONCURRENCY, sizes, f"{title}, by concurrency"))
         curves: dict[str, list[tuple[float, ...]]] = {}
         for row in sorted(drafting(sizes), key=lambda row: row["batch_size"]):
             curves.setdefault(row["name"], []).append((row["batch_size"], row["speedup"], *row["speedup_ci95"]))
         if curves:
             figures.append((plots.lines(curves, f"Speedup, {title}", *axes, log_x=True, at_one=True), ""))
-    tables = [Table(BY_CONCURRENCY, of, f"{title}, by concurrency") for title, of in by_concurrency(methods).items()]
     if costs := {name or "target alone": cost["verify_cost"] for name, cost in bench["costs"].items()}:
         points = {name: sorted((int(n), v) for n, v in dict(cost).items()) for name, cost in costs.items()}
         axes = "tokens in one target forward, n", "v(n) = time of n tokens ÷ of 1"

@@ -3,9 +3,8 @@
 A suite is named by a spec: ``arithmetic``, ``arithmetic:3`` (difficulty), ``open``, ``chat`` (96 prompts in the six
 categories of Spec-Bench), a preset such as ``gsm8k`` from the Hugging Face Hub (``GSM8K`` and ``openai/gsm8k`` are the
 same) or ``gsm8k=PATH`` from a local file, or just ``PATH``, a file whose columns identify the data set (``LABEL=PATH``
-names it); ``chat:qa``,
-``mmlu:astronomy=PATH`` or ``spec_bench:qa=PATH`` for one category; ``prompts=PATH`` for other prompts (txt: one prompt
-per line; otherwise a column prompt, turns, text or question).
+names it); ``chat:qa``, ``mmlu:astronomy=PATH`` or ``spec_bench:qa=PATH`` for one category; ``prompts=PATH`` for other
+prompts (txt: one prompt per line; otherwise a column prompt, turns, text or question).
 """
 
 import re
@@ -89,8 +88,8 @@ def load_suite(spec: str, *, limit: int | None = None, seed: int = 0, split: str
         if lost := len(rows) - len(whole):
             note = (
                 f"{lost} of {len(rows)} rows are left out, which hold a placeholder instead of their text: fill them "
+                f"with the data set's own prepare.py, and give its file with --suite {name}=PATH"
             )
-            note += f"with the data set's own prepare.py, and give its file with --suite {name}=PATH"
         if not whole:
             raise UserError(f"the suite {spec!r} has no prompt: {note}")
         try:

@@ -54,7 +54,7 @@ class LookupDrafter(Drafter):
         return NgramIndex(self.max_ngram, self.min_ngram)
 
     def draft(self, request: DraftRequest) -> Draft:
-        """A chain of at most `length`, `max_depth` and the stop rule's cap; empty where nothing matches."""
+        """A chain of at most `length`, `max_depth` and the stop rule's window; empty where nothing matches."""
         count = min(self.length, request.max_depth, request.stop.window)
         n, after = request.state.find(request.ids) if count > 0 else (0, 0)
         return Draft.empty().with_branch(copy_from(request.ids, after, count) if n else [])

@@ -91,9 +91,10 @@ def causes_in_files(
     profile = read_json(draft / "speculation_profile.json")
     trained = profile.get("trained_with") or {}
     for name, value in (facts or {}).items():
-        if name in trained and None not in (value, trained[name]) and trained[name] != value:
+        before = trained.get(name)
+        if None not in (before, value) and before != value:
             remedy = "serve the draft with what it was trained with, or train it for what is served"
-            found.append(Cause(f"other {name}", f"training had {trained[name]}, served is {value}", remedy))
+            found.append(Cause(f"other {name}", f"training had {before}, served is {value}", remedy))
     measured = profile.get("weights")
     if measured and measured != weight_fingerprints(draft):
         evidence = "the safetensors files differ from those that speculation_profile.json was measured on"

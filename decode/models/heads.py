@@ -350,7 +350,7 @@ def rows_of_states(
     return rows
 
 
-# -- configuration and files ------------------------------------------------------------------------------------------
+# -- configuration ----------------------------------------------------------------------------------------------------
 
 
 def default_captured_layers(layers: int) -> tuple[int, int, int]:

@@ -265,10 +265,10 @@ def family_of(model: str) -> tuple[str, bool, str]:
     Returns:
         ``model_type``, whether several query heads share a key head, and a note where the model is not here.
     """
-    name = adapter_base(model) or model
+    name, at = pinned(adapter_base(model) or model)
     try:
         packed = gguf_file(model)
-        config = gguf_config(packed) if packed else AutoConfig.from_pretrained(name, local_files_only=True)
+        config = gguf_config(packed) if packed else AutoConfig.from_pretrained(name, local_files_only=True, **at)
     except (OSError, ValueError):
         return "llama", True, f"{model} is not on this machine; a tiny llama stands for it"
     layer = language_config(config).per_layer_config[0]

@@ -77,9 +77,17 @@ def chat_ids(
 
 def control_token(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str | None:
     """The first special token that is spelt out in the text of a message, or None."""
-    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special = _special_tokens(tokenizer, len(tokenizer))
+    beginnings = {token[:1] for token in special}
     texts = [str(message.get(name) or "") for message in messages for name in ("content", REASONING[0])]
-    return next((token for token in sorted(special) for text in texts if token in text), None)
+    texts = [text for text in texts if any(beginning in text for beginning in beginnings)]
+    return next((token for text in texts for token in special if token in text), None)
+
+
+@lru_cache(maxsize=8)
+def _special_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> list[str]:
+    """The special tokens as text (Gemma has thousands); ``size`` is the cache's key."""
+    return sorted(str(token) for token in tokenizer.added_tokens_decoder.values() if token.special and str(token))
 
 
 def written_ids(tokenizer: PreTrainedTokenizerBase, chat: str) -> list[int]:
@@ -136,14 +144,14 @@ def render_chat(
 ) -> str:
     """The text of a chat.
 
+    Contents become parts for templates that read nothing else (LLaVA, SmolVLM), and an assistant's reasoning stands
+    under every name that templates read it by.
+
     Args:
         tokenizer: the target's tokenizer, with a chat template.
         messages: the turns.
         ask: end with the beginning of the assistant's next turn (``add_generation_prompt``).
         template_args: further variables of the template.
-
-    Contents become parts for templates that read nothing else (LLaVA, SmolVLM), and an assistant's reasoning stands
-    under every name that templates read it by.
 
     Raises:
         UserError: no chat template, or one that does not accept these messages.
@@ -153,7 +161,7 @@ def render_chat(
             f"the tokenizer {tokenizer.name_or_path!r} has no chat template; use an instruction-tuned model, or plain "
             "prompts (--chat false, data.chat false)"
         )
-    parts, args = _reads_parts(tokenizer, tokenizer.chat_template), template_args or {}
+    parts, args = _reads_parts(tokenizer, str(tokenizer.chat_template)), template_args or {}
     try:
         try:
             return _render(tokenizer, messages, parts, ask, args)
@@ -180,7 +188,7 @@ def _render(
 
 
 @lru_cache(maxsize=8)
-def _reads_parts(tokenizer: PreTrainedTokenizerBase, template: Any) -> bool:
+def _reads_parts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     """Whether a template writes contents only where they are lists of parts (``template`` is the cache's key)."""
     chat = [{"role": "user", "content": "MARKED QUESTION"}, {"role": "assistant", "content": "MARKED ANSWER"}]
     found = []

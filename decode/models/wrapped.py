@@ -1,4 +1,7 @@
-"""Language models in another form: inside a model that reads images or audio too, or as an adapter of a base."""
+"""Language models in another form: inside a model that reads images or audio too, or as an adapter of a base.
+
+Names on the Hub are split into name and revision here.
+"""
 
 import copy
 import json
@@ -101,7 +104,7 @@ def language_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
     return found
 
 
-# -- adapters ---------------------------------------------------------------------------------------------------------
+# -- names on the Hub --------------------------------------------------------------------------------------------------
 
 
 def pinned(name: str | os.PathLike[str]) -> tuple[str, dict[str, str]]:
@@ -124,6 +127,9 @@ def _answers(endpoint: str) -> bool:
     except Exception:  # the layers of the network have many
         return False
     return True
+
+
+# -- adapters ---------------------------------------------------------------------------------------------------------
 
 
 def adapter_base(name: str | os.PathLike[str]) -> str | None:

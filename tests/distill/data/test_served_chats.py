@@ -288,6 +288,8 @@ def test_contents_become_parts_for_templates_that_read_nothing_else() -> None:
     chat = format_of("parts")
     assert learned(chat, CHAT) == ["Hello<|im_end|>", "Fine<|im_end|>"]
     check_template(chat.tokenizer)
+    chat.tokenizer.chat_template = {"default": TEMPLATES["parts"], "tool_use": TEMPLATES["parts"]}  # as Hermes 3 has
+    assert learned(chat, CHAT) == ["Hello<|im_end|>", "Fine<|im_end|>"]
 
 
 def test_a_template_may_be_a_file_and_has_to_write_the_answer(tmp_path: Any) -> None:
