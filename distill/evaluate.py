@@ -92,8 +92,7 @@ class Evaluation:
         if self.suite.score is not None:  # the texts are those of the last temperature, 0
             scored = list(zip(self.prompts, texts))[: settings.accuracy_prompts]
             marks = [self.suite.score(prompt, self.session.text(ids[start:])) for prompt, (ids, start) in scored]
-        corpus = self.context.corpus  # of plain text every token is a label
-        chat = corpus.tokenizer.chat_template and self.full.data.chat is not False and corpus.test[0]["labels"][0] < 0
+        corpus = self.context.corpus
         return {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "target": {
@@ -109,7 +108,7 @@ class Evaluation:
             "analysis": analysis | {"curves": {name: points for name, points in curves.items() if points}},
             "samples": samples,
             "machine": self.session.facts() | {"dtype": self.full.target.dtype},
-            "trained_with": serving_facts(self.target, self.run.target, corpus.tokenizer, chat=bool(chat)),
+            "trained_with": serving_facts(self.target, self.run.target, corpus.tokenizer, chat=corpus.chat),
         }
 
     # -- texts and acceptance --------------------------------------------------------------------------------------
@@ -182,7 +181,7 @@ class Evaluation:
     # -- decoding --------------------------------------------------------------------------------------------------
 
     @property
-    def timed(self) -> list[str]:
+    def decoded(self) -> list[str]:
         """The drafts that are decoded with: all but an untrained head."""
         return [name for name in self.models if name != self.run.start or not self.full.student.is_head]
 
@@ -190,7 +189,7 @@ class Evaluation:
         """Returns the exported draft's costs, and the speedup that they predict for every draft length."""
         longest, trees = max(LONGEST, *self.settings.draft_lengths), self.full.student.is_head
         with as_current(self.bar.add("costs of forwards")):
-            self.session.measure_costs(self.session.items(self.suite), self.timed, longest=longest, trees=trees)
+            self.session.measure_costs(self.session.items(self.suite), self.decoded, longest=longest, trees=trees)
         cost = self.session.costs[self.best][1]
         predicted = {name: speedups_by_length(own, cost, longest) for name, own in greedy.items()}
         speedups = predicted[self.best]
@@ -211,7 +210,7 @@ class Evaluation:
         Trees of heads are as deep as the longest chain.
         """
         lengths, heads = sorted({*self.settings.draft_lengths, best[self.best] or 1}), self.full.student.is_head
-        chains = [(name, k) for name in self.timed for k in (lengths if name == self.best else [best[name] or 1])]
+        chains = [(name, k) for name in self.decoded for k in (lengths if name == self.best else [best[name] or 1])]
         depth, found = max(k for _, k in chains), []
         for temperature in self.settings.temperatures:
             for name, k in chains:

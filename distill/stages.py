@@ -80,7 +80,7 @@ class RunDir:
         return max(self.trained, key=lambda name: self.best(name)[1]) if choose == "best" else choose
 
     def best(self, name: str) -> tuple[dict[str, float], float]:
-        """Return the validation that a draft's weights are of, and its α, of heads its length, by which it is best."""
+        """Return a draft's best validation, whose weights were kept, and its value: α, or a head's accepted length."""
         by = "accepted_length" if self.start == START[1] else "alpha"
         found = [(at, at.get(by, at["alpha"])) for at in self.draft_record(name).history if "alpha" in at]
         return max(found, key=lambda one: one[1], default=({}, 0.0))

@@ -44,7 +44,7 @@ from distill.data.sources import SPLITS, SourceRows, load_rows, sentences
 from distill.data.tokenizer import train_tokenizer
 from distill.files import checksum, files_state, fingerprint, replaced, write_json
 
-VERSION = 5  # raised when a change of the code changes which examples are made of the same rows, or what is kept
+VERSION = 6  # raised when a change of the code changes which examples are made of the same rows, or what is kept
 PATIENCE = 600.0  # seconds for which another process may find data of process 0 that differ from its own
 BATCH = 1000  # rows tokenised together
 A_PROCESS = 5000  # rows for which starting one more process pays
@@ -69,6 +69,7 @@ class Corpus:
         tokenizer: Of the target.
         fingerprint: Hash of the settings, the tokenizer and every token id and label.
         answered: Whether the examples have responses; if not, the target has to answer them.
+        chat: Whether prompts are written by the chat template.
         notes: What was left out and why.
     """
 
@@ -78,6 +79,7 @@ class Corpus:
     test: Dataset
     fingerprint: str
     answered: bool = True
+    chat: bool = False
     notes: list[str] = field(default_factory=list)
 
 
@@ -168,6 +170,7 @@ def load_corpus(
         **splits,
         fingerprint=digest.hexdigest(),
         answered=not settings.from_target,
+        chat=chat is not None,
         notes=rows.notes,
     )
 
@@ -317,7 +320,7 @@ def kept_corpus(
         for split in SPLITS:
             getattr(corpus, split).save_to_disk(str(aside / split))
         corpus.tokenizer.save_pretrained(aside / "tokenizer")
-        about = {name: getattr(corpus, name) for name in ("fingerprint", "answered", "notes")}
+        about = {name: getattr(corpus, name) for name in ("fingerprint", "answered", "chat", "notes")}
         write_json(aside / "corpus.json", {"key": key, "files": _checksums(aside), "about": about})
     return there() or corpus
 

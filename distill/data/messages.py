@@ -75,13 +75,13 @@ def read_messages(value: Any) -> tuple[list[dict[str, Any]], list[str]]:
         if not isinstance(content, str):
             raise UnusableRow("with content that is not text")
         if role == "function_call":  # ShareGPT's
-            called, role, content = [{"type": "function", "function": _json(content)}], "assistant", ""
+            called, role, content = [{"type": "function", "function": _json(content) or {}}], "assistant", ""
         role = ROLES.get(role.lower(), role.lower())
         if place == 0 and role == "assistant" and "from" in raw:
             continue
         if role == "user" and not content.strip():
             raise UnusableRow("with an empty user's turn")
-        for call in message.pop("tool_calls", called if called[0]["function"] is not None else ()):
+        for call in message.pop("tool_calls", None) or (called if called[0]["function"] is not None else ()):
             function = call.get("function") if isinstance(call, dict) else None
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
                 raise UnusableRow("with a tool call that names no function")

@@ -89,8 +89,9 @@ def _answered(
         if settings.server.engine:
             return answered_by_vllm(settings, seed, ends, Path(path), limit, dtype)
         if settings.server.urls:
-            data, chats = context.settings.data, tokenizer.chat_template and context.settings.data.chat is not False
-            chat = ChatFormat(tokenizer, data.system, data.template_args, sorted(ends)) if chats else None
+            data, chat = context.settings.data, None
+            if context.corpus.chat:
+                chat = ChatFormat(tokenizer, data.system, data.template_args, sorted(ends))
             return answered_by_servers(settings, seed, tokenizer, ends, chat)
         model = target if target.dtype == DTYPES[dtype] else context.open_target(path, dtype)
         return answered_here(context.at_work(model), settings, seed, ends)

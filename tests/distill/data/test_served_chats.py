@@ -277,6 +277,10 @@ def test_speakers_calls_and_keys_of_published_chats() -> None:
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
     assert messages[1]["tool_calls"][0]["function"] == {"name": "w", "arguments": {"c": 1}}
     assert notes == []
+    old = {"role": "assistant", "content": None, "tool_calls": [], "function_call": {"name": "w", "arguments": "{}"}}
+    assert read_messages([USER, old])[0][1]["tool_calls"][0]["function"] == {"name": "w", "arguments": {}}
+    with pytest.raises(UnusableRow, match="names no function"):
+        read_messages([{"from": "human", "value": "Rome?"}, {"from": "function_call", "value": "{name"}])
     _, notes = chat_turns(format_of("qwen3", enable_thinking=False), [USER, HELLO | {"mood": "good"}])
     assert notes == ["with a message's 'mood', which is not used"]
     kept, notes = read_messages([USER, HELLO, AGAIN, {"role": "assistant", "content": None, "reasoning": "hm"}])
