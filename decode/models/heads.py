@@ -41,68 +41,50 @@ class RMSNorm(nn.Module):
 
 
 class HeadLayer(nn.Module):
-    """The decoder layer. EAGLE-1's has no norm before its attention; EAGLE-3's attention reads twice the width."""
+    """A decoder layer of a head, whose attention reads `inputs` states side by side.
 
-    def __init__(self, config: LlamaConfig, version: int) -> None:
+    EAGLE-1's has no norm before its attention; EAGLE-3's norms the embedding and the state apart.
+    """
+
+    def __init__(self, config: Any, inputs: int = 1, norms: Sequence[str] = (), *, qk_norm: bool = False) -> None:
         super().__init__()
         width, d = config.hidden_size, config.head_dim
         queries, keys = config.num_attention_heads * d, config.num_key_value_heads * d
         self.self_attn = nn.Module()
         for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-            setattr(self.self_attn, name, nn.Linear(width if version == 1 else 2 * width, rows, bias=False))
+            setattr(self.self_attn, name, nn.Linear(inputs * width, rows, bias=False))
         self.self_attn.o_proj = nn.Linear(queries, width, bias=False)
-        for name in ("q_norm", "k_norm") if getattr(config, "qk_norm", False) else ():
+        for name in ("q_norm", "k_norm") if qk_norm else ():
             setattr(self.self_attn, name, RMSNorm(d, config.rms_norm_eps))
         self.mlp = LlamaMLP(config)
-        if version == 3:
-            self.input_layernorm = RMSNorm(width, config.rms_norm_eps)
-            self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(width, config.rms_norm_eps)
+        for name in (*norms, "post_attention_layernorm"):
+            setattr(self, name, RMSNorm(width, config.rms_norm_eps))
 
 
-class FeatureHead(nn.Module):
-    """An EAGLE-1 or EAGLE-3 head, without what it shares with the target (embedding, EAGLE-1's output head).
+class DraftHead(nn.Module):
+    """What all heads on a target's hidden states have: which states they read, and which tokens they draft.
 
     Attributes:
-        version: 1 or 3.
+        config: shape and `captured_layers`.
+        version: 1 or 3 of EAGLE, or ``dflash`` or ``dspark``.
         captured_layers: indices into the target's hidden states whose concatenation is the feature: i is the state
             that enters layer i, and the number of layers is the last one, after the final norm.
-        normed_states: whether states are normed before the next step reads them, not only before the output head.
-        normed_residual: whether the residual of EAGLE-3's layer is its normed input.
-        embed_tokens: an embedding of the head's own, where its file has one.
-
-    Args:
-        config: shape, version and `captured_layers` (see `head_config`).
     """
 
     d2t: Tensor
     t2d: Tensor
+    version: int | str
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
-        self.version = 3 if config.architectures[0] == ARCHITECTURES[3] else 1
         self.captured_layers: tuple[int, ...] = tuple(config.captured_layers)
-        self.embed_tokens: nn.Embedding | None = None
-        self.normed_states: bool = getattr(config, "norm_output", False)
-        self.normed_residual: bool = getattr(config, "norm_before_residual", False)
-        width, eps = config.hidden_size, config.rms_norm_eps
-        self.rotary = LlamaRotaryEmbedding(config)
-        if self.version == 1:
-            self.fc = nn.Linear(2 * width, width, bias=getattr(config, "bias", True))
-            self.layers = nn.ModuleList([HeadLayer(config, 1)])
-        else:
-            if getattr(config, "norm_before_fc", False):
-                self.input_norm = RMSNorm(self.feature_width, eps)
-            if getattr(config, "fc_norm", False):
-                self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden_size, eps) for _ in self.captured_layers)
-            self.fc = nn.Linear(self.feature_width, width, bias=False)
-            self.midlayer = HeadLayer(config, 3)
-            self.norm = RMSNorm(width, eps)
-            self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
-        if self.version == 3 or self.reduced:
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-            self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+
+    def _add_tables(self) -> None:
+        """Tables of a reduced vocabulary, which drafts the first ids until `set_vocabulary` is called."""
+        config = self.config
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
 
     @property
     def reduced(self) -> bool:
@@ -111,14 +93,9 @@ class FeatureHead(nn.Module):
         return size is not None and size < self.config.vocab_size
 
     @property
-    def layer(self) -> Any:
-        """The decoder layer."""
-        return self.layers[0] if self.version == 1 else self.midlayer
-
-    @property
     def feature_width(self) -> int:
         """Width of the concatenated target states."""
-        return len(self.captured_layers) * self.config.target_hidden_size
+        return len(self.captured_layers) * int(self.config.target_hidden_size)
 
     def draft_ids(self) -> Tensor | None:
         """The target's ids of the head's logits, ``[draft vocab]``, or None if they are the same."""
@@ -128,6 +105,50 @@ class FeatureHead(nn.Module):
         """Draft these target ids only (long, ascending, as many as the head has logits)."""
         self.d2t.copy_(ids - torch.arange(len(ids)))
         self.t2d.zero_()[ids] = True
+
+
+class FeatureHead(DraftHead):
+    """An EAGLE-1 or EAGLE-3 head, without what it shares with the target (embedding, EAGLE-1's output head).
+
+    Attributes:
+        version: 1 or 3.
+        normed_states: whether states are normed before the next step reads them, not only before the output head.
+        normed_residual: whether the residual of EAGLE-3's layer is its normed input.
+        embed_tokens: an embedding of the head's own, where its file has one.
+
+    Args:
+        config: shape, version and `captured_layers` (see `head_config`).
+    """
+
+    version: int
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.version = 3 if config.architectures[0] == ARCHITECTURES[3] else 1
+        self.embed_tokens: nn.Embedding | None = None
+        self.normed_states: bool = getattr(config, "norm_output", False)
+        self.normed_residual: bool = getattr(config, "norm_before_residual", False)
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.rotary, qk_norm = LlamaRotaryEmbedding(config), bool(getattr(config, "qk_norm", False))
+        if self.version == 1:
+            self.fc = nn.Linear(2 * width, width, bias=getattr(config, "bias", True))
+            self.layers = nn.ModuleList([HeadLayer(config, qk_norm=qk_norm)])
+        else:
+            if getattr(config, "norm_before_fc", False):
+                self.input_norm = RMSNorm(self.feature_width, eps)
+            if getattr(config, "fc_norm", False):
+                self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden_size, eps) for _ in self.captured_layers)
+            self.fc = nn.Linear(self.feature_width, width, bias=False)
+            self.midlayer = HeadLayer(config, 2, ("input_layernorm", "hidden_norm"), qk_norm=qk_norm)
+            self.norm = RMSNorm(width, eps)
+            self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+        if self.version == 3 or self.reduced:
+            self._add_tables()
+
+    @property
+    def layer(self) -> Any:
+        """The decoder layer."""
+        return self.layers[0] if self.version == 1 else self.midlayer
 
     def normed(self, features: Tensor) -> Tensor:
         """Target features ``[..., feature width]`` as EAGLE-3's fusion reads them."""
