@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.errors import UserError, read_json
 from decode.models.head_files import load_head, save_head
-from decode.models.heads import FeatureHead, head_config
+from decode.models.heads import DraftHead, FeatureHead, head_config
 from decode.models.loading import DTYPES, check_tokenizers, gguf_file, load_model, load_tokenizer, stop_ids
 from decode.models.wrapped import adapter_base
 from decode.models.writing import write_texts
@@ -49,7 +49,7 @@ class StageResult:
     """A finished stage: a model to be saved with its tokenizer, or a folder to be linked to."""
 
     record: StageRecord
-    model: PreTrainedModel | FeatureHead | None = None
+    model: PreTrainedModel | DraftHead | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     source: Path | None = None
 
@@ -60,7 +60,7 @@ class StageResult:
             return
         assert self.model is not None
         assert self.tokenizer is not None
-        if isinstance(self.model, FeatureHead):
+        if isinstance(self.model, DraftHead):
             folder.mkdir(parents=True)
             save_head(self.model, folder)
         else:
@@ -246,7 +246,7 @@ def distil(context: StageContext, draft: DraftSettings, key: str) -> StageResult
     objective = objective_of(draft, steps)
     module: DistillModule
     if full.student.is_head:
-        head = load_head(run.path("initial")).train()
+        head = cast(FeatureHead, load_head(run.path("initial")).train())
         data = prepare(context, objective, draft.on_policy, head=head, selector=draft.reference)
         module = HeadModule(
             head, training, steps, target=data.teacher, settings=full.student, objective=objective, seed=seed
@@ -330,8 +330,8 @@ def _row_length(context: StageContext, module: TrainingModule) -> int | None:
     if wanted is None:
         return None
     models: list[Any] = [module.model, getattr(getattr(module, "target", None), "model", None)]
-    if isinstance(module.model, FeatureHead):
-        reason = "feature heads read one text a row"
+    if isinstance(module.model, DraftHead):
+        reason = "heads read one text a row"
     elif isinstance(module, CausalLMModule) and module.layerskip is not None:
         reason = "LayerSkip drops layers of whole rows"
     elif not all(model is None or keeps_apart(model) for model in models):

@@ -347,7 +347,7 @@ def open_draft(
     """A draft model, on the target's device and in its number format, after their tokenizers have been compared.
 
     Args:
-        name: folder or Hub name of a language model, or of a feature head of this target.
+        name: folder or Hub name of a language model, or of a head of this target.
         target: the target.
         tokenizer: the target's tokenizer.
         vocabulary: for a draft whose tokenizer differs from the target's: ``same`` refuses it, ``intersection`` makes

@@ -19,7 +19,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from decode.draft import Draft
 from decode.errors import UserError
-from decode.models.heads import FeatureHead
+from decode.models.heads import DraftHead
 from decode.models.huggingface_runner import HuggingFaceRunner
 from decode.models.runner import Cache, Output, Runner, WrappedRunner
 
@@ -166,7 +166,7 @@ class ForeignDraft:
         return self.model.generation_config
 
 
-DraftModel = PreTrainedModel | FeatureHead | ForeignDraft  # what can draft for a target, besides its own layers
+DraftModel = PreTrainedModel | DraftHead | ForeignDraft  # what can draft for a target, besides its own layers
 
 
 class ForeignCache(Cache):

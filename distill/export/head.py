@@ -8,7 +8,7 @@ the target's. EAGLE-1 heads keep the names of the official checkpoints, which SG
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -59,7 +59,7 @@ def export_head(
     """
     out_dir = Path(out_dir)
     target = load_model(target_dir, device="cpu", dtype="float32", trust_remote_code=trust_remote_code)
-    head = load_head(head_dir, target)
+    head = cast(FeatureHead, load_head(head_dir, target))
     check_export_path(out_dir, head.version)
     length = draft_length(profile)
     tokenizer = load_tokenizer(target_dir, trust_remote_code=trust_remote_code)

@@ -1,0 +1,218 @@
+"""Block heads in files: ours, and those of other projects, each of which drafts what the head drafts that it holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode.errors import UserError
+from decode.models.block_head import BlockHead, block_config
+from decode.models.head_files import is_head, load_head, save_head
+
+DRAFTED, MASK = 24, 47  # tokens of a reduced vocabulary; the token in the slots
+
+
+@pytest.fixture(scope="module")
+def target(tiny) -> PreTrainedModel:  # type: ignore[no-untyped-def]
+    return tiny("llama", num_hidden_layers=6)
+
+
+def make(target: PreTrainedModel, version: str, **options: Any) -> BlockHead:
+    """A random head; DSpark with all that it may have."""
+    torch.manual_seed(5)
+    given: dict[str, Any] = {"layers": 2, "block": 5, "mask_id": MASK, "target_layers": [1, 2, 4]}
+    given |= {"markov_rank": 8, "confidence": True} if version == "dspark" else {}
+    head = BlockHead(block_config(target.config, version, **(given | options)))
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight += 0.1 * torch.randn(weight.shape)
+    if head.reduced:
+        head.set_vocabulary(torch.arange(0, 2 * DRAFTED, 2))
+    return head.eval()
+
+
+@torch.no_grad()
+def drafted(head: BlockHead, target: PreTrainedModel) -> Tensor:
+    """Logits of all drafted tokens of a text."""
+    ids = (torch.arange(12)[None] * 7 + 1) % 40
+    states = target(ids, output_hidden_states=True).hidden_states
+    features = torch.cat([states[layer] for layer in head.captured_layers], -1)
+    return torch.stack(head.teacher_forced(target, ids, features, head.drafts))
+
+
+def shared(head: BlockHead, target: PreTrainedModel) -> dict[str, Tensor]:
+    """Copies of the target's embedding and output head, as files of other projects hold them."""
+    rows, ids = target.get_output_embeddings().weight.detach(), head.draft_ids()
+    embedding = target.get_input_embeddings().weight.detach().clone()
+    return {"embed_tokens.weight": embedding, "lm_head.weight": (rows if ids is None else rows[ids]).clone()}
+
+
+SHAPE = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "max_position_embeddings", "rms_norm_eps",
+)  # fmt: skip
+
+
+def publish(folder: Path, head: BlockHead, target: PreTrainedModel, format: str) -> dict[str, Any]:
+    """Write a head as another project does; returns config.json."""
+    config, layers = head.config.to_dict(), [layer - 1 for layer in head.captured_layers]
+    shape = {key: config[key] for key in SHAPE} | {"model_type": "qwen3"}
+    old_rope = {"rope_theta": config["rope_parameters"]["rope_theta"], "rope_scaling": None}
+    markov: dict[str, Any] = {}
+    if head.markov_head is not None:
+        names = "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"
+        markov = {key: config[key] for key in names}
+    state = {key: tensor.clone() for key, tensor in head.state_dict().items()}
+    if format == "z-lab":
+        slots = {"target_layer_ids": layers, "mask_token_id": MASK}
+        fields = shape | old_rope | {"architectures": ["DFlashDraftModel"], "block_size": 5, "dflash_config": slots}
+        fields |= {"num_target_layers": 6, "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}
+    elif format == "DeepSpec":
+        fields = shape | old_rope | markov | {"architectures": ["Qwen3DSparkModel"], "block_size": 5}
+        fields |= {"target_layer_ids": layers, "mask_token_id": MASK}
+    elif format == "SpecForge":
+        slots = {"target_layer_ids": layers, "mask_token_id": MASK, "projector_type": "dspark", "block_size": 5}
+        fields = shape | old_rope | {"architectures": ["DSparkDraftModel"], "dflash_config": slots | markov}
+    elif format == "vLLM":
+        fields = shape | {"architectures": ["DFlashDraftModel"], "rope_parameters": config["rope_parameters"]}
+        fields |= {"eagle_aux_hidden_state_layer_ids": list(head.captured_layers), "is_causal": False, "block_size": 5}
+        fields |= {"mask_token_id": MASK, "draft_vocab_size": config["draft_vocab_size"], "target_layer_ids": [0, 1, 2]}
+        state = {key.replace("d2t", "draft_id_to_target_id"): tensor for key, tensor in state.items()}
+    else:
+        fields = {
+            "architectures": [f"{head.version}Speculator"],
+            "speculators_model_type": head.version,
+            "transformer_layer_config": shape | {"rope_parameters": config["rope_parameters"]},
+            "aux_hidden_state_layer_ids": list(head.captured_layers),
+            "block_size": 5,
+            "mask_token_id": MASK,
+            "draft_vocab_size": config["draft_vocab_size"],
+            "sliding_window_non_causal": False,
+            "speculators_config": {"algorithm": head.version, "verifier": {"name_or_path": "target"}},
+        } | markov
+        if head.from_anchor:
+            fields["sample_from_anchor"] = True
+        state |= shared(head, target) | {"verifier_norm.weight": torch.ones(32)}
+    (folder / "config.json").write_text(json.dumps(fields))
+    save_file(state, folder / "model.safetensors")
+    return fields
+
+
+HEADS: dict[str, dict[str, Any]] = {
+    "DFlash": {"version": "dflash"},
+    "DFlash that drafts in slot 0": {"version": "dflash", "from_anchor": True},
+    "DSpark": {"version": "dspark"},
+    "DSpark, gated": {"version": "dspark", "markov_kind": "gated", "draft_vocab": DRAFTED},
+    "DSpark, rnn, fill-in": {"version": "dspark", "markov_kind": "rnn", "from_anchor": False},
+    "DSpark without Markov head": {"version": "dspark", "markov_rank": 0},
+    "reduced vocabulary": {"version": "dflash", "draft_vocab": DRAFTED},
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_saved_head_drafts_as_before(name: str, target: PreTrainedModel, tmp_path: Path) -> None:
+    head = make(target, **HEADS[name])
+    head.temperatures = [1.5, 0.5]
+    save_head(head, tmp_path)
+    assert is_head(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dflash_config"]["target_layer_ids"] == [1, 2, 4]
+    again = load_head(tmp_path, target)
+    assert isinstance(again, BlockHead)
+    assert (again.version, again.drafts, again.temperatures) == (head.version, head.drafts, [1.5, 0.5])
+    assert load_head(tmp_path).state_dict().keys() == head.state_dict().keys()
+    assert drafted(again, target).equal(drafted(head, target))
+    save_head(again, tmp_path)
+    assert drafted(load_head(tmp_path, target), target).equal(drafted(head, target))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("format", "name"),
+    [
+        ("z-lab", "DFlash"),
+        ("vLLM", "reduced vocabulary"),
+        ("DeepSpec", "DSpark"),
+        ("SpecForge", "DSpark"),
+        ("speculators", "DFlash"),
+        ("speculators", "DFlash that drafts in slot 0"),
+        ("speculators", "reduced vocabulary"),
+        ("speculators", "DSpark, gated"),
+        ("speculators", "DSpark, rnn, fill-in"),
+    ],
+)
+def test_a_published_head_drafts_as_it_does_there(format: str, name: str, target: PreTrainedModel, tmp_path) -> None:
+    head = make(target, **HEADS[name])
+    publish(tmp_path, head, target, format)
+    assert is_head(tmp_path)
+    again = load_head(tmp_path, target)
+    assert isinstance(again, BlockHead)
+    assert (again.version, again.from_anchor) == (head.version, head.from_anchor)
+    assert drafted(again, target).equal(drafted(head, target))
+    save_head(again, tmp_path)  # in our layout
+    assert drafted(load_head(tmp_path, target), target).equal(drafted(head, target))  # type: ignore[arg-type]
+
+
+def test_copies_of_the_target_are_read_in_either_number_format(target: PreTrainedModel, tmp_path: Path) -> None:
+    head = make(target, "dflash", draft_vocab=DRAFTED)
+    copies = {key: tensor.half() for key, tensor in shared(head, target).items()}
+    save_head(head, tmp_path, copies)
+    assert isinstance(load_head(tmp_path, target), BlockHead)
+    with pytest.raises(UserError, match=r"copy of its target's lm_head\.weight|embed_tokens.*together with its target"):
+        load_head(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("format", "fields", "told"),
+    [
+        ("DeepSpec", {"target_layer_ids": [1, 2, 5]}, r"after layers \[1, 2, 5\] of a target of 6 layers.*the last"),
+        ("DeepSpec", {"target_layer_ids": [1, 4, 2]}, r"after layers \[1, 4, 2\].*ascending"),
+        ("DeepSpec", {"target_layer_ids": [-1, 2, 4]}, r"after layers \[-1, 2, 4\]"),
+        ("speculators", {"aux_hidden_state_layer_ids": [2, 3, 6]}, r"after layers \[1, 2, 5\]"),
+        ("DeepSpec", {"target_layer_ids": None}, "does not say its target_layer_ids"),
+        ("DeepSpec", {"block_size": None}, "does not say its block_size"),
+        ("DeepSpec", {"layer_types": ["full_attention", "sliding_attention"]}, "a sliding window"),
+        ("DeepSpec", {"use_sliding_window": True, "sliding_window": 8}, "a sliding window"),
+        ("DeepSpec", {"dflash_config": {"use_swa": True}}, "a sliding window"),
+        ("DeepSpec", {"is_causal": True}, "causal blocks"),
+        ("DeepSpec", {"dflash_config": {"causal": True}}, "causal blocks"),
+        ("DeepSpec", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config.*fp8"),
+        ("DeepSpec", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type dynamic"),
+        ("DeepSpec", {"partial_rotary_factor": 0.5}, "partial rotation"),
+        ("DeepSpec", {"is_neox_style": False}, "rotation of neighbouring elements"),
+        ("DeepSpec", {"markov_head_type": "lstm"}, "markov_head_type lstm, expected one of vanilla, gated, rnn"),
+        ("DeepSpec", {"markov_head_type": "gated"}, r"dspark head of 2 Qwen3 layers: it lacks .*gate_proj"),
+        ("DeepSpec", {"markov_rank": 0}, r"has .*markov_w1.* beside it"),
+        ("DeepSpec", {"num_hidden_layers": 1}, r"layers\.1\..* beside it"),
+        ("DeepSpec", {"vocab_size": 99}, "99 tokens; this target has"),
+    ],
+)
+def test_what_is_not_computed_here_is_refused(format, fields, told: str, target: PreTrainedModel, tmp_path) -> None:
+    published = publish(tmp_path, make(target, "dspark"), target, format)
+    (tmp_path / "config.json").write_text(json.dumps(published | fields))
+    assert is_head(tmp_path)
+    with pytest.raises(UserError, match=told):
+        load_head(tmp_path, target)
+
+
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight"])
+def test_an_output_head_or_embedding_of_its_own_is_refused(name: str, target: PreTrainedModel, tmp_path: Path) -> None:
+    publish(tmp_path, make(target, "dflash", draft_vocab=DRAFTED), target, "speculators")
+    file = tmp_path / "model.safetensors"
+    state = load_file(file)
+    save_file(state | {name: state[name] + 0.1}, file)
+    with pytest.raises(UserError, match=f"{name} of .* is not the target's"):
+        load_head(tmp_path, target)
+
+
+def test_a_confidence_head_that_is_declared_and_absent_is_refused(target: PreTrainedModel, tmp_path: Path) -> None:
+    publish(tmp_path, make(target, "dspark"), target, "DeepSpec")
+    file = tmp_path / "model.safetensors"
+    save_file({key: tensor for key, tensor in load_file(file).items() if "confidence" not in key}, file)
+    with pytest.raises(UserError, match=r"it lacks .*confidence_head\.proj"):
+        load_head(tmp_path, target)
