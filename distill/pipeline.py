@@ -154,6 +154,7 @@ def measure(context: StageContext) -> dict[str, Any]:
         "length": draft_length(profile),
         "token_map": (run.export / TOKEN_MAP).exists(),
         "gguf_type": (settings.export.gguf or ["f32"])[0],
+        "unserved": list(read_json(run.export / "speculation_profile.json").get("unserved") or ()),
     }
     write_report(run.folder, report)
     report = read_json(run.folder / "report.json")

@@ -7,7 +7,7 @@ here is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 from decode.errors import UserError
 from decode.models.block_head import BLOCK_ARCHITECTURES, MARKOV_KINDS, BlockHead
 from decode.models.families import ROPE_TYPES
-from decode.models.heads import ARCHITECTURES, default_captured_layers
+from decode.models.heads import ARCHITECTURES, DraftHead, default_captured_layers
 
 OTHERS = ("P-EAGLE", "Domino", "Medusa", "MTP", "MLPSpeculator")
 """Formats of drafts that are no heads of these kinds, which have these in the names of their config.json."""
@@ -26,12 +26,15 @@ DSPARK = "Qwen3DSparkModel"  # the architecture of DSpark heads that vLLM and SG
 NESTED = ("transformer_layer_config", "model", "dflash_config", "dspark_config")
 """Parts of config.json that are read as if their keys stood beside them (of speculators, vLLM's EAGLEConfig, z-lab and
 DeepSpec)."""
-KEPT = (
+SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "hidden_act",
-    "max_position_embeddings", "rms_norm_eps", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "block_size",
-    "mask_token_id", "confidence_temperatures", "num_assistant_tokens",
+    "max_position_embeddings", "rms_norm_eps", "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
+SHAPE = (*SIZES, "num_key_value_heads", "head_dim", "rope_parameters", "layer_types", "attention_bias")
+KEPT = (*SIZES, "dtype", "block_size", "mask_token_id", "confidence_temperatures", "num_assistant_tokens")
 """Keys of a block head's config.json that are taken over as they are."""
+SCALES = ("output_multiplier", "final_logit_softcapping", "attention_value_scale", "use_gemma_norm")
+"""Keys of block heads that are computed otherwise, where they are set."""
 NEXT = "take another head of this target, or train one (student.kind: eagle3, dflash or dspark)"
 
 
@@ -137,7 +140,7 @@ def block_config_of(
         "a sliding window": windows or fields.get("use_swa"),
         "causal blocks": fields.get("is_causal") or fields.get("causal"),
         f"markov_head_type {kind}, expected one of {', '.join(MARKOV_KINDS)},": kind not in MARKOV_KINDS,
-    }
+    } | {f"{key} {fields.get(key)}": fields.get(key) not in (None, False, 1) for key in SCALES}
     confidence, declared = state.get("confidence_head.proj.weight"), fields.get("enable_confidence_head")
     rows = len(state["d2t"]) if "d2t" in state else vocab
     changes = _common(fields, other, name) | {
@@ -162,11 +165,56 @@ def block_config_of(
 def block_fields(head: BlockHead) -> dict[str, Any]:
     """The config.json of a block head as vLLM and SGLang read it, with our own keys."""
     layers = [layer - 1 for layer in head.captured_layers]
-    fields = head.config.to_dict() | {
-        "dflash_config": {"target_layer_ids": layers, "mask_token_id": head.mask_id},
-        "confidence_temperatures": head.temperatures,
-    }
+    slots = {"target_layer_ids": layers, "mask_token_id": head.mask_id, "sample_from_anchor": head.from_anchor}
+    fields = head.config.to_dict() | {"dflash_config": slots, "confidence_temperatures": head.temperatures}
     return fields | ({"architectures": [DSPARK], "target_layer_ids": layers} if head.version == "dspark" else {})
+
+
+def speculators_fields(head: BlockHead, target: str) -> dict[str, Any]:
+    """The config.json of a block head as speculators writes it, for a target of this name."""
+    kind, config = {"dflash": "DFlash", "dspark": "DSpark"}[str(head.version)], head.config.to_dict()
+    named = ["block_size", "mask_token_id", "draft_vocab_size", "sample_from_anchor", "dtype"]
+    if head.version == "dspark":
+        named += ["markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"]
+    layer = {key: config[key] for key in SHAPE}
+    return {key: config[key] for key in named} | {
+        "architectures": [f"{kind}DraftModel"],
+        "speculators_model_type": head.version,
+        "transformer_layer_config": layer | {"model_type": "qwen3", "tie_word_embeddings": False},
+        "aux_hidden_state_layer_ids": list(head.captured_layers),
+        "target_hidden_size": None,
+        "sliding_window_non_causal": True,  # vLLM makes full attention causal where it is false
+        "tie_word_embeddings": False,
+        "confidence_temperatures": head.temperatures,
+        "speculators_config": {
+            "algorithm": head.version,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": head.drafts}],
+            "verifier": {"name_or_path": target, "architectures": []},
+        },
+    }
+
+
+def unserved(head: DraftHead) -> dict[str, str]:
+    """Engines that do not run a block head as it was trained, each with the reason; of EAGLE's heads none is named.
+
+    Most of them would not say so: they skip tensors and keys that they do not know.
+    """
+    if not isinstance(head, BlockHead):
+        return {}
+    markov, every = head.markov_head, ("vllm", "sglang", "llama.cpp")
+    kind, spark = "vanilla" if markov is None else markov.kind, head.version == "dspark"
+    joined = head.confidence_head is None or head.config.confidence_head_with_markov
+    why: dict[str, tuple[bool, Sequence[str]]] = {
+        "its confidence head does not read the Markov head": (not joined, ["llama.cpp"]),
+        f"it drafts {head.config.draft_vocab_size:,} of {head.config.vocab_size:,} tokens": (
+            head.reduced, ["sglang"] if spark else ["sglang", "llama.cpp"],
+        ),
+        f"its Markov head is {kind}": (kind != "vanilla", ["vllm", "llama.cpp"]),
+        "a DSpark head without a Markov head is not known there": (spark and markov is None, every),
+        "a DFlash head that drafts in its first slot is not known there": (head.from_anchor and not spark, every),
+    }  # fmt: skip
+    return {engine: reason for reason, (there, engines) in why.items() if there for engine in engines}
 
 
 def _flat(fields: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,9 @@ class ExportSettings:
     """Name of the draft that is exported and leads the report, or best: the one with the highest acceptance rate on the
     validation examples, of heads with the largest accepted length. Reported figures are measured on the test examples
     in each case."""
+    format: Literal["native", "speculators"] = "native"
+    """Layout of an exported block head: native, which vLLM, SGLang and llama.cpp's converter read, or that of vLLM's
+    speculators, which trains it further. All else is native."""
     dtype: Literal["keep", "float32", "bfloat16", "float16"] = "keep"
     """Number format of the exported weights; keep: as trained."""
     gguf: list[Literal["f32", "f16", "bf16", "q8_0"]] = field(default_factory=list)

@@ -21,15 +21,17 @@ from transformers import (
 
 from decode.engines.gguf import convert, find_converter
 from decode.errors import UserError
+from decode.models.head_configs import unserved
 from decode.models.head_files import is_head
+from decode.models.heads import DraftHead
 from decode.models.loading import check_tokenizers, load_config, load_model, load_tokenizer
 from distill.config.run import ExportSettings
 from distill.export.model_card import write_card
 from distill.files import replaced, save_tokenizer
 
 # vLLM derives a speculative method from parts of the draft's path, even when the method is given: those that are wrong
-# for a plain draft model, and for a feature head by its version of EAGLE.
-SNIFFED_NAMES: dict[int | None, list[str]] = {None: ["eagle-", "eagle3", "dflash", "dspark"], 1: ["eagle3"], 3: []}
+# for a plain draft model, and for an EAGLE-1 head.
+SNIFFED_NAMES: dict[int | str | None, list[str]] = {None: ["eagle-", "eagle3", "dflash", "dspark"], 1: ["eagle3"]}
 NEVER = -1e4  # bias of padded ids: below any real logit, within the range of float16
 # Texts that pre-tokenisers and normalisers with the same vocabulary split differently.
 PROBE_TEXTS = (
@@ -120,17 +122,17 @@ def export_draft(
     return out_dir
 
 
-def check_export_path(out_dir: str | Path, version: int | None = None) -> None:
+def check_export_path(out_dir: str | Path, version: int | str | None = None) -> None:
     """Refuses a destination that vLLM would take for another method, or that holds something other than a model.
 
     It is cheap, so it is called before training starts.
 
     Args:
         out_dir: Destination.
-        version: Version of EAGLE, 1 or 3, if the draft is a feature head.
+        version: Version of EAGLE, 1 or 3, or dflash or dspark, if the draft is a head.
     """
     path = Path(out_dir).resolve()
-    if sniffed := [name for name in SNIFFED_NAMES[version] if name in str(path).lower()]:
+    if sniffed := [name for name in SNIFFED_NAMES.get(version, []) if name in str(path).lower()]:
         raise UserError(
             f"The export folder {path} contains '{sniffed[0]}', which vLLM takes for another method. Choose a name of "
             "the run or the folder without it."
@@ -267,20 +269,27 @@ def _check_reload(folder: Path, config: PreTrainedConfig, ids: Tensor, source: T
         )
 
 
-def check_gguf(settings: ExportSettings, head: int | None = None) -> None:
+def check_gguf(settings: ExportSettings, head: int | str | DraftHead | None = None) -> None:
     """Refuses GGUF files that cannot be written; cheap, so it is called before training starts.
 
     Args:
         settings: Settings of the export.
-        head: Version of EAGLE, 1 or 3, if the draft is a feature head.
+        head: The head, or its version of EAGLE (1 or 3), dflash or dspark, if the draft is one.
 
     Raises:
-        UserError: The converter is not installed, or does not support heads of this version.
+        UserError: The converter is not installed, or does not support such heads or their layout.
     """
     if settings.gguf:
         find_converter()
         if head == 1:
             raise UserError("llama.cpp has no EAGLE-1 heads; train student.kind eagle3, or leave export.gguf empty")
+        if settings.format != "native":
+            raise UserError(
+                f"export.format is {settings.format}, which llama.cpp's converter reads as other heads; choose native, "
+                "or leave export.gguf empty"
+            )
+        if isinstance(head, DraftHead) and (why := unserved(head).get("llama.cpp")):
+            raise UserError(f"llama.cpp does not run this head as it is trained ({why}); leave export.gguf empty")
 
 
 def export_gguf(export: Path, target: Path, settings: ExportSettings) -> list[Path]:

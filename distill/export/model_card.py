@@ -3,9 +3,10 @@
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -17,10 +18,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from decode.bench.page import COLUMNS, cell, markdown
 from decode.engines.gap_causes import weight_fingerprints
 from decode.errors import UserError
-from decode.models.heads import FeatureHead, default_captured_layers
+from decode.models.heads import DraftHead, default_captured_layers
 
 HERE = Path(__file__).parent
-KINDS = {1: "eagle", 3: "eagle3"}  # kinds of feature heads by the version of EAGLE
+KINDS: dict[int | str, str] = {1: "eagle", 3: "eagle3", "dflash": "dflash", "dspark": "dspark"}
+"""Kinds of heads, by their version."""
 TOKEN_MAP = "token_map.pt"  # the ids that an EAGLE-1 head of a reduced vocabulary drafts, as SGLang reads them
 MEASURED = (
     "offline_alpha", "alpha", "accepted_length", "accepted_per_drafted", "speedup", "speedup_vs_generate",
@@ -124,7 +126,7 @@ def speculation_profile(profile: Mapping[str, Any], length: int) -> dict[str, An
 def write_card(
     folder: Path,
     profile: Mapping[str, Any],
-    model: PreTrainedModel | FeatureHead,
+    model: PreTrainedModel | DraftHead,
     target: PreTrainedConfig,
     length: int,
     *,
@@ -132,6 +134,7 @@ def write_card(
     gguf_type: str,
     trained_vocabulary: int = 0,
     notes: Sequence[str] = (),
+    unserved: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Writes speculation_profile.json, with fingerprints of the folder's weights, and README.md.
 
@@ -146,14 +149,16 @@ def write_card(
         gguf_type: Number format of the GGUF files.
         trained_vocabulary: Vocabulary size of a draft model before padding or cutting.
         notes: Further notes on this pair; empty ones are left out.
+        unserved: Engines that do not run the head as it was trained, with the reasons.
     """
     kind, token_map, layers = "draft", False, int(target.get_text_config().num_hidden_layers)
     measured = speculation_profile(profile, length)
-    if isinstance(model, FeatureHead):
+    if isinstance(model, DraftHead):
         kind = measured["method"] = KINDS[model.version]
         token_map = model.version == 1 and model.reduced
     measured["weights"] = weight_fingerprints(folder)
     measured |= {key: profile[key] for key in ("acceptance", "trained_with") if profile.get(key)}
+    measured |= {"unserved": unserved} if unserved else {}
     (folder / "speculation_profile.json").write_text(json.dumps(measured, indent=2) + "\n")
     environment = Environment(loader=FileSystemLoader(HERE), trim_blocks=True, lstrip_blocks=True)
     environment.filters["grouped"] = "{:,}".format
@@ -163,14 +168,22 @@ def write_card(
         vocabulary=target.get_text_config().vocab_size, trained_vocabulary=trained_vocabulary,
         usual_layers=default_captured_layers(layers), parameters=sum(weight.numel() for weight in model.parameters()),
         conditions=profile.get("conditions") or {}, measured=[key for key in MEASURED if profile.get(key) is not None],
-        commands=commands(*names, length, kind, token_map=token_map, gguf_type=gguf_type), notes=notes,
+        commands=commands(*names, length, kind, token_map=token_map, gguf_type=gguf_type, unserved=unserved),
+        notes=[*notes, *(f"{engine} does not run it as it was trained: {why}." for engine, why in unserved.items())],
         positions=markdown(("position", "validation", "offline", "decoded"), profile.get("acceptance") or []),
     )  # fmt: skip
     (folder / "README.md").write_text(re.sub(r"\n{3,}", "\n\n", text).strip() + "\n", encoding="utf-8")
 
 
 def commands(
-    target: str, draft: str, length: int, kind: str = "draft", *, token_map: bool = False, gguf_type: str = "f32"
+    target: str,
+    draft: str,
+    length: int,
+    kind: str = "draft",
+    *,
+    token_map: bool = False,
+    gguf_type: str = "f32",
+    unserved: Collection[str] = (),
 ) -> list[tuple[str, str, str]]:
     """Returns (title, language, lines to paste) for each engine that loads drafts of this kind.
 
@@ -178,9 +191,10 @@ def commands(
         target: Folder or Hub name of the target.
         draft: Folder of the export.
         length: Number of drafted tokens per round.
-        kind: draft, eagle or eagle3.
+        kind: draft, eagle, eagle3, dflash or dspark.
         token_map: Whether the head is of EAGLE-1 with a reduced vocabulary.
         gguf_type: Number format of the GGUF files.
+        unserved: Engines that are left out.
     """
     given = {"target": target, "draft": draft, "length": length, "kind": kind, "gguf_type": gguf_type}
     given["token_map"] = TOKEN_MAP if token_map else ""
@@ -188,7 +202,7 @@ def commands(
     return [
         (engine["title"], engine["language"], Template(engine["lines"]).render(given))
         for engine in engines
-        if kind in engine["kinds"]
+        if kind in engine["kinds"] and not engine["title"].lower().startswith(tuple(unserved))
     ]
 
 

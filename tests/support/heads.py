@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.models.block_head import BlockHead, block_config
 from decode.models.heads import FeatureHead, attend, head_config
+
+MASK = 47  # the token in the slots of a block
 
 
 def make_head(target: PreTrainedModel, version: int, seed: int = 3) -> FeatureHead:
@@ -52,6 +56,29 @@ def learned_head(
         loss.backward()
         optimiser.step()
     return head.eval().requires_grad_(False)
+
+
+def make_block_head(target: PreTrainedModel, version: str, **options: Any) -> BlockHead:
+    """A random head; DSpark with all that it may have."""
+    torch.manual_seed(5)
+    given: dict[str, Any] = {"layers": 2, "block": 5, "mask_id": MASK, "target_layers": [1, 2, 4]}
+    given |= {"markov_rank": 8, "confidence": True} if version == "dspark" else {}
+    head = BlockHead(block_config(target.config, version, **(given | options)))
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight += 0.1 * torch.randn(weight.shape)
+    if head.reduced:
+        head.set_vocabulary(torch.arange(0, 2 * head.config.draft_vocab_size, 2))
+    return head.eval()
+
+
+@torch.no_grad()
+def drafted(head: BlockHead, target: PreTrainedModel) -> Tensor:
+    """Logits of all drafted tokens of a text."""
+    ids = (torch.arange(12)[None] * 7 + 1) % 40
+    states = target(ids, output_hidden_states=True).hidden_states
+    features = torch.cat([states[layer] for layer in head.captured_layers], -1)
+    return torch.stack(head.teacher_forced(target, ids, features, head.drafts))
 
 
 def check_chain_attention(time: int = 40, device: str = "cpu", dtype: torch.dtype = torch.float64) -> int:

@@ -8,43 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from heads import MASK, drafted, make_block_head
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from decode.models.block_head import BlockHead, block_config
+from decode.models.block_head import BlockHead
 from decode.models.head_files import is_head, load_head, save_head
 
-DRAFTED, MASK = 24, 47  # tokens of a reduced vocabulary; the token in the slots
+DRAFTED = 24  # tokens of a reduced vocabulary
 
 
 @pytest.fixture(scope="module")
 def target(tiny) -> PreTrainedModel:  # type: ignore[no-untyped-def]
     return tiny("llama", num_hidden_layers=6)
-
-
-def make(target: PreTrainedModel, version: str, **options: Any) -> BlockHead:
-    """A random head; DSpark with all that it may have."""
-    torch.manual_seed(5)
-    given: dict[str, Any] = {"layers": 2, "block": 5, "mask_id": MASK, "target_layers": [1, 2, 4]}
-    given |= {"markov_rank": 8, "confidence": True} if version == "dspark" else {}
-    head = BlockHead(block_config(target.config, version, **(given | options)))
-    with torch.no_grad():
-        for weight in head.parameters():
-            weight += 0.1 * torch.randn(weight.shape)
-    if head.reduced:
-        head.set_vocabulary(torch.arange(0, 2 * DRAFTED, 2))
-    return head.eval()
-
-
-@torch.no_grad()
-def drafted(head: BlockHead, target: PreTrainedModel) -> Tensor:
-    """Logits of all drafted tokens of a text."""
-    ids = (torch.arange(12)[None] * 7 + 1) % 40
-    states = target(ids, output_hidden_states=True).hidden_states
-    features = torch.cat([states[layer] for layer in head.captured_layers], -1)
-    return torch.stack(head.teacher_forced(target, ids, features, head.drafts))
 
 
 def shared(head: BlockHead, target: PreTrainedModel) -> dict[str, Tensor]:
@@ -118,7 +96,7 @@ HEADS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_saved_head_drafts_as_before(name: str, target: PreTrainedModel, tmp_path: Path) -> None:
-    head = make(target, **HEADS[name])
+    head = make_block_head(target, **HEADS[name])
     head.temperatures = [1.5, 0.5]
     save_head(head, tmp_path)
     assert is_head(tmp_path)
@@ -147,7 +125,7 @@ def test_a_saved_head_drafts_as_before(name: str, target: PreTrainedModel, tmp_p
     ],
 )
 def test_a_published_head_drafts_as_it_does_there(format: str, name: str, target: PreTrainedModel, tmp_path) -> None:
-    head = make(target, **HEADS[name])
+    head = make_block_head(target, **HEADS[name])
     publish(tmp_path, head, target, format)
     assert is_head(tmp_path)
     again = load_head(tmp_path, target)
@@ -159,7 +137,7 @@ def test_a_published_head_drafts_as_it_does_there(format: str, name: str, target
 
 
 def test_copies_of_the_target_are_read_in_either_number_format(target: PreTrainedModel, tmp_path: Path) -> None:
-    head = make(target, "dflash", draft_vocab=DRAFTED)
+    head = make_block_head(target, "dflash", draft_vocab=DRAFTED)
     copies = {key: tensor.half() for key, tensor in shared(head, target).items()}
     save_head(head, tmp_path, copies)
     assert isinstance(load_head(tmp_path, target), BlockHead)
@@ -193,7 +171,7 @@ def test_copies_of_the_target_are_read_in_either_number_format(target: PreTraine
     ],
 )
 def test_what_is_not_computed_here_is_refused(format, fields, told: str, target: PreTrainedModel, tmp_path) -> None:
-    published = publish(tmp_path, make(target, "dspark"), target, format)
+    published = publish(tmp_path, make_block_head(target, "dspark"), target, format)
     (tmp_path / "config.json").write_text(json.dumps(published | fields))
     assert is_head(tmp_path)
     with pytest.raises(UserError, match=told):
@@ -202,7 +180,7 @@ def test_what_is_not_computed_here_is_refused(format, fields, told: str, target:
 
 @pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight"])
 def test_an_output_head_or_embedding_of_its_own_is_refused(name: str, target: PreTrainedModel, tmp_path: Path) -> None:
-    publish(tmp_path, make(target, "dflash", draft_vocab=DRAFTED), target, "speculators")
+    publish(tmp_path, make_block_head(target, "dflash", draft_vocab=DRAFTED), target, "speculators")
     file = tmp_path / "model.safetensors"
     state = load_file(file)
     save_file(state | {name: state[name] + 0.1}, file)
@@ -211,7 +189,7 @@ def test_an_output_head_or_embedding_of_its_own_is_refused(name: str, target: Pr
 
 
 def test_a_confidence_head_that_is_declared_and_absent_is_refused(target: PreTrainedModel, tmp_path: Path) -> None:
-    publish(tmp_path, make(target, "dspark"), target, "DeepSpec")
+    publish(tmp_path, make_block_head(target, "dspark"), target, "DeepSpec")
     file = tmp_path / "model.safetensors"
     save_file({key: tensor for key, tensor in load_file(file).items() if "confidence" not in key}, file)
     with pytest.raises(UserError, match=r"it lacks .*confidence_head\.proj"):
