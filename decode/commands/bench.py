@@ -26,7 +26,6 @@ from decode.commands.checks import (
     open_pair,
     open_suites,
     store_folders,
-    told_chat,
     use_chat,
 )
 from decode.commands.datastore import read_corpus, write_stores
@@ -82,8 +81,7 @@ def check(settings: BenchSettings) -> tuple[BenchSettings, list[str], list[Suite
     check_models(settings)
     methods = choose_methods(settings)
     check_methods(settings, methods, has_draft=bool(settings.draft), has_corpus=bool(settings.corpus))
-    suites = open_suites(settings.suite, limit=settings.limit, seed=settings.seed, split=settings.split)
-    return settings, methods, suites
+    return settings, methods, open_suites(settings)
 
 
 def choose_methods(settings: BenchSettings) -> list[str]:
@@ -131,21 +129,17 @@ def plan_entries(settings: BenchSettings, methods: Sequence[str], drafts: dict[s
 def bench_options(settings: BenchSettings, methods: Sequence[str], pair: Pair, folder: Path) -> BenchOptions:
     """Options of the measurement; missing stores are built from the corpus."""
     datastore, trigrams = store_folders(settings)
-    chosen = [split_spec(method) for method in methods]
-    needed = {STORES.get(m, "datastore" if m.startswith("hybrid") else "") for m, _ in chosen}  # optional for hybrids
-    whole, tables = "datastore" in needed and not datastore, "trigrams" in needed and not trigrams
-    if settings.corpus and (whole or tables):
-        built = folder / "work" / "stores"
-        orders: dict[int | None, set[int]] = {None: set()}  # of the n-gram tables, by the number of texts they hold
-        for own in (own for method, own in chosen if STORES.get(method) == "trigrams" and tables):
-            texts = own.get("texts", settings.texts)
-            orders.setdefault(texts, set()).add(own.get("order", settings.order))
-        for texts, some in orders.items():
-            if some or (whole and texts is None):
-                count = texts or settings.corpus_texts
-                read = join_documents(read_corpus(settings.corpus, pair.tokenizer, count, settings.seed))
-                place = smaller_store(built, texts)
-                write_stores(read, place, pair.tokenizer, datastore=whole and texts is None, orders=some)
+    chosen, built = [split_spec(method) for method in methods], folder / "work" / "stores"
+    # the store is optional for hybrids
+    copied = not datastore and any(method == "rest" or method.startswith("hybrid") for method, _ in chosen)
+    orders: dict[int | None, set[int]] = {None: set()} if copied else {}  # of n-gram tables, by their number of texts
+    for own in (own for method, own in chosen if method == "adaptix" and not trigrams):
+        orders.setdefault(own.get("texts", settings.texts), set()).add(own.get("order", settings.order))
+    for texts, some in orders.items() if settings.corpus else ():
+        read = read_corpus(settings.corpus, pair.tokenizer, texts or settings.corpus_texts, settings.seed)
+        place, whole = smaller_store(built, texts), copied and texts is None
+        write_stores(join_documents(read), place, pair.tokenizer, datastore=whole, orders=some)
+    if settings.corpus and orders:
         datastore, trigrams = datastore or built, trigrams or built
     return measure_options(
         settings,
@@ -195,27 +189,20 @@ def run(settings: BenchSettings) -> None:
     console = output_console()
     settings, methods, suites = check(settings)
     folder = check_writable(settings.output or "runs/bench")
+    trust = settings.trust_remote_code
     # the tokenizer alone can refuse the settings, so it is read before the models
-    use_chat(settings, load_tokenizer(str(settings.target), trust_remote_code=settings.trust_remote_code))
-    pair, trust = open_pair(settings), settings.trust_remote_code
+    use_chat(settings, load_tokenizer(str(settings.target), trust_remote_code=trust), tell=True)
+    pair, vocabulary = open_pair(settings), settings.draft_vocabulary
     drafts = {
-        name: open_draft(
-            path, pair.target, pair.tokenizer, vocabulary=settings.draft_vocabulary, trust_remote_code=trust
-        )
+        name: open_draft(path, pair.target, pair.tokenizer, vocabulary=vocabulary, trust_remote_code=trust)
         for name, path in draft_names(settings.draft).items()
     }
     entries = plan_entries(settings, methods, drafts)
     options = bench_options(settings, methods, pair, folder)
     session = Session(pair.target, drafts, pair.tokenizer, options)
-    for line in (
-        f"{settings.target} {placement(pair.target)}",
-        described(pair.target, options.warp),
-        told_chat(settings, options.chat),
-        f"{session.threads}. {len(entries)} entries, {sum(len(s.prompts) for s in suites)} prompts",
-        *session.packing,
-    ):
-        if line:
-            console.print(line, soft_wrap=True)
+    lines = [f"{settings.target} {placement(pair.target)}", described(pair.target, options.warp)]
+    lines.append(f"{session.threads}. {len(entries)} entries, {sum(len(s.prompts) for s in suites)} prompts")
+    console.print("\n".join(filter(None, [*lines, *session.packing])), soft_wrap=True)
     benchmark = Benchmark(session)
     try:
         with working(console, "costs of forwards"):
@@ -230,15 +217,10 @@ def run(settings: BenchSettings) -> None:
             files = write_report(benchmark, dataclasses.asdict(settings), folder)
             for table in console_tables(benchmark.rows, console.width):
                 console.print(table)
-            for line in (
-                f"{benchmark.stopped}: stopped early" if benchmark.stopped else "",
-                *(f"{name}: {note}" for name, note in session.notes.items()),
-                *answers(benchmark.rows),
-                machine.load_warning(),
-                f"wrote {' and '.join(map(str, files))}",
-            ):
-                if line:
-                    console.print(line, soft_wrap=True)
+            lines = [f"{benchmark.stopped}: stopped early"] if benchmark.stopped else []
+            lines += [f"{name}: {note}" for name, note in session.notes.items()]
+            lines += [*answers(benchmark.rows), machine.load_warning(), f"wrote {' and '.join(map(str, files))}"]
+            console.print("\n".join(filter(None, lines)), soft_wrap=True)
 
 
 def sweep_summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

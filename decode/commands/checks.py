@@ -1,6 +1,7 @@
 """Settings are checked before anything is loaded, and converted to warpers, method options, stores and suites."""
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,7 +11,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decode.bench.baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
 from decode.bench.session import BenchOptions
 from decode.bench.suites import Suite, load_suite
-from decode.commands.settings import ChatSettings, LoadSettings, MethodSettings, SamplingSettings, required
+from decode.commands.settings import (
+    ChatSettings,
+    LoadSettings,
+    MethodSettings,
+    SamplingSettings,
+    SuiteSettings,
+    required,
+)
 from decode.errors import UserError, choose, read_json
 from decode.method_options import MethodOptions, split_spec
 from decode.methods import DRAFTED, METHODS, PROBE_STOPS, PROBED, RULES, STOPS
@@ -63,8 +71,13 @@ def check_models(settings: LoadSettings) -> None:
     choose_dtype(settings.dtype, device)
 
 
-def use_chat(settings: ChatSettings, tokenizer: PreTrainedTokenizerBase) -> bool:
+def use_chat(settings: ChatSettings, tokenizer: PreTrainedTokenizerBase, *, tell: bool = False) -> bool:
     """Whether prompts are put into the chat template: by the settings, else if the tokenizer has one.
+
+    Args:
+        settings: of the command.
+        tokenizer: of the target.
+        tell: print a notice where the template is used by default.
 
     Raises:
         UserError: the template is missing, or does not take a system message that is given.
@@ -76,14 +89,10 @@ def use_chat(settings: ChatSettings, tokenizer: PreTrainedTokenizerBase) -> bool
             "the target's tokenizer has no chat template; leave out --chat and --system, or take an instruct model"
         )
     check_template(tokenizer, settings.system)
+    if tell and not settings.chat:
+        said = "prompts are put into the tokenizer's chat template (--chat false continues them as plain text)"
+        print(said, file=sys.stderr)
     return True
-
-
-def told_chat(settings: ChatSettings, chat: bool) -> str:
-    """The notice that a chat template is used by default; empty where it is not, or was asked for."""
-    if not chat or settings.chat:
-        return ""
-    return "prompts are put into the tokenizer's chat template (--chat false continues them as plain text)"
 
 
 def make_warp(settings: SamplingSettings, target: PreTrainedModel, temperature: float = 0.0) -> LogitsWarper:
@@ -102,18 +111,20 @@ def store_folders(settings: MethodSettings) -> tuple[Path | None, Path | None]:
     return (Path(settings.datastore) if settings.datastore else None), (Path(trigrams) if trigrams else None)
 
 
-def open_suites(specs: Sequence[str], **options: Any) -> list[Suite]:
-    """Suites by their specs (see `load_suite`); their names are the specs without paths where that is unique.
+def open_suites(settings: SuiteSettings) -> list[Suite]:
+    """The suites of the settings (see `load_suite`); their names are the specs without paths where that is unique.
 
     Raises:
         UserError: there is no spec, or a suite cannot be read.
     """
+    specs = settings.suite
     if not specs:
         raise UserError("no suite is given; --suite arithmetic needs no download")
     short = [Path(spec).stem if "=" not in spec and "/" in spec else spec.partition("=")[0] for spec in specs]
+    found = [load_suite(spec, limit=settings.limit, seed=settings.seed, split=settings.split) for spec in specs]
     return [
-        dataclasses.replace(load_suite(spec, **options), name=name if short.count(name) == 1 else spec)
-        for spec, name in zip(specs, short)
+        dataclasses.replace(suite, name=name if short.count(name) == 1 else suite.name)
+        for suite, name in zip(found, short)
     ]
 
 

@@ -26,7 +26,6 @@ from decode.commands.checks import (
     open_pair,
     recorded_costs,
     store_folders,
-    told_chat,
     use_chat,
 )
 from decode.commands.settings import GenerateSettings
@@ -139,12 +138,12 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
     if pair is None:
         pair = open_pair(settings, settings.draft if needs_draft(method) else None)
     tokenizer, warp = pair.tokenizer, make_warp(settings, pair.target, settings.temperature)
-    chat = use_chat(settings, tokenizer)
+    chat = use_chat(settings, tokenizer, tell=opened)
     if settings.threads is not None:  # before the layout of weights is chosen by measurement
         torch.set_num_threads(settings.threads)
     if opened:
         machine.set_threads(pair.runner, settings.threads)
-        notices = f"{settings.target} {placement(pair.target)}", described(pair.target, warp), told_chat(settings, chat)
+        notices = f"{settings.target} {placement(pair.target)}", described(pair.target, warp)
         print("\n".join(filter(None, notices)), file=sys.stderr)
     ids = chat_ids(tokenizer, user_says(prompt, settings.system)) if chat else prompt_ids(tokenizer, prompt)
     options, draft, costs = method_options(settings), None, None

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from decode.bench import machine
-from decode.bench.costs import LONGEST, CostModel
+from decode.bench.costs import CostModel
 from decode.bench.offline_acceptance import DEPTH, OfflineAlpha, offline_alphas
 from decode.bench.page import console_table
 from decode.bench.prediction import (
@@ -22,8 +22,9 @@ from decode.bench.prediction import (
     speedups_by_length,
     verdict,
 )
-from decode.bench.session import Item, Session
+from decode.bench.session import Session
 from decode.bench.statistics import plain
+from decode.bench.suites import Suite
 from decode.commands.checks import (
     api_settings,
     check_models,
@@ -31,14 +32,12 @@ from decode.commands.checks import (
     measure_options,
     open_pair,
     open_suites,
-    told_chat,
     use_chat,
 )
 from decode.commands.settings import ProfileSettings, required
 from decode.errors import UserError, read_json, write_text
 from decode.models.pair import Pair
 from decode.progress import output_console, working
-from decode.sampling import LogitsWarper
 from decode.trace import FORMULAS
 
 LENGTHS = ("draft_length", "round_cost", "break_even_alpha", "predicted_speedup", "with_bookkeeping")
@@ -58,49 +57,51 @@ class PairProfile:
     lengths: list[dict[str, Any]]  # predictions by draft length
     best: int  # the length with the largest predicted speedup; 0 if none gains
     verdict: str  # in a sentence
-    machine: dict[str, Any]
     batches: dict[str, Any]  # `forecast` by batch size; empty if no batch sizes were asked for
+    session: Session
+    machine: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
         """The object that ``--json`` prints."""
         alpha = {"offline_alpha": self.alpha.mean, "offline_alpha_se": self.alpha.se}
         alpha["positions"] = sum(self.alpha.counts)
         found = {"draft_lengths": self.lengths, "best_draft_length": self.best, "verdict": self.verdict}
-        return dict(plain(self.cost.to_dict() | alpha | found | {"machine": self.machine} | self.batches))
+        found |= {"machine": self.machine, "threads": self.session.threads, "packing": self.session.packing}
+        return dict(plain(self.cost.to_dict() | alpha | found | self.batches))
 
 
 def profile_pair(
-    session: Session,
-    draft: str,
-    items: Sequence[Item],
-    warp: LogitsWarper,
-    *,
-    longest: int = LONGEST,
-    batch_sizes: Sequence[int] = (),
-    allowed: int | None = None,
+    settings: ProfileSettings, pair: Pair, suites: Sequence[Suite], allowed: int | None = None
 ) -> PairProfile:
     """Measure costs and acceptance of a pair, and predict the speedup of every draft length.
 
     Args:
-        session: target and drafts.
-        draft: name of a draft of the session.
-        items: prompts; acceptance is measured on the target's answers.
-        warp: logits to probabilities.
-        longest: largest draft length.
-        batch_sizes: also measure costs at these batch sizes and predict the speedups there.
+        settings: of the measurement.
+        pair: with a draft.
+        suites: prompts; acceptance is measured on the target's answers.
         allowed: largest draft length of the schedule by batch size.
 
     Raises:
         UserError: a target that wrote nothing.
     """
-    session.measure_costs(items, [draft], longest=longest, batch_sizes=batch_sizes, bookkeeping=[draft], warp=warp)
-    cost = session.costs[draft][1]
-    answers = session.written([item.ids for item in items], warp)
-    texts = [(item.ids + answer, len(item.ids)) for item, answer in zip(items, answers)]
-    alphas = offline_alphas(session.model, {draft: session.draft_models[draft]}, texts, warp, depth=DEPTH)[draft]
-    alpha = alphas[0]
+    if pair.draft is None:
+        required(settings, "draft")
+    assert pair.draft is not None
+    warp, longest = make_warp(settings, pair.target, settings.temperature), settings.longest
+    chat = use_chat(settings, pair.tokenizer)
+    options = measure_options(settings, repeats=1, chat=chat, warp=make_warp(settings, pair.target))
+    session = Session(pair.target, {"draft": pair.draft}, pair.tokenizer, options)
+    with working(Console(stderr=True), "measuring forwards and acceptance"):
+        items = [item for suite in suites for item in session.items(suite)]
+        sizes = settings.batch_sizes
+        session.measure_costs(items, ["draft"], longest=longest, batch_sizes=sizes, bookkeeping=["draft"], warp=warp)
+        answers = session.written([item.ids for item in items], warp)
+        texts = [(item.ids + answer, len(item.ids)) for item, answer in zip(items, answers)]
+        alphas = offline_alphas(pair.target, {"draft": pair.draft}, texts, warp, depth=DEPTH)["draft"]
+    costs, alpha = session.costs["draft"], alphas[0]
     if not sum(alpha.counts):
         raise UserError("the target wrote nothing, so α cannot be measured; choose other prompts or more new tokens")
+    cost = costs[1]
     forwards = replace(cost, overhead=0.0, draft_overhead=0.0, step_overhead=0.0)
     speedups = speedups_by_length(alphas, cost, longest)
     lengths = [
@@ -113,10 +114,9 @@ def profile_pair(
         }
         for k, replayed in speedups.items()
     ]
-    costs = [session.costs[draft][size] for size in sorted(set(batch_sizes))]
-    batches = forecast(costs, alphas, longest, allowed) if costs else {}
-    where, about = machine.describe(session.runner.device), verdict(alpha.mean, cost, speedups)
-    return PairProfile(cost, alpha, lengths, best_length(speedups), about, where, batches)
+    batches = forecast([costs[size] for size in sorted(set(sizes))], alphas, longest, allowed) if sizes else {}
+    about, where = verdict(alpha.mean, cost, speedups), machine.describe(session.runner.device)
+    return PairProfile(cost, alpha, lengths, best_length(speedups), about, batches, session, where)
 
 
 def profile(pair: Pair, suite: Sequence[str] = ("arithmetic",), **options: Any) -> PairProfile:
@@ -131,30 +131,7 @@ def profile(pair: Pair, suite: Sequence[str] = ("arithmetic",), **options: Any) 
         UserError: a pair without a draft, an unknown option, a value out of range, prompts that do not fit.
     """
     settings = api_settings(ProfileSettings, pair, draft=pair.draft_name, suite=list(suite), **options)
-    return _profile(settings, pair)[0]
-
-
-def _profile(
-    settings: ProfileSettings, pair: Pair | None = None, allowed: int | None = None
-) -> tuple[PairProfile, Session]:
-    check_models(settings)
-    if pair is None or pair.draft is None:
-        required(settings, "draft")
-    suites = open_suites(settings.suite, limit=settings.limit, seed=settings.seed, split=settings.split)
-    opened = pair is None
-    pair = pair or open_pair(settings, settings.draft)
-    chat = use_chat(settings, pair.tokenizer)
-    if opened and (told := told_chat(settings, chat)):
-        print(told, file=sys.stderr)
-    assert pair.draft is not None
-    warp = make_warp(settings, pair.target, settings.temperature)
-    options = measure_options(settings, repeats=1, chat=chat, warp=make_warp(settings, pair.target))
-    session = Session(pair.target, {"draft": pair.draft}, pair.tokenizer, options)
-    sizes, longest = settings.batch_sizes, settings.longest
-    with working(Console(stderr=True), "measuring forwards and acceptance"):
-        items = [item for suite in suites for item in session.items(suite)]
-        found = profile_pair(session, "draft", items, warp, longest=longest, batch_sizes=sizes, allowed=allowed)
-    return found, session
+    return profile_pair(settings, pair, open_suites(settings))
 
 
 def run(settings: ProfileSettings) -> None:
@@ -162,22 +139,22 @@ def run(settings: ProfileSettings) -> None:
 
     A forecast by batch size is also written into the draft's speculation_profile.json, if there is one.
     """
-    path = Path(str(settings.draft)) / "speculation_profile.json"
-    content = read_json(path)
-    found, session = _profile(settings, allowed=content.get("num_speculative_tokens"))
-    if settings.json:
-        print(json.dumps(found.to_dict() | {"threads": session.threads, "packing": session.packing}))
-    else:
-        show(found, [session.threads, *session.packing])
+    check_models(settings)
+    required(settings, "draft")
+    path, suites = Path(str(settings.draft)) / "speculation_profile.json", open_suites(settings)
+    pair, content = open_pair(settings, settings.draft), read_json(path)
+    use_chat(settings, pair.tokenizer, tell=True)
+    found = profile_pair(settings, pair, suites, content.get("num_speculative_tokens"))
+    print(json.dumps(found.to_dict())) if settings.json else show(found)
     if found.batches and content:
         content |= plain(found.batches) | {"batch_size_conditions": found.machine}
         write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
         print(f"wrote the draft lengths by batch size into {path}", file=sys.stderr)
-    for suite, note in session.notes.items():
-        print(f"{suite}: {note}", file=sys.stderr)
+    for name, note in found.session.notes.items():
+        print(f"{name}: {note}", file=sys.stderr)
 
 
-def show(found: PairProfile, conditions: Sequence[str] = ()) -> None:
+def show(found: PairProfile) -> None:
     """Print the profile as tables, below the machine and the conditions of the measurement."""
     console, cost, alpha = output_console(highlight=False), found.cost, found.alpha
     facts = (
@@ -188,12 +165,13 @@ def show(found: PairProfile, conditions: Sequence[str] = ()) -> None:
         ("o/k", cost.draft_overhead, "bookkeeping of each drafted token"),
         ("α", alpha.mean, f"± {alpha.se:.4f}, {sum(alpha.counts)} positions: {FORMULAS['offline_alpha']}"),
     )
-    lines = [machine.sentence(found.machine), *conditions]
+    lines = [machine.sentence(found.machine), found.session.threads, *found.session.packing]
     lines += [f"{name:<5} {value:>9.4f}  [dim]{formula}[/]" for name, value, formula in facts]
     costs = "  ".join(f"v({n}) {v:.2f}" for n, v in sorted(cost.verify_cost.items()))
     console.print("\n".join([*lines, f"[dim]{FORMULAS['verify_cost']}[/]", f"{costs}\n"]), soft_wrap=True)
-    best = ({"style": "bold green"} if row["draft_length"] == found.best else {} for row in found.lengths)
-    console.print(console_table("", LENGTHS, [row | style for row, style in zip(found.lengths, best)]))
+    styles = {found.best: "bold green"}
+    rows = [row | {"style": styles.get(row["draft_length"], "")} for row in found.lengths]
+    console.print(console_table("", LENGTHS, rows))
     console.print(
         "[dim]round cost: c·k + v(k+1). predicted: (1 − α^(k+1)) / ((1 − α)·round cost), one α at every position.\n"
         "with o: tokens·(1 + b) / Σ (round cost + (o/k)·k + o + b), with the acceptance of each position of the texts; "

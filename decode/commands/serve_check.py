@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from decode.bench import machine
 from decode.bench.page import console_table, markdown
 from decode.bench.session import Item, Session
 from decode.bench.statistics import median_interval, plain
-from decode.commands.checks import check_models, measure_options, open_pair, open_suites, told_chat, use_chat
+from decode.commands.checks import check_models, measure_options, open_pair, open_suites, use_chat
 from decode.commands.settings import ServeCheckSettings, required
 from decode.engines.acceptance import (
     Acceptance,
@@ -63,62 +62,52 @@ def run(settings: ServeCheckSettings) -> None:
     if settings.draft_shape is None:
         required(settings, "draft")
     choose("engine", settings.engine, ENGINES)
-    engine = Engine(settings.engine, url=settings.url, threads=settings.threads, seconds=settings.timeout)
-    engine.program = settings.python if settings.engine == "vllm" else settings.binary
+    program = settings.python if settings.engine == "vllm" else settings.binary
     if settings.url is None:
-        check_engine(engine)
+        program = check_engine(settings.engine, program)
     elif len(settings.draft_lengths) != 1 or settings.draft_shape:
         raise UserError("a server that runs already drafts one length; give it alone, such as --draft-lengths 5")
     console = Console(stderr=True)
     with scratch_folder() as scratch, console.status("loading") as status:
-        engine.target, engine.draft = str(settings.target), str(settings.draft)
+        target, draft = str(settings.target), Path(str(settings.draft))
         if settings.draft_shape:
-            engine.draft = str(scratch / "untrained")
-            write_untrained_draft(Path(engine.draft), engine.target, settings.draft_shape, settings.seed)
-        pair = open_pair(settings, engine.draft)
-        chat = use_chat(settings, pair.tokenizer)
-        if told := told_chat(settings, chat):
-            console.print(told, soft_wrap=True)
+            draft = scratch / "untrained"
+            write_untrained_draft(draft, target, settings.draft_shape, settings.seed)
+        pair = open_pair(settings, str(draft))
+        chat = use_chat(settings, pair.tokenizer, tell=True)
         session = Session(pair.target, {"draft": pair.draft}, pair.tokenizer, measure_options(settings, chat=chat))
-        suites = open_suites(settings.suite, limit=settings.limit, seed=settings.seed, split=settings.split)
-        items = [item for suite in suites for item in session.items(suite)]
-        head = pair.draft if isinstance(pair.draft, FeatureHead) else None
-        engine.method = "draft_model" if head is None else "eagle3" if head.version == 3 else "eagle"
-        engine.dtype = str(pair.target.dtype).removeprefix("torch.")  # as in the prediction
-        engine.context = (
-            max(len(item.ids) for item in items) + settings.max_new_tokens + max(settings.draft_lengths) + 1
-        )
-        folders = engine.target, engine.draft
-        if engine.name == "llama.cpp" and settings.url is None:
-            status.update("converting to GGUF")
-            files = []
-            for name, path in zip(("target", "draft"), folders):
-                made = f"{name}-{settings.gguf_type}.gguf"
-                exported = Path(folders[1]) / "gguf" / made
-                of = folders[0] if name == "draft" and head else None
-                if exported.is_file():
-                    files.append(str(exported))
-                elif path.endswith(".gguf"):
-                    files.append(path)
-                else:
-                    files.append(str(convert(path, scratch / made, settings.gguf_type, target=of)))
-            engine.target, engine.draft = files
+        items = [item for suite in open_suites(settings) for item in session.items(suite)]
         for name, note in session.notes.items():
             console.print(f"{name}: {note}", soft_wrap=True)
-        causes, known = list[Cause](), list[Row]()
+        head = pair.draft if isinstance(pair.draft, FeatureHead) else None
+        method = "draft_model" if head is None else "eagle3" if head.version == 3 else "eagle"
+        context = max(len(item.ids) for item in items) + settings.max_new_tokens + max(settings.draft_lengths) + 1
+        dtype = str(pair.target.dtype).removeprefix("torch.")  # as in the prediction
+        engine = Engine(
+            settings.engine, target, str(draft), method, context, dtype, program, settings.url, settings.threads,
+            settings.timeout,
+        )  # fmt: skip
+        profile = read_json(draft / "speculation_profile.json")
+        causes: list[Cause] = []
         if not settings.draft_shape:
-            profile = read_json(Path(folders[1]) / "speculation_profile.json")
-            known, facts = profile.get("acceptance") or [], None
-            if "trained_with" in profile:
-                facts = serving_facts(pair.target, folders[0], pair.tokenizer, chat=chat)
-            causes = causes_in_files(*folders, context=engine.context, facts=facts)
-        rows, more = serve_check(engine, session, items, settings, status.update, known)
+            told = "trained_with" in profile
+            facts = serving_facts(pair.target, target, pair.tokenizer, chat=chat) if told else None
+            causes = causes_in_files(target, draft, context=context, facts=facts)
+        if engine.name == "llama.cpp" and settings.url is None:
+            status.update("converting to GGUF")
+            for name, path, of in (("target", target, None), ("draft", str(draft), target if head else None)):
+                if not path.endswith(".gguf"):
+                    made = f"{name}-{settings.gguf_type}.gguf"
+                    exported = draft / "gguf" / made
+                    if not exported.is_file():
+                        exported = convert(path, scratch / made, settings.gguf_type, target=of)
+                    setattr(engine, name, str(exported))
+        rows, more = serve_check(engine, session, items, settings, status.update, profile.get("acceptance") or [])
         causes += more
-    result = plain({"engine": engine.name, "rows": rows, "causes": [dataclasses.asdict(cause) for cause in causes]})
+    result = plain({"engine": engine.name, "rows": rows, "causes": [vars(cause) for cause in causes]})
     result |= {"suite": settings.suite, "machine": machine.describe(session.runner.device)}
-    if not settings.draft_shape:
-        for file in record(result, Path(folders[1])):
-            console.print(f"[dim]wrote {file}")
+    for file in [] if settings.draft_shape else record(result, draft):
+        console.print(f"[dim]wrote {file}")
     print(json.dumps(result, ensure_ascii=False)) if settings.json else show(result["rows"], causes)
 
 
@@ -128,7 +117,7 @@ def serve_check(
     items: Sequence[Item],
     settings: ServeCheckSettings,
     progress: Callable[[str], None],
-    known: Sequence[Row] = (),
+    known: Sequence[Row],
 ) -> tuple[list[Row], list[Cause]]:
     """Run prompts through an engine, without and with the draft, and predict the acceptance.
 
@@ -237,11 +226,12 @@ def compared(
     # of the same texts the errors are those of the differences
     error = difference_error(served, expected) if all(same) else math.hypot(mean_se, expected_se)
     positions: list[Row] = []
-    before = 1.0, 1.0
-    for i, (ours, theirs) in enumerate(zip(marginal_rates(served, length), marginal_rates(expected, length)), 1):
-        reached = {name: b / a if a else None for name, a, b in zip(("served", "predicted"), before, (ours, theirs))}
-        positions.append({"position": i, "served_marginal": ours, "predicted_marginal": theirs, **reached})
-        before = ours, theirs
+    marginal = {"served": marginal_rates(served, length), "predicted": marginal_rates(expected, length)}
+    for i in range(length):
+        positions.append({"position": i + 1})
+        for name, rates in marginal.items():
+            before = rates[i - 1] if i else 1.0
+            positions[i] |= {f"{name}_marginal": rates[i], name: rates[i] / before if before else None}
     ratios = [a.tokens_per_second / b.tokens_per_second for a, b in zip(texts, alone) if a.ids and b.ids]
     middle, *interval = median_interval(ratios)
     speeds = [sum(len(text.ids) for text in of) / sum(text.seconds for text in of) for of in (texts, alone)]

@@ -95,6 +95,8 @@ class SuiteSettings(Checked):
     a difficulty, chat:qa a category, speed_bench:throughput_1k a configuration."""
     split: str = "test"
     """Split of suites that have several."""
+    limit: PositiveInt | None = 16
+    """Prompts of each suite."""
     seed: Seed = 0
     """Seed of the prompts and of all random choices."""
 
@@ -143,8 +145,6 @@ class ProfileSettings(SuiteSettings, ChatSettings, SamplingSettings, LoadSetting
 
     draft: str | None = None
     """Folder, hub name or GGUF file of the draft model. Required."""
-    limit: PositiveInt | None = 16
-    """Prompts of each suite."""
     temperature: Temperature = 0.0
     """0 is greedy; the smallest other value is 0.001."""
     max_new_tokens: PositiveInt = 128
@@ -285,8 +285,6 @@ class ServeCheckSettings(SuiteSettings, ChatSettings, LoadSettings):
     draft_shape: str | None = None
     """Time an untrained draft of this shape instead, width x layers x heads such as 192x2x3, and print the speedup
     that a draft of this shape would give at acceptance rates of 0.5 to 0.9."""
-    limit: PositiveInt | None = 16
-    """Prompts of each suite."""
     draft_lengths: list[PositiveInt] = field(default_factory=lambda: [3, 5, 7])
     """Tokens drafted per round; the engine is started once for each."""
     temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])

@@ -23,13 +23,26 @@ from prometheus_client.parser import text_string_to_metric_families
 from decode.engines.acceptance import Drafts, ServedText
 from decode.errors import UserError, scratch_folder
 
-ENGINES = {"vllm": "--python", "llama.cpp": "--binary"}
-"""The engines, each with the option that names its program."""
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Where `make engines` installs the engines, unless that is the working directory."""
 VLLM_PYTHON = Path(".venv-vllm/bin/python")
 LLAMA_SERVER = Path(".engines/llama.cpp/build/bin/llama-server")
+ENGINES = {"vllm": ("--python", VLLM_PYTHON), "llama.cpp": ("--binary", LLAMA_SERVER)}
+"""The engines, each with the option of serve-check that names its program, and its place as `make engines` installs it.
+"""
 OLDEST_VLLM = Version("0.32")
+COMMANDS = {
+    "vllm": "-m vllm.entrypoints.cli.main serve {target} --host 127.0.0.1 --port {port} --dtype {dtype} "
+    "--max-num-seqs 4 --max-model-len {context} --disable-uvicorn-access-log "
+    "--enforce-eager --no-enable-prefix-caching",  # so that texts can be compared
+    # float32 throughout: float16 caches and flash attention decide near ties otherwise
+    "llama.cpp": "-m {target} --host 127.0.0.1 --port {port} --metrics --no-webui -np 1 -c {room} "
+    "-ctk f32 -ctv f32 -fa off",
+    # sampling in the backend mixes up the drafts of texts in one batch
+    "drafting": " -md {draft} --spec-type {kind} --spec-draft-n-max {length} --spec-draft-p-min 0 "
+    "--spec-draft-sampling greedy -ctkd f32 -ctvd f32 --no-spec-draft-backend-sampling",
+}
+"""Options of the engines' servers, and those of llama.cpp's with a draft."""
 LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
 """Environment variables by which torchrun's processes find each other; an engine must not see them."""
 LAST_LINES = 15  # lines of a failed engine that are shown
@@ -65,60 +78,39 @@ class Engine:
     seconds: float = 300.0  # time limit for loading, and for each text
 
 
-def find(given: str | None, installed: Path, option: str, what: str) -> str:
-    """The path of an engine's program: as given, or as `make engines` installs it.
+def check_engine(name: str, given: str | None = None) -> str:
+    """The path of an engine's program: the one given, or as `make engines` installs it.
 
     Raises:
-        UserError: there is none.
+        UserError: it is missing or older than the one that is tested; with the next step.
     """
-    if given is not None:
-        if not Path(given).is_file() or not os.access(given, os.X_OK):
-            raise UserError(f"{option} is {given!r}, which is no program that can be run; give the path of {what}")
-        return given
-    for folder in (Path.cwd(), CHECKOUT):
-        if (folder / installed).is_file():
-            return str(folder / installed)
-    raise UserError(f"{what} is not installed here; run `make engines`, or give its path with {option}")
-
-
-def program_of(engine: Engine) -> str:
-    """The path of the engine's program. Raises as `find` does."""
-    if engine.name == "vllm":
-        return find(engine.program, VLLM_PYTHON, ENGINES["vllm"], "vLLM's environment (.venv-vllm/bin/python)")
-    return find(engine.program, LLAMA_SERVER, ENGINES["llama.cpp"], "llama-server")
-
-
-def output_of(*command: str) -> str:
-    """Standard output and errors of a program that only prints."""
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
-    return done.stdout + done.stderr
-
-
-def check_vllm(python: str) -> None:
-    """Refuse an environment without vLLM, or with a version older than the tested one."""
-    printed = output_of(python, "-c", "import importlib.metadata as m; print('version', m.version('vllm'))")
-    found = next((line.split()[1] for line in printed.splitlines() if line.startswith("version ")), None)
+    option, installed = ENGINES[name]
+    places = [Path(given)] if given else [folder / installed for folder in (Path.cwd(), CHECKOUT)]
+    program = next((str(path) for path in places if path.is_file() and os.access(path, os.X_OK)), None)
+    if program is None:
+        raise UserError(
+            f"there is no program {given or installed} that can be run; run `make engines`, or give serve-check its "
+            f"path with {option}"
+        )
+    asked = ("-c", "import importlib.metadata as m; print('version', m.version('vllm'))")
+    done = subprocess.run(
+        [program, *(asked if name == "vllm" else ("--help",))],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    if name == "llama.cpp":
+        if "--spec-draft-sampling" not in done.stdout + done.stderr:
+            raise UserError(
+                f"{program} has no option --spec-draft-sampling: it is older than the llama.cpp of `make engines`, or "
+                "another program; run `make engines`, or give another program with --binary"
+            )
+        return program
+    found = next((line.split()[1] for line in done.stdout.splitlines() if line.startswith("version ")), None)
     if found is None or Version(found) < OLDEST_VLLM:
         raise UserError(
-            f"{python} has {f'vLLM {found}' if found else 'no vLLM'}; {OLDEST_VLLM} or newer can be started: run "
+            f"{program} has {f'vLLM {found}' if found else 'no vLLM'}; {OLDEST_VLLM} or newer can be started: run "
             "`make engines`, or start the server yourself and give its address"
         )
-
-
-def check_engine(engine: Engine) -> None:
-    """Refuse an engine that is missing or too old, before anything is loaded.
-
-    Raises:
-        UserError: with the next step.
-    """
-    program = program_of(engine)
-    if engine.name == "vllm":
-        check_vllm(program)
-    elif "--spec-draft-sampling" not in output_of(program, "--help"):
-        raise UserError(
-            f"{program} has no option --spec-draft-sampling: it is older than the llama.cpp of `make engines`, or "
-            "another program; run `make engines`, or give another program with --binary"
-        )
+    return program
 
 
 def start_command(engine: Engine, draft_length: int | None, port: int) -> tuple[list[str], dict[str, str]]:
@@ -129,24 +121,16 @@ def start_command(engine: Engine, draft_length: int | None, port: int) -> tuple[
         draft_length: tokens drafted per round; None starts it without the draft.
         port: to listen on.
     """
-    address = ["--host", "127.0.0.1", "--port", str(port)]
-    if engine.name == "llama.cpp":
-        command = [program_of(engine), "-m", engine.target, *address, "--metrics", "--no-webui", "-np", "1"]
-        command += ["-c", str(engine.context + 64)]
-        # float32 throughout: float16 caches and flash attention decide near ties otherwise
-        command += ["-ctk", "f32", "-ctv", "f32", "-fa", "off"]
-        if engine.threads:
-            command += ["-t", str(engine.threads), "-tb", str(engine.threads)]
-        if draft_length:
-            kind = "draft-eagle3" if engine.method == "eagle3" else "draft-simple"
-            command += ["-md", engine.draft, "--spec-type", kind, "--spec-draft-n-max", str(draft_length)]
-            command += ["--spec-draft-p-min", "0", "--spec-draft-sampling", "greedy", "-ctkd", "f32", "-ctvd", "f32"]
-            command += ["--no-spec-draft-backend-sampling"]  # which mixes up the drafts of texts in one batch
+    llama, options = engine.name == "llama.cpp", COMMANDS[engine.name]
+    if llama and engine.threads:
+        options += " -t {threads} -tb {threads}"
+    if llama and draft_length:
+        options += COMMANDS["drafting"]
+    kind = "draft-eagle3" if engine.method == "eagle3" else "draft-simple"
+    values = vars(engine) | {"port": port, "length": draft_length, "kind": kind, "room": engine.context + 64}
+    command = [str(engine.program), *(option.format_map(values) for option in options.split())]
+    if llama:
         return command, {}
-    command = [program_of(engine), "-m", "vllm.entrypoints.cli.main", "serve", engine.target, *address]
-    command += ["--dtype", engine.dtype, "--max-num-seqs", "4", "--max-model-len", str(engine.context)]
-    command += ["--disable-uvicorn-access-log"]
-    command += ["--enforce-eager", "--no-enable-prefix-caching"]  # so that texts can be compared
     if draft_length:
         drafting = {"method": engine.method, "model": engine.draft, "num_speculative_tokens": draft_length}
         command += ["--speculative-config", json.dumps(drafting)]
@@ -193,11 +177,11 @@ def running(
     Raises:
         UserError: it ends before it is ready, or is not ready in time; with its last lines.
     """
-    kept = {name: os.environ[name] for name in os.environ.keys() - LAUNCHER}
+    kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     with scratch_folder() as folder, (folder / "log").open("wb") as out:
         process = subprocess.Popen(
-            list(command), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-            env=kept | dict(environment or {}), start_new_session=True,
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+            env={**kept, **(environment or {})}, start_new_session=True,
         )  # fmt: skip
         watcher = subprocess.Popen(
             [sys.executable, "-ISc", WATCHER, str(process.pid)], stdin=subprocess.PIPE, start_new_session=True
@@ -207,13 +191,11 @@ def running(
             while not ready():
                 ended = process.poll() is not None
                 if ended or time.monotonic() > end:
-                    what = (
-                        f"ended with status {process.returncode} while loading"
-                        if ended
-                        else f"was not ready after {seconds:.0f} s; give it longer with --timeout"
-                    )
-                    lines = (folder / "log").read_text(encoding="utf-8", errors="replace").split("\n")
-                    last = "\n".join(f"  | {line[:240]}" for line in [x for x in lines if x.strip()][-LAST_LINES:])
+                    what = f"was not ready after {seconds:.0f} s; give it longer with --timeout"
+                    if ended:
+                        what = f"ended with status {process.returncode} while loading"
+                    lines = (folder / "log").read_text(encoding="utf-8", errors="replace").splitlines()
+                    last = "\n".join(f"  | {line[:240]}" for line in list(filter(str.strip, lines))[-LAST_LINES:])
                     raise UserError(f"{name} {what}. Its last lines:\n{last}\nThe command was: {' '.join(command)}")
                 time.sleep(0.5)
             yield folder / "log"
@@ -237,6 +219,7 @@ def opened(engine: Engine, draft_length: int | None) -> Iterator[Server]:
             raise UserError(f"nothing answers at {engine.url}/health; start the server first, or leave out --url")
         yield server
         return
+    engine.program = engine.program or check_engine(engine.name)
     port = free_port()
     command, environment = start_command(engine, draft_length, port)
     server = Server(f"http://127.0.0.1:{port}", engine.name, engine.seconds)

@@ -13,7 +13,7 @@ from typing import Any
 import openai
 from transformers import PreTrainedTokenizerBase
 
-from decode.engines.server import LAUNCHER, VLLM_PYTHON, check_vllm, find
+from decode.engines.server import LAUNCHER, check_engine
 from decode.errors import UserError
 from decode.models.tokens import REASONING, continuation_ids, end_token
 from distill.config.drafts import ResponseSettings, ServerSettings
@@ -91,7 +91,7 @@ def check_servers(server: ServerSettings, *, started: bool = True) -> None:
     for url in server.urls if started else ():
         open_client(server, url, timeout=10, max_retries=0)[0].close()
     if server.engine is not None:
-        check_vllm(vllm_python())
+        check_engine("vllm")
 
 
 def answered_by_servers(
@@ -152,11 +152,6 @@ def _seed_of(seed: int, job: Job) -> int:
     return (seed * 1_000_003 + job.example) % (1 << 31)
 
 
-def vllm_python() -> str:
-    """The interpreter of vLLM's environment."""
-    return find(None, VLLM_PYTHON, f"{WHERE}.engine", "vLLM's environment (.venv-vllm/bin/python)")
-
-
 def answered_by_vllm(
     settings: ResponseSettings, seed: int, ends: Collection[int], target: Path, longest: int, dtype: str
 ) -> Answer:
@@ -190,7 +185,7 @@ def answered_by_vllm(
             json.dump(request, file)
             file.seek(0)
             process = subprocess.Popen(
-                [vllm_python(), vllm_generate.__file__, *engine], env=environment, text=True,
+                [check_engine("vllm"), vllm_generate.__file__, *engine], env=environment, text=True,
                 stdin=file, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )  # fmt: skip
         assert process.stdout is not None

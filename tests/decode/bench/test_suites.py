@@ -11,6 +11,7 @@ from decode.bench import suites
 from decode.bench.datasets import PRESETS, held_out, load_hub, read_rows
 from decode.bench.suites import final_number, letter_score, load_suite, number_score, rouge_score
 from decode.commands.checks import open_suites
+from decode.commands.settings import ProfileSettings
 from decode.errors import UserError
 
 ROWS = [{"question": f"What is {n} plus {n}?", "answer": f"{n}+{n}={2 * n}\n#### {2 * n}"} for n in range(20)]
@@ -109,7 +110,7 @@ def test_a_file_is_recognised_by_its_columns(tmp_path, row, prompt, turns):
         (found,) = load_suite(spec).prompts
         assert found.text.startswith(prompt)
         assert turns is None or found.turns == turns
-    assert [suite.name for suite in open_suites([path])] == ["mine"]
+    assert [suite.name for suite in open_suites(ProfileSettings(suite=[path]))] == ["mine"]
 
 
 SPEED = {"question_id": "0" * 64, "category": "coding", "sub_category": "c", "source": "s", "src_id": "1"}

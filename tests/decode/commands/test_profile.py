@@ -10,36 +10,33 @@ from pairs import make_pair, make_suite, make_tokenizer, save_pair
 from decode.bench.costs import CostModel
 from decode.bench.offline_acceptance import offline_alpha
 from decode.bench.prediction import predicted_speedup
-from decode.bench.session import BenchOptions, Session
 from decode.commands.profile import profile_pair, run
 from decode.commands.settings import ProfileSettings
+from decode.models.pair import Pair
 from decode.sampling import LogitsWarper
 
 
 @pytest.fixture(scope="module")
-def models(tiny):
-    return make_pair(tiny)
+def pair(tiny):
+    target, draft = make_pair(tiny)
+    return Pair(target, make_tokenizer(), draft)
 
 
-def bench_of(models):
-    target, draft = models
-    return Session(target, {"small": draft, "self": target}, make_tokenizer(), BenchOptions(24, 1))
+def profile_of(pair, **options):
+    return profile_pair(ProfileSettings(max_new_tokens=24, **options), pair, [make_suite()])
 
 
-def test_alpha_is_measured_on_the_targets_own_texts(models):
-    bench = bench_of(models)
-    items = bench.items(make_suite())
-    warp = LogitsWarper(temperature=1.0)
-    found = profile_pair(bench, "small", items, warp, longest=4)
-    answers = bench.written([i.ids for i in items], warp)
+def test_alpha_is_measured_on_the_targets_own_texts(pair):
+    found = profile_of(pair, longest=4, temperature=1.0)
+    warp, items = LogitsWarper(temperature=1.0), found.session.items(make_suite())
+    answers = found.session.written([i.ids for i in items], warp)
     texts = [(i.ids + answer, len(i.ids)) for i, answer in zip(items, answers)]
-    assert found.alpha.mean == pytest.approx(offline_alpha(*models, texts, warp).mean)
+    assert found.alpha.mean == pytest.approx(offline_alpha(pair.target, pair.draft, texts, warp).mean)
     assert 0 < found.alpha.mean < 1
 
 
-def test_predictions_follow_from_the_measured_costs(models):
-    bench = bench_of(models)
-    found = profile_pair(bench, "small", bench.items(make_suite()), LogitsWarper(), longest=15)
+def test_predictions_follow_from_the_measured_costs(pair):
+    found = profile_of(pair, longest=15)
     cost = found.cost
     assert [row["draft_length"] for row in found.lengths] == list(range(1, 16))
     for row in found.lengths:
@@ -53,10 +50,8 @@ def test_predictions_follow_from_the_measured_costs(models):
     assert found.verdict.startswith("speedup") == bool(found.best)
 
 
-def test_costs_of_several_sequences_are_measured(models):
-    session = bench_of(models)
-    items = session.items(make_suite())
-    made = profile_pair(session, "small", items, LogitsWarper(), longest=3, batch_sizes=[3, 1, 3])
+def test_costs_of_several_sequences_are_measured(pair):
+    made = profile_of(pair, longest=3, batch_sizes=[3, 1, 3])
     one, three = made.batches["batches"]
     assert (one["cost_ratio"], one["batch_size"], three["batch_size"]) == (made.cost.cost_ratio, 1, 3)
     assert {1, 2, 3, 4} <= {n for n, _ in three["verify_cost"]}

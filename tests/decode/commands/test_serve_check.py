@@ -95,7 +95,7 @@ def test_a_whole_check_and_where_it_is_recorded(folder: Path, capsys, monkeypatc
     [
         (["--engine", "vlm"], "did you mean 'vllm'"),
         (["--url", "http://127.0.0.1:9"], "drafts one length"),
-        (["--engine", "vllm", "--python", "/nowhere/python"], "no program that can be run"),
+        (["--engine", "vllm", "--python", "/nowhere/python"], "no program /nowhere/python that can be run"),
     ],
 )
 def test_what_is_refused(folder, capsys, more, sentence) -> None:

@@ -217,8 +217,7 @@ def test_vllm_gets_the_prompts_as_tokens_and_what_fails_says_why(
     (package / "vllm" / "utils" / "argparse_utils.py").write_text(parser)
     for name, value in {"PYTHONPATH": package, "STAND_IN_LOG": log, "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr("distill.responses.server.check_vllm", lambda python: None)
-    monkeypatch.setattr("distill.responses.server.VLLM_PYTHON", Path(sys.executable))
+    monkeypatch.setattr("distill.responses.server.check_engine", lambda name: sys.executable)
     settings = vllm_settings(tmp_path, arguments=["--tensor-parallel-size=2"], concurrency=7)
     monkeypatch.setenv("STAND_IN_FAILS", "1")
     with pytest.raises(UserError, match=r"(?s)vLLM ended with status 1.*out of memory"):
