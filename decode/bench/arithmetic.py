@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from decode.errors import UserError
+from decode.errors import choose
 
 SPLITS = ("train", "train", "validation", "test")
 """The split of a question is ``SPLITS[hash % 4]``: half of all questions are for training."""
@@ -32,33 +32,6 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Size:
-    """Numbers of one difficulty: ranges (inclusive), largest result, largest factor and quotient, steps to choose."""
-
-    tiny: tuple[int, int]
-    small: tuple[int, int]
-    big: tuple[int, int]
-    limit: int
-    factor: int
-    steps: tuple[int, ...]
-
-    def result(self, op: str, left: int, right: int) -> int | None:
-        """``left op right`` if it is in this difficulty's range and at least 2 (a plural), otherwise None."""
-        result = apply(op, left, right)
-        if result is None or not 2 <= result <= self.limit:
-            return None
-        factors = {"*": max(left, right), "/": max(result, right)}.get(op, 0)
-        return result if factors <= self.factor else None
-
-
-SIZES = {
-    1: Size(tiny=(2, 5), small=(2, 9), big=(5, 15), limit=99, factor=10, steps=(1, 1, 1, 1, 2)),
-    2: Size(tiny=(2, 12), small=(2, 12), big=(12, 90), limit=999, factor=100, steps=(2, 2, 2, 3)),
-    3: Size(tiny=(3, 15), small=(3, 15), big=(25, 400), limit=9999, factor=1000, steps=(2, 3, 3, 4, 4)),
-}
-
-
-@dataclass(frozen=True)
 class Problem:
     """One word problem; ``solution`` ends with the line ``#### answer``."""
 
@@ -66,15 +39,6 @@ class Problem:
     solution: str
     answer: int
     steps: int
-
-
-def apply(op: str, left: int, right: int) -> int | None:
-    """``left op right`` for ``+ - * /``; None if the result is not a positive whole number."""
-    if op == "/":
-        result = left // right if right and left % right == 0 else 0
-    else:
-        result = {"+": left + right, "-": left - right, "*": left * right}[op]
-    return result if result > 0 else None
 
 
 def problem(seed: int, split: str, index: int, difficulty: int = 1) -> Problem:
@@ -90,15 +54,12 @@ def problem(seed: int, split: str, index: int, difficulty: int = 1) -> Problem:
     Raises:
         UserError: unknown split or difficulty.
     """
-    if split not in SPLITS:
-        raise UserError(f"split {split!r} is unknown: choose train, validation or test")
-    if difficulty not in SIZES:
-        raise UserError(f"difficulty {difficulty!r} is unknown: choose 1 (easy), 2 or 3 (hard)")
+    choose("split", split, dict.fromkeys(SPLITS))
+    size = choose("difficulty", str(difficulty), tables()["sizes"])
     key = hashlib.blake2b(f"{seed}/{split}/{index}/{difficulty}".encode(), digest_size=8).digest()
     rng = Random(int.from_bytes(key, "big"))
-    size = SIZES[difficulty]
     while True:
-        steps = _choice(rng, size.steps)
+        steps = _choice(rng, size["steps"])
         made = (_fill_scene if rng.random() < 0.6 else _fill_story)(rng, size, steps)
         if made is not None and split_of(made[0]) == split:
             question, solution, answer = made
@@ -119,13 +80,19 @@ def _choice(rng: Random, items: Sequence[T]) -> T:
     return items[int(rng.random() * len(items))]
 
 
-def _between(rng: Random, bounds: tuple[int, int]) -> int:
-    return bounds[0] + int(rng.random() * (bounds[1] - bounds[0] + 1))
+def _result(size: dict[str, Any], op: str, left: int, right: int) -> int | None:
+    """``left op right`` if it is a whole number in the range of a difficulty and at least 2 (a plural), else None."""
+    if op == "/":
+        result = left // right if left % right == 0 else 0
+    else:
+        result = {"+": left + right, "-": left - right, "*": left * right}[op]
+    factor = max(result if op == "/" else left, right) if op in "*/" else 0
+    return result if 2 <= result <= size["limit"] and factor <= size["factor"] else None
 
 
 def _cast(rng: Random) -> dict[str, Any]:
     """Values of all words that a template may contain."""
-    words = _words()
+    words = tables()
     (a, pronouns), (b, _), (c, _) = rng.sample(words["people"], 3)
     one, other = rng.sample(words["items"], 2)
     day, day2 = rng.sample(words["days"], 2)
@@ -134,66 +101,67 @@ def _cast(rng: Random) -> dict[str, Any]:
     return cast | pronouns | {"day": day, "day2": day2}
 
 
-def _fill_scene(rng: Random, size: Size, steps: int) -> tuple[str, str, int] | None:
+def _fill_scene(rng: Random, size: dict[str, Any], steps: int) -> tuple[str, str, int] | None:
     """Question, solution and answer of a whole scene; None if a number does not fit the difficulty."""
-    questions, solution, draws, sums = _choice(rng, _words()["scenes"][steps])
-    values: dict[str, int] = {}
-    for name, kind in draws:
-        values[name] = _between(rng, {"tiny": size.tiny, "big": size.big}.get(kind, size.small))
+    questions, solution, draws, sums = _choice(rng, tables()["scenes"][steps])
+    values: dict[str, Any] = {name: _choice(rng, size[kind or "small"]) for name, kind in draws}
     for name, left, op, right in sums:
-        a, b = (int(operand) if operand.isdigit() else values[operand] for operand in (left, right))
-        result = size.result(op, a, b)
-        if result is None:
+        values[name] = _result(size, op, *(int(values.get(operand, operand)) for operand in (left, right)))
+        if values[name] is None:
             return None
-        values[name] = result
     fill = _cast(rng) | values
     return _choice(rng, questions).format_map(fill), solution.format_map(fill), values[name]
 
 
-def _fill_story(rng: Random, size: Size, steps: int) -> tuple[str, str, int] | None:
+def _fill_story(rng: Random, size: dict[str, Any], steps: int) -> tuple[str, str, int] | None:
     """Question, solution and answer of an opening, ``steps`` events and a closing; None as in `_fill_scene`."""
-    words, fill = _words(), _cast(rng)
-    total = _between(rng, size.big)
+    words, fill = tables(), _cast(rng)
+    fill["t"] = _choice(rng, size["big"])
     opening, closing = _choice(rng, words["openings"]), _choice(rng, words["closings"])
-    texts = [[text.format_map(fill | {"t": total}) for text in opening]]
+    texts = [[text.format_map(fill) for text in opening]]
     events, people = rng.sample(words["events"], steps), rng.sample(words["people"], steps)
-    for (op, question, solution, by), (person, _) in zip(events, people):
-        n = _choice(rng, by) if by else _between(rng, size.small)
-        result = size.result(op, total, n)
+    for (op, told, by), (person, _) in zip(events, people):
+        n = _choice(rng, by or size["small"])
+        result = _result(size, op, fill["t"], n)
         if result is None or person == fill["a"]:
             return None
-        fill |= {"t": total, "n": n, "u": result, "b": person}
-        texts.append([question.format_map(fill), solution.format_map(fill)])
-        total = result
-    texts.append([text.format_map(fill | {"t": total}) for text in closing])
-    return " ".join(text for text, _ in texts), "\n".join(text for _, text in texts), total
+        fill |= {"n": n, "u": result, "b": person}
+        texts.append([text.format_map(fill) for text in told])
+        fill["t"] = result
+    texts.append([text.format_map(fill) for text in closing])
+    questions, solutions = zip(*texts)
+    return " ".join(questions), "\n".join(solutions), fill["t"]
 
 
 @cache
-def _words() -> dict[str, Any]:
+def tables() -> dict[str, Any]:
     """The tables of ``arithmetic.yaml``; every text that the choices ``(one|two)`` of a wording allow is one.
 
     Returns:
-        ``people`` (name, pronouns); ``items``, ``containers``, ``places`` and ``days``; ``openings`` and ``closings``
-        (question, solution); ``events`` (operation, question, solution, the only values of ``n``); ``scenes`` by number
-        of calculations: (questions, solution, draws (name, range), calculations (name, left, operation, right)).
+        ``sizes`` by difficulty; ``people`` (name, pronouns); ``items``, ``containers``, ``places`` and ``days``;
+        ``openings`` and ``closings`` (question, solution); ``events`` (operation, (question, solution), the only values
+        of ``n``); ``scenes`` by number of calculations: (questions, solution, draws (name, range), calculations (name,
+        left, operation, right)).
     """
-    tables = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    read = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
     def wordings(text: str) -> list[str]:
         pieces = [piece.split("|") if place % 2 else [piece] for place, piece in enumerate(CHOICE.split(text))]
         return ["".join(chosen) for chosen in itertools.product(*pieces)]
 
-    words = {key: tables[key].split() for key in ("items", "containers", "places", "days")}
-    words["people"] = [(name, tables[who]) for who in ("she", "he") for name in tables[f"names_{who}"].split()]
+    words = {key: read[key].split() for key in ("items", "containers", "places", "days")}
+    words["sizes"] = read["sizes"]
+    for size in words["sizes"].values():
+        size |= {kind: range(size[kind][0], size[kind][1] + 1) for kind in ("tiny", "small", "big")}
+    words["people"] = [(name, read[who]) for who in ("she", "he") for name in read[f"names_{who}"].split()]
     for table in ("openings", "closings", "events"):
-        words[table] = [row.split(" | ") for line in tables[table].strip().splitlines() for row in wordings(line)]
+        words[table] = [row.split(" | ") for line in read[table].strip().splitlines() for row in wordings(line)]
     words["events"] = [
-        (CALCULATION.findall(text)[0][1], question, _marked(text), [int(n) for n in "".join(by).split()])
+        (CALCULATION.findall(text)[0][1], (question, _marked(text)), [int(n) for n in "".join(by).split()])
         for question, text, *by in words["events"]
     ]
     scenes: dict[int, list[Any]] = {}
-    for block in tables["scenes"].strip().split("\n\n"):
+    for block in read["scenes"].strip().split("\n\n"):
         numbers, question, solution = block.split("\n", 2)
         draws = [item.partition(":")[::2] for item in numbers.split() if not DERIVED.fullmatch(item)]
         asked = [(result, left, op, right) for left, op, right, result in CALCULATION.findall(solution)]

@@ -16,12 +16,12 @@ import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import chain, groupby, product
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from decode.bench.baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES, TransformersBaseline, quiet
+from decode.bench.baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES, generate, quiet
 from decode.bench.costs import round_costs
 from decode.bench.offline_acceptance import prompt_numbers
 from decode.bench.prediction import speedup_of_trace
@@ -107,12 +107,11 @@ def plan(
     generation config), or the method's own.
     """
     entries = []
-    for temperature, spec in ((temperature, spec) for temperature in temperatures for spec in methods):
+    for temperature, spec in product(temperatures, methods):
         method, own = split_spec(spec)
         base = replace(options or MethodOptions(), **own)
-        entry = BenchEntry(method, None, base, stop, rule, temperature)
-        if entry.is_baseline or method == BASELINE:
-            entry = replace(entry, stop=None, rule=None)
+        drafts_here = method in METHODS and method != BASELINE
+        entry = BenchEntry(method, None, base, *((stop, rule) if drafts_here else (None, None)), temperature)
         fitting: list[str | None] = [None]
         if entry.needs_draft and drafts:  # transformers takes plain models only, trees of EAGLE need a head
             kind = PreTrainedModel if method in NEEDS_DRAFT else FeatureHead if method in HEADED else object
@@ -120,7 +119,7 @@ def plan(
         fixed = method == "generate-assistant" or (entry.needs_draft and entry.stop_rule == "length")
         several = fixed and draft_lengths and "draft_length" not in own
         lengths: Sequence[int | None] = draft_lengths if several else [base.draft_length]
-        for draft, length in ((draft, length) for draft in fitting for length in lengths):
+        for draft, length in product(fitting, lengths):
             name = spec.replace(":", " ") + (f" k={length}" if len(lengths) > 1 else "")
             name += f" ({draft})" if draft is not None and len(drafts) > 1 else ""
             if draft is not None and fixed and length is None:
@@ -161,12 +160,8 @@ class EntryRun:
             missing = f"no draft named {entry.draft!r}" if entry.draft else "no draft"
             raise UserError(f"{entry.label} drafts with a model, but there is {missing}; give one with --draft")
         if entry.is_baseline:
-            model: Any = session.draft_models.get(entry.draft or "")
             default = TRANSFORMERS_BASELINES[entry.method]
             self.draft_length = default and (options.draft_length or default)
-            self.baseline = TransformersBaseline(
-                entry.method, session.model, model, self.warp, session.stop_ids, self.draft_length
-            )
             return
         costs = session.costs.get(entry.draft) if entry.draft else None  # fixed from now on
         inputs = MethodInputs(
@@ -196,8 +191,9 @@ class EntryRun:
             budget: maximum number of new tokens of a turn.
             sample: keep annotated outputs (at batch size 1).
         """
-        runner, size, texts = self.session.runner, self.batch_size, [TimedText() for _ in chats]
-        how: dict[str, Any] = {"max_new_tokens": budget, "stop_ids": self.session.stop_ids}
+        session, size, texts = self.session, self.batch_size, [TimedText() for _ in chats]
+        runner, draft = session.runner, session.draft_models.get(self.entry.draft or "")
+        how: dict[str, Any] = {"max_new_tokens": budget, "stop_ids": session.stop_ids}
         turns = [(t, item.ids, seed + n) for t, c, seed in zip(texts, chats, seeds) for n, item in enumerate(c)]
         rngs = [TorchRng(seed, runner.device) for *_, seed in turns]
         if self.entry.is_baseline:
@@ -205,20 +201,22 @@ class EntryRun:
                 turns.sort(key=lambda turn: len(turn[1]))
             for at in range(0, len(turns), size):
                 some = turns[at : at + size]
-                new, seconds, forwards = self.baseline.run([ids for _, ids, _ in some], budget, some[0][2])
+                how |= {"seed": some[0][2], "draft_length": self.draft_length}
+                prompts = [ids for _, ids, _ in some]
+                new, seconds, forwards = generate(self.entry.method, session.model, draft, self.warp, prompts, **how)
                 for (text, *_), ids in zip(some, new):
-                    text.add(ids, seconds / len(some), forwards, None)
+                    text.add(ids, seconds / len(some), None, forwards)
         elif size == 1:
             for (text, ids, _), rng in zip(turns, rngs):
                 out = decode(runner, self.methods[repeat], self.warp, ids, annotate=sample, rng=rng, **how)
-                text.add(out.new_ids, out.trace.total_seconds, out.trace.rounds, out.trace)
+                text.add(out.new_ids, out.trace.total_seconds, out.trace)
                 self.samples += [out] if sample else []
         else:
             began, prompts = time.perf_counter(), [ids for _, ids, _ in turns]
             outputs = decode_texts(runner, self.methods[repeat], self.warp, prompts, rngs=rngs, batch_size=size, **how)
             spent = (time.perf_counter() - began) / max(1e-12, sum(out.trace.total_seconds for out in outputs))
             for text, out in zip(texts, outputs):
-                text.add(out.new_ids, spent * out.trace.total_seconds, out.trace.rounds, out.trace)
+                text.add(out.new_ids, spent * out.trace.total_seconds, out.trace)
         return texts
 
 
@@ -303,7 +301,7 @@ class Benchmark:
         if session.options.costs:
             drafted = [e for e in entries if e.needs_draft and e.draft]
             session.measure_costs(
-                [item for _, some in items for item in some],
+                list(chain(*(some for _, some in items))),
                 dict.fromkeys(str(e.draft) for e in drafted),
                 longest=max((e.options.draft_length or 0 for e in entries), default=0),
                 trees=any(e.method in TREES for e in entries),
@@ -312,15 +310,14 @@ class Benchmark:
             )
         blocks = []
         temperatures = dict.fromkeys(e.temperature for e in entries)
-        for suite, some, temperature, size in ((*of, t, size) for of in items for t in temperatures for size in sizes):
+        for (suite, some), temperature, size in product(items, temperatures, sizes):
             table = [e for e in entries if e.temperature == temperature]
             if size > 1:
                 table = [e for e in table if not e.is_baseline or e.method == REFERENCE]
             given = {e.method: e for e in reversed(table)}
             first = [given.get(m, BenchEntry(m, temperature=temperature)) for m in (BASELINE, REFERENCE)]
             if size == 1:
-                chats = [list(turns) for _, turns in groupby(some, key=lambda item: id(item.prompt))]
-                groups = [[chat] for chat in chats]
+                groups = [[list(turns)] for _, turns in groupby(some, key=lambda item: id(item.prompt))]
             else:
                 groups = [[[some[i % len(some)]] for i in range(max(len(some), FILLED * size))]]
             blocks.append((suite, temperature, size, first + [e for e in table if e not in first], groups))
@@ -334,10 +331,10 @@ class Benchmark:
                     time_texts(runs, groups, name)
             except KeyboardInterrupt:
                 self.stopped = name
-                if runs[0].record.texts:
-                    self._add_rows(suite, runs, [chat for chats in groups for chat in chats])
                 raise
-            self._add_rows(suite, runs, [chat for chats in groups for chat in chats])
+            finally:
+                if runs[0].record.texts:
+                    self._add_rows(suite, runs, list(chain(*groups)))
         return self.rows
 
     def _add_rows(self, suite: Suite, runs: Sequence[EntryRun], chats: Sequence[Chat]) -> None:
@@ -405,6 +402,6 @@ class Benchmark:
                     "text": session.text(out.new_ids),
                     "tokens": marked(Detokenizer(session.tokenizer), out.new_ids, out.written_by, out.rejected, alone),
                 }
-                for item, out in zip([item for chat in chats for item in chat], run.samples)
+                for item, out in zip(chain(*chats), run.samples)
             ]
             self.analysis.append(plain(detail))

@@ -38,10 +38,10 @@ class TimedText:
 
     new_ids: list[int] = field(default_factory=list)  # the generated tokens
     seconds: float = 0.0  # from the prompt on; of sequences decoded together, an equal share of each round
-    forwards: int = 0  # target forwards that gave the tokens
     trace: Trace | None = None  # the rounds; None for transformers' own generation
+    forwards: int = 0  # target forwards that gave the tokens of transformers' own generation
 
-    def add(self, new_ids: list[int], seconds: float, forwards: int, trace: Trace | None) -> None:
+    def add(self, new_ids: list[int], seconds: float, trace: Trace | None, forwards: int = 0) -> None:
         """Append a turn."""
         self.new_ids, self.seconds = self.new_ids + new_ids, self.seconds + seconds
         self.forwards += forwards

@@ -46,44 +46,44 @@ def mode(temperature: float) -> str:
     return "greedy" if temperature == 0 else f"T = {temperature:g}"
 
 
-def by_block(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Rows by suite, temperature and batch size, as a title."""
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        size = row.get("batch_size", 1)
-        title = f"{row['suite']}, {mode(row['temperature'])}" + (f", batch size {size}" if size > 1 else "")
-        found.setdefault(title, []).append(row)
-    return found
-
-
 def shown(row: Row) -> dict[str, Any]:
     """A row with the kind of its output."""
     return {**row, "kind": "baseline" if row.get("baseline") else "lossless" if row.get("lossless") else "relaxed"}
 
 
+def by_block(rows: Iterable[Row], *, sizes: bool = True) -> dict[str, list[dict[str, Any]]]:
+    """Rows by suite, temperature and, with `sizes`, batch size, as a title."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        size = row.get("batch_size", 1) if sizes else 1
+        title = f"{row['suite']}, {mode(row['temperature'])}" + (f", batch size {size}" if size > 1 else "")
+        found.setdefault(title, []).append(shown(row))
+    return found
+
+
 def by_category(rows: Iterable[Row]) -> list[Row]:
     """The categories of rows of one block, category after category, and last all of them; empty if there is one."""
-    every = {"category": "all"}
-    parts = [shown(row) | part for row in rows if row["categories"] for part in (*row["categories"], every)]
+    parts = [{**row, **part} for row in rows for part in row["categories"]]
+    parts += [{**row, "category": "all"} for row in rows if row["categories"]]
     return sorted(parts, key=lambda part: (part["category"] == "all", part["category"]))
 
 
-def by_concurrency(rows: Iterable[Row]) -> dict[str, list[Row]]:
+def by_concurrency(rows: Iterable[Row]) -> dict[str, list[dict[str, Any]]]:
     """Rows by suite and temperature, as a title, of what was measured at several batch sizes: method after method."""
-    found: dict[str, dict[str, list[Row]]] = {}
-    for row in rows:
-        methods = found.setdefault(f"{row['suite']}, {mode(row['temperature'])}", {})
-        methods.setdefault(row["name"], []).append(shown(row))
-    sized = {title: [row for of in methods.values() if len(of) > 1 for row in of] for title, methods in found.items()}
-    return {title: sizes for title, sizes in sized.items() if sizes}
+    found = {}
+    for title, block in by_block(rows, sizes=False).items():
+        names = [row["name"] for row in block]
+        if kept := [row for row in block if names.count(row["name"]) > 1]:
+            found[title] = sorted(kept, key=lambda row: names.index(row["name"]))
+    return found
 
 
 def console_tables(rows: Sequence[Row], width: int = 130) -> Iterable[RichTable]:
     """Tables for a terminal: blocks, of the smallest batch the fastest drafts by category, and concurrency."""
     for title, block in by_block(rows).items():
         yield block_table(title, block, width)
-        smallest = block[0]["batch_size"] == min(row["batch_size"] for row in rows)
-        if smallest and (parts := by_category(drafting(block)[:3])):
+        parts = by_category(drafting(block)[:3])
+        if parts and block[0]["batch_size"] == min(row["batch_size"] for row in rows):
             yield block_table(f"{title}, by category", parts, width, BY_CATEGORY)
     for title, sizes in by_concurrency(rows).items():
         yield block_table(f"{title}, by concurrency", sizes, width, BY_CONCURRENCY)
@@ -92,10 +92,9 @@ def console_tables(rows: Sequence[Row], width: int = 130) -> Iterable[RichTable]
 def block_table(title: str, rows: Sequence[Row], width: int = 130, columns: Sequence[str] = SHORT) -> RichTable:
     """The rows of one block for a terminal of this width."""
     hidden = ERRORS if width >= 110 else ERRORS | {"speedup_ci95"} | (NARROW if columns is SHORT else set())
-    kept = [{k: v for k, v in row.items() if k not in hidden} for row in map(shown, rows)]
-    relaxed = any(row["kind"] == "relaxed" for row in kept)
-    keys = [key for key in columns if key != "kind" or relaxed]
-    grid = console_table(title, keys, [row | {"style": STYLES[row["kind"]]} for row in kept])
+    keys = [key for key in columns if key != "kind" or any(row["kind"] == "relaxed" for row in rows)]
+    kept = [{**row, "style": STYLES[row["kind"]], **dict.fromkeys(hidden)} for row in rows]
+    grid = console_table(title, keys, kept)
     for row in rows:
         if row.get("note"):
             grid.add_row(f"{row['name']}: {row['note']}", style="red")
@@ -108,23 +107,18 @@ def answers(rows: Sequence[Row]) -> list[str]:
     for title, block in by_block(rows).items():
         # greedy texts show whether a method is lossless; sampled ones of the same suite and size cannot
         like = [row for row in rows if all(row.get(k) == block[0].get(k) for k in ("suite", "batch_size"))]
-        parts = []
-        if (best := fastest_lossless(like, block[0]["temperature"])) is not None:
-            parts.append(f"fastest lossless method {best['name']}: speedup {cell(best, 'speedup')}")
-            if best.get("speedup_vs_generate"):
-                parts[0] += f", {best['speedup_vs_generate']:.2f} over model.generate"
-        if wrong := differing(block):
-            parts.append(f"texts differ from model.generate's: {', '.join(wrong)}")
+        best, wrong = fastest_lossless(like, block[0]["temperature"]), differing(block)
+        parts = [f"texts differ from model.generate's: {', '.join(wrong)}"] if wrong else []
+        if best is not None:
+            over = best.get("speedup_vs_generate")
+            parts.insert(0, f"fastest lossless method {best['name']}: speedup {cell(best, 'speedup')}")
+            parts[0] += f", {over:.2f} over model.generate" if over else ""
         if parts:
             lines.append(f"{title}: {'; '.join(parts)}")
     return lines
 
 
-def write_report(
-    bench: Benchmark,
-    settings: Mapping[str, Any],
-    folder: Path,
-) -> tuple[Path, Path]:
+def write_report(bench: Benchmark, settings: Mapping[str, Any], folder: Path) -> tuple[Path, Path]:
     """Write report.json and the page.
 
     Other keys of an existing report.json are kept; ``methods``, ``bench`` and ``machine`` are set. The page is
@@ -153,34 +147,36 @@ def write_report(
 
 def sections(content: Mapping[str, Any]) -> Iterable[Section]:
     """The page of a benchmark, from the keys ``methods``, ``bench`` and ``machine`` of report.json."""
-    bench, about, methods = content["bench"], content["machine"], content["methods"]
-    details = by_block(bench["analysis"])
+    bench, methods = content["bench"], content["methods"]
+    details = {
+        (title, detail["name"]): detail for title, some in by_block(bench["analysis"]).items() for detail in some
+    }
     for title, rows in by_block(methods).items():
-        found, first = {detail["name"]: detail for detail in details.get(title, [])}, rows[0]
-        fast = [row for row in drafting(rows) if row["name"] in found]
-        tables = [Table(KEYS, [shown(row) for row in rows])]
-        tables.append(Table(BY_CATEGORY, by_category(rows), "By category"))
-        relaxed = any(not row["lossless"] for row in rows)
+        fast = [(row, details[title, row["name"]]) for row in drafting(rows) if (title, row["name"]) in details]
+        tables = [Table(KEYS, rows), Table(BY_CATEGORY, by_category(rows), "By category")]
+        relaxed = any(row["kind"] == "relaxed" for row in rows)
         figures = [(plots.speedup_bars(rows), "Relaxed methods are orange." if relaxed else "")]
         predicted = {
             row["name"]: [(row["predicted_speedup"], row["speedup_without_prefill"])]
-            for row in fast[:7]
+            for row, _ in fast[:7]
             if row.get("predicted_speedup") and row.get("speedup_without_prefill")
         }
         if predicted:
             axes = f"predicted: {FORMULAS['predicted_speedup']}", "measured speedup of decoding (×)"
             figures.append((plots.lines(predicted, "Measured against predicted speedup", *axes, diagonal=True), ""))
-        reached = {row["name"]: found[row["name"]].get("acceptance_by_position", []) for row in fast[:5]}
-        often = {name: [at for at in rates if at["tested"] >= 30] for name, rates in reached.items()}
-        if positions := {name: rates for name, rates in often.items() if rates}:
+        positions: dict[str, list[Any]] = {}
+        for row, detail in fast[:5]:
+            often = [at for at in detail.get("acceptance_by_position", []) if at["tested"] >= 30]
+            positions |= {row["name"]: often} if often else {}
+        if positions:
             figures.append((plots.acceptance_by_position(positions), "Positions reached at least 30 times."))
         samples = [
             Sample(sample["tokens"], f"{row['name']}: {sample['prompt'].strip()[:160]}")
-            for row in fast[:2]
-            for sample in found[row["name"]]["samples"][:1]
+            for row, detail in fast[:2]
+            for sample in detail["samples"][:1]
         ]
-        text = f"{max(row['prompts'] for row in rows)} prompts, repeats: {first['repeats']}. "
-        text += bench.get("notes", {}).get(first["suite"], "")
+        text = f"{max(row['prompts'] for row in rows)} prompts, repeats: {rows[0]['repeats']}. "
+        text += bench["notes"].get(rows[0]["suite"], "")
         yield Section(title, text, tables=tables, figures=figures, samples=samples)
     axes, tables, figures = ("sequences at once (batch size)", "tokens/s ÷ without a draft (×)"), [], []
     for title, sizes in by_concurrency(methods).items():
@@ -190,11 +186,13 @@ def sections(content: Mapping[str, Any]) -> Iterable[Section]:
             curves.setdefault(row["name"], []).append((row["batch_size"], row["speedup"], *row["speedup_ci95"]))
         if curves:
             figures.append((plots.lines(curves, f"Speedup, {title}", *axes, log_x=True, at_one=True), ""))
-    if costs := {name or "target alone": cost["verify_cost"] for name, cost in bench["costs"].items()}:
-        points = {name: sorted((int(n), v) for n, v in dict(cost).items()) for name, cost in costs.items()}
+    costs = bench["costs"]
+    if costs:
+        points = {name or "target alone": sorted(cost["verify_cost"]) for name, cost in costs.items()}
         axes = "tokens in one target forward, n", "v(n) = time of n tokens ÷ of 1"
         figures.append((plots.lines(points, "Cost of verification", *axes), ""))
-    c = {f"c of {name}": f"{cost['cost_ratio']:.3f}" for name, cost in bench["costs"].items() if name}
+    c = {f"c of {name}": f"{cost['cost_ratio']:.3f}" for name, cost in costs.items() if name}
     yield Section("Batch sizes and costs", f"{FORMULAS['cost_ratio']}. {FORMULAS['verify_cost']}.", c, tables, figures)
-    where = {"machine": machine.sentence(about), "threads": about.get("note")}
+    about = content["machine"]
+    where = {"machine": machine.sentence(about), "threads": about["note"]}
     yield Section("Machine and settings", facts=where | bench["settings"])

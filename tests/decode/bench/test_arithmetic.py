@@ -4,7 +4,7 @@ import re
 import pytest
 from solutions import check_solution
 
-from decode.bench.arithmetic import SIZES, problem, problems, split_of
+from decode.bench.arithmetic import problem, problems, split_of, tables
 from decode.errors import UserError
 
 SPLITS = ("train", "validation", "test")
@@ -12,7 +12,7 @@ SPLITS = ("train", "validation", "test")
 
 @pytest.mark.parametrize("difficulty", [1, 2, 3])
 def test_problems_are_right_complete_and_of_their_difficulty(difficulty):
-    size = SIZES[difficulty]
+    size = tables()["sizes"][str(difficulty)]
     for split in SPLITS:
         made = list(problems(7, split, 700, difficulty))
         for one in made:
@@ -24,8 +24,8 @@ def test_problems_are_right_complete_and_of_their_difficulty(difficulty):
             assert not re.search(r"[{}\[\]|()]|  ", one.question + one.solution)
         results = [int(r) for one in made for r in re.findall(r"=(\d+)>>", one.solution)]
         assert min(results) >= 2
-        assert max(results) <= size.limit
-        assert {one.steps for one in made} == set(size.steps)
+        assert max(results) <= size["limit"]
+        assert {one.steps for one in made} == set(size["steps"])
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_the_problems_of_a_seed_never_change():
     assert digest.hexdigest() == "842d6c5558d6199c2e9a081078a0b411e4f5560c0bcf2eb30790b72661fd61db"
 
 
-@pytest.mark.parametrize(("split", "difficulty", "said"), [("dev", 1, "'dev'"), ("train", 4, "difficulty 4")])
+@pytest.mark.parametrize(("split", "difficulty", "said"), [("dev", 1, "'dev'"), ("train", 4, "difficulty '4'")])
 def test_an_unknown_split_or_difficulty_is_named(split, difficulty, said):
     with pytest.raises(UserError, match=said):
         problem(0, split, 0, difficulty)
