@@ -79,7 +79,15 @@ def load_suite(spec: str, *, limit: int | None = None, seed: int = 0, split: str
         return Suite(spec, [prompts[place] for place in kept], None, "its prompts have no references")
     note = "" if preset.scorer else f"{name} has no scorer"
     if name == "arithmetic" and path is None:
-        prompts = _arithmetic(int(option or 1), limit or DEFAULT_LIMIT, seed, split)
+        difficulty, option = option or "1", ""
+        rows: list[Row] = []
+        for index, made in enumerate(problems(seed, split, limit or DEFAULT_LIMIT, int(difficulty))):
+            about = {
+                "id": f"{difficulty}/{seed}/{split}/{index}",
+                "steps": f"{made.steps} step{'s' * (made.steps > 1)}",
+            }
+            rows.append(about | {"question": made.question, "answer": made.solution})
+        prompts = _prompts(name, preset, rows, option, None, seed)
     else:
         if option in preset.configs:
             preset, option = replace(preset, config=option), ""
@@ -143,16 +151,6 @@ def _recognise(path: str) -> str:
         f"{', '.join(PRESETS[nearest].columns)}): rename the column of the prompts to prompt, or name the data set "
         f"with --suite NAME={path}, NAME being one of {', '.join(RECOGNISED)}"
     )
-
-
-def _arithmetic(difficulty: int, limit: int, seed: int, split: str) -> list[Prompt]:
-    preset, prompts = PRESETS["arithmetic"], []
-    for index, problem in enumerate(problems(seed, split, limit, difficulty)):
-        row = {"question": problem.question, "answer": problem.solution}
-        category = f"{problem.steps} step{'s' * (problem.steps > 1)}"
-        name = f"arithmetic/{difficulty}/{seed}/{split}/{index}"
-        prompts.append(Prompt(name, preset.prompt(row), preset.response(row), category))
-    return prompts
 
 
 def _rows(name: str, preset: Preset, path: str | None, split: str) -> list[Row]:

@@ -28,19 +28,6 @@ def test_problems_are_right_complete_and_of_their_difficulty(difficulty):
         assert {one.steps for one in made} == set(size["steps"])
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "Tom has 2+2 = <<2+2=5>>5 pens.\n#### 5",
-        "Tom has 2+2 = <<2+2=4>>5 pens.\n#### 4",
-        "Tom has 7/2 = <<7/2=3>>3 pens.\n#### 3",
-    ],
-)
-def test_the_check_of_solutions_refuses_wrong_ones(wrong):
-    with pytest.raises(ValueError, match="in 'Tom has"):
-        check_solution(wrong)
-
-
 def test_the_problems_of_a_seed_never_change():
     again = [problem(3, "test", index, 2) for index in (5, 0, 9)]
     assert [list(problems(3, "test", 10, 2))[index] for index in (5, 0, 9)] == again

@@ -276,7 +276,7 @@ def test_mbpp_rows_keep_their_official_splits(tmp_path):
     [
         ({"train_file": "missing.jsonl"}, "data.train_file: there is no file"),
         ({"prompt_template": "{question}"}, "go together"),
-        ({"difficulty": 9}, "difficulty 9"),
+        ({"difficulty": 9}, "difficulty '9'"),
         ({"source": "missing.jsonl"}, "there is no file 'missing.jsonl'"),
         ({"source": "spec_bench"}, "data.train_file"),
     ],
