@@ -32,13 +32,20 @@ from decode.engines.gap_causes import Cause, causes_in_files, causes_in_numbers,
 from decode.engines.gguf import convert
 from decode.engines.server import ENGINES, Engine, check_engine, opened
 from decode.errors import UserError, choose, read_json, scratch_folder, write_section, write_text
-from decode.models.heads import FeatureHead
+from decode.models.block_head import BlockHead
+from decode.models.head_configs import unserved
+from decode.models.heads import DraftHead
 from decode.models.loading import config_for, load_tokenizer
+from decode.models.other_tokenizer import DraftModel
 from decode.progress import output_console
 from decode.sampling import LogitsWarper
 
 Row = dict[str, Any]
 
+METHODS: dict[int | str | None, str] = {
+    None: "draft_model", 1: "eagle", 3: "eagle3", "dflash": "dflash", "dspark": "dspark",
+}  # fmt: skip
+"""vLLM's names of methods, by the version of a head."""
 ASSUMED = (0.5, 0.6, 0.7, 0.8, 0.9)
 """Acceptance rates for which the speedup of an untrained draft is computed, the same at every position."""
 SERVED = (
@@ -79,8 +86,9 @@ def run(settings: ServeCheckSettings) -> None:
         items = [item for suite in open_suites(settings) for item in session.items(suite)]
         for name, note in session.notes.items():
             console.print(f"{name}: {note}", soft_wrap=True)
-        head = pair.draft if isinstance(pair.draft, FeatureHead) else None
-        method = "draft_model" if head is None else "eagle3" if head.version == 3 else "eagle"
+        head = pair.draft if isinstance(pair.draft, DraftHead) else None
+        method = METHODS[head.version if head else None]
+        check_block(pair.draft, settings.engine, settings.draft_lengths)
         context = max(len(item.ids) for item in items) + settings.max_new_tokens + max(settings.draft_lengths) + 1
         dtype = str(pair.target.dtype).removeprefix("torch.")  # as in the prediction
         engine = Engine(
@@ -109,6 +117,23 @@ def run(settings: ServeCheckSettings) -> None:
     for file in [] if settings.draft_shape else record(result, draft):
         console.print(f"[dim]wrote {file}")
     print(json.dumps(result, ensure_ascii=False)) if settings.json else show(result["rows"], causes)
+
+
+def check_block(draft: DraftModel, engine: str, lengths: Sequence[int]) -> None:
+    """Refuse a block head that an engine would run otherwise than it was trained, or longer drafts than it makes.
+
+    Raises:
+        UserError: with the reason.
+    """
+    if not isinstance(draft, BlockHead):
+        return
+    if why := unserved(draft).get(engine):
+        raise UserError(f"{engine} does not run this head as it was trained ({why}); check it in another engine")
+    if max(lengths) > draft.drafts:
+        raise UserError(
+            f"draft_lengths are {list(lengths)}, and a block of this head drafts {draft.drafts} tokens at most; give "
+            f"lengths up to {draft.drafts}"
+        )
 
 
 def serve_check(

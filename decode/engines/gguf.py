@@ -64,7 +64,7 @@ def convert(folder: str | Path, file: str | Path, kind: str = "f32", *, target: 
     """Write a model's folder as a GGUF file, atomically.
 
     Args:
-        folder: a model as transformers saves it, or an EAGLE-3 head.
+        folder: a model as transformers saves it, or an EAGLE-3 or block head.
         file: to write.
         kind: one of `TYPES`.
         target: folder of the target, for a head.

@@ -69,7 +69,7 @@ class Engine:
     name: str  # a key of `ENGINES`
     target: str = ""  # folder, Hub name or GGUF file
     draft: str = ""  # the same of the draft
-    method: str = "draft_model"  # draft_model, eagle3 or eagle
+    method: str = "draft_model"  # draft_model, eagle, eagle3, dflash or dspark
     context: int = 512  # tokens of the longest text, prompt and answer
     dtype: str = "float32"  # number format of vLLM's weights
     program: str | None = None  # vLLM's interpreter or llama-server; None: as `make engines` installs it
@@ -126,7 +126,7 @@ def start_command(engine: Engine, draft_length: int | None, port: int) -> tuple[
         options += " -t {threads} -tb {threads}"
     if llama and draft_length:
         options += COMMANDS["drafting"]
-    kind = "draft-eagle3" if engine.method == "eagle3" else "draft-simple"
+    kind = "draft-simple" if engine.method == "draft_model" else f"draft-{engine.method}"
     values = vars(engine) | {"port": port, "length": draft_length, "kind": kind, "room": engine.context + 64}
     command = [str(engine.program), *(option.format_map(values) for option in options.split())]
     if llama:

@@ -117,8 +117,8 @@ def block_config_of(
     Raises:
         UserError: a head that is not computed here, or that does not fit the target.
     """
-    anchor_first = version == "dspark" and "speculators_model_type" not in fields
-    fields = _flat(fields)
+    of_speculators = "speculators_model_type" in fields
+    fields = {"sample_from_anchor": version == "dspark" and not of_speculators} | _flat(fields)
     lacking = [key for key in ("hidden_size", "vocab_size", "block_size", "mask_token_id") if fields.get(key) is None]
     # vLLM's key for EAGLE and speculators number states by the layer that they enter, the others by the one they leave
     captured = fields.get(CAPTURED) or fields.get("aux_hidden_state_layer_ids")
@@ -139,6 +139,10 @@ def block_config_of(
     other = {
         "a sliding window": windows or fields.get("use_swa"),
         "causal blocks": fields.get("is_causal") or fields.get("causal"),
+        # elsewhere its state is 0 at the first slot that drafts
+        "an rnn whose state passes the slot that drafts nothing": (
+            of_speculators and kind == "rnn" and not fields["sample_from_anchor"]
+        ),
         f"markov_head_type {kind}, expected one of {', '.join(MARKOV_KINDS)},": kind not in MARKOV_KINDS,
     } | {f"{key} {fields.get(key)}": fields.get(key) not in (None, False, 1) for key in SCALES}
     confidence, declared = state.get("confidence_head.proj.weight"), fields.get("enable_confidence_head")
@@ -151,7 +155,7 @@ def block_config_of(
         "num_target_layers": depth,
         "draft_vocab_size": fields.get("draft_vocab_size") or rows,
         "captured_layers": captured,
-        "sample_from_anchor": bool(fields.get("sample_from_anchor", anchor_first)),
+        "sample_from_anchor": bool(fields["sample_from_anchor"]),
         "is_causal": False,
         "markov_rank": fields.get("markov_rank") or 0,
         "markov_head_type": kind,

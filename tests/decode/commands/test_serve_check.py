@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from heads import make_block_head
 from pairs import make_tokenizer, save_pair
 from safetensors.torch import load_file, save_file
 from simulated_engine import simulated
 from transformers import AutoModelForCausalLM
 
 from decode.__main__ import main
-from decode.commands.serve_check import write_untrained_draft
+from decode.commands.serve_check import check_block, write_untrained_draft
 from decode.engines.acceptance import Drafts, ServedText
 from decode.engines.gap_causes import causes_in_files, causes_in_numbers, serving_facts, weight_fingerprints
 from decode.errors import UserError
@@ -101,6 +102,16 @@ def test_a_whole_check_and_where_it_is_recorded(folder: Path, capsys, monkeypatc
 def test_what_is_refused(folder, capsys, more, sentence) -> None:
     assert main(command(folder, *more)) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_a_block_head_is_checked_where_it_is_run_as_trained_and_no_longer_than_its_block(tiny) -> None:
+    target = tiny("llama", num_hidden_layers=6)
+    head = make_block_head(target, "dspark", markov_kind="gated")
+    check_block(head, "sglang", [3, 5])
+    with pytest.raises(UserError, match="its Markov head is gated"):
+        check_block(head, "vllm", [3])
+    with pytest.raises(UserError, match=r"\[3, 6\], and a block of this head drafts 5"):
+        check_block(head, "sglang", [3, 6])
 
 
 def test_an_untrained_draft_has_the_targets_vocabulary_and_context(folder: Path) -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from decode.engines.gguf import CONVERTER, convert, split_of
 from decode.engines.server import CHECKOUT
 from decode.errors import UserError
+from decode.models.block_head import BlockHead, block_config
 from decode.models.heads import FeatureHead, head_config
 from distill.config.run import ExportSettings
 from distill.export.draft import check_gguf, export_gguf
@@ -114,3 +115,30 @@ def test_the_converter_takes_eagle3_heads_whole(family, tmp_path: Path) -> None:
     assert sum(tensor.size for tensor in tensors.values()) == 64 + sum(p.numel() for p in head.parameters())
     assert np.array_equal(tensors["d2t"], head.draft_ids())  # ids here, where our file has offsets
     assert fields["eagle3.target_layers"].contents() == [1, 2, 3]
+
+
+@pytest.mark.engine
+@needs_converter
+@pytest.mark.parametrize(("version", "drafted"), [("dflash", None), ("dspark", None), ("dspark", 64)])
+def test_the_converter_takes_block_heads_whole(version, drafted, tmp_path: Path) -> None:
+    target = build_tiny("llama", vocab_size=280, num_hidden_layers=6)
+    for folder in ("target", "head"):
+        (tmp_path / folder).mkdir()
+    target.save_pretrained(tmp_path / "target")
+    make_tokenizer().save_pretrained(tmp_path / "target")
+    markov = {"markov_rank": 8, "confidence": True} if version == "dspark" else {}
+    given = {"layers": 2, "block": 5, "mask_id": 7, "target_layers": [1, 2, 4], "draft_vocab": drafted}
+    head = BlockHead(block_config(target.config, version, **given, **markov))
+    if drafted:
+        head.set_vocabulary(torch.randperm(280)[:drafted].sort()[0])
+    write_head(head, tmp_path / "head", make_tokenizer(), 3, torch.float32, target)
+    tensors, fields = read(convert(tmp_path / "head", tmp_path / "x.gguf", target=tmp_path / "target"))
+    rows = 0 if drafted is None else drafted * (1 + head.config.hidden_size)  # d2t and a copy of the target's rows
+    assert sum(tensor.size for tensor in tensors.values()) == rows + sum(p.numel() for p in head.parameters())
+    assert fields["dflash.target_layers"].contents() == [2, 3, 5]
+    assert fields["dflash.block_size"].contents() == 5
+    assert fields["tokenizer.ggml.mask_token_id"].contents() == 7
+    assert not fields["dflash.attention.causal"].contents()
+    if version == "dspark":
+        assert fields["dflash.sample_from_anchor"].contents()
+        assert fields["dflash.has_confidence_head"].contents()

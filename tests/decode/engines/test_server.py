@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 
 from decode.engines.acceptance import Drafts
-from decode.engines.server import Engine, Metrics, Server, check_engine, opened, parse_metrics, running
+from decode.engines.server import Engine, Metrics, Server, check_engine, opened, parse_metrics, running, start_command
 from decode.errors import UserError
 
 FOREVER = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], " \
@@ -226,3 +226,15 @@ def test_metrics_pages() -> None:
     for other in ("<html>404</html>", "sglang:num_running_reqs 0.0\n"):
         with pytest.raises(UserError, match=r"not vLLM's or llama\.cpp's"):
             parse_metrics(other)
+
+
+@pytest.mark.parametrize(("method", "kind"), [("draft_model", "simple"), ("dflash", "dflash"), ("dspark", "dspark")])
+def test_engines_are_started_with_their_names_of_a_method(method: str, kind: str, tmp_path) -> None:
+    program = tmp_path / "program"
+    program.touch(0o755)
+    given = {"target": "t", "draft": "d", "method": method, "program": str(program)}
+    command, _ = start_command(Engine("llama.cpp", **given), 4, 1)
+    assert command[command.index("--spec-type") + 1] == f"draft-{kind}"
+    command, _ = start_command(Engine("vllm", **given), 4, 1)
+    drafting = json.loads(command[command.index("--speculative-config") + 1])
+    assert drafting == {"method": method, "model": "d", "num_speculative_tokens": 4}

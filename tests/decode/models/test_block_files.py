@@ -88,6 +88,8 @@ HEADS: dict[str, dict[str, Any]] = {
     "DFlash that drafts in slot 0": {"version": "dflash", "from_anchor": True},
     "DSpark": {"version": "dspark"},
     "DSpark, gated": {"version": "dspark", "markov_kind": "gated", "draft_vocab": DRAFTED},
+    "DSpark, gated, fill-in": {"version": "dspark", "markov_kind": "gated", "from_anchor": False},
+    "DSpark, rnn": {"version": "dspark", "markov_kind": "rnn"},
     "DSpark, rnn, fill-in": {"version": "dspark", "markov_kind": "rnn", "from_anchor": False},
     "DSpark without Markov head": {"version": "dspark", "markov_rank": 0},
     "reduced vocabulary": {"version": "dflash", "draft_vocab": DRAFTED},
@@ -121,7 +123,8 @@ def test_a_saved_head_drafts_as_before(name: str, target: PreTrainedModel, tmp_p
         ("speculators", "DFlash that drafts in slot 0"),
         ("speculators", "reduced vocabulary"),
         ("speculators", "DSpark, gated"),
-        ("speculators", "DSpark, rnn, fill-in"),
+        ("speculators", "DSpark, gated, fill-in"),
+        ("speculators", "DSpark, rnn"),
     ],
 )
 def test_a_published_head_drafts_as_it_does_there(format: str, name: str, target: PreTrainedModel, tmp_path) -> None:
@@ -164,6 +167,12 @@ def test_copies_of_the_target_are_read_in_either_number_format(target: PreTraine
         ("DeepSpec", {"partial_rotary_factor": 0.5}, "partial rotation"),
         ("DeepSpec", {"is_neox_style": False}, "rotation of neighbouring elements"),
         ("DeepSpec", {"markov_head_type": "lstm"}, "markov_head_type lstm, expected one of vanilla, gated, rnn"),
+        ("DeepSpec", {"output_multiplier": 0.5}, "output_multiplier 0.5, with which"),
+        (
+            "speculators",
+            {"markov_head_type": "rnn", "sample_from_anchor": False},
+            "state passes the slot that drafts noth",
+        ),
         ("DeepSpec", {"markov_head_type": "gated"}, r"dspark head of 2 Qwen3 layers: it lacks .*gate_proj"),
         ("DeepSpec", {"markov_rank": 0}, r"has .*markov_w1.* beside it"),
         ("DeepSpec", {"num_hidden_layers": 1}, r"layers\.1\..* beside it"),

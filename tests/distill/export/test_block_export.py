@@ -86,7 +86,7 @@ def test_engines_find_what_they_read_of_a_dspark_head_of_some_tokens(tmp_path: P
     [
         ("dflash", {}),
         ("dflash", {"draft_vocab": 24}),
-        ("dspark", {"draft_vocab": 24, "markov_kind": "rnn", "from_anchor": False}),
+        ("dspark", {"draft_vocab": 24, "markov_kind": "gated", "from_anchor": False}),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*does not run this export")
@@ -119,11 +119,11 @@ def test_engines_that_would_run_a_head_otherwise_are_named(version, options, eng
     assert unserved(head).keys() == engines
     monkeypatch.setattr("distill.export.draft.find_converter", lambda: None)
     if "llama.cpp" in engines:
-        with pytest.raises(UserError, match="llama.cpp does not run this head"):
+        with pytest.raises(UserError, match=r"llama\.cpp does not run this head"):
             check_gguf(ExportSettings(gguf=["f32"]), head)
     else:
         check_gguf(ExportSettings(gguf=["f32"]), head)
-    with pytest.raises(UserError, match="export.format is speculators"):
+    with pytest.raises(UserError, match=r"export\.format is speculators"):
         check_gguf(ExportSettings(gguf=["f32"], format="speculators"), version)
 
 
