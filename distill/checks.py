@@ -30,59 +30,11 @@ def check_inputs(context: StageContext) -> None:
     Raises:
         UserError: With the key, the value seen, and what was expected.
     """
-    settings, corpus, trainer = context.settings, context.corpus, context.settings.trainer
-    vocab, longest = len(corpus.tokenizer), settings.data.max_length
+    settings, corpus, trainer, device = context.settings, context.corpus, context.settings.trainer, context.device
+    vocab, longest, processes = len(corpus.tokenizer), settings.data.max_length, ranks.process_count(trainer)
     models: dict[str, ModelSettings] = {"target": settings.target}
     if not settings.student.is_head:
         models["student"] = settings.student
-    processes = ranks.process_count(trainer.accelerator, trainer.devices, trainer.num_nodes)
-    check_machine(context, models, processes)
-    parts = trainer.accumulate * processes
-    batches = {f"{name}.training": (of.training, len(corpus.train)) for name, of in models.items() if of.trained}
-    for draft in settings.drafts:
-        batches[f"drafts.{draft.name}.training"] = draft.training_of(settings.training), len(context.examples)
-    for name, (training, examples) in batches.items():
-        if not parts <= training.batch_size <= examples:
-            raise UserError(
-                f"{name}.batch_size is {training.batch_size}, expected at least {parts} (trainer.accumulate times the "
-                f"processes of trainer.devices and trainer.num_nodes) and at most {examples}, the training examples "
-                "(data.train_examples, teacher.examples)"
-            )
-    if not (settings.teacher.responses.from_target or settings.on_policy):  # whose lengths are not known yet
-        longest = max(int(TokenDataset.of(split).lengths.max()) for split in (corpus.train, corpus.validation))
-    for name, model in models.items():
-        shape = None if model.kind == "cut" else config_of(model, vocab).get_text_config()
-        positions: int | None = getattr(shape, "max_position_embeddings", None)
-        if positions is not None and positions < longest:
-            key = f"{name}.architecture.positions" if model.kind == "scratch" else f"the context of {name}.model"
-            raise UserError(
-                f"{key} is {positions} tokens and the longest example may have {longest}: lower data.max_length to "
-                f"{positions}, or raise it"
-            )
-    if settings.student.kind == "cut":
-        kept_layers(settings.student.layers, config_of(settings.target, vocab).get_text_config().num_hidden_layers)
-    elif not settings.student.is_head:
-        target, student = (count_parameters(model, vocab) for model in models.values())
-        if student >= target:
-            raise UserError(
-                f"the draft has {student:,} parameters and the target {target:,}: a draft has to be smaller, or there "
-                "is nothing to gain. Make student.architecture smaller, or choose a smaller student.model"
-            )
-    _check_disk(context)
-
-
-def check_machine(context: StageContext, models: dict[str, ModelSettings], processes: int = 1) -> None:
-    """Refuse settings that the machine cannot serve.
-
-    Args:
-        context: Settings, data and device.
-        models: The language models of the run, by their sections.
-        processes: Those that train together.
-
-    Raises:
-        UserError: With the setting, what is missing, and what to choose instead.
-    """
-    settings, device, trainer = context.settings, context.device, context.settings.trainer
     responses = settings.teacher.responses
     if trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
         raise UserError(
@@ -94,15 +46,35 @@ def check_machine(context: StageContext, models: dict[str, ModelSettings], proce
         check_servers(responses.server, started=settings.target.kind == "as_is")
     if settings.target.stacking is not None and settings.target.trained and processes > 1:
         raise UserError("target.stacking trains in one process: set trainer.devices to 1, or target.stacking to null")
-    for model in models.values():
-        if model.trained:
-            check_optimizer(model.training, device)
+    batches = {f"{name}.training": (of.training, len(corpus.train)) for name, of in models.items() if of.trained}
+    for draft in settings.drafts:
+        batches[f"drafts.{draft.name}.training"] = draft.training_of(settings.training), len(context.examples)
+    parts = trainer.accumulate * processes
+    for name, (training, examples) in batches.items():
+        check_optimizer(training, device)
+        if not parts <= training.batch_size <= examples:
+            raise UserError(
+                f"{name}.batch_size is {training.batch_size}, expected at least {parts} (trainer.accumulate times the "
+                f"processes of trainer.devices and trainer.num_nodes) and at most {examples}, the training examples "
+                "(data.train_examples, teacher.examples)"
+            )
+    if not (responses.from_target or settings.on_policy):  # whose lengths are not known yet
+        longest = max(int(TokenDataset.of(split).lengths.max()) for split in (corpus.train, corpus.validation))
+    for name, model in models.items():
         if model.kind == "lora":
             check_base(model.lora, trainer.precision, device)
-        if model.kind != "cut" and trainer.attention != "auto":
-            check_attention(config_of(model, len(context.corpus.tokenizer)), trainer.attention)
-    for draft in settings.drafts:
-        check_optimizer(draft.training_of(settings.training), device)
+        if model.kind == "cut":
+            continue
+        config = config_of(model, vocab)
+        if trainer.attention != "auto":
+            check_attention(config, trainer.attention)
+        positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+        if positions is not None and positions < longest:
+            key = f"{name}.architecture.positions" if model.kind == "scratch" else f"the context of {name}.model"
+            raise UserError(
+                f"{key} is {positions} tokens and the longest example may have {longest}: lower data.max_length to "
+                f"{positions}, or raise it"
+            )
     half = [f"trainer.precision {trainer.precision}"] * trainer.precision.startswith("bf16")
     half += [f"{name}.dtype bfloat16" for name, of in models.items() if not of.trained and of.dtype == "bfloat16"]
     if half and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -117,6 +89,16 @@ def check_machine(context: StageContext, models: dict[str, ModelSettings], proce
             f"this processor has no instructions for bfloat16, in which it is several times slower than in float32: "
             f"{', '.join(half)}. Set these to auto, a dtype to float32"
         )
+    if settings.student.kind == "cut":
+        kept_layers(settings.student.layers, config_of(settings.target, vocab).get_text_config().num_hidden_layers)
+    elif not settings.student.is_head:
+        target, student = (count_parameters(model, vocab) for model in models.values())
+        if student >= target:
+            raise UserError(
+                f"the draft has {student:,} parameters and the target {target:,}: a draft has to be smaller, or there "
+                "is nothing to gain. Make student.architecture smaller, or choose a smaller student.model"
+            )
+    _check_disk(context)
 
 
 def _check_disk(context: StageContext) -> None:

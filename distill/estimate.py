@@ -42,7 +42,7 @@ def estimate(settings: Settings, console: Console) -> dict[str, tuple[float, flo
     small = copy.deepcopy(settings)
     small.name, small.tracker.kind, small.export.hub = f"{settings.name}-estimate", "none", None
     trainer, texts, run = small.trainer, small.evaluation, run_of(small)
-    processes = ranks.process_count(trainer.accelerator, trainer.devices, trainer.num_nodes)
+    processes = ranks.process_count(trainer)
     trainer.accumulate *= processes
     trainer.devices, trainer.num_nodes, trainer.strategy, trainer.validate_every = 1, 1, "auto", 10**6
     for training in (small.target.training, small.student.training):

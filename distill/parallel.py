@@ -36,7 +36,7 @@ SIGNAL = "signal of the target"
 def may_run_beside(context: StageContext) -> bool:
     """Return whether stages run beside each other: the settings say so, and this is one process on a CPU."""
     trainer = context.settings.trainer
-    processes = ranks.process_count(trainer.accelerator, trainer.devices, trainer.num_nodes)
+    processes = ranks.process_count(trainer)
     return context.settings.stages_at_once > 1 and context.device.type == "cpu" and max(processes, ranks.started()) == 1
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
 
 from decode.errors import UserError
+from distill.config.training import TrainerSettings
 
 Found = TypeVar("Found")
 
@@ -70,11 +71,11 @@ def local_device(accelerator: str, devices: int | str = "auto") -> torch.device:
     return torch.device("cuda", listed[own % len(listed)] if listed else own % torch.cuda.device_count())
 
 
-def process_count(accelerator: str, devices: int | str = "auto", nodes: int = 1) -> int:
+def process_count(trainer: TrainerSettings) -> int:
     """How many processes Lightning trains with under these settings, before training has begun."""
-    if str(devices) in ("auto", "-1"):
-        return nodes * (torch.cuda.device_count() if _on_gpus(accelerator) else 1)
-    return nodes * (len(_listed(devices)) or int(devices))
+    if str(trainer.devices) in ("auto", "-1"):
+        return trainer.num_nodes * (torch.cuda.device_count() if _on_gpus(trainer.accelerator) else 1)
+    return trainer.num_nodes * (len(_listed(trainer.devices)) or int(trainer.devices))
 
 
 def _on_gpus(accelerator: str) -> bool:

@@ -224,7 +224,7 @@ def stage_fingerprints(settings: Settings) -> dict[str, Key]:
             assert draft.reference is not None
             made_from["reference"] = keys[draft.reference][0]
             if draft.scope == "microbatch":  # each part selects its own tokens
-                processes = ranks.process_count(trainer.accelerator, trainer.devices, trainer.num_nodes)
+                processes = ranks.process_count(trainer)
                 made_from["parts_of_a_step"] = [trainer.accumulate, processes]
         add(draft.name, **made_from, target=target, initial=initial)
     return keys

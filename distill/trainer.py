@@ -169,7 +169,7 @@ def fit(
         further.append(ProgressLines(console, name))
     strategy: Any = settings.strategy
     if sharded:
-        world = ranks.process_count(settings.accelerator, settings.devices, settings.num_nodes)
+        world = ranks.process_count(settings)
         strategy = Fsdp(world, settings.num_nodes if settings.strategy == "hsdp" else 1)
     options = {
         "accelerator": settings.accelerator,

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from decode.bench import machine
 from decode.bench.offline_acceptance import OfflineAlpha, offline_alphas, paired, prompt_numbers
-from decode.bench.page import markdown_table, plain_table
+from decode.bench.page import COLUMNS, console_table, markdown
 from decode.bench.prediction import offline_accepted_length
 from decode.errors import UserError, read_json, write_text
 from decode.method_options import Seed
@@ -39,14 +39,9 @@ Alphas = dict[str, list[OfflineAlpha]]  # by mode, as first, second, … drafted
 
 MODES = {"sampled": 1.0, "greedy": 0.0}
 DEPTH = 7  # drafted tokens of a feature head whose acceptance is measured
-FORMULAS = {
-    "α": "offline_alpha: mean of Σₓ min(p(x), q(x)) over the response positions of texts that the target sampled at "
-    "T = 1; mean over seeds ± its standard error over prompts",
-    "accepted length": "tokens per round of these texts with five drafted tokens a round, bonus included",
-    "gain": "α minus that of the first draft with the same seed, on the same texts; mean over seeds ± √(variance of "
-    "the seeds' gains / seeds + squared standard error of the mean gain over prompts)",
-    "greedy gain": "the same at temperature 0: agreement of the argmax on the target's greedy texts",
-}
+TABLE = (
+    "name", "seeds", "offline_alpha", "offline_accepted_length", "gain", "greedy_gain", "teacher_tokens", "seconds",
+)  # fmt: skip
 
 
 @dataclass
@@ -98,7 +93,8 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
                 record = run.draft_record(draft)
                 used.setdefault(name, []).append({**record.account, "seconds": record.seconds})
                 rows = [row | {"settings": asdict(variants[row["name"]])} for row in table(alphas, used)]
-                write_table(run.folder, rows, console)
+                created = datetime.now(UTC).isoformat(timespec="seconds")
+                write_table(run.folder / "ablation.md", TABLE, rows, console, created=created)
     return run.folder
 
 
@@ -171,18 +167,18 @@ def table(alphas: Mapping[str, Mapping[int, Alphas]], used: Mapping[str, Sequenc
         mean = _mean([of["sampled"][0] for of in by_seed.values()])
         row: Row = {"name": name, "seeds": len(by_seed), "offline_alpha": mean.mean}
         row["offline_alpha_se"] = None if math.isnan(mean.se) else mean.se
-        row["accepted_length"] = statistics.fmean(offline_accepted_length(of["sampled"]) for of in by_seed.values())
+        row["offline_accepted_length"] = statistics.fmean(
+            offline_accepted_length(of["sampled"]) for of in by_seed.values()
+        )
         if name != first:
-            row |= {
-                "gain": gain(by_seed, alphas[first], "sampled"),
-                "greedy_gain": gain(by_seed, alphas[first], "greedy"),
-            }
+            row |= gain("gain", by_seed, alphas[first], "sampled")
+            row |= gain("greedy_gain", by_seed, alphas[first], "greedy")
         keys = ("optimiser_steps", "teacher_tokens", "seconds")
         rows.append(row | {key: statistics.fmean(one[key] for one in used[name]) for key in keys})
     return rows
 
 
-def gain(mine: Mapping[int, Alphas], theirs: Mapping[int, Alphas], mode: str) -> Row:
+def gain(key: str, mine: Mapping[int, Alphas], theirs: Mapping[int, Alphas], mode: str) -> Row:
     """Returns the mean difference over common seeds, paired by seed, with its errors over seeds and prompts."""
     seeds = sorted(mine.keys() & theirs.keys())
     a, b = ([of[seed][mode][0] for seed in seeds] for of in (theirs, mine))
@@ -190,8 +186,8 @@ def gain(mine: Mapping[int, Alphas], theirs: Mapping[int, Alphas], mode: str) ->
     se_texts = paired(_mean(a), _mean(b))["se"]
     se_seeds = statistics.stdev(by_seed) / math.sqrt(len(seeds)) if len(seeds) > 1 else None
     return {
-        "gain": statistics.fmean(by_seed), "se": math.hypot(se_seeds or 0.0, se_texts), "se_seeds": se_seeds,
-        "se_texts": se_texts, "by_seed": dict(zip(map(str, seeds), by_seed)),
+        key: statistics.fmean(by_seed), f"{key}_se": math.hypot(se_seeds or 0.0, se_texts),
+        f"{key}_se_seeds": se_seeds, f"{key}_se_texts": se_texts, f"{key}_by_seed": dict(zip(map(str, seeds), by_seed)),
     }  # fmt: skip
 
 
@@ -201,26 +197,21 @@ def _mean(alphas: Sequence[OfflineAlpha]) -> OfflineAlpha:
     return OfflineAlpha(texts, alphas[0].prompts)
 
 
-def write_table(folder: Path, rows: Sequence[Row], console: Console) -> None:
-    """Prints the table, and writes ``ablation.json`` and ``ablation.md``."""
-    created = datetime.now(UTC).isoformat(timespec="seconds")
-    content = {"created": created, "formulas": FORMULAS, "drafts": rows, "machine": machine.describe()}
-    write_json(folder / "ablation.json", content)
-    headings, cells = ("draft", "seeds", *FORMULAS, "teacher tokens", "s"), []
-    for row in rows:
-        se, gains = row["offline_alpha_se"], [row.get("gain"), row.get("greedy_gain")]
-        cells.append(
-            [
-                row["name"],
-                str(row["seeds"]),
-                f"{row['offline_alpha']:.4f}" + (f" ± {se:.4f}" if se is not None else ""),
-                f"{row['accepted_length']:.2f}",
-                *(f"{one['gain']:+.4f} ± {one['se']:.4f}" if one else "–" for one in gains),
-                f"{row['teacher_tokens']:,.0f}",
-                f"{row['seconds']:.0f}",
-            ]
-        )
-    legend = "\n".join(f"- **{name}**: {formula}." for name, formula in FORMULAS.items())
-    write_text(folder / "ablation.md", f"{markdown_table(headings, cells)}\n\n{legend}\n")
-    console.print(plain_table("", headings, cells))
-    console.print(str(folder / "ablation.md"), highlight=False)
+def write_table(path: Path, keys: Sequence[str], rows: Sequence[Row], console: Console | None, **more: Any) -> None:
+    """Writes a table of drafts in Markdown with the definitions of its columns, its rows as JSON, and prints it.
+
+    Args:
+        path: Of the Markdown file, beside which the JSON file is.
+        keys: Of the columns, see `decode.bench.page.COLUMNS`.
+        rows: Of the table.
+        console: None: nothing is printed.
+        more: Further values of the JSON file.
+    """
+    formulas = {COLUMNS[key].label: COLUMNS[key].formula for key in keys if COLUMNS[key].formula}
+    content = {**more, "formulas": formulas, "drafts": rows, "machine": machine.describe()}
+    write_json(path.with_suffix(".json"), content)
+    legend = "\n".join(f"- **{name}**: {formula}." for name, formula in formulas.items())
+    write_text(path, f"{markdown(keys, rows)}\n\n{legend}\n")
+    if console is not None:
+        console.print(console_table("", keys, rows))
+        console.print(str(path), highlight=False)

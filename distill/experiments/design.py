@@ -6,7 +6,6 @@ twice the steps. Finished trainings and measurements are kept, so a killed desig
 """
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,7 @@ from jsonargparse.typing import PositiveInt
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from decode.bench import machine
 from decode.bench.costs import CostModel, measure_costs
-from decode.bench.page import markdown_table, plain_table
 from decode.bench.prediction import best_length, offline_accepted_length, predicted_speedup, speedups_by_length
 from decode.errors import UserError, read_json, write_text
 from decode.models.choose_runner import open_draft_runner, open_runner
@@ -29,8 +26,8 @@ from distill.config.drafts import DraftSettings
 from distill.config.run import ExportSettings, Settings
 from distill.config.training import Architecture, StudentSettings
 from distill.data.context import StageContext
-from distill.experiments.ablation import MODES, Alphas, Meter
-from distill.files import fingerprint, write_json
+from distill.experiments.ablation import MODES, Alphas, Meter, write_table
+from distill.files import fingerprint
 from distill.models.layers import cut
 from distill.models.loading import build_model
 from distill.pipeline import alone_in
@@ -39,19 +36,10 @@ from distill.stages import run_of, stage_fingerprints
 
 GAINS = (1.0, 1.5, 2.0)
 RUNGS = 2  # each further one trains the better half of the candidates for twice as many steps
-HEADINGS = (
-    "draft", "parameters", "c", "v(4)", "needs α for 1×", "1.5×", "2×", "steps", "α", "acc. length", "greedy",
-    "predicted",
+TABLE = (
+    "name", "parameters", "cost_ratio", "v4", *(f"needed_{gain:g}" for gain in GAINS), "optimiser_steps",
+    "offline_alpha", "offline_alpha_greedy", "offline_accepted_length", "predicted_speedup",
 )  # fmt: skip
-LEGEND = """\
-- **c**: seconds of one draft forward over those of a one-token target forward; **v(4)**: the same of a four-token
-  target forward. Both are measured here with random weights.
-- **needs α for**: least acceptance rate, equal at every position, at which the best draft length reaches the speedup.
-- **α**, **greedy**: offline acceptance at temperature 1 and 0 after a training of **steps** steps.
-- **acc. length**: tokens per round at temperature 1 with five drafted tokens a round, the target's own included.
-- **predicted**: mean of the predicted speedups at temperature 1 and 0, each at its best draft length. A longer training
-  raises α, so this is what the short training would give, and the order is more reliable than the values.
-"""
 
 
 @dataclass
@@ -97,19 +85,18 @@ def design(settings: DesignRunSettings, console: Console | None = None) -> Path:
         key = fingerprint(stage_fingerprints(full)["target"][0], longest, *costed)
         kept = read_json(run.folder / "design.json")
         known = {row["name"]: row for row in kept.get("drafts", [])} if kept.get("made_from") == key else {}
-        rows = []
+        rows, path = list[dict[str, Any]](), run.folder / "design.md"
         for shape, student in students.items():  # costs are measured once, so that a killed design goes on with them
-            row = known.get(shape) or _costed(context, target, shape, student, longest)
-            rows.append({name: row[name] for name in ("name", "parameters", "cost_ratio", "needed", "cost")})
-            _write(run.folder, key, rows)
+            rows.append(known.get(shape) or _costed(context, target, shape, student, longest))
+            write_table(path, TABLE, rows, None, made_from=key)
         rows.sort(key=lambda row: row["cost_ratio"])
-        left = [row for row in rows if row["needed"][0] is not None]
+        left = [row for row in rows if row["needed_1"] is not None]
         for rung in range(RUNGS):
             for row in left:
                 row |= _tried(context, students[row["name"]], row, options.steps * 2**rung)
-                _write(run.folder, key, rows)
+                write_table(path, TABLE, rows, None, made_from=key)
             left = sorted(left, key=lambda row: -row["predicted_speedup"])[: (len(left) + 1) // 2]
-        _write(run.folder, key, rows, console)
+        write_table(path, TABLE, rows, console, made_from=key)
         if not left or left[0]["predicted_speedup"] <= 1:
             console.print("no candidate is predicted to gain: train longer (design.steps), or decode without a draft")
             return run.folder
@@ -121,7 +108,7 @@ def design(settings: DesignRunSettings, console: Console | None = None) -> Path:
         if winner.kind == "cut":
             given["layers"] = winner.layers
         if winner.trained and settings.student.training.steps is settings.student.training.epochs:
-            given["training"] = {"steps": best["steps"]}
+            given["training"] = {"steps": best["optimiser_steps"]}
         write_text(path, yaml.safe_dump({"student": given}, sort_keys=False))
         console.print(f"{best['name']} is predicted fastest; train it with --config CONFIG --config {path}")
     return run.folder
@@ -195,8 +182,9 @@ def _costed(
         "name": shape,
         "parameters": parameters,
         "cost_ratio": cost.cost_ratio,
-        "needed": [needed_alpha(gain, cost, longest) for gain in GAINS],
+        "v4": cost.v(4),
         "cost": cost.to_dict(),
+        **{f"needed_{gain:g}": needed_alpha(gain, cost, longest) for gain in GAINS},
     }
 
 
@@ -206,11 +194,9 @@ def needed_alpha(gain: float, cost: CostModel, longest: int) -> float | None:
     Returns:
         None where even α = 1 does not reach it.
     """
-    for thousandths in range(1001):
-        alpha = thousandths / 1000
-        if max(predicted_speedup(alpha, k, cost) for k in range(1, longest + 1)) >= gain:
-            return alpha
-    return None
+    rates = (thousandths / 1000 for thousandths in range(1001))
+    lengths = range(1, longest + 1)
+    return next((rate for rate in rates if max(predicted_speedup(rate, k, cost) for k in lengths) >= gain), None)
 
 
 def _tried(context: StageContext, student: StudentSettings, row: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -229,36 +215,10 @@ def _tried(context: StageContext, student: StudentSettings, row: dict[str, Any],
     cost, longest = CostModel.from_dict(row["cost"]), len(row["cost"]["verify_cost"]) - 1
     speeds = {mode: speedups_by_length(alphas[mode], cost, longest) for mode in MODES}
     return {
-        "steps": steps,
+        "optimiser_steps": steps,
         "offline_alpha": alphas["sampled"][0].mean,
-        "accepted_length": offline_accepted_length(alphas["sampled"]),
-        "greedy_agreement": alphas["greedy"][0].mean,
+        "offline_alpha_greedy": alphas["greedy"][0].mean,
+        "offline_accepted_length": offline_accepted_length(alphas["sampled"]),
         "draft_length": {mode: best_length(found) for mode, found in speeds.items()},
         "predicted_speedup": statistics.fmean(max(found.values()) for found in speeds.values()),
     }
-
-
-def _write(folder: Path, key: str, rows: Sequence[dict[str, Any]], console: Console | None = None) -> None:
-    """Write ``design.json`` and ``design.md``; with a console also print the table."""
-    write_json(folder / "design.json", {"made_from": key, "drafts": rows, "machine": machine.describe()})
-    cells = [
-        [
-            row["name"],
-            f"{row['parameters']:,}",
-            f"{row['cost_ratio']:.3f}",
-            f"{CostModel.from_dict(row['cost']).v(4):.2f}",
-            *("–" if alpha is None else f"{alpha:.2f}" for alpha in row["needed"]),
-            *(f"{row[key]:{shown}}" if key in row else "" for key, shown in _MEASURED.items()),
-        ]
-        for row in rows
-    ]
-    write_text(folder / "design.md", f"{markdown_table(HEADINGS, cells)}\n\n{LEGEND}")
-    if console is not None:
-        console.print(plain_table("", HEADINGS, cells))
-        console.print(str(folder / "design.md"), highlight=False)
-
-
-_MEASURED = {
-    "steps": ",", "offline_alpha": ".4f", "accepted_length": ".2f", "greedy_agreement": ".4f",
-    "predicted_speedup": ".2f",
-}  # fmt: skip

@@ -23,16 +23,14 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.utils import logging as hf_logging
 
 from decode.bench import machine
-from decode.bench.page import plain_table
+from decode.bench.page import console_table
 from decode.errors import UserError, scratch_folder
-from decode.models.loading import load_tokenizer, stop_ids_of
 from decode.models.runner import synchronize
 from decode.progress import output_console, working
 from distill.config.drafts import DraftSettings
 from distill.config.run import Settings
-from distill.data.batches import TokenDataset
 from distill.data.chat import IGNORE
-from distill.data.corpus import load_corpus
+from distill.data.context import StageContext
 from distill.data.loader import DistillDataModule, Schedule, TrainLoader
 from distill.files import write_json
 from distill.losses.divergences import Divergence
@@ -42,6 +40,7 @@ from distill.models.loading import load_or_build
 from distill.models.optimizers import make_optimizer, make_schedule
 from distill.modules import DistillModule
 from distill.pipeline import complete_settings
+from distill.stages import run_of
 from distill.teacher import store
 from distill.teacher.signals import TargetSignal, Teacher
 from distill.trainer import fit
@@ -90,19 +89,17 @@ def run(settings: TrainingBenchSettings, console: Console | None = None) -> dict
         torch.set_num_threads(settings.threads)
     draft = next((draft for draft in settings.drafts if draft.selects), DraftSettings())
     training, selection = draft.training_of(settings.training), Selection(draft.k, draft.scope, draft.normalisation)
-    with working(console, "models and data"):
-        given, limit = settings.target, min(settings.data.train_limit or 1000, settings.teacher.examples or 1000)
-        tokenizer, ends, data = None, list[int](), replace(settings.data, train_examples=limit)
-        if given.model is not None and settings.data.tokenizer is None:
-            tokenizer = load_tokenizer(given.model, trust_remote_code=given.trust_remote_code)
-            ends = stop_ids_of(given.model, tokenizer, given.trust_remote_code)
-        corpus = load_corpus(data, seed=settings.seed, tokenizer=tokenizer, ends=ends)
-        rows, vocab = TokenDataset.of(corpus.train, settings.teacher.examples), len(corpus.tokenizer)
-        sources = (settings.target, settings.student, settings.student)  # of target, draft and reference
-        models = [load_or_build(source, corpus.tokenizer, vocab, seed) for seed, source in enumerate(sources)]
-        if settings.student.kind != "scratch":
-            for parameter in models[2].parameters():  # a reference that equals the draft ranks no token above another
-                parameter.data.mul_(1.01)
+    limit = min(settings.data.train_limit or 1000, settings.teacher.examples or 1000)
+    shorter = replace(settings, data=replace(settings.data, train_examples=limit))
+    context = StageContext(shorter, run_of(shorter), console, keep_corpus=False)
+    corpus, rows = context.corpus, context.examples
+    sources = (settings.target, settings.student, settings.student)  # of target, draft and reference
+    models = [
+        load_or_build(source, corpus.tokenizer, len(corpus.tokenizer), seed) for seed, source in enumerate(sources)
+    ]
+    if settings.student.kind != "scratch":
+        for parameter in models[2].parameters():  # a reference that equals the draft ranks no token above another
+            parameter.data.mul_(1.01)
     schedule = Schedule(rows.lengths, training.batch_size, training.length_bucket, settings.seed)
     tokens = sum(rows.labels_of(schedule.batch(step)) for step in range(WARM, speed.steps))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -163,12 +160,9 @@ def run(settings: TrainingBenchSettings, console: Console | None = None) -> dict
         "loss_difference": max(abs(a - b) / abs(a) for a, b in zip(*losses.values(), strict=True)),
         "machine": machine.describe(),
     }
-    cells = [
-        [side, f"{row['tokens_per_second']:,.0f}", f"{row['step_ms']:.1f} ms", f"{row['prepare_seconds']:.1f} s"]
-        for side, row in medians.items()
-    ]
-    headings = ["", "label tokens/s", "step", "cache, once per run"]
-    console.print(plain_table(f"AdaSPEC training, k = {selection.k:g}", headings, cells))
+    shown = [{"name": side, **row} for side, row in medians.items()]
+    columns = ("name", "tokens_per_second", "step_ms", "prepare_seconds")
+    console.print(console_table(f"AdaSPEC training, k = {selection.k:g}, in label tokens", columns, shown))
     console.print(
         f"ratio {result['speedup']:.2f} ({min(ratios):.2f} to {max(ratios):.2f}); largest relative difference of the "
         f"losses {result['loss_difference']:.1e}",

@@ -69,7 +69,7 @@ def test_the_ablation_compares_seed_by_seed_and_goes_on_where_it_was(tmp_path: P
     content = json.loads((folder / "ablation.json").read_text())
     assert [row["name"] for row in content["drafts"]] == ["distillspec", "adaspec", "late-tv"]
     assert [row["seeds"] for row in content["drafts"]] == [2, 2, 2]
-    assert set(content["drafts"][2]["gain"]["by_seed"]) == {"3", "4"}
+    assert set(content["drafts"][2]["gain_by_seed"]) == {"3", "4"}
     assert (folder / "ablation.md").read_text().count("\n| ") == 4
     weights = [(RunDir(folder).path(f"distillspec-seed{seed}") / "model.safetensors").read_bytes() for seed in (3, 4)]
     assert weights[0] != weights[1]
@@ -93,11 +93,11 @@ def rows_of(gains: dict[str, list[float]]) -> dict[str, Any]:
 
 def test_the_gain_is_the_mean_over_seeds_with_errors_over_seeds_and_over_texts() -> None:
     rows = rows_of({"distillspec": [0.0] * 3, "adaspec": [0.01, 0.02, 0.03]})
-    found = rows["adaspec"]["gain"]
+    found = rows["adaspec"]
     assert found["gain"] == pytest.approx(0.02)
-    assert found["se_seeds"] == pytest.approx(0.01 / 3**0.5)
-    assert found["se_texts"] == pytest.approx(np.std([0.001, -0.001, 0.002, -0.002], ddof=1) / 2)
-    assert found["se"] == pytest.approx(np.hypot(found["se_seeds"], found["se_texts"]))
+    assert found["gain_se_seeds"] == pytest.approx(0.01 / 3**0.5)
+    assert found["gain_se_texts"] == pytest.approx(np.std([0.001, -0.001, 0.002, -0.002], ddof=1) / 2)
+    assert found["gain_se"] == pytest.approx(np.hypot(found["gain_se_seeds"], found["gain_se_texts"]))
     assert "gain" not in rows["distillspec"]
 
 

@@ -36,15 +36,15 @@ def test_a_design_tries_the_better_half_longer_and_names_a_configuration(tmp_pat
     folder = design(settings, Console(file=text, width=200))
     rows = {row["name"]: row for row in json.loads((folder / "design.json").read_text())["drafts"]}
     assert set(rows) == {"1x12", "eagle", "cut:1"}
-    tried = [row for row in rows.values() if row["needed"][0] is not None]
-    assert sorted(row["steps"] for row in tried) == [4] * (len(tried) // 2) + [8] * ((len(tried) + 1) // 2)
+    tried = [row for row in rows.values() if row["needed_1"] is not None]
+    assert sorted(row["optimiser_steps"] for row in tried) == [4] * (len(tried) // 2) + [8] * ((len(tried) + 1) // 2)
     assert all(0 < row["offline_alpha"] < 1 for row in tried)
     assert all(row["cost_ratio"] > 0 and row["parameters"] > 0 for row in rows.values())
     again = io.StringIO()
     assert design(settings, Console(file=again, width=200)) == folder
     assert "tokens read" not in again.getvalue()  # nothing is trained twice
     if (winner := folder / "winner.yaml").exists():
-        best = max(tried, key=lambda row: (row["steps"], row["predicted_speedup"]))
+        best = max(tried, key=lambda row: (row["optimiser_steps"], row["predicted_speedup"]))
         assert (
             yaml.safe_load(winner.read_text())["student"]["kind"]
             == {"e": "eagle", "c": "cut", "1": "scratch"}[best["name"][0]]

@@ -9,7 +9,7 @@ from families import build_tiny
 from tiny_run import bench, tiny_settings
 
 from decode.errors import UserError
-from distill.checks import check_inputs, check_machine
+from distill.checks import check_inputs
 from distill.config.training import StudentSettings
 from distill.models.loading import choose_number_formats, use_attention
 from distill.teacher.store import choose_signal
@@ -82,7 +82,7 @@ def test_servers_of_which_none_answers(tmp_path: Path) -> None:
     check_inputs(context)  # the target that they serve has to be trained first
     settings.target.kind = "as_is"
     with pytest.raises(UserError, match=r"http://127.0.0.1:9/v1"):
-        check_machine(context, {})
+        check_inputs(context)
 
 
 @pytest.mark.parametrize("kind", ["scratch", "eagle", "eagle3"])
