@@ -44,8 +44,8 @@ class Job:
     budget: int
 
 
-Answer = Callable[[Sequence[Job], Collection[int]], Iterator[Response]]
-"""Answers jobs in any order, each as soon as it is finished: those of the given examples, and possibly others."""
+Answer = Callable[[Sequence[Job]], Iterator[Response]]
+"""Answers jobs in any order, each as soon as it is finished."""
 
 
 def open_client(server: ServerSettings, url: str, **options: Any) -> tuple[openai.OpenAI, str]:
@@ -130,14 +130,11 @@ def answered_by_servers(
             ids = [*ids, end_token(tokenizer)]  # servers leave it out
         return job.example, ids[: job.budget]
 
-    def answers(jobs: Sequence[Job], missing: Collection[int]) -> Iterator[Response]:
+    def answers(jobs: Sequence[Job]) -> Iterator[Response]:
         clients = [(url, *open_client(server, url)) for url in server.urls]
         pool = ThreadPoolExecutor(server.concurrency * len(clients))
         try:
-            wanted = [job for job in jobs if job.example in missing]
-            yield from ((job.example, []) for job in wanted if not job.budget)
-            asked = [job for job in wanted if job.budget]
-            futures = [pool.submit(ask, job, *clients[number % len(clients)]) for number, job in enumerate(asked)]
+            futures = [pool.submit(ask, job, *clients[number % len(clients)]) for number, job in enumerate(jobs)]
             for future in as_completed(futures):
                 yield future.result()
         finally:
@@ -169,15 +166,13 @@ def answered_by_vllm(
     engine = ["--model", str(target), "--dtype", dtype, "--max-model-len", str(longest), "--generation-config", "vllm"]
     engine += ["--max-num-seqs", str(server.concurrency), *server.arguments]
 
-    def answers(jobs: Sequence[Job], missing: Collection[int]) -> Iterator[Response]:
-        wanted = [job for job in jobs if job.example in missing]
-        yield from ((job.example, []) for job in wanted if not job.budget)
+    def answers(jobs: Sequence[Job]) -> Iterator[Response]:
         request = {
             "sampling": {
                 "temperature": settings.temperature, "top_p": settings.top_p, "stop_token_ids": sorted(ends),
             },
             "batch": 16 * server.concurrency,
-            "prompts": [[job.example, job.ids, job.budget, _seed_of(seed, job)] for job in wanted if job.budget],
+            "prompts": [[job.example, job.ids, job.budget, _seed_of(seed, job)] for job in jobs],
         }  # fmt: skip
         environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
         said: list[str] = []

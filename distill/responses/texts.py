@@ -117,14 +117,8 @@ def _answered(
     return answered
 
 
-def grouped(jobs: Sequence[Job], size: int) -> list[list[Job]]:
-    """Jobs of similar length together."""
-    ordered = sorted(jobs, key=lambda job: (len(job.ids), job.example))
-    return [ordered[start : start + size] for start in range(0, len(ordered), size)]
-
-
 def answered_here(model: PreTrainedModel, settings: ResponseSettings, seed: int, stop_ids: Collection[int]) -> Answer:
-    """Answers by the model itself, in the same groups of prompts whichever are missing, so that bits repeat.
+    """Answers by the model itself, in the groups of prompts that `answered_by_all` makes, so that bits repeat.
 
     Args:
         model: The target.
@@ -133,10 +127,9 @@ def answered_here(model: PreTrainedModel, settings: ResponseSettings, seed: int,
         stop_ids: End-of-text tokens.
     """
 
-    def answers(jobs: Sequence[Job], missing: Collection[int]) -> Iterator[Response]:
-        for group in grouped(jobs, GROUP * settings.batch_size):
-            if not any(job.example in missing for job in group):
-                continue
+    def answers(jobs: Sequence[Job]) -> Iterator[Response]:
+        size = GROUP * settings.batch_size
+        for group in (jobs[start : start + size] for start in range(0, len(jobs), size)):
             texts = write_texts(
                 model,
                 [job.ids for job in group],
@@ -179,19 +172,28 @@ def answered_by_all(
     file = ResponseFile(path.with_stem(f"{path.stem}-{rank}") if rank else path, made_from)
 
     def known() -> dict[int, list[int]]:
-        paths = (one for one in sorted(path.parent.glob(f"{path.stem}*.jsonl")) if not one.stem.endswith(".old"))
-        return {example: ids for one in paths for example, ids in ResponseFile(one, made_from).read().items()}
+        found = {job.example: list[int]() for job in jobs if not job.budget}
+        for one in path.parent.glob(f"{path.stem}*.jsonl"):
+            if not one.stem.endswith(".old"):
+                found |= ResponseFile(one, made_from).read()
+        return found
 
     def all_of_them() -> dict[int, list[int]] | None:
         found = known()
-        return found if all(job.example in found for job in jobs) else None
+        return found if len(found) == len(jobs) else None
 
     if rank < world:
         file.open()
-        groups = grouped(jobs, GROUP * settings.batch_size)  # whole groups, so that bits are those of a single process
-        if missing := {job.example for group in groups[rank::world] for job in group} - known().keys():
+        found, size = known(), GROUP * settings.batch_size
+        ordered = sorted(jobs, key=lambda job: (len(job.ids), job.example))  # those of similar length together
+        groups = [ordered[start : start + size] for start in range(0, len(ordered), size)][rank::world]
+        unfinished = [group for group in groups if any(job.example not in found for job in group)]
+        asked = [job for group in unfinished for job in group]  # whole groups, so that bits are those of one process
+        missing = [job for job in asked if job.example not in found]
+        if missing:
+            write = writer()(missing if settings.server.answers else asked)
             with working(context.console, title, len(missing)), context.timed(f"{ANSWERS} {path.stem}", len(missing)):
-                for done, _ in enumerate(file.fill(writer()(jobs, missing), context.corpus.tokenizer), 1):
+                for done, _ in enumerate(file.fill(write, context.corpus.tokenizer), 1):
                     current().update(done=max(current().done, done))  # a writer may have counted it already
             context.line(f"{title}: {len(jobs)}, {len(missing)} of them written now")
     found = ranks.wait_for(all_of_them, title)

@@ -94,7 +94,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 def asked(tokenizer: PreTrainedTokenizerBase, *several: Played, **server: Any) -> Iterator[Response]:
     where = ServerSettings(urls=[played.url for played in several], **server)
     settings = ResponseSettings(source="target", temperature=0.7, top_p=0.9, server=where)
-    return answered_by_servers(settings, 5, tokenizer, {0})(JOBS, range(12))
+    return answered_by_servers(settings, 5, tokenizer, {0})(JOBS)
 
 
 def test_servers_share_the_prompts_with_many_requests_in_flight(tokenizer: PreTrainedTokenizerBase) -> None:
