@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -23,7 +23,7 @@ from distill.data.batches import TokenDataset
 from distill.data.chat import ChatFormat
 from distill.data.corpus import Corpus, kept_corpus, load_corpus
 from distill.data.loader import Seen
-from distill.data.own_prompts import PromptSampler, user_turn
+from distill.data.own_prompts import Sample, user_turn, written_samples
 from distill.data.response_file import ResponseFile
 from distill.data.target import open_placed, shard_layers
 from distill.files import files_state
@@ -84,23 +84,22 @@ class StageContext:
                 tokenizer = load_tokenizer(target.model, trust_remote_code=target.trust_remote_code)
                 ends = stop_ids_of(target.model, tokenizer, target.trust_remote_code)
             sampler = self._sampler if target.model is not None else None
-            load = partial(load_corpus, seed=seed, sampler=sampler, ends=ends)
+            load = partial(load_corpus, data, seed=seed, tokenizer=tokenizer, sampler=sampler, ends=ends)
             made_from: list[Any] = [seed, ends]
             if target.model is not None and data.from_target:
                 made_from += [files_state([target.model]) or target.model, target.quantization]
             if self.keep_corpus:
                 corpus = kept_corpus(data, tokenizer, self.run.work / "corpus", made_from, load)
             else:
-                corpus = load(data, tokenizer=tokenizer)
+                corpus = load()
         for note in corpus.notes:
             self.console.print(f"  {note}", highlight=False)
         return corpus
 
-    def _sampler(self, chat: ChatFormat) -> PromptSampler:
-        """The prompts that the target writes."""
-        target, settings, tokenizer = self.settings.target, self.settings.data.prompts, chat.tokenizer
-        ends = {*chat.ends, tokenizer.eos_token_id} - {None}
-        turn, dtype = user_turn(chat, ends), self.settings.teacher.responses.dtype or target.dtype
+    def _sampler(self, chat: ChatFormat) -> tuple[Iterator[Sample], Collection[str]]:
+        """The prompts that the target writes, and texts that none of them may contain."""
+        target, settings, turn = self.settings.target, self.settings.data.prompts, user_turn(chat)
+        dtype, seed = self.settings.teacher.responses.dtype or target.dtype, self.settings.seed
         names = "max_tokens", "batch_size", "openings", "openings_share"
         made_from = {
             "target": files_state([str(target.model)]) or target.model,
@@ -108,7 +107,7 @@ class StageContext:
             "quantization": target.quantization,
             "before": turn.before,
             "ends": sorted(turn.ends),
-            "seed": self.settings.seed,
+            "seed": seed,
             **{name: getattr(settings, name) for name in names},
         }
 
@@ -117,7 +116,7 @@ class StageContext:
             return self.at_work(open_placed(target, str(target.model), self.device, dtype))
 
         file = ResponseFile(self.run.work / "prompts" / "samples.jsonl", made_from)
-        return PromptSampler(tokenizer, turn, settings, self.settings.seed, file, model, self.line)
+        return written_samples(chat.tokenizer, turn, settings, seed, file, model, self.line), turn.markers
 
     @cached_property
     def validation(self) -> TokenDataset:

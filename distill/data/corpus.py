@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -39,7 +39,7 @@ from distill.data.chat import (
     text_blocks,
 )
 from distill.data.messages import UnusableRow
-from distill.data.own_prompts import PromptSampler, prompt_rows
+from distill.data.own_prompts import Sample, prompt_rows
 from distill.data.sources import SPLITS, SourceRows, load_rows, sentences
 from distill.data.tokenizer import train_tokenizer
 from distill.files import checksum, files_state, fingerprint, replaced, write_json
@@ -88,7 +88,7 @@ def load_corpus(
     *,
     seed: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    sampler: Callable[[ChatFormat], PromptSampler] | None = None,
+    sampler: Callable[[ChatFormat], tuple[Iterator[Sample], Collection[str]]] | None = None,
     ends: Sequence[int] = (),
 ) -> Corpus:
     """Reads, splits, tokenises and masks the corpus.
@@ -98,7 +98,8 @@ def load_corpus(
         seed: Chooses the sample and the order where the source has more rows than wanted; for arithmetic, the
             problems themselves. Which split a row is in does not depend on it.
         tokenizer: The target's. None: ``settings.tokenizer``, or else a small one trained on the training texts.
-        sampler: Gives, for the target's chat template, the prompts that the target writes; None: it writes none.
+        sampler: Gives, for the target's chat template, the prompts that the target writes, and texts that none of them
+            may contain; None: it writes none.
         ends: Ids that end the target's texts; none: the tokenizer's end-of-text token.
 
     Raises:
@@ -115,11 +116,10 @@ def load_corpus(
     if tokenizer is not None and template is not None:
         tokenizer.chat_template = template
     if settings.from_target:
-        source = None
+        written: tuple[Iterator[Sample] | None, Collection[str]] = None, ()
         if sampler is not None and tokenizer is not None and settings.prompts.writes:
-            source = sampler(ChatFormat(tokenizer, settings.system, settings.template_args, ends))
-        samples, markers = (iter(source), source.turn.markers) if source else (None, frozenset[str]())
-        rows = SourceRows("chat", *prompt_rows(settings, seed, samples, markers))
+            written = sampler(ChatFormat(tokenizer, settings.system, settings.template_args, ends))
+        rows = SourceRows("chat", *prompt_rows(settings, seed, *written))
     else:
         rows = load_rows(settings, seed)
     if tokenizer is None:
@@ -127,28 +127,33 @@ def load_corpus(
         sample = Random(seed).sample(range(len(train)), min(len(train), settings.train_limit or len(train)))
         tokenizer = train_tokenizer((_text_of(train[place]) for place in sample), settings.tokenizer_vocab_size)
         tokenizer.chat_template = template
-    chat = None
-    if rows.kind == "chat" or (
-        rows.kind == "pairs" and settings.chat is not False and (settings.chat is True or tokenizer.chat_template)
-    ):
-        chat = ChatFormat(tokenizer, settings.system, settings.template_args, ends)
-        if not tokenizer.chat_template:
-            raise UserError(
-                f"data: the tokenizer {tokenizer.name_or_path!r} has no chat template: choose an instruction-tuned "
-                "model's tokenizer, give data.chat_template, or kind pairs with data.chat false"
-            )
+    form = ChatFormat(tokenizer, settings.system, settings.template_args, ends)
+    by_setting = bool(tokenizer.chat_template) if settings.chat == "auto" else settings.chat
+    chat = rows.kind == "chat" or (rows.kind == "pairs" and by_setting)
+    if chat and not tokenizer.chat_template:
+        raise UserError(
+            f"data: the tokenizer {tokenizer.name_or_path!r} has no chat template: choose an instruction-tuned "
+            "model's tokenizer, give data.chat_template, or kind pairs with data.chat false"
+        )
+    if chat:
         check_template(tokenizer, settings.system)
-        if rows.kind == "pairs":
-            rows.notes.append(
-                "pairs are put into the tokenizer's chat template, as the model is served (data.chat false leaves them "
-                "plain, --show-example shows one)"
-            )
+    if chat and rows.kind == "pairs":
+        rows.notes.append(
+            "pairs are put into the tokenizer's chat template, as the model is served (data.chat false leaves them "
+            "plain, --show-example shows one)"
+        )
     digest = hashlib.sha256(json.dumps([settings.key(), _identity(tokenizer), *ends], sort_keys=True).encode())
     splits, limits = {}, (settings.train_limit or sys.maxsize, settings.validation_examples, settings.test_examples)
     for split, limit in zip(SPLITS, limits, strict=True):
         ordered = list(rows.splits[split])
         Random(f"{seed}/{split}").shuffle(ordered)
-        splits[split], left_out = _examples(ordered, split, limit, settings, tokenizer, rows.kind, chat, ends)
+        current().update(name=f"tokenising {split}", total=min(limit, len(ordered)), done=0)
+        if rows.kind == "text":  # blocks span rows
+            blocks = text_blocks(tokenizer, (row["text"] for row in ordered), settings.max_length)
+            columns = _table(islice(blocks, limit))
+            splits[split], left_out = Dataset.from_dict(columns, features=Features(COLUMNS)), []
+        else:
+            splits[split], left_out = _examples(ordered, limit, settings, form, chat)
         rows.notes += (said := sentences(split, left_out))
         lost = {row for why, row, _ in left_out if why.endswith(" dropped") and not why.startswith("longer")}
         if len(lost) > max(1, len(splits[split])):
@@ -170,7 +175,7 @@ def load_corpus(
         **splits,
         fingerprint=digest.hexdigest(),
         answered=not settings.from_target,
-        chat=chat is not None,
+        chat=chat,
         notes=rows.notes,
     )
 
@@ -181,22 +186,18 @@ def _text_of(row: Row) -> str:
     return str(row["text"]) if "text" in row else row["prompt"] + row["response"]
 
 
+def _table(examples: Iterable[Example]) -> dict[str, list[Any]]:
+    table: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+    for example in examples:
+        for name, values in table.items():
+            values.append(getattr(example, name))
+    return table
+
+
 def _examples(
-    rows: list[Row],
-    split: str,
-    limit: int,
-    settings: DataSettings,
-    tokenizer: PreTrainedTokenizerBase,
-    kind: str,
-    chat: ChatFormat | None,
-    ends: Sequence[int],
+    rows: list[Row], limit: int, settings: DataSettings, form: ChatFormat, chat: bool
 ) -> tuple[Dataset, list[tuple[str, int, str]]]:
     """The examples of one split, up to ``limit``; and reason, number and detail of rows not used as they are."""
-    current().update(name=f"tokenising {split}", total=min(limit, len(rows)), done=0)
-    if kind == "text":  # blocks span rows
-        blocks = list(islice(text_blocks(tokenizer, (row["text"] for row in rows), settings.max_length), limit))
-        columns = {name: [getattr(block, name) for block in blocks] for name in COLUMNS}
-        return Dataset.from_dict(columns, features=Features(COLUMNS)), []
     parts, left_out, have = list[Dataset](), list[tuple[str, int, str]](), 0
     while rows and have < limit:
         count = max(BATCH, round(1.1 * (limit - have)))  # some will be dropped
@@ -206,7 +207,7 @@ def _examples(
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process, without a warning
         # JSON, because rows need not agree in the types of their fields
         made = Dataset.from_dict({"row": [json.dumps(row, default=str) for row in batch]}).map(
-            partial(_tokenised, settings=settings, tokenizer=tokenizer, chat=chat, ends=ends),
+            partial(_tokenised, settings=settings, form=form, chat=chat),
             batched=True,
             batch_size=BATCH,
             num_proc=processes if processes > 1 else None,
@@ -224,46 +225,36 @@ def _examples(
 
 
 def _tokenised(
-    batch: Mapping[str, list[str]],
-    settings: DataSettings,
-    tokenizer: PreTrainedTokenizerBase,
-    chat: ChatFormat | None,
-    ends: Sequence[int],
+    batch: Mapping[str, list[str]], settings: DataSettings, form: ChatFormat, chat: bool
 ) -> dict[str, list[Any]]:
-    """The examples of a batch of rows as a table; an entry without ids is about rows not used as they are."""
+    """The examples of a batch of rows as a table; its last entry, without ids, is about rows not used as they are."""
     rows, left_out, length = dict[int, list[Turn]](), list[tuple[str, int, str]](), settings.max_length
     for row in map(json.loads, batch["row"]):
         try:
-            rows[row["number"]], notes = render_row(row, chat)
+            rows[row["number"]], notes = render_row(row, form if chat else None)
             left_out += [(note, row["number"], "") for note in notes]
         except UnusableRow as error:
             left_out.append((f"{error.reason} dropped", row["number"], error.detail))
-    table: dict[str, list[Any]] = {name: [] for name in (*COLUMNS, "left_out")}
-    labelled = zip(rows, label(tokenizer, [*rows.values()], ends, chat=chat is not None))
-    examples = list[tuple[int, Example]]()
-    for number, found in labelled:
+    kept = list[Example]()
+    for number, found in zip(rows, label(form.tokenizer, [*rows.values()], form.ends, chat=chat)):
         if isinstance(found, UnusableRow):
             left_out.append((f"{found.reason} dropped", number, found.detail))
             continue
         if len(found) > 1:
             why = "made into an example for each assistant's turn, because the template rewrites earlier ones"
             left_out.append((why, number, ""))
-        examples += [(number, example) for example in found]
-    for number, example in examples:
-        if len(example.input_ids) > length:
-            labels = example.labels[:length]
-            cut = settings.overlong == "cut" and any(token != IGNORE for token in labels)
-            how = "cut at the end" if cut else "dropped"
-            left_out.append((f"longer than data.max_length ({length} tokens) {how}", number, ""))
-            if not cut:
-                continue
-            example = replace(example, input_ids=example.input_ids[:length], labels=labels)
-        for name, value in (vars(example) | {"left_out": ""}).items():
-            table[name].append(value)
-    if left_out:
-        for name, value in (vars(Example([], [], "", "")) | {"left_out": json.dumps(left_out)}).items():
-            table[name].append(value)
-    return table
+        for example in found:
+            if len(example.input_ids) > length:
+                labels = example.labels[:length]
+                cut = settings.overlong == "cut" and any(token != IGNORE for token in labels)
+                how = "cut at the end" if cut else "dropped"
+                left_out.append((f"longer than data.max_length ({length} tokens) {how}", number, ""))
+                if not cut:
+                    continue
+                example = replace(example, input_ids=example.input_ids[:length], labels=labels)
+            kept.append(example)
+    table = _table([*kept, Example([], [], "", "")])
+    return table | {"left_out": [""] * len(kept) + [json.dumps(left_out)]}
 
 
 # -- the corpus on disk -----------------------------------------------------------------------------------------------
@@ -283,7 +274,7 @@ def kept_corpus(
         tokenizer: The target's; None: the settings', or one trained on the texts.
         folder: Where it is kept.
         made_from: What it depends on beside settings, tokenizer and files.
-        load: Makes it from the settings and ``tokenizer=``.
+        load: Makes it.
 
     Raises:
         UserError: Another process has other data than the first one.
@@ -315,7 +306,7 @@ def kept_corpus(
     if not ranks.is_first():
         return ranks.wait_for(there, "the tokenised data")
     (folder / "corpus.json").unlink(missing_ok=True)
-    corpus = load(settings, tokenizer=tokenizer)
+    corpus = load()
     with replaced(folder) as aside:
         for split in SPLITS:
             getattr(corpus, split).save_to_disk(str(aside / split))

@@ -208,27 +208,20 @@ class UserTurn:
     markers: frozenset[str]
 
 
-def user_turn(chat: ChatFormat, ends: Collection[int]) -> UserTurn:
+def user_turn(chat: ChatFormat) -> UserTurn:
     """The user's turn, found by rendering a chat whose only words are a probe.
 
     Args:
-        chat: Template and system message.
-        ends: The model's end-of-text tokens.
+        chat: Template, system message and the ends of the model's texts.
 
     Raises:
         UserError: No template, or none that writes something before a user's turn for the model to continue.
     """
-    tokenizer, text, problem = chat.tokenizer, "", "its chat template writes no user's turn that it could continue"
-    if not tokenizer.chat_template:
-        problem = f"the tokenizer {tokenizer.name_or_path!r} has no chat template"
-    else:
-        try:
-            text = chat.render(chat.with_system([{"role": "user", "content": PROBE}]))
-        except UnusableRow as error:
-            problem = (
-                f"its chat template refuses a chat of one user's turn ({error.detail}; data.system {chat.system!r})"
-            )
-    before, found, after = text.partition(PROBE)
+    tokenizer, problem = chat.tokenizer, "its chat template writes no user's turn that it could continue"
+    try:
+        before, found, after = chat.render(chat.with_system([{"role": "user", "content": PROBE}])).partition(PROBE)
+    except UserError as error:
+        before, found, after, problem = "", "", "", f"{error} (data.system {chat.system!r})"
     before = before.rstrip(" ")
     if not found or not before.strip():
         raise UserError(
@@ -238,7 +231,7 @@ def user_turn(chat: ChatFormat, ends: Collection[int]) -> UserTurn:
         )
     special = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
     tail = [token for token in plain_ids(tokenizer, [after])[0] if token in special]
-    stops = {int(end) for end in ends} | set(tail[:1])
+    stops = {*chat.ends, tokenizer.eos_token_id, *tail[:1]} - {None}
     if not stops:
         raise UserError(
             "data.source is target, and neither the model nor its chat template has a token that ends a user's turn: "
@@ -254,56 +247,52 @@ def user_turn(chat: ChatFormat, ends: Collection[int]) -> UserTurn:
     return UserTurn(before, written_ids(tokenizer, before), stops, markers)
 
 
-@dataclass
-class PromptSampler:
-    """Samples number 0, 1, 2, ...; each depends on the seed and its number alone.
+def written_samples(
+    tokenizer: PreTrainedTokenizerBase,
+    turn: UserTurn,
+    settings: PromptSettings,
+    seed: int,
+    file: ResponseFile,
+    load: Callable[[], PreTrainedModel],
+    say: Callable[[str], None],
+) -> Iterator[Sample]:
+    """Samples number 0, 1, 2, ..., each a function of the seed and its number; the target writes those not on disk.
 
-    Attributes:
+    Args:
         tokenizer: The target's.
         turn: Where the user's text is.
         settings: Sampling.
         seed: Of the samples.
         file: Where they are kept.
-        model: Loads the target; called once, when a sample is missing.
+        load: Loads the target; called once, when a sample is missing.
         say: Called with a line of progress after every batch.
     """
-
-    tokenizer: PreTrainedTokenizerBase
-    turn: UserTurn
-    settings: PromptSettings
-    seed: int
-    file: ResponseFile
-    model: Callable[[], PreTrainedModel]
-    say: Callable[[str], None]
-
-    def __iter__(self) -> Iterator[Sample]:
-        """All samples, those on disk first; the target writes further ones as long as there is a next."""
-        settings, file, model = self.settings, self.file, None
-        file.open()
-        for start in count(step=GROUP * settings.batch_size):
-            numbers = range(start, start + GROUP * settings.batch_size)
-            openings = [settings.opening(number) for number in numbers]
-            if not all(number in file.found for number in numbers):
-                if model is None:
-                    model = self.model()
-                    current().begin(current().done)
-                began, turn = time.monotonic(), self.turn
-                texts = write_texts(
-                    model,
-                    [written_ids(self.tokenizer, turn.text + words) if words else turn.before for words in openings],
-                    SAMPLING,
-                    budgets=settings.max_tokens + 1,
-                    stop_ids=turn.ends,
-                    draws=lambda i, count, numbers=numbers: uniform_draws(self.seed, 5, numbers[i], count=count),  # type: ignore[misc]
-                    batch_size=settings.batch_size,
-                )
-                list(file.fill(zip(numbers, texts), self.tokenizer))
-                speed = sum(map(len, texts)) / (time.monotonic() - began)
-                current().detail = f"kept, {len(file.found)} written"
-                self.say(f"{len(file.found)} prompts written ({speed:.0f} tokens/s)")
-            for number, opening in zip(numbers, openings):
-                ids = file.found[number]
-                ended = bool(ids) and ids[-1] in self.turn.ends
-                words = ids[:-1] if ended else ids
-                text = self.tokenizer.decode(words, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-                yield Sample(str(text), len(words), ended, opening)
+    model = None
+    file.open()
+    for start in count(step=GROUP * settings.batch_size):
+        numbers = range(start, start + GROUP * settings.batch_size)
+        openings = [settings.opening(number) for number in numbers]
+        if not all(number in file.found for number in numbers):
+            if model is None:
+                model = load()
+                current().begin(current().done)
+            began = time.monotonic()
+            texts = write_texts(
+                model,
+                [written_ids(tokenizer, turn.text + words) if words else turn.before for words in openings],
+                SAMPLING,
+                budgets=settings.max_tokens + 1,
+                stop_ids=turn.ends,
+                draws=lambda i, count, numbers=numbers: uniform_draws(seed, 5, numbers[i], count=count),  # type: ignore[misc]
+                batch_size=settings.batch_size,
+            )
+            list(file.fill(zip(numbers, texts), tokenizer))
+            speed = sum(map(len, texts)) / (time.monotonic() - began)
+            current().detail = f"kept, {len(file.found)} written"
+            say(f"{len(file.found)} prompts written ({speed:.0f} tokens/s)")
+        for number, opening in zip(numbers, openings):
+            ids = file.found[number]
+            ended = bool(ids) and ids[-1] in turn.ends
+            words = ids[:-1] if ended else ids
+            text = tokenizer.decode(words, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            yield Sample(str(text), len(words), ended, opening)

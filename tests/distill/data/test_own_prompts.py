@@ -43,13 +43,13 @@ def chat(template: str, **options: str) -> ChatFormat:
 
 def test_the_users_turn_is_what_the_template_writes_before_the_words() -> None:
     one = chat(CHAT_ML)
-    turn = user_turn(one, {0})
+    turn = user_turn(one)
     assert one.tokenizer.decode(turn.before) == one.tokenizer.decode(
         one.tokenizer("<s>system\nBe kind.</s>\n<s>user\n", add_special_tokens=False)["input_ids"]
     )
     assert turn.ends == {0}
     assert "<s>user" in turn.markers
-    other = user_turn(chat(CHAT_ML, system="Be short."), {0})
+    other = user_turn(chat(CHAT_ML, system="Be short."))
     assert "Be short." in one.tokenizer.decode(other.before)
 
 
@@ -63,7 +63,7 @@ def test_the_users_turn_is_what_the_template_writes_before_the_words() -> None:
 )
 def test_a_template_without_a_users_turn_is_refused_with_the_next_step(template: str | None, told: str) -> None:
     with pytest.raises(UserError, match=told) as error:
-        user_turn(chat(template), {0})  # type: ignore[arg-type]
+        user_turn(chat(template))  # type: ignore[arg-type]
     assert "teacher.responses.source target" in str(error.value)
 
 
