@@ -26,7 +26,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from decode.progress import EVERY, Progress, output_console
+from decode.progress import EVERY, Progress, Work
 from distill import ranks
 from distill.checkpoints import BestWeights, Fsdp, SafeCheckpointIO, newest_sound
 from distill.config.training import SHARDED, TrainerSettings
@@ -38,18 +38,12 @@ from distill.modules import TrainingModule
 class ProgressLines(Callback):
     """Shows steps done, the values of a progress bar, and the time left."""
 
-    def __init__(self, console: Console, name: str) -> None:
-        self.console, self.name = console, name
-        self.progress: Progress | None = None  # none yet where Lightning fails to begin
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Begin to print."""
-        self.progress, self.read = Progress(self.console), 0.0
-        name = self.name if stage == "fit" else f"{self.name}: validation before training"
-        self.work = self.progress.__enter__().add(name)
+    def __init__(self, name: str, work: Work) -> None:
+        self.name, self.work, self.read = name, work, 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Note the step that the run continues from."""
+        self.work.update(name=self.name)
         self.work.begin(trainer.global_step, trainer.max_steps)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
@@ -58,15 +52,6 @@ class ProgressLines(Callback):
         if (now := time.monotonic()) - self.read > EVERY / 4:
             values = trainer.progress_bar_metrics.items()
             self.work.detail, self.read = " ".join(f"{name} {float(value):.4f}" for name, value in values), now
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """End."""
-        if self.progress is not None:
-            self.progress.__exit__(None, None, None)
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """End."""
-        self.teardown(trainer, pl_module, "")
 
 
 class Speed(Callback):
@@ -124,8 +109,8 @@ def fit(
     work: Path,
     *,
     name: str,
+    console: Console,
     logger: Logger | None = None,
-    console: Console | None = None,
     callbacks: tuple[Callback, ...] = (),
 ) -> tuple[list[dict[str, float]], float]:
     """Train to the end, from the newest sound checkpoint in ``work`` if there is one; ends with the best weights.
@@ -136,15 +121,14 @@ def fit(
         settings: Trainer settings.
         work: Folder for checkpoints. They are left there, for the caller to remove once the result is safe.
         name: Shown beside the progress.
-        logger: Where losses and validations are logged.
         console: Where progress is shown.
+        logger: Where losses and validations are logged.
         callbacks: Further Lightning callbacks, beside those of the settings.
 
     Returns:
         The learning curve, ``{"step": ..., metric: value, ...}`` for every validation, step 0 included; and the
         seconds of training, those before an interruption included as far as checkpoints know.
     """
-    console = console or output_console()
     checkpoint = newest_sound(work, lambda text: console.print(f"  {text}"))
     if isinstance(module.model, PreTrainedModel):
         use_attention(module.model, settings.attention)
@@ -165,13 +149,11 @@ def fit(
     )
     further = [*settings.callback_instances(), *callbacks]
     bar = any(isinstance(callback, ProgressBar) for callback in further)
-    if not bar:
-        further.append(ProgressLines(console, name))
     strategy: Any = settings.strategy
     if sharded:
         world = ranks.process_count(settings)
         strategy = Fsdp(world, settings.num_nodes if settings.strategy == "hsdp" else 1)
-    options = {
+    options: dict[str, Any] = {
         "accelerator": settings.accelerator,
         "devices": settings.devices,
         "num_nodes": settings.num_nodes,
@@ -185,7 +167,6 @@ def fit(
         "num_sanity_val_steps": 0,
         "log_every_n_steps": 20,
         "logger": logger or False,
-        "callbacks": [timer, Speed(data.loader.seen), *further, best, resume],
         "plugins": [SafeCheckpointIO()],
         "enable_progress_bar": bar,
         "enable_model_summary": False,
@@ -193,7 +174,9 @@ def fit(
         "default_root_dir": work,
     }
     products = torch.get_float32_matmul_precision()
-    with quiet():
+    with quiet(), Progress(Console(quiet=True) if bar else console) as shown:
+        lines = ProgressLines(name, shown.add(name if checkpoint else f"{name}: validation before training"))
+        options["callbacks"] = [timer, Speed(data.loader.seen), *further, lines, best, resume]
         try:
             trainer = L.Trainer(**options | settings.extra)
         except (ValueError, MisconfigurationException) as error:

@@ -40,7 +40,7 @@ from distill.data.chat import (
 )
 from distill.data.messages import UnusableRow
 from distill.data.own_prompts import Sample, prompt_rows
-from distill.data.sources import SPLITS, SourceRows, load_rows, sentences
+from distill.data.sources import SPLITS, LeftOut, SourceRows, load_rows, sentences
 from distill.data.tokenizer import train_tokenizer
 from distill.files import checksum, files_state, fingerprint, replaced, write_json
 
@@ -148,10 +148,10 @@ def load_corpus(
         ordered = list(rows.splits[split])
         Random(f"{seed}/{split}").shuffle(ordered)
         current().update(name=f"tokenising {split}", total=min(limit, len(ordered)), done=0)
+        left_out = LeftOut()
         if rows.kind == "text":  # blocks span rows
             blocks = text_blocks(tokenizer, (row["text"] for row in ordered), settings.max_length)
-            columns = _table(islice(blocks, limit))
-            splits[split], left_out = Dataset.from_dict(columns, features=Features(COLUMNS)), []
+            splits[split] = Dataset.from_dict(_table(islice(blocks, limit)), features=Features(COLUMNS))
         else:
             splits[split], left_out = _examples(ordered, limit, settings, form, chat)
         rows.notes += (said := sentences(split, left_out))
@@ -196,9 +196,9 @@ def _table(examples: Iterable[Example]) -> dict[str, list[Any]]:
 
 def _examples(
     rows: list[Row], limit: int, settings: DataSettings, form: ChatFormat, chat: bool
-) -> tuple[Dataset, list[tuple[str, int, str]]]:
-    """The examples of one split, up to ``limit``; and reason, number and detail of rows not used as they are."""
-    parts, left_out, have = list[Dataset](), list[tuple[str, int, str]](), 0
+) -> tuple[Dataset, LeftOut]:
+    """The examples of one split, up to ``limit``, and the rows that are not used as they are."""
+    parts, left_out, have = list[Dataset](), LeftOut(), 0
     while rows and have < limit:
         count = max(BATCH, round(1.1 * (limit - have)))  # some will be dropped
         batch, rows = rows[:count], rows[count:]
@@ -228,7 +228,7 @@ def _tokenised(
     batch: Mapping[str, list[str]], settings: DataSettings, form: ChatFormat, chat: bool
 ) -> dict[str, list[Any]]:
     """The examples of a batch of rows as a table; its last entry, without ids, is about rows not used as they are."""
-    rows, left_out, length = dict[int, list[Turn]](), list[tuple[str, int, str]](), settings.max_length
+    rows, left_out, length = dict[int, list[Turn]](), LeftOut(), settings.max_length
     for row in map(json.loads, batch["row"]):
         try:
             rows[row["number"]], notes = render_row(row, form if chat else None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -294,20 +293,6 @@ class DistillDataModule(L.LightningDataModule):
     def __init__(self, loader: TrainLoader, validation: TokenDataset) -> None:
         super().__init__()
         self.loader, self.validation = loader, validation
-
-    def setup(self, stage: str) -> None:
-        """Makes sure that all processes are about to train on the same examples in the same order."""
-        rows, order = self.loader.rows, self.loader.schedule
-        digest = [zlib.crc32(rows.ids.tobytes()), zlib.crc32(rows.labels.tobytes())]
-        found = ranks.exchange(
-            [len(rows), *digest, order.batch_size, order.seed, order.bucket, self.loader.steps, self.loader.row_length]
-        )
-        for rank, other in enumerate(found):
-            if other != found[0]:
-                raise UserError(
-                    f"process {rank} has {other[0]:,} training examples and process 0 {found[0][0]:,}, not the same "
-                    "ones: give all of them the same configuration, data files and output_dir (one that all can see)"
-                )
 
     def train_dataloader(self) -> TrainLoader:
         """All steps' batches; a checkpoint's state moves the loader to its step."""

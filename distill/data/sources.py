@@ -40,6 +40,8 @@ CHAT_COLUMNS = "messages", "conversations"
 HELD_OUT = 0.05  # share of the training rows that goes to each split that the source lacks
 PASSAGE = 2000  # least characters of a plain text file that go to one split together (whole paragraphs)
 Shape = Callable[[Row], Row]  # brings a row of a source into its plain shape
+LeftOut = list[tuple[str, int, str]]
+"""Rows that are not used as they are: reason, number, and what is particular to each."""
 
 
 @dataclass
@@ -51,13 +53,8 @@ class SourceRows:
     notes: list[str] = field(default_factory=list)
 
 
-def sentences(split: str, left_out: Iterable[tuple[str, int, str]]) -> list[str]:
-    """One sentence for each reason: how many rows it concerns, and the first of them.
-
-    Args:
-        split: Name of the split.
-        left_out: Reason, number of the row, and what is particular to it, of every row.
-    """
+def sentences(split: str, left_out: LeftOut) -> list[str]:
+    """One sentence for each reason why rows of a split are left out: how many it concerns, and the first of them."""
     found: dict[str, list[tuple[int, str]]] = {}
     for reason, number, detail in left_out:
         found.setdefault(reason, []).append((number, f": {detail}" if detail else ""))

@@ -19,12 +19,10 @@ from safetensors.torch import load_file
 from some_rows import every_token
 from tiny_run import run_tiny, tiny_settings
 
-from decode.errors import UserError
-from distill import ranks
 from distill.config.training import TrainingSettings
 from distill.data.batches import Batch, TokenDataset
 from distill.data.chat import IGNORE
-from distill.data.loader import DistillDataModule, OptimizerStep, Schedule, TrainLoader
+from distill.data.loader import OptimizerStep, Schedule, TrainLoader
 from distill.losses.objective import Objective, Selection
 from distill.modules import CausalLMModule, DistillModule
 from distill.pipeline import write_settings
@@ -150,15 +148,6 @@ def test_torchrun_ends_all_within_a_minute_of_a_kill_and_says_which_one_was_kill
         assert not any(process.is_running() for process in two.values())
         printed.seek(0)
         assert "Signal 9 (SIGKILL)" in printed.read()
-
-
-def test_different_data_on_the_processes_are_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = rows()
-    module = DistillDataModule(TrainLoader(made, Schedule(made.lengths, 4), 2), made)
-    module.setup("fit")
-    monkeypatch.setattr(ranks, "exchange", lambda own: [own, [8, *own[1:]]])
-    with pytest.raises(UserError, match="process 1 has 8 training examples and process 0 7, not the same ones"):
-        module.setup("fit")
 
 
 # -- the parts --------------------------------------------------------------------------------------------------------
