@@ -9,23 +9,22 @@ files are word problems in their place.
 import copy
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
 from decode.bench.arithmetic import problems
 from decode.bench.datasets import PRESETS
-from decode.models.loading import config_for, family_of
+from decode.models.loading import family_of
 from decode.progress import output_console
 from distill.config.data import DataSettings
 from distill.config.run import Settings
 from distill.config.training import ModelSettings, TrainingSettings
 from distill.data.corpus import load_corpus
+from distill.models.loading import build_model
 
 STEPS = 4
 PLAIN_CHAT = (
@@ -48,6 +47,7 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
     """
     settings.validate()
     console = console or output_console()
+    hf_logging.disable_progress_bar()
     small = copy.deepcopy(settings)
     small.name = f"{settings.name}-dry-run"
     folder = Path(small.output_dir) / small.name
@@ -61,21 +61,25 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
         model.trust_remote_code = False  # no foreign code is needed for models made here
         tied = not (untie and stage == "target")
         name = model.package.file if model.package else model.model
-        model.package, model.lora.quantization = None, None
+        model.package, model.lora.quantization, shape = None, None, model.architecture
+        shape.hidden_size, shape.layers, shape.heads, shape.intermediate_size = width, layers, 4, None
+        shape.positions = 2048
         if name is None:
-            extra = model.architecture.extra | ({} if tied else {"tie_word_embeddings": False})
-            if "num_key_value_heads" in extra:
-                extra["num_key_value_heads"] = 2
-            shape: dict[str, Any] = {
-                "hidden_size": width,
-                "layers": layers,
-                "heads": 4,
-                "intermediate_size": None,
-                "positions": 2048,
-            }
-            model.architecture = replace(model.architecture, extra=extra, **shape)
+            shape.extra |= {} if tied else {"tie_word_embeddings": False}
+            if "num_key_value_heads" in shape.extra:
+                shape.extra["num_key_value_heads"] = 2
         else:
-            model.model = save_tiny_model(name, tokenizer, folder / "models" / stage, width, layers, console, tied)
+            shape.model_type, grouped, note = family_of(name)
+            if note:
+                console.print(f"  {note}", highlight=False)
+            shape.extra = {"tie_word_embeddings": tied} | ({"num_key_value_heads": 2} if grouped else {})
+            if shape.model_type.startswith(("gemma3n", "gemma4")):
+                shape.extra["vocab_size_per_layer_input"] = len(tokenizer)
+            made = build_model(shape, len(tokenizer), tokenizer, 0)
+            made.generation_config.eos_token_id = tokenizer.eos_token_id
+            model.model = str(folder / "models" / stage)
+            made.save_pretrained(model.model)
+            tokenizer.save_pretrained(model.model)
         if model.trained:
             _shorten(model.training)
     small.student.layers = [1]  # the last of two, without which Gemma 4 cannot be cut
@@ -135,33 +139,10 @@ def _shrink_data(data: DataSettings, folder: Path, console: Console) -> None:
         for problem in problems(0, split, count):
             turns = {"user": problem.question, "assistant": problem.solution}
             chat = [{"role": role, "content": content} for role, content in turns.items()]
-            text = {"text": f"{problem.question}\n{problem.solution}"}
-            rows.append({"messages": chat} if kind != "text" else text)
+            rows.append({"text": "\n".join(turns.values())} if kind == "text" else {"messages": chat})
         file = folder / f"{split}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         if not data.from_target:
             setattr(data, f"{split}_file", str(file))
     if data.from_target:
         data.prompts.file, data.prompts.file_share = str(folder / "train.jsonl"), 1.0
-
-
-def save_tiny_model(
-    name: str, tokenizer: PreTrainedTokenizerBase, folder: Path, width: int, layers: int, console: Console, tied: bool
-) -> str:
-    """Write a random model of the named one's family, whose embedding and head may be tied; returns the folder."""
-    family, grouped, note = family_of(name)
-    if note:
-        console.print(f"  {note}", highlight=False)
-    config = config_for(
-        family, hidden_size=width, layers=layers, heads=4, kv_heads=2 if grouped else None, vocab=len(tokenizer),
-        positions=4096, tie_embeddings=tied, tokenizer=tokenizer,
-        extra={"vocab_size_per_layer_input": len(tokenizer)} if family.startswith(("gemma3n", "gemma4")) else {},
-    )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    hf_logging.disable_progress_bar()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
