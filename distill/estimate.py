@@ -14,7 +14,6 @@ from rich.table import Table
 from decode.progress import duration, working
 from distill import ranks
 from distill.config.run import Settings
-from distill.data.batches import TokenDataset
 from distill.data.context import DATA, MEASUREMENT, StageContext
 from distill.files import remove
 from distill.pipeline import alone_in, measure
@@ -69,10 +68,11 @@ def estimate(settings: Settings, console: Console) -> dict[str, tuple[float, flo
                 measure(context)
     finally:
         remove(run.folder)
-    parts = {DATA: (real.measured[DATA].seconds, 0.0)} | _scaled(real, context, processes)
+    parts = {DATA: (real.measured[DATA][0], 0.0)} | _scaled(real, context, processes)
     table = Table("part", "tokens", "takes about", box=None, pad_edge=False)
-    for name, (seconds, tokens) in (parts | {"total": (sum(part[0] for part in parts.values()), 0.0)}).items():
+    for name, (seconds, tokens) in parts.items():
         table.add_row(name, f"{tokens / 1e6:.2f} M" if tokens else "", duration(seconds))
+    table.add_row("total", "", duration(sum(seconds for seconds, _ in parts.values())))
     console.print(table)
     memory = f"largest memory: {peak_memory(context.device) / 1e9:.2f} GB"
     console.print(f"{memory}; stages are counted one after another", highlight=False)
@@ -83,24 +83,22 @@ def _scaled(real: StageContext, small: StageContext, processes: int) -> dict[str
     """Return seconds and tokens of the run's parts, from those of the short one."""
     settings, parts = real.settings, dict[str, tuple[float, float]]()
     more = len(real.examples) / len(small.examples)
-    for name, made in small.measured.items():  # of what is prepared for trainings
-        if name.endswith(" train"):
-            parts[name.removesuffix(" train")] = made.seconds * more, made.count * more
+    texts, few, measurement = settings.evaluation, small.settings.evaluation, small.measured[MEASUREMENT][0]
+    for name, (seconds, count) in small.measured.items():
+        if name.endswith(" train"):  # what is prepared for trainings
+            parts[name.removesuffix(" train")] = seconds * more, count * more
+        elif name.startswith(f"{MEASUREMENT}: "):
+            decoding = name.endswith(": decoding")
+            ratio = texts.decode_prompts / few.decode_prompts if decoding else texts.prompts / few.prompts
+            measurement += seconds * (ratio - 1)
     for stage, seen in small.seen.items():
         if stage in ("target", "initial"):
             model = settings.target if stage == "target" else settings.student
-            steps = model.training.steps_for(len(TokenDataset.of(real.corpus.train)))
+            steps = model.training.steps_for(len(real.corpus.train))
         else:
             steps = settings.draft(stage).training_of(settings.training).steps_for(len(real.examples))
         batches = steps * small.settings.trainer.accumulate
         seconds = (seen.seconds - seen.first) / max(1, seen.batches - 1) * batches
         seconds += (2 + steps // settings.trainer.validate_every) * seen.validation / max(1, seen.validations)
         parts[stage] = seconds / processes, seen.tokens / max(1, seen.batches) * batches
-    texts, few = settings.evaluation, small.settings.evaluation
-    seconds = small.measured[MEASUREMENT].seconds
-    for name, made in small.measured.items():
-        if name.startswith(f"{MEASUREMENT}: "):
-            decoding = name.endswith(": decoding")
-            ratio = texts.decode_prompts / few.decode_prompts if decoding else texts.prompts / few.prompts
-            seconds += made.seconds * (ratio - 1)
-    return parts | {MEASUREMENT: (seconds, 0.0)}
+    return parts | {MEASUREMENT: (measurement, 0.0)}

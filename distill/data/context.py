@@ -33,14 +33,6 @@ DATA, MEASUREMENT = "the data", "measurement and export"
 """Names in `StageContext.measured`: the reading of the data, and the end of a run, before the names of its parts."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Time of a part of a run: seconds for ``count`` tokens or texts."""
-
-    seconds: float
-    count: int
-
-
 @dataclass
 class StageContext:
     """Settings, folder and console of a run, with its data, which are read at their first use.
@@ -51,7 +43,7 @@ class StageContext:
         console: Where progress is shown.
         logger: Where losses and results are recorded; None: nowhere.
         keep_corpus: Whether the tokenised data are kept in the run's folder.
-        measured: Times of its preparations.
+        measured: Seconds of its preparations, and the number of tokens or texts.
         seen: What its trainings read, by stage.
     """
 
@@ -60,7 +52,7 @@ class StageContext:
     console: Console
     logger: Logger | None = None
     keep_corpus: bool = True
-    measured: dict[str, Measured] = field(default_factory=dict)
+    measured: dict[str, tuple[float, int]] = field(default_factory=dict)
     seen: dict[str, Seen] = field(default_factory=dict)
 
     @contextmanager
@@ -68,7 +60,7 @@ class StageContext:
         """Measures the block, the first time only: later the results may be there already."""
         began = time.perf_counter()
         yield
-        self.measured.setdefault(name, Measured(time.perf_counter() - began, count))
+        self.measured.setdefault(name, (time.perf_counter() - began, count))
 
     def line(self, text: str) -> None:
         """Prints what happened."""
