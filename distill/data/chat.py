@@ -27,7 +27,6 @@ from decode.models.tokens import (
     render_chat,
     start_ids,
 )
-from decode.progress import output_console
 from distill.data.messages import KEYS, UnusableRow
 
 IGNORE = -100  # label of a position that no loss is taken on
@@ -101,9 +100,8 @@ def label(
         examples, problem = list[Example](), None
         for turn, (prompt, answer), text in [(turn, next(pieces), next(written)) for turn in row]:
             missing = [said for said in turn.said if squash(said) not in squash(text)]
-            for said in missing[:]:  # a tokenizer may change what it reads
-                if squash(_decoded(tokenizer, plain_ids(tokenizer, [said]))[0]) in squash(text):
-                    missing.remove(said)
+            reread = _decoded(tokenizer, plain_ids(tokenizer, missing)) if missing else []
+            missing = [said for said, read in zip(missing, reread) if squash(read) not in squash(text)]  # changed by it
             if missing or any(token in ends for token in answer[:-1]):
                 detail = repr((missing or [str(tokenizer.decode(answer))])[0][:80])
                 problem = problem or UnusableRow("whose answer is not learned whole, up to one stop token", detail)
@@ -254,7 +252,7 @@ def chat_turns(chat: ChatFormat, messages: list[dict[str, Any]], tools: Any = No
         The turns, and what is to be noted of the row.
 
     Raises:
-        UnusableRow: No assistant's turn, or a template that refuses the messages or does not write all of them.
+        UnusableRow: A template that refuses the messages or does not write all of them.
     """
     template, messages = str(chat.tokenizer.chat_template), chat.with_system(messages)
     if not re.search(r"['\"]developer['\"]", template):
@@ -266,10 +264,8 @@ def chat_turns(chat: ChatFormat, messages: list[dict[str, Any]], tools: Any = No
         if message["role"] == "assistant":
             turn, note = _turn(chat, messages[:place], message, tools)
             turns.append(turn)
-            notes += [note] if note else []
-    if not turns:
-        raise UnusableRow("without an assistant's turn")
-    return turns, list(dict.fromkeys(notes))
+            notes.append(note)
+    return turns, list(dict.fromkeys(filter(None, notes)))
 
 
 def _turn(chat: ChatFormat, history: list[dict[str, Any]], message: dict[str, Any], tools: Any) -> tuple[Turn, str]:
@@ -297,7 +293,7 @@ def _turn(chat: ChatFormat, history: list[dict[str, Any]], message: dict[str, An
         if not whole:
             lead = f"{parts.opening}{thought}{parts.closing}" if thought else parts.lead
             answer = f"{lead}{content}{parts.tail}"
-            if any(call["function"]["name"] not in (_until_stop(chat, answer) or answer) for call in calls):
+            if any(call["function"]["name"] not in answer for call in calls):
                 answer = parts.turn
         if not thought and parts.empty:
             answer = answer.removeprefix(parts.lead) if parts.opening else answer
@@ -340,22 +336,25 @@ def answer_parts(
     Raises:
         UnusableRow: The template does not write the answer, or writes it behind something else than its prompt.
     """
-    asked: list[Mapping[str, Any]] = [*history[:-1], {**history[-1], "content": ASKED}]
-    start = chat.render(asked, ask=True, tools=tools).rpartition(ASKED)[2]
     shown = {key: value for key, value in message.items() if key not in REASONING}
     names = [call["function"]["name"] for call in message.get("tool_calls", ())]
+
+    def behind_question(*turns: Mapping[str, Any]) -> str:
+        messages = [*history[:-1], {**history[-1], "content": ASKED}, *turns]
+        return chat.render(messages, ask=not turns, tools=tools).rpartition(ASKED)[2]
 
     def written(content: str, *names_of_thought: str) -> tuple[str, str, str]:
         for one in (shown, {"role": "assistant"}):  # a template may write no text beside tool calls, or after them
             turn = one | dict.fromkeys(names_of_thought, THOUGHT) | {"content": content}
             try:
-                before, found, tail = chat.render([*asked, turn], tools=tools).rpartition(ASKED)[2].partition(MARK)
+                before, found, tail = behind_question(turn).partition(MARK)
             except UnusableRow:
                 continue
             if found and not any(name in before for name in names):
                 return before, found, tail
         return "", "", ""
 
+    start = behind_question()
     header, found, tail = written(MARK)
     if not found:
         raise UnusableRow("whose answer the chat template does not write")
@@ -364,7 +363,7 @@ def answer_parts(
     ahead, lead = ("".join(text[common:]) for text in pieces)
     if ahead.endswith(lead) or (squash(header) == squash(start) and not header.startswith(start)):
         lead = ""
-    turn = chat.render([*asked, message], tools=tools).rpartition(ASKED)[2][len(header) - len(lead) :]
+    turn = behind_question(message)[len(header) - len(lead) :]
     block = re.fullmatch(r"(\s*[<\[][\w:]+[>\]]\n?|)(\s*[<\[]/[\w:]+[>\]]\s*)", lead)
     inline = "think>" in str(chat.tokenizer.chat_template) and not block  # reasoning may be read from the content
     for content, read in ((MARK, REASONING), *[(f"<think>{THOUGHT}</think>{MARK}", ())] * inline):
@@ -375,7 +374,7 @@ def answer_parts(
             same = squash(lead) == squash(opening + closing)
             if opening or not closing.strip():
                 return AnswerParts(opening, closing, end, lead, same, turn)
-            return AnswerParts("", closing, end, closing, True, turn if same else closing.removesuffix(lead) + turn)
+            return AnswerParts("", closing, end, closing, True, closing.removesuffix(lead) + turn)
     if block:
         return AnswerParts(block[1], block[2], tail, lead, True, turn)
     if ahead.strip() and lead:
@@ -419,18 +418,12 @@ def _until_stop(chat: ChatFormat, text: str) -> str | None:
     return text[: min(found)] if found else None
 
 
-def render(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Text:
-    """One example as text: masked tokens dim, labels green in [[ ]]."""
+def show(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
+    """Prints one example, masked tokens dim and labels green in [[ ]], and how many of its tokens are learned."""
     text, tokens = Text(), zip(row["input_ids"], row["labels"], strict=True)
     for learned, part in groupby(tokens, lambda token: token[1] != IGNORE):
         piece = str(tokenizer.decode([token for token, _ in part]))
         text.append(f"[[{piece}]]" if learned else piece, style="green" if learned else "dim")
-    return text
-
-
-def show(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, console: Console | None = None) -> None:
-    """Prints one example with its mask, and how many of its tokens are learned."""
-    console = console or output_console()
-    learned = sum(token != IGNORE for token in row["labels"])
-    console.print(render(row, tokenizer))
-    console.print(f"{len(row['labels'])} tokens, {learned} of them learned (in [[ ]])", style="dim", markup=False)
+    count = sum(token != IGNORE for token in row["labels"])
+    console.print(text)
+    console.print(f"{len(row['labels'])} tokens, {count} of them learned (in [[ ]])", style="dim", markup=False)

@@ -11,7 +11,6 @@ from distill.data.chat import (
     label,
     pair,
     prompt_part,
-    render,
     show,
     text_blocks,
 )
@@ -118,8 +117,6 @@ def test_a_template_without_an_end_token_gets_one(chatty):
 
 
 def test_chats_that_cannot_be_masked_are_refused(chatty, tokenizer):
-    with pytest.raises(UserError, match="without an assistant's turn"):
-        examples_of(chatty, [{"role": "user", "content": "hello"}])
     chatty.chat_template = "{{ messages | length }}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
     with pytest.raises(UserError, match="with a turn that the chat template does not write: system"):
         examples_of(chatty, CHAT)
@@ -143,8 +140,8 @@ def test_plain_text_is_cut_into_blocks_that_are_learned_whole(tokenizer):
 def test_an_example_is_shown_with_its_mask_and_special_tokens(tokenizer):
     ((example,),) = label(tokenizer, [[pair("How many? [dim]\n", "4 pens")]], chat=False)
     row = {"input_ids": example.input_ids, "labels": example.labels}
-    assert render(row, tokenizer).plain == "How many? [dim]\n[[4 pens<|endoftext|>]]"
     stream = io.StringIO()
     show(row, tokenizer, Console(file=stream))
+    assert stream.getvalue().startswith("How many? [dim]\n[[4 pens<|endoftext|>]]\n")
     count = sum(label != IGNORE for label in example.labels)
     assert f"{len(example.labels)} tokens, {count} of them learned" in stream.getvalue()
