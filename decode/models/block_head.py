@@ -45,7 +45,7 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
 
     def step(self, hidden: Tensor, before: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """One slot's m ``[n, rank]`` and the new state, from its ``hidden [n, width]`` and W1's ``before [n, rank]``."""
+        """One slot's m ``[n, rank]`` and new state, from its ``hidden [n, width]`` and W1's ``before [n, rank]``."""
         if self.kind == "vanilla":
             return before, None
         if self.kind == "gated":
