@@ -7,14 +7,13 @@ barrier: what takes the first one hours (computing a cache, say) would run into 
 import os
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
 
 from decode.errors import UserError
-from distill.config.training import TrainerSettings
 
 Found = TypeVar("Found")
 
@@ -71,8 +70,8 @@ def local_device(accelerator: str, devices: int | str = "auto") -> torch.device:
     return torch.device("cuda", listed[own % len(listed)] if listed else own % torch.cuda.device_count())
 
 
-def process_count(trainer: TrainerSettings) -> int:
-    """How many processes Lightning trains with under these settings, before training has begun."""
+def process_count(trainer: Any) -> int:
+    """How many processes Lightning trains with under a run's section ``trainer``, before training has begun."""
     if str(trainer.devices) in ("auto", "-1"):
         return trainer.num_nodes * (torch.cuda.device_count() if _on_gpus(trainer.accelerator) else 1)
     return trainer.num_nodes * (len(_listed(trainer.devices)) or int(trainer.devices))
