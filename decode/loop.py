@@ -220,7 +220,7 @@ def step(target: Runner, method: Method, sequences: abc.Sequence[Sequence]) -> l
     for one in sequences:
         one.stop.begin()
         if lengths is not None:
-            one.stop.threshold.price(lengths.token_cost)
+            one.stop.threshold.price(lengths.token_cost, lengths.block_cost)
         remaining = one.end - len(one.ids) - 1  # one token is left for the correction or the bonus
         most = remaining if limit is None else min(limit, remaining)
         requests.append(DraftRequest(one.state, one.ids, one.stop, most, one.rng))

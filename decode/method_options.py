@@ -131,12 +131,15 @@ class MethodOptions(Checked):
     early at exit_layer, as in AdaSPEED."""
     skip_mlp: list[NonNegativeInt] = field(default_factory=list)
     """Draft & Verify: layers whose MLP the draft skips."""
+    sample_block: bool = False
+    """Block heads: draw drafted tokens from the head's distribution instead of taking the likeliest, as engines do;
+    as exact, and usually accepted less often."""
     tree_width: PositiveInt = 10
-    """EAGLE-2: nodes expanded at each level of the tree, and children tried of each."""
+    """EAGLE-2: nodes expanded at each level of the tree, and children tried of each; of block heads children."""
     tree_nodes: PositiveInt = 60
-    """EAGLE-2: nodes of the drafted tree, the most probable ones; its depth is the draft length."""
+    """Trees of heads: nodes of the drafted tree, the most probable ones; its depth is the draft length."""
     tree_threshold: ClosedUnitInterval = 0.0
-    """EAGLE-2: nodes whose cumulative probability (temperature 1) is below this are not drafted."""
+    """Trees of heads: nodes whose cumulative probability (temperature 1) is below this are not drafted."""
     probes: str | None = None
     """Folder of acceptance probes, made by `python -m probes`: runs/<name>/probes, or its draft/ for draft-probe.
     Options left at null (such as exit_layer and threshold) take the values that were fastest when the probes

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.drafters.adaptix import NgramTable, TrigramDrafter
 from decode.drafters.base import Drafter, NoDrafter
+from decode.drafters.block import BlockDrafter, BlockTreeDrafter
 from decode.drafters.corpus_files import tokenizer_fingerprint
 from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.eagle import FeatureDrafter, FeatureTreeDrafter, head_of
@@ -25,12 +26,14 @@ from decode.drafters.rest import Datastore, RetrievalDrafter
 from decode.errors import UserError, choose
 from decode.loop import Method, tree_error
 from decode.method_options import MethodOptions
+from decode.models.block_runner import BlockRunner
 from decode.models.fast_forward import LayerSubset
 from decode.models.fast_runner import FastRunner, self_speculating
 from decode.models.head_runner import HeadRunner
 from decode.models.runner import Runner
 from decode.sampling import LogitsWarper
 from decode.stopping import (
+    Confidence,
     CostOptimal,
     DraftLengths,
     Fixed,
@@ -41,6 +44,7 @@ from decode.stopping import (
     TargetAcceptance,
     max_probability,
     negative_entropy,
+    own_estimate,
     token_probability,
     warped_token_probability,
 )
@@ -65,6 +69,9 @@ METHODS: dict[str, tuple[str, str, str]] = {
     "typical":           ("model",               "length",           "typical"),
     "eagle":             ("feature",             "length",           "exact"),
     "eagle-tree":        ("feature-tree",        "length",           "exact"),
+    "block":             ("feature",             "length",           "exact"),
+    "block-tree":        ("feature-tree",        "length",           "exact"),
+    "block-confidence":  ("feature",             "confidence-head",  "exact"),
     "hybrid":            ("hybrid",              "unsure",           "exact"),
     "hybrid-tree":       ("hybrid-tree",         "length",           "exact"),
     "prompt-lookup":     ("prompt-lookup",       "copy",             "exact"),
@@ -136,7 +143,7 @@ def round_costs(inputs: MethodInputs) -> RoundCosts:
     elif draft is None and isinstance(target, FastRunner):
         part = LayerSubset.skipping(target.depth, *skipped) if any(skipped) else LayerSubset(inputs.exit_layer)
         c = part.sublayers / (2 * target.depth)
-    return RoundCosts.of_ratios(c)
+    return RoundCosts.of_ratios(c, block=isinstance(draft, BlockRunner))
 
 
 def smaller_store(folder: Path, texts: int | None) -> Path:
@@ -156,11 +163,16 @@ def make_drafter(name: str, inputs: MethodInputs) -> Drafter:
         UserError: a model or file that it needs is missing.
     """
     target, draft, warp, options = inputs.target, inputs.draft, inputs.warp, inputs.options
-    if name == "feature" or (name in ("model", "hybrid") and isinstance(draft, HeadRunner)):
-        drafter: ModelDrafter = FeatureDrafter(head_of(draft), target, warp)
-    elif name in ("feature-tree", "hybrid-tree"):
+    if name in ("feature-tree", "hybrid-tree"):
         shape = {"width": options.tree_width, "nodes": options.tree_nodes}
-        drafter = FeatureTreeDrafter(head_of(draft), target, warp, **shape, threshold=options.tree_threshold)
+        if isinstance(draft, BlockRunner):
+            drafter: ModelDrafter = BlockTreeDrafter(draft, target, warp, **shape, threshold=options.tree_threshold)
+        else:
+            drafter = FeatureTreeDrafter(head_of(draft), target, warp, **shape, threshold=options.tree_threshold)
+    elif isinstance(draft, BlockRunner) and name in ("feature", "model", "hybrid"):
+        drafter = BlockDrafter(draft, target, warp, sample=options.sample_block)
+    elif name == "feature" or (name in ("model", "hybrid") and isinstance(draft, HeadRunner)):
+        drafter = FeatureDrafter(head_of(draft), target, warp)
     elif name in ("model", "hybrid"):
         assert draft is not None  # `decode.commands.checks.check_methods` refuses missing models and stores by name
         drafter = ModelDrafter(draft, warp, target.vocab_size)
@@ -191,11 +203,13 @@ def make_drafter(name: str, inputs: MethodInputs) -> Drafter:
     return drafter
 
 
-def _cost_optimal(inputs: MethodInputs) -> StopRule:
+def _cost_optimal(
+    inputs: MethodInputs, confidence: Confidence = token_probability, *, refuse: bool = False
+) -> StopRule:
     """Costs are fixed before decoding, so that a seed gives one text."""
     costs = round_costs(inputs)
     threshold = CostOptimal(costs.drafting(1) / costs.plain(1))
-    return StopRule(inputs.window(20), token_probability, product=True, threshold=threshold)
+    return StopRule(inputs.window(20), confidence, product=True, threshold=threshold, refuse=refuse)
 
 
 def _probed(inputs: MethodInputs, kind: str) -> StopRule:
@@ -226,6 +240,8 @@ STOPS: dict[str, Callable[[MethodInputs], StopRule]] = {
     "product": lambda i: StopRule(i.window(12), token_probability, True, i.controller(0.8)),
     "entropy": lambda i: StopRule(i.window(20), negative_entropy, threshold=MeanOfRejected()),
     "cost-optimal": _cost_optimal,
+    # the head says it before a token is drawn; a slot that is not verified costs nothing
+    "confidence-head": partial(_cost_optimal, confidence=own_estimate, refuse=True),
 }
 PROBE_STOPS: dict[str, Callable[[MethodInputs], StopRule]] = {
     "probe": partial(_probed, kind="probe"),
@@ -281,7 +297,7 @@ def build(method: str, inputs: MethodInputs, *, stop: str | None = None, rule: s
     if isinstance(drawing, ModelDrafter):
         drawing.keep_logits, drawing.keep_probs = acceptance.needs_raw, not acceptance.exact
     lengths = None
-    if method in CHAINS_BY_MODEL and (options.never_slower or stop_name == "cost-optimal"):
+    if method in CHAINS_BY_MODEL and (options.never_slower or stop_name in ("cost-optimal", "confidence-head")):
         lengths = DraftLengths(round_costs(inputs), stop_rule.window)
     elif options.never_slower and drafter_name != "none":
         known = ", ".join(name for name in METHODS if name in CHAINS_BY_MODEL)

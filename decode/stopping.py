@@ -29,8 +29,8 @@ class Threshold:
         """The confidence as it is compared with `value`."""
         return confidence
 
-    def price(self, token_cost: float) -> None:
-        """Set the cost of one more drafted token, in rounds without a draft."""
+    def price(self, token_cost: float, block_cost: float) -> None:
+        """Set the costs of one more drafted token and of drafting at all, in rounds without a draft."""
 
     def observe(self, step: Step, confidence: list[float]) -> None:
         """Learn from a step, given the confidence of each drafted token."""
@@ -126,8 +126,9 @@ class CostOptimal(Threshold):
 
     cost is the time of one more drafted token, the growth of the target's forward included, in one-token target
     forwards; R = Σ(m + 1) / Σ(1 + k·cost) is the running rate of tokens, which makes the threshold optimal in the sense
-    of renewal rewards. Costs are set (`price`), not timed while decoding: a text does not depend on the load of the
-    machine. Confidences are calibrated to acceptance probabilities by counts in bins of equal width.
+    of renewal rewards. A block head's forward is a part of the round and not of its tokens. Costs are set (`price`),
+    not timed while decoding: a text does not depend on the load of the machine. Confidences are calibrated to
+    acceptance probabilities by counts in bins of equal width.
     """
 
     cost: float = 0.1
@@ -141,6 +142,7 @@ class CostOptimal(Threshold):
 
     def __post_init__(self) -> None:
         self.value = self.token_cost = self.cost
+        self.block_cost = 0.0
         self.table = [[0.0, 0.0] for _ in range(self.bins)]
 
     def _bin(self, confidence: float) -> list[float]:
@@ -155,13 +157,13 @@ class CostOptimal(Threshold):
         """Update the calibration and the rate of tokens."""
         for i, value in enumerate(confidence[: step.tested]):
             count(self._bin(value), i < step.accepted, self.memory)
-        self.time = self.decay * self.time + 1 + step.drafted * self.token_cost
+        self.time = self.decay * self.time + 1 + self.block_cost + step.drafted * self.token_cost
         self.tokens = self.decay * self.tokens + step.accepted + 1
         self.value = self.tokens / self.time * self.token_cost
 
-    def price(self, token_cost: float) -> None:
+    def price(self, token_cost: float, block_cost: float) -> None:
         """See `Threshold.price`."""
-        self.token_cost = token_cost
+        self.token_cost, self.block_cost = token_cost, block_cost
         self.value = self.tokens / self.time * token_cost if self.time else token_cost
 
 
@@ -182,6 +184,7 @@ class DraftedToken:
     logits: Tensor  # unwarped logits ``[vocab]``
     hidden: Tensor  # hidden state ``[width]`` that the logits are computed from
     greedy: bool = False  # `probs` is one-hot and carries no confidence
+    accepted: float | None = None  # the draft's own estimate, made without `token`, that the target accepts it
 
 
 Confidence = Callable[[DraftedToken], float]
@@ -202,6 +205,20 @@ def warped_token_probability(drafted: DraftedToken) -> float:
 def max_probability(drafted: DraftedToken) -> float:
     """Max q, unwarped; reads the distribution only."""
     return drafted.logits.float().softmax(-1).amax().item()
+
+
+def own_estimate(drafted: DraftedToken) -> float:
+    """What a block head's confidence head says; reads no token.
+
+    Raises:
+        UserError: the draft has no such head.
+    """
+    if drafted.accepted is None:
+        raise UserError(
+            "this stop rule reads the draft's confidence head, and the draft has none: give a DSpark head that was "
+            "trained with one (student.block.confidence), or choose another stop rule, such as cost-optimal"
+        )
+    return drafted.accepted
 
 
 def negative_entropy(drafted: DraftedToken) -> float:
@@ -266,11 +283,14 @@ class RoundCosts:
     step: Mapping[int, float]  # a round without a draft, by batch size
     draft: Mapping[int, float]  # one draft forward of all sequences, by batch size
     verify: Mapping[int, Mapping[int, float]]  # the rest of a round, by batch size and tokens read of each sequence
+    # of a block head: its forward, by batch size, however long the draft; `draft` is then bookkeeping of a token
+    block: Mapping[int, float] = field(default_factory=lambda: {1: 0.0})
 
     @classmethod
-    def of_ratios(cls, cost_ratio: float, verify_growth: float = 0.0) -> RoundCosts:
+    def of_ratios(cls, cost_ratio: float, verify_growth: float = 0.0, *, block: bool = False) -> RoundCosts:
         """Costs known as c and the growth of the target's forward by one more token, the same at any batch size."""
-        return cls({1: 1.0}, {1: cost_ratio}, {1: {1: 1.0, 2: 1.0 + verify_growth}})
+        token, whole = (0.0, cost_ratio) if block else (cost_ratio, 0.0)
+        return cls({1: 1.0}, {1: token}, {1: {1: 1.0, 2: 1.0 + verify_growth}}, {1: whole})
 
     def plain(self, batch: float) -> float:
         """A round without a draft."""
@@ -279,6 +299,10 @@ class RoundCosts:
     def drafting(self, sequences: float) -> float:
         """A draft forward of this many sequences."""
         return between(self.draft, sequences)
+
+    def blocks(self, batch: float) -> float:
+        """A block head's forward of this many sequences; 0 of other drafts."""
+        return between(self.block, batch)
 
     def verifying(self, batch: float, tokens: float) -> float:
         """The rest of a round in which each sequence has this many tokens to be read, the pending one included."""
@@ -291,7 +315,7 @@ class RoundCosts:
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> RoundCosts:
         """From `to_dict`, read from JSON, whose keys are strings."""
-        return cls(**{key: _with_int_keys(content[key]) for key in ("step", "draft", "verify")})
+        return cls(**{key: _with_int_keys(content[key]) for key in ("step", "draft", "verify", "block")})
 
 
 def _with_int_keys(values: Mapping[str, Any]) -> Any:
@@ -326,12 +350,14 @@ class DraftLengths:
     Attributes:
         chosen: the best limit at present; 0: drafting does not pay.
         token_cost: one more drafted token of every sequence, in rounds without a draft.
+        block_cost: a block head's forward of every sequence, in rounds without a draft.
     """
 
     def __init__(self, costs: RoundCosts, window: int) -> None:
         self.costs, self.window = costs, window
         # by batch size: a round without a draft, draft forwards of 1, 2, … sequences, verification of 1, 2, … tokens
         self._known: dict[int, tuple[float, list[float], list[float]]] = {}
+        self.block_cost = 0.0
         self.reset()
 
     def reset(self) -> None:
@@ -377,13 +403,15 @@ class DraftLengths:
         plain, drafting, verifying = self._known[batch]
         self._batch, self._rounds, self._learned = batch, 0, False
         reach = min(8, self.window)
+        block = self.costs.blocks(batch)
+        self.block_cost = block / plain
         self.token_cost = (drafting[-1] + max(0.0, (verifying[reach] - verifying[0]) / reach)) / plain
         # shares of the drafts that are this long, and of those whose tokens so far are all accepted
         longer = np.array(_rates(self._drafted, 1.0))
         reached, kept = longer.cumprod(), (longer * _rates(self._accepted, FIRST_RATE)).cumprod()
         some = 1 - (1 - reached) ** batch  # drafting goes on while one sequence does
         each = np.interp(reached * batch / np.maximum(some, 1e-12), range(1, batch + 1), drafting)
-        whole = (some * each).cumsum() + np.interp(reached.cumsum(), range(self.window + 1), verifying)
+        whole = block + (some * each).cumsum() + np.interp(reached.cumsum(), range(self.window + 1), verifying)
         tokens = 1 + kept.cumsum()
         best = int((tokens / whole).argmax())
         self._best, self._price = best + 1, float(whole[best] - tokens[best] * plain)

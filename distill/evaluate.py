@@ -128,7 +128,8 @@ class Evaluation:
         work = self.bar.add(name, sum(len(ids) > start for ids, start in texts))
         warp = own_warp(self.target, temperature, {})
         with self.context.timed(f"{MEASUREMENT}: {name}", len(texts) * len(self.models)):
-            return offline_alphas(self.target, self.models, texts, warp, depth=DEPTH, seen=lambda _: work.advance())
+            depth = self.full.student.steps if self.full.student.is_block else DEPTH
+            return offline_alphas(self.target, self.models, texts, warp, depth=depth, seen=lambda _: work.advance())
 
     def _acceptance(self, greedy: dict[str, list[OfflineAlpha]], decoded: Mapping[str, Any]) -> dict[str, Any]:
         """Returns every draft's greedy acceptance at each position: on validation examples, offline, and decoded."""
@@ -188,6 +189,8 @@ class Evaluation:
     def _profile(self, greedy: dict[str, list[OfflineAlpha]]) -> dict[str, Any]:
         """Returns the exported draft's costs, and the speedup that they predict for every draft length."""
         longest, trees = max(LONGEST, *self.settings.draft_lengths), self.full.student.is_head
+        if self.full.student.is_block:
+            longest = self.full.student.steps
         with as_current(self.bar.add("costs of forwards")):
             self.session.measure_costs(self.session.items(self.suite), self.decoded, longest=longest, trees=trees)
         cost = self.session.costs[self.best][1]
@@ -209,19 +212,23 @@ class Evaluation:
 
         Trees of heads are as deep as the longest chain.
         """
-        lengths, heads = sorted({*self.settings.draft_lengths, best[self.best] or 1}), self.full.student.is_head
-        chains = [(name, k) for name in self.decoded for k in (lengths if name == self.best else [best[name] or 1])]
+        student, lengths = self.full.student, {*self.settings.draft_lengths, best[self.best] or 1}
+        if student.is_block:  # a block drafts no more
+            lengths = {min(k, student.steps) for k in lengths}
+        heads, own = student.is_head, "vanilla" if not student.is_head else "block" if student.is_block else "eagle"
+        chains = [
+            (name, k) for name in self.decoded for k in (sorted(lengths) if name == self.best else [best[name] or 1])
+        ]
         depth, found = max(k for _, k in chains), []
         for temperature in self.settings.temperatures:
             for name, k in chains:
-                method = "eagle" if heads else "vanilla"
                 options = MethodOptions(draft_length=k)
-                found.append(BenchEntry(method, name, options, temperature=temperature, name=f"{name} {k}"))
+                found.append(BenchEntry(own, name, options, temperature=temperature, name=f"{name} {k}"))
             for name in dict.fromkeys((self.run.trained[0], self.best)) if heads else ():
                 for width, nodes in self.settings.trees:
                     options = MethodOptions(draft_length=depth, tree_width=width, tree_nodes=nodes)
                     label = f"{name}-tree {width}/{nodes}"
-                    found.append(BenchEntry("eagle-tree", name, options, temperature=temperature, name=label))
+                    found.append(BenchEntry(f"{own}-tree", name, options, temperature=temperature, name=label))
         return found
 
     def _decoding(self, profile: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any], list[Any]]:
@@ -232,7 +239,7 @@ class Evaluation:
         details = {(entry["name"], entry["temperature"]): entry for entry in benchmark.analysis}
         fastest: dict[str, dict[str, Any]] = {}
         for row in rows:
-            draft = (row["draft"] or row["name"]) + "-tree" * (row["method"] == "eagle-tree")
+            draft = (row["draft"] or row["name"]) + "-tree" * row["method"].endswith("-tree")
             detail = details.get((row["name"], row["temperature"]), {})
             decoding.append(row | {"draft": draft, "draft_lengths": detail.get("draft_lengths")})
             if row["temperature"] == 0 and row["draft"] and row["speedup"]:

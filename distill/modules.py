@@ -4,6 +4,7 @@ import math
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, cast
@@ -12,16 +13,19 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from decode.bench.offline_acceptance import DEPTH
 from decode.errors import UserError
-from decode.models.heads import FeatureHead
+from decode.models.block_head import BlockHead
+from decode.models.heads import DraftHead, FeatureHead
 from distill import ranks
 from distill.checkpoints import Fsdp, explain, shard
 from distill.config.training import StudentSettings, TrainingSettings
 from distill.data.batches import Batch, label_mask
 from distill.data.loader import OptimizerStep
+from distill.losses import slots as slots_
 from distill.losses.chunked import (
     LossRequest,
     LossRows,
@@ -33,6 +37,7 @@ from distill.losses.objective import Drafted, Objective, Selection
 from distill.models.layers import LayerSkip, ProgressiveStacking
 from distill.models.lm_head import LMHead, last_hidden
 from distill.models.optimizers import make_optimizer, make_schedule
+from distill.teacher.blocks import block_rows
 from distill.teacher.drafting import acceptance_by_position, drafting_steps, model_rows
 from distill.teacher.signals import Teacher
 
@@ -61,7 +66,7 @@ class TrainingModule(L.LightningModule):
     model: Any
 
     def __init__(
-        self, model: PreTrainedModel | FeatureHead, training: TrainingSettings, steps: int, *, seed: int = 0
+        self, model: PreTrainedModel | DraftHead, training: TrainingSettings, steps: int, *, seed: int = 0
     ) -> None:
         super().__init__()
         self.model, self.training_settings, self.steps, self.seed = model, training, steps, seed
@@ -295,36 +300,60 @@ class DistillModule(TrainingModule):
         for number, draft in enumerate(self.drafted(batch, training=training)):
             choose = None if selection is None else partial(self.choose, number, draft, step)
             ranking = None if selection is None or loss == objective.divergence else objective.divergence
-            request = LossRequest(loss, choose, ranking, metrics or objective.accepted_only, draft.weights, draft.mass)
+            request = LossRequest(loss, choose, ranking, metrics or objective.accepted_only, mass=draft.mass)
+            if training and draft.slots is not None:
+                request = replace(request, metrics=True, weigh=partial(self.weigh, draft))
             found.append((draft, rows := self.loss_of(draft, request)))
             if training and objective.accepted_only and rows.alpha is not None:
                 draft.accepted = torch.rand_like(rows.alpha) < rows.alpha
         return found
+
+    def weigh(self, draft: Drafted, alpha: Tensor, label: Tensor) -> Tensor:
+        """The factors of the losses of a block head's rows; the confidence learns their acceptance rates."""
+        slots, drafts, learnable = cast(Tensor, draft.slots), self.model.drafts, draft.learnable
+        if draft.confidence is not None:
+            factors = slots_.decay(slots, drafts)
+            loss = functional.binary_cross_entropy_with_logits(
+                draft.confidence.float(), alpha.float(), factors, reduction="sum"
+            )
+            draft.extra = loss / factors.sum().clamp_min(1e-6)
+        found = slots_.weights(self.objective.slot_weights, alpha, label, slots, drafts)
+        return found if learnable is None else found * learnable
 
     def loss_of(self, draft: Drafted, request: LossRequest) -> LossRows:
         """The losses of a drafting step's rows."""
         on_gpu = draft.hidden.is_cuda  # there the kernels are compiled
         return fused_loss(draft.hidden, draft.head, draft.target, request, compiled=on_gpu)
 
-    def choose(self, number: int, draft: Drafted, step: OptimizerStep | None, losses: Tensor) -> Tensor:
+    def choose(
+        self, number: int, draft: Drafted, step: OptimizerStep | None, losses: Tensor, alpha: Tensor | None
+    ) -> Tensor:
         """The rows of a drafting step to train on, by ΔL among the batch's rows or the whole optimiser step's."""
         selection = self.objective.selection
         assert selection is not None
+        delta = self.rank(draft, losses, alpha)
         if step is None or step.parts == 1 or selection.scope != "global":
-            return selection.choose(draft.delta(losses))
+            return selection.choose(delta)
         if step.micros > 1:
             return self.ahead[number][step.micro]
-        return step.choose([draft.delta(losses)], [draft.sequence], selection.choose)[0]
+        return step.choose([delta], [draft.sequence], selection.choose)[0]
+
+    def rank(self, draft: Drafted, losses: Tensor, alpha: Tensor | None) -> Tensor:
+        """ΔL of the rows; of a block's where wanted times the probability that the slot is reached."""
+        delta = draft.delta(losses)
+        if self.objective.rank_reached and draft.slots is not None and alpha is not None:
+            delta = delta * slots_.reached(alpha, draft.slots)[0]
+        return delta if draft.learnable is None or draft.slots is None else delta.where(draft.learnable > 0, -torch.inf)
 
     @torch.no_grad()
     def choose_ahead(self, step: OptimizerStep, selection: Selection) -> list[list[Tensor]]:
         """The choice among all micro-batches of a step, which its first one needs, for each drafting step."""
-        request = LossRequest(self.objective.divergence, metrics=False)
+        request = LossRequest(self.objective.divergence, metrics=self.objective.rank_reached)
         micros: list[list[tuple[Tensor, Tensor]]] = []  # ΔL, and the examples of the rows
         for part in step.ahead:
             batch = self.transfer_batch_to_device(part, self.device, 0)
-            drafts = self.drafted(batch, training=True)
-            micros.append([(draft.delta(self.loss_of(draft, request).losses), draft.sequence) for draft in drafts])
+            drafts = [(draft, self.loss_of(draft, request)) for draft in self.drafted(batch, training=True)]
+            micros.append([(self.rank(draft, rows.losses, rows.alpha), draft.sequence) for draft, rows in drafts])
         found = []
         for parts in zip(*micros, strict=True):
             deltas, sequences = zip(*parts)
@@ -349,9 +378,10 @@ class DistillModule(TrainingModule):
 
     def divisor(self, number: int, draft: Drafted, rows: LossRows, step: OptimizerStep | None) -> float:
         """The tokens of the whole optimiser step by which a drafting step's loss is divided, over the step's parts."""
-        selection, parts, tokens = self.objective.selection, 1, len(rows.losses)
+        selection, parts, tokens = self.objective.selection, 1, float(len(rows.losses))
         if step is not None:
-            parts, tokens = step.parts, step.tokens
+            # of a block head's rows those of other parts are not known: as many for each label are assumed
+            parts, tokens = step.parts, step.tokens if draft.slots is None else tokens * step.parts / (step.weight or 1)
         if selection is None:
             return max(1, tokens) / parts
         assert rows.chosen is not None
@@ -370,19 +400,31 @@ class DistillModule(TrainingModule):
         """Adds up divergence, and alpha and top-1 agreement by position in the draft, whatever the selection."""
         found = self(batch, training=False)
         first, place = found[0][1], label_mask(batch["labels"]).flatten().nonzero()[:, 0]
-        hits = [rows.agreement if d.learnable is None else rows.agreement * d.learnable for d, rows in found]
+        # by drafting step the label rows, and whether they are accepted: sampled, and greedy
+        by_alpha, by_top = list[tuple[Tensor | None, Tensor]](), list[tuple[Tensor | None, Tensor]]()
+        for draft, rows in found:
+            agreed = rows.agreement if draft.learnable is None else rows.agreement * draft.learnable
+            slots = draft.slots
+            for own in [slice(None)] if slots is None else [(slots == i).nonzero()[:, 0] for i in range(self.depth)]:
+                which = None if draft.rows is None else draft.rows[own]
+                by_alpha.append((which, rows.alpha[own]))
+                by_top.append((which, agreed[own]))
         (alphas, tested), (agreed, reached) = (
-            acceptance_by_position([(d.rows, values) for (d, _), values in zip(found, of)], place)
-            for of in ([rows.alpha for _, rows in found], hits)
+            acceptance_by_position(of, place, self.depth) for of in (by_alpha, by_top)
         )
         self.add_sums((first.losses.sum(), *alphas, *agreed), torch.tensor(len(first.losses)), *tested, *reached)
 
     def on_validation_epoch_end(self) -> None:
         """Logs divergence, acceptance and agreement by position, and the accepted length 1 + α₁ + α₁·α₂ + …."""
-        alphas, agreed = ([name, *(f"{name}_{i}" for i in range(2, DEPTH + 1))] for name in ("alpha", "agreement"))
+        alphas, agreed = ([name, *(f"{name}_{i}" for i in range(2, self.depth + 1))] for name in ("alpha", "agreement"))
         values = self.means("loss", *alphas, *agreed)
         length = 1 + sum(accumulate((values[name] for name in alphas), operator.mul))
         self.log_validation(values | {"accepted_length": length})
+
+    @property
+    def depth(self) -> int:
+        """Positions of a draft at which validation measures acceptance."""
+        return DEPTH
 
     def on_fit_end(self) -> None:
         """Sums the selected tokens of all ranks up."""
@@ -429,3 +471,32 @@ class HeadModule(DistillModule):
                 draft.extra = draft.weight * settings.feature_weight * draft.extra
                 draft.weight *= settings.ce_weight
             yield draft
+
+
+class BlockModule(DistillModule):
+    """DFlash and DSpark; with a selection, AdaSPEC on the slots of their blocks; best by accepted length.
+
+    Args:
+        anchors: Blocks of a text, drawn anew at each step.
+        options: Arguments of `DistillModule`.
+    """
+
+    monitor = "validation_accepted_length"
+    model: BlockHead
+
+    def __init__(self, *given: Any, anchors: int, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.anchors = anchors
+
+    @property
+    def depth(self) -> int:
+        """See `DistillModule.depth`: all that a block drafts."""
+        return self.model.drafts
+
+    def drafted(self, batch: Batch, *, training: bool) -> Iterator[Drafted]:
+        """The slots of all blocks at once; see `distill.teacher.blocks`."""
+        generator = None
+        if training:  # the same for a batch that is read twice
+            seed = (self.seed * 1_000_003 + self.global_step) * 1_009 + int(batch["input_ids"].sum())
+            generator = torch.Generator().manual_seed(seed)
+        yield block_rows(self.model, self.target, batch, self.anchors, generator)

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.errors import UserError, read_json
+from decode.models.block_head import BlockHead, block_config, mask_token
 from decode.models.head_files import load_head, save_head
 from decode.models.heads import DraftHead, FeatureHead, head_config
 from decode.models.loading import DTYPES, check_tokenizers, gguf_file, load_model, load_tokenizer, stop_ids
@@ -32,7 +33,7 @@ from distill.losses.objective import objective_of
 from distill.models.layers import LayerSkip, ProgressiveStacking, cut, start_from_target
 from distill.models.lm_head import LMHead, check_head
 from distill.models.loading import Adapter, count_parameters, load_or_build, ready_to_save, source_folder
-from distill.modules import CausalLMModule, DistillModule, HeadModule, TrainingModule
+from distill.modules import BlockModule, CausalLMModule, DistillModule, HeadModule, TrainingModule
 from distill.responses.on_policy import OnPolicy, Writer, head_texts
 from distill.responses.texts import answered_by_original, answered_by_target, fixed_texts
 from distill.stages import ACCOUNT, StageRecord, stage_fingerprints
@@ -191,14 +192,11 @@ def language_model(context: StageContext, stage: str, key: str) -> StageResult:
 
 
 def untrained_head(context: StageContext, key: str) -> StageResult:
-    """Return a head for the target, with its vocabulary; an EAGLE-3 head starts from the target's weights."""
+    """Return a head for the target, with its vocabulary; all but EAGLE-1 start from the target's weights."""
     settings = context.settings.student
     target = context.load_target("float32", "cpu")
-    assert settings.version is not None
-    config = head_config(target.config.get_text_config(), settings.version, draft_vocab=settings.draft_vocab)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(context.settings.seed)
-        head = FeatureHead(config)
+    head = new_head(target, context.corpus.tokenizer, settings, context.settings.seed)
+    config = head.config
     if head.reduced:
         responses = context.settings.teacher.responses
         if responses.from_target and not responses.server.answers:
@@ -208,9 +206,7 @@ def untrained_head(context: StageContext, key: str) -> StageResult:
         ids, share = frequent(rows, int(config.draft_vocab_size), int(config.vocab_size))
         head.set_vocabulary(ids)
         context.line(f"{len(ids):,} tokens drafted, {share:.1%} of the training labels")
-    elif settings.version == 3:
-        head.set_vocabulary(torch.arange(int(config.vocab_size)))
-    if settings.version == 3:
+    if settings.version != 1:
         left = start_from_target(head, target)
         context.line("starts from the target's last layer" + (f", but for {', '.join(left)}" if left else ""))
     parameters = sum(p.numel() for p in head.parameters())
@@ -221,6 +217,34 @@ def untrained_head(context: StageContext, key: str) -> StageResult:
             "smaller; lower student.draft_vocab"
         )
     return StageResult(StageRecord(key, parameters=parameters), head, context.corpus.tokenizer)
+
+
+def new_head(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: StudentSettings, seed: int
+) -> DraftHead:
+    """Return a head with random weights that depend on the seed alone."""
+    config, block, version = target.config.get_text_config(), settings.block, settings.version
+    if not isinstance(version, str):
+        assert version is not None
+        shape = head_config(config, version, draft_vocab=settings.draft_vocab)
+    else:
+        spark, rows = version == "dspark", target.get_input_embeddings().num_embeddings
+        shape = block_config(
+            config,
+            version,
+            layers=block.layers,
+            block=block.size,
+            mask_id=mask_token(tokenizer, rows, block.mask_token),
+            target_layers=block.target_layers,
+            draft_vocab=settings.draft_vocab,
+            from_anchor=block.from_anchor,
+            markov_rank=(64 if spark else 0) if block.markov_rank is None else block.markov_rank,
+            markov_kind=block.markov,
+            confidence=spark if block.confidence is None else block.confidence,
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return BlockHead(shape) if isinstance(version, str) else FeatureHead(shape)
 
 
 def frequent(rows: TokenDataset, count: int, vocab: int) -> tuple[torch.Tensor, float]:
@@ -248,9 +272,11 @@ def distil(context: StageContext, draft: DraftSettings, key: str) -> StageResult
     if full.student.is_head:
         head = cast(FeatureHead, load_head(run.path("initial")).train())
         data = prepare(context, objective, draft.on_policy, head=head, selector=draft.reference)
-        module = HeadModule(
-            head, training, steps, target=data.teacher, settings=full.student, objective=objective, seed=seed
-        )
+        given: dict[str, Any] = {"target": data.teacher, "objective": objective, "seed": seed}
+        if isinstance(head, BlockHead):
+            module = BlockModule(head, training, steps, anchors=full.student.block.anchors, **given)
+        else:
+            module = HeadModule(head, training, steps, settings=full.student, **given)
         parameters = sum(p.numel() for p in head.parameters())
     else:
         trust = full.student.trust_remote_code
@@ -266,8 +292,8 @@ def distil(context: StageContext, draft: DraftSettings, key: str) -> StageResult
         if full.student.is_head:
             writer = partial(head_texts, module.model, context.load_target("float32"), full.student.steps)
         sampling, limit = full.teacher.responses, full.data.max_length
-        given = schedule, steps, sampling, draft.on_policy, seed, limit, data.ends, data.add_signals
-        own = OnPolicy(writer, data.train, *given)
+        options = schedule, steps, sampling, draft.on_policy, seed, limit, data.ends, data.add_signals
+        own = OnPolicy(writer, data.train, *options)
     prepared = time.monotonic() - started
     history, seconds = _fit(context, draft.name, key, module, data.train, data.validation, schedule, full.trainer, own)
     steps = int(history[-1]["step"])  # a callback may have ended the training early

@@ -208,7 +208,8 @@ def stage_fingerprints(settings: Settings) -> dict[str, Key]:
         made_from = common | data | {"answers": answers}
     target = add("target", **made_from, model=_model_key(settings.target))
     if student.is_head:
-        head = {name: getattr(student, name) for name in ("kind", "draft_vocab", "unroll", "noise")}
+        named = ("kind", "draft_vocab", "block") if student.is_block else ("kind", "draft_vocab", "unroll", "noise")
+        head = {name: value for name, value in asdict(student).items() if name in named}
         of_texts = texts if student.draft_vocab is not None else {}  # the vocabulary is that of the texts
         initial = add("initial", version=VERSION, **data, head=head, **of_texts, target=target)
     else:

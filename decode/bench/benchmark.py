@@ -42,7 +42,8 @@ from decode.methods import (
     build,
     is_lossless,
 )
-from decode.models.heads import FeatureHead
+from decode.models.block_head import BlockHead
+from decode.models.heads import DraftHead, FeatureHead
 from decode.models.other_tokenizer import DraftModel
 from decode.models.tokens import Detokenizer, marked
 from decode.progress import current
@@ -114,7 +115,7 @@ def plan(
         entry = BenchEntry(method, None, base, *((stop, rule) if drafts_here else (None, None)), temperature)
         fitting: list[str | None] = [None]
         if entry.needs_draft and drafts:  # transformers takes plain models only, trees of EAGLE need a head
-            kind = PreTrainedModel if method in NEEDS_DRAFT else FeatureHead if method in HEADED else object
+            kind = PreTrainedModel if method in NEEDS_DRAFT else head_of(method)
             fitting = [name for name, draft in drafts.items() if isinstance(draft, kind)]
         fixed = method == "generate-assistant" or (entry.needs_draft and entry.stop_rule == "length")
         several = fixed and draft_lengths and "draft_length" not in own
@@ -128,9 +129,16 @@ def plan(
     return entries
 
 
+def head_of(method: str) -> type:
+    """The kind of head that a method is for; any draft where it is for none in particular."""
+    if method.startswith("block"):
+        return BlockHead
+    return object if method not in HEADED else DraftHead if method == "hybrid-tree" else FeatureHead
+
+
 def exported_length(draft: DraftModel) -> int | None:
     """The draft length in the draft's generation config (of a head, its configuration), if any."""
-    source = draft.config if isinstance(draft, FeatureHead) else draft.generation_config
+    source = draft.config if isinstance(draft, DraftHead) else draft.generation_config
     length = getattr(source, "num_assistant_tokens", None)
     return int(length) if length else None
 

@@ -21,6 +21,7 @@ from decode.drafters.early_exit import EarlyExitDrafter
 from decode.loop import Method
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
+from decode.models.block_runner import BlockRunner
 from decode.models.fast_forward import LayerSubset
 from decode.models.fast_runner import FastRunner
 from decode.models.other_tokenizer import ForeignRunner
@@ -30,6 +31,7 @@ from decode.stopping import Confidence, Fixed, RoundCosts, StopRule, between, to
 from decode.trace import Trace
 
 LONGEST = 15  # v(n) is measured for n up to LONGEST + 1
+VERIFIED = 3  # features that a block head reads before it drafts
 BURST = 5  # most draft forwards in a row before a target forward is timed
 SETTLE, STEADY = 0.03, 8
 """Seconds of one-token target forwards before timing starts, and the number of those that are timed."""
@@ -54,6 +56,7 @@ class CostModel:
     context: int = 0  # tokens in the caches during the measurement
     batch: int = 1  # sequences in every forward
     step_overhead: float = 0.0  # bookkeeping of a plain step
+    per_block: bool = False  # a draft forward drafts a whole block (DFlash, DSpark) instead of a token
 
     def v(self, n: float) -> float:
         """Cost of an n-token target forward, linear between the measured points and beyond them."""
@@ -64,9 +67,13 @@ class CostModel:
         """Cost of a plain step, bookkeeping included."""
         return 1 + self.step_overhead
 
+    def drafting(self, drafted: float) -> float:
+        """Cost of the draft forwards of so many tokens."""
+        return self.cost_ratio * (min(1.0, drafted) if self.per_block else drafted)
+
     def of_round(self, drafted: float) -> float:
         """Cost of a round with this number of drafted tokens, bookkeeping included."""
-        drafting = drafted * (self.cost_ratio + self.draft_overhead)
+        drafting = self.drafting(drafted) + drafted * self.draft_overhead
         return drafting + self.v(drafted + 1) + self.overhead + self.step_overhead
 
     @classmethod
@@ -81,13 +88,14 @@ class CostModel:
 
 def round_costs(costs: Iterable[CostModel]) -> RoundCosts:
     """Seconds of the parts of a round by batch size, bookkeeping included."""
-    step, draft, verify = {}, {}, {}
+    step, draft, verify, block = {}, {}, {}, {}
     for cost in costs:
         unit, b = cost.target_seconds, cost.batch
         step[b] = unit * cost.plain
-        draft[b] = unit * (cost.cost_ratio + cost.draft_overhead)
+        block[b] = unit * cost.cost_ratio * cost.per_block
+        draft[b] = unit * (cost.cost_ratio + cost.draft_overhead) - block[b]
         verify[b] = {n: unit * (v + cost.overhead + cost.step_overhead) for n, v in cost.verify_cost.items()}
-    return RoundCosts(step, draft, verify)
+    return RoundCosts(step, draft, verify, block)
 
 
 @torch.inference_mode()
@@ -125,15 +133,24 @@ def measure_costs(
     random = torch.Generator().manual_seed(0)
     tokens = known[torch.randint(len(known), (context + longest,), generator=random)].to(target.device)
     caches: dict[int, list[Any]] = {id(runner): [] for runner in runners}
+    block = isinstance(draft, BlockRunner)
+    if isinstance(draft, BlockRunner):
+        features = torch.randn(context, draft.head.feature_width, generator=random).to(draft.device, draft.dtype)
 
     def seconds(runner: Runner, n: int, times: int = 1) -> list[float]:
         """Times of successive n-token forwards after the context."""
         rows, found = caches[id(runner)], []
         for _ in range(times):
             feed = tokens[rows[0].length : rows[0].length + n].to(runner.device)
+            if isinstance(runner, BlockRunner):
+                for cache in rows:
+                    cache.settle(features[:VERIFIED])
             synchronize(runner.device)
             began = time.perf_counter()
-            runner.forward(rows, [feed] * batch, last=1 if n == 1 else None)
+            if isinstance(runner, BlockRunner):
+                runner.draft(rows, feed.tolist() * batch, [runner.head.drafts] * batch)
+            else:
+                runner.forward(rows, [feed] * batch, last=1 if n == 1 else None)
             synchronize(runner.device)
             found.append(time.perf_counter() - began)
         for cache in rows:
@@ -149,7 +166,10 @@ def measure_costs(
             for _ in range(batch):
                 cache = runner.new_cache()
                 caches[id(runner)].append(cache)
-                runner.forward([cache], [tokens[:context].to(runner.device)], last=0)
+                if isinstance(runner, BlockRunner):
+                    cache.settle(features)
+                else:
+                    runner.forward([cache], [tokens[:context].to(runner.device)], last=0)
         began = time.perf_counter()
         for turn in range(TURNS):
             if turn >= LEAST_TURNS and time.perf_counter() - began > MOST_SECONDS:
@@ -161,7 +181,7 @@ def measure_costs(
             first = turn % max(1, len(widths))
             for n in widths[first:] + widths[:first]:
                 if draft is not None:
-                    drafting += seconds(draft, 1, min(n - 1, BURST))
+                    drafting += seconds(draft, 1, 1 if block else min(n - 1, BURST))
                 if draft is None or not turn:
                     seconds(target, n)  # warms up
                 verifying[n] += seconds(target, n)
@@ -172,7 +192,7 @@ def measure_costs(
             runner.reserve(rows=1)
     one, drafted = float(np.median(plain)), float(np.median(drafting or [0.0]))
     verify = {1: 1.0} | {n: float(np.median(times)) / one for n, times in verifying.items()}
-    return CostModel(drafted / one, verify, 0, 0, one, drafted, context, batch)
+    return CostModel(drafted / one, verify, 0, 0, one, drafted, context, batch, per_block=block)
 
 
 def timed_rounds(
@@ -216,7 +236,7 @@ def with_bookkeeping(
         for repeat in range(REPEATS):
             chosen = [prompts[(repeat * cost.batch + i) % len(prompts)] for i in range(cost.batch)]
             *parts, k = timed_rounds(target, method, warp, chosen, ROUNDS, repeat * cost.batch)
-            found.append((sum(parts) / cost.target_seconds - k * cost.cost_ratio - cost.v(k + 1), k))
+            found.append((sum(parts) / cost.target_seconds - cost.drafting(k) - cost.v(k + 1), k))
         rounds.append(np.median(found, axis=0).tolist())
     (plain, _), (short, few), (long, many) = rounds
     plain, slope = max(0.0, plain), max(0.0, (long - short) / (many - few)) if many > few else 0.0

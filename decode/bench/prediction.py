@@ -128,7 +128,8 @@ def speedup_of_trace(trace: Trace, cost: CostModel, *, drafts_with_model: bool) 
     if not drafted:
         return 1.0 if trace.rounds else None
     c = cost.cost_ratio if drafts_with_model else sum(trace.draft_seconds) / drafted / cost.target_seconds
-    return speedup(trace.tokens, Counter(trace.drafted), CostModel(c, cost.verify_cost))
+    known = CostModel(c, cost.verify_cost, per_block=cost.per_block and drafts_with_model)
+    return speedup(trace.tokens, Counter(trace.drafted), known)
 
 
 def verdict(alpha: float, cost: CostModel, speedups: Mapping[int, float]) -> str:
@@ -165,7 +166,12 @@ def forecast(
         found = {}
         for k, (tokens, lengths) in rounds.items():
             spent = sum(
-                n * (drafted * seconds.drafting(batch) + seconds.verifying(batch, drafted + 1))
+                n
+                * (
+                    drafted * seconds.drafting(batch)
+                    + (drafted > 0) * seconds.blocks(batch)
+                    + seconds.verifying(batch, drafted + 1)
+                )
                 for drafted, n in lengths.items()
             )
             found[k] = tokens * seconds.plain(batch) / spent

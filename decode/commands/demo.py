@@ -20,7 +20,6 @@ from decode.commands.generate import LEGEND, Generation, colored, start
 from decode.commands.settings import DemoSettings, GenerateSettings
 from decode.errors import UserError
 from decode.methods import METHODS
-from decode.models.heads import FeatureHead
 from decode.models.pair import Pair
 from decode.progress import output_console
 
@@ -116,7 +115,7 @@ def run(settings: DemoSettings) -> None:
         raise UserError("demo compares decoding without and with a draft; give --draft D, or --method prompt-lookup")
     drafted = open_pair(settings, settings.draft)
     plain = Pair(drafted.target, drafted.tokenizer, target_name=drafted.target_name, pack=settings.pack)
-    method = settings.method or ("eagle" if isinstance(drafted.draft, FeatureHead) else "vanilla")
+    method = settings.method or getattr(drafted.draft, "method", "vanilla")
     with_draft = GenerateSettings(**vars(settings) | {"method": method})
     without = replace(with_draft, draft=None, method="autoregressive", stop_rule=None, rule=None)
     about = f"with {method}" + (f", {settings.draft}" if settings.draft else "")

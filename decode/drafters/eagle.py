@@ -25,7 +25,7 @@ def head_of(draft: Runner | None) -> HeadRunner:
     """
     if isinstance(draft, HeadRunner):
         return draft
-    given = "no draft is given" if draft is None else "the draft given is a language model of its own, for vanilla"
+    given = "no draft is given" if draft is None else f"the draft given is {draft.name}, for vanilla or block"
     raise UserError(
         f"this method drafts with a feature head (EAGLE), and {given}; give a head's folder with --draft (train one: "
         "python -m distill --config configs/quickstart-eagle.yaml)"

@@ -45,7 +45,7 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
 
     def step(self, hidden: Tensor, before: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """One slot's m ``[n, rank]`` and new state, from its ``hidden [n, width]`` and W1's ``before [n, rank]``."""
+        """One slot's m ``[n, rank]`` and the new state, from ``hidden [n, width]`` and W1's ``before [n, rank]``."""
         if self.kind == "vanilla":
             return before, None
         if self.kind == "gated":
@@ -90,6 +90,8 @@ class BlockHead(DraftHead):
         temperatures: by which the confidence's log-odds at each position are divided (STS); empty: not calibrated.
     """
 
+    method = "block"
+
     def __init__(self, config: Qwen3Config) -> None:
         config.mlp_bias = False  # LlamaMLP reads it, Qwen3Config has none
         super().__init__(config)
@@ -111,6 +113,10 @@ class BlockHead(DraftHead):
             self.confidence_head = ConfidenceHead(width + extra)
         if self.reduced:
             self._add_tables()
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The weight that makes logits, which optimisers treat as they do output heads."""
+        return None if self.markov_head is None else self.markov_head.markov_w2
 
     def tokens(self, anchors: Tensor, drafts: int) -> Tensor:
         """Blocks ``[.., slots]`` that draft so many tokens after these anchors ``[..]``."""
@@ -213,25 +219,31 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-b, a], -1) * sin
 
 
+def seen_by_blocks(anchors: Tensor, slots: int, time: int) -> Any:
+    """What a slot of blocks ``[batch, blocks · slots]`` sees of ``time`` positions of context and then of all slots."""
+    owner = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(slots)
+    before = anchors.repeat_interleave(slots, 1)
+
+    def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        own = owner[query] == owner[(key - time).clamp_min(0)]
+        return torch.where(key < time, key < before[b, query], own)
+
+    return seen
+
+
 def block_attention(anchors: Tensor, slots: int, time: int) -> Any:
     """Attention of blocks ``[batch, heads, blocks · slots, d]`` to ``time`` positions of context, then the blocks.
 
     A GPU computes it by flex_attention, which skips what no block sees; a CPU with one mask.
     """
-    owner = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(slots)
-    before = anchors.repeat_interleave(slots, 1)
+    seen, batch, count = seen_by_blocks(anchors, slots, time), len(anchors), anchors.shape[1] * slots
     if anchors.device.type == "cuda":
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            own = owner[query] == owner[(key - time).clamp_min(0)]
-            return torch.where(key < time, key < before[b, query], own)
-
-        count = before.shape[1]
-        mask = create_block_mask(seen, len(anchors), None, count, time + count, device=anchors.device)
+        mask = create_block_mask(seen, batch, None, count, time + count, device=str(anchors.device))
         return lambda q, k, v: torch.compile(flex_attention)(q, k, v, block_mask=mask, enable_gqa=True)
-    context = torch.arange(time, device=anchors.device) < before[..., None]
-    visible = torch.cat([context, (owner[:, None] == owner).expand(len(anchors), -1, -1)], -1)[:, None]
+    at = torch.arange(time + count, device=anchors.device)
+    visible = seen(torch.arange(batch)[:, None, None], at, at[None, :count, None], at[None, None])[:, None]
     return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
 
 
@@ -244,11 +256,12 @@ def default_layers(layers: int, count: int) -> tuple[int, ...]:
     Raises:
         UserError: a target of too few layers.
     """
-    last = max(1, layers - 3)
-    found = tuple(sorted({round(1 + i * (last - 1) / max(1, count - 1)) for i in range(count)}))
     if layers < 2:
         raise UserError(f"a block head reads states between the target's layers, and a target of {layers} has none")
-    return found if count > 1 else (layers // 2,)
+    first = min(1, layers - 2)
+    last = max(first, layers - 3)
+    found = {round(first + i * (last - first) / max(1, count - 1)) for i in range(count)}
+    return tuple(sorted(found)) if count > 1 else (layers // 2,)
 
 
 def block_config(
@@ -340,7 +353,7 @@ def mask_token(tokenizer: PreTrainedTokenizerBase, rows: int, wanted: str | None
         if found is None or found in taken or found >= rows:
             raise UserError(
                 f"the mask token {wanted!r} is {'unknown to' if found is None else 'pad, bos or eos of'} the target's "
-                "tokenizer: name a token that no text holds (student.mask_token), such as a reserved one"
+                "tokenizer: name a token that no text holds (student.block.mask_token), such as a reserved one"
             )
         return found
     special = {token for token in known if token in tokenizer.all_special_tokens or token[:1] in "<["}
@@ -353,5 +366,5 @@ def mask_token(tokenizer: PreTrainedTokenizerBase, rows: int, wanted: str | None
             return int(found)
     raise UserError(
         "the target's vocabulary has no reserved token for the masked slots of a block, no row behind its ids and no "
-        "unused byte: name a token that your texts never hold as student.mask_token"
+        "unused byte: name a token that your texts never hold as student.block.mask_token"
     )

@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 
 from decode.draft import Draft
 from decode.errors import UserError
+from decode.models.block_head import BlockHead
+from decode.models.block_runner import BlockRunner
 from decode.models.families import supports
 from decode.models.fast_runner import FastRunner, fast_runner
 from decode.models.head_runner import HeadRunner
@@ -113,9 +115,11 @@ def _unserved(name: str, reason: str) -> UserError:
 
 
 def open_draft_runner(draft: DraftModel, target: PreTrainedModel, pack: str = "off") -> Runner:
-    """The runner of a draft model, of one of another vocabulary, or of a feature head."""
+    """The runner of a draft model, of one of another vocabulary, or of a head."""
     if isinstance(draft, FeatureHead):
         return HeadRunner(draft, target, pack)
+    if isinstance(draft, BlockHead):
+        return BlockRunner(draft, target, pack)
     if isinstance(draft, ForeignDraft):
         return ForeignRunner(open_runner(draft.model, pack=pack, draft=True), draft.vocabulary)
     return open_runner(draft, pack=pack, draft=True)

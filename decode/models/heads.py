@@ -74,6 +74,7 @@ class DraftHead(nn.Module):
     d2t: Tensor
     t2d: Tensor
     version: int | str
+    method = "eagle"  # the name in `decode.methods` of drafting a chain with it
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -343,27 +344,21 @@ def some_outputs(linear: nn.Linear, ids: Tensor) -> nn.Linear:
     return part
 
 
-def rows_of_states(
-    head: FeatureHead, shared: Any, vocab: int, states: Tensor, text: tuple[Sequence[int], int], depth: int
-) -> Tensor:
+def rows_of(head: DraftHead, logits: Tensor, vocab: int, text: tuple[Sequence[int], int]) -> Tensor:
     """A head's logits at each response position of one text.
 
     Args:
-        head: the feature head.
-        shared: EAGLE-1's output head.
+        head: the head.
+        logits: of the last tokens of the text, over the head's own vocabulary ``[rows, draft vocab]``.
         vocab: the target's vocabulary size.
-        states: the head's states ``[time, hidden]``; state t predicts token t + 1 + depth.
         text: token ids, and how many of them are the prompt.
-        depth: which drafted token the states predict: 1 is drafted from true features, the next ones from the head's
-            own states with the text's true tokens.
 
     Returns:
-        Logits ``[response, vocab]`` in the target's vocabulary. Tokens that no pair precedes get an impossible row
-        (all −inf except the first id).
+        Logits ``[response, vocab]`` in the target's vocabulary. Tokens that no row is of get an impossible one (all
+        −inf except the first id).
     """
     ids, start = text
-    first = max(0, start - 1 - depth)  # rows of the text are needed from `start` on
-    found, place = head.logits(states[first : max(first, len(ids) - 1 - depth)], shared), head.draft_ids()
+    found, place = logits, head.draft_ids()
     rows = found.new_full((len(ids) - start, vocab), -torch.inf)
     missing = len(rows) - len(found)
     rows[missing:, slice(found.shape[-1]) if place is None else place] = found

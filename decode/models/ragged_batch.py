@@ -169,6 +169,8 @@ def attention_mask(
         return first, None
     if len(new) == 1 and not cut:
         seen = new[0].seen
+        if seen is not None and bool(seen.all()):  # a block, whose tokens see each other
+            return first, None
         own = torch.ones(width, width, dtype=torch.bool).tril_() if seen is None else seen
         mask = like.new_zeros(1, 1, groups, width, slots)
         mask[..., slots - own.shape[1] :].masked_fill_(~own.to(like.device), -torch.inf)

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from decode.models.heads import FeatureHead, output_head, rows_of_states
+from decode.models.block_head import BlockHead
+from decode.models.heads import DraftHead, FeatureHead, output_head, rows_of
 from decode.models.huggingface_runner import last_logits
 from decode.models.other_tokenizer import DraftModel, ForeignDraft, foreign_logits
 
@@ -45,8 +46,8 @@ def teacher_forced(
     Yields:
         The logits of each text, shortest text first.
     """
-    heads = {name: draft for name, draft in drafts.items() if isinstance(draft, FeatureHead)}
-    shared = {name: output_head(target, head.draft_ids()) for name, head in heads.items() if head.version == 1}
+    heads = {name: draft for name, draft in drafts.items() if isinstance(draft, DraftHead)}
+    shared = {n: output_head(target, head.draft_ids()) if head.version == 1 else None for n, head in heads.items()}
     vocab = len(target.get_output_embeddings().weight)
     for numbers in _groups(texts, min(TOKENS, LOGITS // vocab)):
         group = [texts[i] for i in numbers]
@@ -60,8 +61,21 @@ def teacher_forced(
                 embeds = (draft.embed_tokens or target.get_input_embeddings())(tokens[:, 1:])
                 features = torch.cat([states[layer] for layer in draft.captured_layers], -1)[:, :-1]
                 q[name] = [
-                    [rows_of_states(draft, shared.get(name), vocab, own, text, at) for own, text in zip(found, group)]
+                    [
+                        rows_of(draft, draft.logits(own[max(0, start - 1 - at) : len(ids) - 1 - at], shared[name]),
+                                vocab, (ids, start))
+                        for own, (ids, start) in zip(found, group)
+                    ]
                     for at, found in enumerate(draft.unroll(embeds, features, depth), 1)
+                ]  # fmt: skip
+            elif isinstance(draft, BlockHead):
+                features = torch.cat([states[layer] for layer in draft.captured_layers], -1)
+                q[name] = [
+                    [
+                        rows_of(draft, own[max(0, start - at) : len(ids) - at], vocab, (ids, start))
+                        for own, (ids, start) in zip(found, group)
+                    ]
+                    for at, found in enumerate(draft.teacher_forced(target, tokens, features, depth), 1)
                 ]
             else:
                 q[name] = [_logits(draft, tokens, group)[0]]

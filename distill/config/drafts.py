@@ -118,8 +118,11 @@ class TeacherSettings:
     """Who writes the responses that all drafts are trained on."""
 
 
-DivergenceName = Literal["forward_kl", "reverse_kl", "jsd", "tv", "neg_log_alpha", "lk_hybrid", "kl_tv"]
+DivergenceName = Literal[
+    "forward_kl", "reverse_kl", "jsd", "tv", "neg_log_alpha", "lk_hybrid", "kl_tv", "cross_entropy", "dspark"
+]  # fmt: skip
 """Losses per token; `distill.losses.divergences` holds what they compute."""
+SlotWeights = Literal["decay", "dpace", "length"]
 Scope = Literal["microbatch", "global"]
 Normalisation = Literal["paper", "official"]
 
@@ -153,7 +156,8 @@ class DraftSettings:
     """Loss per token between target p and draft q; alpha = sum_x min(p(x), q(x)) is the acceptance rate. forward_kl:
     KL(p || q), as in the papers. reverse_kl: KL(q || p). jsd: Jensen-Shannon. tv: total variation
     1 - alpha, the rejection rate; slow from a cold start, see kl_first. neg_log_alpha: -log alpha. lk_hybrid:
-    w*KL + (1 - w)*tv with w = exp(-3*alpha). kl_tv: KL + 2*tv. dL is measured in the same divergence."""
+    w*KL + (1 - w)*tv with w = exp(-3*alpha). kl_tv: KL + 2*tv. cross_entropy: of the text's own token, as DFlash is
+    trained. dspark: 0.1*cross_entropy + 1.8*tv, as DSpark is. dL is measured in the same divergence."""
     kl_first: ShareBelowOne = 0.0
     """Share of the steps, from the first, that use forward KL before divergence takes over."""
     on_policy: ClosedUnitInterval = 0.0
@@ -162,6 +166,12 @@ class DraftSettings:
     accepted_only: bool = False
     """Feature heads of at least two drafting steps: a further step is trained only after tokens that would be accepted,
     drawn from the current acceptance rates, as in decoding."""
+    slot_weights: SlotWeights = "decay"
+    """Block heads: how much each drafted token of a block counts. decay: exp(-i/4) of the i-th (5 and 7 for blocks of
+    10 and 16), as published. dpace: D-PACE, by the probability that the block is right up to it. length: by the
+    derivative of the expected accepted length, so that divergence tv trains that length itself."""
+    rank_reached: bool = False
+    """Block heads with a reference: rank tokens by dL times the probability that the block is accepted up to them."""
     seed: Seed | None = None
     """Seed of the order of examples; null: the run's seed."""
     training: dict[str, Any] = field(default_factory=dict)
@@ -184,6 +194,8 @@ class DraftSettings:
     def key(self) -> dict[str, Any]:
         """The settings that decide the draft, for fingerprints; the reference and the training are added by callers."""
         unused = {"name", "reference", "training"} | (set() if self.selects else {"k", "scope", "normalisation"})
+        unused |= {"slot_weights"} if self.slot_weights == "decay" else set()
+        unused |= set() if self.rank_reached else {"rank_reached"}
         return {name: value for name, value in asdict(self).items() if name not in unused}
 
     def validate(self, where: str, shared: TrainingSettings, earlier: list[str]) -> None:

@@ -135,10 +135,17 @@ class Settings:
             raise UserError(
                 f"export.choose is {self.export.choose!r}, expected best or one of the drafts: {', '.join(earlier)}"
             )
-        if self.student.steps < 2 and any(draft.accepted_only for draft in self.drafts):
+        unrolled = self.student.steps > 1 and not self.student.is_block
+        if not unrolled and any(draft.accepted_only for draft in self.drafts):
             raise UserError(
-                f"drafts[].accepted_only needs a feature head of two drafting steps or more, and student.kind is "
+                f"drafts[].accepted_only needs an EAGLE head of two drafting steps or more, and student.kind is "
                 f"{self.student.kind}, student.unroll {self.student.unroll}"
+            )
+        slots = [d.name for d in self.drafts if d.rank_reached or d.slot_weights != "decay"]
+        if slots and not self.student.is_block:
+            raise UserError(
+                f"drafts {', '.join(slots)} have slot_weights or rank_reached, which weigh the slots of a block, and "
+                f"student.kind is {self.student.kind}: choose dflash or dspark, or leave them out"
             )
         measured = self.evaluation
         if not (measured.temperatures and measured.draft_lengths):

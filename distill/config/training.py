@@ -183,7 +183,9 @@ class PackageSettings:
             )
 
 
-StudentKind = Literal["scratch", "finetune", "lora", "as_is", "cut", "eagle", "eagle3"]
+StudentKind = Literal["scratch", "finetune", "lora", "as_is", "cut", "eagle", "eagle3", "dflash", "dspark"]
+HEADS = ("eagle", "eagle3", "dflash", "dspark")
+"""Kinds of students that are heads on the target's hidden states."""
 
 
 @dataclass
@@ -349,7 +351,7 @@ class TargetSettings(ModelSettings):
 
     def validate(self, where: str) -> None:
         """Check the kind, then as for `ModelSettings`."""
-        if self.kind in ("cut", "eagle", "eagle3"):
+        if self.kind in ("cut", *HEADS):
             raise UserError(
                 f"{where}.kind is {self.kind}, which is made from the target and so for student alone: choose scratch, "
                 "finetune, lora or as_is"
@@ -370,13 +372,42 @@ class TargetSettings(ModelSettings):
 
 
 @dataclass
+class BlockSettings:
+    """Shape and training of a block head (student.kind dflash or dspark)."""
+
+    layers: PositiveInt = 2
+    """Decoder layers. Published heads have 5; they are read once a block, so that few more cost little."""
+    size: int = 8
+    """Slots of a block, the last verified token's included. Serve as many as were trained, or fewer."""
+    target_layers: list[NonNegativeInt] = field(default_factory=list)
+    """The target's layers, counted from 0, whose outputs the head reads, ascending and without the last; empty: as many
+    as the head has layers, at least 3, spread from layer 1 to the third before the last, as published."""
+    anchors: PositiveInt = 32
+    """Blocks of a text that are trained at a step, drawn anew each time. Published: 512 for long texts."""
+    from_anchor: bool | None = None
+    """Whether the slot of the last verified token drafts too, so that a block drafts size tokens instead of size - 1;
+    null: dflash false, dspark true, as engines expect."""
+    mask_token: str | None = None
+    """Token in the slots to be filled, which no text may hold; null: a reserved token of the target's tokenizer, a row
+    of its embedding behind the tokenizer's ids, or the byte 0xFF."""
+    markov_rank: NonNegativeInt | None = None
+    """Rank of the bias by the token before; 0: none. null: dflash 0, dspark 64. Published: 256."""
+    markov: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    """vanilla: by the token before alone, which every engine serves; gated: by the slot's state too; rnn: by all tokens
+    of the block before."""
+    confidence: bool | None = None
+    """Train the confidence head, which estimates each drafted token's acceptance; null: dspark alone."""
+
+
+@dataclass
 class StudentSettings(ModelSettings):
-    """What every draft starts from: a language model of any kind, or a feature head on the target (eagle, eagle3)."""
+    """What every draft starts from: a language model of any kind, or a head on the target's hidden states."""
 
     kind: StudentKind = "scratch"
     """scratch, finetune, lora, as_is or cut as above; eagle: an EAGLE-1 head, one layer on the target's last hidden
     state, with the target's embedding and output head; eagle3: an EAGLE-3 head on a low, a middle and a high state,
-    with an output head of its own. Of a head, the keys below alone are read."""
+    with an output head of its own; dflash: a block head, which drafts a whole block in one forward; dspark: one with a
+    bias by the token before and a confidence head. Of a head, the keys below alone are read."""
     layers: int | list[int] = 1
     """With kind cut: number of the target's layers that are kept, spread evenly from the first to the last, or a list
     of layers, counted from 0. A draft of few layers is faster, one of many closer to the target."""
@@ -386,6 +417,8 @@ class StudentSettings(ModelSettings):
     unroll: PositiveInt | None = None
     """Heads: drafting steps trained at once on the head's own states (training-time test); null: 1 for eagle, 7 for
     eagle3, as published. Each step costs as much as the first and keeps acceptance up deeper into a draft."""
+    block: BlockSettings = field(default_factory=BlockSettings)
+    """dflash and dspark."""
     noise: NonNegativeFloat = 0.2
     """eagle: width of the uniform noise on the features, times 512 / length, as published; 0: none."""
     decay: ClassVar[float] = 0.8  # weight of each further drafting step's loss against the one before, as published
@@ -394,17 +427,28 @@ class StudentSettings(ModelSettings):
 
     @property
     def is_head(self) -> bool:
-        """Whether it is a feature head."""
-        return self.kind in ("eagle", "eagle3")
+        """Whether it is a head on the target's hidden states."""
+        return self.kind in HEADS
 
     @property
-    def version(self) -> int | None:
-        """1 or 3 of a head, as in EAGLE-1 and EAGLE-3; None of a language model."""
-        return {"eagle": 1, "eagle3": 3}.get(self.kind)
+    def is_block(self) -> bool:
+        """Whether it is a block head."""
+        return self.kind in ("dflash", "dspark")
+
+    @property
+    def version(self) -> int | str | None:
+        """1 or 3 of EAGLE, dflash or dspark; None of a language model."""
+        return {"eagle": 1, "eagle3": 3}.get(self.kind, self.kind) if self.is_head else None
 
     @property
     def steps(self) -> int:
-        """Drafting steps trained at once; 1 of a language model."""
+        """Drafting steps trained at once, of a block head its drafted tokens; 1 of a language model."""
+        if self.is_block:
+            return (
+                self.block.size
+                - 1
+                + (self.kind == "dspark" if self.block.from_anchor is None else self.block.from_anchor)
+            )
         return (self.unroll or (7 if self.kind == "eagle3" else 1)) if self.is_head else 1
 
     @property

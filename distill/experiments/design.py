@@ -8,7 +8,7 @@ twice the steps. Finished trainings and measurements are kept, so a killed desig
 import statistics
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import yaml
@@ -20,18 +20,17 @@ from decode.bench.costs import CostModel, measure_costs
 from decode.bench.prediction import best_length, offline_accepted_length, predicted_speedup, speedups_by_length
 from decode.errors import UserError, read_json, write_text
 from decode.models.choose_runner import open_draft_runner, open_runner
-from decode.models.heads import FeatureHead, head_config
 from decode.progress import output_console, working
 from distill.config.drafts import DraftSettings
 from distill.config.run import ExportSettings, Settings
-from distill.config.training import Architecture, StudentSettings
+from distill.config.training import HEADS, Architecture, StudentKind, StudentSettings
 from distill.data.context import StageContext
 from distill.experiments.ablation import MODES, Alphas, Meter, write_table
 from distill.files import fingerprint
 from distill.models.layers import cut
 from distill.models.loading import build_model
 from distill.pipeline import alone_in
-from distill.run_stages import run_stages
+from distill.run_stages import new_head, run_stages
 from distill.stages import run_of, stage_fingerprints
 
 GAINS = (1.0, 1.5, 2.0)
@@ -47,8 +46,8 @@ class DesignSettings:
     """The candidates of a design and how long they are trained."""
 
     shapes: list[str] = field(default_factory=list)
-    """Candidates: eagle, eagle3, cut:LAYERS (layers of the target), or LAYERSxWIDTH (from scratch, such as 2x128);
-    empty: a choice that fits the target."""
+    """Candidates: eagle, eagle3, dflash, dspark, cut:LAYERS (layers of the target), or LAYERSxWIDTH (from scratch, such
+    as 2x128); empty: a choice that fits the target."""
     steps: PositiveInt = 200
     """Optimiser steps of every candidate, for the draft and for a student that is trained on next tokens before it. The
     better half is then trained for twice as many."""
@@ -119,7 +118,7 @@ def shapes_for(target: PreTrainedModel) -> list[str]:
     config = target.config.get_text_config()
     width, layers = int(config.hidden_size), int(config.num_hidden_layers)
     narrow = [f"{depth}x{width // part}" for part in (4, 2) for depth in (1, 2) if depth < layers]
-    return ["eagle", "eagle3", *narrow, *(["cut:1"] if layers > 3 else [])]
+    return ["eagle", "eagle3", "dspark", *narrow, *(["cut:1"] if layers > 3 else [])]
 
 
 def student_of(shape: str, settings: DesignRunSettings, target: PreTrainedModel) -> StudentSettings:
@@ -130,15 +129,16 @@ def student_of(shape: str, settings: DesignRunSettings, target: PreTrainedModel)
     """
     steps = settings.design.steps
     training = replace(settings.training, steps=steps, epochs=None)
-    if shape in ("eagle", "eagle3"):
+    if shape in HEADS:
         given = settings.student if settings.student.is_head else StudentSettings()
-        return replace(given, kind="eagle" if shape == "eagle" else "eagle3", training=training)
+        return replace(given, kind=cast(StudentKind, shape), training=training)
     if shape.startswith("cut:") and shape[4:].isdigit():
         return StudentSettings(kind="cut", layers=int(shape[4:]), training=training)
     depth, _, width = shape.partition("x")
     if not (depth.isdigit() and width.isdigit() and int(depth) * int(width)):
         raise UserError(
-            f"design.shapes has {shape!r}, expected eagle, eagle3, cut:LAYERS or LAYERSxWIDTH, such as cut:1 or 2x128"
+            f"design.shapes has {shape!r}, expected {', '.join(HEADS)}, cut:LAYERS or LAYERSxWIDTH, such as cut:1 or "
+            "2x128"
         )
     config = target.config.get_text_config()
     a_head = int(config.hidden_size) // int(config.num_attention_heads)
@@ -162,9 +162,7 @@ def _costed(
         torch.manual_seed(0)
         draft: Any
         if student.version is not None:
-            draft = FeatureHead(head_config(config, student.version, draft_vocab=student.draft_vocab))
-            if student.version == 3:
-                draft.set_vocabulary(torch.arange(int(student.draft_vocab or config.vocab_size)))
+            draft = new_head(target, context.corpus.tokenizer, student, 0)
         elif student.kind == "cut":
             draft = cut(target, student.layers)
         else:

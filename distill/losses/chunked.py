@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -69,24 +69,22 @@ class LossRequest:
 
     Attributes:
         divergence: The loss.
-        choose: Maps the criterion of all rows, ``[rows]``, to the indices of the chosen rows, ascending. None: all.
+        choose: Maps the criterion of all rows and their alpha, ``[rows]`` each, to the indices of the chosen rows,
+            ascending. None: all.
         criterion: Divergence that ``choose`` is given. None: the loss.
         metrics: Whether alpha and agreement are computed.
         weights: Factors of the rows' losses in their sum, ``[rows]``. None: 1.
         mass: Probability that the target gives to all ids of the draft together, ``[rows]``, for alpha. None: 1.
+        weigh: Maps alpha of all rows and the draft's probability of their labels, ``[rows]`` each, to such factors.
     """
 
     divergence: Divergence
-    choose: Callable[[Tensor], Tensor] | None = None
+    choose: Callable[[Tensor, Tensor | None], Tensor] | None = None
     criterion: Divergence | None = None
     metrics: bool = True
     weights: Tensor | None = None
     mass: Tensor | None = None
-
-    def total(self, losses: Tensor, chosen: Tensor | None) -> Tensor:
-        """Returns the weighted sum of the chosen rows' losses."""
-        weighted = losses if self.weights is None else losses * self.weights
-        return (weighted if chosen is None else weighted[chosen]).sum()
+    weigh: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 def fused_loss(
@@ -117,22 +115,24 @@ def fused_loss(
     narrow = autocast_to_bfloat16(hidden.device)
     with loss_precision(hidden.device):
         hidden = hidden.to(head.linear.weight.dtype)
-        vocab, select = min(head.vocab, target.vocab), request.choose is not None
+        vocab, select = min(head.vocab, target.vocab), bool(request.choose or request.weigh)
         size, whole = chunk or chunk_rows(vocab, hidden.device, narrow=narrow), len(hidden) * vocab * 4
-        # by row the loss, the criterion if there is one, alpha and agreement if wanted
-        count = 1 + (request.criterion is not None) + 2 * request.metrics
+        # by row the loss, the criterion if there is one, the label's loss, alpha and agreement if wanted
+        count = 1 + (request.criterion is not None) + (request.weigh is not None) + 2 * request.metrics
         values = hidden.new_empty(count, len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
         chosen: Tensor | None = None
+        factors = request.weights
         weight, bias = head.linear.weight[:vocab], None if head.linear.bias is None else head.linear.bias[:vocab]
         evaluate = _evaluate_compiled if compiled else _evaluate
 
         def part(place: RowIndex) -> tuple[Tensor, TargetRows, LMHead, LossRequest]:
             mass, weights = (None if given is None else pick(given, place) for given in (request.mass, request.weights))
-            own = replace(request, choose=None, mass=mass, weights=weights)  # torch.compile looks at every field
+            # torch.compile looks at every field
+            own = replace(request, choose=None, weigh=request.weigh and _first, mass=mass, weights=weights)
             return functional.linear(pick(hidden, place), weight, bias), target.at(place), head, own
 
         def compute(gradients: HeadGradients | None) -> Tensor:
-            nonlocal chosen
+            nonlocal chosen, factors
             wanted = gradients is not None and (not select or whole <= KEPT)
             late = wanted and select and whole <= LATE and not compiled
             kept: list[Callable[[Tensor], Tensor]] = []  # for each chunk, the gradients of its rows from their indices
@@ -150,18 +150,28 @@ def fused_loss(
                     kept.append(partial(gradient.index_select, 0))
                 elif gradient is not None and gradients is not None:
                     gradients.add(place, gradient)
+            alpha = values[-2] if request.metrics else None
+            if request.weigh is not None and alpha is not None:
+                factors = request.weigh(alpha, (-values[-3]).exp())
             if request.choose is not None:
-                chosen = request.choose(values[0 if request.criterion is None else 1])
-            if gradients is not None and chosen is not None and kept:
-                counts = torch.bincount(chosen // size, minlength=len(kept)).tolist()
-                for number, (rows, gradients_at) in enumerate(zip(chosen.split(counts), kept)):
-                    gradients.add(rows, gradients_at(rows - number * size))
-            elif gradients is not None and chosen is not None:
-                for rows in chosen.split(size):
-                    _, gradient = evaluate(*part(rows), values=False, gradient=True)
-                    assert gradient is not None
-                    gradients.add(rows, gradient)
-            return request.total(values[0], chosen)
+                chosen = request.choose(values[0 if request.criterion is None else 1], alpha)
+            if gradients is not None and select:
+                wanted_rows = torch.arange(len(hidden), device=hidden.device) if chosen is None else chosen
+                parts: Iterator[tuple[Tensor, Tensor]]
+                if kept:
+                    counts = torch.bincount(wanted_rows // size, minlength=len(kept)).tolist()
+                    numbered = enumerate(zip(wanted_rows.split(counts), kept))
+                    parts = ((rows, gradients_at(rows - n * size)) for n, (rows, gradients_at) in numbered)
+                else:
+                    parts = (
+                        (rows, cast(Tensor, evaluate(*part(rows), values=False, gradient=True)[1]))
+                        for rows in wanted_rows.split(size)
+                    )
+                for rows, gradient in parts:
+                    by = None if request.weigh is None or factors is None else factors.index_select(0, rows)
+                    gradients.add(rows, gradient if by is None else gradient * by[:, None])
+            weighted = values[0] if factors is None else values[0] * factors
+            return (weighted if chosen is None else weighted[chosen]).sum()
 
         total = _with_gradients(hidden, head, vocab, compute, narrow=narrow)
     alpha, agreement = (values[-2], values[-1]) if request.metrics else (None, None)
@@ -235,6 +245,10 @@ def row_slices(rows: int, chunk: int) -> Iterator[slice]:
         yield slice(start, min(rows, start + chunk))
 
 
+def _first(alpha: Tensor, label: Tensor) -> Tensor:
+    return alpha  # stands for `LossRequest.weigh` in a chunk, which only asks whether there is one
+
+
 # -- a chunk ----------------------------------------------------------------------------------------------------------
 
 
@@ -260,13 +274,14 @@ def _distributions(
 def _values(pair: TokenDistributions, request: LossRequest) -> tuple[Tensor, ...]:
     """Returns by row the loss, the criterion if there is one, and alpha and agreement if wanted."""
     criterion = () if request.criterion is None else (request.criterion.loss(pair),)
+    label = () if request.weigh is None else (pair.label_loss(),)
     metrics = (pair.accepted(request.mass), pair.agreement()) if request.metrics else ()
-    return request.divergence.loss(pair), *criterion, *metrics
+    return request.divergence.loss(pair), *criterion, *label, *metrics
 
 
 def _gradient(divergence: Divergence, pair: TokenDistributions, slope: Tensor | float) -> Tensor:
     """Returns the gradients of the rows' losses with respect to the linear layer's output, ``[rows, vocab]``."""
-    gradient = pair.spread(divergence.gradient(pair))
+    gradient = divergence.gradient(pair)
     return gradient if isinstance(slope, float) and slope == 1.0 else gradient * slope
 
 
@@ -313,18 +328,28 @@ class HeadGradients:
         weight: The head's weight, ``[all ids, hidden]``.
         bias: The head's bias, ``[all ids]``, or None.
         vocab: Number of the first ids, which have logits in the loss.
+        columns: Number of the weight's last columns that are trained.
         needed: Which of the three gradients are needed.
         narrow: The factors of their matrix products are rounded to bfloat16.
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab: int, needed: tuple[bool, ...], *, narrow: bool
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        vocab: int,
+        columns: int,
+        needed: tuple[bool, ...],
+        *,
+        narrow: bool,
     ) -> None:
         dtype = torch.bfloat16 if narrow else hidden.dtype
         wide = torch.promote_types(hidden.dtype, torch.float32)
         self.states, self.vocab, self.linear = hidden.to(dtype), vocab, weight[:vocab].to(dtype)
         self.hidden = torch.zeros_like(hidden) if needed[0] else None
-        self.weight = hidden.new_empty(weight.shape, dtype=wide) if needed[1] else None
+        self.columns = columns
+        self.weight = hidden.new_empty(len(weight), columns, dtype=wide) if needed[1] else None
         self.bias = hidden.new_zeros(bias.shape, dtype=wide) if bias is not None and needed[2] else None
         self.begun = False  # whether the weight's gradient holds anything
         self.waiting: list[tuple[Tensor, Tensor]] = []  # gradients and states that it lacks
@@ -338,7 +363,7 @@ class HeadGradients:
         if self.hidden is not None:
             self.hidden[place] = (narrow @ self.linear).to(self.hidden.dtype)
         if self.weight is not None:
-            self.waiting.append((narrow, rows))
+            self.waiting.append((narrow, rows[:, -self.columns :]))
             if sum(part.nbytes for part, _ in self.waiting) >= max(WAITING, min(MOST_WAITING, self.weight.nbytes)):
                 self.update_weight(self.weight)
 
@@ -366,30 +391,31 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab: int, compute: Compute, narrow: bool,
-        graph: bool,
+        ctx: Any, hidden: Tensor, trained: Tensor, bias: Tensor | None, head: LMHead, vocab: int, compute: Compute,
+        narrow: bool, graph: bool,
     ) -> Tensor:  # fmt: skip
         needed = ctx.needs_input_grad[:3]
         if not graph or not any(needed):
             return compute(None)
-        made = HeadGradients(hidden, weight, bias, vocab, needed, narrow=narrow)
+        made = HeadGradients(hidden, head.linear.weight, bias, vocab, trained.shape[1], needed, narrow=narrow)
         total = compute(made)
         if made.weight is not None:
             made.update_weight(made.weight)
             made.weight[vocab if made.begun else 0 :] = 0.0
         ctx.save_for_backward(made.hidden, made.weight, made.bias)
-        ctx.dtypes = [None if value is None else value.dtype for value in (hidden, weight, bias)]
+        ctx.dtypes = [None if value is None else value.dtype for value in (hidden, trained, bias)]
         return total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, by: Tensor) -> tuple[Any, ...]:
         made = zip(ctx.saved_tensors, ctx.dtypes)
-        return *(None if value is None else (value * by).to(dtype) for value, dtype in made), None, None, None, None
+        return *(None if value is None else (value * by).to(dtype) for value, dtype in made), *[None] * 5
 
 
 def _with_gradients(hidden: Tensor, head: LMHead, vocab: int, compute: Compute, *, narrow: bool) -> Tensor:
     """Returns the loss that ``compute`` returns, with the gradients that it adds to what it is given."""
     graph = torch.is_grad_enabled()  # inside an autograd function it never is
-    loss: Tensor = _Gradients.apply(hidden, head.linear.weight, head.linear.bias, vocab, compute, narrow, graph)
+    trained = head.linear.weight if head.trained is None else head.trained
+    loss: Tensor = _Gradients.apply(hidden, trained, head.linear.bias, head, vocab, compute, narrow, graph)
     return loss

@@ -15,6 +15,8 @@ tv             ½ Σ |p − q| = 1 − α                                   ``tv
 neg_log_alpha  −log α                                                ``nla``; LK loss, ``alpha``
 lk_hybrid      λ·KL(p‖q) + (1 − λ)·tv, λ = exp(−3α) held constant    ``lk_hybrid``; LK loss, ``lambda``
 kl_tv          KL(p‖q) + w·tv                                        a weighted sum of ``kl_div`` and ``tv``
+cross_entropy  −log q(x), x the text's own token                     ``ce``, which takes the argmax of p as x
+dspark         0.1·cross_entropy + 0.9·‖p − q‖₁ (twice tv)           DSpark (2607.05147); ``{"ce": 0.1, "tv": 1.8}``
 =============  ====================================================  ==============================================
 """
 
@@ -30,6 +32,8 @@ from distill.config.drafts import DivergenceName
 from distill.models.lm_head import LMHead
 
 TV_WEIGHT = 2.0  # w of kl_tv
+LABEL_WEIGHTS = {"cross_entropy": 1.0, "dspark": 0.1}  # of the cross-entropy of the text's own token, 0 elsewhere
+L1_WEIGHT = 0.9  # of dspark
 HYBRID_DECAY = 3.0  # η of the hybrid's weight λ = exp(−η·α), from its paper
 LEAST_TAIL = 1e-7  # smallest probability of a tail: the accuracy of a float32 sum of 1
 RowIndex = slice | Tensor  # a range of rows, or indices
@@ -46,6 +50,7 @@ class TokenDistributions:
     _p: Tensor | None = None  # computed when first needed; torch.compile does not support functools.cached_property
     _q: Tensor | None = None
     _alpha: Tensor | None = None
+    labels: Tensor | None = None  # the text's own tokens ``[rows]``, see `TargetRows`
 
     def __init__(self, log_p: Tensor, log_q: Tensor) -> None:
         self.log_p, self.log_q = log_p, log_q
@@ -74,8 +79,28 @@ class TokenDistributions:
     def at(self, rows: Tensor) -> TokenDistributions:
         """Returns the distributions of some rows."""
         part: TokenDistributions = object.__new__(type(self))
-        vars(part).update({name: value.index_select(0, rows) for name, value in vars(self).items()})
+        vars(part).update(
+            {name: value.index_select(0, rows) for name, value in vars(self).items() if value is not None}
+        )
         return part
+
+    def label_loss(self) -> Tensor:
+        """Returns −log q of the text's own tokens, ``[rows]``; 0 where the draft has no logit of it."""
+        assert self.labels is not None, "the target's rows have no labels"
+        return self._label_loss(self.labels.clamp_min(0)[:, None]).where(self.labels >= 0, 0.0)
+
+    def _label_loss(self, labels: Tensor) -> Tensor:
+        return -self.log_q.gather(1, labels)[:, 0]
+
+    def all_q(self) -> Tensor:
+        """Returns the draft's probabilities of all its ids, ``[rows, vocab]``, in new memory."""
+        return self.q.clone()
+
+    def label_gradient(self) -> Tensor:
+        """Returns the gradient of `label_loss` with respect to the draft's logits, ``[rows, vocab]``."""
+        assert self.labels is not None, "the target's rows have no labels"
+        known = (self.labels >= 0).to(self.log_q.dtype)[:, None]
+        return (self.all_q() * known).scatter_add_(1, self.labels.clamp_min(0)[:, None], -known)
 
     def agreement(self) -> Tensor:
         """Returns 1 where both have the same most probable token, ``[rows]``."""
@@ -105,8 +130,8 @@ class FoldedDistributions(TokenDistributions):
     def __init__(self, ids: Tensor, log_p: Tensor, logits: Tensor) -> None:
         largest, self.best = logits.max(-1)
         q = logits.softmax(-1)
-        log_sum = largest - q.gather(1, self.best[:, None])[:, 0].log()
-        log_q = logits.gather(1, ids) - log_sum[:, None]
+        self.logits, self.log_sum = logits, largest - q.gather(1, self.best[:, None])[:, 0].log()
+        log_q = logits.gather(1, ids) - self.log_sum[:, None]
         self.ids, self.others = ids, q.scatter_(1, ids, 0.0)
         self.rest = self.others.sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
         if ids.shape[1] < logits.shape[1]:
@@ -117,6 +142,13 @@ class FoldedDistributions(TokenDistributions):
     def agreement(self) -> Tensor:
         """See `TokenDistributions.agreement`."""
         return (self.ids[:, 0] == self.best).to(self.log_p.dtype)
+
+    def _label_loss(self, labels: Tensor) -> Tensor:
+        return self.log_sum - self.logits.gather(1, labels)[:, 0]
+
+    def all_q(self) -> Tensor:
+        """See `TokenDistributions.all_q`."""
+        return self.others.scatter(1, self.ids, self.q[:, : self.ids.shape[1]])
 
     def spread(self, gradient: Tensor) -> Tensor:
         """See `TokenDistributions.spread`."""
@@ -141,18 +173,19 @@ class TargetRows:
         vocab: Number of ids that the target knows.
         head: The target's output head.
         ids: The k most probable ids of each row, the most probable first.
+        labels: The text's own token of each row as one of the draft's ids, ``[rows]``; -1 where it has no such id.
     """
 
     values: Tensor
     vocab: int
     head: LMHead | None = None
     ids: Tensor | None = None
+    labels: Tensor | None = None
 
     def at(self, rows: RowIndex) -> TargetRows:
         """Returns some of the rows."""
-        return TargetRows(
-            pick(self.values, rows), self.vocab, self.head, None if self.ids is None else pick(self.ids, rows)
-        )
+        ids, labels = (None if of is None else pick(of, rows) for of in (self.ids, self.labels))
+        return TargetRows(pick(self.values, rows), self.vocab, self.head, ids, labels)
 
     def log_probs(self, log_q: Tensor) -> Tensor:
         """Returns log-probabilities ``[rows, vocab]`` of the ids that the draft's ``log_q`` has.
@@ -177,9 +210,12 @@ class TargetRows:
     def compare(self, logits: Tensor) -> TokenDistributions:
         """Returns the rows' distributions and the draft's ``logits [rows, vocab]`` in the cheapest form to compare."""
         if self.ids is not None:
-            return FoldedDistributions(self.ids.long(), self.values.to(logits.dtype), logits)
-        log_q = logits.log_softmax(-1)
-        return TokenDistributions(self.log_probs(log_q), log_q)
+            pair: TokenDistributions = FoldedDistributions(self.ids.long(), self.values.to(logits.dtype), logits)
+        else:
+            log_q = logits.log_softmax(-1)
+            pair = TokenDistributions(self.log_probs(log_q), log_q)
+        pair.labels = self.labels
+        return pair
 
 
 @dataclass(frozen=True)
@@ -194,6 +230,10 @@ class Divergence:
 
     def loss(self, pair: TokenDistributions) -> Tensor:
         """Returns the divergence of every row, ``[rows]``; differentiable."""
+        if self.name == "cross_entropy":
+            return pair.label_loss()
+        if self.name == "dspark":
+            return LABEL_WEIGHTS[self.name] * pair.label_loss() + L1_WEIGHT * (pair.p - pair.q).abs().sum(-1)
         if self.name == "tv":
             return (pair.p - pair.q).abs().sum(-1) * 0.5
         if self.name == "neg_log_alpha":
@@ -217,6 +257,13 @@ class Divergence:
 
         A loss d(q) with slopes g = ∂d/∂q has the gradient q·(g − Σ q g) with respect to the logits of q.
         """
+        if self.name == "cross_entropy":
+            return pair.label_gradient()
+        gradient = pair.spread(self._of_outcomes(pair))
+        return gradient + LABEL_WEIGHTS[self.name] * pair.label_gradient() if self.name in LABEL_WEIGHTS else gradient
+
+    def _of_outcomes(self, pair: TokenDistributions) -> Tensor:
+        """Returns the gradient with respect to the logits of the pair's outcomes, without the text's own token."""
         if self.name == "forward_kl":
             return pair.q - pair.p
         if self.name == "reverse_kl":
@@ -228,6 +275,8 @@ class Divergence:
         tv = pair.q * ((pair.q * below).sum(-1, keepdim=True) - below)
         if self.name == "tv":
             return tv
+        if self.name == "dspark":
+            return 2 * L1_WEIGHT * tv
         if self.name == "neg_log_alpha":
             return tv / _positive(pair.alpha)[:, None]
         if self.name == "kl_tv":

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distill.config.drafts import DraftSettings, Normalisation, Scope
+from distill.config.drafts import DraftSettings, Normalisation, Scope, SlotWeights
 from distill.losses.divergences import Divergence, TargetRows
 from distill.models.lm_head import LMHead
 
@@ -34,6 +34,9 @@ class Drafted:
         weights: Factors of the rows' losses in their sum, ``[rows]``. None: 1.
         weight: Factor of this drafting step's mean loss.
         extra: A loss beside the divergence, a mean over the batch's rows, which is added with the factor 1.
+        slots: Place of each row's token in the draft, ``[rows]``, of a block head, whose rows are those of one block
+            after the other, each from the block's first drafted token on. None: one drafting step.
+        confidence: Log-odds that the rows' tokens are accepted, as the draft estimates them, ``[rows]``.
         accepted: Rows whose token is accepted, set by the reader of this step before it asks for the next one. The
             chains of the other rows end. None: all continue.
     """
@@ -49,6 +52,8 @@ class Drafted:
     weights: Tensor | None = None
     weight: float = 1.0
     extra: Tensor | None = None
+    slots: Tensor | None = None
+    confidence: Tensor | None = None
     accepted: Tensor | None = None
 
     def delta(self, losses: Tensor) -> Tensor:
@@ -91,7 +96,7 @@ class Selection:
         ranked = [counts.sum()] if self.scope == "global" else counts.sum(1)
         return sum(share(self.k, int(n)) for n in ranked)
 
-    def divisor(self, selected: float, rows: int) -> float:
+    def divisor(self, selected: float, rows: float) -> float:
         """Returns the divisor of the summed loss, from the step's number of selected and of all label tokens."""
         return max(1, selected if self.normalisation == "paper" else rows)
 
@@ -110,12 +115,16 @@ class Objective:
         selection: Which tokens are trained on. None: all.
         warmup: First steps, which use forward KL instead.
         accepted_only: A chain of drafting steps ends at the first token that is rejected.
+        slot_weights: How much the tokens of a block count.
+        rank_reached: ΔL of a block's tokens is multiplied by the probability that they are reached.
     """
 
     divergence: Divergence = field(default_factory=Divergence)
     selection: Selection | None = None
     warmup: int = 0
     accepted_only: bool = False
+    slot_weights: SlotWeights = "decay"
+    rank_reached: bool = False
 
     def divergence_at(self, step: int) -> Divergence:
         """Returns the loss per token of an optimiser step."""
@@ -129,4 +138,6 @@ def objective_of(draft: DraftSettings, steps: int) -> Objective:
         Selection(draft.k, draft.scope, draft.normalisation) if draft.selects else None,
         round(draft.kl_first * steps),
         draft.accepted_only,
+        draft.slot_weights,
+        draft.rank_reached,
     )

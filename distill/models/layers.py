@@ -93,24 +93,26 @@ def cut(target: PreTrainedModel, layers: int | list[int]) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def start_from_target(head: FeatureHead, target: PreTrainedModel) -> list[str]:
-    """Copies what fits of the target's last layer into an EAGLE-3 head, so that it begins as that layer.
+def start_from_target(head: Any, target: PreTrainedModel) -> list[str]:
+    """Copies what fits of the target's last layers into a head, so that it begins as these.
 
-    ``fc`` passes the last captured state through. Attention reads that state with the target's weights and the
-    embedding with its own random ones. The norm is the target's final one, and the output rows are the target's.
+    ``fc`` passes the last captured state through. EAGLE-3's attention reads that state with the target's weights and
+    the embedding with its own random ones, and its output rows are the target's. The norm is the target's final one.
 
     Returns:
-        Names of the layer's weights that are not the target's: of other shapes, or of a family built otherwise.
+        Names of the layers' weights that are not the target's: of other shapes, or of a family built otherwise.
     """
     width = int(head.config.hidden_size)
     head.fc.weight.zero_()
     head.fc.weight[:, -width:] = torch.eye(width)
-    ids, output = head.draft_ids(), target.get_output_embeddings().weight
-    head.lm_head.weight.copy_(output[: len(head.lm_head.weight)] if ids is None else output[ids])
+    if isinstance(head, FeatureHead):
+        ids, output = head.draft_ids(), target.get_output_embeddings().weight
+        head.lm_head.weight.copy_(output[: len(head.lm_head.weight)] if ids is None else output[ids])
+    own = [head.layer] if isinstance(head, FeatureHead) else list(head.layers)
     try:
         layers, norm = decoder_layers(target), final_norm(target)
     except UserError:
-        return [name for name, _ in head.layer.named_parameters()]
+        return [name for name, _ in own[0].named_parameters()]
 
     def copied(module: nn.Linear | RMSNorm, source: nn.Module | None) -> bool:
         weight = getattr(source, "weight", None)
@@ -128,10 +130,14 @@ def start_from_target(head: FeatureHead, target: PreTrainedModel) -> list[str]:
         return fits
 
     copied(head.norm, norm)
-    last, first = dict(layers[-1].named_modules()), dict(layers[0].named_modules())
-    last |= {"hidden_norm": last.get("input_layernorm"), "input_layernorm": first.get("input_layernorm")}
-    parts = [(name, part) for name, part in head.layer.named_modules() if isinstance(part, nn.Linear | RMSNorm)]
-    return [name for name, part in parts if not copied(part, last.get(name))]
+    first, left = dict(layers[0].named_modules()), list[str]()
+    for layer, source in zip(own, list(layers)[-len(own) :]):
+        last = dict(source.named_modules())
+        if isinstance(head, FeatureHead):
+            last |= {"hidden_norm": last.get("input_layernorm"), "input_layernorm": first.get("input_layernorm")}
+        parts = [(name, part) for name, part in layer.named_modules() if isinstance(part, nn.Linear | RMSNorm)]
+        left += [name for name, part in parts if not copied(part, last.get(name)) and name not in left]
+    return left
 
 
 # -- LayerSkip --------------------------------------------------------------------------------------------------------

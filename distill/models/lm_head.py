@@ -24,7 +24,13 @@ class LMHead(nn.Module):
 
     It applies a bias, a multiplier (Cohere), a divisor (Granite) and soft-capping (Gemma), and shares the model's
     weights.
+
+    Attributes:
+        trained: A weight whose copy is the last columns of the linear layer's, and which gets their gradient; the
+            other columns are frozen. None: the layer's own weight gets it.
     """
+
+    trained: Tensor | None = None
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -39,11 +45,13 @@ class LMHead(nn.Module):
         self.cap = getattr(config, "final_logit_softcapping", None)
 
     @classmethod
-    def of(cls, linear: nn.Linear, scale: float = 1.0, cap: float | None = None) -> LMHead:
+    def of(
+        cls, linear: nn.Linear, scale: float = 1.0, cap: float | None = None, trained: Tensor | None = None
+    ) -> LMHead:
         """Returns a head without a model."""
         head = cls.__new__(cls)
         nn.Module.__init__(head)
-        head.linear, head.scale, head.cap = linear, scale, cap
+        head.linear, head.scale, head.cap, head.trained = linear, scale, cap, trained
         return head
 
     def only(self, ids: Tensor | None) -> LMHead:

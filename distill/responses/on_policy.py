@@ -18,9 +18,8 @@ from decode.errors import UserError
 from decode.loop import decode
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
-from decode.models.choose_runner import open_runner
-from decode.models.head_runner import HeadRunner
-from decode.models.heads import FeatureHead
+from decode.models.choose_runner import open_draft_runner, open_runner
+from decode.models.heads import DraftHead
 from decode.models.writing import Draws, uniform_draws
 from decode.sampling import LogitsWarper, TorchRng
 from decode.verify import AcceptanceRule
@@ -139,7 +138,7 @@ class TakeAll(AcceptanceRule):
 
 @torch.inference_mode()
 def head_texts(
-    head: FeatureHead,
+    head: DraftHead,
     target: PreTrainedModel,
     depth: int,
     prompts: Sequence[Sequence[int]],
@@ -157,12 +156,15 @@ def head_texts(
     The arguments after ``depth``, the tokens of a draft, are those of `decode.models.writing.write_texts`; texts are
     written one at a time.
     """
-    runner, drafter, texts = open_runner(target), HeadRunner(head, target), list[list[int]]()
+    runner, drafter, texts = open_runner(target), open_draft_runner(head, target), list[list[int]]()
     for number, (prompt, limit) in enumerate(zip(prompts, budgets, strict=True)):
         if limit < 1:
             texts.append([])
             continue
-        method = build("eagle", MethodInputs(runner, warp, drafter, options=MethodOptions(draft_length=depth)))
+        method = build(
+            head.method,
+            MethodInputs(runner, warp, drafter, options=MethodOptions(draft_length=depth)),
+        )
         method.rule = TakeAll()
         rng = TorchRng(int(draws(number, 1)[0] * 2**53))
         made = decode(runner, method, warp, list(prompt), max_new_tokens=limit, stop_ids=stop_ids, rng=rng)

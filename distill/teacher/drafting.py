@@ -22,6 +22,16 @@ WHOLE = 1 << 28
 """Bytes of the target's log-probabilities of a batch up to which they are computed once for all drafting steps."""
 
 
+@torch.no_grad()
+def whole(target: TargetRows) -> TargetRows:
+    """Returns the rows with their log-probabilities computed, where rows are read several times and these are few."""
+    if target.head is None or len(target.values) * target.vocab * 4 > WHOLE:
+        return target
+    wide = torch.promote_types(target.values.dtype, torch.float32)
+    shape = target.values.new_empty(len(target.values), target.vocab, device="meta", dtype=wide)
+    return TargetRows(target.log_probs(shape), target.vocab, labels=target.labels)
+
+
 def model_rows(model: PreTrainedModel, teacher: Teacher, batch: Batch) -> Drafted:
     """Returns a language model's label rows of a batch."""
     mask = label_mask(batch["labels"])
@@ -63,11 +73,7 @@ def drafting_steps(
         rows[place[position > step] - step - 1] = True
     starts = rows.nonzero()[:, 0]
     target, inside = teacher.rows(batch, mask), batch.get(INSIDE)
-    wide = torch.promote_types(target.values.dtype, torch.float32)
-    if steps > 1 and target.head is not None and len(target.values) * target.vocab * 4 <= WHOLE:
-        with torch.no_grad():  # once instead of at every drafting step
-            shape = target.values.new_empty(len(target.values), target.vocab, device="meta", dtype=wide)
-            target = TargetRows(target.log_probs(shape), target.vocab)
+    target = whole(target) if steps > 1 else target
     output = LMHead.of(head.lm_head) if head.version == 3 else teacher.head
     embeds = teacher.embedding(functional.pad(batch["input_ids"][:, 1:], (0, 1))).detach().to(features.dtype)
     reference = batch.get("reference_loss")
@@ -107,7 +113,7 @@ def drafting_steps(
 
 
 def acceptance_by_position(
-    steps: Sequence[tuple[Tensor | None, Tensor]], place: Tensor
+    steps: Sequence[tuple[Tensor | None, Tensor]], place: Tensor, depth: int = DEPTH
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Returns Σ wᵢ·aᵢ and Σ wᵢ for each position i of a draft, over the drafts that begin at any label row.
 
@@ -119,12 +125,13 @@ def acceptance_by_position(
         steps: ``Drafted.rows`` of each drafting step, and the acceptance of these rows, ``[rows]``. The last step
             holds for deeper positions.
         place: Where each of the batch's label rows lies among all its tokens, ``[label rows]``, ascending.
+        depth: Positions of a draft.
     """
-    reached = torch.ones(int(place[-1:].sum()) + DEPTH, dtype=torch.float64, device=place.device)
+    reached = torch.ones(int(place[-1:].sum()) + depth, dtype=torch.float64, device=place.device)
     sums, counts = [], []
-    for i in range(DEPTH):
+    for i in range(depth):
         rows, accepted = steps[min(i, len(steps) - 1)]
-        starts = (place if rows is None else place[rows]) - i + DEPTH - 1  # shifted, so that none is negative
+        starts = (place if rows is None else place[rows]) - i + depth - 1  # shifted, so that none is negative
         weight = reached[starts]
         walked = weight * accepted
         sums.append(walked.sum())

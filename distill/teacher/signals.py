@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from decode.models.heads import FeatureHead
+from decode.models.heads import DraftHead
 from distill.config.drafts import Signal, TeacherSettings
 from distill.data.batches import Batch, Ints, TokenDataset, label_mask
 from distill.losses.divergences import TargetRows, log_probs
@@ -80,7 +80,7 @@ class Teacher:
         self,
         model: PreTrainedModel,
         signal: TargetSignal | None = None,
-        reader: FeatureHead | None = None,
+        reader: DraftHead | None = None,
         *,
         stays: bool = False,
     ) -> None:
@@ -91,7 +91,8 @@ class Teacher:
         self.whole = LMHead(model)
         self.head = self.whole.only(self.ids)
         self.captured: tuple[int, ...] = () if reader is None else reader.captured_layers
-        self.width, self.version = (0, 0) if reader is None else (reader.feature_width, reader.version)
+        self.width = 0 if reader is None else reader.feature_width
+        self.version: int | str = 0 if reader is None else reader.version
         self.embedding = nn.Module() if reader is None else model.get_input_embeddings()
 
     def to(self, device: torch.device) -> None:
@@ -102,6 +103,7 @@ class Teacher:
             return (copy.deepcopy(part) if elsewhere else part).to(device)
 
         self.head, self.embedding = moved(self.head), moved(self.embedding)
+        self.ids = None if self.ids is None else self.ids.to(device)
         if self.model is not None and not self.stays:
             self.model.to(device)
 
@@ -116,6 +118,15 @@ class Teacher:
     @torch.no_grad()
     def rows(self, batch: Batch, mask: Tensor) -> TargetRows:
         """The target's distributions at the label rows, over the reader's ids; ``mask [batch, time]`` is where."""
+        found = self._rows(batch, mask)
+        labels = batch["labels"].roll(-1, 1)[mask]
+        if self.ids is not None:
+            place = torch.searchsorted(self.ids, labels).clamp_max(len(self.ids) - 1)
+            labels = place.where(self.ids[place] == labels, -1)
+        found.labels = labels.where(labels < found.vocab, -1)
+        return found
+
+    def _rows(self, batch: Batch, mask: Tensor) -> TargetRows:
         if self.version == 1 and self.signal.kind == "hidden":  # its feature is the last hidden state
             return TargetRows(self.features(batch)[mask], self.head.vocab, self.head)
         values: Tensor = self.complete(batch, mask)[self.signal.name]

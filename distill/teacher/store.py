@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, PreTrainedModel
 
 from decode.errors import UserError, read_json
+from decode.models.block_head import BlockHead
 from decode.models.head_files import load_head
-from decode.models.heads import FeatureHead
+from decode.models.heads import DraftHead, FeatureHead
 from decode.models.loading import choose_device, load_model, stop_ids
 from decode.progress import current, working
 from distill import ranks
@@ -41,6 +42,7 @@ from distill.losses.objective import Objective
 from distill.models.lm_head import LMHead, check_head
 from distill.models.loading import forward_precision, quantization_config, use_attention, weights_dtype
 from distill.responses.texts import fixed_texts
+from distill.teacher.blocks import block_rows
 from distill.teacher.drafting import drafting_steps, model_rows
 from distill.teacher.signals import FEATURES, TargetSignal, Teacher, check_finite
 
@@ -244,7 +246,7 @@ def keep_signal(
 
 
 def reference_loss(
-    reference: PreTrainedModel | FeatureHead,
+    reference: PreTrainedModel | DraftHead,
     teacher: Teacher,
     rows: TokenDataset,
     divergence: Divergence,
@@ -271,7 +273,7 @@ def reference_loss(
         UserError: They are not finite.
     """
     device = next(reference.parameters()).device
-    shape = (steps,) if isinstance(reference, FeatureHead) else ()
+    shape = (steps,) if isinstance(reference, DraftHead) else ()
     request = LossRequest(divergence, metrics=False)
 
     @torch.no_grad()
@@ -284,11 +286,14 @@ def reference_loss(
             with forward_precision(precision, device):
                 if isinstance(reference, FeatureHead):
                     drafts = drafting_steps(reference, teacher, batch, steps)
+                elif isinstance(reference, BlockHead):
+                    drafts = iter([block_rows(reference, teacher, batch, None)])
                 else:
                     drafts = iter([model_rows(reference, teacher, batch)])
                 for step, draft in enumerate(drafts):
                     made = fused_loss(draft.hidden, draft.head, draft.target, request).losses.float()
-                    losses[slice(None) if draft.rows is None else draft.rows, step] = made
+                    rows = slice(None) if draft.rows is None else draft.rows
+                    losses[rows, step if draft.slots is None else draft.slots] = made
             check_finite(losses, "reference's losses", examples)
             yield examples, {name: losses.cpu().numpy().reshape(-1, *shape)}
 
@@ -387,7 +392,7 @@ def prepare(
     objective: Objective,
     share: float = 0.0,
     *,
-    head: FeatureHead | None = None,
+    head: DraftHead | None = None,
     draft_vocab: int | None = None,
     selector: str | None = None,
 ) -> DistillData:
@@ -448,7 +453,7 @@ def prepare(
         if kind == "topk":
             tail = mean_tail(validation.signals[teacher.signal.name][:])
             context.line(f"the top {teacher.signal.k} ids leave {tail:.2%} to the others: alpha is off by at most that")
-    reference: PreTrainedModel | FeatureHead | None = None
+    reference: PreTrainedModel | DraftHead | None = None
     ranking, precision = objective.divergence, settings.trainer.precision
     steps = 1 if head is None else settings.student.steps
     if objective.selection is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.models.heads import FeatureHead, output_head, rows_of_states
+from decode.models.heads import FeatureHead, output_head, rows_of
 from decode.models.other_tokenizer import DraftModel, ForeignDraft, foreign_logits
 
 
@@ -53,4 +53,5 @@ def head_logits(head: FeatureHead, target: PreTrainedModel, ids: Sequence[int], 
     *_, states = head.unroll(embedding(tokens[:, 1:]), features[:, :-1], depth)
     shared = output_head(target, head.draft_ids()) if head.version == 1 else None
     vocab = int(target.get_output_embeddings().weight.shape[0])
-    return rows_of_states(head, shared, vocab, states[0], (ids, start), depth)
+    rows = head.logits(states[0, max(0, start - 1 - depth) : len(ids) - 1 - depth], shared)
+    return rows_of(head, rows, vocab, (ids, start))

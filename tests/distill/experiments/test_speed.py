@@ -38,7 +38,7 @@ def test_the_straightforward_loss_is_the_fused_one() -> None:
     wanted = selective_loss(*(linear(hidden) for linear, hidden in zip(linears, rows)), selection)
     target = TargetRows(rows[1], 40, LMHead.of(linears[1]))
     known = fused_loss(rows[2], LMHead.of(linears[2]), target, LossRequest(Divergence())).losses.detach()
-    task = LossRequest(Divergence(), lambda values: selection.choose(values - known))
+    task = LossRequest(Divergence(), lambda values, _: selection.choose(values - known))
     found = fused_loss(rows[0], LMHead.of(linears[0]), target, task).total / 12
     assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
 

@@ -69,7 +69,7 @@ def side(
 
 
 def task(name: str = "forward_kl", k: float | None = 0.4, **options: Any) -> LossRequest:
-    choose = None if k is None else (lambda values: Selection(k).choose(values - values.flip(0)))
+    choose = None if k is None else (lambda values, _: Selection(k).choose(values - values.flip(0)))
     return LossRequest(Divergence(name), choose, **options)  # type: ignore[arg-type]
 
 

@@ -1,0 +1,274 @@
+"""Block heads (DFlash, DSpark): their forward, and decoding that never changes the output's distribution."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from blocks import make_block_head, plain_block
+from enumeration import Experiment, joint_bias
+from families import in_double
+from greedy import GREEDY, PROMPTS, assert_decodes, generate
+from plain_logits import response_logits
+
+from decode.bench.offline_acceptance import offline_alphas
+from decode.draft import Draft
+from decode.drafters.block import BlockDrafter, BlockTreeDrafter, Chain
+from decode.errors import UserError
+from decode.loop import Method, Sequence, decode, run
+from decode.method_options import MethodOptions
+from decode.methods import MethodInputs, build
+from decode.models.block_head import block_config, default_layers, mask_token
+from decode.models.block_runner import BlockRunner
+from decode.models.choose_runner import open_runner
+from decode.models.fast_runner import fast_runner
+from decode.sampling import LogitsWarper, TorchRng, argmax
+from decode.stopping import CostOptimal, Fixed, StopRule, own_estimate, token_probability
+
+SMALL = 8
+PROMPT = [3, 1, 4, 1, 5, 1, 4]
+WARP = LogitsWarper(temperature=1.3, top_k=3)
+KINDS = [("dflash", {}), ("dflash", {"from_anchor": True}), ("dspark", {}), ("dspark", {"markov_kind": "gated"}),
+         ("dspark", {"markov_kind": "rnn", "draft_vocab": SMALL // 2})]  # fmt: skip
+
+
+def small(tiny, family: str = "llama"):  # type: ignore[no-untyped-def]
+    return in_double(tiny(family, vocab_size=SMALL, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(("version", "shape"), KINDS)
+def test_blocks_of_many_texts_are_what_each_alone_is(version: str, shape: dict[str, Any], family: str, tiny) -> None:
+    target = small(tiny, family)
+    head, texts = make_block_head(target, version, **shape), [PROMPT, [2, 7, 1, 3, 3, 6, 5]]
+    tokens = torch.tensor(texts)
+    with torch.no_grad():
+        states = target(input_ids=tokens, output_hidden_states=True).hidden_states
+        features = torch.cat([states[layer] for layer in head.captured_layers], -1)
+        anchors = torch.tensor([[0, 2, 5], [1, 5, 6]])
+        embeds = target.get_input_embeddings().weight[head.tokens(tokens.gather(1, anchors), head.drafts)]
+        found = head(embeds, features, anchors)
+    for i, text in enumerate(texts):
+        for j, at in enumerate(anchors[i].tolist()):
+            _, wanted = plain_block(head, target, text[: at + 1], head.drafts)
+            torch.testing.assert_close(found[i, j], wanted, rtol=1e-5, atol=1e-6)  # cos and sin are float32
+
+
+def test_a_gpus_visibility_is_the_cpus_mask() -> None:
+    from torch.nn.attention.flex_attention import create_mask
+
+    from decode.models.block_head import block_attention, seen_by_blocks
+
+    anchors, slots, time = torch.tensor([[1, 3], [0, 4]]), 3, 5
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, n, 4, generator=generator) for n in (6, 11, 11))
+    mask = create_mask(seen_by_blocks(anchors, slots, time), 2, 1, 6, 11, device="cpu")
+    scores = (q @ k.mT / 2).masked_fill(~mask, -torch.inf).softmax(-1)
+    torch.testing.assert_close(block_attention(anchors, slots, time)(q, k, v), scores @ v)
+
+
+@pytest.mark.parametrize("pack", ["off", "on"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("version", "shape"), KINDS)
+def test_the_runner_drafts_what_the_plain_twin_says_text_by_text_and_together(
+    version: str, shape: dict[str, Any], dtype: torch.dtype, pack: str, tiny
+) -> None:
+    target = tiny("llama", vocab_size=SMALL, dtype=dtype)
+    head, texts = make_block_head(target, version, **shape), [PROMPT, [2, 7, 1, 3]]
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-5, "atol": 1e-6}
+    runner = BlockRunner(head, target, pack)
+    caches = [runner.new_cache() for _ in texts]
+    with torch.inference_mode():
+        for part in (slice(0, 2), slice(2, -1)):  # features come in pieces
+            for cache, text in zip(caches, texts):
+                states = target(input_ids=torch.tensor([text]), output_hidden_states=True).hidden_states
+                cache.settle(torch.cat([states[layer][0] for layer in head.captured_layers], -1)[part])
+            runner.draft(caches, [0, 0], [1, 2])  # a block leaves nothing in the cache
+        drafts = [2, head.drafts]
+        outputs = runner.draft(caches, [text[-1] for text in texts], drafts)
+        alone = runner.draft(caches[1:], [texts[1][-1]], drafts[1:])
+    for text, count, out in [*zip(texts, drafts, outputs), (texts[1], drafts[1], alone[0])]:
+        logits, hidden = plain_block(head, target, text, count)
+        torch.testing.assert_close(out.logits, logits, **close)
+        torch.testing.assert_close(out.hidden, hidden, **close)
+
+
+def methods(head: BlockRunner, runner: Any, warp: LogitsWarper) -> dict[str, Method]:
+    """Chains and trees, stopped by length and by what the head thinks of its tokens."""
+    likeliest, drawn = (BlockDrafter(head, runner, warp, sample=sample) for sample in (False, True))
+    stops = {"length": StopRule(3), "own": StopRule(3, token_probability, threshold=Fixed(0.3))}
+    if head.head.confidence_head is not None:
+        stops["confidence"] = StopRule(3, own_estimate, product=True, threshold=Fixed(0.4), refuse=True)
+        stops["cost"] = StopRule(3, own_estimate, product=True, threshold=CostOptimal(0.3), refuse=True)
+    found = {f"{name} {stop}": Method("", drafter, rule) for stop, rule in stops.items()
+             for name, drafter in (("likeliest", likeliest), ("drawn", drawn))}  # fmt: skip
+    tree = BlockTreeDrafter(head, runner, warp, width=2, nodes=5)
+    return found | {"tree": Method("", tree, StopRule(3))}
+
+
+@pytest.mark.parametrize(("version", "shape"), KINDS)
+def test_block_heads_are_lossless(version: str, shape: dict[str, Any], tiny) -> None:
+    target = small(tiny)
+
+    @torch.inference_mode()
+    def forward(text: list[int]) -> torch.Tensor:
+        return target(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
+
+    runner = fast_runner(target)
+    head = BlockRunner(make_block_head(target, version, **shape), target)
+    there = Experiment(runner, WARP, PROMPT, 3, forward=forward)
+    for name, method in methods(head, runner, WARP).items():
+        assert there.bias(method) < 1e-12, name
+        assert sum(sum(trace.drafted) for trace in there.traces), name
+
+
+def test_block_heads_are_lossless_for_two_texts(tiny) -> None:
+    target = small(tiny)
+    runner, head = fast_runner(target), BlockRunner(make_block_head(target), target)
+    warp = LogitsWarper(temperature=1.3, top_k=2)
+    with torch.inference_mode():
+        for name, method in methods(head, runner, warp).items():
+            if "cost" not in name:  # its calibration learns from both texts
+                assert joint_bias(runner, method, warp, [PROMPT, [2, 7]], 2) < 1e-12, name
+
+
+def test_enumeration_notices_wrong_block_drafters(tiny) -> None:
+    target = in_double(tiny("llama", vocab_size=4, dtype=torch.float64))
+    runner, head, warp = fast_runner(target), BlockRunner(make_block_head(target), target), LogitsWarper(1.3)
+    there = Experiment(runner, warp, [3, 1, 2, 1], 3)
+
+    def bias(drafter: BlockDrafter) -> float:
+        return there.bias(Method("", drafter, StopRule(2)))
+
+    class Unconditioned(BlockDrafter):  # q of the slots, without the bias by which their tokens were drawn
+        def propose(self, requests):  # type: ignore[no-untyped-def]
+            drafts, slots = super().propose(requests), head.draft
+            if len(drafts[0]):
+                (out,) = slots([requests[0].state.cache], [requests[0].ids[-1]], [len(drafts[0])])
+                drafts[0].probs = self.warp(out.logits, None)
+            return drafts
+
+    class Soft(BlockDrafter):  # likeliest tokens, said to be drawn from q
+        def propose(self, requests):  # type: ignore[no-untyped-def]
+            drafts = super().propose(requests)
+            if len(drafts[0]):
+                logits = torch.randn(len(drafts[0]), 4, generator=torch.Generator().manual_seed(1)).double()
+                drafts[0].probs = logits.softmax(-1)
+            return drafts
+
+    class Dropped(BlockDrafter):
+        def propose(self, requests):  # type: ignore[no-untyped-def]
+            drafts = super().propose(requests)
+            draft = drafts[0]
+            if len(draft) and draft.probs is not None:
+                own = draft.probs.gather(1, draft.tokens[:, None])[:, 0]
+                kept = int((own > 0.3).cumprod(0).sum())
+                drafts[0] = Draft.chain(draft.tokens[:kept], draft.probs[:kept]) if kept else Draft.empty()
+            return drafts
+
+    assert bias(BlockDrafter(head, runner, warp, sample=True)) < 1e-12
+    for wrong in (Unconditioned(head, runner, warp, sample=True), Soft(head, runner, warp),
+                  Dropped(head, runner, warp, sample=True)):  # fmt: skip
+        assert bias(wrong) > 1e-3, type(wrong).__name__
+
+
+@pytest.mark.parametrize(("version", "shape"), [KINDS[0], KINDS[2]])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
+def test_greedy_text_is_that_of_generate(family: str, version: str, shape: dict[str, Any], tiny) -> None:
+    target = tiny(family)
+    runner, head = open_runner(target), BlockRunner(make_block_head(target, version, **shape), target)
+    for method in ("block", "block-tree", "hybrid", "cost-optimal", *(["block-confidence"] * (version == "dspark"))):
+        for prompt in (*PROMPTS, [5]):
+            made = build(
+                method, MethodInputs(runner, GREEDY, head, options=MethodOptions(draft_length=3, tree_nodes=7))
+            )
+            assert_decodes(runner, made, generate(target, prompt), prompt)
+    wanted = [generate(target, prompt) for prompt in PROMPTS]
+    made = build("block", MethodInputs(runner, GREEDY, head))
+    texts = [Sequence(runner, made, GREEDY, prompt, max_new_tokens=len(text) - len(prompt), alone=False)
+             for prompt, text in zip(PROMPTS, wanted)]  # fmt: skip
+    for _ in run(runner, made, texts, 2):
+        pass
+    assert [text.ids for text in texts] == wanted
+
+
+def test_the_likeliest_token_of_each_slot_is_drafted_given_the_one_before(tiny) -> None:
+    target = tiny("llama")
+    module = make_block_head(target, "dspark")
+    head, runner = BlockRunner(module, target), open_runner(target)
+    method = build("block", MethodInputs(runner, LogitsWarper(1.0), head, options=MethodOptions(draft_length=3)))
+    text = Sequence(runner, method, LogitsWarper(1.0), PROMPTS[0], max_new_tokens=4, rng=TorchRng(0))
+    for _, step in run(runner, method, [text]):
+        logits, hidden = plain_block(module, target, PROMPTS[0], 3)
+        token, wanted = torch.tensor([PROMPTS[0][-1]]), []
+        markov = module.markov_head
+        assert markov is not None
+        for slot in range(3):
+            m, _ = markov.step(hidden[slot : slot + 1], markov.markov_w1(token), None)
+            token = argmax(logits[slot : slot + 1] + markov.markov_w2(m))
+            wanted.append(int(token))
+        assert step.draft.ids == wanted
+        assert step.draft.probs is None or bool((step.draft.probs.amax(-1) == 1).all())
+        break
+
+
+def test_offline_acceptance_of_every_slot_is_that_of_its_own_distribution(tiny) -> None:
+    target = small(tiny)
+    head, ids, start = make_block_head(target, "dspark"), [*PROMPT, 5, 6, 2, 7], len(PROMPT)
+    (by_depth,) = offline_alphas(target, {"": head}, [(ids, start)], LogitsWarper(1.0), depth=3).values()
+    p, markov = response_logits(target, ids, start).softmax(-1), head.markov_head
+    assert markov is not None
+    for i, found in enumerate(by_depth):
+        for row in range(4):
+            anchor = start + row - i - 1
+            logits, hidden = plain_block(head, target, ids[: anchor + 1], head.drafts)
+            m, _ = markov.step(hidden[i : i + 1], markov.markov_w1(torch.tensor([ids[anchor + i]])), None)
+            q = (logits[i] + markov.markov_w2(m)[0]).softmax(-1)
+            assert found.texts[0][row] == pytest.approx(torch.minimum(p[row], q).sum().item(), rel=1e-6)
+
+
+def test_what_does_not_fit_is_refused(tiny) -> None:
+    config = tiny("llama").config
+    layers = config.num_hidden_layers
+    for wrong in ([layers - 1], [0, 0], [2, 1], [-1]):
+        with pytest.raises(UserError, match="target layers"):
+            block_config(config, "dflash", layers=1, block=4, mask_id=0, target_layers=wrong)
+    with pytest.raises(UserError, match="2 or more"):
+        block_config(config, "dflash", layers=1, block=1, mask_id=0)
+    assert default_layers(36, 5) == (1, 9, 17, 25, 33)
+    assert default_layers(30, 5) == (1, 8, 14, 20, 27)
+    target = tiny("llama")
+    runner, head = open_runner(target), BlockRunner(make_block_head(target, "dflash"), target)
+    with pytest.raises(UserError, match="confidence head"):
+        decode(runner, build("block-confidence", MethodInputs(runner, GREEDY, head)), GREEDY, PROMPTS[0])
+
+
+class Vocabulary:
+    """A tokenizer as far as `mask_token` reads it."""
+
+    pad_token_id, eos_token_id, bos_token_id, mask_token_id = 0, 1, None, None
+    all_special_tokens = ("<pad>", "<eos>", "<|reserved_5|>")
+
+    def __init__(self, *tokens: str) -> None:
+        self.tokens = tokens
+
+    def get_vocab(self) -> dict[str, int]:
+        """Ids by token."""
+        return {token: i for i, token in enumerate(self.tokens)}
+
+
+def test_the_mask_is_a_token_that_no_text_holds() -> None:
+    def mask(*tokens: str, rows: int | None = None, wanted: str | None = None) -> int:
+        return mask_token(Vocabulary("<pad>", "<eos>", *tokens), rows or len(tokens) + 2, wanted)  # type: ignore[arg-type]
+
+    assert mask("a", "<|reserved_5|>", "ÿ") == 3
+    assert mask("a", "b", rows=6) == 4  # a row of the embedding behind the ids
+    assert mask("a", "ÿ") == 3
+    assert mask("a", "<0xFF>") == 3
+    assert mask("a", "b", wanted="b") == 3
+    with pytest.raises(UserError, match="student.block.mask_token"):
+        mask("a", "reserved")  # a word of texts
+    for wanted in ("<pad>", "absent"):
+        with pytest.raises(UserError, match="mask token"):
+            mask("a", wanted=wanted)
