@@ -304,21 +304,23 @@ class DistillModule(TrainingModule):
             if training and draft.slots is not None:
                 request = replace(request, metrics=True, weigh=partial(self.weigh, draft))
             found.append((draft, rows := self.loss_of(draft, request)))
+            if training and draft.confidence is not None and rows.alpha is not None:
+                draft.extra = self.confidence_loss(draft, rows.alpha)
             if training and objective.accepted_only and rows.alpha is not None:
                 draft.accepted = torch.rand_like(rows.alpha) < rows.alpha
         return found
 
     def weigh(self, draft: Drafted, alpha: Tensor, label: Tensor) -> Tensor:
-        """The factors of the losses of a block head's rows; the confidence learns their acceptance rates."""
-        slots, drafts, learnable = cast(Tensor, draft.slots), self.model.drafts, draft.learnable
-        if draft.confidence is not None:
-            factors = slots_.decay(slots, drafts)
-            loss = functional.binary_cross_entropy_with_logits(
-                draft.confidence.float(), alpha.float(), factors, reduction="sum"
-            )
-            draft.extra = loss / factors.sum().clamp_min(1e-6)
-        found = slots_.weights(self.objective.slot_weights, alpha, label, slots, drafts)
-        return found if learnable is None else found * learnable
+        """The factors of the losses of a block head's rows."""
+        found = slots_.weights(self.objective.slot_weights, alpha, label, cast(Tensor, draft.slots), self.model.drafts)
+        return found if draft.learnable is None else found * draft.learnable
+
+    def confidence_loss(self, draft: Drafted, alpha: Tensor) -> Tensor:
+        """The cross-entropy of the confidence head's estimates against the acceptance rates (DSpark, section 3)."""
+        factors = slots_.decay(cast(Tensor, draft.slots), self.model.drafts)
+        odds = cast(Tensor, draft.confidence).float()
+        loss = functional.binary_cross_entropy_with_logits(odds, alpha.float(), factors, reduction="sum")
+        return loss / factors.sum().clamp_min(1e-6)
 
     def loss_of(self, draft: Drafted, request: LossRequest) -> LossRows:
         """The losses of a drafting step's rows."""

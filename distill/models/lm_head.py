@@ -51,7 +51,8 @@ class LMHead(nn.Module):
         """Returns a head without a model."""
         head = cls.__new__(cls)
         nn.Module.__init__(head)
-        head.linear, head.scale, head.cap, head.trained = linear, scale, cap, trained
+        head.linear, head.scale, head.cap = linear, scale, cap
+        object.__setattr__(head, "trained", trained)  # a part of another module, not a parameter of this one
         return head
 
     def only(self, ids: Tensor | None) -> LMHead:

@@ -65,6 +65,7 @@ def side(
     mask = (torch.rand(3, 11, generator=generator) < 0.7) & labels
     with torch.no_grad():
         rows = of_hidden(last_hidden(teacher, ids, mask), LMHead(teacher))
+    rows.labels = torch.randint(-1, 40, (len(rows.values),), generator=generator)
     return Side(model, head, rows, ids, mask)
 
 
