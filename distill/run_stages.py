@@ -37,6 +37,7 @@ from distill.modules import BlockModule, CausalLMModule, DistillModule, HeadModu
 from distill.responses.on_policy import OnPolicy, Writer, head_texts
 from distill.responses.texts import answered_by_original, answered_by_target, fixed_texts
 from distill.stages import ACCOUNT, StageRecord, stage_fingerprints
+from distill.teacher.blocks import block_outcomes, temperatures
 from distill.teacher.store import prepare
 from distill.tracking import for_stage
 from distill.trainer import fit
@@ -308,6 +309,11 @@ def distil(context: StageContext, draft: DraftSettings, key: str) -> StageResult
     account = dict(zip(ACCOUNT, (steps, steps * training.batch_size, tokens, used, together), strict=True))
     record = StageRecord(key, parameters=parameters, seconds=prepared + seconds, account=account, history=history)
     tokenizer = context.corpus.tokenizer
+    if isinstance(module.model, BlockHead) and module.model.confidence_head is not None:
+        block = module.model.eval()
+        found = temperatures(*block_outcomes(block, data.teacher, data.validation, next(block.parameters()).device))
+        block.temperatures = block.config.confidence_temperatures = found
+        context.line(f"confidence calibrated by temperatures {', '.join(f'{t:.2f}' for t in found)}")
     trained = module.model.eval().cpu() if full.student.is_head else ready_to_save(module.model, tokenizer)
     return StageResult(record, trained, tokenizer)
 

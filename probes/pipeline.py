@@ -11,6 +11,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from decode.bench import machine
+from decode.bench.page import Section, Table, console_table, write_page
 from decode.bench.statistics import plain
 from decode.drafters.probe import AcceptanceProbe, save_probes
 from decode.errors import read_json
@@ -26,6 +27,7 @@ from distill.pipeline import alone_in, say_end
 from distill.run_stages import run_stages
 from distill.stages import run_of
 from distill.tracking import finish, for_stage, make_logger
+from probes.blocks import block_experiment, block_tables
 from probes.exit_search import METHODS, Choice, best_of, fastest_options, find_subset, predict_all, run_best
 from probes.features import Features, collect, exit_layers
 from probes.fit import evaluate_exits, train_probes
@@ -57,6 +59,16 @@ def run_probes(settings: ProbesSettings, console: Console | None = None) -> dict
                 added = _experiment(settings, StageContext(settings, run, console, logger))
                 if not first:
                     return {}
+                if settings.student.is_block:
+                    path = run.folder / "report.json"
+                    write_json(path, {"name": run.folder.name, **read_json(path), **added})
+                    tables = [Table(columns, rows, title) for title, columns, rows in block_tables(added)]
+                    title = f"{run.folder.name}: acceptance probes inside a block head"
+                    write_page(run.folder / "probes.html", title, "", [Section("Probes of a block", "", tables=tables)])
+                    for name, columns, rows in block_tables(added):
+                        console.print(console_table(f"\n{name}", columns, rows))
+                    say_end(console, began, logger, report=run.folder / "probes.html")
+                    return added
                 _log(for_stage(logger, "probes"), added)
             finally:
                 finish(logger)
@@ -85,15 +97,18 @@ def _experiment(settings: ProbesSettings, context: StageContext) -> dict[str, An
         seconds[name] = seconds.get(name, 0.0) + spent
         context.console.print(f"  {title} [dim]{spent:.1f} s[/dim]", highlight=False)
 
-    run_stages(context, only=("target",))
+    run_stages(context, only=None if settings.student.is_block else ("target",))
     context.console.print("[bold]probes[/bold]", highlight=False)
     model = context.load_target()
-    exits, modes, prompts = exit_layers(model, options.layers), modes_of(options), prompts_of(context, options)
+    modes, prompts = modes_of(options), prompts_of(context, options)
     for mode in modes:
         with step("texts", f"{mode.name} texts of the target"):
             write_texts(context, model, mode, prompts, options)
     if not ranks.is_first():
         return {}
+    if settings.student.is_block:
+        return block_experiment(context, options, modes)
+    exits = exit_layers(model, options.layers)
     models: dict[str, PreTrainedModel | None] = {"target": None}
     if options.draft is not None:
         trust = settings.target.trust_remote_code

@@ -9,7 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from decode.models.block_head import BlockHead
-from distill.data.batches import Batch, label_mask
+from distill.data.batches import Batch, TokenDataset, label_mask
+from distill.data.loader import EvalBatches
+from distill.losses.chunked import LossRequest, fused_loss
+from distill.losses.divergences import Divergence
 from distill.losses.objective import Drafted
 from distill.models.lm_head import LMHead
 from distill.teacher.drafting import whole
@@ -99,3 +102,66 @@ def block_output(head: BlockHead, target_head: LMHead) -> LMHead:
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     return LMHead.of(linear, trained=head.markov_head.markov_w2.weight)
+
+
+# -- the confidence head's calibration --------------------------------------------------------------------------------
+
+BINS = 15  # of the calibration error
+GRID = torch.logspace(-2, 2, 81, base=2.0)  # temperatures that are tried
+
+
+def calibration_error(probability: Tensor, outcome: Tensor) -> float:
+    """Returns the expected calibration error of probabilities ``[n]`` against outcomes 0 or 1, in equal bins."""
+    place = (probability * BINS).long().clamp_max(BINS - 1)
+    gaps = torch.zeros(BINS, dtype=torch.float64).index_add_(0, place, (probability - outcome).double())
+    return float(gaps.abs().sum()) / max(1, len(outcome))
+
+
+@torch.no_grad()
+def block_outcomes(head: BlockHead, teacher: Teacher, rows: TokenDataset, device: torch.device) -> tuple[Tensor, ...]:
+    """Returns of a block at every label its confidences' log-odds, and whether its greedy tokens are accepted.
+
+    Returns:
+        Both ``[blocks, drafts]``, and how many of a block's tokens lie within its text, ``[blocks]``.
+    """
+    odds, hits, counts = list[Tensor](), list[Tensor](), list[Tensor]()
+    request = LossRequest(Divergence("forward_kl"))
+    for examples in EvalBatches(rows, 8).indices():
+        batch = {name: values.to(device) for name, values in rows.batch(examples).items()}
+        drafted = block_rows(head, teacher, batch, None)
+        found = fused_loss(drafted.hidden, drafted.head, drafted.target, request)
+        assert drafted.slots is not None
+        assert drafted.confidence is not None
+        assert found.agreement is not None
+        agreed = found.agreement if drafted.learnable is None else found.agreement * drafted.learnable
+        block = (drafted.slots == 0).cumsum(0) - 1
+        tables = [torch.zeros(int(block[-1:].sum()) + 1, head.drafts) for _ in range(2)]
+        for table, values in zip(tables, (drafted.confidence, agreed)):
+            table[block.cpu(), drafted.slots.cpu()] = values.float().cpu()
+        odds.append(tables[0])
+        hits.append(tables[1])
+        counts.append(torch.bincount(block.cpu()))
+    return torch.cat(odds), torch.cat(hits), torch.cat(counts)
+
+
+def temperatures(odds: Tensor, hits: Tensor, counts: Tensor) -> list[float]:
+    """Returns a temperature for each position of a block, from left to right (STS; DSpark, section 3).
+
+    Each one minimises the calibration error of the product of the confidences up to its position, which is the
+    probability that the draft is accepted that far.
+
+    Args:
+        odds: See `block_outcomes`, whose results these are.
+        hits: Whether the tokens are accepted.
+        counts: Tokens of each block.
+    """
+    found, before, whole = list[float](), torch.ones(len(odds)), hits.cumprod(1)
+    for slot in range(odds.shape[1]):
+        there = counts > slot
+        if not there.any():
+            found.append(1.0)
+            continue
+        tried = [calibration_error((before * (odds[:, slot] / t).sigmoid())[there], whole[there, slot]) for t in GRID]
+        found.append(float(GRID[min(range(len(GRID)), key=tried.__getitem__)]))
+        before = before * (odds[:, slot] / found[-1]).sigmoid()
+    return found

@@ -27,7 +27,7 @@ from distill.losses.divergences import Divergence
 from distill.losses.objective import Objective
 from distill.modules import BlockModule
 from distill.stages import run_of
-from distill.teacher.blocks import anchors_of, block_rows
+from distill.teacher.blocks import anchors_of, block_rows, calibration_error, temperatures
 from distill.teacher.signals import TargetSignal, Teacher
 from distill.teacher.store import reference_loss
 
@@ -202,3 +202,21 @@ def test_settings_that_only_blocks_have_are_refused_for_others(tmp_path: Path) -
     settings.drafts[0].slot_weights = "dpace"
     with pytest.raises(UserError, match="slot_weights"):
         settings.validate()
+
+
+def test_temperatures_calibrate_the_product_of_the_confidences(run) -> None:
+    generator = torch.Generator().manual_seed(0)
+    true = torch.randn(4000, 3, generator=generator)
+    hits = (torch.rand(true.shape, generator=generator) < true.sigmoid()).float()
+    odds, counts = true * torch.tensor([2.0, 0.5, 3.0]), torch.full((4000,), 3)  # each off by a factor of its own
+    found = temperatures(odds, hits, counts)
+    assert found == pytest.approx([2.0, 0.5, 3.0], rel=0.25)
+    product = (odds / torch.tensor(found)).sigmoid().cumprod(1)
+    for slot in range(3):
+        after = calibration_error(product[:, slot], hits.cumprod(1)[:, slot])
+        assert after < 0.02
+        assert after < calibration_error(odds.sigmoid().cumprod(1)[:, slot], hits.cumprod(1)[:, slot])
+    _, folder = run
+    head = load_head(folder.path("dspark"))
+    assert isinstance(head, BlockHead)
+    assert len(head.temperatures) == head.drafts
