@@ -62,7 +62,7 @@ def teacher_forced(
                 features = torch.cat([states[layer] for layer in draft.captured_layers], -1)[:, :-1]
                 q[name] = [
                     [
-                        rows_of(draft, draft.logits(own[max(0, start - 1 - at) : len(ids) - 1 - at], shared[name]),
+                        rows_of(draft, draft.logits(own[max(0, start - 1 - at) : max(0, len(ids) - 1 - at)], shared[name]),
                                 vocab, (ids, start))
                         for own, (ids, start) in zip(found, group)
                     ]
@@ -72,7 +72,7 @@ def teacher_forced(
                 features = torch.cat([states[layer] for layer in draft.captured_layers], -1)
                 q[name] = [
                     [
-                        rows_of(draft, own[max(0, start - at) : len(ids) - at], vocab, (ids, start))
+                        rows_of(draft, own[max(0, start - at) : max(0, len(ids) - at)], vocab, (ids, start))
                         for own, (ids, start) in zip(found, group)
                     ]
                     for at, found in enumerate(draft.teacher_forced(target, tokens, features, depth), 1)
