@@ -60,14 +60,13 @@ def teacher_forced(
             elif isinstance(draft, FeatureHead):
                 embeds = (draft.embed_tokens or target.get_input_embeddings())(tokens[:, 1:])
                 features = torch.cat([states[layer] for layer in draft.captured_layers], -1)[:, :-1]
-                q[name] = [
-                    [
-                        rows_of(draft, draft.logits(own[max(0, start - 1 - at) : max(0, len(ids) - 1 - at)], shared[name]),
-                                vocab, (ids, start))
-                        for own, (ids, start) in zip(found, group)
-                    ]
-                    for at, found in enumerate(draft.unroll(embeds, features, depth), 1)
-                ]  # fmt: skip
+                found = enumerate(draft.unroll(embeds, features, depth), 1)
+                by_depth = []
+                for at, rows in found:
+                    spans = [slice(max(0, start - 1 - at), max(0, len(ids) - 1 - at)) for ids, start in group]
+                    logits = [draft.logits(own[span], shared[name]) for own, span in zip(rows, spans)]
+                    by_depth.append([rows_of(draft, own, vocab, text) for own, text in zip(logits, group)])
+                q[name] = by_depth
             elif isinstance(draft, BlockHead):
                 features = torch.cat([states[layer] for layer in draft.captured_layers], -1)
                 q[name] = [
