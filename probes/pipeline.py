@@ -66,7 +66,8 @@ def run_probes(settings: ProbesSettings, console: Console | None = None) -> dict
                     title = f"{run.folder.name}: acceptance probes inside a block head"
                     write_page(run.folder / "probes.html", title, "", [Section("Probes of a block", "", tables=tables)])
                     for name, columns, rows in block_tables(added):
-                        console.print(console_table(f"\n{name}", columns, rows))
+                        shown = [key for key in columns if not key.startswith("brier")]  # as wide as a terminal
+                        console.print(console_table(f"\n{name}", shown, rows))
                     say_end(console, began, logger, report=run.folder / "probes.html")
                     return added
                 _log(for_stage(logger, "probes"), added)
