@@ -458,6 +458,11 @@ class StudentSettings(ModelSettings):
 
     def validate(self, where: str) -> None:
         """Check the layers as far as they do not depend on the target, then as for `ModelSettings`."""
+        if self.is_block and self.block.size < 2:
+            raise UserError(
+                f"{where}.block.size is {self.block.size}, expected 2 or more: a slot of the last verified token and "
+                "one of a drafted token at least"
+            )
         if self.is_head:
             return
         super().validate(where)
