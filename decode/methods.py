@@ -240,14 +240,14 @@ STOPS: dict[str, Callable[[MethodInputs], StopRule]] = {
     "product": lambda i: StopRule(i.window(12), token_probability, True, i.controller(0.8)),
     "entropy": lambda i: StopRule(i.window(20), negative_entropy, threshold=MeanOfRejected()),
     "cost-optimal": _cost_optimal,
-    # the head says it before a token is drawn; a slot that is not verified costs nothing
-    "confidence-head": partial(_cost_optimal, confidence=own_estimate, refuse=True),
 }
 PROBE_STOPS: dict[str, Callable[[MethodInputs], StopRule]] = {
     "probe": partial(_probed, kind="probe"),
     "confidence-probe": partial(_probed, kind="confidence-probe"),
+    # the head says it before a token is drawn; a slot that is not verified costs nothing
+    "confidence-head": partial(_cost_optimal, confidence=own_estimate, refuse=True),
 }
-"""Stop rules that need a folder of probes."""
+"""Stop rules that need a folder of probes, or a block head that has a confidence head."""
 
 RULES: dict[str, Callable[[MethodInputs], AcceptanceRule]] = {
     "exact": lambda i: Exact(),

@@ -82,6 +82,8 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
             tokenizer.save_pretrained(model.model)
         if model.trained:
             _shorten(model.training)
+    block = small.student.block
+    block.target_layers, block.layers, block.markov_rank = [], 1, block.markov_rank and 8
     small.student.layers = [1]  # the last of two, without which Gemma 4 cannot be cut
     small.stages_at_once = 1  # another process takes longer to start than the stages do
     if small.target.stacking is not None:

@@ -18,6 +18,7 @@ from decode.bench.session import BenchOptions, Session
 from decode.bench.suites import Suite
 from decode.engines.gap_causes import serving_facts
 from decode.method_options import MethodOptions
+from decode.models.block_head import BlockHead
 from decode.models.loading import open_draft
 from decode.models.pair import described, own_warp
 from decode.progress import Progress, as_current
@@ -128,7 +129,7 @@ class Evaluation:
         work = self.bar.add(name, sum(len(ids) > start for ids, start in texts))
         warp = own_warp(self.target, temperature, {})
         with self.context.timed(f"{MEASUREMENT}: {name}", len(texts) * len(self.models)):
-            depth = self.full.student.steps if self.full.student.is_block else DEPTH
+            depth = max((model.drafts for model in self.models.values() if isinstance(model, BlockHead)), default=DEPTH)
             return offline_alphas(self.target, self.models, texts, warp, depth=depth, seen=lambda _: work.advance())
 
     def _acceptance(self, greedy: dict[str, list[OfflineAlpha]], decoded: Mapping[str, Any]) -> dict[str, Any]:

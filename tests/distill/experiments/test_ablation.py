@@ -29,7 +29,7 @@ from distill.stages import RunDir
         (DraftSettings(name="a", training={"epoch": 2}), "training.epoch is no key of the section training"),
         (DraftSettings(name="a", training={"lr": -1.0}), r"drafts.a.training.lr is -1.0"),
         (DraftSettings(name="a", training={"steps": 3, "epochs": 1.0}), "both are set; give exactly one"),
-        (DraftSettings(name="a", accepted_only=True), "accepted_only needs a feature head"),
+        (DraftSettings(name="a", accepted_only=True), "accepted_only needs an EAGLE head"),
         (DraftSettings(name="signals"), "a file or folder of every run"),
         (DraftSettings(name="export"), "a file or folder of every run"),
         (DraftSettings(name="distillspec"), "used twice"),

@@ -247,7 +247,7 @@ def test_the_accepted_length_in_validation_is_the_product_of_acceptances_along_e
     found = []
     for rows, values in steps:
         alpha, chosen = torch.tensor(values), None if rows is None else torch.tensor(rows)
-        draft = SimpleNamespace(rows=chosen, learnable=None)
+        draft = SimpleNamespace(rows=chosen, learnable=None, slots=None)
         found.append((draft, LossRows(alpha.sum(), alpha, None, alpha, alpha)))
     monkeypatch.setattr(module, "forward", lambda batch, training: found)
     module.validation_step({"labels": labels}, 0)
