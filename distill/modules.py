@@ -25,7 +25,6 @@ from distill.checkpoints import Fsdp, explain, shard
 from distill.config.training import StudentSettings, TrainingSettings
 from distill.data.batches import Batch, label_mask
 from distill.data.loader import OptimizerStep
-from distill.losses import slots as slots_
 from distill.losses.chunked import (
     LossRequest,
     LossRows,
@@ -34,6 +33,7 @@ from distill.losses.chunked import (
     next_token_loss,
 )
 from distill.losses.objective import Drafted, Objective, Selection
+from distill.losses.slots import decay, reached, slot_weights
 from distill.models.layers import LayerSkip, ProgressiveStacking
 from distill.models.lm_head import LMHead, last_hidden
 from distill.models.optimizers import make_optimizer, make_schedule
@@ -312,12 +312,12 @@ class DistillModule(TrainingModule):
 
     def weigh(self, draft: Drafted, alpha: Tensor, label: Tensor) -> Tensor:
         """The factors of the losses of a block head's rows."""
-        found = slots_.weights(self.objective.slot_weights, alpha, label, cast(Tensor, draft.slots), self.model.drafts)
+        found = slot_weights(self.objective.slot_weights, alpha, label, cast(Tensor, draft.slots), self.model.drafts)
         return found if draft.learnable is None else found * draft.learnable
 
     def confidence_loss(self, draft: Drafted, alpha: Tensor) -> Tensor:
         """The cross-entropy of the confidence head's estimates against the acceptance rates (DSpark, section 3)."""
-        factors = slots_.decay(cast(Tensor, draft.slots), self.model.drafts)
+        factors = decay(cast(Tensor, draft.slots), self.model.drafts)
         odds = cast(Tensor, draft.confidence).float()
         loss = functional.binary_cross_entropy_with_logits(odds, alpha.float(), factors, reduction="sum")
         return loss / factors.sum().clamp_min(1e-6)
@@ -344,7 +344,7 @@ class DistillModule(TrainingModule):
         """ΔL of the rows; of a block's where wanted times the probability that the slot is reached."""
         delta = draft.delta(losses)
         if self.objective.rank_reached and draft.slots is not None and alpha is not None:
-            delta = delta * slots_.reached(alpha, draft.slots)[0]
+            delta = delta * reached(alpha, draft.slots)[0]
         return delta if draft.learnable is None or draft.slots is None else delta.where(draft.learnable > 0, -torch.inf)
 
     @torch.no_grad()

@@ -115,7 +115,7 @@ def plan(
         entry = BenchEntry(method, None, base, *((stop, rule) if drafts_here else (None, None)), temperature)
         fitting: list[str | None] = [None]
         if entry.needs_draft and drafts:  # transformers takes plain models only, trees of EAGLE need a head
-            kind = PreTrainedModel if method in NEEDS_DRAFT else head_of(method)
+            kind = PreTrainedModel if method in NEEDS_DRAFT else kind_of_draft(method)
             fitting = [name for name, draft in drafts.items() if isinstance(draft, kind)]
         fixed = method == "generate-assistant" or (entry.needs_draft and entry.stop_rule == "length")
         several = fixed and draft_lengths and "draft_length" not in own
@@ -129,7 +129,7 @@ def plan(
     return entries
 
 
-def head_of(method: str) -> type:
+def kind_of_draft(method: str) -> type:
     """The kind of head that a method is for; any draft where it is for none in particular."""
     if method.startswith("block"):
         return BlockHead

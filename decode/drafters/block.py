@@ -11,12 +11,11 @@ from torch import Tensor
 
 from decode.draft import Draft
 from decode.drafters.base import DraftRequest, Prompt
-from decode.drafters.draft_model import Drafting, ModelDrafter, ModelState
+from decode.drafters.draft_model import Drafting, HeadDrafter, ModelState
 from decode.models.block_runner import BlockRunner
 from decode.models.runner import Output, Runner
 from decode.sampling import LogitsWarper, argmax, one_hot
 from decode.stopping import DraftedToken
-from decode.trace import Step
 
 
 class Chain:
@@ -53,7 +52,7 @@ class Chain:
         return 1 / (1 + math.exp(-max(-50.0, min(50.0, odds / temperature))))
 
 
-class BlockDrafter(ModelDrafter):
+class BlockDrafter(HeadDrafter):
     """Drafts a chain: the likeliest tokens, as engines serve such heads, or with `sample` tokens drawn from q.
 
     The likeliest tokens are a deterministic draft, which exact rules accept with the target's probability. Drawn ones
@@ -137,13 +136,6 @@ class BlockDrafter(ModelDrafter):
     def _known_to_target(self, ids: Tensor) -> Tensor:
         """The target's ids of tokens of the head's vocabulary."""
         return ids if self.runner.draft_ids is None else self.runner.draft_ids[ids]
-
-    def update(self, state: ModelState, ids: list[int], step: Step) -> None:
-        """Queue the target's features of the pending token and of the accepted ones."""
-        if not state.full:
-            assert step.captured is not None
-            rows = torch.tensor([0, *(node + 1 for node in step.path)], device=step.captured.device)
-            state.cache.settle(step.captured.index_select(0, rows))
 
 
 class BlockTreeDrafter(BlockDrafter):

@@ -137,3 +137,14 @@ class ModelDrafter(Drafter):
     def reserve(self, rows: int) -> None:
         """See `Drafter.reserve`."""
         self.runner.reserve(rows=rows)
+
+
+class HeadDrafter(ModelDrafter):
+    """Drafts with a head, which the loop gives the target's hidden states that `capture` names."""
+
+    def update(self, state: ModelState, ids: list[int], step: Step) -> None:
+        """Queue the target's features of the pending token and of the accepted ones."""
+        if not state.full:
+            assert step.captured is not None
+            rows = torch.tensor([0, *(node + 1 for node in step.path)], device=step.captured.device)
+            state.cache.settle(step.captured.index_select(0, rows))

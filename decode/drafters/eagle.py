@@ -9,12 +9,11 @@ from torch import Tensor
 
 from decode.draft import Draft
 from decode.drafters.base import DraftRequest, Prompt
-from decode.drafters.draft_model import Drafting, ModelDrafter, ModelState
+from decode.drafters.draft_model import Drafting, HeadDrafter, ModelState
 from decode.errors import UserError
 from decode.models.head_runner import HeadRunner
 from decode.models.runner import Output, Runner
 from decode.sampling import LogitsWarper
-from decode.trace import Step
 
 
 def head_of(draft: Runner | None) -> HeadRunner:
@@ -32,7 +31,7 @@ def head_of(draft: Runner | None) -> HeadRunner:
     )
 
 
-class FeatureDrafter(ModelDrafter):
+class FeatureDrafter(HeadDrafter):
     """Drafts a chain from the target's features, drawn from the head's warped distribution like any draft model's.
 
     The loop has the target return the hidden states named by `capture`; after every step the pairs that were drafted
@@ -66,13 +65,6 @@ class FeatureDrafter(ModelDrafter):
         if not self._fits(request.state, request.ids) or not len(request.state.cache.unread):
             return Draft.empty()
         return (yield from super()._drafting(request))
-
-    def update(self, state: ModelState, ids: list[int], step: Step) -> None:
-        """Queue the target's features of the pending token and of the accepted ones."""
-        if not state.full:
-            assert step.captured is not None
-            rows = torch.tensor([0, *(node + 1 for node in step.path)], device=step.captured.device)
-            state.cache.settle(step.captured.index_select(0, rows))
 
 
 class FeatureTreeDrafter(FeatureDrafter):

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from decode.models.block_head import BlockHead
 from decode.models.families import Kind, Shape, Weights, decoder_layer, tunable
 from decode.models.fast_forward import FastForward
-from decode.models.fast_runner import RowRunner
+from decode.models.head_runner import DraftHeadRunner
 from decode.models.heads import output_head
 from decode.models.ragged_batch import KVCache, NewTokens, Row
 from decode.models.runner import Output, joined
@@ -43,7 +43,7 @@ class BlockCache(Row):
             self.unread = self.unread.new_empty(0, self.unread.shape[1])  # a view would keep all features
 
 
-class BlockRunner(RowRunner):
+class BlockRunner(DraftHeadRunner):
     """Drafts blocks after sequences.
 
     A feature passes no layer: every layer's keys and values are linear maps of it, all computed by one product.
@@ -55,7 +55,6 @@ class BlockRunner(RowRunner):
 
     Attributes:
         head: the block head.
-        draft_ids: see `DraftHead.draft_ids`.
     """
 
     def __init__(self, head: BlockHead, target: PreTrainedModel, pack: str = "off") -> None:
@@ -74,19 +73,10 @@ class BlockRunner(RowRunner):
             final_norm=norm(head.norm),
             head=make(linear.weight, linear.bias),
         )
-        self.network, self.fuse = FastForward(weights, head.rotary), make(head.fc.weight)
-        super().__init__(
-            f"the {'DSpark' if head.version == 'dspark' else 'DFlash'} head",
-            device=self.network.device,
-            dtype=self.network.dtype,
-            vocab_size=len(target.get_output_embeddings().weight),
-            limit=config.max_position_embeddings,
-            model=head,
-            cache_bytes_per_token=self.network.cache.bytes_per_token,
-            packing=make.sentence(),
-            tree_refusal="a block head drafts blocks",
-        )
-        self.head, self.draft_ids, self.tuned = head, head.draft_ids(), tuned
+        network, self.fuse = FastForward(weights, head.rotary), make(head.fc.weight)
+        name = f"the {'DSpark' if head.version == 'dspark' else 'DFlash'} head"
+        super().__init__(name, network, head, target, make, "a block head drafts blocks")
+        self.head, self.tuned = head, tuned
         attentions: list[Any] = [layer.self_attn for layer in head.layers]
         self.norms = torch.stack([self._paired(one.k_norm.weight.detach()) for one in attentions])
         parts = [weight for one in attentions for weight in self._keys_and_values(one)]
@@ -158,9 +148,3 @@ class BlockRunner(RowRunner):
             x = joined([own[1:] for own in x.split(counts)])
         logits, hidden = network.project(x)
         return Output(logits, hidden).split(list(drafts))
-
-    def expand(self, logits: Tensor) -> Tensor:
-        """From the head's vocabulary to the target's; tokens outside the head's are impossible."""
-        if self.draft_ids is None:
-            return logits
-        return logits.new_full((len(logits), self.vocab_size), -torch.inf).index_copy_(1, self.draft_ids, logits)

@@ -13,7 +13,7 @@ from decode.draft import Draft
 from decode.models.families import Kind, Shape, Weights, decoder_layer, tunable
 from decode.models.fast_forward import FastForward, Placed
 from decode.models.fast_runner import RowRunner
-from decode.models.heads import FeatureHead, output_head
+from decode.models.heads import DraftHead, FeatureHead, output_head
 from decode.models.ragged_batch import KVCache, NewTokens, Row
 from decode.models.runner import Output, joined
 from decode.models.weights import Linears, norm
@@ -57,7 +57,52 @@ class HeadCache(Row):
         return tokens, x
 
 
-class HeadRunner(RowRunner):
+class DraftHeadRunner(RowRunner):
+    """What the runners of all heads have: the layers' facts, and the way from the head's vocabulary to the target's.
+
+    Args:
+        name: of the head, for messages.
+        network: its layers.
+        head: the module.
+        target: the model that it drafts for.
+        make: made its products.
+        tree_refusal: see `Runner`.
+
+    Attributes:
+        draft_ids: see `DraftHead.draft_ids`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        network: FastForward,
+        head: DraftHead,
+        target: PreTrainedModel,
+        make: Linears,
+        tree_refusal: str,
+    ) -> None:
+        self.network = network
+        super().__init__(
+            name,
+            device=network.device,
+            dtype=network.dtype,
+            vocab_size=len(target.get_output_embeddings().weight),
+            limit=head.config.max_position_embeddings,
+            model=head,
+            cache_bytes_per_token=network.cache.bytes_per_token,
+            packing=make.sentence(),
+            tree_refusal=tree_refusal,
+        )
+        self.draft_ids = head.draft_ids()
+
+    def expand(self, logits: Tensor) -> Tensor:
+        """From the head's vocabulary to the target's; tokens outside the head's are impossible."""
+        if self.draft_ids is None:
+            return logits
+        return logits.new_full((len(logits), self.vocab_size), -torch.inf).index_copy_(1, self.draft_ids, logits)
+
+
+class HeadRunner(DraftHeadRunner):
     """Reads tokens as a draft model does.
 
     A token is paired with the target's feature where it is among `HeadCache.unread`, otherwise with the head's own
@@ -86,20 +131,11 @@ class HeadRunner(RowRunner):
             final_norm=norm(head.norm) if head.version == 3 and not head.normed_states else lambda x: x,
             head=make(linear.weight, linear.bias),
         )
-        self.network, self.fuse = FastForward(weights, head.rotary), make(head.fc.weight, head.fc.bias)
+        network, self.fuse = FastForward(weights, head.rotary), make(head.fc.weight, head.fc.bias)
         # Gemma's embedding is more than its table
-        self._embed = self.network.embed if type(embedding) is nn.Embedding else embedding
-        super().__init__(
-            f"the EAGLE-{head.version} head",
-            device=self.network.device,
-            dtype=self.network.dtype,
-            vocab_size=len(target.get_output_embeddings().weight),
-            limit=config.max_position_embeddings,
-            model=head,
-            cache_bytes_per_token=self.network.cache.bytes_per_token,
-            packing=make.sentence(),
-            tree_refusal="levels of a tree are read by read_level",
-        )
+        self._embed = network.embed if type(embedding) is nn.Embedding else embedding
+        name = f"the EAGLE-{head.version} head"
+        super().__init__(name, network, head, target, make, "levels of a tree are read by forward_level")
         self.feature_head, self.version = head, head.version
         # drafting a token reads the shared output head too; EAGLE-3's fusion only reads the pairs of the text
         read = [p.numel() for name, p in head.named_parameters() if not name.startswith("embed_tokens")]
@@ -109,7 +145,6 @@ class HeadRunner(RowRunner):
             self.weight_bytes -= self.fuse.bytes
             self.norm_embedded, self.norm_state = norm(layer.input_layernorm), norm(layer.hidden_norm)
             self.norm_output = norm(head.norm)
-        self.draft_ids = head.draft_ids()
 
     def new_cache(self) -> HeadCache:
         """See `Runner.new_cache`."""
@@ -197,12 +232,6 @@ class HeadRunner(RowRunner):
         assert layer.norm2 is not None
         x = layer.down.add_to(x, network.mlp(layer, layer.norm2(x)))
         return self.norm_output(x) if self.feature_head.normed_states else x
-
-    def expand(self, logits: Tensor) -> Tensor:
-        """From the head's vocabulary to the target's; tokens outside the head's are impossible."""
-        if self.draft_ids is None:
-            return logits
-        return logits.new_full((len(logits), self.vocab_size), -torch.inf).index_copy_(1, self.draft_ids, logits)
 
     def reduce(self, logits: Tensor) -> Tensor:
         """From the target's vocabulary to the head's."""

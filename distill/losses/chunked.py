@@ -73,16 +73,15 @@ class LossRequest:
             ascending. None: all.
         criterion: Divergence that ``choose`` is given. None: the loss.
         metrics: Whether alpha and agreement are computed.
-        weights: Factors of the rows' losses in their sum, ``[rows]``. None: 1.
         mass: Probability that the target gives to all ids of the draft together, ``[rows]``, for alpha. None: 1.
-        weigh: Maps alpha of all rows and the draft's probability of their labels, ``[rows]`` each, to such factors.
+        weigh: Maps alpha of all rows and the draft's probability of their labels, ``[rows]`` each, to factors of their
+            losses in the sum; alpha has to be among the metrics. None: 1.
     """
 
     divergence: Divergence
     choose: Callable[[Tensor, Tensor | None], Tensor] | None = None
     criterion: Divergence | None = None
     metrics: bool = True
-    weights: Tensor | None = None
     mass: Tensor | None = None
     weigh: Callable[[Tensor, Tensor], Tensor] | None = None
 
@@ -121,14 +120,13 @@ def fused_loss(
         count = 1 + (request.criterion is not None) + (request.weigh is not None) + 2 * request.metrics
         values = hidden.new_empty(count, len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
         chosen: Tensor | None = None
-        factors = request.weights
+        factors: Tensor | None = None
         weight, bias = head.linear.weight[:vocab], None if head.linear.bias is None else head.linear.bias[:vocab]
         evaluate = _evaluate_compiled if compiled else _evaluate
 
         def part(place: RowIndex) -> tuple[Tensor, TargetRows, LMHead, LossRequest]:
-            mass, weights = (None if given is None else pick(given, place) for given in (request.mass, request.weights))
-            # torch.compile looks at every field
-            own = replace(request, choose=None, weigh=request.weigh and _first, mass=mass, weights=weights)
+            mass = None if request.mass is None else pick(request.mass, place)
+            own = replace(request, choose=None, weigh=request.weigh and _first, mass=mass)  # torch.compile reads all
             return functional.linear(pick(hidden, place), weight, bias), target.at(place), head, own
 
         def compute(gradients: HeadGradients | None) -> Tensor:
@@ -138,9 +136,9 @@ def fused_loss(
             kept: list[Callable[[Tensor], Tensor]] = []  # for each chunk, the gradients of its rows from their indices
             for place in row_slices(len(hidden), size):
                 if late:
-                    given = part(place)
-                    pair, slope = _distributions(*given)
-                    found, gradient = _values(pair, given[-1]), None
+                    products, rows_of_target, _, own = part(place)
+                    pair, slope = _distributions(products, rows_of_target, head)
+                    found, gradient = _values(pair, own), None
                     kept.append(partial(_gradient_at, request.divergence, pair, slope))
                 else:
                     found, gradient = evaluate(*part(place), gradient=wanted)
@@ -168,8 +166,7 @@ def fused_loss(
                         for rows in wanted_rows.split(size)
                     )
                 for rows, gradient in parts:
-                    by = None if request.weigh is None or factors is None else factors.index_select(0, rows)
-                    gradients.add(rows, gradient if by is None else gradient * by[:, None])
+                    gradients.add(rows, gradient if factors is None else gradient * factors[rows, None])
             weighted = values[0] if factors is None else values[0] * factors
             return (weighted if chosen is None else weighted[chosen]).sum()
 
@@ -252,23 +249,17 @@ def _first(alpha: Tensor, label: Tensor) -> Tensor:
 # -- a chunk ----------------------------------------------------------------------------------------------------------
 
 
-def _distributions(
-    products: Tensor, target: TargetRows, head: LMHead, request: LossRequest
-) -> tuple[TokenDistributions, Tensor | float]:
-    """Returns both distributions of some rows, and the derivative of the weighted logits by the linear layer's output.
+def _distributions(products: Tensor, target: TargetRows, head: LMHead) -> tuple[TokenDistributions, Tensor | float]:
+    """Returns both distributions of some rows, and the derivative of the logits by the linear layer's output.
 
     Args:
         products: The linear layer's output, ``[rows, vocab]``.
         target: The target's distributions of these rows.
         head: The draft's head.
-        request: What to compute; its weights and mass are those of these rows.
     """
     logits = head.finish(products)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    slope = head.slope(wide)
-    if request.weights is not None:
-        slope = slope * request.weights[:, None]
-    return target.compare(wide), slope
+    return target.compare(wide), head.slope(wide)
 
 
 def _values(pair: TokenDistributions, request: LossRequest) -> tuple[Tensor, ...]:
@@ -294,7 +285,7 @@ def _evaluate(
     products: Tensor, target: TargetRows, head: LMHead, request: LossRequest, *, values: bool = True, gradient: bool
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Returns the rows' values and their gradients, where wanted."""
-    pair, slope = _distributions(products, target, head, request)
+    pair, slope = _distributions(products, target, head)
     found = _values(pair, request) if values else ()
     return found, _gradient(request.divergence, pair, slope) if gradient else None
 

@@ -31,7 +31,6 @@ class Drafted:
         rows: Indices of these rows among the batch's label rows. None: all of them.
         mass: Probability that the target gives to the head's ids together, ``[rows]``. None: 1.
         learnable: 1 where the target's most probable token is one of the head's ids, ``[rows]``. None: everywhere.
-        weights: Factors of the rows' losses in their sum, ``[rows]``. None: 1.
         weight: Factor of this drafting step's mean loss.
         extra: A loss beside the divergence, a mean over the batch's rows, which is added with the factor 1.
         slots: Place of each row's token in the draft, ``[rows]``, of a block head, whose rows are those of one block
@@ -49,7 +48,6 @@ class Drafted:
     rows: Tensor | None = None
     mass: Tensor | None = None
     learnable: Tensor | None = None
-    weights: Tensor | None = None
     weight: float = 1.0
     extra: Tensor | None = None
     slots: Tensor | None = None

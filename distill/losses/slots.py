@@ -40,7 +40,7 @@ def reached(values: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     return before[block, slots], after[block, slots]
 
 
-def weights(kind: SlotWeights, alpha: Tensor, label: Tensor, slots: Tensor, drafts: int) -> Tensor:
+def slot_weights(kind: SlotWeights, alpha: Tensor, label: Tensor, slots: Tensor, drafts: int) -> Tensor:
     """Returns the factor of every row's loss, ``[rows]``, whose mean is 1 but for ``length``.
 
     Args:

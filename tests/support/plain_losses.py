@@ -56,7 +56,7 @@ def plain_loss(hidden: Tensor, head: LMHead, target: TargetRows, request: LossRe
             log_p = target.log_probs(log_q.detach())
         pair, detached = TokenDistributions(log_p, log_q), TokenDistributions(log_p, log_q.detach())
         pair.labels = detached.labels = target.labels
-        losses, chosen, factors = divergence.loss(pair), None, request.weights
+        losses, chosen, factors = divergence.loss(pair), None, None
         alpha = detached.accepted(request.mass) if request.metrics else None
         agreement = detached.agreement() if request.metrics else None
         if request.weigh is not None:

@@ -12,7 +12,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
+from safetensors.torch import load_file
 
 from distill.config.data import DataSettings
 from distill.config.drafts import DraftSettings, TeacherSettings
@@ -115,3 +117,16 @@ def killed(stage: str, step: int) -> Iterator[None]:
         patch.setattr(ProgressLines, "on_train_batch_end", end)
         with pytest.raises(Killed):
             yield
+
+
+def check_killed_ends_alike(settings: Settings, folder: Path, kills: dict[str, int]) -> None:
+    """Stages that are killed after these steps end, once continued, with the weights of the finished run."""
+    again = copy.deepcopy(settings)
+    again.output_dir = str(folder)
+    for stage, step in kills.items():
+        with killed(stage, step):
+            run_tiny(again)
+    run_tiny(again)
+    for stage in kills:
+        one, two = (load_file(run_of(s).path(stage) / "model.safetensors") for s in (settings, again))
+        assert all(torch.equal(one[name], two[name]) for name in one), stage

@@ -142,9 +142,14 @@ def test_ids_that_only_one_model_has_are_left_out(draft: int, target: int) -> No
 
 
 @pytest.mark.parametrize("k", [None, 0.4])
-def test_weights_multiply_the_rows_losses_in_their_sum(k: float | None) -> None:
+@pytest.mark.parametrize("kept", [0, 1 << 26])
+def test_weights_multiply_the_rows_losses_in_their_sum(
+    k: float | None, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distill.losses.chunked, "KEPT", kept)
     one = side("phi")
-    wanted = task(k=k, weights=torch.rand(int(one.mask.sum()), dtype=torch.float64))
+    own = torch.rand(int(one.mask.sum()), dtype=torch.float64)
+    wanted = task(k=k, weigh=lambda alpha, label: own * alpha + label)
     assert_equal(one.run(fused_loss, wanted, chunk=5), one.run(plain_loss, wanted))
 
 

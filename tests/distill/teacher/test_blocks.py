@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ import pytest
 import torch
 from blocks import make_block_head, plain_block
 from families import in_double
-from safetensors.torch import load_file
-from tiny_run import begun, bench, killed, run_tiny, tiny_settings
+from tiny_run import begun, bench, check_killed_ends_alike, run_tiny, tiny_settings
 
 from decode.errors import UserError
 from decode.models.block_head import BlockHead
@@ -66,16 +64,7 @@ def test_a_run_makes_every_head_and_learns(run) -> None:
 
 
 def test_a_killed_training_ends_with_the_weights_of_an_undisturbed_one(run, tmp_path: Path) -> None:
-    settings, _ = run
-    again = copy.deepcopy(settings)
-    again.output_dir = str(tmp_path)
-    for stage, step in {"dspark": 7, "adaspec": 9}.items():
-        with killed(stage, step):
-            run_tiny(again)
-    run_tiny(again)
-    for stage in ("dspark", "adaspec"):
-        one, two = (load_file(run_of(s).path(stage) / "model.safetensors") for s in (settings, again))
-        assert all(torch.equal(one[name], two[name]) for name in one), stage
+    check_killed_ends_alike(run[0], tmp_path, {"dspark": 7, "adaspec": 9})
 
 
 def test_training_sees_what_decoding_will_draft(run) -> None:
@@ -173,14 +162,14 @@ def test_weights_of_slots() -> None:
     before, after = slots.reached(a, places)
     assert before.tolist() == pytest.approx([1, 0.5, 0.2, 1, 1, 0.3])
     assert after.tolist() == pytest.approx([1 + 0.4 * 1.8, 1.8, 1, 1, 1.6, 1])
-    found = slots.weights("length", a, a, places, 3)
+    found = slots.slot_weights("length", a, a, places, 3)
     assert found.tolist() == pytest.approx([2 * w for w in (1.72, 0.9, 0.2, 1, 1.6, 0.3)])  # six rows, three blocks
     smooth = 0.5 * a + 0.5
-    paced = slots.weights("dpace", a, a, places, 3)
+    paced = slots.slot_weights("dpace", a, a, places, 3)
     first = smooth[0] * (1 + smooth[1] * (1 + smooth[2]))
     assert (paced[2] / paced[0]).item() == pytest.approx((smooth[:3].prod() / first).item())
     assert paced.mean().item() == pytest.approx(1)
-    decayed = slots.weights("decay", a, a, places, 8)
+    decayed = slots.slot_weights("decay", a, a, places, 8)
     assert (decayed[1] / decayed[0]).log().item() == pytest.approx(-0.25)
     assert [slots.gamma(n) for n in (7, 8, 9, 15, 16)] == [4, 4, 5, 7, 7]
 

@@ -15,7 +15,7 @@ from pairs import make_tokenizer
 from plain_logits import head_logits
 from safetensors.torch import load_file, save_file
 from some_rows import every_token
-from tiny_run import begun, bench, killed, run_tiny, tiny_settings
+from tiny_run import begun, bench, check_killed_ends_alike, run_tiny, tiny_settings
 
 from decode.loop import decode
 from decode.method_options import MethodOptions
@@ -147,16 +147,7 @@ def test_a_target_beside_the_head_trains_the_same_one(run, tmp_path: Path) -> No
 
 
 def test_a_killed_training_ends_with_the_weights_of_an_undisturbed_one(run, tmp_path: Path) -> None:
-    settings, _ = run
-    again = copy.deepcopy(settings)
-    again.output_dir = str(tmp_path)
-    for stage, step in {"distillspec": 7, "adaspec": 9}.items():
-        with killed(stage, step):
-            run_tiny(again)
-    run_tiny(again)
-    for stage in ("distillspec", "adaspec"):
-        one, two = (load_file(run_of(s).path(stage) / "model.safetensors") for s in (settings, again))
-        assert all(torch.equal(one[name], two[name]) for name in one), stage
+    check_killed_ends_alike(run[0], tmp_path, {"distillspec": 7, "adaspec": 9})
 
 
 def test_the_exported_head_decodes_like_the_trained_one(run, tmp_path: Path) -> None:
