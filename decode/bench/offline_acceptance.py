@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from transformers import PreTrainedModel
 
 from decode.models.other_tokenizer import DraftModel
@@ -22,6 +23,9 @@ class OfflineAlpha:
     texts: list[list[float]]  # Σₓ min(p(x), q(x)) at each response position, one list for each text
     # the number of each text's prompt: texts of one prompt are one observation; empty: all prompts differ
     prompts: list[int] = field(default_factory=list)
+    # min(1, q(x) / p(x)) of the token x that stands there: the probability that a draft which led to it was accepted,
+    # so that products of it are unbiased where α varies with the token; None: as `texts`, which is the same if greedy
+    kept: list[list[float]] | None = None
 
     @property
     def sums(self) -> list[float]:
@@ -84,18 +88,23 @@ def offline_alphas(
         For each draft the acceptance as first drafted token; of feature heads then as second, third, ….
     """
     texts = [(ids, prompt_length) for ids, prompt_length in texts if len(ids) > prompt_length]
-    found: dict[str, list[dict[int, list[float]]]] = {}  # by draft, depth and text
+    found: dict[str, list[dict[int, tuple[list[float], list[float]]]]] = {}  # by draft, depth and text
     for forced in teacher_forced(target, drafts, texts, depth=depth):
-        before = prefixes(warp, *texts[forced.number])
-        p = warp(forced.p, before)
+        (ids, start), before = texts[forced.number], prefixes(warp, *texts[forced.number])
+        p, written = warp(forced.p, before), torch.tensor([*ids[start:]], device=forced.p.device)[:, None]
         for draft, logits in forced.q.items():
-            for values, q in zip(found.setdefault(draft, [{} for _ in logits]), logits):
-                values[forced.number] = overlap(p, warp(q, before)).double().tolist()
+            for values, row in zip(found.setdefault(draft, [{} for _ in logits]), logits):
+                q = warp(row, before)
+                kept = (q.gather(-1, written) / p.gather(-1, written)).nan_to_num_(0.0).clamp_(max=1.0)[:, 0]
+                values[forced.number] = overlap(p, q).double().tolist(), kept.double().tolist()
         if seen is not None:
             seen(forced)
-    numbers = prompt_numbers(texts)
+    numbers, order = prompt_numbers(texts), range(len(texts))
     return {
-        draft: [OfflineAlpha([values[i] for i in range(len(texts))], numbers) for values in found.get(draft, [{}])]
+        draft: [
+            OfflineAlpha([values[i][0] for i in order], numbers, [values[i][1] for i in order])
+            for values in found.get(draft, [{}])
+        ]
         for draft in drafts
     }
 

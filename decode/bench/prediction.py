@@ -14,7 +14,7 @@ from typing import Any
 
 from decode.bench.costs import CostModel, round_costs
 from decode.bench.offline_acceptance import DEPTH, OfflineAlpha
-from decode.trace import Trace
+from decode.trace import Trace, clustered_ratio
 
 
 def speedup(tokens: float, rounds: Mapping[int, float], cost: CostModel) -> float:
@@ -81,19 +81,41 @@ def replay(
     return sum(lengths.values()), lengths
 
 
+def rounds_of_texts(alphas: Sequence[OfflineAlpha], draft_length: int) -> list[dict[int, float]]:
+    """Rounds by drafted tokens of each text; `alphas` by depth in the draft (see `replay`)."""
+    by_depth = [alpha.kept or alpha.texts for alpha in alphas]
+    return [replay(first, draft_length, deeper)[1] for first, *deeper in zip(*by_depth)]
+
+
 def replayed(alphas: Sequence[OfflineAlpha], draft_length: int) -> tuple[int, dict[int, float]]:
-    """Tokens of all texts and their rounds by drafted tokens; `alphas` by depth in the draft (see `replay`)."""
-    (alpha, *deeper), rounds = alphas, dict[int, float]()
-    for i, text in enumerate(alpha.texts):
-        for k, count in replay(text, draft_length, [other.texts[i] for other in deeper])[1].items():
+    """Tokens of all texts and their rounds by drafted tokens (see `rounds_of_texts`)."""
+    rounds: dict[int, float] = {}
+    for text in rounds_of_texts(alphas, draft_length):
+        for k, count in text.items():
             rounds[k] = rounds.get(k, 0.0) + count
-    return sum(alpha.counts), rounds
+    return sum(alphas[0].counts), rounds
 
 
-def offline_accepted_length(alphas: Sequence[OfflineAlpha], draft_length: int = DEPTH) -> float:
-    """Tokens per round of texts that are `replayed`, the target's own token included."""
-    tokens, rounds = replayed(alphas, draft_length)
+def offline_accepted_length(alphas: Sequence[OfflineAlpha], draft_length: int | None = None) -> float:
+    """Tokens per round of texts that are `replayed`, the target's own token included.
+
+    Args:
+        alphas: by depth in the draft.
+        draft_length: None: as many as `alphas`, at least `DEPTH`.
+    """
+    tokens, rounds = replayed(alphas, draft_length or max(DEPTH, len(alphas)))
     return tokens / max(1, sum(rounds.values()))
+
+
+def paired_lengths(a: Sequence[OfflineAlpha], b: Sequence[OfflineAlpha]) -> dict[str, float]:
+    """Difference in `offline_accepted_length` of b over a on the same texts, with its standard error.
+
+    It is the difference in rounds per token times both lengths, and its error that of the rounds, paired by text.
+    """
+    draft_length, product = max(DEPTH, len(a)), offline_accepted_length(a) * offline_accepted_length(b)
+    rounds = [[sum(text.values()) for text in rounds_of_texts(of, draft_length)] for of in (a, b)]
+    fewer, se = clustered_ratio([x - y for x, y in zip(*rounds)], a[0].counts, a[0].prompts or None)
+    return {"difference": product * fewer, "se": product * se}
 
 
 def replayed_speedup(texts: Iterable[Sequence[float]], draft_length: int, c: float, v: Callable[[int], float]) -> float:

@@ -19,7 +19,7 @@ from rich.console import Console
 from decode.bench import machine
 from decode.bench.offline_acceptance import OfflineAlpha, offline_alphas, paired, prompt_numbers
 from decode.bench.page import COLUMNS, console_table, markdown
-from decode.bench.prediction import offline_accepted_length
+from decode.bench.prediction import offline_accepted_length, paired_lengths
 from decode.errors import UserError, read_json, write_text
 from decode.method_options import Seed
 from decode.models.loading import open_draft, stop_ids
@@ -40,7 +40,8 @@ Alphas = dict[str, list[OfflineAlpha]]  # by mode, as first, second, … drafted
 MODES = {"sampled": 1.0, "greedy": 0.0}
 DEPTH = 7  # drafted tokens of a feature head whose acceptance is measured
 TABLE = (
-    "name", "seeds", "offline_alpha", "offline_accepted_length", "gain", "greedy_gain", "teacher_tokens", "seconds",
+    "name", "seeds", "offline_alpha", "offline_accepted_length", "length_gain", "gain", "greedy_gain", "teacher_tokens",
+    "seconds",
 )  # fmt: skip
 
 
@@ -137,22 +138,31 @@ class Meter:
         )
         return [(p + a, len(p)) for p, a in zip(prompts, answers) if a]
 
-    def acceptance(self, draft: str) -> dict[str, list[list[list[float]]]]:
-        """Returns Σₓ min(p(x), q(x)) by mode, drafted token (of heads that sample), text and position."""
+    @property
+    def depth(self) -> int:
+        """Drafted tokens whose acceptance is measured: all of a block, some of a feature head, the first of a model."""
+        student = self.context.settings.student
+        return student.steps if student.is_block else DEPTH if student.is_head else 1
+
+    def acceptance(self, draft: str) -> dict[str, list[Any]]:
+        """Returns `OfflineAlpha`'s texts and what is kept of them, by mode and drafted token."""
         student, found = self.context.settings.student, {}
         trust, tokenizer = student.trust_remote_code, self.context.corpus.tokenizer
         model = open_draft(self.context.run.path(draft), self.target, tokenizer, trust_remote_code=trust)
         for mode, texts in self.texts.items():
-            depth, warp = DEPTH if student.is_head and mode == "sampled" else 1, own_warp(self.target, MODES[mode], {})
-            alphas = offline_alphas(self.target, {draft: model}, texts, warp, depth=depth)
-            found[mode] = [alpha.texts for alpha in alphas[draft]]
+            warp = own_warp(self.target, MODES[mode], {})
+            alphas = offline_alphas(self.target, {draft: model}, texts, warp, depth=self.depth)
+            found[mode] = [(alpha.texts, alpha.kept) for alpha in alphas[draft]]
         return found
 
     def measure(self, draft: str) -> Alphas:
-        """Returns the acceptance of a draft in every mode; of a feature head for every depth if sampled."""
-        found = self.kept(draft, fingerprint(self.keys[draft], self.made_from), partial(self.acceptance, draft))
+        """Returns the acceptance of a draft in every mode; of a head at every depth."""
+        made_from = fingerprint(self.keys[draft], self.made_from, self.depth)
+        found = self.kept(draft, made_from, partial(self.acceptance, draft))
         prompts = {mode: prompt_numbers(texts) for mode, texts in self.texts.items()}
-        return {mode: [OfflineAlpha(texts, prompts[mode]) for texts in depths] for mode, depths in found.items()}
+        return {
+            mode: [OfflineAlpha(texts, prompts[mode], kept) for texts, kept in depths] for mode, depths in found.items()
+        }
 
 
 def table(alphas: Mapping[str, Mapping[int, Alphas]], used: Mapping[str, Sequence[Row]]) -> list[Row]:
@@ -173,17 +183,29 @@ def table(alphas: Mapping[str, Mapping[int, Alphas]], used: Mapping[str, Sequenc
         if name != first:
             row |= gain("gain", by_seed, alphas[first], "sampled")
             row |= gain("greedy_gain", by_seed, alphas[first], "greedy")
+            row |= gain("length_gain", by_seed, alphas[first], "sampled", paired_lengths)
         keys = ("optimiser_steps", "teacher_tokens", "seconds")
         rows.append(row | {key: statistics.fmean(one[key] for one in used[name]) for key in keys})
     return rows
 
 
-def gain(key: str, mine: Mapping[int, Alphas], theirs: Mapping[int, Alphas], mode: str) -> Row:
+def first_token(a: Sequence[OfflineAlpha], b: Sequence[OfflineAlpha]) -> dict[str, float]:
+    """Returns the difference in α of first drafted tokens (see `paired`)."""
+    return paired(a[0], b[0])
+
+
+def gain(
+    key: str,
+    mine: Mapping[int, Alphas],
+    theirs: Mapping[int, Alphas],
+    mode: str,
+    compare: Callable[..., dict[str, float]] = first_token,
+) -> Row:
     """Returns the mean difference over common seeds, paired by seed, with its errors over seeds and prompts."""
     seeds = sorted(mine.keys() & theirs.keys())
-    a, b = ([of[seed][mode][0] for seed in seeds] for of in (theirs, mine))
-    by_seed = [paired(x, y)["difference"] for x, y in zip(a, b)]
-    se_texts = paired(_mean(a), _mean(b))["se"]
+    a, b = ([of[seed][mode] for seed in seeds] for of in (theirs, mine))
+    by_seed = [compare(x, y)["difference"] for x, y in zip(a, b)]
+    se_texts = compare(*([_mean(by_depth) for by_depth in zip(*of)] for of in (a, b)))["se"]
     se_seeds = statistics.stdev(by_seed) / math.sqrt(len(seeds)) if len(seeds) > 1 else None
     return {
         key: statistics.fmean(by_seed), f"{key}_se": math.hypot(se_seeds or 0.0, se_texts),
@@ -193,8 +215,12 @@ def gain(key: str, mine: Mapping[int, Alphas], theirs: Mapping[int, Alphas], mod
 
 def _mean(alphas: Sequence[OfflineAlpha]) -> OfflineAlpha:
     """Returns the mean of every position over measurements of the same texts."""
-    texts = [[statistics.fmean(place) for place in zip(*text)] for text in zip(*(a.texts for a in alphas))]
-    return OfflineAlpha(texts, alphas[0].prompts)
+
+    def mean(several: Sequence[list[list[float]]]) -> list[list[float]]:
+        return [[statistics.fmean(place) for place in zip(*text)] for text in zip(*several)]
+
+    kept = mean([a.kept for a in alphas if a.kept is not None]) or None
+    return OfflineAlpha(mean([a.texts for a in alphas]), alphas[0].prompts, kept)
 
 
 def write_table(path: Path, keys: Sequence[str], rows: Sequence[Row], console: Console | None, **more: Any) -> None:

@@ -7,10 +7,11 @@ import json
 from itertools import pairwise
 
 import pytest
+import torch
 from pairs import make_pair, make_tokenizer
 
 from decode.bench.costs import CostModel, measure_costs, with_bookkeeping
-from decode.bench.offline_acceptance import OfflineAlpha, offline_alpha
+from decode.bench.offline_acceptance import OfflineAlpha, offline_alpha, offline_alphas
 from decode.bench.prediction import (
     best_length,
     break_even,
@@ -51,6 +52,28 @@ def test_speedup_of_measured_rounds_by_hand():
     cost = CostModel(0.1, {1: 1.0, 2: 1.2, 3: 1.5}, overhead=0.25, draft_overhead=0.05, step_overhead=0.1)
     assert cost.of_round(2) == pytest.approx(2 * 0.15 + 1.5 + 0.25 + 0.1)
     assert speedup(3, {2: 1}, cost) == pytest.approx(3 * 1.1 / 2.15)
+
+
+def test_accepted_length_of_drafts_whose_later_tokens_depend_on_the_first_is_unbiased():
+    """p(0) = p(1) = ½ and q(0) = 0.2: after 0 the draft is always right, after 1 never.
+
+    Both tokens are accepted with probability 0.2; the product of the α, 0.7 and on average ½, would say 0.35.
+    """
+    texts = {0: ([0.7, 1.0, 0.0], [0.4, 1.0, 0.0]), 1: ([0.7, 0.0, 0.0], [1.0, 0.0, 0.0])}
+    alphas = [OfflineAlpha([alpha], kept=[kept]) for alpha, kept in texts.values()]
+    rounds = sum(sum(replayed([alpha], 2)[1].values()) for alpha in alphas) / 2
+    assert rounds == pytest.approx(0.2 * 1 + 0.8 * 2)  # after a rejection one more round writes the rest
+
+
+def test_a_token_that_stands_was_accepted_with_the_probability_that_gives_alpha_on_average(tiny):
+    target, draft = make_pair(tiny)
+    warp, prompt = LogitsWarper(1.0), [1, 2, 3]
+    texts = [([*prompt, token], len(prompt)) for token in range(target.config.vocab_size)]
+    (found,) = offline_alphas(target, {"draft": draft}, texts, warp)["draft"]
+    with torch.no_grad():
+        p = target(input_ids=torch.tensor([prompt])).logits[0, -1].softmax(-1)
+    assert found.kept is not None
+    assert float(p @ torch.tensor([kept for (kept,) in found.kept])) == pytest.approx(found.mean, abs=1e-6)
 
 
 def test_replay_of_certain_acceptances_by_hand():

@@ -99,6 +99,8 @@ def test_the_gain_is_the_mean_over_seeds_with_errors_over_seeds_and_over_texts()
     assert found["gain_se_texts"] == pytest.approx(np.std([0.001, -0.001, 0.002, -0.002], ddof=1) / 2)
     assert found["gain_se"] == pytest.approx(np.hypot(found["gain_se_seeds"], found["gain_se_texts"]))
     assert "gain" not in rows["distillspec"]
+    lengths = [row["offline_accepted_length"] for row in rows.values()]
+    assert found["length_gain"] == pytest.approx(lengths[1] - lengths[0])
 
 
 def test_texts_of_one_prompt_are_one_observation() -> None:
