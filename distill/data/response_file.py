@@ -1,13 +1,15 @@
 """Texts that a model has written, one JSON line each.
 
 A line counts if it is complete and agrees with its checksum, so a kill costs no more than the line being written. A
-manifest beside the file names what the texts were made from; a file of another manifest is set aside.
+manifest beside the file names what the texts were made from; a file of another manifest is set aside, and one of the
+same manifest is taken over from another run.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -44,9 +46,20 @@ class ResponseFile:
             if self.path.exists():  # it may have taken hours
                 self.path.replace(self.path.with_suffix(".old.jsonl"))
             write_json(self.path.with_suffix(".json"), self.made_from)
+        if not self.path.exists():
+            self._take_over()
         if self.path.exists():
             os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
         self.read()
+
+    def _take_over(self) -> None:
+        """Copies the texts that another run beside this one (``runs/<name>/work/<folder>``) made from the same."""
+        place = Path("*", *self.path.parts[-3:])
+        for other in sorted(self.path.parents[3].glob(str(place))):
+            if other != self.path and read_json(other.with_suffix(".json")) == self.made_from:
+                shutil.copyfile(other, partial := self.path.with_suffix(".partial"))
+                partial.replace(self.path)
+                return
 
     def read(self) -> dict[int, list[int]]:
         """The sound lines, without changing anything; none of a file made from something else."""

@@ -65,6 +65,21 @@ def test_a_kill_costs_the_line_being_written_and_an_altered_line_is_written_agai
     assert path.with_suffix(".old.jsonl").exists()
 
 
+def test_texts_that_another_run_made_from_the_same_are_taken_over(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    first, second = (tmp_path / run / "work" / "responses" / "train.jsonl" for run in ("first", "second"))
+    for run, made_from in (("first", {"a": 1}), ("other", {"a": 2})):
+        file = ResponseFile(tmp_path / run / "work" / "responses" / "train.jsonl", made_from)
+        file.open()
+        assert list(file.fill([(0, [7, run == "first"])], tokenizer))
+    file = ResponseFile(second, {"a": 1})
+    file.open()
+    assert file.found == {0: [7, True]}
+    assert list(file.fill([(0, [7, 1]), (1, [8])], tokenizer)) == [(1, [8])]
+    assert len(ResponseFile(first, {"a": 1}).read()) == 1  # the other run's file is not written to
+
+
 # -- a whole run ------------------------------------------------------------------------------------------------------
 
 
