@@ -83,7 +83,7 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
         if model.trained:
             _shorten(model.training)
     block = small.student.block
-    block.target_layers, block.layers, block.markov_rank = [], 1, block.markov_rank and 8
+    block.target_layers, block.layers, block.markov_rank, block.mask_token = [], 1, block.markov_rank and 8, None
     small.student.layers = [1]  # the last of two, without which Gemma 4 cannot be cut
     small.stages_at_once = 1  # another process takes longer to start than the stages do
     if small.target.stacking is not None:
