@@ -33,7 +33,7 @@ from distill.losses.chunked import (
     next_token_loss,
 )
 from distill.losses.objective import Drafted, Objective, Selection
-from distill.losses.slots import decay, reached, slot_weights
+from distill.losses.slots import decay, reached
 from distill.models.layers import LayerSkip, ProgressiveStacking
 from distill.models.lm_head import LMHead, last_hidden
 from distill.models.optimizers import make_optimizer, make_schedule
@@ -302,7 +302,7 @@ class DistillModule(TrainingModule):
             ranking = None if selection is None or loss == objective.divergence else objective.divergence
             request = LossRequest(loss, choose, ranking, metrics or objective.accepted_only, mass=draft.mass)
             if training and draft.slots is not None:
-                request = replace(request, metrics=True, weigh=partial(self.weigh, draft))
+                request = replace(request, metrics=True, factors=self.factors(draft))
             found.append((draft, rows := self.loss_of(draft, request)))
             if training and draft.confidence is not None and rows.alpha is not None:
                 draft.extra = self.confidence_loss(draft, rows.alpha)
@@ -310,10 +310,10 @@ class DistillModule(TrainingModule):
                 draft.accepted = torch.rand_like(rows.alpha) < rows.alpha
         return found
 
-    def weigh(self, draft: Drafted, alpha: Tensor, label: Tensor) -> Tensor:
-        """The factors of the losses of a block head's rows."""
-        found = slot_weights(self.objective.slot_weights, alpha, label, cast(Tensor, draft.slots), self.model.drafts)
-        return found if draft.learnable is None else found * draft.learnable
+    def factors(self, draft: Drafted) -> Tensor:
+        """The factors of the losses of a block head's rows, 1 on average but for those that it cannot draft."""
+        found = decay(cast(Tensor, draft.slots), self.model.drafts)
+        return found / found.mean() * (1.0 if draft.learnable is None else draft.learnable)
 
     def confidence_loss(self, draft: Drafted, alpha: Tensor) -> Tensor:
         """The cross-entropy of the confidence head's estimates against the acceptance rates (DSpark, section 3)."""
@@ -341,16 +341,17 @@ class DistillModule(TrainingModule):
         return step.choose([delta], [draft.sequence], selection.choose)[0]
 
     def rank(self, draft: Drafted, losses: Tensor, alpha: Tensor | None) -> Tensor:
-        """ΔL of the rows; of a block's where wanted times the probability that the slot is reached."""
+        """ΔL of the rows; of a block's times the probability that the slot is reached, if the head can draft it."""
         delta = draft.delta(losses)
-        if self.objective.rank_reached and draft.slots is not None and alpha is not None:
-            delta = delta * reached(alpha, draft.slots)[0]
-        return delta if draft.learnable is None or draft.slots is None else delta.where(draft.learnable > 0, -torch.inf)
+        if draft.slots is None:
+            return delta
+        delta = delta * reached(cast(Tensor, alpha), draft.slots)
+        return delta if draft.learnable is None else delta.where(draft.learnable > 0, -torch.inf)
 
     @torch.no_grad()
     def choose_ahead(self, step: OptimizerStep, selection: Selection) -> list[list[Tensor]]:
         """The choice among all micro-batches of a step, which its first one needs, for each drafting step."""
-        request = LossRequest(self.objective.divergence, metrics=self.objective.rank_reached)
+        request = LossRequest(self.objective.divergence, metrics=isinstance(self.model, BlockHead))
         micros: list[list[tuple[Tensor, Tensor]]] = []  # ΔL, and the examples of the rows
         for part in step.ahead:
             batch = self.transfer_batch_to_device(part, self.device, 0)

@@ -122,7 +122,6 @@ DivergenceName = Literal[
     "forward_kl", "reverse_kl", "jsd", "tv", "neg_log_alpha", "lk_hybrid", "kl_tv", "cross_entropy", "dspark"
 ]  # fmt: skip
 """Losses per token; `distill.losses.divergences` holds what they compute."""
-SlotWeights = Literal["decay", "dpace", "length"]
 Scope = Literal["microbatch", "global"]
 Normalisation = Literal["paper", "official"]
 
@@ -166,12 +165,6 @@ class DraftSettings:
     accepted_only: bool = False
     """Feature heads of at least two drafting steps: a further step is trained only after tokens that would be accepted,
     drawn from the current acceptance rates, as in decoding."""
-    slot_weights: SlotWeights = "decay"
-    """Block heads: how much each drafted token of a block counts. decay: exp(-i/4) of the i-th (5 and 7 for blocks of
-    10 and 16), as published. dpace: D-PACE, by the probability that the block is right up to it. length: by the
-    derivative of the expected accepted length, so that divergence tv trains that length itself."""
-    rank_reached: bool = False
-    """Block heads with a reference: rank tokens by dL times the probability that the block is accepted up to them."""
     seed: Seed | None = None
     """Seed of the order of examples; null: the run's seed."""
     training: dict[str, Any] = field(default_factory=dict)
@@ -194,8 +187,6 @@ class DraftSettings:
     def key(self) -> dict[str, Any]:
         """The settings that decide the draft, for fingerprints; the reference and the training are added by callers."""
         unused = {"name", "reference", "training"} | (set() if self.selects else {"k", "scope", "normalisation"})
-        unused |= {"slot_weights"} if self.slot_weights == "decay" else set()
-        unused |= set() if self.rank_reached else {"rank_reached"}
         return {name: value for name, value in asdict(self).items() if name not in unused}
 
     def validate(self, where: str, shared: TrainingSettings, earlier: list[str]) -> None:

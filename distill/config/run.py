@@ -141,12 +141,6 @@ class Settings:
                 f"drafts[].accepted_only needs an EAGLE head of two drafting steps or more, and student.kind is "
                 f"{self.student.kind}, student.unroll {self.student.unroll}"
             )
-        slots = [d.name for d in self.drafts if d.rank_reached or d.slot_weights != "decay"]
-        if slots and not self.student.is_block:
-            raise UserError(
-                f"drafts {', '.join(slots)} have slot_weights or rank_reached, which weigh the slots of a block, and "
-                f"student.kind is {self.student.kind}: choose dflash or dspark, or leave them out"
-            )
         measured = self.evaluation
         if not (measured.temperatures and measured.draft_lengths):
             raise UserError("evaluation.temperatures or evaluation.draft_lengths is empty: give at least one")

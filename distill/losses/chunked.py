@@ -74,8 +74,7 @@ class LossRequest:
         criterion: Divergence that ``choose`` is given. None: the loss.
         metrics: Whether alpha and agreement are computed.
         mass: Probability that the target gives to all ids of the draft together, ``[rows]``, for alpha. None: 1.
-        weigh: Maps alpha of all rows and the draft's probability of their labels, ``[rows]`` each, to factors of their
-            losses in the sum; alpha has to be among the metrics. None: 1.
+        factors: Of the rows' losses in the sum, ``[rows]``. None: 1.
     """
 
     divergence: Divergence
@@ -83,7 +82,7 @@ class LossRequest:
     criterion: Divergence | None = None
     metrics: bool = True
     mass: Tensor | None = None
-    weigh: Callable[[Tensor, Tensor], Tensor] | None = None
+    factors: Tensor | None = None
 
 
 def fused_loss(
@@ -114,23 +113,23 @@ def fused_loss(
     narrow = autocast_to_bfloat16(hidden.device)
     with loss_precision(hidden.device):
         hidden = hidden.to(head.linear.weight.dtype)
-        vocab, select = min(head.vocab, target.vocab), bool(request.choose or request.weigh)
+        vocab, select = min(head.vocab, target.vocab), request.choose is not None
         size, whole = chunk or chunk_rows(vocab, hidden.device, narrow=narrow), len(hidden) * vocab * 4
-        # by row the loss, the criterion if there is one, the label's loss, alpha and agreement if wanted
-        count = 1 + (request.criterion is not None) + (request.weigh is not None) + 2 * request.metrics
+        # by row the loss, the criterion if there is one, alpha and agreement if wanted
+        count = 1 + (request.criterion is not None) + 2 * request.metrics
         values = hidden.new_empty(count, len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
         chosen: Tensor | None = None
-        factors: Tensor | None = None
+        factors = request.factors
         weight, bias = head.linear.weight[:vocab], None if head.linear.bias is None else head.linear.bias[:vocab]
         evaluate = _evaluate_compiled if compiled else _evaluate
 
         def part(place: RowIndex) -> tuple[Tensor, TargetRows, LMHead, LossRequest]:
             mass = None if request.mass is None else pick(request.mass, place)
-            own = replace(request, choose=None, weigh=request.weigh and _first, mass=mass)  # torch.compile reads all
+            own = replace(request, choose=None, factors=None, mass=mass)  # torch.compile reads all
             return functional.linear(pick(hidden, place), weight, bias), target.at(place), head, own
 
         def compute(gradients: HeadGradients | None) -> Tensor:
-            nonlocal chosen, factors
+            nonlocal chosen
             wanted = gradients is not None and (not select or whole <= KEPT)
             late = wanted and select and whole <= LATE and not compiled
             kept: list[Callable[[Tensor], Tensor]] = []  # for each chunk, the gradients of its rows from their indices
@@ -147,23 +146,20 @@ def fused_loss(
                 if gradient is not None and select:
                     kept.append(partial(gradient.index_select, 0))
                 elif gradient is not None and gradients is not None:
-                    gradients.add(place, gradient)
+                    gradients.add(place, gradient if factors is None else gradient * pick(factors, place)[:, None])
             alpha = values[-2] if request.metrics else None
-            if request.weigh is not None and alpha is not None:
-                factors = request.weigh(alpha, (-values[-3]).exp())
             if request.choose is not None:
                 chosen = request.choose(values[0 if request.criterion is None else 1], alpha)
-            if gradients is not None and select:
-                wanted_rows = torch.arange(len(hidden), device=hidden.device) if chosen is None else chosen
+            if gradients is not None and chosen is not None:
                 parts: Iterator[tuple[Tensor, Tensor]]
                 if kept:
-                    counts = torch.bincount(wanted_rows // size, minlength=len(kept)).tolist()
-                    numbered = enumerate(zip(wanted_rows.split(counts), kept))
+                    counts = torch.bincount(chosen // size, minlength=len(kept)).tolist()
+                    numbered = enumerate(zip(chosen.split(counts), kept))
                     parts = ((rows, gradients_at(rows - n * size)) for n, (rows, gradients_at) in numbered)
                 else:
                     parts = (
                         (rows, cast(Tensor, evaluate(*part(rows), values=False, gradient=True)[1]))
-                        for rows in wanted_rows.split(size)
+                        for rows in chosen.split(size)
                     )
                 for rows, gradient in parts:
                     gradients.add(rows, gradient if factors is None else gradient * factors[rows, None])
@@ -242,10 +238,6 @@ def row_slices(rows: int, chunk: int) -> Iterator[slice]:
         yield slice(start, min(rows, start + chunk))
 
 
-def _first(alpha: Tensor, label: Tensor) -> Tensor:
-    return alpha  # stands for `LossRequest.weigh` in a chunk, which only asks whether there is one
-
-
 # -- a chunk ----------------------------------------------------------------------------------------------------------
 
 
@@ -265,9 +257,8 @@ def _distributions(products: Tensor, target: TargetRows, head: LMHead) -> tuple[
 def _values(pair: TokenDistributions, request: LossRequest) -> tuple[Tensor, ...]:
     """Returns by row the loss, the criterion if there is one, and alpha and agreement if wanted."""
     criterion = () if request.criterion is None else (request.criterion.loss(pair),)
-    label = () if request.weigh is None else (pair.label_loss(),)
     metrics = (pair.accepted(request.mass), pair.agreement()) if request.metrics else ()
-    return request.divergence.loss(pair), *criterion, *label, *metrics
+    return request.divergence.loss(pair), *criterion, *metrics
 
 
 def _gradient(divergence: Divergence, pair: TokenDistributions, slope: Tensor | float) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distill.config.drafts import DraftSettings, Normalisation, Scope, SlotWeights
+from distill.config.drafts import DraftSettings, Normalisation, Scope
 from distill.losses.divergences import Divergence, TargetRows
 from distill.models.lm_head import LMHead
 
@@ -113,16 +113,12 @@ class Objective:
         selection: Which tokens are trained on. None: all.
         warmup: First steps, which use forward KL instead.
         accepted_only: A chain of drafting steps ends at the first token that is rejected.
-        slot_weights: How much the tokens of a block count.
-        rank_reached: ΔL of a block's tokens is multiplied by the probability that they are reached.
     """
 
     divergence: Divergence = field(default_factory=Divergence)
     selection: Selection | None = None
     warmup: int = 0
     accepted_only: bool = False
-    slot_weights: SlotWeights = "decay"
-    rank_reached: bool = False
 
     def divergence_at(self, step: int) -> Divergence:
         """Returns the loss per token of an optimiser step."""
@@ -136,6 +132,4 @@ def objective_of(draft: DraftSettings, steps: int) -> Objective:
         Selection(draft.k, draft.scope, draft.normalisation) if draft.selects else None,
         round(draft.kl_first * steps),
         draft.accepted_only,
-        draft.slot_weights,
-        draft.rank_reached,
     )

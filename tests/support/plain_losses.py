@@ -56,14 +56,11 @@ def plain_loss(hidden: Tensor, head: LMHead, target: TargetRows, request: LossRe
             log_p = target.log_probs(log_q.detach())
         pair, detached = TokenDistributions(log_p, log_q), TokenDistributions(log_p, log_q.detach())
         pair.labels = detached.labels = target.labels
-        losses, chosen, factors = divergence.loss(pair), None, None
+        losses, chosen = divergence.loss(pair), None
         alpha = detached.accepted(request.mass) if request.metrics else None
         agreement = detached.agreement() if request.metrics else None
-        if request.weigh is not None:
-            assert alpha is not None
-            factors = request.weigh(alpha, (-detached.label_loss()).exp())
         if request.choose is not None:
             chosen = request.choose((request.criterion or divergence).loss(detached), alpha)
-        total = losses if factors is None else losses * factors
+        total = losses if request.factors is None else losses * request.factors
         total = (total if chosen is None else total[chosen]).sum()
         return LossRows(total, losses.detach(), chosen, alpha, agreement)

@@ -149,7 +149,7 @@ def test_weights_multiply_the_rows_losses_in_their_sum(
     monkeypatch.setattr(distill.losses.chunked, "KEPT", kept)
     one = side("phi")
     own = torch.rand(int(one.mask.sum()), dtype=torch.float64)
-    wanted = task(k=k, weigh=lambda alpha, label: own * alpha + label)
+    wanted = task(k=k, factors=own)
     assert_equal(one.run(fused_loss, wanted, chunk=5), one.run(plain_loss, wanted))
 
 

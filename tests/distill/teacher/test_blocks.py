@@ -12,7 +12,6 @@ from blocks import make_block_head, plain_block
 from families import in_double
 from tiny_run import begun, bench, check_killed_ends_alike, run_tiny, tiny_settings
 
-from decode.errors import UserError
 from decode.models.block_head import BlockHead
 from decode.models.head_files import load_head
 from decode.models.loading import load_model
@@ -22,14 +21,14 @@ from distill.data.batches import TokenDataset, label_mask
 from distill.losses import slots
 from distill.losses.chunked import LossRequest, fused_loss
 from distill.losses.divergences import Divergence
-from distill.losses.objective import Objective
+from distill.losses.objective import Objective, Selection
 from distill.modules import BlockModule
 from distill.stages import run_of
 from distill.teacher.blocks import anchors_of, block_rows, calibration_error, temperatures
 from distill.teacher.signals import TargetSignal, Teacher
 from distill.teacher.store import reference_loss
 
-STAGES = ["target", "initial", "dspark", "adaspec", "length"]
+STAGES = ["target", "initial", "dspark", "adaspec"]
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +40,7 @@ def run(tmp_path_factory):  # type: ignore[no-untyped-def]
     settings.student = StudentSettings(kind="dspark", draft_vocab=64, block=block)
     settings.drafts = [
         DraftSettings(name="dspark", divergence="dspark"),
-        DraftSettings(name="adaspec", divergence="dspark", reference="dspark", rank_reached=True, slot_weights="dpace"),
-        DraftSettings(name="length", divergence="tv", kl_first=0.5, slot_weights="length"),
+        DraftSettings(name="adaspec", divergence="dspark", reference="dspark"),
     ]
     run_tiny(begun(settings))
     return settings, run_of(settings)
@@ -109,37 +107,6 @@ def in_training(tiny, **objective: Any) -> tuple[BlockModule, dict[str, Any]]:  
     return module, rows.batch(torch.arange(2).numpy())
 
 
-def test_the_expected_accepted_length_is_what_its_objective_trains(tiny) -> None:
-    """Finite differences of Σ∏α, averaged over the blocks, by weights of every part of the head."""
-    module, batch = in_training(tiny, divergence=Divergence("tv"), slot_weights="length")
-    head = module.model
-
-    def length() -> float:
-        with torch.no_grad():
-            ((drafted, rows),) = module(batch, training=False)
-        total, reach = 0.0, 1.0
-        for slot, alpha in zip(drafted.slots.tolist(), rows.alpha.tolist()):
-            reach = alpha if slot == 0 else reach * alpha
-            total += reach
-        return total / int((drafted.slots == 0).sum())
-
-    ((_, rows),) = module(batch)
-    (rows.total / len(rows.losses)).backward()
-    for name, weight in head.named_parameters():
-        if "confidence" in name:
-            continue
-        assert weight.grad is not None, name
-        place = int(weight.grad.abs().argmax())
-        before, step = weight.data.flatten()[place].item(), 1e-6
-        values = []
-        for sign in (1, -1):
-            weight.data.view(-1)[place] = before + sign * step
-            values.append(length())
-        weight.data.view(-1)[place] = before
-        slope = (values[0] - values[1]) / (2 * step)
-        assert weight.grad.flatten()[place].item() == pytest.approx(-slope, rel=2e-3, abs=1e-9), name
-
-
 def test_the_confidence_learns_the_acceptance_and_a_slot_left_out_still_counts(tiny) -> None:
     module, batch = in_training(tiny, divergence=Divergence("dspark"))
     ((drafted, rows),) = module(batch)
@@ -159,19 +126,19 @@ def test_the_confidence_learns_the_acceptance_and_a_slot_left_out_still_counts(t
 def test_weights_of_slots() -> None:
     places = torch.tensor([0, 1, 2, 0, 0, 1])
     a = torch.tensor([0.5, 0.4, 0.8, 0.9, 0.3, 0.6], dtype=torch.float64)
-    before, after = slots.reached(a, places)
-    assert before.tolist() == pytest.approx([1, 0.5, 0.2, 1, 1, 0.3])
-    assert after.tolist() == pytest.approx([1 + 0.4 * 1.8, 1.8, 1, 1, 1.6, 1])
-    found = slots.slot_weights("length", a, a, places, 3)
-    assert found.tolist() == pytest.approx([2 * w for w in (1.72, 0.9, 0.2, 1, 1.6, 0.3)])  # six rows, three blocks
-    smooth = 0.5 * a + 0.5
-    paced = slots.slot_weights("dpace", a, a, places, 3)
-    first = smooth[0] * (1 + smooth[1] * (1 + smooth[2]))
-    assert (paced[2] / paced[0]).item() == pytest.approx((smooth[:3].prod() / first).item())
-    assert paced.mean().item() == pytest.approx(1)
-    decayed = slots.slot_weights("decay", a, a, places, 8)
-    assert (decayed[1] / decayed[0]).log().item() == pytest.approx(-0.25)
-    assert [slots.gamma(n) for n in (7, 8, 9, 15, 16)] == [4, 4, 5, 7, 7]
+    assert slots.reached(a, places).tolist() == pytest.approx([1, 0.5, 0.2, 1, 1, 0.3])
+    assert not len(slots.reached(a[:0], places[:0]))
+    for drafts, gamma in ((7, 4), (8, 4), (9, 5), (15, 7), (16, 7)):
+        decayed = slots.decay(places, drafts)
+        assert (decayed[1] / decayed[0]).log().item() == pytest.approx(-1 / gamma)
+
+
+def test_a_selection_ranks_slots_by_the_loss_difference_where_they_are_reached(tiny) -> None:
+    module, batch = in_training(tiny, divergence=Divergence("dspark"), selection=Selection(0.5))
+    ((drafted, rows),) = module(batch, training=False)
+    drafted.reference = torch.zeros_like(rows.losses)
+    ranked = module.rank(drafted, rows.losses, rows.alpha)
+    torch.testing.assert_close(ranked, rows.losses * slots.reached(rows.alpha, drafted.slots))
 
 
 def test_blocks_begin_before_labels_each_once() -> None:
@@ -184,13 +151,6 @@ def test_blocks_begin_before_labels_each_once() -> None:
                 assert len(chosen) == len(set(chosen)) == min(count or 9, int(mask[row].sum()))
                 assert bool(mask[row, chosen].all())
     assert anchors_of(mask, None, None)[0][0].tolist() == [1, 2, 4, 5]
-
-
-def test_settings_that_only_blocks_have_are_refused_for_others(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path)
-    settings.drafts[0].slot_weights = "dpace"
-    with pytest.raises(UserError, match="slot_weights"):
-        settings.validate()
 
 
 def test_temperatures_calibrate_the_product_of_the_confidences(run) -> None:
