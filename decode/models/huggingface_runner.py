@@ -10,15 +10,15 @@ import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Cache as TransformersCache
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from decode.draft import Draft
-from decode.models.runner import Cache, Output, Runner, WrappedRunner
+from decode.models.rollback_cache import RollbackCache
+from decode.models.runner import Output, Runner, WrappedRunner, joined
 
 IMPLEMENTATIONS = ("sdpa", "eager")  # attention implementations that take any mask
+AGAIN = 8  # more tokens to be read again have a forward of their own, after which states are copied anew
 
 
 @contextmanager
@@ -60,69 +60,17 @@ def tree_refusal(config: PreTrainedConfig, arguments: set[str]) -> str:
     return ""
 
 
-class RollbackLayer(DynamicLayer):
-    """transformers' growing layer over memory that is allocated in advance, so that appending copies nothing held.
-
-    Sliding-window layers are held whole too: the mask hides what lies outside the window, so that any rollback stays
-    possible. `keys` and `values` are views ``[batch, heads, length, width]`` of the first positions of `memory`.
-    """
-
-    keys: Any
-    values: Any
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__()
-        self.capacity, self.memory = capacity, list[Tensor]()
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append, and return views of all that is held."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        start = self.get_seq_length()
-        end = start + key_states.shape[2]
-        if not self.memory or end > self.capacity:
-            self.capacity = max(end, 2 * self.capacity if self.memory else self.capacity)
-            new = key_states, value_states
-            grown = [states.new_empty(*states.shape[:2], self.capacity, states.shape[3]) for states in new]
-            for memory, held in zip(grown, (self.keys, self.values)):
-                if start:
-                    memory[:, :, :start] = held
-            self.memory = grown
-        for memory, states in zip(self.memory, (key_states, value_states)):
-            memory[:, :, start:end] = states
-        self.keys, self.values = self.memory[0][:, :, :end], self.memory[1][:, :, :end]
-        return self.keys, self.values
-
-
-class RollbackCache(TransformersCache, Cache):
-    """The cache of one sequence for a Hugging Face model: one `RollbackLayer` a layer.
-
-    Attributes:
-        length: positions held; an interrupted forward may have left more in some layers.
-    """
-
-    def __init__(self, layers: int, capacity: int = 256) -> None:
-        TransformersCache.__init__(self, layers=[RollbackLayer(capacity) for _ in range(layers)])
-        self.length = 0
-
-    def truncate(self, length: int) -> None:
-        """See `Cache.truncate`."""
-        for layer in self.layers:
-            layer.crop(min(0, length - layer.get_seq_length()))
-        self.length = min(length, self.length)
-
-    def gather(self, base: int, slots: list[int]) -> None:
-        """See `Cache.gather`."""
-        for layer in self.layers:
-            for states in (layer.keys, layer.values) if layer.is_initialized else ():
-                states[:, :, base : base + len(slots)] = states[:, :, slots]
-
-
 class HuggingFaceRunner(Runner):
     """Calls the model as it is; `decode.models.fast_runner.FastRunner` does the same with less overhead.
 
     The weights are the model's own, so changes to them are seen.
+
+    Attributes:
+        stepwise: read one token at a time once there is a state, as models do need whose scan of several tokens begins
+            without one (Mamba's first version).
     """
+
+    stepwise = False
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.config: Any = model.config.get_text_config()
@@ -133,11 +81,14 @@ class HuggingFaceRunner(Runner):
             numbers += groups * (getattr(layer, "head_dim", None) or layer.hidden_size // max(1, heads))
         super().__init__(**facts_of(model), cache_bytes_per_token=2 * numbers * model.dtype.itemsize)
         self._capacity, self._arguments = 256, arguments_of(model)
+        self._cache_argument = "cache_params" if "cache_params" in self._arguments else "past_key_values"
         self.tree_refusal = tree_refusal(self.config, self._arguments)
+        if self.new_cache().recurrent:
+            self.tree_refusal = "it keeps a recurrent state, which is that of one branch"
 
     def new_cache(self) -> RollbackCache:
         """See `Runner.new_cache`."""
-        return RollbackCache(self.config.num_hidden_layers, self._capacity)
+        return RollbackCache(self.config, self._capacity)
 
     def reserve(self, *, rows: int = 0, capacity: int = 0) -> None:
         """See `Runner.reserve`; it serves the caches opened from then on."""
@@ -146,30 +97,48 @@ class HuggingFaceRunner(Runner):
     def _read(
         self, cache: RollbackCache, tokens: Tensor, tree: Draft | None, capture: tuple[int, ...], last: int | None
     ) -> Output:
-        n, past = len(tokens), cache.length
-        extra: dict[str, Any] = {}
-        if "position_ids" in self._arguments:
-            depths = torch.arange(n) if tree is None else torch.tensor([0, *tree.depths()])
-            extra["position_ids"] = (past + depths.to(self.device))[None]
+        if len(cache.unread) > AGAIN:
+            self._append(cache, tokens[:0], None, (), 1)
+        return self._append(cache, tokens, tree, capture, last)
+
+    def _append(
+        self, cache: RollbackCache, tokens: Tensor, tree: Draft | None, capture: tuple[int, ...], last: int | None
+    ) -> Output:
+        """Read the unread tokens and these; the output has rows of these."""
+        n, past, rows = len(tokens), cache.read, len(tokens) if last is None else last
+        extra: dict[str, Any] = {self._cache_argument: cache, "use_cache": True, "output_hidden_states": bool(capture)}
         if "logits_to_keep" in self._arguments:
-            extra["logits_to_keep"] = 0 if last is None else max(1, last)
+            extra["logits_to_keep"] = max(1, rows)
+        cache.begin(tokens)
+        feed = torch.cat([cache.unread, tokens]) if past < cache.length else tokens
+        depths = torch.arange(len(feed)) if tree is None else torch.tensor([0, *tree.depths()])
+        position = past + depths.to(self.device)
+        steps = [slice(i, i + 1) for i in range(len(feed))] if self.stepwise and past else [slice(None)]
         head_inputs: list[Tensor] = []
         # the states that the head reads, without asking the model to keep those of every layer
         hook = self.model.get_output_embeddings().register_forward_pre_hook(
             lambda module, inputs: head_inputs.append(inputs[0])
         )
+        outputs = []
         try:
             with nullcontext() if tree is None else masks_of_tree(tree, past, self.config, self.device):
-                extra |= {"past_key_values": cache, "use_cache": True, "output_hidden_states": bool(capture)}
-                out = self.model(input_ids=tokens[None], **extra)
+                for step in steps:
+                    if "position_ids" in self._arguments:
+                        extra["position_ids"] = position[step][None]
+                    outputs.append(self.model(input_ids=feed[step][None], **extra))
+        except BaseException:
+            if cache.recurrent:  # some layers have read the tokens, some have not
+                cache.rewind(cache.length)
+            raise
         finally:
             hook.remove()
-        cache.length = past + n
-        logits, hidden = out.logits[0], head_inputs[-1][0]
-        if last is not None:
-            logits, hidden = logits[len(logits) - last :], hidden[len(hidden) - last :]
-        captured = torch.cat([out.hidden_states[layer][0] for layer in capture], -1) if capture else None
-        return Output(logits, hidden, captured)
+        cache.end(tokens)
+        logits, hidden = joined([out.logits[0] for out in outputs]), joined([states[0] for states in head_inputs])
+        captured = None
+        if capture:
+            states = [joined([out.hidden_states[layer][0] for out in outputs]) for layer in capture]
+            captured = joined(states, -1)[-n:]
+        return Output(logits[len(logits) - rows :], hidden[len(hidden) - rows :], captured)
 
 
 def facts_of(model: PreTrainedModel) -> dict[str, Any]:

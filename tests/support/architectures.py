@@ -217,19 +217,26 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_next",
         _LLAMA
         | {"layer_types": ["linear_attention", "full_attention"], "num_experts": 2, "moe_intermediate_size": 16}
-        | {"head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "shared_expert_intermediate_size": 16}
+        | {
+            "num_experts_per_tok": 1,
+            "head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "shared_expert_intermediate_size": 16,
+        }
         | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
     ),
 }
 """Architecture (and what is special about the model) → model type and configuration."""
 
 REFUSED = {
-    *("BERT", "Mamba", "Mamba-2", "FalconMamba", "RWKV", "RecurrentGemma", "Jamba", "Bamba"),
-    *("LFM2", "MiniMax", "Qwen3-Next"),
+    *("BERT", "RWKV", "RecurrentGemma", "MiniMax"),
 }
+RECURRENT = {"Mamba", "Mamba-2", "FalconMamba", "Jamba", "Bamba", "LFM2", "Qwen3-Next"}
 NO_TREES = {
     *("Llama 4, temperature tuning", "Phi-3, rope longrope", "GPT-Neo", "BLOOM", "MPT", "Falcon, ALiBi"),
     "BART decoder",
+    *RECURRENT,
 }
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
-from decode.models.huggingface_runner import RollbackCache, RollbackLayer
+from decode.models.rollback_cache import RollbackCache, RollbackLayer
 
 
 def states(*values: float) -> Tensor:
@@ -36,7 +37,7 @@ def test_appending_copies_nothing_while_there_is_room_and_growing_keeps_what_is_
 
 
 def test_layers_roll_back_together_whatever_they_hold_and_later_positions_replace_the_end() -> None:
-    cache = RollbackCache(2, capacity=4)
+    cache = RollbackCache(LlamaConfig(num_hidden_layers=2), capacity=4)
     cache.truncate(0)
     append(cache, 1, 2, 3)
     append(cache, 1, 2, layer=1)  # as after an interrupted forward
