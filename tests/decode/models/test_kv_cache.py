@@ -39,6 +39,7 @@ def test_appending_copies_nothing_while_there_is_room_and_growing_keeps_what_is_
 def test_layers_roll_back_together_whatever_they_hold_and_later_positions_replace_the_end() -> None:
     cache = RollbackCache(LlamaConfig(num_hidden_layers=2), capacity=4)
     cache.truncate(0)
+    cache.end(torch.tensor([7]))
     append(cache, 1, 2, 3)
     append(cache, 1, 2, layer=1)  # as after an interrupted forward
     cache.truncate(1)
