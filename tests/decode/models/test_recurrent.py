@@ -1,0 +1,107 @@
+"""Targets with recurrent or convolutional states: rollbacks to any position, exact outputs, interrupted forwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from architectures import RECURRENT, build_architecture
+from enumeration import Experiment
+from families import VOCAB, in_double, resembling
+from greedy import GREEDY, PROMPTS, generate
+from torch import Tensor
+
+from decode.errors import UserError
+from decode.loop import decode_texts
+from decode.method_options import MethodOptions
+from decode.methods import MethodInputs, build
+from decode.models.choose_runner import open_runner
+from decode.models.huggingface_runner import AGAIN, HuggingFaceRunner
+from decode.models.rollback_cache import RollbackCache
+from decode.sampling import LogitsWarper, TorchRng
+
+IDS = (torch.arange(40) * 7919 + 1) % VOCAB
+
+
+@pytest.mark.parametrize("name", sorted(RECURRENT))
+@torch.inference_mode()
+def test_a_rollback_to_any_position_gives_the_logits_of_a_fresh_forward(name: str) -> None:
+    """Also several in a row, behind the copied states and before them, and with more to read again than `AGAIN`."""
+    model = build_architecture(name)
+    runner = open_runner(model)
+    fresh = model(input_ids=IDS[None], use_cache=False).logits[0]
+    cache = runner.new_cache()
+    runner.forward([cache], [IDS[:8]])
+    for piece, back in [(3, 0), (5, 4), (5, 3), (1, 0), (6, 5), (7, 2), (9, 1), (2, 1), (9, 9), (4, 12), (6, 1), (1, 1)]:
+        start = cache.length
+        logits = runner.forward([cache], [IDS[start : start + piece]]).logits
+        torch.testing.assert_close(logits, fresh[start : start + piece], rtol=1e-3, atol=1e-3)
+        cache.truncate(start + piece - back)
+        assert cache.length == start + piece - back
+    cache.truncate(3 + AGAIN)
+    assert len(cache.unread) > AGAIN
+    start = cache.length
+    out = runner.forward([cache], [IDS[start : start + 2]], capture=(1,), last=1)
+    torch.testing.assert_close(out.logits, fresh[start + 1 : start + 2], rtol=1e-3, atol=1e-3)
+    assert out.captured is not None
+    assert len(out.captured) == 2
+    assert len(out.hidden) == 1
+
+
+@pytest.mark.parametrize("name", ["LFM2", "Mamba-2"])
+def test_sampled_drafts_are_exact_on_a_hybrid_and_on_a_recurrent_target(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By enumeration of the production loop, whose draft keeps a state too; a state that is not put back is found."""
+    monkeypatch.setattr(Tensor, "float", lambda self: self.double())  # these models compute parts of it in float32
+    target = in_double(build_architecture(name, vocab_size=2)).double()
+    warp, options = LogitsWarper(0.9), MethodOptions(draft_length=2)
+    draft = HuggingFaceRunner(resembling(target, 0.15))
+    inputs = MethodInputs(HuggingFaceRunner(target), warp, draft, options=options)
+    experiment = Experiment(inputs.target, warp, [0, 1, 1, 0, 1], 3)
+    with torch.inference_mode():
+        assert experiment.bias(build("vanilla", inputs)) < 1e-12
+        assert any(trace.accepted for trace in experiment.traces)
+
+        def only_cut(cache: RollbackCache, length: int) -> None:
+            cache.read = length
+            cache._crop(length)
+
+        monkeypatch.setattr(RollbackCache, "rewind", only_cut)
+        assert experiment.bias(build("vanilla", inputs)) > 1e-4
+
+
+@pytest.mark.parametrize("name", sorted(RECURRENT))
+def test_texts_in_a_batch_are_those_of_generate(name: str) -> None:
+    model = build_architecture(name)
+    runner, draft = open_runner(model), open_runner(resembling(model, 0.1))
+    for method in ("prompt-lookup", "vanilla"):
+        system = build(method, MethodInputs(runner, GREEDY, draft, options=MethodOptions(draft_length=3)))
+        rngs = [TorchRng(0) for _ in PROMPTS]
+        texts = decode_texts(runner, system, GREEDY, PROMPTS, rngs=rngs, batch_size=3, max_new_tokens=12)
+        assert [text.ids for text in texts] == [generate(model, prompt, 12) for prompt in PROMPTS]
+        assert sum(sum(text.trace.drafted) for text in texts) > 0
+
+
+@torch.inference_mode()
+def test_an_interrupted_forward_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_architecture("Bamba")
+    runner = open_runner(model)
+    fresh, cache = model(input_ids=IDS[None], use_cache=False).logits[0], runner.new_cache()
+    runner.forward([cache], [IDS[:9]])
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model.layers[1], "forward", _interrupted)  # the first layer's state has moved on
+        with pytest.raises(KeyboardInterrupt):
+            runner.forward([cache], [IDS[9:13]])
+    assert cache.length == 9
+    logits = runner.forward([cache], [IDS[9:13]]).logits
+    torch.testing.assert_close(logits, fresh[9:13], rtol=1e-3, atol=1e-3)
+
+
+def _interrupted(*args: object, **kwargs: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_trees_are_refused_since_branches_would_share_a_state() -> None:
+    runner = open_runner(build_architecture("Mamba-2"))
+    with pytest.raises(UserError, match="it keeps a recurrent state, which is that of one branch"):
+        build("lookahead", MethodInputs(runner, GREEDY))
