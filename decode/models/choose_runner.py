@@ -79,7 +79,8 @@ def open_runner(model: PreTrainedModel, *, fast: bool = True, pack: str = "off",
         raise _unserved(
             runner.name,
             f"read in pieces, a text gets other logits than read at once ({found.chain:.2g} standard deviations): it "
-            "is bidirectional (BERT without is_decoder), or keeps a state that is not in its cache",
+            "is bidirectional (BERT without is_decoder), keeps a state that is not in its cache, or computes one token "
+            "otherwise than several",
         )
     if runner.supports_trees and not found.tree < found.tolerance:
         runner.tree_refusal = found.tree_error or "a tree's branches get other logits than the texts they stand for"

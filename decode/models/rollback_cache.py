@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from transformers import Cache as TransformersCache
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from decode.models.runner import Cache
 
-OTHERS = ("LinearAttentionLayer", "DynamicIndexedLayer", "DummyLayer")
-"""transformers' layers that are taken as they are, beside those that `RollbackLayer` stands for."""
+OTHERS = ("LinearAttentionLayer", "DummyLayer")
+"""transformers' layers that are taken as they are, beside those that a layer of this module stands for."""
+WHOLE = 1 << 60  # a window that is never full
 
 
 class RollbackLayer(DynamicLayer):
@@ -73,6 +74,25 @@ class HybridLayer(LinearAttentionLayer, RollbackLayer):
         RollbackLayer.crop(self, tokens_to_remove)
 
 
+class IndexedLayer(RollbackLayer):
+    """A layer whose attention reads the keys that an indexer chooses by keys of its own, ``[batch, length, width]``."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.indexer = RollbackLayer(capacity)
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Append the indexer's keys, and return all."""
+        states = indexer_key_states[:, None]
+        return self.indexer.update(states, states[..., :0])[0][:, 0]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Cut both to one length; after an interrupted forward they may differ."""
+        length = self.get_seq_length() + tokens_to_remove
+        super().crop(tokens_to_remove)
+        self.indexer.crop(min(0, length - self.indexer.get_seq_length()))
+
+
 class RollbackCache(TransformersCache, Cache):
     """One layer a layer of the model: a `RollbackLayer`, a state of its kind, both, or nothing.
 
@@ -91,9 +111,9 @@ class RollbackCache(TransformersCache, Cache):
 
     def __init__(self, config: Any, capacity: int = 256) -> None:
         TransformersCache.__init__(self, layers=[_layer(own, capacity) for own in DynamicCache(config=config).layers])
-        self.recurrent = [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
+        self.recurrent = [layer for layer in self.layers if _states(layer)]
         self.length = self.read = self._saved_at = 0
-        self._ids, self._saved = torch.empty(0, dtype=torch.long), list[dict[tuple[str, int], Tensor]]()
+        self._ids, self._saved = torch.empty(0, dtype=torch.long), list[dict[str, dict[Any, Any]]]()
 
     @property
     def unread(self) -> Tensor:
@@ -112,10 +132,7 @@ class RollbackCache(TransformersCache, Cache):
         """Copy the states, if they are those of `length`."""
         if self.read == self.length:
             self._saved_at = self.read
-            self._saved = [
-                {(kind, i): s.clone() for kind in STATES for i, s in getattr(layer, kind).items() if s is not None}
-                for layer in self.recurrent
-            ]
+            self._saved = [_states(layer, copied=True) for layer in self.recurrent]
 
     def end(self, tokens: Tensor) -> None:
         """Hold ``tokens [n]``, which the forward has read."""
@@ -136,22 +153,24 @@ class RollbackCache(TransformersCache, Cache):
             self._saved_at = 0
         self.read = self._saved_at
         for layer in () if self.read else self.recurrent:
-            LinearAttentionLayer.reset(layer)
+            layer.reset()
         for layer, saved in zip(self.recurrent, self._saved) if self.read else ():
-            for (kind, i), state in saved.items():
-                getattr(layer, kind)[i].copy_(state)
+            _put_back(layer, saved)
         self._crop(self.read)
 
     def _crop(self, length: int) -> None:
         for layer in self.layers:
-            if isinstance(layer, DynamicLayer):
-                layer.crop(min(0, length - layer.get_seq_length()))
+            if isinstance(layer, DynamicLayer) and layer.get_seq_length() > length:
+                layer.crop(length - layer.get_seq_length())
 
     def gather(self, base: int, slots: list[int]) -> None:
         """See `Cache.gather`."""
         for layer in self.layers:
-            for states in (layer.keys, layer.values) if layer.is_initialized else ():
-                states[:, :, base : base + len(slots)] = states[:, :, slots]
+            for held in (layer, getattr(layer, "indexer", None)):
+                for states in (
+                    (held.keys, held.values) if isinstance(held, RollbackLayer) and held.is_initialized else ()
+                ):
+                    states[:, :, base : base + len(slots)] = states[:, :, slots]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Positions held in a layer; in one without keys, those that were read."""
@@ -163,7 +182,27 @@ class RollbackCache(TransformersCache, Cache):
         return self.get_seq_length(layer_idx) + query_length, 0
 
 
-STATES = ("conv_states", "recurrent_states")  # of a LinearAttentionLayer, by number
+def _states(layer: Any, *, copied: bool = False) -> dict[str, dict[Any, Any]]:
+    """The states of a layer, beside keys and values: transformers keeps them in dictionaries.
+
+    Only `LinearAttentionLayer` changes them in place; other layers replace them, so that holding them is a copy.
+    """
+    states = {name: dict(own) for name, own in vars(layer).items() if isinstance(own, dict)}
+    if copied and isinstance(layer, LinearAttentionLayer):
+        for own in states.values():
+            own.update({i: state.clone() for i, state in own.items() if isinstance(state, Tensor)})
+    return states
+
+
+def _put_back(layer: Any, saved: dict[str, dict[Any, Any]]) -> None:
+    """Put back what `_states` has copied."""
+    for name, states in saved.items():
+        own = getattr(layer, name)
+        for i, state in states.items():
+            if isinstance(layer, LinearAttentionLayer) and isinstance(state, Tensor):
+                own[i].copy_(state)
+            else:
+                own[i] = state
 
 
 def _layer(own: Any, capacity: int) -> Any:
@@ -171,8 +210,13 @@ def _layer(own: Any, capacity: int) -> Any:
     kind = type(own).__name__
     if kind in ("DynamicLayer", "DynamicSlidingWindowLayer"):
         return RollbackLayer(capacity)
+    if kind == "DynamicIndexedLayer":
+        return IndexedLayer(capacity)
     if isinstance(own, LinearAttentionLayer) and isinstance(own, DynamicLayer):
         return HybridLayer(own.number_of_states, capacity)
+    if isinstance(own, DynamicSlidingWindowLayer) and _states(own):  # keys of a window, and compressed ones before it
+        own.sliding_window = WHOLE
+        return own
     if kind not in OTHERS:
         raise NotImplementedError(f"layers of kind {kind} hold something that is not known here")
     return own

@@ -38,6 +38,51 @@ def _rope(kind: str, **settings: Any) -> dict[str, Any]:
 _LONG = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 16}
 _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 
+_ALTERNATING = ["linear_attention", "full_attention", "linear_attention"]
+_SHARED_BLOCK = ["linear_attention", "hybrid", "linear_attention", "hybrid"]
+_DELTA = {
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_DELTA_EXPERTS = _DELTA | {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+_ZAMBA2 = _LLAMA | {
+    "num_hidden_layers": 4,
+    "layers_block_type": _SHARED_BLOCK,
+    "num_key_value_heads": 4,
+    "chunk_size": 8,
+    "mamba_d_state": 4,
+    "n_mamba_heads": 4,
+    "num_mem_blocks": 1,
+    "use_mem_rope": True,
+    "use_shared_attention_adapter": True,
+    "adapter_rank": 4,
+    "tie_word_embeddings": True,
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+_SHARED_EXPERTS = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", _LLAMA),
     "Llama, biases": ("llama", _LLAMA | {"attention_bias": True, "mlp_bias": True}),
@@ -226,13 +271,142 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         }
         | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
     ),
+    "Qwen3-Next, four layers": (
+        "qwen3_next",
+        _LLAMA
+        | _DELTA_EXPERTS
+        | {"num_hidden_layers": 4, "layer_types": [*["linear_attention"] * 3, "full_attention"]},
+    ),
+    "Qwen3.5": ("qwen3_5_text", _LLAMA | _DELTA | {"num_hidden_layers": 3, "layer_types": _ALTERNATING}),
+    "Qwen3.5-MoE": (
+        "qwen3_5_moe_text",
+        _LLAMA | _DELTA_EXPERTS | {"num_hidden_layers": 3, "layer_types": _ALTERNATING},
+    ),
+    "Kimi-Linear": (
+        "kimi_linear",
+        _LLAMA
+        | _LATENT
+        | _SHARED_EXPERTS
+        | {"num_hidden_layers": 3, "layer_types": _ALTERNATING, "linear_head_dim": 8, "linear_num_heads": 4},
+    ),
+    "Bailing hybrid": (
+        "bailing_hybrid",
+        _LLAMA | _LATENT | _SHARED_EXPERTS | {"num_hidden_layers": 3, "layer_types": _ALTERNATING, "head_dim": 8},
+    ),
+    "Nemotron-H": (
+        "nemotron_h",
+        _LLAMA
+        | {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"]}
+        | {"num_hidden_layers": 5, "head_dim": 8, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2}
+        | {"ssm_state_size": 4, "chunk_size": 8, "n_routed_experts": 4, "moe_intermediate_size": 16}
+        | {"moe_shared_expert_intermediate_size": 16},
+    ),
+    "LFM2-MoE": (
+        "lfm2_moe",
+        _LLAMA
+        | {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
+    "LFM3": (
+        "lfm3",
+        _LLAMA
+        | {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "sliding_attention"]}
+        | {"sliding_window": WINDOW, "head_dim": 8, "tie_word_embeddings": True},
+    ),
+    "Granite 4 hybrid": (
+        "granitemoehybrid",
+        _LLAMA
+        | _EXPERTS
+        | {"num_hidden_layers": 3, "layer_types": _ALTERNATING, "shared_intermediate_size": 16}
+        | {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 4, "mamba_chunk_size": 8},
+    ),
+    "Falcon-H1": (
+        "falcon_h1",
+        _LLAMA
+        | {"mamba_d_ssm": WIDTH, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_chunk_size": 8},
+    ),
+    "OLMo hybrid": (
+        "olmo_hybrid",
+        _LLAMA
+        | {"num_hidden_layers": 3, "layer_types": _ALTERNATING, "linear_num_key_heads": 2}
+        | {"linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    ),
+    "Zamba": (
+        "zamba",
+        _LLAMA
+        | {"num_hidden_layers": 4, "layers_block_type": _SHARED_BLOCK, "num_key_value_heads": 4}
+        | {"mamba_d_state": 4, "tie_word_embeddings": True},
+    ),
+    "Zamba 2": ("zamba2", _ZAMBA2 | {"time_step_min": 1e-9}),
+    "Zamba 2, clamped time steps": ("zamba2", _ZAMBA2),
+    "xLSTM": (
+        "xlstm",
+        {"hidden_size": 64, "num_hidden_layers": 2, "num_heads": 4, "chunk_size": 8, "max_inference_chunksize": 8}
+        | {"qk_dim_factor": 1.0},
+    ),
+    "DeepSeek-V4": (
+        "deepseek_v4",
+        {"hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 1}
+        | {"head_dim": 8, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 8, "moe_intermediate_size": 16}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW, "partial_rotary_factor": 0.5}
+        | {"layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]}
+        | {"mlp_layer_types": ["hash_moe", "moe", "moe"], "index_n_heads": 16, "index_head_dim": 8, "index_topk": 2}
+        | {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}}
+        | {"max_position_embeddings": CONTEXT, "hc_mult": 2, "hc_sinkhorn_iters": 4},
+    ),
+    "DeepSeek-V3.2": (
+        "deepseek_v32",
+        _LLAMA
+        | _LATENT
+        | _SHARED_EXPERTS
+        | {"q_lora_rank": 16, "index_topk": 4, "index_head_dim": 16, "index_n_heads": 16},
+    ),
+    "Gemma 3n": (
+        "gemma3n_text",
+        _LLAMA
+        | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": WINDOW, "head_dim": 8}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size_per_layer_input": VOCAB}
+        | {"hidden_size_per_layer_input": 8, "altup_num_inputs": 2, "laurel_rank": 4},
+    ),
+    "Gemma 4": (
+        "gemma4_text",
+        _LLAMA
+        | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": WINDOW, "head_dim": 8}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size_per_layer_input": VOCAB}
+        | {"hidden_size_per_layer_input": 8, "global_head_dim": 16},
+    ),
+    "GLM-4 MoE": (
+        "glm4_moe",
+        _LLAMA | _SHARED_EXPERTS | {"head_dim": 8, "use_qk_norm": True},
+    ),
+    "Ministral": (
+        "ministral",
+        _LLAMA | {"head_dim": 8, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "Ministral 3": (
+        "ministral3",
+        _rope("yarn", factor=4.0, original_max_position_embeddings=16, llama_4_scaling_beta=0.1) | {"head_dim": 8},
+    ),
+    "MiniMax-M2": ("minimax_m2", _LLAMA | _EXPERTS | {"head_dim": 8}),
+    "MiMo-V2-Flash": (
+        "mimo_v2_flash",
+        _LLAMA
+        | _SHARED_EXPERTS
+        | {"head_dim": 8, "v_head_dim": 8, "sliding_window": WINDOW}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+    ),
 }
 """Architecture (and what is special about the model) → model type and configuration."""
 
 REFUSED = {
-    *("BERT", "RWKV", "RecurrentGemma", "MiniMax"),
+    *("BERT", "RWKV", "RecurrentGemma", "MiniMax", "xLSTM"),
+    "Zamba 2, clamped time steps",  # its generate too: a scan clamps time steps, a step of one token does not
 }
-RECURRENT = {"Mamba", "Mamba-2", "FalconMamba", "Jamba", "Bamba", "LFM2", "Qwen3-Next"}
+RECURRENT = {
+    *("Mamba", "Mamba-2", "FalconMamba", "Jamba", "Bamba", "LFM2", "Qwen3-Next", "Qwen3-Next, four layers"),
+    *("Qwen3.5", "Qwen3.5-MoE", "Kimi-Linear", "Bailing hybrid", "Nemotron-H", "LFM2-MoE", "LFM3", "Granite 4 hybrid"),
+    *("Falcon-H1", "OLMo hybrid", "Zamba", "Zamba 2", "DeepSeek-V4"),
+}
 NO_TREES = {
     *("Llama 4, temperature tuning", "Phi-3, rope longrope", "GPT-Neo", "BLOOM", "MPT", "Falcon, ALiBi"),
     "BART decoder",
