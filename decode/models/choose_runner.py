@@ -1,5 +1,7 @@
 """The choice of a model's runner, and the check of its logits against the model's own."""
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ from decode.models.families import supports
 from decode.models.fast_runner import FastRunner, fast_runner
 from decode.models.head_runner import HeadRunner
 from decode.models.heads import FeatureHead
-from decode.models.huggingface_runner import HuggingFaceRunner, LongRopeRunner, arguments_of, longrope_boundary
+from decode.models.huggingface_runner import CACHES, HuggingFaceRunner, LongRopeRunner, arguments_of, longrope_boundary
 from decode.models.other_tokenizer import DraftModel, ForeignDraft, ForeignRunner
 from decode.models.runner import Runner
 
@@ -54,8 +56,8 @@ def open_runner(model: PreTrainedModel, *, fast: bool = True, pack: str = "off",
     text, name = config.get_text_config(), f"{type(model).__name__} ({config.model_type})"
     if config.is_encoder_decoder:
         raise _unserved(name, "it is an encoder–decoder")
-    if not {"past_key_values", "cache_params"} & arguments_of(model):
-        raise _unserved(name, "its forward takes no cache (past_key_values)")
+    if not arguments_of(model).intersection(CACHES):
+        raise _unserved(name, f"its forward takes no cache ({', '.join(CACHES)})")
     quick = fast_if_equal(model, pack, draft=draft) if fast else None
     if quick is not None:
         return quick
@@ -67,14 +69,11 @@ def open_runner(model: PreTrainedModel, *, fast: bool = True, pack: str = "off",
     if boundary is not None:
         runner = LongRopeRunner(runner, boundary)
     try:
-        found = compare(model, runner)
-        if isinstance(runner, HuggingFaceRunner) and runner.new_cache().recurrent and not found.chain < found.tolerance:
-            runner.stepwise = True
-            found = compare(model, runner)
+        found = _settled(model, runner)
     except UserError:
         raise
     except Exception as error:  # whatever a forward raises that was not made for a cache that rolls back
-        raise _unserved(runner.name, f"its forward fails on a cache that rolls back ({_reason(error)})") from error
+        raise _unserved(runner.name, f"its forward fails here ({_reason(error)})") from error
     if not found.chain < found.tolerance:
         raise _unserved(
             runner.name,
@@ -85,6 +84,21 @@ def open_runner(model: PreTrainedModel, *, fast: bool = True, pack: str = "off",
     if runner.supports_trees and not found.tree < found.tolerance:
         runner.tree_refusal = found.tree_error or "a tree's branches get other logits than the texts they stand for"
     return runner
+
+
+def _settled(model: PreTrainedModel, runner: Runner) -> RunnerCheck:
+    """The check of an ordinary runner, which settles how it keeps and reads states."""
+    try:
+        found = compare(model, runner)
+    except Exception as error:
+        if isinstance(error, UserError) or not isinstance(runner, HuggingFaceRunner):
+            raise
+        runner.use_own_state()
+        found = compare(model, runner)
+    if isinstance(runner, HuggingFaceRunner) and runner.new_cache().recurrent and not found.chain < found.tolerance:
+        runner.stepwise = True
+        found = compare(model, runner)
+    return found
 
 
 def fast_if_equal(model: PreTrainedModel, pack: str = "off", *, draft: bool = False) -> FastRunner | None:

@@ -18,6 +18,8 @@ from decode.models.rollback_cache import RollbackCache
 from decode.models.runner import Output, Runner, WrappedRunner, joined
 
 IMPLEMENTATIONS = ("sdpa", "eager")  # attention implementations that take any mask
+CACHES = ("past_key_values", "cache_params", "state")  # arguments of forwards that take what is kept between them
+RECURRENT = "it keeps a recurrent state, which is that of one branch"
 AGAIN = 8  # more tokens to be read again have a forward of their own, after which states are copied anew
 
 
@@ -68,9 +70,10 @@ class HuggingFaceRunner(Runner):
     Attributes:
         stepwise: read one token at a time once there is a state, as models do need whose scan of several tokens begins
             without one (Mamba's first version).
+        own_state: its forward takes no cache but one that it has made (RWKV, xLSTM).
     """
 
-    stepwise = False
+    stepwise = own_state = False
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.config: Any = model.config.get_text_config()
@@ -81,14 +84,16 @@ class HuggingFaceRunner(Runner):
             numbers += groups * (getattr(layer, "head_dim", None) or layer.hidden_size // max(1, heads))
         super().__init__(**facts_of(model), cache_bytes_per_token=2 * numbers * model.dtype.itemsize)
         self._capacity, self._arguments = 256, arguments_of(model)
-        self._cache_argument = "cache_params" if "cache_params" in self._arguments else "past_key_values"
-        self.tree_refusal = tree_refusal(self.config, self._arguments)
-        if self.new_cache().recurrent:
-            self.tree_refusal = "it keeps a recurrent state, which is that of one branch"
+        self._cache_argument = next(name for name in CACHES if name in self._arguments)
+        self.tree_refusal = RECURRENT if self.new_cache().recurrent else tree_refusal(self.config, self._arguments)
+
+    def use_own_state(self) -> None:
+        """Pass what the model's own forward makes, and copy it whole."""
+        self.own_state, self.tree_refusal = True, RECURRENT
 
     def new_cache(self) -> RollbackCache:
         """See `Runner.new_cache`."""
-        return RollbackCache(self.config, self._capacity)
+        return RollbackCache(self.config, self._capacity, own=self.own_state)
 
     def reserve(self, *, rows: int = 0, capacity: int = 0) -> None:
         """See `Runner.reserve`; it serves the caches opened from then on."""
@@ -106,7 +111,7 @@ class HuggingFaceRunner(Runner):
     ) -> Output:
         """Read the unread tokens and these; the output has rows of these."""
         n, past, rows = len(tokens), cache.read, len(tokens) if last is None else last
-        extra: dict[str, Any] = {self._cache_argument: cache, "use_cache": True, "output_hidden_states": bool(capture)}
+        extra: dict[str, Any] = {"use_cache": True, "output_hidden_states": bool(capture)}
         if "logits_to_keep" in self._arguments:
             extra["logits_to_keep"] = max(1, rows)
         cache.begin(tokens)
@@ -125,7 +130,9 @@ class HuggingFaceRunner(Runner):
                 for step in steps:
                     if "position_ids" in self._arguments:
                         extra["position_ids"] = position[step][None]
+                    extra[self._cache_argument] = cache.passed
                     outputs.append(self.model(input_ids=feed[step][None], **extra))
+                    cache.passed = outputs[-1].get(self._cache_argument)
         except BaseException:
             if cache.recurrent:  # some layers have read the tokens, some have not
                 cache.rewind(cache.length)

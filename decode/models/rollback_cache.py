@@ -7,6 +7,7 @@ the next ones. So a round that is rejected costs the reading of its accepted tok
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -93,6 +94,17 @@ class IndexedLayer(RollbackLayer):
         self.indexer.crop(min(0, length - self.indexer.get_seq_length()))
 
 
+class OwnState:
+    """What a model keeps in an object that only it knows, which its first forward makes: it is copied whole."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, Any] = {"own": None}
+
+    def reset(self) -> None:
+        """Let the next forward make another one."""
+        self.states["own"] = None
+
+
 class RollbackCache(TransformersCache, Cache):
     """One layer a layer of the model: a `RollbackLayer`, a state of its kind, both, or nothing.
 
@@ -104,13 +116,15 @@ class RollbackCache(TransformersCache, Cache):
     Args:
         config: of the model.
         capacity: positions to allocate memory for.
+        own: for a forward that takes no cache but its own (`OwnState`).
 
     Raises:
         NotImplementedError: layers that are not known here.
     """
 
-    def __init__(self, config: Any, capacity: int = 256) -> None:
-        TransformersCache.__init__(self, layers=[_layer(own, capacity) for own in DynamicCache(config=config).layers])
+    def __init__(self, config: Any, capacity: int = 256, *, own: bool = False) -> None:
+        layers = [] if own else [_layer(layer, capacity) for layer in DynamicCache(config=config).layers]
+        TransformersCache.__init__(self, layers=layers or [OwnState()])
         self.recurrent = [layer for layer in self.layers if _states(layer)]
         self.length = self.read = self._saved_at = 0
         self._ids, self._saved = torch.empty(0, dtype=torch.long), list[dict[str, dict[Any, Any]]]()
@@ -119,6 +133,17 @@ class RollbackCache(TransformersCache, Cache):
     def unread(self) -> Tensor:
         """Tokens that a rollback left to be read again, ``[n]``."""
         return self._ids[self.read : self.length]
+
+    @property
+    def passed(self) -> Any:
+        """What a forward takes: this cache, or what the forward before it has made (None at first)."""
+        first = self.layers[0]
+        return first.states["own"] if isinstance(first, OwnState) else self
+
+    @passed.setter
+    def passed(self, made: Any) -> None:
+        if isinstance(self.layers[0], OwnState):
+            self.layers[0].states["own"] = made
 
     def begin(self, tokens: Tensor) -> None:
         """Prepare for a forward that appends ``tokens [n]`` behind `unread`."""
@@ -185,9 +210,11 @@ class RollbackCache(TransformersCache, Cache):
 def _states(layer: Any, *, copied: bool = False) -> dict[str, dict[Any, Any]]:
     """The states of a layer, beside keys and values: transformers keeps them in dictionaries.
 
-    Only `LinearAttentionLayer` changes them in place; other layers replace them, so that holding them is a copy.
+    `LinearAttentionLayer` changes them in place, as `OwnState` may; others replace them, so holding them is a copy.
     """
     states = {name: dict(own) for name, own in vars(layer).items() if isinstance(own, dict)}
+    if copied and isinstance(layer, OwnState):
+        return copy.deepcopy(states)
     if copied and isinstance(layer, LinearAttentionLayer):
         for own in states.values():
             own.update({i: state.clone() for i, state in own.items() if isinstance(state, Tensor)})
@@ -196,7 +223,7 @@ def _states(layer: Any, *, copied: bool = False) -> dict[str, dict[Any, Any]]:
 
 def _put_back(layer: Any, saved: dict[str, dict[Any, Any]]) -> None:
     """Put back what `_states` has copied."""
-    for name, states in saved.items():
+    for name, states in (copy.deepcopy(saved) if isinstance(layer, OwnState) else saved).items():
         own = getattr(layer, name)
         for i, state in states.items():
             if isinstance(layer, LinearAttentionLayer) and isinstance(state, Tensor):

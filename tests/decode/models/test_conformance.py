@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, NO_TREES, REFUSED, Opened, build_architecture, opened, table
+from architectures import ARCHITECTURES, FLOAT32, NO_TREES, REFUSED, Opened, build_architecture, opened, table
 from families import VOCAB
 from greedy import GREEDY, PROMPTS, assert_decodes, generate
 from peft import LoraConfig, get_peft_model
@@ -72,7 +72,7 @@ def test_greedy_texts_are_those_of_generate(name: str) -> None:
                 assert_decodes(runner, system, text, prompt, NEW)
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", [name for name in SERVED if name not in FLOAT32])
 def test_sixteen_bits_stay_close_to_fresh_forwards(name: str) -> None:
     model = build_architecture(name, dtype=torch.bfloat16)
     runner = open_runner(model)
@@ -80,6 +80,15 @@ def test_sixteen_bits_stay_close_to_fresh_forwards(name: str) -> None:
     assert found.chain < found.tolerance
     assert found.tree < found.tolerance
     assert runner.supports_trees == (name not in NO_TREES)
+
+
+@pytest.mark.parametrize("name", sorted(FLOAT32))
+def test_sixteen_bits_are_refused_where_the_models_own_forward_fails_in_them(name: str) -> None:
+    model = build_architecture(name, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(input_ids=torch.tensor([PROMPTS[1]]), use_cache=False)
+    with pytest.raises(UserError, match=r"its forward fails here .*dtype"):
+        open_runner(model)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
