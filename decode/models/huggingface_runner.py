@@ -20,6 +20,7 @@ from decode.models.runner import Output, Runner, WrappedRunner, joined
 IMPLEMENTATIONS = ("sdpa", "eager")  # attention implementations that take any mask
 CACHES = ("past_key_values", "cache_params", "state")  # arguments of forwards that take what is kept between them
 RECURRENT = "it keeps a recurrent state, which is that of one branch"
+OWN = "its forward takes no cache but its own, which is that of one branch"
 AGAIN = 8  # more tokens to be read again have a forward of their own, after which states are copied anew
 
 
@@ -70,7 +71,7 @@ class HuggingFaceRunner(Runner):
     Attributes:
         stepwise: read one token at a time once there is a state, as models do need whose scan of several tokens begins
             without one (Mamba's first version).
-        own_state: its forward takes no cache but one that it has made (RWKV, xLSTM).
+        own_state: its forward takes no cache but one that it has made (RWKV, xLSTM, MiniMax).
     """
 
     stepwise = own_state = False
@@ -89,7 +90,7 @@ class HuggingFaceRunner(Runner):
 
     def use_own_state(self) -> None:
         """Pass what the model's own forward makes, and copy it whole."""
-        self.own_state, self.tree_refusal = True, RECURRENT
+        self.own_state, self.tree_refusal = True, OWN
 
     def new_cache(self) -> RollbackCache:
         """See `Runner.new_cache`."""
