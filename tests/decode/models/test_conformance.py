@@ -100,6 +100,28 @@ def test_what_cannot_be_rolled_back_is_refused_with_what_to_use_instead(name: st
         assert fact in str(refusal.value)
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["DeepSeek-V3.2", "DeepSeek-V4", "Falcon-H1", "Gemma 4", "RWKV"])
+def test_a_forward_interrupted_anywhere_leaves_nothing_behind(name: str) -> None:
+    """Some layers have read the tokens then, one has read them in part (keys, but not its indexer's), some have not."""
+    model, ids = model_of(name), torch.tensor([(7 * i + i // 5) % VOCAB for i in range(24)])
+    runner, wanted = open_runner(model), model(input_ids=ids[None], use_cache=False).logits[0]
+    inner = [module for module in model.modules() if not list(module.children()) and list(module.parameters())]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for module in inner[::5]:
+        cache = runner.new_cache()
+        runner.forward([cache], [ids[:9]])
+        hook = module.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            runner.forward([cache], [ids[9:15]])
+        hook.remove()
+        cache.truncate(9)
+        torch.testing.assert_close(runner.forward([cache], [ids[9:]]).logits, wanted[9:], atol=1e-3, rtol=1e-3)
+
+
 def test_encoder_decoders_are_refused() -> None:
     model = copy.deepcopy(model_of("BART decoder"))
     model.config.is_encoder_decoder = True
