@@ -187,9 +187,14 @@ class Evaluation:
         """The drafts that are decoded with: all but an untrained head."""
         return [name for name in self.models if name != self.run.start or not self.full.student.is_head]
 
+    @property
+    def _trees(self) -> bool:
+        """Whether heads draft trees too, which a target with a recurrent state does not read."""
+        return self.full.student.is_head and self.session.runner.supports_trees
+
     def _profile(self, greedy: dict[str, list[OfflineAlpha]]) -> dict[str, Any]:
         """Returns the exported draft's costs, and the speedup that they predict for every draft length."""
-        longest, trees = max(LONGEST, *self.settings.draft_lengths), self.full.student.is_head
+        longest, trees = max(LONGEST, *self.settings.draft_lengths), self._trees
         if self.full.student.is_block:
             longest = self.full.student.steps
         with as_current(self.bar.add("costs of forwards")):
@@ -216,7 +221,7 @@ class Evaluation:
         student, lengths = self.full.student, {*self.settings.draft_lengths, best[self.best] or 1}
         if student.is_block:  # a block drafts no more
             lengths = {min(k, student.steps) for k in lengths}
-        heads, own = student.is_head, "vanilla" if not student.is_head else "block" if student.is_block else "eagle"
+        own = "vanilla" if not student.is_head else "block" if student.is_block else "eagle"
         chains = [
             (name, k) for name in self.decoded for k in (sorted(lengths) if name == self.best else [best[name] or 1])
         ]
@@ -225,7 +230,7 @@ class Evaluation:
             for name, k in chains:
                 options = MethodOptions(draft_length=k)
                 found.append(BenchEntry(own, name, options, temperature=temperature, name=f"{name} {k}"))
-            for name in dict.fromkeys((self.run.trained[0], self.best)) if heads else ():
+            for name in dict.fromkeys((self.run.trained[0], self.best)) if self._trees else ():
                 for width, nodes in self.settings.trees:
                     options = MethodOptions(draft_length=depth, tree_width=width, tree_nodes=nodes)
                     label = f"{name}-tree {width}/{nodes}"

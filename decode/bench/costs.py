@@ -31,6 +31,7 @@ from decode.stopping import Confidence, Fixed, RoundCosts, StopRule, between, to
 from decode.trace import Trace
 
 LONGEST = 15  # v(n) is measured for n up to LONGEST + 1
+AGAIN = 0.5  # a rejection is as likely early as late in a draft: then half of it is read again where there is a state
 VERIFIED = 3  # features that a block head reads before it drafts
 BURST = 5  # most draft forwards in a row before a target forward is timed
 SETTLE, STEADY = 0.03, 8
@@ -56,6 +57,7 @@ class CostModel:
     context: int = 0  # tokens in the caches during the measurement
     batch: int = 1  # sequences in every forward
     step_overhead: float = 0.0  # bookkeeping of a plain step
+    read_again: float = 0.0  # tokens of the last round that a round reads again for each drafted one
     per_block: bool = False  # a draft forward drafts a whole block (DFlash, DSpark) instead of a token
 
     def v(self, n: float) -> float:
@@ -74,7 +76,11 @@ class CostModel:
     def of_round(self, drafted: float) -> float:
         """Cost of a round with this number of drafted tokens, bookkeeping included."""
         drafting = self.drafting(drafted) + drafted * self.draft_overhead
-        return drafting + self.v(drafted + 1) + self.overhead + self.step_overhead
+        return drafting + self.verifying(drafted + 1) + self.overhead + self.step_overhead
+
+    def verifying(self, n: float) -> float:
+        """Cost of the target forward of a round that verifies n − 1 tokens."""
+        return self.v(n + self.read_again * (n - 1))
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> CostModel:
@@ -94,7 +100,7 @@ def round_costs(costs: Iterable[CostModel]) -> RoundCosts:
         step[b] = unit * cost.plain
         block[b] = unit * cost.cost_ratio * cost.per_block
         draft[b] = unit * (cost.cost_ratio + cost.draft_overhead) - block[b]
-        verify[b] = {n: unit * (v + cost.overhead + cost.step_overhead) for n, v in cost.verify_cost.items()}
+        verify[b] = {n: unit * (cost.verifying(n) + cost.overhead + cost.step_overhead) for n in cost.verify_cost}
     return RoundCosts(step, draft, verify, block)
 
 
@@ -192,7 +198,8 @@ def measure_costs(
             runner.reserve(rows=1)
     one, drafted = float(np.median(plain)), float(np.median(drafting or [0.0]))
     verify = {1: 1.0} | {n: float(np.median(times)) / one for n, times in verifying.items()}
-    return CostModel(drafted / one, verify, 0, 0, one, drafted, context, batch, per_block=block)
+    again = AGAIN * target.recurrent
+    return CostModel(drafted / one, verify, 0, 0, one, drafted, context, batch, read_again=again, per_block=block)
 
 
 def timed_rounds(
@@ -236,7 +243,7 @@ def with_bookkeeping(
         for repeat in range(REPEATS):
             chosen = [prompts[(repeat * cost.batch + i) % len(prompts)] for i in range(cost.batch)]
             *parts, k = timed_rounds(target, method, warp, chosen, ROUNDS, repeat * cost.batch)
-            found.append((sum(parts) / cost.target_seconds - cost.drafting(k) - cost.v(k + 1), k))
+            found.append((sum(parts) / cost.target_seconds - cost.drafting(k) - cost.verifying(k + 1), k))
         rounds.append(np.median(found, axis=0).tolist())
     (plain, _), (short, few), (long, many) = rounds
     plain, slope = max(0.0, plain), max(0.0, (long - short) / (many - few)) if many > few else 0.0

@@ -150,7 +150,8 @@ def speedup_of_trace(trace: Trace, cost: CostModel, *, drafts_with_model: bool) 
     if not drafted:
         return 1.0 if trace.rounds else None
     c = cost.cost_ratio if drafts_with_model else sum(trace.draft_seconds) / drafted / cost.target_seconds
-    known = CostModel(c, cost.verify_cost, per_block=cost.per_block and drafts_with_model)
+    per_block = cost.per_block and drafts_with_model
+    known = CostModel(c, cost.verify_cost, read_again=cost.read_again, per_block=per_block)
     return speedup(trace.tokens, Counter(trace.drafted), known)
 
 

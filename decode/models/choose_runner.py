@@ -95,7 +95,7 @@ def _settled(model: PreTrainedModel, runner: Runner) -> RunnerCheck:
             raise
         runner.use_own_state()
         found = compare(model, runner)
-    if isinstance(runner, HuggingFaceRunner) and runner.new_cache().recurrent and not found.chain < found.tolerance:
+    if isinstance(runner, HuggingFaceRunner) and runner.recurrent and not found.chain < found.tolerance:
         runner.stepwise = True
         found = compare(model, runner)
     return found

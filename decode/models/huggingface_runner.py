@@ -21,7 +21,7 @@ IMPLEMENTATIONS = ("sdpa", "eager")  # attention implementations that take any m
 CACHES = ("past_key_values", "cache_params", "state")  # arguments of forwards that take what is kept between them
 RECURRENT = "it keeps a recurrent state, which is that of one branch"
 OWN = "its forward takes no cache but its own, which is that of one branch"
-AGAIN = 8  # more tokens to be read again have a forward of their own, after which states are copied anew
+AGAIN = 8  # more tokens to be read again have a forward of their own; states are copied after so many at the latest
 
 
 @contextmanager
@@ -86,11 +86,12 @@ class HuggingFaceRunner(Runner):
         super().__init__(**facts_of(model), cache_bytes_per_token=2 * numbers * model.dtype.itemsize)
         self._capacity, self._arguments = 256, arguments_of(model)
         self._cache_argument = next(name for name in CACHES if name in self._arguments)
-        self.tree_refusal = RECURRENT if self.new_cache().recurrent else tree_refusal(self.config, self._arguments)
+        self.recurrent = bool(self.new_cache().recurrent)
+        self.tree_refusal = RECURRENT if self.recurrent else tree_refusal(self.config, self._arguments)
 
     def use_own_state(self) -> None:
         """Pass what the model's own forward makes, and copy it whole."""
-        self.own_state, self.tree_refusal = True, OWN
+        self.own_state, self.recurrent, self.tree_refusal = True, True, OWN
 
     def new_cache(self) -> RollbackCache:
         """See `Runner.new_cache`."""
@@ -135,12 +136,14 @@ class HuggingFaceRunner(Runner):
                     outputs.append(self.model(input_ids=feed[step][None], **extra))
                     cache.passed = outputs[-1].get(self._cache_argument)
         except BaseException:
-            if cache.recurrent:  # some layers have read the tokens, some have not
+            if self.recurrent:  # some layers have read the tokens, some have not
                 cache.rewind(cache.length)
             raise
         finally:
             hook.remove()
         cache.end(tokens)
+        if last is not None and len(feed) > AGAIN:  # a prompt, not a draft that may be rejected
+            cache.save()
         logits, hidden = joined([out.logits[0] for out in outputs]), joined([states[0] for states in head_inputs])
         captured = None
         if capture:

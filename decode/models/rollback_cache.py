@@ -155,7 +155,7 @@ class RollbackCache(TransformersCache, Cache):
 
     def save(self) -> None:
         """Copy the states, if they are those of `length`."""
-        if self.read == self.length:
+        if self.recurrent and self.read == self.length:
             self._saved_at = self.read
             self._saved = [_states(layer, copied=True) for layer in self.recurrent]
 

@@ -87,6 +87,7 @@ class Runner(ABC):
     cache_bytes_per_token: int = 0  # of cache that a position takes; 0 where that is unknown
     packing: str = ""  # how the weights were laid out for the processor; empty where there was nothing to choose
     tree_refusal: str = ""  # why it cannot read token trees; empty where it can
+    recurrent: bool = False  # it keeps a state: after a rejection it reads the accepted tokens again
 
     @abstractmethod
     def new_cache(self) -> Any:

@@ -210,3 +210,12 @@ def test_the_forecast_of_a_pair_that_gains_everywhere_and_of_one_that_gains_nowh
     assert everywhere["num_speculative_tokens_per_batch_size"][-1][2] > 0
     nowhere = forecast([cost_at(2, 3.0)], [ALPHA], 4)
     assert nowhere["num_speculative_tokens_per_batch_size"] == [[1, 2, 0]]
+
+
+def test_rounds_of_a_target_that_reads_tokens_again_cost_more_and_are_drafted_shorter():
+    flat = {n: 1 + 0.1 * (n - 1) for n in range(1, 32)}
+    plain, again = CostModel(0.05, flat), CostModel(0.05, flat, read_again=0.5)
+    assert again.of_round(4) == pytest.approx(plain.of_round(4) + 0.1 * 2)
+    assert again.plain == plain.plain
+    speeds = [[predicted_speedup(0.8, k, cost) for k in range(1, 16)] for cost in (plain, again)]
+    assert speeds[1].index(max(speeds[1])) < speeds[0].index(max(speeds[0]))

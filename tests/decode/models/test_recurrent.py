@@ -31,7 +31,20 @@ def test_a_rollback_to_any_position_gives_the_logits_of_a_fresh_forward(name: st
     fresh = model(input_ids=IDS[None], use_cache=False).logits[0]
     cache = runner.new_cache()
     runner.forward([cache], [IDS[:8]])
-    for piece, back in [(3, 0), (5, 4), (5, 3), (1, 0), (6, 5), (7, 2), (9, 1), (2, 1), (9, 9), (4, 12), (6, 1), (1, 1)]:
+    for piece, back in [
+        (3, 0),
+        (5, 4),
+        (5, 3),
+        (1, 0),
+        (6, 5),
+        (7, 2),
+        (9, 1),
+        (2, 1),
+        (9, 9),
+        (4, 12),
+        (6, 1),
+        (1, 1),
+    ]:
         start = cache.length
         logits = runner.forward([cache], [IDS[start : start + piece]]).logits
         torch.testing.assert_close(logits, fresh[start : start + piece], rtol=1e-3, atol=1e-3)
