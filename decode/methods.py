@@ -30,6 +30,7 @@ from decode.models.block_runner import BlockRunner
 from decode.models.fast_forward import LayerSubset
 from decode.models.fast_runner import FastRunner, self_speculating
 from decode.models.head_runner import HeadRunner
+from decode.models.mtp import MtpRunner
 from decode.models.runner import Runner
 from decode.sampling import LogitsWarper
 from decode.stopping import (
@@ -171,8 +172,8 @@ def make_drafter(name: str, inputs: MethodInputs) -> Drafter:
             drafter = FeatureTreeDrafter(head_of(draft), target, warp, **shape, threshold=options.tree_threshold)
     elif isinstance(draft, BlockRunner) and name in ("feature", "model", "hybrid"):
         drafter = BlockDrafter(draft, target, warp, sample=options.sample_block)
-    elif name == "feature" or (name in ("model", "hybrid") and isinstance(draft, HeadRunner)):
-        drafter = FeatureDrafter(head_of(draft), target, warp)
+    elif name == "feature" or (name in ("model", "hybrid") and isinstance(draft, HeadRunner | MtpRunner)):
+        drafter = FeatureDrafter(draft if isinstance(draft, MtpRunner) else head_of(draft), target, warp)
     elif name in ("model", "hybrid"):
         assert draft is not None  # `decode.commands.checks.check_methods` refuses missing models and stores by name
         drafter = ModelDrafter(draft, warp, target.vocab_size)

@@ -44,6 +44,7 @@ from decode.methods import (
 )
 from decode.models.block_head import BlockHead
 from decode.models.heads import DraftHead, FeatureHead
+from decode.models.mtp import MtpHead
 from decode.models.other_tokenizer import DraftModel
 from decode.models.tokens import Detokenizer, marked
 from decode.progress import current
@@ -129,11 +130,14 @@ def plan(
     return entries
 
 
-def kind_of_draft(method: str) -> type:
+def kind_of_draft(method: str) -> Any:
     """The kind of head that a method is for; any draft where it is for none in particular."""
     if method.startswith("block"):
         return BlockHead
-    return object if method not in HEADED else DraftHead if method == "hybrid-tree" else FeatureHead
+    if method not in HEADED:
+        return object
+    fitting = {"eagle": FeatureHead | MtpHead, "hybrid-tree": FeatureHead | BlockHead}
+    return fitting.get(method, FeatureHead)
 
 
 def exported_length(draft: DraftModel) -> int | None:

@@ -106,7 +106,7 @@ class DemoSettings(ChatSettings, SamplingSettings, MethodSettings, LoadSettings)
     """Settings of python -m decode demo, and those that generate shares with it."""
 
     draft: str | None = None
-    """Folder, hub name or GGUF file of the draft model."""
+    """Folder, hub name or GGUF file of the draft model; mtp: the target's own next-token layers."""
     method: str | None = None
     """Decoding method; null: vanilla with a draft (demo with a feature head: eagle), else autoregressive. See `python
     -m decode methods`."""

@@ -12,6 +12,7 @@ from decode.drafters.base import DraftRequest, Prompt
 from decode.drafters.draft_model import Drafting, HeadDrafter, ModelState
 from decode.errors import UserError
 from decode.models.head_runner import HeadRunner
+from decode.models.mtp import MtpRunner
 from decode.models.runner import Output, Runner
 from decode.sampling import LogitsWarper
 
@@ -38,11 +39,11 @@ class FeatureDrafter(HeadDrafter):
     from the head's own states are replaced by pairs with the target's.
     """
 
-    runner: HeadRunner
+    runner: HeadRunner | MtpRunner
 
-    def __init__(self, runner: HeadRunner, target: Runner, warp: LogitsWarper) -> None:
+    def __init__(self, runner: HeadRunner | MtpRunner, target: Runner, warp: LogitsWarper) -> None:
         super().__init__(runner, warp, target.vocab_size)
-        self.capture = runner.feature_head.captured_layers
+        self.capture = runner.model.captured_layers
 
     def start(self, prompt: Prompt) -> ModelState:
         """Pair the prompt's tokens with the features that the target's prefill returned."""
@@ -77,6 +78,8 @@ class FeatureTreeDrafter(FeatureDrafter):
         nodes: most nodes of the finished tree (the paper: 60).
         threshold: least cumulative probability of a node (the paper: 0).
     """
+
+    runner: HeadRunner
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ from decode.models.fast_runner import FastRunner, fast_runner
 from decode.models.head_runner import HeadRunner
 from decode.models.heads import FeatureHead
 from decode.models.huggingface_runner import CACHES, HuggingFaceRunner, LongRopeRunner, arguments_of, longrope_boundary
+from decode.models.mtp import MtpHead, MtpRunner
 from decode.models.other_tokenizer import DraftModel, ForeignDraft, ForeignRunner
 from decode.models.runner import Runner
 
@@ -136,6 +137,8 @@ def open_draft_runner(draft: DraftModel, target: PreTrainedModel, pack: str = "o
         return HeadRunner(draft, target, pack)
     if isinstance(draft, BlockHead):
         return BlockRunner(draft, target, pack)
+    if isinstance(draft, MtpHead):
+        return MtpRunner(draft, target)
     if isinstance(draft, ForeignDraft):
         return ForeignRunner(open_runner(draft.model, pack=pack, draft=True), draft.vocabulary)
     return open_runner(draft, pack=pack, draft=True)

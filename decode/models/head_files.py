@@ -24,6 +24,7 @@ from decode.errors import UserError
 from decode.models.block_head import BLOCK_ARCHITECTURES, BlockHead
 from decode.models.head_configs import NEXT, block_config_of, block_fields, eagle_config, head_format
 from decode.models.heads import ARCHITECTURES, DraftHead, FeatureHead
+from decode.models.mtp import MTP
 from decode.models.wrapped import pinned
 
 RENAMED = {r"^(model\.)+": "", r"^layers\.0\.": "midlayer.", r"^draft_id_to_target_id$": "d2t"}
@@ -34,6 +35,8 @@ SHARED, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 def is_head(name: str | os.PathLike[str]) -> bool:
     """Whether a folder or Hub name holds a head, or a draft of another format, which `load_head` refuses."""
+    if name == MTP:
+        return True
     folder = Path(name)
     try:
         if not folder.exists():

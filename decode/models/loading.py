@@ -29,6 +29,7 @@ from transformers.utils import quantization_config
 from decode.errors import UserError
 from decode.models.gguf_files import converted, gguf_config, gguf_file, gguf_tokenizer
 from decode.models.head_files import is_head, load_head
+from decode.models.mtp import MTP, load_mtp
 from decode.models.other_tokenizer import DraftModel, ForeignDraft, Intersection, Vocabulary
 from decode.models.wrapped import adapter_base, language_config, language_model, pinned, with_adapter
 
@@ -347,7 +348,8 @@ def open_draft(
     """A draft model, on the target's device and in its number format, after their tokenizers have been compared.
 
     Args:
-        name: folder or Hub name of a language model, or of a head of this target.
+        name: folder or Hub name of a language model, or of a head of this target; or ``mtp``, the target's own
+            next-token layers.
         target: the target.
         tokenizer: the target's tokenizer.
         vocabulary: for a draft whose tokenizer differs from the target's: ``same`` refuses it, ``intersection`` makes
@@ -358,6 +360,8 @@ def open_draft(
         UserError: it or its tokenizer cannot be read, its token ids mean other strings, or the vocabularies have too
             little in common.
     """
+    if name == MTP:
+        return load_mtp(target)
     if is_head(name):
         return load_head(name, target)
     folder, own = Path(name), None

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from decode.models.block_head import BlockHead
 from decode.models.heads import DraftHead, FeatureHead, output_head, rows_of
 from decode.models.huggingface_runner import last_logits
+from decode.models.mtp import MtpHead
 from decode.models.other_tokenizer import DraftModel, ForeignDraft, foreign_logits
 
 Text = tuple[Sequence[int], int]  # token ids, and how many of them are the prompt
@@ -57,7 +58,7 @@ def teacher_forced(
         for name, draft in drafts.items():
             if isinstance(draft, ForeignDraft):
                 q[name] = [[foreign_logits(draft, ids, start) for ids, start in group]]
-            elif isinstance(draft, FeatureHead):
+            elif isinstance(draft, FeatureHead | MtpHead):
                 embeds = (draft.embed_tokens or target.get_input_embeddings())(tokens[:, 1:])
                 features = torch.cat([states[layer] for layer in draft.captured_layers], -1)[:, :-1]
                 found = enumerate(draft.unroll(embeds, features, depth), 1)

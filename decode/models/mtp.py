@@ -1,0 +1,206 @@
+"""A target's own next-token layers (MTP, DeepSeek-V3 2412.19437, section 2.2) as its draft.
+
+Layer i reads in slot t the state of the layer before it (layer 0: the target's last hidden state of token t) and the
+embedding of token t + 1 + i, and its state predicts token t + 2 + i. A single layer is applied again to its own states,
+as EAGLE's is; of several layers each drafts one token. transformers loads the layers from the target's files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.modeling_layers import MtpModel
+
+from decode.draft import Draft
+from decode.errors import UserError
+from decode.models.heads import DraftHead
+from decode.models.rollback_cache import RollbackCache
+from decode.models.runner import Cache, Output, Runner
+
+MTP = "mtp"  # the name of the draft
+QWEN = "qwen3_next", "qwen3_5"
+"""Model types whose files hold one layer, named as Mellum's, which their configurations do not tell transformers."""
+
+
+class MtpHead(DraftHead):
+    """Next-token layers in the role of a head.
+
+    Attributes:
+        mtp: transformers' model, which holds the target's embedding and output head beside the layers.
+    """
+
+    version = "mtp"
+
+    def __init__(self, mtp: MtpModel) -> None:
+        super().__init__(mtp.config)
+        self.mtp = mtp
+
+    @property
+    def embed_tokens(self) -> Any:
+        """The embedding that the layers read."""
+        return self.mtp.embed_tokens
+
+    def logits(self, states: Tensor, target_head: Any = None) -> Tensor:
+        """Logits ``[..., vocab]`` of states, by the target's output head."""
+        logits: Tensor = self.mtp._project_to_logits(states)
+        return logits
+
+    def unroll(self, embeds: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
+        """States ``[batch, time, hidden]`` of each drafting step (see `FeatureHead.unroll`), or of each of several layers.
+
+        A position sees the text's slots up to its own, and the slots that the same layer made of its earlier steps.
+        """
+        mtp, time, layers = self.mtp, embeds.shape[1], len(self.mtp.layers)
+        cache, hidden, turn = DynamicCache(), features, torch.arange(time, device=embeds.device)
+        before = turn[:, None] - turn
+        types = getattr(self.config, "layer_types", None) or ["full_attention"] * layers
+        for step in range(steps if layers == 1 else min(steps, layers)):
+            at = step % layers
+            window = self.config.sliding_window if types[at] == "sliding_attention" else time + steps
+            own = range(step - 1, -1, -1) if layers == 1 else ()  # how far back the slots of earlier steps are
+            seen = [(before >= 0) & (before < window - len(own))]
+            seen += [(before == 0) & (age < window) for age in own]
+            mask = embeds.new_zeros(time, len(seen) * time).masked_fill_(
+                ~torch.cat(seen, -1), torch.finfo(embeds.dtype).min
+            )
+            place, e = (turn + 1 + step)[None], embeds.roll(-step, 1)
+            rope = {"layer_type": types[at]} if mtp.has_per_layer_rope else {}
+            hidden = mtp.layers[at](
+                e,
+                hidden,
+                position_embeddings=mtp.rotary_emb(e, position_ids=place, **rope),
+                position_ids=place,
+                attention_mask=mask[None, None],
+                past_key_values=cache,
+            )
+            yield hidden
+
+
+def load_mtp(target: PreTrainedModel) -> MtpHead:
+    """The next-token layers in the files that a target was loaded from.
+
+    Raises:
+        UserError: there are none, or transformers does not load them.
+    """
+    config: Any = target.config.get_text_config()
+    if config.model_type.startswith(QWEN):
+        config.num_mtp_layers, config.mtp_layer_types = 1, ["full_attention"]
+    try:
+        if not getattr(config, "num_mtp_layers", None):
+            raise ValueError("its configuration names none that it knows (num_mtp_layers)")
+        mtp = MtpModel.from_pretrained(target, device_map={"": target.get_output_embeddings().weight.device})
+        if RollbackCache(mtp.config).recurrent:
+            raise ValueError("they keep a recurrent state")
+    except Exception as error:  # a family's layers may be stored in many ways that are not known
+        raise UserError(
+            f"the next-token layers (MTP) of {type(target).__name__} ({target.config.model_type}) are not loaded by "
+            f"transformers {transformers.__version__}: {str(error).splitlines()[0]}. Loaded are those of DeepSeek-V3, "
+            "GLM-4.5, Mellum, Qwen3-Next and Qwen3.5, where the target's files hold them; or give another draft"
+        ) from error
+    mtp.config.captured_layers = [config.num_hidden_layers]
+    mtp.config.target_hidden_size = config.hidden_size
+    return MtpHead(mtp).eval()
+
+
+class MtpCache(Cache):
+    """The slots of one sequence.
+
+    Attributes:
+        length: tokens that are known; the first one makes no slot.
+        unread: features ``[n, hidden]`` of the target that wait for the tokens after theirs.
+        settled: tokens behind whose slots no layer has read a drafted token.
+        recent: features of the slots after these.
+        tokens: those that the latest layer has read, ``[slots]``.
+        states: its states, ``[slots, hidden]``.
+        layer: the one that reads next.
+    """
+
+    def __init__(self, keys: RollbackCache, none: Tensor) -> None:
+        self.keys, self.unread, self.recent, self.states = keys, none, none, none.new_zeros(1, none.shape[1])
+        self.settled = self.layer = 0
+        self.tokens = torch.empty(0, dtype=torch.long, device=none.device)
+
+    def settle(self, features: Tensor) -> None:
+        """Drop the slots that depend on drafted tokens, and queue the target's features, ``[n, hidden]``."""
+        unread, self.recent = torch.cat([self.recent, self.unread, features]), self.recent[:0]
+        self.truncate(self.settled)
+        self.unread = unread
+
+    def truncate(self, length: int) -> None:
+        """Know the first `length` tokens only; 0 forgets the queued features too."""
+        self.length, self.layer = length, 0
+        self.keys.truncate(max(0, length - 1))
+        if not length:
+            self.settled, self.unread = 0, self.unread.new_empty(0, self.unread.shape[1])
+            self.recent = self.unread
+
+
+class MtpRunner(Runner):
+    """Reads tokens as `HeadRunner` does.
+
+    Args:
+        head: the layers.
+        target: the model that brings them.
+    """
+
+    def __init__(self, head: MtpHead, target: PreTrainedModel) -> None:
+        table, self.head, self.layers = target.get_output_embeddings().weight, head, len(head.mtp.layers)
+        read = sum(p.numel() for p in head.mtp.layers.parameters()) // self.layers + table.numel()
+        super().__init__(
+            "the target's next-token layers",
+            device=table.device,
+            dtype=target.dtype,
+            vocab_size=len(table),
+            limit=head.config.max_position_embeddings,
+            model=head,
+            weight_bytes=read * target.dtype.itemsize,
+            tree_refusal="next-token layers draft chains",
+        )
+
+    def new_cache(self) -> MtpCache:
+        """See `Runner.new_cache`."""
+        none = torch.empty(0, self.head.config.hidden_size, dtype=self.dtype, device=self.device)
+        return MtpCache(RollbackCache(self.head.config), none)
+
+    def remaining(self, cache: Any, ids: Any) -> int:
+        """See `Runner.remaining`; several layers draft no more than a token each."""
+        room = super().remaining(cache, ids)
+        return room if self.layers == 1 else min(room, self.layers)
+
+    def _read(
+        self, cache: MtpCache, tokens: Tensor, tree: Draft | None, capture: tuple[int, ...], last: int | None
+    ) -> Output:
+        """With features in the queue the first layer reads the tokens that they are paired with."""
+        true, layer, keys = len(cache.unread) > 0, cache.layer, cache.keys
+        if true and last == 0 and self.layers > 1:  # every layer reads the text in the first draft
+            return Output(tokens.new_empty(0, self.vocab_size), cache.states[:0])
+        if not cache.length:
+            tokens, cache.length = tokens[1:], 1
+        n = len(tokens)
+        cache.length += n
+        if not n:
+            return Output(tokens.new_empty(0, self.vocab_size), cache.states[:0])
+        if true:
+            x, cache.unread = cache.unread[:n], cache.unread[n:]
+            cache.recent = x
+        elif layer:  # of the layer before, in the same slots
+            x, tokens = cache.states, torch.cat([cache.tokens[1:], tokens])
+        else:
+            x = cache.states[-1:].expand(n, -1)
+        start = keys.get_seq_length(layer) + layer + 1
+        position = torch.arange(start, start + len(tokens), device=self.device)[None]
+        states = self.head.mtp.forward_layer(layer, x[None], position, keys, input_ids=tokens[None])[0]
+        cache.tokens, cache.states = tokens, states
+        if not layer:
+            keys.end(tokens)
+        if len(cache.recent) and layer == self.layers - 1:
+            final = max(0, keys.read - layer)
+            cache.settled, cache.recent = final + 1, cache.recent[len(cache.recent) - keys.read + final :]
+        cache.layer = 0 if last == 0 else (layer + 1) % self.layers
+        states = states if last is None else states[len(states) - last :]
+        return Output(self.head.logits(states), states)

@@ -1,0 +1,206 @@
+"""A target's own next-token layers draft what transformers drafts with them, exactly, and roll back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import build_architecture
+from enumeration import Experiment
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.candidate_generator import MTPCandidateGenerator
+from transformers.modeling_layers import MtpModel
+
+from decode.drafters.eagle import FeatureDrafter
+from decode.errors import UserError
+from decode.loop import Method, decode, decode_texts
+from decode.method_options import MethodOptions
+from decode.methods import MethodInputs, build
+from decode.models.choose_runner import open_draft_runner, open_runner
+from decode.models.loading import load_model
+from decode.models.mtp import MtpRunner, load_mtp
+from decode.models.teacher_forcing import teacher_forced
+from decode.sampling import LogitsWarper, TorchRng
+
+QWEN_NAMES = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
+PROMPT = [3, 17, 5, 9, 22, 31, 8]
+
+
+def published(layers: MtpModel, kind: str, depth: int) -> dict[str, Tensor]:
+    """The tensors of next-token layers under the names of their family's files."""
+    state = {}
+    for name, tensor in layers.state_dict().items():
+        if not name.startswith("layers."):
+            continue
+        at, part = name.split(".", 2)[1:]
+        if kind == "Qwen3-Next":
+            own, _, rest = part.partition(".")
+            part = f"mtp.layers.{at}.{rest}" if own == "mtp_block" else f"mtp.{QWEN_NAMES[own]}.{rest}"
+        else:
+            part = part.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+            part = f"model.layers.{depth + int(at)}.{part}"
+        if part.endswith("experts.gate_up_proj"):
+            for expert, weight in enumerate(tensor):
+                gate, up = weight.chunk(2)
+                base = part.removesuffix("gate_up_proj") + str(expert)
+                state |= {f"{base}.gate_proj.weight": gate, f"{base}.up_proj.weight": up}
+        elif part.endswith("experts.down_proj"):
+            base = part.removesuffix("down_proj")
+            state |= {f"{base}{expert}.down_proj.weight": weight for expert, weight in enumerate(tensor)}
+        else:
+            state[part] = tensor
+    return {name: tensor.clone().contiguous() for name, tensor in state.items()}
+
+
+def with_layers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layers: int = 1, dtype: str = "float32", **changes: int
+) -> PreTrainedModel:
+    """A random target whose file holds next-token layers, opened from it."""
+    own = {"num_mtp_layers": layers, "mtp_layer_types": ["full_attention"] if kind == "Qwen3-Next" else None}
+    main = build_architecture(kind, **own, **changes)
+    main.save_pretrained(folder)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(4)
+        mtp = MtpModel(main, layers)
+        for name, weight in mtp.layers.named_parameters():
+            weight.copy_(torch.randn(weight.shape) * 0.4 + ("norm" in name and kind != "Qwen3-Next"))
+    file = folder / "model.safetensors"
+    depth = main.config.num_hidden_layers
+    save_file(load_file(file) | published(mtp, kind, depth), file, metadata={"format": "pt"})
+    if kind == "DeepSeek-V3":  # its class names the layer of the published depth
+        patterns = [rf"model\.layers\.{depth + i}\..*" for i in range(layers)]
+        monkeypatch.setattr(type(main), "_keys_to_ignore_on_load_unexpected", patterns)
+    return load_model(folder, device="cpu", dtype=dtype)
+
+
+def method(target: PreTrainedModel, length: int, temperature: float = 0.0) -> tuple[Method, LogitsWarper, MtpRunner]:
+    runner = open_draft_runner(load_mtp(target), target)
+    assert isinstance(runner, MtpRunner)
+    warp = LogitsWarper(temperature)
+    inputs = MethodInputs(open_runner(target), warp, runner, options=MethodOptions(draft_length=length))
+    return build("eagle", inputs), warp, runner
+
+
+KINDS = [("DeepSeek-V3", 1), ("DeepSeek-V3", 3), ("Qwen3-Next", 1)]
+
+
+@pytest.mark.parametrize(("kind", "layers"), [("DeepSeek-V3", 1), ("DeepSeek-V3", 3)])
+def test_drafts_are_transformers_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layers: int) -> None:
+    """Round by round, along a text in which drafts are accepted and rejected."""
+    target = with_layers(tmp_path, monkeypatch, kind, layers, vocab_size=5)
+    theirs: dict[int, list[int]] = {}
+    own = MTPCandidateGenerator.get_candidates
+
+    def watched(self, input_ids, **given):  # type: ignore[no-untyped-def]
+        found, logits = own(self, input_ids, **given)
+        theirs[input_ids.shape[1]] = found[0, input_ids.shape[1] :].tolist()
+        return found, logits
+
+    monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", watched)
+    prompt = [i % 5 for i in PROMPT]
+    ids = torch.tensor([prompt])
+    text = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False, use_mtp=True)
+    ours: dict[int, list[int]] = {}
+    drafting = FeatureDrafter.propose
+
+    def seen(self, requests):  # type: ignore[no-untyped-def]
+        drafts = drafting(self, requests)
+        ours.update((len(request.ids), draft.ids) for request, draft in zip(requests, drafts))
+        return drafts
+
+    monkeypatch.setattr(FeatureDrafter, "propose", seen)
+    system, warp, _ = method(target, layers)
+    out = decode(open_runner(target), system, warp, prompt, max_new_tokens=40)
+    assert out.ids == text[0].tolist()
+    shared = [at for at, drafted in theirs.items() if drafted and ours.get(at)]
+    assert len(shared) > 20
+    assert {at: ours[at] for at in shared} == {at: theirs[at][: len(ours[at])] for at in shared}
+    assert sum(out.trace.accepted) > 3
+
+
+@pytest.mark.parametrize(("kind", "layers"), KINDS)
+def test_greedy_texts_are_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layers: int) -> None:
+    """Alone and three at once, with drafts of other lengths than the number of layers."""
+    target = with_layers(tmp_path, monkeypatch, kind, layers, vocab_size=5)
+    prompts = [[i % 5 for i in PROMPT], [2, 0, 4], [1]]
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        text = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+        expected.append(text[0].tolist())
+    for length in (2, 4):
+        system, warp, _ = method(target, length)
+        found = decode_texts(
+            open_runner(target), system, warp, prompts, rngs=[TorchRng(i) for i in range(3)], max_new_tokens=20
+        )
+        assert [text.ids for text in found] == expected
+        longest = {drafted for text in found for drafted in text.trace.drafted}
+        assert max(longest) == (length if layers == 1 else min(length, layers))
+        assert sum(sum(text.trace.accepted) for text in found) > 2
+
+
+@pytest.mark.parametrize(("kind", "layers"), KINDS)
+def test_drafts_after_rollbacks_are_those_of_fresh_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layers: int
+) -> None:
+    """Every drafted token was drawn from what teacher forcing gives after the same text, whatever was dropped before."""
+    target = with_layers(tmp_path, monkeypatch, kind, layers, vocab_size=5)
+    system, warp, runner = method(target, 3, temperature=1.0)
+    rounds: list[tuple[list[int], list[int], Tensor]] = []
+    drafting = FeatureDrafter.propose
+
+    def seen(self, requests):  # type: ignore[no-untyped-def]
+        drafts = drafting(self, requests)
+        rounds.extend((list(r.ids), d.ids, d.probs) for r, d in zip(requests, drafts) if len(d))
+        return drafts
+
+    monkeypatch.setattr(FeatureDrafter, "propose", seen)
+    prompt = [i % 5 for i in PROMPT]
+    out = decode(open_runner(target), system, warp, prompt, max_new_tokens=30, rng=TorchRng(1))
+    assert {0, 1} < set(out.trace.accepted)
+    for ids, drafted, probs in rounds:
+        whole = [*ids, *drafted]
+        (forced,) = teacher_forced(target, {"mtp": runner.model}, [(whole, len(ids))], depth=3)
+        for depth, row in enumerate(probs):
+            torch.testing.assert_close(row[None], warp(forced.q["mtp"][depth][depth : depth + 1]), atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("kind", "layers"), KINDS)
+def test_sampled_texts_are_distributed_as_the_targets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layers: int
+) -> None:
+    """By enumeration of the production loop; one drawn from another q than it says is found biased."""
+    target = with_layers(tmp_path, monkeypatch, kind, layers, vocab_size=5)
+    system, _, _ = method(target, 2)
+    system.drafter.warp = warp = LogitsWarper(temperature=1.3, top_k=2)
+
+    @torch.inference_mode()
+    def forward(text: list[int]) -> Tensor:
+        return target(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
+
+    experiment = Experiment(open_runner(target), warp, [i % 5 for i in PROMPT], 3, forward=forward)
+    assert experiment.bias(system) < 1e-4  # routers and rotations compute in float32
+    assert experiment.drafted == {0, 1, 2}
+    drafting = FeatureDrafter.propose
+
+    def lying(self, requests):  # type: ignore[no-untyped-def]
+        drafts = drafting(self, requests)
+        for draft in drafts:
+            draft.probs = None if draft.probs is None else torch.full_like(draft.probs, 1 / 5)
+        return drafts
+
+    monkeypatch.setattr(FeatureDrafter, "propose", lying)
+    assert experiment.bias(system) > 0.01
+
+
+def test_targets_without_layers_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A family whose layers transformers does not know, and a file that lacks those that its configuration names."""
+    with pytest.raises(UserError, match=r"MTP\) of LlamaForCausalLM .*num_mtp_layers"):
+        load_mtp(build_architecture("Llama"))
+    target = with_layers(tmp_path, monkeypatch, "Qwen3-Next")
+    target.save_pretrained(tmp_path)  # which drops them
+    with pytest.raises(UserError, match=r"MTP\) of Qwen3NextForCausalLM .* missing"):
+        load_mtp(load_model(tmp_path, device="cpu", dtype="float32"))
