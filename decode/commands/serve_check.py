@@ -36,6 +36,7 @@ from decode.models.block_head import BlockHead
 from decode.models.head_configs import unserved
 from decode.models.heads import DraftHead
 from decode.models.loading import config_for, load_tokenizer
+from decode.models.mtp import MTP
 from decode.models.other_tokenizer import DraftModel
 from decode.progress import output_console
 from decode.sampling import LogitsWarper
@@ -68,6 +69,8 @@ def run(settings: ServeCheckSettings) -> None:
     check_models(settings)
     if settings.draft_shape is None:
         required(settings, "draft")
+    if settings.draft == MTP:
+        raise UserError("serve-check serves a draft from a folder of its own, and mtp lies in the target's; use bench")
     choose("engine", settings.engine, ENGINES)
     program = settings.python if settings.engine == "vllm" else settings.binary
     if settings.url is None:

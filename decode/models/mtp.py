@@ -51,7 +51,7 @@ class MtpHead(DraftHead):
         return logits
 
     def unroll(self, embeds: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-        """States ``[batch, time, hidden]`` of each drafting step (see `FeatureHead.unroll`), or of each of several layers.
+        """States ``[batch, time, hidden]`` of each step (see `FeatureHead.unroll`), or of each of several layers.
 
         A position sees the text's slots up to its own, and the slots that the same layer made of its earlier steps.
         """
@@ -90,6 +90,7 @@ def load_mtp(target: PreTrainedModel) -> MtpHead:
     config: Any = target.config.get_text_config()
     if config.model_type.startswith(QWEN):
         config.num_mtp_layers, config.mtp_layer_types = 1, ["full_attention"]
+        target._keys_to_ignore_on_load_unexpected = [r"^mtp\."]  # by which the layers are found, without a vision tower
     try:
         if not getattr(config, "num_mtp_layers", None):
             raise ValueError("its configuration names none that it knows (num_mtp_layers)")

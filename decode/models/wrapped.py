@@ -89,6 +89,7 @@ def language_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
     weights |= {f"{name}.{key}": weight for key, weight in head.state_dict().items()}
     found: PreTrainedModel = kind.from_pretrained(None, config=config, state_dict=weights, dtype=model.dtype, **options)
     found.generation_config = copy.deepcopy(model.generation_config)
+    found.config.name_or_path = model.config.name_or_path  # where its next-token layers are read
     ids = (torch.arange(8) * 7 % len(head.weight))[None]
     try:
         one, other = (m.eval()(input_ids=ids.to(m.device), use_cache=False).logits.float() for m in (model, found))

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import build_architecture
+from architectures import ARCHITECTURES, build_architecture
 from enumeration import Experiment
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
+from decode.bench.benchmark import plan
 from decode.drafters.eagle import FeatureDrafter
 from decode.errors import UserError
 from decode.loop import Method, decode, decode_texts
@@ -25,7 +26,15 @@ from decode.models.mtp import MtpRunner, load_mtp
 from decode.models.teacher_forcing import teacher_forced
 from decode.sampling import LogitsWarper, TorchRng
 
+_MOE = {"n_routed_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+_GLM = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
+_WINDOW = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+OTHERS = {
+    "GLM-4.5": ("glm4_moe", ARCHITECTURES["Llama"][1] | _MOE | _GLM),
+    "Mellum": ("mellum", ARCHITECTURES["Llama"][1] | _MOE | _WINDOW),
+}
 QWEN_NAMES = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
+LAYERED = "DeepSeek-V3", "GLM-4.5"  # their files number next-token layers behind the others
 PROMPT = [3, 17, 5, 9, 22, 31, 8]
 
 
@@ -36,7 +45,7 @@ def published(layers: MtpModel, kind: str, depth: int) -> dict[str, Tensor]:
         if not name.startswith("layers."):
             continue
         at, part = name.split(".", 2)[1:]
-        if kind == "Qwen3-Next":
+        if kind not in LAYERED:
             own, _, rest = part.partition(".")
             part = f"mtp.layers.{at}.{rest}" if own == "mtp_block" else f"mtp.{QWEN_NAMES[own]}.{rest}"
         else:
@@ -59,6 +68,8 @@ def with_layers(
     folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layers: int = 1, dtype: str = "float32", **changes: int
 ) -> PreTrainedModel:
     """A random target whose file holds next-token layers, opened from it."""
+    if kind in OTHERS:
+        monkeypatch.setitem(ARCHITECTURES, kind, OTHERS[kind])
     own = {"num_mtp_layers": layers, "mtp_layer_types": ["full_attention"] if kind == "Qwen3-Next" else None}
     main = build_architecture(kind, **own, **changes)
     main.save_pretrained(folder)
@@ -70,7 +81,7 @@ def with_layers(
     file = folder / "model.safetensors"
     depth = main.config.num_hidden_layers
     save_file(load_file(file) | published(mtp, kind, depth), file, metadata={"format": "pt"})
-    if kind == "DeepSeek-V3":  # its class names the layer of the published depth
+    if kind in LAYERED:  # its class names the layer of the published depth
         patterns = [rf"model\.layers\.{depth + i}\..*" for i in range(layers)]
         monkeypatch.setattr(type(main), "_keys_to_ignore_on_load_unexpected", patterns)
     return load_model(folder, device="cpu", dtype=dtype)
@@ -142,7 +153,7 @@ def test_greedy_texts_are_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert sum(sum(text.trace.accepted) for text in found) > 2
 
 
-@pytest.mark.parametrize(("kind", "layers"), KINDS)
+@pytest.mark.parametrize(("kind", "layers"), [*KINDS, ("GLM-4.5", 1), ("Mellum", 1)])
 def test_drafts_after_rollbacks_are_those_of_fresh_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layers: int
 ) -> None:
@@ -204,3 +215,25 @@ def test_targets_without_layers_are_refused_by_name(tmp_path: Path, monkeypatch:
     target.save_pretrained(tmp_path)  # which drops them
     with pytest.raises(UserError, match=r"MTP\) of Qwen3NextForCausalLM .* missing"):
         load_mtp(load_model(tmp_path, device="cpu", dtype="float32"))
+
+
+def test_bench_plans_them_for_chains_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees and blocks want other heads, transformers' own generation wants a model."""
+    head = load_mtp(with_layers(tmp_path, monkeypatch, "Qwen3-Next"))
+    methods = ["vanilla", "eagle", "eagle-tree", "hybrid-tree", "block", "generate-assistant"]
+    assert [entry.method for entry in plan(methods, {"mtp": head}, [0.0])] == ["vanilla", "eagle"]
+
+
+def test_layers_beside_a_vision_tower_are_found(tmp_path: Path) -> None:
+    """Qwen3.5's files hold a model with images, of which the language model alone is decoded."""
+    settings = ARCHITECTURES["Qwen3-Next"][1]
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
+    config = AutoConfig.for_model("qwen3_5", text_config=settings | {"vocab_size": 16}, vision_config=vision)
+    AutoModelForMultimodalLM.from_config(config).save_pretrained(tmp_path)
+    target = load_model(tmp_path, device="cpu", dtype="float32")
+    target.config.num_mtp_layers, target.config.mtp_layer_types = 1, ["full_attention"]
+    expected = published(MtpModel(target, 1), "Qwen3-Next", 2)
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | expected, file, metadata={"format": "pt"})
+    found = load_mtp(load_model(tmp_path, device="cpu", dtype="float32"))
+    torch.testing.assert_close(published(found.mtp, "Qwen3-Next", 2), expected, rtol=0, atol=0)
