@@ -437,13 +437,16 @@ def build_architecture(name: str, *, dtype: torch.dtype = torch.float32, **chang
     return model.to(dtype)
 
 
+FORWARDS = {"ordinary": "the model’s own", "stepwise": "the model’s own, a token at a time"}
+
+
 @dataclass
 class Opened:
     """A line of the table.
 
     Attributes:
         name: architecture.
-        forward: ``fast``, ``ordinary`` or ``refused``.
+        forward: ``fast``, ``ordinary``, ``stepwise`` or ``refused``.
         trees: whether token trees are read.
         reason: why not, or why refused.
     """
@@ -461,14 +464,15 @@ def opened(name: str, model: PreTrainedModel) -> Opened:
     except UserError as error:
         reason = str(error).split("cannot be decoded here: ")[1].split(". Use model.generate")[0]
         return Opened(name, "refused", False, reason.split(" (")[0] if "pieces" in reason else reason)
-    forward = "fast" if isinstance(runner, FastRunner) else "ordinary"
+    stepwise = getattr(runner, "stepwise", False)
+    forward = "fast" if isinstance(runner, FastRunner) else "stepwise" if stepwise else "ordinary"
     return Opened(name, forward, runner.supports_trees, runner.tree_refusal)
 
 
 def table(lines: list[Opened]) -> str:
     """The table of docs/targets.md."""
     rows = [
-        f"| {one.name} | {one.forward if one.forward != 'ordinary' else 'the model’s own'} | "
+        f"| {one.name} | {FORWARDS.get(one.forward, one.forward)} | "
         f"{'yes' if one.trees else 'no'} | {one.reason} |"
         for one in lines
     ]
