@@ -98,7 +98,7 @@ class MethodOptions(Checked):
     draft_length: PositiveInt | None = None
     """Tokens drafted per round; for adaptive stop rules the longest draft. null: the length stored in the exported
     draft (fixed lengths only), else 5; AdaSD, Hugging Face and cost-optimal 20; Draft & Verify and AdaSPEED 12;
-    prompt lookup 10; hybrid 8."""
+    prompt lookup 10; suffix 24; hybrid 8."""
     beta: NonNegativeFloat = 0.1
     """EARS: tolerance β(1 − max p); the paper uses 0.05 to 0.2, 0 is the exact rule."""
     threshold: ClosedUnitInterval | None = None

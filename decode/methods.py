@@ -23,6 +23,7 @@ from decode.drafters.lookahead import LookaheadDrafter
 from decode.drafters.probe import advised, load_probe
 from decode.drafters.prompt_lookup import LookupDrafter
 from decode.drafters.rest import Datastore, RetrievalDrafter
+from decode.drafters.suffix import SuffixDrafter
 from decode.errors import UserError, choose
 from decode.loop import Method, tree_error
 from decode.method_options import MethodOptions
@@ -76,6 +77,7 @@ METHODS: dict[str, tuple[str, str, str]] = {
     "hybrid":            ("hybrid",              "unsure",           "exact"),
     "hybrid-tree":       ("hybrid-tree",         "length",           "exact"),
     "prompt-lookup":     ("prompt-lookup",       "copy",             "exact"),
+    "suffix":            ("suffix",              "suffix",           "exact"),
     "rest":              ("rest",                "length",           "exact"),
     "adaptix":           ("adaptix",             "length",           "exact"),
     "lookahead":         ("lookahead",           "length",           "exact"),
@@ -179,6 +181,8 @@ def make_drafter(name: str, inputs: MethodInputs) -> Drafter:
         drafter = ModelDrafter(draft, warp, target.vocab_size)
     elif name == "prompt-lookup":
         return LookupDrafter(length=inputs.window(10))
+    elif name == "suffix":
+        return SuffixDrafter()
     elif name == "lookahead":
         return LookaheadDrafter()
     elif name == "rest":
@@ -230,6 +234,7 @@ def _probed(inputs: MethodInputs, kind: str) -> StopRule:
 STOPS: dict[str, Callable[[MethodInputs], StopRule]] = {
     "length": lambda i: StopRule(i.window(5)),
     "copy": lambda i: StopRule(i.window(10)),
+    "suffix": lambda i: StopRule(i.window(24)),
     # compares before a token is drawn: where the head is unsure nothing is drafted
     "unsure": lambda i: StopRule(i.window(8), max_probability, True, Fixed(i.start(0.2)), refuse=True),
     "hf-dynamic": lambda i: StopRule(i.window(20), warped_token_probability, False, Roc(i.start(0.4))),

@@ -188,7 +188,7 @@ class EntryRun:
         )
         for _ in range(session.options.repeats + 1):
             self.methods.append(build(entry.method, inputs, stop=entry.stop, rule=entry.rule))
-        if entry.needs_draft or entry.method in {"prompt-lookup"} | SELF_SPECULATIVE:
+        if entry.needs_draft or entry.method in {"prompt-lookup", "suffix"} | SELF_SPECULATIVE:
             self.draft_length = int(self.methods[0].stop.window)
 
     def write(

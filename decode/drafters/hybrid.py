@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from decode.draft import Draft
 from decode.drafters.base import Drafter, DraftRequest, Prompt
 from decode.drafters.draft_model import ModelDrafter
-from decode.drafters.prompt_lookup import NgramIndex, copy_from
+from decode.drafters.prompt_lookup import copy_from
 from decode.drafters.rest import Datastore
+from decode.drafters.suffix import SuffixIndex, commonest
 from decode.trace import Step
 
 LONGEST, SHORTEST = 8, 2  # tokens of the text's end that are looked up
@@ -23,10 +22,10 @@ SUPPORT = 0.2  # share of the occurrences that have to go on like the copy, for 
 
 @dataclass
 class HybridState:
-    """The head's state of a sequence, and the index of its n-grams."""
+    """The head's state of a sequence, and the index of its text."""
 
     head: Any
-    ngrams: NgramIndex
+    index: SuffixIndex
 
 
 class HybridDrafter(Drafter):
@@ -52,7 +51,7 @@ class HybridDrafter(Drafter):
 
     def start(self, prompt: Prompt) -> HybridState:
         """Index the text, and let the head read it."""
-        return HybridState(self.head.start(prompt), NgramIndex(max(LONGEST, self.match), SHORTEST))
+        return HybridState(self.head.start(prompt), SuffixIndex(SHORTEST))
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """A copy or the head's draft; the heads that are asked draft together, and the stop rule's window is theirs."""
@@ -70,9 +69,9 @@ class HybridDrafter(Drafter):
 
     def _match(self, request: DraftRequest) -> tuple[int, int, int]:
         """Tokens of the text's end found in the text, the position after them, and tokens found in the corpus."""
-        ngrams, ids = request.state.ngrams, request.ids
-        in_store = self.store.longest(ids, ngrams.longest, SHORTEST)[0] if self.store is not None else 0
-        return *ngrams.find(ids), in_store
+        ids, longest = request.ids, max(LONGEST, self.match)
+        in_store = self.store.longest(ids, longest, SHORTEST)[0] if self.store is not None else 0
+        return *request.state.index.latest(ids, longest), in_store
 
     def _copy(self, request: DraftRequest, most: int, in_text: int, after: int, in_store: int) -> list[int]:
         """The continuation of the longer match; from the corpus, the most frequent one that `SUPPORT` holds for."""
@@ -85,16 +84,7 @@ class HybridDrafter(Drafter):
         rows = self.store.continuations(
             request.ids, length=count, limit=OCCURRENCES, max_span=matched, min_span=SHORTEST
         )
-        chain: list[int] = []
-        needed = max(1.0, SUPPORT * len(rows))
-        for column in range(count):
-            tokens, counts = np.unique(rows[:, column], return_counts=True)
-            counts[tokens < 0] = 0
-            if not len(counts) or counts.max() < needed:
-                break
-            chain.append(int(tokens[counts.argmax()]))
-            rows = rows[rows[:, column] == chain[-1]]
-        return chain
+        return commonest(rows.tolist(), SUPPORT)[0]
 
     def update(self, state: HybridState, ids: list[int], step: Step) -> None:
         """The head learns from copies too: it drafts on from their features."""

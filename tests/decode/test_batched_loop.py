@@ -66,7 +66,7 @@ def test_two_texts_whose_draft_lengths_are_chosen_together_are_lossless(stop: st
     assert 0 in limits
 
 
-@pytest.mark.parametrize("name", ["prompt-lookup", "rest", "adaptix", "lookahead", "random-tree"])
+@pytest.mark.parametrize("name", ["prompt-lookup", "suffix", "rest", "adaptix", "lookahead", "random-tree"])
 def test_two_texts_are_lossless_together_with_every_drafter(name: str, tmp_path) -> None:
     target, _ = tables()
     drafter = corpus_drafters(tmp_path, 3, [PAIR[0] * 3])[name]()
@@ -131,7 +131,7 @@ def methods(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, PreTrain
     return get
 
 
-NAMES = ["none", "model", *SUBSETS, "prompt-lookup", "rest", "adaptix", "lookahead", "random-tree"]
+NAMES = ["none", "model", *SUBSETS, "prompt-lookup", "suffix", "rest", "adaptix", "lookahead", "random-tree"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -183,7 +183,7 @@ def test_the_ordinary_model_call_decodes_texts_together(family: str, methods, ti
         assert [text.ids for text in texts] == wanted
 
 
-@pytest.mark.parametrize("name", ["model", "layer-subset", "adaptix", "lookahead"])
+@pytest.mark.parametrize("name", ["model", "layer-subset", "suffix", "adaptix", "lookahead"])
 def test_a_sampled_text_does_not_depend_on_its_neighbours(name: str, methods, tiny) -> None:
     model, warp = tiny("llama"), LogitsWarper(1.0)
     runner = open_runner(model)

@@ -126,7 +126,7 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[],
     return corpus_drafters(tmp_path_factory.mktemp("corpus"), VOCAB, [PROMPT * 3])
 
 
-@pytest.mark.parametrize("name", ["prompt-lookup", "rest", "adaptix", "lookahead"])
+@pytest.mark.parametrize("name", ["prompt-lookup", "suffix", "rest", "adaptix", "lookahead"])
 def test_drafts_from_texts_are_lossless_through_real_caches(name: str, drafters, double) -> None:
     for family, runner in (("llama", fast_runner), ("gpt2", HuggingFaceRunner)):
         target = double(family)

@@ -93,7 +93,7 @@ def test_every_stop_rule_is_lossless_with_a_draft_model(name: str, warm: bool, s
     system = Method(name, ModelDrafter(draft, SAMPLE, 3), stop)
     if warm:
         warm_up(experiment, system)
-        adaptive = name not in ("length", "unsure", "copy", "hf-constant")
+        adaptive = name not in ("length", "unsure", "copy", "suffix", "hf-constant")
         assert ((stop.threshold.value, stop.window) != start) == adaptive
     assert experiment.bias(system) < TOLERANCE
     if stop.confidence is not None and (name, warm) != ("entropy", False):
@@ -226,7 +226,7 @@ def drafters(tmp_path_factory: pytest.TempPathFactory):
     return corpus_drafters(tmp_path_factory.mktemp("corpus"), 4, [PROMPT * 3])
 
 
-@pytest.mark.parametrize("name", ["none", "prompt-lookup", "rest", "adaptix", "lookahead", "random-tree"])
+@pytest.mark.parametrize("name", ["none", "prompt-lookup", "suffix", "rest", "adaptix", "lookahead", "random-tree"])
 def test_every_deterministic_drafter_is_lossless_with_every_stop_rule(name: str, drafters, scripted_clock) -> None:
     experiment, draft = scripted_pair(4, tokens=3)
     scripted_clock(experiment)

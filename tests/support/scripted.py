@@ -15,6 +15,7 @@ from decode.drafters.base import Drafter, DraftRequest, NoDrafter, Prompt
 from decode.drafters.lookahead import LookaheadDrafter
 from decode.drafters.prompt_lookup import LookupDrafter
 from decode.drafters.rest import Datastore, RetrievalDrafter
+from decode.drafters.suffix import END, SuffixDrafter
 
 
 @dataclass
@@ -139,9 +140,17 @@ def corpus_drafters(folder: Path, vocab: int, extra: list[list[int]] | None = No
     build_datastore(documents, folder, "test")
     build_trigram_table(documents, folder, "test")
     store, table = Datastore(folder, "test"), NgramTable(folder, "test")
+
+    def suffix() -> SuffixDrafter:
+        drafter = SuffixDrafter()
+        for document in documents:
+            drafter.earlier.extend([*document, END])
+        return drafter
+
     return {
         "none": NoDrafter,
         "prompt-lookup": lambda: LookupDrafter(length=3),
+        "suffix": suffix,
         "rest": lambda: RetrievalDrafter(store, nodes=8, max_span=4, min_span=1, length=3),
         "adaptix": lambda: TrigramDrafter(table, nodes=8, searches=20, depth=2, sequences=4),
         "lookahead": lambda: LookaheadDrafter(level=3, window=3, guesses=3),

@@ -73,7 +73,7 @@ def drafters(tmp_path_factory: pytest.TempPathFactory, texts) -> dict[str, Calla
     return corpus_drafters(tmp_path_factory.mktemp("corpus"), VOCAB, known)
 
 
-@pytest.mark.parametrize("name", ["prompt-lookup", "rest", "adaptix", "lookahead"])
+@pytest.mark.parametrize("name", ["prompt-lookup", "suffix", "rest", "adaptix", "lookahead"])
 def test_drafts_from_texts_do_not_change_the_text(name: str, drafters, runners, texts) -> None:
     accepted = 0
     for family, fast in PATHS:
