@@ -472,8 +472,7 @@ def opened(name: str, model: PreTrainedModel) -> Opened:
 def table(lines: list[Opened]) -> str:
     """The table of docs/targets.md."""
     rows = [
-        f"| {one.name} | {FORWARDS.get(one.forward, one.forward)} | "
-        f"{'yes' if one.trees else 'no'} | {one.reason} |"
+        f"| {one.name} | {FORWARDS.get(one.forward, one.forward)} | {'yes' if one.trees else 'no'} | {one.reason} |"
         for one in lines
     ]
     return "\n".join(["| architecture | forward | trees | reason |", "| --- | --- | --- | --- |", *rows]) + "\n"

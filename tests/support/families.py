@@ -116,5 +116,7 @@ def resembling(model: PreTrainedModel, noise: float) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in draft.parameters():
-            weight += noise * weight.std() * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+            weight += (
+                noise * weight.std().nan_to_num() * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+            )
     return draft
