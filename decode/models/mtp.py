@@ -92,6 +92,8 @@ def load_mtp(target: PreTrainedModel) -> MtpHead:
         config.num_mtp_layers, config.mtp_layer_types = 1, ["full_attention"]
         target._keys_to_ignore_on_load_unexpected = [r"^mtp\."]  # by which the layers are found, without a vision tower
     try:
+        if not hasattr(MtpModel, "forward_layer"):
+            raise ValueError("this version runs all of its layers together; install a newer one")
         if not getattr(config, "num_mtp_layers", None):
             raise ValueError("its configuration names none that it knows (num_mtp_layers)")
         mtp = MtpModel.from_pretrained(target, device_map={"": target.get_output_embeddings().weight.device})
