@@ -238,6 +238,7 @@ def test_the_same_seed_gives_the_same_prompts_and_a_killed_run_goes_on_with_them
             raise Killed
         return write(*args, **options)  # type: ignore[arg-type]
 
+    made.output_dir = str(tmp_path / "elsewhere")  # where no run has written these prompts yet
     second, _ = context(made, "second")
     monkeypatch.setattr(sampler_module, "write_texts", dying)
     with pytest.raises(Killed):
