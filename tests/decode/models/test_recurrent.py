@@ -63,6 +63,20 @@ def test_a_rollback_to_any_position_gives_the_logits_of_a_fresh_forward(name: st
     assert len(out.hidden) == 1
 
 
+@torch.inference_mode()
+def test_states_captured_for_a_head_are_those_of_the_new_tokens_alone() -> None:
+    model = build_architecture("LFM2")
+    runner = open_runner(model)
+    fresh = model(input_ids=IDS[None], use_cache=False, output_hidden_states=True).hidden_states[1][0]
+    cache = runner.new_cache()
+    runner.forward([cache], [IDS[:8]])
+    runner.forward([cache], [IDS[8:12]])
+    cache.truncate(10)
+    assert len(cache.unread) == 2
+    captured = runner.forward([cache], [IDS[10:13]], capture=(1,)).captured
+    torch.testing.assert_close(captured, fresh[10:13], rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("name", ["LFM2", "Mamba-2"])
 def test_sampled_drafts_are_exact_on_a_hybrid_and_on_a_recurrent_target(
     name: str, monkeypatch: pytest.MonkeyPatch
