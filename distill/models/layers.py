@@ -188,7 +188,7 @@ class LayerSkip:
         exits: Indices of the layers whose exits are trained at this step.
 
     Raises:
-        UserError: The layers cannot be accessed, or there is only one.
+        UserError: The layers cannot be accessed, there is only one, or some keep a recurrent state.
     """
 
     def __init__(self, model: PreTrainedModel, settings: LayerSkipSettings, steps: int, *, scratch: bool) -> None:
@@ -197,6 +197,12 @@ class LayerSkip:
         self.settings, self.steps, self.scratch, self.count = settings, steps, scratch, len(layers)
         if self.count < 2:
             raise UserError("layerskip needs a model of at least two layers; this one has no early exit")
+        kinds = sorted(set(getattr(model.config.get_text_config(), "layer_types", None) or ()))
+        if any("attention" not in kind or "linear" in kind for kind in kinds):
+            raise UserError(
+                f"layerskip needs layers that keep keys and values alone, and this model has {', '.join(kinds)}, with "
+                "which no exit can draft: set target.layerskip.enabled to false"
+            )
         self.norm, self.running = final_norm(model), self.count
         self.rates: list[float] = []
         self.exits: list[int] = []

@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
+from architectures import build_architecture
 from families import in_double
 from torch import Tensor
 
+from decode.errors import UserError
 from decode.models.families import decoder_layers, final_norm
 from distill.config.training import LayerSkipSettings, TrainingSettings
 from distill.data.batches import label_mask
@@ -147,3 +149,8 @@ def test_checkpoints_are_compared_by_the_loss_of_the_recipe_over_the_same_exits(
         total, last, _ = module(BATCH)
         totals.append(total)
     assert totals[0] == totals[1] != last
+
+
+def test_targets_whose_layers_keep_a_state_are_refused() -> None:
+    with pytest.raises(UserError, match=r"layerskip needs layers .* full_attention, linear_attention"):
+        LayerSkip(build_architecture("Qwen3-Next"), ON, 10, scratch=False)
