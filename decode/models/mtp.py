@@ -8,6 +8,7 @@ as EAGLE's is; of several layers each drafts one token. transformers loads the l
 from __future__ import annotations
 
 from collections.abc import Iterator
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -100,10 +101,11 @@ def load_mtp(target: PreTrainedModel) -> MtpHead:
         if RollbackCache(mtp.config).recurrent:
             raise ValueError("they keep a recurrent state")
     except Exception as error:  # a family's layers may be stored in many ways that are not known
+        reason = shorten(str(error) or type(error).__name__, 200)
         raise UserError(
             f"the next-token layers (MTP) of {type(target).__name__} ({target.config.model_type}) are not loaded by "
-            f"transformers {transformers.__version__}: {str(error).splitlines()[0]}. Loaded are those of DeepSeek-V3, "
-            "GLM-4.5, Mellum, Qwen3-Next and Qwen3.5, where the target's files hold them; or give another draft"
+            f"transformers {transformers.__version__}: {reason}. Loaded are those of DeepSeek-V3, GLM-4.5, Mellum, "
+            "Qwen3-Next and Qwen3.5, where the target's files hold them; or give another draft"
         ) from error
     mtp.config.captured_layers = [config.num_hidden_layers]
     mtp.config.target_hidden_size = config.hidden_size

@@ -184,25 +184,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "OLMo 2": ("olmo2", _LLAMA),
     "Granite": ("granite", _LLAMA | {"logits_scaling": 2.0, "residual_multiplier": 0.5}),
     "SmolLM3": ("smollm3", _LLAMA | {"no_rope_layers": [1, 0], "use_sliding_window": False}),
-    "DeepSeek-V3": (
-        "deepseek_v3",
-        _LLAMA
-        | {
-            "num_key_value_heads": 4,
-            "moe_intermediate_size": 16,
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 2,
-            "n_group": 2,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "kv_lora_rank": 8,
-            "q_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 8,
-        },
-    ),
+    "DeepSeek-V3": ("deepseek_v3", _LLAMA | _LATENT | _SHARED_EXPERTS | {"q_lora_rank": 16}),
     "Cohere": ("cohere", _LLAMA | {"tie_word_embeddings": True}),
     "Cohere 2": (
         "cohere2",
