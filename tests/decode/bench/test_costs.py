@@ -61,8 +61,9 @@ def test_accepted_length_of_drafts_whose_later_tokens_depend_on_the_first_is_unb
     """
     texts = {0: ([0.7, 1.0, 0.0], [0.4, 1.0, 0.0]), 1: ([0.7, 0.0, 0.0], [1.0, 0.0, 0.0])}
     alphas = [OfflineAlpha([alpha], kept=[kept]) for alpha, kept in texts.values()]
-    rounds = sum(sum(replayed([alpha], 2)[1].values()) for alpha in alphas) / 2
-    assert rounds == pytest.approx(0.2 * 1 + 0.8 * 2)  # after a rejection one more round writes the rest
+    rounds = [sum(replayed([alpha], 2)[1].values()) for alpha in alphas]
+    # 0 was accepted with 0.2 / 0.5, else a second round writes the rest; 1 was accepted, and the token after it was not
+    assert rounds == pytest.approx([0.4 * 1 + 0.6 * 2, 2])
 
 
 def test_a_token_that_stands_was_accepted_with_the_probability_that_gives_alpha_on_average(tiny):

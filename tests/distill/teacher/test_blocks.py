@@ -133,6 +133,18 @@ def test_weights_of_slots() -> None:
         assert (decayed[1] / decayed[0]).log().item() == pytest.approx(-1 / gamma)
 
 
+def test_rows_that_the_head_cannot_draft_have_no_weight(tiny) -> None:
+    module, batch = in_training(tiny, divergence=Divergence("dspark"))
+    ((drafted, rows),) = module(batch)
+    drafted.learnable = (torch.arange(len(rows.losses)) % 2).to(rows.losses)
+    factors = module.factors(drafted)
+    assert not factors[::2].any()
+    assert factors[1::2].gt(0).all()
+    (total,) = [found.total for _, found in module(batch)]
+    decayed = slots.decay(drafted.slots, module.model.drafts)
+    assert total.item() == pytest.approx((rows.losses * decayed / decayed.mean()).sum().item())
+
+
 def test_a_selection_ranks_slots_by_the_loss_difference_where_they_are_reached(tiny) -> None:
     module, batch = in_training(tiny, divergence=Divergence("dspark"), selection=Selection(0.5))
     ((drafted, rows),) = module(batch, training=False)
