@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from decode.errors import UserError, read_json
 from decode.models.block_head import BlockHead, block_config, mask_token
 from decode.models.head_files import load_head, save_head
-from decode.models.heads import DraftHead, FeatureHead, head_config
+from decode.models.heads import DraftHead, FeatureHead, head_config, output_head
 from decode.models.loading import DTYPES, check_tokenizers, gguf_file, load_model, load_tokenizer, stop_ids
 from decode.models.wrapped import adapter_base
 from decode.models.writing import write_texts
@@ -223,8 +223,23 @@ def untrained_head(context: StageContext, key: str) -> StageResult:
 def new_head(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: StudentSettings, seed: int
 ) -> DraftHead:
-    """Return a head with random weights that depend on the seed alone."""
+    """Return a head with random weights that depend on the seed alone.
+
+    Raises:
+        UserError: The states between the target's layers, or its output head, are not what such heads read.
+    """
     config, block, version = target.config.get_text_config(), settings.block, settings.version
+    with torch.no_grad():
+        ids = torch.zeros(1, 2, dtype=torch.long, device=target.device)
+        found = target.base_model(input_ids=ids, use_cache=False, output_hidden_states=True)
+    between = found.hidden_states[0].shape
+    if between != found.last_hidden_state.shape:
+        raise UserError(
+            f"{type(target).__name__} keeps several states of a token between its layers ({list(between)}), and heads "
+            "read one: train a draft model (student.kind scratch, finetune, lora or cut)"
+        )
+    if version == 1:
+        output_head(target)
     if not isinstance(version, str):
         assert version is not None
         shape = head_config(config, version, draft_vocab=settings.draft_vocab)

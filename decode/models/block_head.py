@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from decode.errors import UserError
-from decode.models.heads import DraftHead, HeadLayer, RMSNorm, output_head
+from decode.models.heads import DraftHead, HeadLayer, RMSNorm, output_head, shape_of
 
 BLOCK_ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
 MarkovKind = Literal["vanilla", "gated", "rnn"]
@@ -283,7 +283,7 @@ def block_config(
     Raises:
         UserError: a number that does not fit the target.
     """
-    depth, heads = int(target.num_hidden_layers), target.num_attention_heads
+    depth = int(target.num_hidden_layers)
     ids = target_layers or list(default_layers(depth, max(3, layers)))
     if sorted(set(ids)) != list(ids) or ids[0] < 0 or ids[-1] >= depth - 1:
         raise UserError(
@@ -292,28 +292,15 @@ def block_config(
         )
     if block < 2:
         raise UserError(f"a block has {block} slot, expected 2 or more: the anchor's and those of drafted tokens")
-    head_dim = getattr(target, "head_dim", None) or target.hidden_size // heads
-    rope = getattr(target, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)
     drafted = min(draft_vocab or target.vocab_size, target.vocab_size)
     anchor_first = version == "dspark" if from_anchor is None else from_anchor
     return Qwen3Config(
+        **shape_of(target),
         architectures=[BLOCK_ARCHITECTURES[version]],
-        hidden_size=target.hidden_size,
-        target_hidden_size=target.hidden_size,
         num_target_layers=depth,
-        intermediate_size=getattr(target, "intermediate_size", None) or 4 * target.hidden_size,
         num_hidden_layers=layers,
         layer_types=["full_attention"] * layers,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(target, "num_key_value_heads", None) or heads,
-        head_dim=head_dim + head_dim % 2,  # rotation takes pairs of elements
-        vocab_size=target.vocab_size,
         draft_vocab_size=drafted,
-        max_position_embeddings=getattr(target, "max_position_embeddings", None) or 2048,
-        rms_norm_eps=getattr(target, "rms_norm_eps", None) or 1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta") or 10000.0},
-        tie_word_embeddings=False,
         captured_layers=[layer + 1 for layer in ids],
         block_size=block,
         mask_token_id=mask_id,
@@ -323,7 +310,6 @@ def block_config(
         markov_head_type=markov_kind,
         enable_confidence_head=confidence,
         confidence_head_with_markov=confidence and markov_rank > 0,
-        **{name: getattr(target, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
     )
 
 

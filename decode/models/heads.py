@@ -384,6 +384,32 @@ def default_captured_layers(layers: int) -> tuple[int, int, int]:
     return (1, layers // 2, layers - 1) if layers > 3 else (0, 1, 2)
 
 
+def shape_of(target: Any) -> dict[str, Any]:
+    """What the configurations of all heads take from a target's.
+
+    Where its layers differ it is the last one's; a target without attention gets heads of 64 elements.
+    """
+    layer, width = target.per_layer_config[-1], target.hidden_size
+    heads = getattr(layer, "num_attention_heads", None) or max(1, width // 64)
+    head_dim = getattr(layer, "head_dim", None) or width // heads
+    rope = getattr(target, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    return {
+        "hidden_size": width,
+        "target_hidden_size": width,
+        "intermediate_size": getattr(layer, "intermediate_size", None) or 4 * width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(layer, "num_key_value_heads", None) or heads,
+        "head_dim": head_dim + head_dim % 2,  # rotation takes pairs of elements
+        "vocab_size": target.vocab_size,
+        "max_position_embeddings": getattr(target, "max_position_embeddings", None) or 2048,
+        "rms_norm_eps": getattr(target, "rms_norm_eps", None) or 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": rope.get("rope_theta") or 10000.0},
+        "tie_word_embeddings": False,
+        **{name: getattr(target, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    }
+
+
 def head_config(
     target: Any, version: int, *, draft_vocab: int | None = None, captured_layers: tuple[int, ...] | None = None
 ) -> LlamaConfig:
@@ -392,30 +418,16 @@ def head_config(
     Raises:
         UserError: sizes that do not fit.
     """
-    width, layers, heads = target.hidden_size, target.num_hidden_layers, target.num_attention_heads
-    head_dim = getattr(target, "head_dim", None) or width // heads
+    layers = target.num_hidden_layers
     captured = [layers] if version == 1 else list(captured_layers or default_captured_layers(layers))
     if version == 3 and (len(captured) != 3 or not 0 <= captured[0] < captured[1] < captured[2] <= layers):
         raise UserError(f"captured layers are {captured}; expected three ascending numbers from 0 to {layers}")
     drafted = min(draft_vocab or target.vocab_size, target.vocab_size)
-    rope = getattr(target, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)
     return LlamaConfig(
+        **shape_of(target),
         architectures=[ARCHITECTURES[version]],
-        hidden_size=width,
-        target_hidden_size=width,
-        intermediate_size=getattr(target, "intermediate_size", None) or 4 * width,
         num_hidden_layers=1,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(target, "num_key_value_heads", None) or heads,
-        head_dim=head_dim + head_dim % 2,  # rotation takes pairs of elements
-        vocab_size=target.vocab_size,
         draft_vocab_size=drafted if version == 3 or drafted < target.vocab_size else None,
-        max_position_embeddings=getattr(target, "max_position_embeddings", None) or 2048,
-        rms_norm_eps=getattr(target, "rms_norm_eps", None) or 1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta") or 10000.0},
-        tie_word_embeddings=False,
         captured_layers=captured,
         # no key "bias": EAGLE-1's fc has one in any case, and engines would make biases of the attention for it
-        **{name: getattr(target, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
     )

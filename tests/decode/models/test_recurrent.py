@@ -7,14 +7,15 @@ import torch
 from architectures import RECURRENT, build_architecture
 from enumeration import Experiment
 from families import VOCAB, in_double, resembling
-from greedy import GREEDY, PROMPTS, generate
+from greedy import GREEDY, PROMPTS, assert_decodes, generate
+from heads import make_head
 from torch import Tensor
 
 from decode.errors import UserError
 from decode.loop import decode_texts
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
-from decode.models.choose_runner import open_runner
+from decode.models.choose_runner import open_draft_runner, open_runner
 from decode.models.huggingface_runner import AGAIN, HuggingFaceRunner
 from decode.models.rollback_cache import RollbackCache
 from decode.sampling import LogitsWarper, TorchRng
@@ -135,3 +136,13 @@ def test_trees_are_refused_since_branches_would_share_a_state() -> None:
     runner = open_runner(build_architecture("Mamba-2"))
     with pytest.raises(UserError, match="it keeps a recurrent state, which is that of one branch"):
         build("lookahead", MethodInputs(runner, GREEDY))
+
+
+@pytest.mark.parametrize("name", ["Mamba-2", "RWKV", "Gemma 4"])
+def test_heads_are_made_for_targets_without_attention_heads_and_with_layers_of_several_shapes(name: str) -> None:
+    model = build_architecture(name)
+    runner = open_runner(model)
+    head = open_draft_runner(make_head(model, 3), model)
+    text = generate(model, PROMPTS[0])
+    trace = assert_decodes(runner, build("eagle", MethodInputs(runner, GREEDY, draft=head)), text, PROMPTS[0])
+    assert sum(trace.drafted) > 0
