@@ -1,8 +1,14 @@
-"""Tiny random models of many architectures, what opening them says, and the table of it in docs/targets.md."""
+"""Tiny random models of many architectures, and the tables of docs/targets.md of what works for each.
+
+Run as a script it writes the tables.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +18,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from decode.errors import UserError
 from decode.models.choose_runner import open_runner
-from decode.models.fast_runner import FastRunner
+from decode.models.fast_runner import FastRunner, self_speculating
+from decode.models.heads import output_head
+from decode.models.runner import Runner
+from distill.config.training import LayerSkipSettings, StudentSettings
+from distill.models.layers import LayerSkip, start_from_target
+from distill.models.lm_head import LMHead, check_head
+from distill.run_stages import new_head
 
 WINDOW = 6
 
@@ -416,45 +428,102 @@ def build_architecture(name: str, *, dtype: torch.dtype = torch.float32, **chang
                 else:  # small embeddings, so that tied heads do not simply repeat the last token
                     weight.copy_(noise * (0.1 if "emb" in key or "wte" in key else 0.4))
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
+    if model.base_model is model:
+        model.base_model_prefix = "model"  # as loading does for Llama 4
     return model.to(dtype)
 
 
-FORWARDS = {"ordinary": "the model’s own", "stepwise": "the model’s own, a token at a time"}
+DOCS = Path(__file__).parents[2] / "docs" / "targets.md"
+GENERATED = "<!-- written by: python tests/support/architectures.py -->\n"
+GROUPS = ("Attention alone", "Mixture of experts", "Recurrent and hybrid", "Refused")
+COLUMNS = ("chains", "trees", "batches", "fast forward", "drafts", "heads", "LayerSkip")
 
 
 @dataclass
 class Opened:
-    """A line of the table.
+    """What works for an architecture.
 
     Attributes:
         name: architecture.
-        forward: ``fast``, ``ordinary``, ``stepwise`` or ``refused``.
-        trees: whether token trees are read.
-        reason: why not, or why refused.
+        group: one of `GROUPS`.
+        cells: by name of `COLUMNS`, an entry and the reason for it, if there is one.
     """
 
     name: str
-    forward: str
-    trees: bool
-    reason: str = ""
+    group: str
+    cells: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+
+def refusal(attempt: Callable[[], object]) -> str:
+    """The reason in the message of the `UserError` that this raises; empty if it raises none."""
+    try:
+        attempt()
+    except UserError as error:
+        text = re.sub(r".*cannot be (decoded here|reached): |^\w+For\w+ ", "", str(error))
+        text = re.sub(r"the layers of \w+", "its layers", text)
+        return re.split(r"; |: | \(|, (?:and|so) |\. Use ", text)[0]
+    return ""
 
 
 def opened(name: str, model: PreTrainedModel) -> Opened:
-    """What opening a model comes to."""
-    try:
-        runner = open_runner(model)
-    except UserError as error:
-        reason = str(error).split("cannot be decoded here: ")[1].split(". Use model.generate")[0]
-        return Opened(name, "refused", False, reason.split(" (")[0] if "pieces" in reason else reason)
-    stepwise = getattr(runner, "stepwise", False)
-    forward = "fast" if isinstance(runner, FastRunner) else "stepwise" if stepwise else "ordinary"
-    return Opened(name, forward, runner.supports_trees, runner.tree_refusal)
+    """What opening a model for decoding, and starting each kind of training with it, come to."""
+    made: list[Any] = []
+    if why := refusal(lambda: made.append(open_runner(model))):
+        return Opened(name, "Refused", {"chains": ("no", why)})
+    runner = made[0]
+    eagle3 = StudentSettings(kind="eagle3")
+    experts = any("expert" in part for part, _ in model.named_modules())
+
+    def answer(why: str, yes: str = "yes", no: str = "no") -> tuple[str, str]:
+        return (no, why) if why else (yes, "")
+
+    untrained = refusal(lambda: check_head(model, LMHead(model)))
+    no_head = untrained or refusal(lambda: start_from_target(new_head(model, None, eagle3, 0), model))
+    heads = answer(no_head) if no_head else answer(refusal(lambda: output_head(model)), no="not EAGLE-1")
+    exits = answer(
+        refusal(lambda: LayerSkip(model, LayerSkipSettings(), 1, scratch=False).remove()),
+        "trained only" if refusal(lambda: self_speculating(runner)) else "yes",
+    )
+    cells = {
+        "chains": ("1 at a time" if getattr(runner, "stepwise", False) else "yes", ""),
+        "trees": answer(runner.tree_refusal),
+        "batches": ("in turn" if type(runner).forward is Runner.forward else "together", ""),
+        "fast forward": ("yes" if isinstance(runner, FastRunner) else "no", ""),
+        "drafts": answer(untrained),
+        "heads": heads,
+        "LayerSkip": exits,
+    }
+    return Opened(name, GROUPS[2 if runner.recurrent else experts], cells)
 
 
 def table(lines: list[Opened]) -> str:
-    """The table of docs/targets.md."""
-    rows = [
-        f"| {one.name} | {FORWARDS.get(one.forward, one.forward)} | {'yes' if one.trees else 'no'} | {one.reason} |"
-        for one in lines
-    ]
-    return "\n".join(["| architecture | forward | trees | reason |", "| --- | --- | --- | --- |", *rows]) + "\n"
+    """The tables of docs/targets.md, one a group; families with the same entries share a row."""
+    reasons: list[str] = []
+
+    def cell(entry: str, why: str) -> str:
+        if why and why not in reasons:
+            reasons.append(why)
+        return f"{entry} ({reasons.index(why) + 1})" if why else entry
+
+    text = ""
+    for group in GROUPS:
+        rows: dict[str, dict[str, list[str]]] = {}  # entries → family → its variants
+        columns = COLUMNS[:1] if group == "Refused" else COLUMNS
+        for one in (line for line in lines if line.group == group):
+            family, _, variant = one.name.partition(", ")
+            entries = " | ".join(cell(*one.cells[column]) for column in columns)
+            rows.setdefault(entries, {}).setdefault(family, []).append(variant)
+        text += f"\n### {group}\n\n| architectures | {' | '.join(columns)} |\n| --- |{' --- |' * len(columns)}\n"
+        for entries, families in rows.items():
+            names = [
+                family + f" ({'' if kinds[0] else 'also '}{', '.join(filter(None, kinds))})" * (kinds != [""])
+                for family, kinds in families.items()
+            ]
+            text += f"| {', '.join(names)} | {entries} |\n"
+    return text + "\n" + "".join(f"{number}. {why}\n" for number, why in enumerate(reasons, 1))
+
+
+if __name__ == "__main__":
+    page = DOCS.read_text(encoding="utf-8").split(GENERATED)[0]
+    found = table([opened(name, build_architecture(name)) for name in ARCHITECTURES])
+    DOCS.write_text(page + GENERATED + found, encoding="utf-8")
