@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 import torch
 from enumeration import Distribution, Experiment, ScriptedRunner, autoregressive_distribution, random_table
 from families import build_tiny
@@ -50,24 +49,23 @@ def sample(experiment: Experiment, system: Method, texts: int) -> tuple[Counter,
     return counts, rounds
 
 
-def test_twenty_thousand_rounds_have_the_targets_distribution() -> None:
+def test_five_thousand_rounds_have_the_targets_distribution() -> None:
     warp = LogitsWarper(temperature=0.8)
     target = ScriptedRunner(random_table(1, 4), 4)
     draft = ScriptedRunner(random_table(3, 4), 4)
     experiment = Experiment(target, warp, [0, 2, 1], 3)
     distribution = autoregressive_distribution(experiment.next_distribution, experiment.prompt, 3)
     model = Method("model", ModelDrafter(draft, warp, 4), StopRule(3, token_probability, threshold=Fixed(0.3)))
-    counts, rounds = sample(experiment, model, 11_800)
-    assert rounds >= 20_000
+    counts, rounds = sample(experiment, model, 3_000)
+    assert rounds >= 5_000
     assert p_value(counts, distribution) > 1e-4
-    assert p_value(sample(experiment, Method("tree", RandomTree(4), StopRule()), 2000)[0], distribution) > 1e-4
+    assert p_value(sample(experiment, Method("tree", RandomTree(4), StopRule()), 600)[0], distribution) > 1e-4
     relaxed = Method("ears", ModelDrafter(draft, warp, 4), StopRule(3), Ears(0.3))
-    assert p_value(sample(experiment, relaxed, 2000)[0], distribution) < 1e-4  # the test has the power to see a bias
+    assert p_value(sample(experiment, relaxed, 1500)[0], distribution) < 1e-4  # the test has the power to see a bias
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_tiny_pair_has_the_targets_distribution(family: str) -> None:
-    target, draft = build_tiny(family, vocab_size=6), build_tiny(family, vocab_size=6, seed=4)
+def test_a_tiny_pair_has_the_targets_distribution() -> None:
+    target, draft = build_tiny("llama", vocab_size=6), build_tiny("llama", vocab_size=6, seed=4)
     warp = LogitsWarper(temperature=1.5)
 
     @torch.inference_mode()

@@ -44,7 +44,7 @@ def test_a_process_that_hangs_is_ended_with_its_children(tmp_path) -> None:
     assert not _holders(str(marker))
 
 
-@pytest.mark.parametrize("ended_by", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("ended_by", [signal.SIGKILL, signal.SIGINT])
 def test_a_check_that_is_ended_takes_its_engine_and_its_workers_with_it(
     tmp_path, monkeypatch, ended_by: signal.Signals
 ) -> None:
