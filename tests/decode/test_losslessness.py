@@ -86,7 +86,9 @@ def warm_up(experiment: Experiment, system: Method, texts: int = 4) -> None:
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
 @pytest.mark.parametrize("name", STOPS)
 def test_every_stop_rule_is_lossless_with_a_draft_model(name: str, warm: bool, scripted_clock) -> None:
-    experiment, draft = scripted_pair(tokens=4 if name == "unsure" or (name, warm) == ("entropy", True) else 3)  # which draft little
+    experiment, draft = scripted_pair(
+        tokens=4 if name == "unsure" or (name, warm) == ("entropy", True) else 3
+    )  # which draft little
     scripted_clock(experiment)
     stop = STOPS[name](parts(experiment, draft))
     start = stop.threshold.value, stop.window
