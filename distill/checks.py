@@ -112,9 +112,9 @@ def _check_disk(context: StageContext) -> None:
     hidden = config.hidden_size * (2 if settings.target.dtype == "bfloat16" else 4)
     a_label = {"hidden": hidden, "topk": 8 * teacher.signal_k, "log_probs": 4 * config.vocab_size}[teacher.signal]
     of_block = len(student.block.target_layers) or max(3, student.block.layers)
-    states = of_block if student.is_block else {"eagle": 1, "eagle3": 3}.get(student.kind, 0)
+    states = of_block if student.is_block else {"eagle": 1, "eagle3": 3, "mtp": 1}.get(student.kind, 0)
     a_token = hidden * states
-    if student.version == 1 and teacher.signal == "hidden":
+    if student.kind in ("eagle", "mtp") and teacher.signal == "hidden":
         a_label = 0  # the states are what logits are made of
     size = sum(a_label * rows.label_count + a_token * len(rows.ids) for rows in (context.examples, context.validation))
     place = next(path for path in (folder, *folder.parents) if path.exists())

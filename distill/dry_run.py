@@ -18,6 +18,7 @@ from transformers.utils import logging as hf_logging
 
 from decode.bench.arithmetic import problems
 from decode.bench.datasets import PRESETS
+from decode.errors import UserError
 from decode.models.loading import family_of
 from decode.progress import output_console
 from distill.config.data import DataSettings
@@ -46,6 +47,8 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
         UserError: The settings are refused as they are.
     """
     settings.validate()
+    if settings.student.kind == "mtp":
+        raise UserError("student.kind is mtp, and a target made for a dry run has no next-token layers: use --estimate")
     console = console or output_console()
     hf_logging.disable_progress_bar()
     small = copy.deepcopy(settings)

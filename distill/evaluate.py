@@ -22,6 +22,7 @@ from decode.models.block_head import BlockHead
 from decode.models.loading import open_draft
 from decode.models.pair import described, own_warp
 from decode.progress import Progress, as_current
+from distill.config.drafts import START
 from distill.data.context import MEASUREMENT, StageContext
 from distill.data.corpus import test_suite
 
@@ -185,12 +186,12 @@ class Evaluation:
     @property
     def decoded(self) -> list[str]:
         """The drafts that are decoded with: all but an untrained head."""
-        return [name for name in self.models if name != self.run.start or not self.full.student.is_head]
+        return [name for name in self.models if name != START[1]]
 
     @property
     def _trees(self) -> bool:
         """Whether heads draft trees too, which a target with a recurrent state does not read."""
-        return self.full.student.is_head and self.session.runner.supports_trees
+        return self.full.student.is_head and self.full.student.kind != "mtp" and self.session.runner.supports_trees
 
     def _profile(self, greedy: dict[str, list[OfflineAlpha]]) -> dict[str, Any]:
         """Returns the exported draft's costs, and the speedup that they predict for every draft length."""

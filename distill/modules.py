@@ -20,6 +20,7 @@ from decode.bench.offline_acceptance import DEPTH
 from decode.errors import UserError
 from decode.models.block_head import BlockHead
 from decode.models.heads import DraftHead, FeatureHead
+from decode.models.mtp import MtpHead
 from distill import ranks
 from distill.checkpoints import Fsdp, explain, shard
 from distill.config.training import StudentSettings, TrainingSettings
@@ -426,8 +427,8 @@ class DistillModule(TrainingModule):
 
     @property
     def depth(self) -> int:
-        """Positions of a draft at which validation measures acceptance."""
-        return DEPTH
+        """Positions of a draft at which validation measures acceptance: of some heads all that it can have."""
+        return getattr(self.model, "drafts", None) or DEPTH
 
     def on_fit_end(self) -> None:
         """Sums the selected tokens of all ranks up."""
@@ -445,7 +446,7 @@ class DistillModule(TrainingModule):
 
 
 class HeadModule(DistillModule):
-    """EAGLE; with a selection, EAGLE + AdaSPEC: Σ decayⁱ · loss over the drafting steps i; best by accepted length.
+    """EAGLE and MTP; with a selection, AdaSPEC: Σ decayⁱ · loss over the drafting steps i; best by accepted length.
 
     EAGLE-1 adds the feature regression, on all label tokens. The other losses are of those whose most probable token
     of the target the head can draft, and a selection ranks them by ΔL at each drafting step. Where a further step is
@@ -457,7 +458,7 @@ class HeadModule(DistillModule):
     """
 
     monitor = "validation_accepted_length"
-    model: FeatureHead
+    model: FeatureHead | MtpHead
 
     def __init__(self, *given: Any, settings: StudentSettings, **options: Any) -> None:
         super().__init__(*given, **options)
@@ -490,11 +491,6 @@ class BlockModule(DistillModule):
     def __init__(self, *given: Any, anchors: int, **options: Any) -> None:
         super().__init__(*given, **options)
         self.anchors = anchors
-
-    @property
-    def depth(self) -> int:
-        """See `DistillModule.depth`: all that a block drafts."""
-        return self.model.drafts
 
     def drafted(self, batch: Batch, *, training: bool) -> Iterator[Drafted]:
         """The slots of all blocks at once; see `distill.teacher.blocks`."""

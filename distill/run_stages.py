@@ -15,9 +15,10 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.errors import UserError, read_json
 from decode.models.block_head import BlockHead, block_config, mask_token
-from decode.models.head_files import load_head, save_head
+from decode.models.head_files import save_head
 from decode.models.heads import DraftHead, FeatureHead, head_config, output_head
 from decode.models.loading import DTYPES, check_tokenizers, gguf_file, load_model, load_tokenizer, stop_ids
+from decode.models.mtp import MTP, load_mtp
 from decode.models.wrapped import adapter_base
 from decode.models.writing import write_texts
 from decode.progress import working
@@ -207,7 +208,9 @@ def untrained_head(context: StageContext, key: str) -> StageResult:
         ids, share = frequent(rows, int(config.draft_vocab_size), int(config.vocab_size))
         head.set_vocabulary(ids)
         context.line(f"{len(ids):,} tokens drafted, {share:.1%} of the training labels")
-    if settings.version != 1:
+    if settings.kind == "mtp":
+        context.line("the target's own")
+    elif settings.version != 1:
         left = start_from_target(head, target)
         context.line("starts from the target's last layer" + (f", but for {', '.join(left)}" if left else ""))
     parameters = sum(p.numel() for p in head.parameters())
@@ -223,12 +226,14 @@ def untrained_head(context: StageContext, key: str) -> StageResult:
 def new_head(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: StudentSettings, seed: int
 ) -> DraftHead:
-    """Return a head with random weights that depend on the seed alone.
+    """Return a head with random weights that depend on the seed alone, or the target's own next-token layers.
 
     Raises:
         UserError: The states between the target's layers, or its output head, are not what such heads read.
     """
     config, block, version = target.config.get_text_config(), settings.block, settings.version
+    if version == MTP:
+        return load_mtp(target)
     with torch.no_grad():
         ids = torch.zeros(1, 2, dtype=torch.long, device=target.device)
         found = target.base_model(input_ids=ids, use_cache=False, output_hidden_states=True)
@@ -286,7 +291,7 @@ def distil(context: StageContext, draft: DraftSettings, key: str) -> StageResult
     objective = objective_of(draft, steps)
     module: DistillModule
     if full.student.is_head:
-        head = cast(FeatureHead, load_head(run.path("initial")).train())
+        head = cast(FeatureHead, context.load_head(run.path("initial")).train())
         data = prepare(context, objective, draft.on_policy, head=head, selector=draft.reference)
         given: dict[str, Any] = {"target": data.teacher, "objective": objective, "seed": seed}
         if isinstance(head, BlockHead):

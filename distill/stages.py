@@ -81,7 +81,7 @@ class RunDir:
 
     def best(self, name: str) -> tuple[dict[str, float], float]:
         """Return a draft's best validation, whose weights were kept, and its value: α, or a head's accepted length."""
-        by = "accepted_length" if self.start == START[1] else "alpha"
+        by = "alpha" if self.start == START[0] else "accepted_length"
         found = [(at, at.get(by, at["alpha"])) for at in self.draft_record(name).history if "alpha" in at]
         return max(found, key=lambda one: one[1], default=({}, 0.0))
 
@@ -175,7 +175,8 @@ def _files(folder: Path) -> list[str]:
 def run_of(settings: Settings) -> RunDir:
     """Return the folder of the run that the settings describe."""
     names = [draft.name for draft in settings.drafts]
-    return RunDir(Path(settings.output_dir) / settings.name, names, START[settings.student.is_head])
+    start = START[settings.student.is_head + (settings.student.kind == "mtp")]
+    return RunDir(Path(settings.output_dir) / settings.name, names, start)
 
 
 # -- fingerprints -----------------------------------------------------------------------------------------------------

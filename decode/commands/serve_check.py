@@ -36,7 +36,7 @@ from decode.models.block_head import BlockHead
 from decode.models.head_configs import unserved
 from decode.models.heads import DraftHead
 from decode.models.loading import config_for, load_tokenizer
-from decode.models.mtp import MTP
+from decode.models.mtp import MtpHead
 from decode.models.other_tokenizer import DraftModel
 from decode.progress import output_console
 from decode.sampling import LogitsWarper
@@ -69,8 +69,6 @@ def run(settings: ServeCheckSettings) -> None:
     check_models(settings)
     if settings.draft_shape is None:
         required(settings, "draft")
-    if settings.draft == MTP:
-        raise UserError("serve-check serves a draft from a folder of its own, and mtp lies in the target's; use bench")
     choose("engine", settings.engine, ENGINES)
     program = settings.python if settings.engine == "vllm" else settings.binary
     if settings.url is None:
@@ -90,6 +88,10 @@ def run(settings: ServeCheckSettings) -> None:
         for name, note in session.notes.items():
             console.print(f"{name}: {note}", soft_wrap=True)
         head = pair.draft if isinstance(pair.draft, DraftHead) else None
+        if isinstance(head, MtpHead):
+            raise UserError(
+                "serve-check has no engine for next-token layers outside of a target's own files; use bench"
+            )
         method = METHODS[head.version if head else None]
         check_block(pair.draft, settings.engine, settings.draft_lengths)
         context = max(len(item.ids) for item in items) + settings.max_new_tokens + max(settings.draft_lengths) + 1

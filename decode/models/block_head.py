@@ -90,6 +90,7 @@ class BlockHead(DraftHead):
         temperatures: by which the confidence's log-odds at each position are divided (STS); empty: not calibrated.
     """
 
+    drafts: int
     method = "block"
 
     def __init__(self, config: Qwen3Config) -> None:

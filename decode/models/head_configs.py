@@ -18,6 +18,7 @@ from decode.errors import UserError
 from decode.models.block_head import BLOCK_ARCHITECTURES, MARKOV_KINDS, BlockHead
 from decode.models.families import ROPE_TYPES
 from decode.models.heads import ARCHITECTURES, DraftHead, default_captured_layers
+from decode.models.mtp import MTP
 
 OTHERS = ("P-EAGLE", "Domino", "Medusa", "MTP", "MLPSpeculator")
 """Formats of drafts that are no heads of these kinds, which have these in the names of their config.json."""
@@ -42,9 +43,11 @@ def head_format(fields: dict[str, Any], names: Iterable[str] = ()) -> int | str 
     """What a config.json describes, with the names of the tensors beside it, as they are called here.
 
     Returns:
-        1 or 3 for an EAGLE head of this version, ``dflash`` or ``dspark`` for a block head, the name of another format
-        of drafts, or None for anything else.
+        1 or 3 for an EAGLE head of this version, ``dflash`` or ``dspark`` for a block head, ``mtp`` for tuned
+        next-token layers of a target, the name of another format of drafts, or None for anything else.
     """
+    if fields.get("draft_format") == MTP:  # the rest is the target's own
+        return MTP
     kinds = [*(fields.get("architectures") or ()), fields.get("model_type"), fields.get("speculators_model_type")]
     kinds += [(fields.get("dflash_config") or {}).get("projector_type")]
     keys = fields.keys() & {"dflash_config", "dspark_config", "medusa_num_heads"}

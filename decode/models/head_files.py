@@ -24,7 +24,7 @@ from decode.errors import UserError
 from decode.models.block_head import BLOCK_ARCHITECTURES, BlockHead
 from decode.models.head_configs import NEXT, block_config_of, block_fields, eagle_config, head_format
 from decode.models.heads import ARCHITECTURES, DraftHead, FeatureHead
-from decode.models.mtp import MTP
+from decode.models.mtp import MTP, MtpHead, load_mtp
 from decode.models.wrapped import pinned
 
 RENAMED = {r"^(model\.)+": "", r"^layers\.0\.": "midlayer.", r"^draft_id_to_target_id$": "d2t"}
@@ -74,9 +74,12 @@ def save_head(head: DraftHead, folder: str | Path, shared: dict[str, Tensor] | N
     folder = Path(folder)
     tables = () if head.reduced else ("d2t", "t2d")
     state = {name: tensor for name, tensor in head.state_dict().items() if name not in tables} | (shared or {})
+    fields = block_fields(head) if isinstance(head, BlockHead) else head.config.to_dict()
+    if isinstance(head, MtpHead):
+        own = {name: fields.get(name) for name in ("dtype", "num_assistant_tokens")}
+        state, fields = head.tensors(), head.target_config.to_dict() | own | {"draft_format": MTP}
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    fields = block_fields(head) if isinstance(head, BlockHead) else head.config.to_dict()
     (folder / "config.json").write_text(json.dumps(fields, indent=2, default=str) + "\n")
 
 
@@ -86,7 +89,7 @@ def load_head(name: str | os.PathLike[str], target: PreTrainedModel | None = Non
     Args:
         name: folder with config.json and safetensors files, or Hub name (with its revision after an @).
         target: the model it drafts for, to fill in and check what the file leaves to it; the head takes its number
-            format and device.
+            format and device. A target's next-token layers are not loaded without it.
 
     Raises:
         UserError: a damaged or unfit head, or another format of drafts.
@@ -100,6 +103,12 @@ def load_head(name: str | os.PathLike[str], target: PreTrainedModel | None = Non
         tensors = [item for file in sorted(folder.glob(files[1])) for item in load_file(file).items()]
         state = {_our_name(key): tensor for key, tensor in tensors if not UNREAD.search(key)}
         version = head_format(fields, state)
+        if version == MTP:
+            if target is None:
+                raise UserError(f"{name} holds next-token layers of a target; load them together with it")
+            layers = load_mtp(target, folder)
+            layers.config.num_assistant_tokens = fields["num_assistant_tokens"]
+            return layers
         if version not in (*ARCHITECTURES, *BLOCK_ARCHITECTURES):
             what = f"a draft in the format of {version}" if version else "no feature head"
             raise UserError(

@@ -66,7 +66,8 @@ class DraftHead(nn.Module):
 
     Attributes:
         config: shape and `captured_layers`.
-        version: 1 or 3 of EAGLE, or ``dflash`` or ``dspark``.
+        version: 1 or 3 of EAGLE, ``dflash``, ``dspark``, or ``mtp`` of a target's own next-token layers.
+        drafts: most tokens of a draft; None: any number.
         captured_layers: indices into the target's hidden states whose concatenation is the feature: i is the state
             that enters layer i, and the number of layers is the last one, after the final norm.
     """
@@ -74,6 +75,7 @@ class DraftHead(nn.Module):
     d2t: Tensor
     t2d: Tensor
     version: int | str
+    drafts: int | None = None
     method = "eagle"  # the name in `decode.methods` of drafting a chain with it
 
     def __init__(self, config: Any) -> None:

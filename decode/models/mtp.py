@@ -7,14 +7,15 @@ as EAGLE's is; of several layers each drafts one token. transformers loads the l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Generator
 from textwrap import shorten
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
 from decode.draft import Draft
@@ -23,23 +24,32 @@ from decode.models.heads import DraftHead
 from decode.models.rollback_cache import RollbackCache
 from decode.models.runner import Cache, Output, Runner
 
-MTP = "mtp"  # the name of the draft
+MTP = "mtp"  # the name of the draft, and its version among heads
 QWEN = "qwen3_next", "qwen3_5"
 """Model types whose files hold one layer, named as Mellum's, which their configurations do not tell transformers."""
+OUTER = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
+"""Names in such files of what lies around the decoder layer."""
 
 
 class MtpHead(DraftHead):
-    """Next-token layers in the role of a head.
+    """Next-token layers in the role of a head, whose parameters are theirs alone.
 
     Attributes:
         mtp: transformers' model, which holds the target's embedding and output head beside the layers.
+        target_config: the target's configuration.
     """
 
-    version = "mtp"
+    version = MTP
+    mtp: MtpModel
 
-    def __init__(self, mtp: MtpModel) -> None:
+    def __init__(self, mtp: MtpModel, target_config: PreTrainedConfig) -> None:
+        of_target: Any = target_config.get_text_config()
+        mtp.config.captured_layers = [of_target.num_hidden_layers]
+        mtp.config.target_hidden_size = of_target.hidden_size
         super().__init__(mtp.config)
-        self.mtp = mtp
+        object.__setattr__(self, "mtp", mtp)  # as a submodule it would add the target's tables to the parameters
+        self.layers, self.target_config = mtp.layers, target_config
+        self.drafts = len(self.layers) if len(self.layers) > 1 else None
 
     @property
     def embed_tokens(self) -> Any:
@@ -51,16 +61,23 @@ class MtpHead(DraftHead):
         logits: Tensor = self.mtp._project_to_logits(states)
         return logits
 
-    def unroll(self, embeds: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
-        """States ``[batch, time, hidden]`` of each step (see `FeatureHead.unroll`), or of each of several layers.
+    def output(self, states: Tensor) -> Tensor:
+        """States as the output head reads them."""
+        return states
+
+    def unroll(
+        self, embeds: Tensor, features: Tensor, steps: int, rows: Tensor | None = None
+    ) -> Generator[Tensor, Tensor | None, None]:
+        """States of each step, or of each of several layers: see `FeatureHead.unroll`; all positions are computed.
 
         A position sees the text's slots up to its own, and the slots that the same layer made of its earlier steps.
         """
-        mtp, time, layers = self.mtp, embeds.shape[1], len(self.mtp.layers)
+        mtp, time, layers = self.mtp, embeds.shape[1], len(self.layers)
         cache, hidden, turn = DynamicCache(), features, torch.arange(time, device=embeds.device)
         before = turn[:, None] - turn
         types = getattr(self.config, "layer_types", None) or ["full_attention"] * layers
-        for step in range(steps if layers == 1 else min(steps, layers)):
+        wanted = None if rows is None else rows.flatten().nonzero()[:, 0]
+        for step in range(min(steps, self.drafts or steps)):
             at = step % layers
             window = self.config.sliding_window if types[at] == "sliding_attention" else time + steps
             own = range(step - 1, -1, -1) if layers == 1 else ()  # how far back the slots of earlier steps are
@@ -71,7 +88,7 @@ class MtpHead(DraftHead):
             )
             place, e = (turn + 1 + step)[None], embeds.roll(-step, 1)
             rope = {"layer_type": types[at]} if mtp.has_per_layer_rope else {}
-            hidden = mtp.layers[at](
+            hidden = self.layers[at](
                 e,
                 hidden,
                 position_embeddings=mtp.rotary_emb(e, position_ids=place, **rope),
@@ -79,16 +96,39 @@ class MtpHead(DraftHead):
                 attention_mask=mask[None, None],
                 past_key_values=cache,
             )
-            yield hidden
+            kept = yield hidden if wanted is None else hidden.flatten(0, 1)[wanted]
+            if wanted is not None and kept is not None:
+                wanted = wanted[kept]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The layers' tensors under the names of the target's files."""
+        family, found = self.config.model_type, dict[str, Tensor]()
+        for name, tensor in self.layers.state_dict().items():
+            layer, own, rest = name.split(".", 2)
+            if family.startswith(("mellum", *QWEN)):
+                name = f"mtp.layers.{layer}.{rest}" if own == "mtp_block" else f"mtp.{OUTER[own]}.{rest}"
+            else:  # numbered behind the target's own
+                part = {"mtp_block": "", "post_norm": "shared_head.norm."}.get(own, f"{own}.")
+                name = f"model.layers.{self.captured_layers[0] + int(layer)}.{part}{rest}"
+            base, _, joined = name.rpartition(".")
+            if not base.endswith(".experts") or family.startswith("qwen3_5"):  # whose files have the experts in one
+                found[name] = tensor
+                continue
+            parts = ("gate_proj", "up_proj") if joined == "gate_up_proj" else (joined,)
+            for expert, weight in enumerate(tensor):
+                for part, rows in zip(parts, weight.chunk(len(parts)), strict=True):
+                    found[f"{base}.{expert}.{part}.weight"] = rows
+        return found
 
 
-def load_mtp(target: PreTrainedModel) -> MtpHead:
-    """The next-token layers in the files that a target was loaded from.
+def load_mtp(target: PreTrainedModel, folder: str | os.PathLike[str] | None = None) -> MtpHead:
+    """The next-token layers in the files that a target was loaded from, or tuned ones of it in another folder.
 
     Raises:
         UserError: there are none, or transformers does not load them.
     """
     config: Any = target.config.get_text_config()
+    origin = target.config.name_or_path
     if config.model_type.startswith(QWEN):
         config.num_mtp_layers, config.mtp_layer_types = 1, ["full_attention"]
         target._keys_to_ignore_on_load_unexpected = [r"^mtp\."]  # by which the layers are found, without a vision tower
@@ -97,6 +137,7 @@ def load_mtp(target: PreTrainedModel) -> MtpHead:
             raise ValueError("this version runs all of its layers together; install a newer one")
         if not getattr(config, "num_mtp_layers", None):
             raise ValueError("its configuration names none that it knows (num_mtp_layers)")
+        target.config.name_or_path = str(folder or origin)
         mtp = MtpModel.from_pretrained(target, device_map={"": target.get_output_embeddings().weight.device})
         if RollbackCache(mtp.config).recurrent:
             raise ValueError("they keep a recurrent state")
@@ -107,9 +148,9 @@ def load_mtp(target: PreTrainedModel) -> MtpHead:
             f"transformers {transformers.__version__}: {reason}. Loaded are those of DeepSeek-V3, GLM-4.5, Mellum, "
             "Qwen3-Next and Qwen3.5, where the target's files hold them; or give another draft"
         ) from error
-    mtp.config.captured_layers = [config.num_hidden_layers]
-    mtp.config.target_hidden_size = config.hidden_size
-    return MtpHead(mtp).eval()
+    finally:
+        target.config.name_or_path = origin
+    return MtpHead(mtp, target.config).eval()
 
 
 class MtpCache(Cache):
@@ -154,8 +195,9 @@ class MtpRunner(Runner):
     """
 
     def __init__(self, head: MtpHead, target: PreTrainedModel) -> None:
-        table, self.head, self.layers = target.get_output_embeddings().weight, head, len(head.mtp.layers)
-        read = sum(p.numel() for p in head.mtp.layers.parameters()) // self.layers + table.numel()
+        head.mtp.tie_with_main_model(target)  # layers in training were loaded with another copy of its tables
+        table, self.head, self.layers = target.get_output_embeddings().weight, head, len(head.layers)
+        read = sum(p.numel() for p in head.parameters()) // self.layers + table.numel()
         super().__init__(
             "the target's next-token layers",
             device=table.device,

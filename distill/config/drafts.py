@@ -125,8 +125,8 @@ DivergenceName = Literal[
 Scope = Literal["microbatch", "global"]
 Normalisation = Literal["paper", "official"]
 
-START = "undistilled", "untrained"
-"""How reports name the student before distillation: a language model, and a feature head."""
+START = "undistilled", "untrained", "untuned"
+"""How reports name the student before distillation: a language model, a head, and a target's next-token layers."""
 RESERVED = ("target", "initial", "export", "probes", "work", "wandb", "csv", "tensorboard", *START)
 """Folders of a run, and names in reports, that no draft may have."""
 STAGE_FILES = ("report", "corpus", "signals", "responses", "prompts", "original", "ablation", "lock")

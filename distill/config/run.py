@@ -135,6 +135,11 @@ class Settings:
             raise UserError(
                 f"export.choose is {self.export.choose!r}, expected best or one of the drafts: {', '.join(earlier)}"
             )
+        if self.student.kind == "mtp" and (self.target.kind != "as_is" or self.target.round_to):
+            raise UserError(
+                f"student.kind is mtp, the layers in a given target's files, and target.kind is {self.target.kind}, "
+                f"target.round_to {self.target.round_to}, whose files have none: set them to as_is and null"
+            )
         unrolled = self.student.steps > 1 and not self.student.is_block
         if not unrolled and any(draft.accepted_only for draft in self.drafts):
             raise UserError(

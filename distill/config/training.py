@@ -183,8 +183,8 @@ class PackageSettings:
             )
 
 
-StudentKind = Literal["scratch", "finetune", "lora", "as_is", "cut", "eagle", "eagle3", "dflash", "dspark"]
-HEADS = ("eagle", "eagle3", "dflash", "dspark")
+StudentKind = Literal["scratch", "finetune", "lora", "as_is", "cut", "eagle", "eagle3", "dflash", "dspark", "mtp"]
+HEADS = ("eagle", "eagle3", "dflash", "dspark", "mtp")
 """Kinds of students that are heads on the target's hidden states."""
 
 
@@ -407,7 +407,8 @@ class StudentSettings(ModelSettings):
     """scratch, finetune, lora, as_is or cut as above; eagle: an EAGLE-1 head, one layer on the target's last hidden
     state, with the target's embedding and output head; eagle3: an EAGLE-3 head on a low, a middle and a high state,
     with an output head of its own; dflash: a block head, which drafts a whole block in one forward; dspark: one with a
-    bias by the token before and a confidence head. Of a head, the keys below alone are read."""
+    bias by the token before and a confidence head; mtp: the target's own next-token layers, from its files. Of a head,
+    the keys below alone are read."""
     layers: int | list[int] = 1
     """With kind cut: number of the target's layers that are kept, spread evenly from the first to the last, or a list
     of layers, counted from 0. A draft of few layers is faster, one of many closer to the target."""
@@ -416,12 +417,12 @@ class StudentSettings(ModelSettings):
     4,000 to 16,000 of some 50,000 make the output head cheaper and leave few tokens to the target."""
     unroll: PositiveInt | None = None
     """Heads: drafting steps trained at once on the head's own states (training-time test); null: 1 for eagle, 7 for
-    eagle3, as published. Each step costs as much as the first and keeps acceptance up deeper into a draft."""
+    eagle3, 3 for mtp, as published. Each step costs as much as the first and keeps acceptance up deeper into a draft.
+    Several next-token layers make one step each, and no more."""
     block: BlockSettings = field(default_factory=BlockSettings)
     """dflash and dspark."""
     noise: NonNegativeFloat = 0.2
     """eagle: width of the uniform noise on the features, times 512 / length, as published; 0: none."""
-    decay: ClassVar[float] = 0.8  # weight of each further drafting step's loss against the one before, as published
     feature_weight: ClassVar[float] = 1.0  # EAGLE-1: of the smooth L1 distance from the target's states
     ce_weight: ClassVar[float] = 0.1  # EAGLE-1: of the divergence from the target
 
@@ -436,8 +437,13 @@ class StudentSettings(ModelSettings):
         return self.kind in ("dflash", "dspark")
 
     @property
+    def decay(self) -> float:
+        """Weight of each further drafting step's loss against the one before, as published (EAGLE-3, FastMTP)."""
+        return 0.6 if self.kind == "mtp" else 0.8
+
+    @property
     def version(self) -> int | str | None:
-        """1 or 3 of EAGLE, dflash or dspark; None of a language model."""
+        """1 or 3 of EAGLE, dflash, dspark or mtp; None of a language model."""
         return {"eagle": 1, "eagle3": 3}.get(self.kind, self.kind) if self.is_head else None
 
     @property
@@ -449,7 +455,7 @@ class StudentSettings(ModelSettings):
                 - 1
                 + (self.kind == "dspark" if self.block.from_anchor is None else self.block.from_anchor)
             )
-        return (self.unroll or (7 if self.kind == "eagle3" else 1)) if self.is_head else 1
+        return (self.unroll or {"eagle3": 7, "mtp": 3}.get(self.kind, 1)) if self.is_head else 1
 
     @property
     def trained(self) -> bool:
@@ -463,6 +469,8 @@ class StudentSettings(ModelSettings):
                 f"{where}.block.size is {self.block.size}, expected 2 or more: a slot of the last verified token and "
                 "one of a drafted token at least"
             )
+        if self.kind == "mtp" and self.draft_vocab is not None:
+            raise UserError(f"{where}.draft_vocab is {self.draft_vocab}, and mtp drafts all tokens: set it to null")
         if self.is_head:
             return
         super().validate(where)

@@ -15,6 +15,8 @@ from lightning.pytorch.loggers import Logger
 from rich.console import Console
 from transformers import PreTrainedModel
 
+from decode.models.head_files import load_head
+from decode.models.heads import DraftHead
 from decode.models.loading import load_model, load_tokenizer, stop_ids_of
 from decode.progress import working
 from distill import ranks
@@ -128,6 +130,10 @@ class StageContext:
         own = self.settings.target
         how: dict[str, Any] = {"dtype": dtype or own.dtype, "trust_remote_code": own.trust_remote_code}
         return load_model(self.run.target, device=self.device if device is None else device, **how)
+
+    def load_head(self, path: str | Path) -> DraftHead:
+        """A head in float32; next-token layers are built as the target's."""
+        return load_head(path, self.load_target("float32", "cpu") if self.settings.student.kind == "mtp" else None)
 
     def open_target(self, path: str | Path | None = None, dtype: str | None = None) -> PreTrainedModel:
         """The frozen target: on its own devices if the settings give it some, over all processes, or on the CPU.

@@ -25,6 +25,7 @@ from decode.models.head_configs import unserved
 from decode.models.head_files import is_head
 from decode.models.heads import DraftHead
 from decode.models.loading import check_tokenizers, load_config, load_model, load_tokenizer
+from decode.models.mtp import MTP, MtpHead
 from distill.config.run import ExportSettings
 from distill.export.model_card import write_card
 from distill.files import replaced, save_tokenizer
@@ -283,6 +284,8 @@ def check_gguf(settings: ExportSettings, head: int | str | DraftHead | None = No
         find_converter()
         if head == 1:
             raise UserError("llama.cpp has no EAGLE-1 heads; train student.kind eagle3, or leave export.gguf empty")
+        if head == MTP or isinstance(head, MtpHead):
+            raise UserError("llama.cpp reads next-token layers from the target's own file; leave export.gguf empty")
         if settings.format != "native":
             raise UserError(
                 f"export.format is {settings.format}, which llama.cpp's converter reads as other heads; choose native, "

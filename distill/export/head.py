@@ -3,7 +3,8 @@
 Both load an EAGLE-3 head from ``config.json`` (architectures ``LlamaForCausalLMEagle3``, ``draft_vocab_size``) and the
 tensors of `decode.models.heads`. Their loaders skip unknown names, so the files are read again here. The embedding is
 the target's. EAGLE-1 heads keep the names of the official checkpoints, which SGLang loads. Of block heads the output
-head is the target's too; where they draft some tokens only, engines need a copy of its rows.
+head is the target's too; where they draft some tokens only, engines need a copy of its rows. Next-token layers
+keep the names of the target's own files.
 """
 
 import json
@@ -23,6 +24,7 @@ from decode.models.head_configs import head_format, speculators_fields, unserved
 from decode.models.head_files import HEAD, SHARED, load_head, save_head
 from decode.models.heads import DraftHead, output_head
 from decode.models.loading import load_model, load_tokenizer
+from decode.models.mtp import MTP
 from distill.config.run import ExportSettings
 from distill.export.draft import add_legacy_fields, check_export_path, check_gguf, draft_length
 from distill.export.model_card import TOKEN_MAP, write_card
@@ -83,7 +85,8 @@ def export_head(
     with replaced(out_dir) as partial:
         names = str(target_dir), str(out_dir)
         write_head(head, partial, tokenizer, length, dtype, target)
-        check_files(partial)
+        if head.version != MTP:  # whose config.json is the target's
+            check_files(partial)
         if isinstance(head, BlockHead) and of_speculators:
             embedding = target.get_input_embeddings().weight.to(dtype)
             save_head(head, partial, {SHARED: embedding} | _rows(head, target, dtype))

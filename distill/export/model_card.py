@@ -21,7 +21,7 @@ from decode.errors import UserError
 from decode.models.heads import DraftHead, default_captured_layers
 
 HERE = Path(__file__).parent
-KINDS: dict[int | str, str] = {1: "eagle", 3: "eagle3", "dflash": "dflash", "dspark": "dspark"}
+KINDS: dict[int | str, str] = {1: "eagle", 3: "eagle3", "dflash": "dflash", "dspark": "dspark", "mtp": "mtp"}
 """Kinds of heads, by their version."""
 TOKEN_MAP = "token_map.pt"  # the ids that an EAGLE-1 head of a reduced vocabulary drafts, as SGLang reads them
 MEASURED = (
@@ -191,7 +191,7 @@ def commands(
         target: Folder or Hub name of the target.
         draft: Folder of the export.
         length: Number of drafted tokens per round.
-        kind: draft, eagle, eagle3, dflash or dspark.
+        kind: draft, eagle, eagle3, dflash, dspark or mtp.
         token_map: Whether the head is of EAGLE-1 with a reduced vocabulary.
         gguf_type: Number format of the GGUF files.
         unserved: Engines that are left out.

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from decode.bench.offline_acceptance import DEPTH
 from decode.models.heads import FeatureHead
+from decode.models.mtp import MtpHead
 from distill.data.batches import Batch, example_of_rows, label_mask
 from distill.losses.divergences import TargetRows
 from distill.losses.objective import Drafted
@@ -41,7 +42,7 @@ def model_rows(model: PreTrainedModel, teacher: Teacher, batch: Batch) -> Drafte
 
 
 def drafting_steps(
-    head: FeatureHead,
+    head: FeatureHead | MtpHead,
     teacher: Teacher,
     batch: Batch,
     steps: int,
@@ -55,16 +56,16 @@ def drafting_steps(
     EAGLE-1's rows have as ``extra`` the mean smooth L1 distance of the states from the target's.
 
     Args:
-        head: The feature head.
+        head: The feature head, or next-token layers.
         teacher: The target's features, embedding and output head.
         batch: `TokenDataset.batch`, with the target's values unless ``teacher`` computes them.
-        steps: Number of drafting steps; step s drafts token s + 1 of a draft.
+        steps: Number of drafting steps, of several layers one each at most; step s drafts token s + 1 of a draft.
         noise: Width of the uniform noise on the features, to be scaled by 512 / length.
         learnable_only: Leave out labels where the target's most probable token is none of the head's ids.
     """
-    mask = label_mask(batch["labels"])
+    mask, steps = label_mask(batch["labels"]), min(steps, head.drafts or steps)
     batch = teacher.complete(batch, mask)
-    true = teacher.features(batch).to(head.fc.weight.dtype)
+    true = teacher.features(batch).to(next(head.parameters()).dtype)
     features = true + (torch.rand_like(true) - 0.5) * noise * 512 / true.shape[1] if noise else true
     place = mask.flatten().nonzero()[:, 0]
     position, time = place % mask.shape[1], mask.shape[1]
@@ -74,7 +75,7 @@ def drafting_steps(
     starts = rows.nonzero()[:, 0]
     target, inside = teacher.rows(batch, mask), batch.get(INSIDE)
     target = whole(target) if steps > 1 else target
-    output = LMHead.of(head.lm_head) if head.version == 3 else teacher.head
+    output = LMHead.of(head.lm_head) if isinstance(head, FeatureHead) and head.version == 3 else teacher.head
     embeds = teacher.embedding(functional.pad(batch["input_ids"][:, 1:], (0, 1))).detach().to(features.dtype)
     reference = batch.get("reference_loss")
     unrolled, going = head.unroll(embeds, features, steps, rows.view_as(mask)), rows

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from decode.errors import UserError
 from decode.models.heads import DraftHead
+from decode.models.mtp import MTP
 from distill.config.drafts import Signal, TeacherSettings
 from distill.data.batches import Batch, Ints, TokenDataset, label_mask
 from distill.losses.divergences import TargetRows, log_probs
@@ -92,7 +93,7 @@ class Teacher:
         self.head = self.whole.only(self.ids)
         self.captured: tuple[int, ...] = () if reader is None else reader.captured_layers
         self.width = 0 if reader is None else reader.feature_width
-        self.version: int | str = 0 if reader is None else reader.version
+        self.reads_last = reader is not None and reader.version in (1, MTP)  # the last hidden state alone
         self.embedding = nn.Module() if reader is None else model.get_input_embeddings()
 
     def to(self, device: torch.device) -> None:
@@ -127,7 +128,7 @@ class Teacher:
         return found
 
     def _rows(self, batch: Batch, mask: Tensor) -> TargetRows:
-        if self.version == 1 and self.signal.kind == "hidden":  # its feature is the last hidden state
+        if self.reads_last and self.signal.kind == "hidden":
             return TargetRows(self.features(batch)[mask], self.head.vocab, self.head)
         values: Tensor = self.complete(batch, mask)[self.signal.name]
         if self.signal.kind == "topk":
@@ -176,7 +177,7 @@ class Teacher:
             found[signal.name] = (labels, 2, min(signal.k, signal.vocab)), "int32"
         elif signal.kind == "log_probs":
             found[signal.name] = (labels, signal.vocab), "float32"
-        elif self.version != 1:
+        elif not self.reads_last:
             found[signal.name] = (labels, int(self.head.linear.weight.shape[1])), state
         if self.ids is not None:
             found[INSIDE] = (labels, 2), "float32"

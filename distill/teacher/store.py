@@ -24,9 +24,9 @@ from transformers import AutoConfig, PreTrainedModel
 
 from decode.errors import UserError, read_json
 from decode.models.block_head import BlockHead
-from decode.models.head_files import load_head
 from decode.models.heads import DraftHead, FeatureHead
 from decode.models.loading import choose_device, load_model, stop_ids
+from decode.models.mtp import MtpHead
 from decode.progress import current, working
 from distill import ranks
 from distill.config.drafts import Signal
@@ -284,7 +284,7 @@ def reference_loss(
             batch = {name: values.to(device) for name, values in some.batch(examples).items()}
             losses = torch.zeros(some.labels_of(examples), steps, device=device)
             with forward_precision(precision, device):
-                if isinstance(reference, FeatureHead):
+                if isinstance(reference, FeatureHead | MtpHead):
                     drafts = drafting_steps(reference, teacher, batch, steps)
                 elif isinstance(reference, BlockHead):
                     drafts = iter([block_rows(reference, teacher, batch, None)])
@@ -461,7 +461,7 @@ def prepare(
         record, path = run.record(selector), run.path(selector)
         assert record is not None
         if head is not None:
-            reference = load_head(path).to(context.device)
+            reference = context.load_head(path).to(context.device)
         else:
             dtype = weights_dtype(precision)
             reference = load_model(path, device=context.device, dtype=dtype, trust_remote_code=trust)

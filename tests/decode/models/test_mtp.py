@@ -8,6 +8,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, build_architecture
 from enumeration import Experiment
+from mtp_targets import with_layers, written
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
@@ -22,69 +23,11 @@ from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_draft_runner, open_runner
 from decode.models.loading import load_model
-from decode.models.mtp import MtpRunner, load_mtp
+from decode.models.mtp import MtpHead, MtpRunner, load_mtp
 from decode.models.teacher_forcing import teacher_forced
 from decode.sampling import LogitsWarper, TorchRng
 
-_MOE = {"n_routed_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
-_GLM = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
-_WINDOW = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
-OTHERS = {
-    "GLM-4.5": ("glm4_moe", ARCHITECTURES["Llama"][1] | _MOE | _GLM),
-    "Mellum": ("mellum", ARCHITECTURES["Llama"][1] | _MOE | _WINDOW),
-}
-QWEN_NAMES = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
-LAYERED = "DeepSeek-V3", "GLM-4.5"  # their files number next-token layers behind the others
 PROMPT = [3, 17, 5, 9, 22, 31, 8]
-
-
-def published(layers: MtpModel, kind: str, depth: int) -> dict[str, Tensor]:
-    """The tensors of next-token layers under the names of their family's files."""
-    state = {}
-    for name, tensor in layers.state_dict().items():
-        if not name.startswith("layers."):
-            continue
-        at, part = name.split(".", 2)[1:]
-        if kind not in LAYERED:
-            own, _, rest = part.partition(".")
-            part = f"mtp.layers.{at}.{rest}" if own == "mtp_block" else f"mtp.{QWEN_NAMES[own]}.{rest}"
-        else:
-            part = part.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
-            part = f"model.layers.{depth + int(at)}.{part}"
-        if part.endswith("experts.gate_up_proj"):
-            for expert, weight in enumerate(tensor):
-                gate, up = weight.chunk(2)
-                base = part.removesuffix("gate_up_proj") + str(expert)
-                state |= {f"{base}.gate_proj.weight": gate, f"{base}.up_proj.weight": up}
-        elif part.endswith("experts.down_proj"):
-            base = part.removesuffix("down_proj")
-            state |= {f"{base}{expert}.down_proj.weight": weight for expert, weight in enumerate(tensor)}
-        else:
-            state[part] = tensor
-    return {name: tensor.clone().contiguous() for name, tensor in state.items()}
-
-
-def with_layers(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layers: int = 1, dtype: str = "float32", **changes: int
-) -> PreTrainedModel:
-    """A random target whose file holds next-token layers, opened from it."""
-    if kind in OTHERS:
-        monkeypatch.setitem(ARCHITECTURES, kind, OTHERS[kind])
-    own = {"num_mtp_layers": layers, "mtp_layer_types": ["full_attention"] if kind == "Qwen3-Next" else None}
-    main = build_architecture(kind, **own, **changes)
-    main.save_pretrained(folder)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(4)
-        mtp = MtpModel(main, layers)
-        for name, weight in mtp.layers.named_parameters():
-            weight.copy_(torch.randn(weight.shape) * 0.4 + ("norm" in name and kind != "Qwen3-Next"))
-    file = folder / "model.safetensors"
-    depth = main.config.num_hidden_layers
-    save_file(load_file(file) | published(mtp, kind, depth), file, metadata={"format": "pt"})
-    if kind in LAYERED:  # its class names the layer of the published depth
-        patterns = [rf"model\.layers\.{depth + i}\..*" for i in range(layers)]
-        monkeypatch.setattr(type(main), "_keys_to_ignore_on_load_unexpected", patterns)
-    return load_model(folder, device="cpu", dtype=dtype)
 
 
 def method(target: PreTrainedModel, length: int, temperature: float = 0.0) -> tuple[Method, LogitsWarper, MtpRunner]:
@@ -232,8 +175,8 @@ def test_layers_beside_a_vision_tower_are_found(tmp_path: Path) -> None:
     AutoModelForMultimodalLM.from_config(config).save_pretrained(tmp_path)
     target = load_model(tmp_path, device="cpu", dtype="float32")
     target.config.num_mtp_layers, target.config.mtp_layer_types = 1, ["full_attention"]
-    expected = published(MtpModel(target, 1), "Qwen3-Next", 2)
+    expected = written(MtpHead(MtpModel(target, 1), target.config))
     file = tmp_path / "model.safetensors"
     save_file(load_file(file) | expected, file, metadata={"format": "pt"})
     found = load_mtp(load_model(tmp_path, device="cpu", dtype="float32"))
-    torch.testing.assert_close(published(found.mtp, "Qwen3-Next", 2), expected, rtol=0, atol=0)
+    torch.testing.assert_close(found.tensors(), expected, rtol=0, atol=0)
