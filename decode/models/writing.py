@@ -129,7 +129,7 @@ def write_texts(
                 live = [i for i, on in zip(live, goes_on) if on]
                 kept = torch.tensor(goes_on, device=device).nonzero()[:, 0]
                 if live and len(kept) < len(goes_on):
-                    cache.batch_select_indices(kept)
+                    cache.reorder_cache(kept)  # recurrent layers have no batch_select_indices
                     mask, positions = mask[kept], positions[kept]
                 feed = torch.tensor([texts[i][-1:] for i in live], device=device)
                 positions, mask = positions[:, -1:] + 1, torch.cat([mask, mask.new_ones(len(mask), 1)], 1)

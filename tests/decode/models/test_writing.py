@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 
 import pytest
 import torch
+from architectures import build_architecture
 from reading import draws_named
 from transformers import PreTrainedModel
 
@@ -35,8 +36,9 @@ def test_a_batch_of_prompts_is_answered_as_generate_answers_each_alone(tiny: Tin
         assert got == wanted[0, len(prompt) :].tolist()
 
 
-def test_a_text_ends_at_its_stop_token_or_budget_and_the_others_go_on(tiny: Tiny) -> None:
-    model = tiny("llama")
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_a_text_ends_at_its_stop_token_or_budget_and_the_others_go_on(tiny: Tiny, recurrent: bool) -> None:
+    model = build_architecture("Qwen3-Next") if recurrent else tiny("llama")
     free = written(model, LogitsWarper(0.0))
     stop = free[0][4]
     cut = written(model, LogitsWarper(0.0), stops={stop})
