@@ -194,7 +194,7 @@ def language_model(context: StageContext, stage: str, key: str) -> StageResult:
 
 
 def untrained_head(context: StageContext, key: str) -> StageResult:
-    """Return a head for the target, with its vocabulary; all but EAGLE-1 start from the target's weights."""
+    """Return a head for the target, with its vocabulary; all but EAGLE-1 start from the target's weights or layers."""
     settings = context.settings.student
     target = context.load_target("float32", "cpu")
     head = new_head(target, context.corpus.tokenizer, settings, context.settings.seed)
@@ -208,14 +208,12 @@ def untrained_head(context: StageContext, key: str) -> StageResult:
         ids, share = frequent(rows, int(config.draft_vocab_size), int(config.vocab_size))
         head.set_vocabulary(ids)
         context.line(f"{len(ids):,} tokens drafted, {share:.1%} of the training labels")
-    if settings.kind == "mtp":
-        context.line("the target's own")
-    elif settings.version != 1:
+    if settings.version not in (1, MTP):
         left = start_from_target(head, target)
         context.line("starts from the target's last layer" + (f", but for {', '.join(left)}" if left else ""))
     parameters = sum(p.numel() for p in head.parameters())
     context.line(f"{type(head).__name__}, {parameters:,} parameters")
-    if parameters >= target.num_parameters():
+    if parameters >= target.num_parameters() and settings.version != MTP:
         raise UserError(
             f"the head has {parameters:,} parameters and the target {target.num_parameters():,}: a draft has to be "
             "smaller; lower student.draft_vocab"

@@ -22,6 +22,7 @@ from decode.loop import Method, decode, decode_texts
 from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_draft_runner, open_runner
+from decode.models.head_files import is_head, load_head, save_head
 from decode.models.loading import load_model
 from decode.models.mtp import MtpHead, MtpRunner, load_mtp
 from decode.models.teacher_forcing import teacher_forced
@@ -180,3 +181,70 @@ def test_layers_beside_a_vision_tower_are_found(tmp_path: Path) -> None:
     save_file(load_file(file) | expected, file, metadata={"format": "pt"})
     found = load_mtp(load_model(tmp_path, device="cpu", dtype="float32"))
     torch.testing.assert_close(found.tensors(), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("kind", "layers"), [*KINDS, ("Mellum", 1)])
+def test_unrolled_rows_are_those_of_whole_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layers: int
+) -> None:
+    """Rows that are asked for, and after a step fewer of them, have the states that all positions have together."""
+    head = load_mtp(with_layers(tmp_path, monkeypatch, kind, layers))
+    generator = torch.Generator().manual_seed(0)
+    embeds, features = (torch.randn(2, 9, 32, generator=generator) for _ in range(2))
+    rows = torch.tensor([[0, 0, 1, 1, 0, 1, 0, 0, 0], [0, 1, 0, 0, 0, 0, 1, 0, 0]]).bool()
+    whole = [states[rows] for states in head.unroll(embeds, features, 4)]
+    assert len(whole) == (4 if layers == 1 else layers)
+    for step in range(1, len(whole)):
+        some = head.unroll(embeds, features, 4, rows)
+        found = [next(some), *(some.send(None) for _ in range(step - 1)), some.send(torch.tensor([0, 3, 4]))]
+        assert all(torch.equal(a, b) for a, b in zip(found, [*whole[:step], whole[step][[0, 3, 4]]], strict=True))
+
+
+NAMES = {
+    "DeepSeek-V3": (
+        "model.layers.3.eh_proj.weight",
+        "model.layers.4.shared_head.norm.weight",
+        "model.layers.4.self_attn.kv_a_layernorm.weight",
+        "model.layers.3.mlp.experts.1.gate_proj.weight",
+        "model.layers.3.mlp.gate.e_score_correction_bias",
+    ),
+    "Qwen3-Next": (
+        "mtp.fc.weight",
+        "mtp.pre_fc_norm_hidden.weight",
+        "mtp.norm.weight",
+        "mtp.layers.0.self_attn.q_norm.weight",
+        "mtp.layers.0.mlp.experts.1.down_proj.weight",
+        "mtp.layers.0.mlp.shared_expert_gate.weight",
+    ),
+}
+"""Of the tensors of published files, at the depth of a tiny target."""
+
+
+@pytest.mark.parametrize(("kind", "layers"), [("DeepSeek-V3", 3), ("GLM-4.5", 1), ("Mellum", 1), ("Qwen3-Next", 1)])
+def test_written_layers_take_the_place_of_those_in_the_targets_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layers: int
+) -> None:
+    """From their own folder and from a target's file in which they replace the others, to the last bit."""
+    target = with_layers(tmp_path / "target", monkeypatch, kind, layers)
+    head, folder = load_mtp(target), tmp_path / "tuned"
+    before = written(head)
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight += 0.1
+    folder.mkdir()
+    save_head(head, folder)
+    tuned = load_file(folder / "model.safetensors")
+    assert tuned.keys() == before.keys() >= set(NAMES.get(kind, ()))
+    assert is_head(folder)
+    assert not is_head(tmp_path / "target")
+    found = [load_head(folder, target)]
+    torch.testing.assert_close(written(load_mtp(target)), before, rtol=0, atol=0)
+    file = tmp_path / "target" / "model.safetensors"
+    whole = load_file(file)
+    assert tuned.keys() < whole.keys()
+    save_file(whole | tuned, file, metadata={"format": "pt"})
+    found.append(load_mtp(load_model(tmp_path / "target", device="cpu", dtype="float32")))
+    for again in found:
+        torch.testing.assert_close(written(again), written(head), rtol=0, atol=0)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="next-token layers of a target; load them together with it"):
+        load_head(folder)
