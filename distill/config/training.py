@@ -418,7 +418,7 @@ class StudentSettings(ModelSettings):
     unroll: PositiveInt | None = None
     """Heads: drafting steps trained at once on the head's own states (training-time test); null: 1 for eagle, 7 for
     eagle3, 3 for mtp, as published. Each step costs as much as the first and keeps acceptance up deeper into a draft.
-    Several next-token layers make one step each, and no more."""
+    Several next-token layers make one step each instead."""
     block: BlockSettings = field(default_factory=BlockSettings)
     """dflash and dspark."""
     noise: NonNegativeFloat = 0.2

@@ -59,11 +59,11 @@ def drafting_steps(
         head: The feature head, or next-token layers.
         teacher: The target's features, embedding and output head.
         batch: `TokenDataset.batch`, with the target's values unless ``teacher`` computes them.
-        steps: Number of drafting steps, of several layers one each at most; step s drafts token s + 1 of a draft.
+        steps: Number of drafting steps, but several layers make one each; step s drafts token s + 1 of a draft.
         noise: Width of the uniform noise on the features, to be scaled by 512 / length.
         learnable_only: Leave out labels where the target's most probable token is none of the head's ids.
     """
-    mask, steps = label_mask(batch["labels"]), min(steps, head.drafts or steps)
+    mask, steps = label_mask(batch["labels"]), head.drafts or steps
     batch = teacher.complete(batch, mask)
     true = teacher.features(batch).to(next(head.parameters()).dtype)
     features = true + (torch.rand_like(true) - 0.5) * noise * 512 / true.shape[1] if noise else true

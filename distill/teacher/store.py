@@ -455,7 +455,7 @@ def prepare(
             context.line(f"the top {teacher.signal.k} ids leave {tail:.2%} to the others: alpha is off by at most that")
     reference: PreTrainedModel | DraftHead | None = None
     ranking, precision = objective.divergence, settings.trainer.precision
-    steps = 1 if head is None else settings.student.steps
+    steps = 1 if head is None else head.drafts or settings.student.steps
     if objective.selection is not None:
         assert selector is not None
         record, path = run.record(selector), run.path(selector)

@@ -104,6 +104,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         func in INDEXED and isinstance(args[0], OnGpu) and all(any(one is index for index in args[1]) for one in here)
     ):
         raise RuntimeError(f"{func}: a tensor of {list(here[0].shape)} is on the CPU, others are on the GPU")
+    if func == aten.histc.default:  # of integers on a GPU, which the CPU's is not
+        plain_args = [plain_args[0].float(), *plain_args[1:]]
     found = func(*plain_args, **plain_kwargs)
     if wanted is not None:
         on_gpu = wanted.type == "gpu"

@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from mtp_targets import mtp_settings
 from pretend_gpu import GPU, pretended_gpu
 from safetensors.torch import load_file
 from tiny_run import run_tiny, tiny_settings
@@ -23,7 +24,7 @@ from distill.config.training import StudentSettings
 
 def settings_of(way: str, folder: Path) -> Settings:
     """A short run, in one of the ways to train."""
-    settings = tiny_settings(folder)
+    settings = mtp_settings(folder) if way == "mtp" else tiny_settings(folder)
     for training in (settings.target.training, settings.student.training, settings.training):
         training.steps = 4
     settings.trainer.validate_every = 2
@@ -40,7 +41,7 @@ def settings_of(way: str, folder: Path) -> Settings:
         for draft in settings.drafts:
             draft.on_policy = 0.5
         settings.target.layerskip.enabled = True
-    else:
+    elif way != "mtp":
         settings.target.architecture.layers = 4
         vocabulary = 64 if way == "eagle3" else None
         settings.student = StudentSettings(kind=way, unroll=2, draft_vocab=vocabulary)  # type: ignore[arg-type]

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from mtp_targets import with_layers
+from mtp_targets import mtp_settings, with_layers
 from pairs import make_pair, make_tokenizer
 from rich.console import Console
 from safetensors.torch import load_file
-from tiny_run import bench, run_tiny, tiny_settings
+from tiny_run import bench, run_tiny
 
 from decode.errors import UserError
 from decode.loop import decode
@@ -25,31 +25,13 @@ from decode.models.head_files import load_head
 from decode.models.loading import load_model
 from decode.models.mtp import load_mtp
 from decode.sampling import LogitsWarper, TorchRng
-from distill.config.drafts import DraftSettings, ResponseSettings
+from distill.config.drafts import DraftSettings
 from distill.config.run import Settings
-from distill.config.training import StudentSettings, TargetSettings
 from distill.dry_run import shrink
 from distill.modules import HeadModule
 from distill.pipeline import run_pipeline
 from distill.stages import run_of
 from distill.teacher.signals import TargetSignal, Teacher
-
-
-def mtp_settings(folder: Path, kind: str = "Mellum", layers: int = 1) -> Settings:
-    """A run that tunes the layers of a target made below the folder."""
-    tokenizer = make_tokenizer()
-    with pytest.MonkeyPatch.context() as patch:
-        with_layers(folder / "given", patch, kind, layers, vocab_size=len(tokenizer), max_position_embeddings=256)
-    tokenizer.save_pretrained(folder / "given")
-    target = TargetSettings(kind="as_is", model=str(folder / "given"))
-    settings = tiny_settings(folder, target=target, student=StudentSettings(kind="mtp"))
-    settings.data.max_length, settings.data.overlong = 96, "cut"
-    settings.teacher.responses = ResponseSettings(source="target", max_new_tokens=16)
-    settings.training.steps, settings.training.lr, settings.trainer.validate_every = 40, 1e-2, 20
-    measured = settings.evaluation
-    measured.prompts = measured.accuracy_prompts = 8
-    measured.decode_prompts, measured.max_new_tokens, measured.repeats, measured.draft_lengths = 1, 12, 1, [2]
-    return settings
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +98,7 @@ def test_several_layers_are_trained_for_one_token_each(tmp_path: Path, monkeypat
     settings = mtp_settings(tmp_path)
     with_layers(tmp_path / "given", monkeypatch, "DeepSeek-V3", 2, vocab_size=280, max_position_embeddings=256)
     settings.drafts = [DraftSettings(name="accepted", accepted_only=True, on_policy=0.5)]
+    settings.student.unroll = 5
     settings.training.steps, settings.trainer.precision, settings.teacher.signal = 4, "bf16-mixed", "online"
     _, folder, _ = run_tiny(settings)
     last = folder.record("accepted").history[-1]  # type: ignore[union-attr]

@@ -10,7 +10,7 @@ import pytest
 SUPPORT = Path(__file__).parents[2] / "support"
 
 
-SLOW = [pytest.param(way, marks=pytest.mark.slow) for way in ("hidden", "topk", "packed", "eagle", "eagle3")]
+SLOW = [pytest.param(way, marks=pytest.mark.slow) for way in ("hidden", "topk", "packed", "eagle", "eagle3", "mtp")]
 
 
 @pytest.mark.parametrize("way", ["own", *SLOW])
