@@ -12,7 +12,6 @@ import pytest
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from mtp_targets import mtp_settings
 from pretend_gpu import GPU, pretended_gpu
 from safetensors.torch import load_file
 from tiny_run import run_tiny, tiny_settings
@@ -24,6 +23,8 @@ from distill.config.training import StudentSettings
 
 def settings_of(way: str, folder: Path) -> Settings:
     """A short run, in one of the ways to train."""
+    from mtp_targets import mtp_settings  # after pretend_gpu, which has to come before all of decode
+
     settings = mtp_settings(folder) if way == "mtp" else tiny_settings(folder)
     for training in (settings.target.training, settings.student.training, settings.training):
         training.steps = 4
