@@ -7,7 +7,7 @@ both devices, and numpy. Kernels, streams and number formats of a GPU are not he
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ _setup_privateuseone_for_python_backend("gpu", _Module())  # for the whole proce
 GPU = torch.device("gpu", 0)
 torch.__future__.set_swap_module_params_on_conversion(True)  # a weight that two modules share stays one
 # tensors of inference mode cannot be views of others that are wrapped
-torch.inference_mode = lambda mode=True: torch.no_grad() if mode else nullcontext()  # type: ignore[assignment, misc]
+torch.inference_mode = lambda mode=True: torch.no_grad() if mode else torch.set_grad_enabled(torch.is_grad_enabled())  # type: ignore[assignment, misc]
 aten = torch.ops.aten
 MOVES = {aten._to_copy.default, aten.copy_.default}
 INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}

@@ -23,9 +23,11 @@ from distill.config.training import StudentSettings
 
 def settings_of(way: str, folder: Path) -> Settings:
     """A short run, in one of the ways to train."""
-    from mtp_targets import mtp_settings  # after pretend_gpu, which has to come before all of decode
+    settings = tiny_settings(folder)
+    if way == "mtp":
+        from mtp_targets import mtp_settings  # after pretend_gpu, which has to come before all of decode
 
-    settings = mtp_settings(folder) if way == "mtp" else tiny_settings(folder)
+        settings = mtp_settings(folder)
     for training in (settings.target.training, settings.student.training, settings.training):
         training.steps = 4
     settings.trainer.validate_every = 2
