@@ -57,7 +57,7 @@ UNTRAINED = ("draft_length", "acceptance", "tokens_per_round", "speedup")
 POSITIONS = (*SERVED[:3], "position", "validation", "offline", "decoded", "predicted", "served")
 """Columns of the tables, the second one of an untrained draft, the third one by position."""
 FORMULA = "accepted length: 1 + Σ accepted / Σ rounds, one request at a time, as the engine counts it and as predicted"
-BY_POSITION = "Accepted ÷ reached at each position of the draft; columns are explained in docs/my-head-accepts-less.md"
+BY_POSITION = "Accepted ÷ reached at each position of the draft; columns are explained in docs/troubleshooting.md"
 
 
 def run(settings: ServeCheckSettings) -> None:
