@@ -8,7 +8,7 @@ ARGS   ?=
 RUN    ?= runs/quickstart
 
 .DEFAULT_GOAL := help
-.PHONY: help distill smollm2 probe bench demo test test-gpu test-slow engines engine-vllm engine-llama engine-sglang test-engines soak lint clean
+.PHONY: help distill smollm2 probe bench demo test test-gpu test-slow engines engine-vllm engine-llama engine-sglang test-engines soak lint docs clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,8 +54,16 @@ lint: $(READY)  ## ruff, mypy, and which package may import which
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: $(VENV)/.docs  ## build the documentation, with the API reference, into site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "wrote site/index.html"
+
+$(VENV)/.docs: $(READY)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
 clean:  ## remove the environment, the runs and the caches
-	rm -rf $(VENV) .venv-vllm .engines runs .pytest_cache .mypy_cache .ruff_cache build *.egg-info
+	rm -rf $(VENV) .venv-vllm .engines runs site .pytest_cache .mypy_cache .ruff_cache build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt

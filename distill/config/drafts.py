@@ -155,8 +155,8 @@ class DraftSettings:
     """Loss per token between target p and draft q; alpha = sum_x min(p(x), q(x)) is the acceptance rate. forward_kl:
     KL(p || q), as in the papers. reverse_kl: KL(q || p). jsd: Jensen-Shannon. tv: total variation
     1 - alpha, the rejection rate; slow from a cold start, see kl_first. neg_log_alpha: -log alpha. lk_hybrid:
-    w*KL + (1 - w)*tv with w = exp(-3*alpha). kl_tv: KL + 2*tv. cross_entropy: of the text's own token, as DFlash is
-    trained. dspark: 0.1*cross_entropy + 1.8*tv, as DSpark is. dL is measured in the same divergence."""
+    w·KL + (1 - w)·tv with w = exp(-3·alpha). kl_tv: KL + 2·tv. cross_entropy: of the text's own token, as DFlash is
+    trained. dspark: 0.1·cross_entropy + 1.8·tv, as DSpark is. dL is measured in the same divergence."""
     kl_first: ShareBelowOne = 0.0
     """Share of the steps, from the first, that use forward KL before divergence takes over."""
     on_policy: ClosedUnitInterval = 0.0

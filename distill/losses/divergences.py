@@ -1,23 +1,21 @@
 """Divergences per token between the target's p and the draft's q, and their gradients in closed form.
 
 All functions take rows of log-probabilities ``[rows, vocab]`` and return one value per row. α = Σ min(p, q) is the
-probability that the target accepts a token drawn from q, and total variation is 1 − α, so the last four divergences
+probability that the target accepts a token drawn from q, and total variation is 1 − α, so divergences with tv or α
 train the acceptance rate. Their gradient vanishes where q hardly overlaps p, so they work better after a KL term, or
 together with one (Samarin et al., 2026, arXiv:2602.23881; AdaSPEC, Table 4).
 
-=============  ====================================================  ==============================================
-name           per token                                             elsewhere (vLLM speculators; SpecForge)
-=============  ====================================================  ==============================================
-forward_kl     KL(p‖q) = Σ p (log p − log q)                         ``kl_div``; soft cross-entropy (same gradient)
-reverse_kl     KL(q‖p) = Σ q (log q − log p)                         ``rkl``
-jsd            (KL(p‖m) + KL(q‖m)) / 2, m = (p + q) / 2              ``jsd``
-tv             ½ Σ |p − q| = 1 − α                                   ``tv``
-neg_log_alpha  −log α                                                ``nla``; LK loss, ``alpha``
-lk_hybrid      λ·KL(p‖q) + (1 − λ)·tv, λ = exp(−3α) held constant    ``lk_hybrid``; LK loss, ``lambda``
-kl_tv          KL(p‖q) + w·tv                                        a weighted sum of ``kl_div`` and ``tv``
-cross_entropy  −log q(x), x the text's own token                     ``ce``, which takes the argmax of p as x
-dspark         0.1·cross_entropy + 0.9·‖p − q‖₁ (twice tv)           DSpark (2607.05147); ``{"ce": 0.1, "tv": 1.8}``
-=============  ====================================================  ==============================================
+| name | per token | elsewhere (vLLM speculators; SpecForge) |
+| --- | --- | --- |
+| forward_kl | KL(p‖q) = Σ p (log p − log q) | ``kl_div``; soft cross-entropy (same gradient) |
+| reverse_kl | KL(q‖p) = Σ q (log q − log p) | ``rkl`` |
+| jsd | (KL(p‖m) + KL(q‖m)) / 2, m = (p + q) / 2 | ``jsd`` |
+| tv | ½ Σ abs(p − q) = 1 − α | ``tv`` |
+| neg_log_alpha | −log α | ``nla``; LK loss, ``alpha`` |
+| lk_hybrid | λ·KL(p‖q) + (1 − λ)·tv, λ = exp(−3α) held constant | ``lk_hybrid``; LK loss, ``lambda`` |
+| kl_tv | KL(p‖q) + w·tv | a weighted sum of ``kl_div`` and ``tv`` |
+| cross_entropy | −log q(x), x the text's own token | ``ce``, which takes the argmax of p as x |
+| dspark | 0.1·cross_entropy + 0.9·‖p − q‖₁ (twice tv) | DSpark (2607.05147); ``{"ce": 0.1, "tv": 1.8}`` |
 """
 
 from __future__ import annotations
