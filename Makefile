@@ -8,7 +8,7 @@ ARGS   ?=
 RUN    ?= runs/quickstart
 
 .DEFAULT_GOAL := help
-.PHONY: help distill smollm2 probe bench demo test test-gpu test-slow engines engine-vllm engine-llama engine-sglang test-engines soak lint docs clean
+.PHONY: help distill smollm2 probe bench demo test test-gpu test-slow engines engine-vllm engine-llama engine-sglang test-engines soak lint docs picture clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ docs: $(VENV)/.docs  ## build the documentation, with the API reference, into si
 $(VENV)/.docs: $(READY)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
+
+picture: $(READY)  ## draw README's picture of the report page of RUN (needs Chromium or Chrome)
+	$(BIN)/python tests/support/picture.py $(RUN) docs/report.png
 
 clean:  ## remove the environment, the runs and the caches
 	rm -rf $(VENV) .venv-vllm .engines runs site .pytest_cache .mypy_cache .ruff_cache build *.egg-info

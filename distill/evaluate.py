@@ -168,7 +168,7 @@ class Evaluation:
         The last row compares the first draft with the student before distillation. A row's label names what both
         trainings had in common.
         """
-        pairs = [(self.best, name) for name in self.run.trained]
+        pairs = [(self.best, name) for name in self.models]
         pairs += [(draft.name, draft.reference) for draft in self.full.drafts if draft.reference is not None]
         found = []
         for a, b in dict.fromkeys([*pairs, (self.run.trained[0], self.run.start)]):

@@ -17,18 +17,23 @@ from distill.export import model_card as card
 Row = Mapping[str, Any]
 
 DRAFTS = (
-    "name", "parameters", "offline_alpha", "offline_accepted_length", "offline_alpha_greedy", "validation_alpha",
+    "name", "offline_alpha", "difference", "significance", "accepted_length", "draft_length", "speedup",
+    "speedup_vs_generate",
+)  # fmt: skip
+TRAINING = (
+    "name", "parameters", "offline_accepted_length", "offline_alpha_greedy", "validation_alpha",
     "validation_accepted_length", "optimiser_steps", "examples", "teacher_tokens", "selected_tokens", "seconds",
 )  # fmt: skip
-PAIRED = ("a", "b", "label", "difference", "p_value", "n")
 DECODING = (
     "draft", "temperature", "draft_length", "tokens_per_second", "speedup", "speedup_vs_generate", "predicted_speedup",
     "accepted_length", "alpha", "accepted_per_drafted", "identical_to_target",
 )  # fmt: skip
 ACCEPTANCE = ("name", "position", "validation", "offline", "decoded", "served")
 PROFILE = ("cost_ratio", "best_draft_length", "measured_best_draft_length", "alpha", "break_even_alpha")
-"""Columns of the tables; `NOT_ON_CONSOLE` are those that the terminal goes without."""
-NOT_ON_CONSOLE = {"parameters", "offline_alpha_greedy", "seconds", "accepted_per_drafted"}
+"""Columns of the tables."""
+LEGEND = "Δα: difference to the exported draft. *** p < 0.001, ** p < 0.01, * p < 0.05, n.s. not significant."
+FIRST_SCREEN = ("speedup", "acceptance_by_position")
+SAME: dict[Any, str] = {True: "✓ Output identical to the target's.", False: "✗ Output differs from the target's."}
 
 
 def write_report(run_dir: str | Path, report: Row) -> None:
@@ -44,22 +49,14 @@ def write_report(run_dir: str | Path, report: Row) -> None:
     report = json.loads(content)
     write_text(folder / "report.json", content + "\n")
     title = f"{report['name']}: draft model report"
-    write_page(folder / "report.html", title, headline(report), list(sections(report, folder)))
+    write_page(folder / "report.html", title, opening(report)[0], list(sections(report, folder)))
 
 
 def console_tables(report: Row) -> Group:
     """Returns what the terminal shows at the end of a run."""
-    tables = (
-        ("Drafts", DRAFTS, report["drafts"]),
-        ("\nDifferences", PAIRED, report.get("paired")),
-        ("\nDecoding, each draft at its fastest length", DECODING, fastest(report["decoding"])),
-    )
-    shown = [
-        console_table(name, [key for key in keys if key not in NOT_ON_CONSOLE], rows)
-        for name, keys, rows in tables
-        if rows
-    ]
-    return Group(*shown, f"\n{headline(report)}")
+    text, cards, same = opening(report)
+    lines = [f"{value} {label}" for value, label in cards[1:]]
+    return Group(console_table("Drafts", DRAFTS, draft_rows(report)), LEGEND, f"\n{text}", *lines, same)
 
 
 def exported(report: Row) -> str:
@@ -76,39 +73,57 @@ def fastest(rows: Iterable[Row]) -> list[Row]:
     return sorted({(r["temperature"], r["draft"]): r for r in sorted(rows, key=order)}.values(), key=order)
 
 
-def headline(report: Row) -> str:
-    """Returns the speed of the exported draft in one line."""
-    row = card.fastest_row(report, exported(report), f"{exported(report)}-tree")
-    if not row:
-        return "Decoding with the exported draft was not measured."
-    text = f"{row['draft']}, {row['draft_length']} tokens drafted per round, {mode(row['temperature'])}: "
-    text += f"{cell(row, 'speedup')} times the speed of the same loop without a draft"
-    if row.get("speedup_vs_generate"):
-        text += f", {row['speedup_vs_generate']:.2f} times that of `model.generate`"
-    if (same := row.get("identical_to_target")) is not None:
-        text += f"; texts {'identical to' if same else 'different from'} the target's"
-    return f"{text}."
+def draft_rows(report: Row) -> list[Row]:
+    """Returns the drafts, each with its fastest decoding and how its offline α differs from the exported draft's."""
+    best, found = exported(report), []
+    pairs = {
+        pair["b"]: pair for pair in report.get("paired") or [] if (pair["a"], pair["label"][:5]) == (best, "T = 1")
+    }
+    for draft in report["drafts"]:
+        row = card.fastest_row(report, draft["name"], f"{draft['name']}-tree") | draft
+        if draft["name"] == best:
+            row |= {"difference": "exported", "style": "bold"}
+        elif pair := pairs.get(draft["name"]):
+            mark = "*" * sum(pair["p_value"] < limit for limit in (0.05, 0.01, 0.001))
+            row |= {"difference": -pair["difference"], "se": pair["se"], "significance": mark or "n.s."}
+        found.append(row)
+    return found
+
+
+def opening(report: Row) -> tuple[str, list[tuple[str, str]], str]:
+    """Returns what the run did, how fast the exported draft is, as `Section.cards`, and whether its texts differ."""
+    name = exported(report)
+    text = (
+        f"This run trained drafts for a target of {report['target']['parameters']:,} parameters and exported `{name}`."
+    )
+    if not (row := card.fastest_row(report, name, f"{name}-tree")):
+        return f"{text} Decoding with it was not measured.", [], ""
+    over = {"speedup": row["speedup_vs_generate"], "speedup_ci95": row.get("speedup_vs_generate_ci95")}
+    cards = [
+        (name, "exported draft"),
+        (cell(row, "accepted_length"), "tokens per target forward (accepted length)"),
+        (cell(row, "speedup"), "times the speed of this loop without a draft"),
+        (cell(over, "speedup"), "times the speed of `model.generate`"),
+    ]
+    text += f" Measured: `{row['draft']}`, {mode(row['temperature'])}, {row['draft_length']} tokens drafted per round."
+    return text, cards, SAME.get(row.get("identical_to_target"), "")
 
 
 def sections(report: Row, run_dir: Path) -> Iterable[Section]:
     """Returns the page of a report; parts that were not measured are left out."""
-    settings = report.get("settings") or {}
-    best, drawn = card.fastest_row(report, exported(report), f"{exported(report)}-tree"), figures(report)
-    known = {name: value for name, value in report["target"].items() if value is not None}
-    target = {f"target's {name.replace('_n', ' prompts').replace('_', ' ')}": f"{known[name]:,}" for name in known}
-    speed = {"exported draft": exported(report), "tokens/s": cell(best, "tokens_per_second")}
-    yield Section(facts=target | speed | {"accepted length": cell(best, "accepted_length")})
-    tables = [Table(DRAFTS, report["drafts"]), Table(PAIRED, report.get("paired") or [], "Differences between drafts")]
-    text = "Measured on the same texts, which the target generated for held-out prompts."
+    settings, drafts, rows = report.get("settings") or {}, draft_rows(report), report["decoding"]
+    (_, cards, same), drawn = opening(report), figures(report)
+    yield Section(text=same, cards=cards, figures=[drawn[key] for key in FIRST_SCREEN if key in drawn])
+    tables = [Table(DRAFTS, drafts, note=LEGEND), Table(TRAINING, drafts, "Training and other measurements", True)]
+    text = "Measured on texts that the target generated for held-out prompts, and by decoding at the fastest length k."
     yield Section("Drafts", text, tables=tables)
-    if rows := report["decoding"]:
-        tables = [Table(DECODING, fastest(rows)), Table(DECODING, rows, f"All {len(rows)} measurements", folded=True)]
-        tables.append(Table(PROFILE, [report.get("profile") or {}], "Costs in target forwards of one token"))
+    if rows:
+        tables = [Table(DECODING, fastest(rows)), Table(DECODING, rows, f"All {len(rows)} measurements", True)]
+        tables.append(Table(PROFILE, [report.get("profile") or {}], "Costs in target forwards of one token", True))
         tables.append(Table(ACCEPTANCE, list(acceptance(report, run_dir)), "Greedy acceptance by position", True))
-        text = "Each draft at its fastest draft length."
-        yield Section("Decoding", text, tables=tables, figures=[drawn[key] for key in DECODING_FIGURES if key in drawn])
-    if "curves" in drawn:
-        yield Section("Training", figures=[drawn["curves"]])
+        yield Section("Decoding", "Each draft at its fastest draft length.", tables=tables)
+    if curves := [figure for key, figure in drawn.items() if key not in FIRST_SCREEN]:
+        yield Section("Draft length and training", figures=curves)
     if samples := report.get("samples"):
         shown = [Sample(sample["tokens"], sample.get("prompt", "")) for sample in samples]
         yield Section("Samples", "The mark of a token shows which model generated it.", samples=shown)
@@ -117,8 +132,10 @@ def sections(report: Row, run_dir: Path) -> Iterable[Section]:
         kind = kind if kind in card.KINDS.values() else "draft"
         lines = {title: text for title, _, text in card.commands(str(run_dir / "target"), draft, kind=kind, **export)}
         yield Section("Use", f"The export is in `{draft}`.", code=lines)
-    facts = {"created": report.get("created"), **(report.get("machine") or {}), **(report.get("commands") or {})}
-    yield Section("Provenance", facts=facts, code={"Settings": json.dumps(settings, indent=2, ensure_ascii=False)})
+    facts = {f"target's {name}": value for name, value in report["target"].items()}
+    facts |= {"created": report.get("created"), **(report.get("machine") or {}), **(report.get("commands") or {})}
+    code = {"Settings": json.dumps(settings, indent=2, ensure_ascii=False)}
+    yield Section("Provenance", facts=facts, code=code, folded=True)
 
 
 def acceptance(report: Row, run_dir: Path) -> Iterable[Row]:
@@ -131,15 +148,12 @@ def acceptance(report: Row, run_dir: Path) -> Iterable[Row]:
             yield {"name": name, **at, "served": served.get(at["position"]) if name == exported(report) else None}
 
 
-DECODING_FIGURES = ("speedup", "speedup_by_length", "acceptance_by_position")
-
-
 def figures(report: Row) -> dict[str, Figure]:
     """Returns the plots by name; those without data are left out."""
-    drafts, profile, analysis = report["drafts"], report.get("profile") or {}, report.get("analysis") or {}
-    named = [name for draft in drafts for name in (draft["name"], f"{draft['name']}-tree")]
-    colours = {draft["name"]: plots.COLOURS[i % len(plots.COLOURS)] for i, draft in enumerate(drafts)}
-    greedy = [row for row in report["decoding"] if row["temperature"] == 0 and row["draft"] in named and row["speedup"]]
+    profile, analysis = report.get("profile") or {}, report.get("analysis") or {}
+    named = [draft["name"] + form for form in ("", "-tree") for draft in report["drafts"]]
+    colours = {name: plots.COLOURS[i % len(plots.COLOURS)] for i, name in enumerate(named)}
+    greedy = [row for row in report["decoding"] if row["temperature"] == 0 and row["draft_length"] and row["speedup"]]
     found: dict[str, Figure] = {}
 
     best = [{**row, "name": f"{row['draft']}, k = {row['draft_length']}"} for row in fastest(greedy)]

@@ -90,7 +90,7 @@ def write_report(path: Path, name: str, added: Row) -> None:
         "tokens": [f"{name} {count:,}" for name, count in settings["tokens"].items()],
         "seconds": [f"{name} {spent:.1f}" for name, spent in settings["seconds"].items()],
     }
-    sections.append(Section("Provenance", facts=facts))
+    sections.append(Section("Provenance", facts=facts, folded=True))
     headline = " ".join(answer(added, mode) for mode in modes)
     write_page(path, f"{name}: acceptance probes and self-speculation", headline, sections)
 

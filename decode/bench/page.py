@@ -41,7 +41,7 @@ class Column(NamedTuple):
     label: str
     format: str  # format specification of numbers, which are aligned to the right; empty: text
     error: str  # key of the standard error, or of the interval ``[low, high]``, that is shown beside the value
-    formula: str  # definition, listed below the table of a page
+    formula: str  # definition, listed at the end of a page
 
 
 with Path(__file__).with_name("columns.csv").open(newline="", encoding="utf-8") as file:
@@ -70,8 +70,6 @@ def cell(row: Row, key: str) -> str:
         return "yes" if value else "no"
     if not finite(value):
         return str(value)
-    if key == "p_value" and value < 0.001:  # a normal approximation says no more
-        return "< 0.001"
     text, error = format(value, column.format), row.get(column.error)
     if finite(error):
         return f"{text} ± {error:{column.format.removeprefix('+')}}"
@@ -91,8 +89,8 @@ def console_table(title: str, keys: Iterable[str], rows: Sequence[Row]) -> RichT
     keys = filled(keys, rows)
     for key in keys:
         label, spec, _, _ = COLUMNS[key]
-        # if the table is too wide, words are wrapped before numbers are cut
-        grid.add_column(label, justify="right" if spec else "left", no_wrap=bool(spec), min_width=1)
+        # if the table is too wide, words are wrapped, or folded, before numbers are cut
+        grid.add_column(label, justify="right" if spec else "left", no_wrap=bool(spec), min_width=1, overflow="fold")
     for row in rows:
         grid.add_row(*(cell(row, key) for key in keys), style=row.get("style", ""))
     return grid
@@ -128,6 +126,7 @@ class Table:
     rows: Sequence[Row]
     title: str = ""
     folded: bool = False  # hide it below its title until that is clicked
+    note: str = ""  # line below it
 
 
 @dataclass(frozen=True)
@@ -149,6 +148,8 @@ class Section:
     figures: Sequence[Figure] = ()
     samples: Sequence[Sample] = ()
     code: Mapping[str, str] = field(default_factory=dict)  # preformatted texts by their captions
+    cards: Sequence[tuple[str, str]] = ()  # values in large type, with what they are: shown above the text
+    folded: bool = False  # hide all of it below its heading until that is clicked
 
 
 def write_page(path: Path, title: str, headline: str, sections: Sequence[Section]) -> None:

@@ -153,7 +153,7 @@ def sections(content: Mapping[str, Any]) -> Iterable[Section]:
     }
     for title, rows in by_block(methods).items():
         fast = [(row, details[title, row["name"]]) for row in drafting(rows) if (title, row["name"]) in details]
-        tables = [Table(KEYS, rows), Table(BY_CATEGORY, by_category(rows), "By category")]
+        tables = [Table(KEYS, rows), Table(BY_CATEGORY, by_category(rows), "By category", folded=True)]
         relaxed = any(row["kind"] == "relaxed" for row in rows)
         figures = [(plots.speedup_bars(rows), "Relaxed methods are orange." if relaxed else "")]
         predicted = {
@@ -164,12 +164,9 @@ def sections(content: Mapping[str, Any]) -> Iterable[Section]:
         if predicted:
             axes = f"predicted: {FORMULAS['predicted_speedup']}", "measured speedup of decoding (×)"
             figures.append((plots.lines(predicted, "Measured against predicted speedup", *axes, diagonal=True), ""))
-        positions: dict[str, list[Any]] = {}
-        for row, detail in fast[:5]:
-            often = [at for at in detail.get("acceptance_by_position", []) if at["tested"] >= 30]
-            positions |= {row["name"]: often} if often else {}
+        positions = {row["name"]: found for row, detail in fast[:5] if (found := detail.get("acceptance_by_position"))}
         if positions:
-            figures.append((plots.acceptance_by_position(positions), "Positions reached at least 30 times."))
+            figures.append((plots.acceptance_by_position(positions), ""))
         samples = [
             Sample(sample["tokens"], f"{row['name']}: {sample['prompt'].strip()[:160]}")
             for row, detail in fast[:2]
@@ -195,4 +192,4 @@ def sections(content: Mapping[str, Any]) -> Iterable[Section]:
     yield Section("Batch sizes and costs", f"{FORMULAS['cost_ratio']}. {FORMULAS['verify_cost']}.", c, tables, figures)
     about = content["machine"]
     where = {"machine": machine.sentence(about), "threads": about["note"]}
-    yield Section("Machine and settings", facts=where | bench["settings"])
+    yield Section("Machine and settings", facts=where | bench["settings"], folded=True)

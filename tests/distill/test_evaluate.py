@@ -21,6 +21,7 @@ from decode.verify import overlap
 from distill.config.run import EvaluationSettings, Settings
 from distill.evaluate import Evaluation
 from distill.pipeline import measure
+from distill.report import draft_rows
 from distill.stages import RunDir
 
 
@@ -53,13 +54,16 @@ def test_every_predicted_speedup_of_a_run_follows_from_its_report(tmp_path: Path
         assert row["predicted_speedup"] == pytest.approx(row["tokens"] / spent)
     # what serve-check compares with
     name = report["profile"]["draft"]
+    others = {row["name"] for row in report["drafts"]} - {name}  # the student before distillation too
+    assert others <= {pair["b"] for pair in report["paired"] if pair["a"] == name}
+    assert {row["name"] for row in draft_rows(report) if row.get("significance")} == others
     profile = read_json(context.run.export / "speculation_profile.json")
     assert profile["acceptance"] == report["analysis"]["acceptance"][name]
     (offline,) = (row["offline_alpha_greedy"] for row in report["drafts"] if row["name"] == name)
     best = max(context.run.draft_record(name).history, key=lambda at: at["alpha"])
-    first, *others = profile["acceptance"]
+    first, *later = profile["acceptance"]
     assert (first["offline"], first["validation"]) == (offline, best["agreement"])
-    assert all(at["offline"] == offline for at in others)
+    assert all(at["offline"] == offline for at in later)
     trained = serving_facts(context.load_target(), context.run.target, context.corpus.tokenizer, chat=False)
     assert profile["trained_with"] == report["trained_with"] == trained
 

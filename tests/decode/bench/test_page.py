@@ -14,11 +14,11 @@ METHODS = [
     {"name": "vanilla", "speedup": 1.6, "speedup_ci95": [1.5, 1.7]},
     {"name": "a<b>&c", "speedup": 1.9, "lossless": False},
 ]
-RATES = [{"conditional": 0.9}, {"conditional": 0.8}, {"conditional": None}]
+RATES = [{"marginal": 0.9}, {"marginal": 0.8}, {"marginal": None}]
 CURVES = {"a": [(0, 1), (1, float("nan")), (2, 3)], "b": [(1, 2.0, 1.5, 2.5)]}
 PLOTS = {
     "bars": (plots.speedup_bars(METHODS), ["tokens/s ÷ tokens/s without a draft"]),
-    "positions": (plots.acceptance_by_position({"vanilla": RATES, "rest": RATES[:1]}), ["accepted ÷ reached"]),
+    "positions": (plots.acceptance_by_position({"vanilla": RATES, "rest": RATES[:1]}), ["accepted ÷ rounds"]),
     "lines": (plots.lines(CURVES, "title", "x = 1", "y = 2", at_one=True), ["x = 1", "y = 2"]),
     "points": (plots.lines({"a": [(0.5, 1.5)]}, "title", "p/q", "s", diagonal=True), ["p/q", "s"]),
     "sizes": (plots.lines({"a": [(1, 1.5), (8, 2)]}, "title", "size", "s", log_x=True), ["size", "s"]),
@@ -53,11 +53,11 @@ def page(folder: Path, word: str = "word") -> str:
     keys = ("name", "speedup", "identical_to_target", "accuracy")
     section = p.Section(
         word, word, {word: word, "absent": None},
-        [p.Table(keys, rows, word), p.Table(keys, rows, word, folded=True)],
+        [p.Table(keys, rows, word, note=word), p.Table(keys, rows, word, folded=True)],
         [(svg, word) for svg, _ in PLOTS.values()],
-        [p.Sample([{"text": word, "who": "accepted"}, {"text": "a\n", "who": word}], word)], {word: word},
+        [p.Sample([{"text": word, "who": "accepted"}, {"text": "a\n", "who": word}], word)], {word: word}, [(word, word)],
     )  # fmt: skip
-    p.write_page(folder / "page.html", word, word, [section])
+    p.write_page(folder / "page.html", word, word, [section, p.Section(word, word, folded=True)])
     return (folder / "page.html").read_text(encoding="utf-8")
 
 
@@ -70,7 +70,7 @@ def test_a_page_is_valid_html_that_loads_nothing_from_elsewhere(tmp_path: Path) 
         assert not re.match("(https?:)?//", attributes.get("href") or "")
     assert "@import" not in document
     assert "url(" not in re.sub(r"url\(#[^)]+\)", "", document)
-    assert "prefers-color-scheme:dark" in document
+    assert "(prefers-color-scheme:dark)" in document
     assert "@media(max-width" in document
 
 
