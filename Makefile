@@ -8,7 +8,7 @@ ARGS   ?=
 RUN    ?= runs/quickstart
 
 .DEFAULT_GOAL := help
-.PHONY: help distill smollm2 probe bench demo test test-gpu test-slow engines engine-vllm engine-llama engine-sglang test-engines soak lint docs picture clean
+.PHONY: help distill smollm2 probe bench demo test test-gpu gpu-report test-slow engines engine-vllm engine-llama engine-sglang test-engines soak lint docs picture clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ test: $(READY)  ## run the tests
 
 test-gpu: $(READY)  ## run the tests that need a GPU (skipped where there is none)
 	$(BIN)/python -m pytest tests/gpu -m gpu -rs $(ARGS)
+
+gpu-report: $(READY)  ## measure tests, training, losses and decoding on one GPU, and write docs/gpu.md (eight minutes)
+	$(BIN)/python -m distill gpu-report $(ARGS)
 
 test-slow: $(READY)  ## run the tests that take minutes: four processes, one that fails
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m slow $(ARGS)

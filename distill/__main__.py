@@ -39,6 +39,10 @@ acceptance rate that it needs to gain; those that can gain are trained briefly, 
 steps. Writes a table and winner.yaml, which a second --config of python -m distill reads, to <name>-design. Without
 --config, configs/quickstart.yaml."""
 
+GPU_REPORT = """Measures on one GPU, in about eight minutes, the tests that need one, training of drafts (beside Hugging
+Face's Trainer) and of heads, the loss in chunks, and decoding of a target of 1.7 billion random weights; writes
+docs/gpu.md. Takes no configuration. A part that fails is named there, and the others go on."""
+
 FOREIGN = {"bench", "probes", "ablation", "design", "speed"}  # sections of a shared configuration of other commands
 TRACKER = {"tracker": "tracker.kind"}
 
@@ -47,6 +51,7 @@ EXPERIMENTS = {
     "bench": ("speed", "TrainingBenchSettings", "run", "configs/quickstart.yaml", BENCH),
     "ablate": ("ablation", "AblateSettings", "ablate", "configs/ablation.yaml", ABLATE),
     "design": ("design", "DesignRunSettings", "design", "configs/quickstart.yaml", DESIGN),
+    "gpu-report": ("gpu_report", "GpuReportSettings", "gpu_report", "", GPU_REPORT),
 }
 """Commands: a module of `distill.experiments`, its settings, its function, the usual configuration, and the help."""
 
@@ -61,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
         module, settings_class, function, config, about = EXPERIMENTS[name]
         check_alone(f"python -m distill {name}")
         experiment = importlib.import_module(f"distill.experiments.{module}")
-        if not (config_paths(argv) or "-h" in argv or "--help" in argv):
+        if config and not (config_paths(argv) or "-h" in argv or "--help" in argv):
             print(f"without --config: {config}", file=sys.stderr)
             argv = ["--config", config, *argv]
         kind, prog = getattr(experiment, settings_class), f"python -m distill {name}"

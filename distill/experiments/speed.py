@@ -43,7 +43,7 @@ from distill.pipeline import complete_settings
 from distill.stages import run_of
 from distill.teacher import store
 from distill.teacher.signals import TargetSignal, Teacher
-from distill.trainer import fit
+from distill.trainer import fit, peak_memory
 
 WARM = 5  # steps that are not timed
 
@@ -111,6 +111,7 @@ def run(settings: TrainingBenchSettings, console: Console | None = None) -> dict
             output_dir=str(folder), max_steps=speed.steps, per_device_train_batch_size=1,  # an item is a whole batch
             max_grad_norm=1.0, logging_strategy="no", save_strategy="no", report_to=[],
             disable_tqdm=True, use_cpu=cpu, remove_unused_columns=False, dataloader_pin_memory=not cpu,
+            bf16=settings.trainer.precision == "bf16-mixed",
             train_sampling_strategy="sequential",  # the schedule has shuffled the examples already
         )  # fmt: skip
         ThreeModels(
@@ -145,11 +146,15 @@ def run(settings: TrainingBenchSettings, console: Console | None = None) -> dict
     for number in range(speed.rounds):
         for side, train in sides.items():
             clock = StepClock(device)
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
             with working(console, f"round {number + 1} of {speed.rounds}, {side}"), scratch_folder() as folder:
                 prepared = train(clock, folder)
             seconds, losses[side] = clock.ends[-1] - clock.ends[WARM - 1], [float(loss) for loss in clock.losses]
             step = 1000 * seconds / (speed.steps - WARM)
             found[side].append({"tokens_per_second": tokens / seconds, "step_ms": step, "prepare_seconds": prepared})
+            if device.type == "cuda":
+                found[side][-1]["memory_gb"] = peak_memory(device) / 1e9
     ratios = [b["tokens_per_second"] / a["tokens_per_second"] for a, b in zip(*found.values())]
     medians = {side: {key: statistics.median(one[key] for one in of) for key in of[0]} for side, of in found.items()}
     result = {
@@ -161,7 +166,7 @@ def run(settings: TrainingBenchSettings, console: Console | None = None) -> dict
         "machine": machine.describe(),
     }
     shown = [{"name": side, **row} for side, row in medians.items()]
-    columns = ("name", "tokens_per_second", "step_ms", "prepare_seconds")
+    columns = ("name", "tokens_per_second", "step_ms", "memory_gb", "prepare_seconds")
     console.print(console_table(f"AdaSPEC training, k = {selection.k:g}, in label tokens", columns, shown))
     console.print(
         f"ratio {result['speedup']:.2f} ({min(ratios):.2f} to {max(ratios):.2f}); largest relative difference of the "
