@@ -7,6 +7,7 @@ functions of the step, so a run that was killed and continued ends with the weig
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import resource
 import sys
@@ -100,6 +101,13 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Free what a GPU holds of objects that are no longer used, and begin to count its most memory anew."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def fit(

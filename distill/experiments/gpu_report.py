@@ -50,7 +50,7 @@ from distill.losses.divergences import Divergence, TargetRows
 from distill.models.lm_head import LMHead
 from distill.run_stages import new_head, run_stages
 from distill.stages import run_of
-from distill.trainer import peak_memory
+from distill.trainer import peak_memory, reset_peak_memory
 
 LARGE, MIDDLE, SMALL = "Qwen3-1.7B", "Qwen3-0.6B", "Qwen3-0.6B of four layers"
 SHAPES = {LARGE: (2048, 28), MIDDLE: (1024, 28), SMALL: (1024, 4)}  # width and layers
@@ -74,6 +74,11 @@ class GpuReportSettings:
         """Whether a GPU is measured."""
         return self.device == "cuda"
 
+    @property
+    def how(self) -> dict[str, Any]:
+        """Device and number format of tensors."""
+        return {"device": self.device, "dtype": torch.bfloat16 if self.cuda else torch.float32}
+
     def sized(self, full: int, tiny: int) -> int:
         """The number for the scale."""
         return full if self.scale == "full" else tiny
@@ -84,7 +89,7 @@ def pytest_rows(settings: GpuReportSettings) -> Iterator[Row]:
     chosen = [] if settings.scale == "full" else ["-k", "one_softmax_over_both"]
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-rfE", *chosen]
     environment = os.environ | {"DRAFTSMITH_TEST_DEVICE": settings.device}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
     yield {"test": "all", "result": lines[-1]}
     for line in lines:
@@ -101,17 +106,17 @@ def draft_rows(settings: GpuReportSettings) -> Iterator[Row]:
     with scratch_folder() as folder:
         made = run_settings(settings, folder, f"--student.kind finetune --student.model {folder}/draft")
         sides = run(made, Console(quiet=True))["sides"]
+    work = 6 * random_model(settings, SMALL, device="meta").num_parameters()
     for side, found in sides.items():
-        speed, memory = found["tokens_per_second"], found.get("memory_gb", float("nan"))
-        yield training_row(f"AdaSPEC, {side}", speed, 6 * parameters(settings, SMALL) * speed / products, memory)
+        speed = found["tokens_per_second"]
+        yield training_row(f"AdaSPEC, {side}", speed, work * speed / products, found.get("memory_gb"))
 
 
 def head_rows(settings: GpuReportSettings) -> Iterator[Row]:
     """Trains an EAGLE-3 and a DSpark head beside their target."""
     products, anchors, config = product_rate(settings), settings.sized(128, 8), shape(settings, MIDDLE)
     for kind in ("eagle3", "dspark"):
-        if settings.cuda:
-            torch.cuda.reset_peak_memory_stats()
+        reset_peak_memory(torch.device(settings.device))
         with scratch_folder() as folder:
             blocks = f"--student.block.size 7 --student.block.anchors {anchors}"
             made = run_settings(settings, folder, f"--student.kind {kind} {blocks} --teacher.signal online")
@@ -119,19 +124,19 @@ def head_rows(settings: GpuReportSettings) -> Iterator[Row]:
             run_stages(context)
             record, seen = context.run.record("draft"), context.seen["draft"]
         assert record is not None
-        reads, work = float(made.student.steps), 6 * record.parameters
+        reads, work = float(made.student.steps), 6.0 * record.parameters
         if made.student.is_block:  # which ends in the target's frozen output head
             reads *= anchors / made.data.max_length
             work += 4 * config.vocab_size * config.hidden_size
+        work = reads * work + 2 * random_model(settings, MIDDLE, device="meta").num_parameters()
         speed = seen.tokens * (1 - 1 / seen.batches) / (seen.seconds - seen.first)
-        share = (reads * work + 2 * parameters(settings, MIDDLE)) * speed / products
-        memory = peak_memory(context.device) / 1e9 if settings.cuda else float("nan")
-        yield training_row(f"{kind}, {made.student.steps} tokens deep", speed, share, memory)
+        memory = peak_memory(context.device) / 1e9 if settings.cuda else None
+        yield training_row(f"{kind}, {made.student.steps} tokens deep", speed, work * speed / products, memory)
 
 
 def loss_rows(settings: GpuReportSettings) -> Iterator[Row]:
     """Computes the divergence of a batch and its gradients, in chunks and from whole logits."""
-    config, rows, how = shape(settings, MIDDLE), settings.sized(4096, 64), formats(settings)
+    config, rows, how = shape(settings, MIDDLE), settings.sized(4096, 64), settings.how
     width, vocab = config.hidden_size, config.vocab_size
     hidden, known = torch.randn(rows, width, **how).requires_grad_(), torch.randn(rows, width, **how)
     linear, frozen = (torch.nn.Linear(width, vocab, bias=False, **how) for _ in range(2))
@@ -205,23 +210,11 @@ def shape(settings: GpuReportSettings, name: str, tokenizer: Any = None) -> Pret
     )  # fmt: skip
 
 
-def random_model(settings: GpuReportSettings, name: str, tokenizer: Any = None) -> Any:
-    """A model of random weights on the device."""
-    with torch.device(settings.device):
-        return AutoModelForCausalLM.from_config(
-            shape(settings, name, tokenizer), dtype=formats(settings)["dtype"]
-        ).eval()
-
-
-def parameters(settings: GpuReportSettings, name: str) -> int:
-    """Number of parameters of a model, which is not allocated."""
-    with torch.device("meta"):
-        return int(AutoModelForCausalLM.from_config(shape(settings, name)).num_parameters())
-
-
-def formats(settings: GpuReportSettings) -> dict[str, Any]:
-    """Device and number format of tensors."""
-    return {"device": settings.device, "dtype": torch.bfloat16 if settings.cuda else torch.float32}
+def random_model(settings: GpuReportSettings, name: str, tokenizer: Any = None, device: str | None = None) -> Any:
+    """A model of random weights on a device; on ``meta`` it has none."""
+    with torch.device(device or settings.device):
+        model = AutoModelForCausalLM.from_config(shape(settings, name, tokenizer), dtype=settings.how["dtype"])
+        return model.eval()
 
 
 def run_settings(settings: GpuReportSettings, folder: Path, options: str) -> TrainingBenchSettings:
@@ -246,11 +239,10 @@ def run_settings(settings: GpuReportSettings, folder: Path, options: str) -> Tra
 
 def timed(function: Callable[[], object], settings: GpuReportSettings) -> tuple[float, str]:
     """Median seconds of a function that is called repeatedly, and the gigabytes that it takes of a GPU."""
-    device, times, before = torch.device(settings.device), list[float](), 0
+    device, times = torch.device(settings.device), list[float]()
     for _ in range(10):
-        if settings.cuda:
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
+        reset_peak_memory(device)
+        before = torch.cuda.memory_allocated() if settings.cuda else 0
         synchronize(device)
         began = time.perf_counter()
         function()
@@ -262,20 +254,21 @@ def timed(function: Callable[[], object], settings: GpuReportSettings) -> tuple[
 def product_rate(settings: GpuReportSettings) -> float:
     """Floating-point operations a second of large matrix products."""
     n = settings.sized(8192, 256)
-    a, b = (torch.randn(n, n, **formats(settings)) for _ in range(2))
+    a, b = (torch.randn(n, n, **settings.how) for _ in range(2))
     return 2 * n**3 / timed(lambda: a @ b, settings)[0]
 
 
-def training_row(name: str, tokens: float, share: float, memory: float) -> Row:
+def training_row(name: str, tokens: float, share: float, memory: float | None) -> Row:
     """The row of a training."""
-    return {"training": name, "tokens/s": f"{tokens:,.0f}", "MFU": f"{share:.1%}", "peak memory (GB)": f"{memory:.2f}"}
+    row = {"training": name, "tokens/s": f"{tokens:,.0f}", "MFU": f"{share:.1%}"}
+    return row | {"peak memory (GB)": f"{memory:.2f}" if memory else "–"}
 
 
 def measured(part: Part, settings: GpuReportSettings) -> tuple[list[Row], str]:
     """The rows of a part, and the last line of its error."""
     hf_logging.disable_progress_bar()
-    if not settings.cuda:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the trainers take a GPU where they see one
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0") if settings.cuda else ""
+    os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[0]  # the trainers take all the GPUs that they see
     rows = list[Row]()
     try:
         for row in part(settings):
@@ -296,11 +289,14 @@ def gpu_report(settings: GpuReportSettings) -> None:
     if settings.cuda and not torch.cuda.is_available():
         print("gpu-report needs a CUDA device, and PyTorch finds none here: nothing was measured", file=sys.stderr)
         raise SystemExit(1)
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    git = subprocess.run("git rev-parse --short HEAD", shell=True, capture_output=True, text=True)  # if there is git
     place = machine.sentence(machine.describe(settings.device))
     if settings.cuda:
         place += f", {torch.cuda.get_device_properties(0).total_memory / 1e9:.0f} GB"
-    page = ["# Measured on a GPU", f"`make gpu-report`, {date.today()}, commit {git.stdout.strip()}: {place}."]
+    page = [
+        "# Measured on a GPU",
+        f"`make gpu-report`, {date.today()}, commit {git.stdout.strip() or 'unknown'}: {place}.",
+    ]
     failed = list[str]()
     for title, (part, about) in PARTS.items():
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:

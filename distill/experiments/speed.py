@@ -43,7 +43,7 @@ from distill.pipeline import complete_settings
 from distill.stages import run_of
 from distill.teacher import store
 from distill.teacher.signals import TargetSignal, Teacher
-from distill.trainer import fit, peak_memory
+from distill.trainer import fit, peak_memory, reset_peak_memory
 
 WARM = 5  # steps that are not timed
 
@@ -146,8 +146,7 @@ def run(settings: TrainingBenchSettings, console: Console | None = None) -> dict
     for number in range(speed.rounds):
         for side, train in sides.items():
             clock = StepClock(device)
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(device)
+            reset_peak_memory(device)
             with working(console, f"round {number + 1} of {speed.rounds}, {side}"), scratch_folder() as folder:
                 prepared = train(clock, folder)
             seconds, losses[side] = clock.ends[-1] - clock.ends[WARM - 1], [float(loss) for loss in clock.losses]
