@@ -70,6 +70,11 @@ def run(settings: PaperSettings) -> None:
         from decode.commands import bench
 
         files = {file.stem: file for file in sorted((Path(settings.configs) / name).glob("*.yaml"))}
+        if not files:
+            raise UserError(
+                f"there is no configuration in {settings.configs}/{name}: copy the repository's folder configs/papers "
+                f"to {Path.cwd()}, name another one with --configs, or give a finished run with --run"
+            )
         benchmark = bench_settings(["--config", str(choose("configuration", settings.scale, files))])
         benchmark.output = settings.output or f"runs/papers/{name}-{settings.scale}"
         bench.run(benchmark)

@@ -123,8 +123,9 @@ def read_config(paths: Sequence[Path]) -> dict[str, Any]:
 
 def _read_file(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     if not path.is_file():
-        found = ", ".join(sorted(map(str, Path("configs").glob("*.yaml")))) or f"none under {Path.cwd()}/configs"
-        raise UserError(f"there is no configuration file {str(path)!r}; these exist: {found}")
+        found = ", ".join(sorted(map(str, Path("configs").glob("*.yaml"))))
+        copied = f"copy one of the repository's folder configs to {Path.cwd()}, or give your own with --config"
+        raise UserError(f"there is no configuration file {str(path)!r}; {f'these exist: {found}' if found else copied}")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:

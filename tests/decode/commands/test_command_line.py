@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,19 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture(scope="module")
 def folder(tiny, tmp_path_factory):
     return save_pair(tmp_path_factory.mktemp("pair"), tiny)
+
+
+def test_an_installed_package_has_every_file_that_is_not_python():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    installed = {
+        file
+        for package, patterns in settings["package-data"].items()
+        for pattern in patterns
+        for file in (ROOT / package.replace(".", "/")).glob(pattern)
+    }
+    there = {file for name in ("decode", "distill", "probes") for file in (ROOT / name).rglob("*") if file.is_file()}
+    assert {file for file in there if file.suffix not in (".py", ".pyc")} == installed
+    assert all((file.parent / "__init__.py").is_file() for file in there if file.suffix == ".py")
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))

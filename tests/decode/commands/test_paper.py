@@ -55,6 +55,14 @@ def test_sampled_blocks_are_compared_with_the_papers_sampled_numbers() -> None:
     assert (cells(greedy)["adaspeed"][1], cells(sampled)["adaspeed"][1]) == ("79", "61")
 
 
+def test_away_from_the_repository_a_paper_says_where_its_configurations_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["paper", "ears"]) == 2
+    assert "there is no configuration in configs/papers/ears: copy the repository's folder" in capsys.readouterr().err
+
+
 def test_a_configuration_is_measured_and_its_report_can_be_read_again(tmp_path: Path, tiny, capsys) -> None:
     save_pair(tmp_path, tiny)
     (tmp_path / "ears").mkdir()

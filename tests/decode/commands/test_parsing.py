@@ -128,6 +128,14 @@ def test_wrong_values_give_one_line(
     assert "\n" not in str(caught.value)
 
 
+def test_away_from_the_repository_a_missing_file_says_where_configurations_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"'configs/a.yaml'; copy one of the repository's folder configs to /"):
+        read(tmp_path, "", "--config", "configs/a.yaml")
+
+
 WRAPPED = RuntimeError("wrapped")
 WRAPPED.__cause__ = OSError(errno.ENOSPC, "No space left on device", "/x/y")
 
