@@ -22,7 +22,9 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 
 from decode.errors import UserError, read_json
 from distill.config.run import TrackerSettings
+from distill.export.model_card import fastest_row
 from distill.files import fingerprint, write_json
+from distill.report import exported
 
 ENVIRONMENT = {
     "SILENT": "true", "CONSOLE": "off", "DISABLE_GIT": "true", "DISABLE_CODE": "true", "INIT_TIMEOUT": "10",
@@ -139,14 +141,16 @@ def for_stage(logger: Logger | None, stage: str) -> Logger | None:
 
 
 def log_report(logger: Logger | None, report: Mapping[str, Any], figures: Callable[[], Mapping[str, str]]) -> None:
-    """Log a run's final numbers; to W&B also the report's tables, and the plots that ``figures`` draws, as SVG."""
+    """Log a run's final numbers; to W&B also the report's tables, and the plots that ``figures`` draws, as SVG.
+
+    Numbers have report.json's names: ``speedup`` and the like are of the exported draft, ``offline_alpha/NAME`` of any.
+    """
     measured = ("offline_alpha", "offline_accepted_length", "validation_accepted_length")
     values = {f"{key}/{row['name']}": row.get(key) for row in report.get("drafts", []) for key in measured}
     values["target/accuracy"] = report.get("target", {}).get("accuracy")
-    exact = [row for row in report.get("decoding", []) if row.get("speedup") and row.get("identical_to_target", True)]
-    best: Mapping[str, Any] = max(exact, key=lambda row: row["speedup"], default={})
+    best = fastest_row(report, exported(report), f"{exported(report)}-tree")  # which the report's page begins with
     for name in ("speedup", "speedup_vs_generate", "accepted_length", "alpha", "tokens_per_second", "draft_length"):
-        values[f"best/{name}"] = best.get(name)
+        values[name] = best.get(name)
     summary = {name: float(value) for name, value in values.items() if value is not None}
     if isinstance(logger, WandbLogger):
         import wandb

@@ -29,7 +29,7 @@ def test_the_training_sweep_file_gives_commands_that_distill_accepts_and_names_a
     assert [draft.name for draft in settings.drafts] == ["distillspec", "adaspec"]
     assert options == {"--drafts.adaspec.k": ("adaspec", "k", "0.2")}
     logger = Mock()
-    log_report(logger, {"drafts": [{"name": "adaspec", "offline_alpha": 0.5}]}, dict)
+    log_report(logger, {"drafts": [{"name": "adaspec", "offline_alpha": 0.5}], "decoding": []}, dict)
     assert content["metric"]["name"] in logger.log_metrics.call_args.args[0]
 
 
