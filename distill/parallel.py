@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,43 +55,54 @@ def run_beside(context: StageContext) -> None:
     if unfinished:
         with working(context.console, "checking data and models", bars=False):
             check_inputs(context)
-    run_stages(context, ("target",), check=False)
-    student = settings.student
+    student, references = settings.student, [d.reference for d in settings.drafts if d.reference and d.selects]
     both_ask = settings.data.from_target and student.trained  # for the same responses
-    if "initial" in unfinished and student.kind in ("scratch", "cut") and not both_ask:  # whose ids are the target's
-        _in_pool(context, ["initial", SIGNAL])
-    run_stages(context, ("initial",), check=False)
-    references = [draft.reference for draft in settings.drafts if draft.reference and draft.selects]
-    run_stages(context, references, check=False)
-    _in_pool(context, [stage for stage in unfinished if stage not in ("target", "initial", *references)])
+    may = "initial" in unfinished and student.kind in ("scratch", "cut") and not both_ask  # whose ids are the target's
+    first = ["initial", SIGNAL] if may else []
+    last = [stage for stage in unfinished if stage not in ("target", "initial", *references)]
+    with _pool(settings, starts=may or len(last) > 1) as pool:
+        run_stages(context, ("target",), check=False)
+        _make_all(context, pool, first)
+        run_stages(context, ("initial", *references), check=False)
+        _make_all(context, pool, last if len(last) > 1 else [])
     run_stages(context, [draft.name for draft in settings.drafts if draft.name not in references], check=False)
 
 
-def _in_pool(context: StageContext, stages: list[str]) -> None:
-    if len(stages) < 2:
-        return
-    count, spawn = context.settings.stages_at_once, multiprocessing.get_context("spawn")
+@contextmanager
+def _pool(settings: Settings, *, starts: bool) -> Iterator[ProcessPoolExecutor]:
+    """Start the processes, which import everything while the target is trained; end them if the run is stopped.
+
+    All are copies of one that has done the imports, but on macOS, whose libraries may not be copied so.
+    """
+    count = settings.stages_at_once
+    how = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "forkserver")
+    how.set_forkserver_preload([__name__])
     threads = max(1, torch.get_num_threads() // count)
-    with ProcessPoolExecutor(min(count, len(stages)), spawn, initializer=_begin, initargs=(threads,)) as pool:
-        made = {stage: pool.submit(_make, context.settings, stage, context.console.quiet) for stage in stages}
+    with ProcessPoolExecutor(count, how, initializer=_begin, initargs=(threads,)) as pool:
+        for _ in range(count if starts else 0):
+            pool.submit(os.getpid)
         try:
-            for stage, future in made.items():
-                logged, logger = future.result(), for_stage(context.logger, stage)
-                if logger is not None:
-                    for metrics, step in logged:
-                        logger.log_metrics(metrics, step)
-                    logger.save()
+            yield pool
         except BrokenProcessPool as error:
-            raise UserError(
-                f"a process that made {' or '.join(stages)} has ended: it was killed, perhaps for want of memory"
-            ) from error
+            raise UserError("a process of the pool has ended: it was killed, perhaps for want of memory") from error
         except BaseException:
             for process in multiprocessing.active_children():  # those at work would otherwise finish their stages
                 process.terminate()
             raise
 
 
+def _make_all(context: StageContext, pool: ProcessPoolExecutor, stages: list[str]) -> None:
+    made = {stage: pool.submit(_make, context.settings, stage, context.console.quiet) for stage in stages}
+    for stage, future in made.items():
+        logged, logger = future.result(), for_stage(context.logger, stage)
+        if logger is not None:
+            for metrics, step in logged:
+                logger.log_metrics(metrics, step)
+            logger.save()
+
+
 def _begin(threads: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C the run ends its processes itself
     torch.set_num_threads(threads)
     hf_logging.disable_progress_bar()
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -1,4 +1,9 @@
-"""The target's responses from servers that speak OpenAI's protocol, or from vLLM in an environment of its own."""
+"""The target's responses from servers that speak OpenAI's protocol, or from vLLM in an environment of its own.
+
+The package openai is imported where it is used: that takes two seconds, which most runs do not need.
+"""
+
+from __future__ import annotations
 
 import json
 import os
@@ -8,9 +13,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 from transformers import PreTrainedTokenizerBase
 
 from decode.engines.server import LAUNCHER, check_engine
@@ -20,6 +24,9 @@ from distill.config.drafts import ResponseSettings, ServerSettings
 from distill.data.chat import ChatFormat, served_ids
 from distill.data.response_file import Response
 from distill.responses import vllm_generate
+
+if TYPE_CHECKING:
+    import openai
 
 KEPT = "What is finished is kept: run the same command again to continue"
 WHERE = "teacher.responses.server"
@@ -54,6 +61,8 @@ def open_client(server: ServerSettings, url: str, **options: Any) -> tuple[opena
     Raises:
         UserError: The server does not answer, or lists several models and none is named.
     """
+    import openai
+
     key = os.environ.get("OPENAI_API_KEY") or "none"
     how: dict[str, Any] = {"timeout": TIMEOUT, "max_retries": RETRIES} | options
     client = openai.OpenAI(base_url=url, api_key=key, **how)
@@ -68,6 +77,8 @@ def open_client(server: ServerSettings, url: str, **options: Any) -> tuple[opena
 
 def refused(url: str, error: Exception) -> UserError:
     """The error of a request that failed after all retries."""
+    import openai
+
     advice = f"check the server and {WHERE}"
     if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
         advice = "put its key into the environment variable OPENAI_API_KEY"
@@ -110,6 +121,8 @@ def answered_by_servers(
         ends: End-of-text tokens.
         chat: How prompts were rendered, if they are chats: reasoning that the server has parsed out is put back.
     """
+    import openai
+
     server = settings.server
 
     def ask(job: Job, url: str, client: openai.OpenAI, model: str) -> Response:
