@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
         getattr(experiment, function)(settings)
         return
     if not argv:
-        raise UserError("give a configuration, such as --config configs/quickstart.yaml; --help explains every key")
+        raise UserError("give a configuration, such as --config configs/quickstart.yaml; --help all explains every key")
     dry_run, show = take_flag(argv, "--dry-run"), take_flag(argv, "--show-example")
     measure = take_flag(argv, "--estimate")
     if dry_run or measure:

@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> None:
 
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv:
-        raise UserError("give a configuration, such as --config configs/quickstart.yaml; --help explains every key")
+        raise UserError("give a configuration, such as --config configs/quickstart.yaml; --help all explains every key")
     dry_run = take_flag(argv, "--dry-run")
     foreign, aliases = {"bench", "ablation", "design", "speed"}, {"tracker": "tracker.kind"}
     settings = parse(

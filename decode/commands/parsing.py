@@ -11,9 +11,12 @@ import errno
 import functools
 import itertools
 import os
+import re
+import shutil
 import signal
 import sys
 import tempfile
+import textwrap
 import threading
 import typing
 from argparse import Action
@@ -24,7 +27,7 @@ from typing import Any, TypeVar
 import jsonargparse
 import yaml
 
-from decode.errors import UserError
+from decode.errors import UserError, choose
 
 Settings = TypeVar("Settings")
 
@@ -65,8 +68,7 @@ def parse(
     keys: type = settings_class
     parser, known = _parser(keys, prog, description), known_keys(keys)
     if "-h" in argv or "--help" in argv:  # also beside arguments that are wrong
-        parser.print_help()
-        print(f"\nexamples:\n{examples}" if examples else "")
+        print(_help(parser, settings_class, argv) + (f"\nexamples:\n{examples}" if examples else ""))
         raise SystemExit(0)
     paths = config_paths(argv)
     given = _read_options(argv, known, prog, aliases or {})
@@ -107,6 +109,65 @@ class HyphenFormatter(jsonargparse.DefaultHelpFormatter):
     def _format_action_invocation(self, action: Action) -> str:
         names = ", ".join(name.replace("_", "-") for name in action.option_strings if not name.endswith("+"))
         return f"{names} {self._format_args(action, action.dest.rpartition('.')[2].upper())}".rstrip()
+
+
+# -- help --------------------------------------------------------------------------------------------------------------
+
+HELP_LINES = 60
+"""Longest help that is printed whole."""
+
+
+def _help(parser: jsonargparse.ArgumentParser, settings_class: type, argv: list[str]) -> str:
+    """The help: all of it where it is short, else the command's own options in a line each, and the sections.
+
+    The word after ``--help`` is ``all``, or names a section whose options are explained in full.
+
+    Raises:
+        UserError: There is no such section.
+    """
+    whole, sections = parser.format_help(), _sections(parser, settings_class)
+    asked = next((word for flag, word in itertools.pairwise(argv) if flag in ("-h", "--help")), "-").replace("-", "_")
+    if asked == "all" or (asked.startswith("_") and whole.count("\n") <= HELP_LINES):
+        return whole
+    if not asked.startswith("_"):
+        choose("section", asked, sections | {"all": []})
+        formatter = parser._get_formatter()
+        for name, (title, *options) in sections.items():
+            if f"{name}.".startswith(f"{asked}."):
+                formatter.start_section(title)
+                formatter.add_arguments(options)
+                formatter.end_section()
+        return str(formatter.format_help())
+    rows = [(f"--{option.dest.replace('_', '-')}", option.help) for option in sections["options"][1:]]
+    others = [(name, of[0]) for name, of in sections.items() if name != "options" and "." not in name]
+    lines, room = [whole[: whole.index("\noptions:")], "options:"], shutil.get_terminal_size().columns - 22
+    for name, text in [*rows, ("", ""), *others]:
+        first = textwrap.shorten(re.split(r"[.;] ", str(text))[0].rstrip("."), room, placeholder=" ...")
+        lines.append(f"  {name:<19} {first}" if name else f"\nsections; {parser.prog} --help SECTION explains one:")
+    return "\n".join([*lines, f"  {'all':<19} All options\n"])
+
+
+def _sections(parser: jsonargparse.ArgumentParser, settings_class: type) -> dict[str, list[Any]]:
+    """The title and the options of every section.
+
+    Keys with a common prefix are a section. Others are ``options``, but those of classes that several commands share,
+    the bases of a class with more than one, are sections with the names of the classes.
+    """
+    lines, found = [settings_class], dict[str, list[Any]]()
+    while len(lines[-1].__bases__) == 1:
+        lines += lines[-1].__bases__
+    for group in parser._action_groups[2:]:
+        head = str(group._group_actions[0].dest)
+        for option in group._group_actions:
+            name, title = head, group.title
+            if option.dest.endswith(".help"):
+                continue
+            if not group._group_actions[-1].dest.startswith(f"{head}."):
+                owner = next(kind for kind in settings_class.__mro__ if option.dest in kind.__annotations__)
+                name = "options" if owner in lines else re.sub("Settings|Options", "", owner.__name__).lower()
+                title = title if owner in lines else str(owner.__doc__).rstrip(".")
+            found.setdefault(name, [title]).append(option)
+    return found
 
 
 # -- configuration files -----------------------------------------------------------------------------------------------
@@ -195,13 +256,13 @@ def _read_options(argv: list[str], known: Mapping[str, Any], prog: str, aliases:
     while argv:
         name, equals, value = argv.pop(0).partition("=")
         if not name.startswith("--"):
-            raise UserError(f"unexpected argument {name!r}; options start with --, `{prog} --help` lists them all")
+            raise UserError(f"unexpected argument {name!r}; options start with --, `{prog} --help all` lists them all")
         key = name[2:].replace("-", "_")
         key = aliases.get(key, key)
         off = key.startswith("no_") and _is_switch(known.get(key[3:]))
         key = key[3:] if off else key
         if key not in known and key != "config":
-            raise UserError(f"unknown option '{name}'; {_nearest(key, known)}. `{prog} --help` lists them all")
+            raise UserError(f"unknown option '{name}'; {_nearest(key, known)}. `{prog} --help all` lists them all")
         is_list = list in (typing.get_origin(hint) for hint in (known.get(key), *typing.get_args(known.get(key))))
         values = ["false"] if off else [value] if equals else []
         if not values and _is_switch(known.get(key)):

@@ -47,6 +47,25 @@ def test_help_lists_options_with_hyphens_and_examples(name, capsys):
     assert "_" not in "".join(word for word in shown.split() if word.startswith("--"))
 
 
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_help_fits_a_screen_or_is_whole(name, capsys):
+    main([*name.split(), "--help"])
+    short = capsys.readouterr().out
+    main([*name.split(), "--help", "all"])
+    whole = capsys.readouterr().out
+    assert len(short.splitlines()) <= 45 or short == whole
+    assert len(whole.splitlines()) <= 75 or "\nsections; " in short
+
+
+def test_help_explains_a_section_and_refuses_an_unknown_one(capsys):
+    assert main(["bench", "--help", "sampling"]) == 0
+    shown = capsys.readouterr().out
+    assert "default: " in shown.partition("--repetition-penalty")[2]
+    assert "--suite" not in shown.partition("examples:")[0]
+    assert main(["bench", "--help", "samplin"]) == 2
+    assert "did you mean 'sampling'" in capsys.readouterr().err
+
+
 def test_help_needs_no_models_and_no_torch():
     code = (
         "import sys; from decode.__main__ import main; main(['bench', '--help']); "

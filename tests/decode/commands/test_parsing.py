@@ -136,6 +136,22 @@ def test_away_from_the_repository_a_missing_file_says_where_configurations_are(
         read(tmp_path, "", "--config", "configs/a.yaml")
 
 
+def test_keys_with_a_common_prefix_are_a_section_of_the_help(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decode.commands.parsing.HELP_LINES", 5)
+    for asked, there, missing in (
+        ([], ["  --depth             Layers\n", "  inner               The optimiser\n"], ["--inner.rate"]),
+        (["options"], ["Layers; null chooses. (type: int | null, default: null)"], ["--inner.rate"]),
+        (["inner"], ["--inner.rate RATE"], ["--depth"]),
+        (["all"], ["--inner.rate RATE", "--depth DEPTH"], []),
+    ):
+        with pytest.raises(SystemExit):
+            parse(Outer, ["--help", *asked], prog="prog", examples="  prog --depth 3")
+        shown, _, examples = capsys.readouterr().out.partition("examples:")
+        assert "prog --depth 3" in examples
+        assert all(text in shown for text in there), shown
+        assert not any(text in shown for text in missing), shown
+
+
 WRAPPED = RuntimeError("wrapped")
 WRAPPED.__cause__ = OSError(errno.ENOSPC, "No space left on device", "/x/y")
 
