@@ -60,12 +60,13 @@ def run_beside(context: StageContext) -> None:
     may = "initial" in unfinished and student.kind in ("scratch", "cut") and not both_ask  # whose ids are the target's
     first = ["initial", SIGNAL] if may else []
     last = [stage for stage in unfinished if stage not in ("target", "initial", *references)]
-    with _pool(settings, starts=may or len(last) > 1) as pool:
+    last = last if len(last) > 1 else []
+    with _pool(settings, starts=bool(first or last)) as pool:
         run_stages(context, ("target",), check=False)
         _make_all(context, pool, first)
-        run_stages(context, ("initial", *references), check=False)
-        _make_all(context, pool, last if len(last) > 1 else [])
-    run_stages(context, [draft.name for draft in settings.drafts if draft.name not in references], check=False)
+        run_stages(context, {"initial", *references} - {*first}, check=False)
+        _make_all(context, pool, last)
+    run_stages(context, {draft.name for draft in settings.drafts} - {*references, *last}, check=False)
 
 
 @contextmanager
@@ -92,7 +93,9 @@ def _pool(settings: Settings, *, starts: bool) -> Iterator[ProcessPoolExecutor]:
 
 
 def _make_all(context: StageContext, pool: ProcessPoolExecutor, stages: list[str]) -> None:
-    made = {stage: pool.submit(_make, context.settings, stage, context.console.quiet) for stage in stages}
+    made = {
+        stage: pool.submit(_make, context.settings, stage, context.console.quiet, context.started) for stage in stages
+    }
     for stage, future in made.items():
         logged, logger = future.result(), for_stage(context.logger, stage)
         if logger is not None:
@@ -116,10 +119,10 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _make(settings: Settings, stage: str, quiet: bool) -> list[tuple[dict[str, Any], int | None]]:
+def _make(settings: Settings, stage: str, quiet: bool, started: float) -> list[tuple[dict[str, Any], int | None]]:
     """Make a stage in a process of the pool; return the metrics that it logged, with their steps."""
     logger, console = _Collector(), Console(quiet=quiet, width=120)
-    context = StageContext(settings, run_of(settings), console, logger)
+    context = StageContext(settings, run_of(settings), console, logger, started=started)
     if stage == SIGNAL:
         trust = settings.target.trust_remote_code
         config = AutoConfig.from_pretrained(context.run.target, trust_remote_code=trust)

@@ -30,7 +30,7 @@ from distill.models.loading import choose_number_formats
 from distill.models.pip_package import fetch
 from distill.parallel import may_run_beside, run_beside
 from distill.report import console_tables, figures, write_report
-from distill.run_stages import run_stages
+from distill.run_stages import progress, run_stages
 from distill.stages import RunDir, measurement_fingerprint, run_of, stage_fingerprints
 from distill.tracking import finish, log_draft, log_report, make_logger, where
 
@@ -124,7 +124,7 @@ def measure(context: StageContext) -> dict[str, Any]:
     from distill.evaluate import Evaluation
 
     settings, run, console = context.settings, context.run, context.console
-    console.print("[bold]evaluation[/bold]", highlight=False)
+    console.print(f"[bold]evaluation[/bold] ({progress(context)})", highlight=False)
     key, target = measurement_fingerprint(settings), stage_fingerprints(settings)["target"][0]
     note, started = run.work / "report.json", time.monotonic()
     known, report = read_json(note), read_json(run.folder / "report.json")

@@ -21,7 +21,7 @@ from decode.models.loading import DTYPES, check_tokenizers, gguf_file, load_mode
 from decode.models.mtp import MTP, load_mtp
 from decode.models.wrapped import adapter_base
 from decode.models.writing import write_texts
-from decode.progress import working
+from decode.progress import duration, working
 from distill import ranks
 from distill.checks import check_inputs
 from distill.config.drafts import DraftSettings
@@ -45,6 +45,10 @@ from distill.trainer import fit
 
 ONE_ROW = 1 << 30
 """Tokens of a row that every batch fits into."""
+
+
+REST = 60_000
+"""Parameters of a model of which a training step takes as long as that part of it which no model's size changes."""
 
 
 @dataclass
@@ -95,7 +99,7 @@ def run_stages(
             draft = settings.draft(stage)
             by = f", the {draft.k:.0%} of tokens with the largest dL against {draft.reference}" if draft.selects else ""
             title = f"draft {stage}: {draft.divergence}{by}"
-        console.print(f"[bold]{title}[/bold]", highlight=False)
+        console.print(f"[bold]{title}[/bold] ({progress(context, stage)})", highlight=False, soft_wrap=True)
         if run.record(stage, key) is not None:
             context.line(f"up to date: {run.path(stage)}")
             if ranks.is_first():
@@ -122,6 +126,45 @@ def run_stages(
         made.append(stage)
         context.line(f"{run.path(stage)} [dim]{time.monotonic() - started:.1f} s[/dim]")
     return made
+
+
+def progress(context: StageContext, stage: str | None = None) -> str:
+    """Return the number of a stage, the time since the run began, and how long the remaining trainings will take.
+
+    The seconds of finished trainings tell those of the others, whose work is their examples times their parameters. The
+    time of the measurement, the last stage, does not follow from these.
+
+    Args:
+        context: Settings, data and folder.
+        stage: The stage that begins. None: the measurement.
+    """
+    settings, stages = context.settings, stage_fingerprints(context.settings)
+    number = len(stages) if stage is None else list(stages).index(stage)
+    said = f"stage {number + 1} of {len(stages) + 1}"
+    if number == 0:
+        return said
+    seconds = done = left = size = 0.0
+    for name, (key, _) in stages.items():
+        record = read_json(context.run.work / f"{name}.json")
+        finished = record.get("fingerprint") == key
+        if name in ("target", "initial"):
+            model: ModelSettings = settings.target if name == "target" else settings.student
+            if finished:
+                size = record["parameters"]
+            elif model.trained and model.kind != "cut":
+                size = count_parameters(model, len(context.corpus.tokenizer))
+            if not model.trained:
+                continue
+            training, rows = model.training, context.corpus.train
+        else:
+            training, rows = settings.draft(name).training_of(settings.training), context.examples
+        work = training.steps_for(len(rows)) * training.batch_size * (size + REST)
+        if finished:
+            seconds, done = seconds + record["seconds"], done + work
+        else:
+            left += work
+    said += f"; {duration(time.monotonic() - context.started)} so far"
+    return said + (f", about {duration(left * seconds / done)} of training left" if left and seconds else "")
 
 
 # -- the target and the student ---------------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ class StageContext:
         keep_corpus: Whether the tokenised data are kept in the run's folder.
         measured: Seconds of its preparations, and the number of tokens or texts.
         seen: What its trainings read, by stage.
+        started: When the run began.
     """
 
     settings: Settings
@@ -56,6 +57,7 @@ class StageContext:
     keep_corpus: bool = True
     measured: dict[str, tuple[float, int]] = field(default_factory=dict)
     seen: dict[str, Seen] = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic)
 
     @contextmanager
     def timed(self, name: str, count: int) -> Iterator[None]:
