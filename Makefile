@@ -11,7 +11,7 @@ RUN    ?= runs/quickstart
 .PHONY: help distill smollm2 probe bench demo test test-gpu gpu-report test-slow engines engine-vllm engine-llama engine-sglang test-engines soak lint docs picture clean
 
 help:  ## this list
-	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  CONFIG=path picks another recipe, ARGS='--a.b value' overrides its settings (in smollm2 those of the training)"
 
 distill: $(READY)  ## train target, reference and draft; measure, export and report (runs/<name>/)
