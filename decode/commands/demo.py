@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from decode.commands.checks import open_pair
+from decode.commands.checks import open_pair, use_chat
 from decode.commands.generate import LEGEND, Generation, colored, start
 from decode.commands.settings import DemoSettings, GenerateSettings
 from decode.errors import UserError
@@ -93,15 +93,15 @@ def show(sides: Sequence[Side], console: Console, greedy: bool) -> None:
     console.print(result(sides[0], sides[1], greedy), style="bold", highlight=False)
 
 
-def prompts(settings: DemoSettings, console: Console) -> Iterator[str]:
-    """The prompt of the settings, or what is typed, line by line, until an empty one."""
+def prompts(settings: DemoSettings, console: Console, end: str) -> Iterator[str]:
+    """The prompt of the settings, or what is typed, line by line and each with this end, until an empty one."""
     if settings.prompt is not None:
         yield settings.prompt
         return
     if terminal := sys.stdin.isatty():
         console.print("Type a prompt; an empty line ends.", style="dim")
     while line := (console.input("[bold]> ") if terminal else sys.stdin.readline()).strip():
-        yield line
+        yield line + end
 
 
 def run(settings: DemoSettings) -> None:
@@ -119,8 +119,9 @@ def run(settings: DemoSettings) -> None:
     with_draft = GenerateSettings(**vars(settings) | {"method": method})
     without = replace(with_draft, draft=None, method="autoregressive", stop_rule=None, rule=None)
     about = f"with {method}" + (f", {settings.draft}" if settings.draft else "")
+    end = "" if use_chat(settings, drafted.tokenizer) else "\n"  # plain text goes on behind the whole line
     try:
-        for prompt in prompts(settings, console):
+        for prompt in prompts(settings, console, end):
             sides = [
                 Side("without a draft", start(without, prompt, plain)),
                 Side(about, start(with_draft, prompt, drafted)),

@@ -55,6 +55,7 @@ def test_every_predicted_speedup_of_a_run_follows_from_its_report(tmp_path: Path
     # what serve-check compares with
     name = report["profile"]["draft"]
     others = {row["name"] for row in report["drafts"]} - {name}  # the student before distillation too
+    assert "undistilled" in others
     assert others <= {pair["b"] for pair in report["paired"] if pair["a"] == name}
     assert {row["name"] for row in draft_rows(report) if row.get("significance")} == others
     profile = read_json(context.run.export / "speculation_profile.json")

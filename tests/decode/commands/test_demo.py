@@ -34,9 +34,14 @@ def test_both_texts_are_shown_with_their_speeds_and_found_to_be_the_same(folder,
 
 
 def test_prompts_are_read_line_by_line_until_an_empty_one(folder, capsys, monkeypatch):
+    begun, starts = [], demo.start
+    monkeypatch.setattr(
+        demo, "start", lambda settings, prompt, pair: begun.append(prompt) or starts(settings, prompt, pair)
+    )
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n\nthree\n"))
     demo.run(settings_for(folder, prompt=None, max_new_tokens=2))
     assert capsys.readouterr().out.count("times as fast") == 2
+    assert begun == ["one\n"] * 2 + ["two\n"] * 2  # plain text: a question ends where its line does
 
 
 def test_the_side_that_computed_least_goes_on():

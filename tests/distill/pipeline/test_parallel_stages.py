@@ -26,6 +26,7 @@ def test_stages_beside_each_other_are_the_same_and_tracked_and_found_again(tmp_p
     assert may_run_beside(context)
     context.logger = make_logger(TrackerSettings(kind="csv"), context.run.folder, "tiny", {})
     run_beside(context)
+    assert "up to date" not in text.getvalue()  # what the pool has made is not listed again
     for stage in STAGES:
         made, wanted = (each.record(stage).history for each in (context.run, run))  # type: ignore[union-attr]
         assert [row["step"] for row in made] == [row["step"] for row in wanted], stage
