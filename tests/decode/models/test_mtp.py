@@ -9,7 +9,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, build_architecture
 from enumeration import Experiment
-from mtp_targets import with_layers, written
+from mtp_targets import NEEDED, with_layers, written
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
@@ -28,6 +28,8 @@ from decode.models.loading import load_model
 from decode.models.mtp import MtpHead, MtpRunner, load_mtp
 from decode.models.teacher_forcing import teacher_forced
 from decode.sampling import LogitsWarper, TorchRng
+
+pytestmark = NEEDED
 
 PROMPT = [3, 17, 5, 9, 22, 31, 8]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mtp_targets import mtp_settings, with_layers
+from mtp_targets import NEEDED, mtp_settings, with_layers
 from pairs import make_pair, make_tokenizer
 from rich.console import Console
 from safetensors.torch import load_file
@@ -32,6 +32,8 @@ from distill.modules import HeadModule
 from distill.pipeline import run_pipeline
 from distill.stages import run_of
 from distill.teacher.signals import TargetSignal, Teacher
+
+pytestmark = NEEDED
 
 
 @pytest.fixture(scope="module")
