@@ -48,7 +48,7 @@ ONE_ROW = 1 << 30
 
 
 REST = 60_000
-"""Parameters of a model of which a training step takes as long as that part of it which no model's size changes."""
+"""The part of a training step's time that does not grow with the model, as a number of parameters."""
 
 
 @dataclass

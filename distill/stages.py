@@ -175,8 +175,8 @@ def _files(folder: Path) -> list[str]:
 def run_of(settings: Settings) -> RunDir:
     """Return the folder of the run that the settings describe."""
     names = [draft.name for draft in settings.drafts]
-    start = START[settings.student.is_head + (settings.student.kind == "mtp")]
-    return RunDir(Path(settings.output_dir) / settings.name, names, start)
+    start = 2 if settings.student.kind == "mtp" else int(settings.student.is_head)
+    return RunDir(Path(settings.output_dir) / settings.name, names, START[start])
 
 
 # -- fingerprints -----------------------------------------------------------------------------------------------------
