@@ -79,9 +79,12 @@ def parse(
             raise UserError(f"{source}: unknown key '{near[0]}'; the nearest known key is '{section}'")
         content, source = content.get(section) or {}, f"{source}, section {section}"
     content = {key: value for key, value in content.items() if key not in foreign}
-    _check_keys(content, known, "", source)
+    optional, values = _optional_sections(keys), merge(content, given)
+    off = [key for key in optional if values.get(key) in (False, "false")]
+    _check_keys({k: v for k, v in content.items() if k not in optional or v is not False}, known, "", source)
+    values = {key: value for key, value in values.items() if key not in off}
     try:
-        return settings_class(**vars(parser.instantiate(parser.parse_object(merge(content, given)))))
+        return settings_class(**vars(parser.instantiate(parser.parse_object(values))) | dict.fromkeys(off, False))
     except UserError:
         raise
     except (jsonargparse.ArgumentError, ValueError, TypeError) as error:
@@ -99,8 +102,18 @@ def _parser(settings_class: type, prog: str, description: str) -> jsonargparse.A
         default_env=False,
         formatter_class=HyphenFormatter,
     )
-    parser.add_class_arguments(settings_class, None)
+    optional = _optional_sections(settings_class)
+    parser.add_class_arguments(settings_class, None, skip=set(optional))
+    for key, section in optional.items():
+        parser.add_class_arguments(section, key)
     return parser
+
+
+def _optional_sections(settings_class: type) -> dict[str, type]:
+    """The classes of the sections that ``false`` turns off, by key."""
+    hints = {key: typing.get_args(hint) for key, hint in typing.get_type_hints(settings_class).items()}
+    false = typing.Literal[False]
+    return {key: kind for key, kinds in hints.items() if false in kinds for kind in kinds if isinstance(kind, type)}
 
 
 class HyphenFormatter(jsonargparse.DefaultHelpFormatter):

@@ -40,7 +40,7 @@ class Chain:
         m, self.state = markov.step(own, self.rows, self.state)
         return self.runner.bias.add_to(logits, m)
 
-    def confidence(self, slot: int) -> float | None:
+    def confidence(self, slot: int, *, greedy: bool) -> float | None:
         """The confidence head's estimate that the slot's token is accepted, which does not look at that token."""
         head = self.runner.head
         if head.confidence_head is None:
@@ -48,7 +48,8 @@ class Chain:
         own = self.hidden[slot : slot + 1]
         wide = head.confidence_head.proj.in_features > own.shape[1]
         odds = head.confidence_head(torch.cat([own, self.rows], -1) if wide and self.rows is not None else own).item()
-        temperature = head.temperatures[slot] if slot < len(head.temperatures) else 1.0
+        temperatures = head.temperatures if greedy else head.sampled_temperatures
+        temperature = temperatures[slot] if slot < len(temperatures) else 1.0
         return 1 / (1 + math.exp(-max(-50.0, min(50.0, odds / temperature))))
 
 
@@ -108,7 +109,7 @@ class BlockDrafter(HeadDrafter):
             q = self.warp(whole, prefix) if self.sample or watch or prefixed else None
             own = DraftedToken(whole[0] if q is None else q[0], None, whole[0], out.hidden[slot], greedy)
             if watch:
-                own.accepted = chain.confidence(slot)
+                own.accepted = chain.confidence(slot, greedy=greedy or not self.sample)
                 if stop.before(own):
                     break
             if self.sample and q is not None:

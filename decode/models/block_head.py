@@ -87,7 +87,9 @@ class BlockHead(DraftHead):
         from_anchor: slot 0 predicts the token after the anchor.
         drafts: tokens that a block drafts at most.
         mask_id: the token in all slots but the first.
-        temperatures: by which the confidence's log-odds at each position are divided (STS); empty: not calibrated.
+        temperatures: by which the confidence's log-odds at each position are divided in greedy decoding (STS); empty:
+            not calibrated.
+        sampled_temperatures: the same at temperature 1.
     """
 
     drafts: int
@@ -102,6 +104,9 @@ class BlockHead(DraftHead):
         self.from_anchor = bool(fields["sample_from_anchor"])
         self.drafts = self.block if self.from_anchor else self.block - 1
         self.temperatures: list[float] = list(fields.get("confidence_temperatures") or ())
+        self.sampled_temperatures: list[float] = list(
+            fields.get("confidence_sampled_temperatures") or self.temperatures
+        )
         self.rotary = LlamaRotaryEmbedding(config)
         self.fc = nn.Linear(self.feature_width, width, bias=False)
         self.hidden_norm, self.norm = RMSNorm(width, eps), RMSNorm(width, eps)
@@ -241,7 +246,7 @@ def block_attention(anchors: Tensor, slots: int, time: int) -> Any:
     if anchors.device.type == "cuda":
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        mask = create_block_mask(seen, batch, None, count, time + count, device=str(anchors.device))
+        mask = torch.compile(create_block_mask)(seen, batch, None, count, time + count, device=str(anchors.device))
         return lambda q, k, v: torch.compile(flex_attention)(q, k, v, block_mask=mask, enable_gqa=True)
     at = torch.arange(time + count, device=anchors.device)
     visible = seen(torch.arange(batch)[:, None, None], at, at[None, :count, None], at[None, None])[:, None]
@@ -319,7 +324,7 @@ RESERVED = ("reserved", "unused", "extra_token", "placeholder", "<|extra", "[mas
 UNWRITTEN = 0xFF  # a byte that no text in UTF-8 holds
 
 
-def mask_token(tokenizer: PreTrainedTokenizerBase, rows: int, wanted: str | None = None) -> int:
+def mask_token(tokenizer: PreTrainedTokenizerBase, rows: int) -> int:
     """The id that stands in the slots of a block: one that no text holds, and neither pad nor the end of a text.
 
     In this order: a mask token of the tokenizer, a reserved token, a row of the embedding behind the tokenizer's ids,
@@ -328,21 +333,12 @@ def mask_token(tokenizer: PreTrainedTokenizerBase, rows: int, wanted: str | None
     Args:
         tokenizer: the target's.
         rows: of the target's embedding.
-        wanted: a token, instead of looking for one.
 
     Raises:
-        UserError: there is none, or the one that is wanted does not do.
+        UserError: there is none.
     """
     known: dict[str, int] = tokenizer.get_vocab()
     taken = {tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}
-    if wanted is not None:
-        found = known.get(wanted)
-        if found is None or found in taken or found >= rows:
-            raise UserError(
-                f"the mask token {wanted!r} is {'unknown to' if found is None else 'pad, bos or eos of'} the target's "
-                "tokenizer: name a token that no text holds (student.block.mask_token), such as a reserved one"
-            )
-        return found
     special = {token for token in known if token in tokenizer.all_special_tokens or token[:1] in "<["}
     reserved = [i for token, i in known.items() if token in special and any(name in token.lower() for name in RESERVED)]
     byte = [known[name] for name in ("ÿ", f"<0x{UNWRITTEN:X}>") if name in known]
@@ -353,5 +349,5 @@ def mask_token(tokenizer: PreTrainedTokenizerBase, rows: int, wanted: str | None
             return int(found)
     raise UserError(
         "the target's vocabulary has no reserved token for the masked slots of a block, no row behind its ids and no "
-        "unused byte: name a token that your texts never hold as student.block.mask_token"
+        "unused byte: add a special token to its tokenizer that no text holds, or set student.kind to eagle3"
     )

@@ -32,7 +32,8 @@ SIZES = (
     "max_position_embeddings", "rms_norm_eps", "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
 SHAPE = (*SIZES, "num_key_value_heads", "head_dim", "rope_parameters", "layer_types", "attention_bias")
-KEPT = (*SIZES, "dtype", "block_size", "mask_token_id", "confidence_temperatures", "num_assistant_tokens")
+KEPT = (*SIZES, "dtype", "block_size", "mask_token_id", "confidence_temperatures",
+        "confidence_sampled_temperatures", "num_assistant_tokens")  # fmt: skip
 """Keys of a block head's config.json that are taken over as they are."""
 SCALES = ("output_multiplier", "final_logit_softcapping", "attention_value_scale", "use_gemma_norm")
 """Keys of block heads that are computed otherwise, where they are set."""
@@ -193,6 +194,7 @@ def speculators_fields(head: BlockHead, target: str) -> dict[str, Any]:
         "sliding_window_non_causal": True,  # vLLM makes full attention causal where it is false
         "tie_word_embeddings": False,
         "confidence_temperatures": head.temperatures,
+        "confidence_sampled_temperatures": head.sampled_temperatures,
         "speculators_config": {
             "algorithm": head.version,
             "default_proposal_method": "greedy",

@@ -78,6 +78,7 @@ def save_head(head: DraftHead, folder: str | Path, shared: dict[str, Tensor] | N
     if isinstance(head, MtpHead):
         own = {name: fields.get(name) for name in ("dtype", "num_assistant_tokens")}
         state, fields = head.tensors(), head.target_config.to_diff_dict() | own | {"draft_format": MTP}
+        fields.pop("quantization_config", None)  # tuned layers have no scales
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(fields, indent=2, default=str) + "\n")

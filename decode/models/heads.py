@@ -11,7 +11,7 @@ config.json) or one of each (``fc_norm``), and of queries and keys (``qk_norm``)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -175,9 +175,7 @@ class FeatureHead(DraftHead):
         logits: Tensor = (target_head if self.version == 1 else self.lm_head)(self.output(states))
         return logits
 
-    def unroll(
-        self, embeds: Tensor, features: Tensor, steps: int, rows: Tensor | None = None
-    ) -> Generator[Tensor, Tensor | None, None]:
+    def unroll(self, embeds: Tensor, features: Tensor, steps: int, rows: Tensor | None = None) -> Iterator[Tensor]:
         """States of several drafting steps from every position of texts (EAGLE-3's training-time test).
 
         Step s at position t predicts token t + 2 + s. It attends to the text's pairs up to t, and to the pairs of its
@@ -191,8 +189,7 @@ class FeatureHead(DraftHead):
 
         Yields:
             For each step the states ``[rows, hidden]``, or ``[batch, time, hidden]`` without `rows`. Where position t
-            would need tokens past the end they are undefined. Indices that are sent back (ascending) select the rows
-            for which the following steps are computed.
+            would need tokens past the end they are undefined.
         """
         layer, d, grid = self.layer, self.config.head_dim, embeds.shape[:2]
         embeds, hidden = embeds.flatten(0, 1), self.fuse(features).flatten(0, 1)
@@ -234,9 +231,7 @@ class FeatureHead(DraftHead):
             x = x + layer.self_attn.o_proj(q.flatten(1))
             hidden = x + layer.mlp(layer.post_attention_layernorm(x))
             hidden = self.norm(hidden) if self.normed_states else hidden
-            kept = yield hidden.unflatten(0, grid) if rows is None else hidden
-            if kept is not None:
-                wanted, hidden = wanted[kept], hidden[kept]
+            yield hidden.unflatten(0, grid) if rows is None else hidden
 
 
 # -- its attention -----------------------------------------------------------------------------------------------------

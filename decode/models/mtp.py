@@ -8,7 +8,7 @@ as EAGLE's is; of several layers each drafts one token. transformers loads the l
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Iterator
 from textwrap import shorten
 from typing import Any
 
@@ -65,9 +65,7 @@ class MtpHead(DraftHead):
         """States as the output head reads them."""
         return states
 
-    def unroll(
-        self, embeds: Tensor, features: Tensor, steps: int, rows: Tensor | None = None
-    ) -> Generator[Tensor, Tensor | None, None]:
+    def unroll(self, embeds: Tensor, features: Tensor, steps: int, rows: Tensor | None = None) -> Iterator[Tensor]:
         """States of each step, or of each of several layers: see `FeatureHead.unroll`; all positions are computed.
 
         A position sees the text's slots up to its own, and the slots that the same layer made of its earlier steps.
@@ -96,9 +94,7 @@ class MtpHead(DraftHead):
                 attention_mask=mask[None, None],
                 past_key_values=cache,
             )
-            kept = yield hidden if wanted is None else hidden.flatten(0, 1)[wanted]
-            if wanted is not None and kept is not None:
-                wanted = wanted[kept]
+            yield hidden if wanted is None else hidden.flatten(0, 1)[wanted]
 
     def tensors(self) -> dict[str, Tensor]:
         """The layers' tensors under the names of the target's files."""

@@ -1,13 +1,30 @@
 import hashlib
 import re
+from fractions import Fraction
 
 import pytest
-from solutions import check_solution
 
 from decode.bench.arithmetic import problem, problems, split_of, tables
 from decode.errors import UserError
 
 SPLITS = ("train", "validation", "test")
+MARK = re.compile(r"<<(\d+)([-+*/])(\d+)=(\d+)>>(\d+)")
+
+
+def check_solution(solution):
+    """The answer, after every calculator mark and the last line of a solution were verified."""
+    marks = MARK.findall(solution)
+    if not marks or solution.count("<<") != len(marks):
+        raise ValueError(f"no calculator marks, or marks that cannot be read, in {solution!r}")
+    for left, op, right, result, copied in marks:
+        a, b = Fraction(left), Fraction(right)
+        value = a / b if op == "/" else {"+": a + b, "-": a - b, "*": a * b}[op]
+        if value != int(result) or result != copied:
+            raise ValueError(f"{left}{op}{right} is not {result} (then {copied}) in {solution!r}")
+    answer = solution.rpartition("\n#### ")[2]
+    if answer != marks[-1][3]:
+        raise ValueError(f"the answer {answer!r} is not the last result {marks[-1][3]!r} in {solution!r}")
+    return int(answer)
 
 
 @pytest.mark.parametrize("difficulty", [1, 2, 3])

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 
 import pytest
 from reading import Drafting
-from stores import build_trigram_table
+from scripted import build_trigram_table
 
 from decode.drafters.adaptix import C1, C2, NgramTable, TrigramDrafter, search
 from decode.errors import UserError

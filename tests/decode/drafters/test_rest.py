@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pairs import make_tokenizer
 from reading import Drafting
-from stores import build_datastore
+from scripted import build_datastore
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

@@ -18,7 +18,7 @@ from decode.engines.server import CHECKOUT
 from decode.errors import UserError
 from decode.models.block_head import BlockHead, block_config
 from decode.models.heads import FeatureHead, head_config
-from distill.config.run import ExportSettings
+from distill.config import ExportSettings
 from distill.export.draft import check_gguf, export_gguf
 from distill.export.head import write_head
 

@@ -20,7 +20,7 @@ from decode.models.choose_runner import open_runner
 from decode.models.families import decoder_layers, final_norm
 from decode.models.loading import load_config, load_model, load_tokenizer, open_draft
 from decode.stopping import StopRule
-from distill.models.layers import cut
+from distill.drafts.language_model import cut
 
 CPU = {"device": "cpu", "dtype": "float32"}
 SERVED = [kind for kind, (*_, name) in WRAPPERS.items() if name]
