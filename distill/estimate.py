@@ -1,34 +1,51 @@
-"""``--estimate``: what a run will read and take, from a few steps of each of its parts on this machine.
+"""``--estimate``: tokens, time and memory of every part of a run, from one batch of texts and a few steps of it here.
 
-The run's own data and models are used, in a folder that is removed again: as many examples as two steps need, a few
-steps of every training, and a few texts for the measurement at the end. What grows with their number is scaled up.
+The run's own models are used, in a folder that is removed again. What grows with the number of texts or steps is scaled
+up; validations, export and evaluation are not counted.
 """
 
 from __future__ import annotations
 
-import copy
+import time
+from typing import Any, ClassVar
 
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 from rich.table import Table
 
+from decode.errors import scratch_folder
 from decode.progress import duration, working
 from distill import ranks
-from distill.config.run import Settings
-from distill.data.context import DATA, MEASUREMENT, StageContext
-from distill.files import remove
-from distill.pipeline import alone_in, measure
-from distill.run_stages import run_stages
-from distill.stages import run_of, stage_fingerprints
+from distill.config import Settings
+from distill.data.dataset import Examples
+from distill.pipeline import with_formats
+from distill.responses.target import answered_texts
+from distill.run import Run
+from distill.stages import run_stages
 from distill.trainer import peak_memory
 
 STEPS = 8
 """Steps of every training; the first one is not counted."""
-TEXTS = 4
-"""Texts that are decoded one by one."""
+PROMPTS, FEW = 48, 4
+"""Prompts that the target writes, in one batch: for training, and for validation and test."""
+
+
+class StepTimes(Callback):
+    """Notes when every batch has been trained on, and the tokens that it has."""
+
+    ends: ClassVar[list[tuple[float, int]]] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Note a batch."""
+        if pl_module.device.type == "cuda":
+            torch.cuda.synchronize(pl_module.device)
+        self.ends.append((time.perf_counter(), batch["input_ids"].numel()))
 
 
 def estimate(settings: Settings, console: Console) -> dict[str, tuple[float, float]]:
-    """Run a little of everything and print what the run will take; the tokenised data are kept for the run itself.
+    """Run a little of everything and print what the run will take; tokenised data are kept for the run itself.
 
     Returns:
         Seconds and tokens of every part.
@@ -36,69 +53,79 @@ def estimate(settings: Settings, console: Console) -> dict[str, tuple[float, flo
     Raises:
         decode.errors.UserError: What the run itself would refuse.
     """
-    settings = copy.deepcopy(settings)
     settings.validate()
-    small = copy.deepcopy(settings)
-    small.name, small.tracker.kind, small.export.hub = f"{settings.name}-estimate", "none", None
-    trainer, texts, run = small.trainer, small.evaluation, run_of(small)
-    processes = ranks.process_count(trainer)
-    trainer.accumulate *= processes
-    trainer.devices, trainer.num_nodes, trainer.strategy, trainer.validate_every = 1, 1, "auto", 10**6
-    for training in (small.target.training, small.student.training):
-        training.steps, training.epochs = (None, None) if training.steps == training.epochs else (STEPS, None)
-    small.training.steps, small.training.epochs = STEPS, None
-    for draft in small.drafts:
-        draft.training = {name: value for name, value in draft.training.items() if name not in ("steps", "epochs")}
-    texts.prompts, texts.accuracy_prompts = (min(n, texts.batch_size) for n in (texts.prompts, texts.accuracy_prompts))
-    texts.decode_prompts = min(texts.decode_prompts, TEXTS)
-    real, context = StageContext(settings, run_of(settings), console), StageContext(small, run, Console(quiet=True))
-    remove(run.folder)
-    try:
-        with alone_in(real.run, settings, console), alone_in(run, small, console):
-            responses = settings.teacher.responses
-            needed = [2 * draft.training_of(settings.training).batch_size for draft in settings.drafts]
-            needed.append(responses.batch_size if responses.from_target else 1)
-            small.teacher.examples = min(len(real.examples), max(needed))
-            context.corpus = real.corpus
-            console.print(f"a few steps of every part, on {context.device}: minutes", highlight=False)
-            for stage in stage_fingerprints(small):
-                with working(console, f"a few steps of {stage}"):
-                    run_stages(context, (stage,), take_over=False)
-            with working(console, MEASUREMENT):
-                measure(context)
-    finally:
-        remove(run.folder)
-    parts = {DATA: (real.measured[DATA][0], 0.0)} | _scaled(real, context, processes)
-    table = Table("part", "tokens", "takes about", box=None, pad_edge=False)
-    for name, (seconds, tokens) in parts.items():
-        table.add_row(name, f"{tokens / 1e6:.2f} M" if tokens else "", duration(seconds))
+    full, parts, table = with_formats(settings), dict[str, tuple[float, float]](), Table(box=None, pad_edge=False)
+    for column in ("part", "tokens", "takes about", "largest memory so far"):
+        table.add_column(column)
+
+    def add(part: str, seconds: float, tokens: float) -> None:
+        parts[part] = seconds, tokens
+        memory = f"{peak_memory(run.device) / 1e9:.2f} GB"
+        table.add_row(part, f"{tokens / 1e6:.2f} M", duration(seconds), memory)
+
+    with scratch_folder() as folder:
+        small = _small(full)
+        small.output_dir = str(folder)
+        run = Run(small, Console(quiet=True))
+        run.prompts_together = PROMPTS + 4 * FEW
+        console.print(f"one batch of texts and a few steps of every part, on {run.device}: minutes", highlight=False)
+        began, more = time.perf_counter(), 1.0
+        if full.data.from_target:
+            train = int(full.data.train_limit or 1)
+            more = train / len(run.corpus.train)  # which the target writes here
+        else:
+            run.corpus = Run(full, console).corpus
+            train = len(run.corpus.train)
+        add("the data", (time.perf_counter() - began) * more, 0)
+        count = min(train, full.teacher.examples or train)
+        trainings = {"target": (full.target.training, train), "initial": (full.student.training, train)}
+        trainings |= {draft.name: (draft.training_of(full.training), count) for draft in full.drafts}
+        for stage, (training, examples) in trainings.items():
+            if stage == "initial":  # which may be trained on answers
+                target, began = run.at_work(run.open_target()), time.perf_counter()
+                with working(console, "one batch of answers"):
+                    rows = Examples.of(answered_texts(run, target)[0])
+                tokens = count * float(rows.lengths.mean())
+                if full.teacher.responses.from_target:
+                    add("answers", (time.perf_counter() - began) * count / len(rows), tokens)
+                if full.teacher.signal != "online":  # where the target runs in every step
+                    batch = rows.batch(np.arange(min(16, len(rows))))["input_ids"].to(target.device)
+                    began = time.perf_counter()
+                    with torch.no_grad():
+                        target.base_model(input_ids=batch).last_hidden_state.sum().item()  # which waits for the device
+                    add("signal", (time.perf_counter() - began) * count / len(batch), tokens)
+                del target
+            StepTimes.ends.clear()
+            with working(console, f"a few steps of {stage}"):
+                run_stages(run, (stage,), check=stage == "initial")
+            if len(StepTimes.ends) > 1:
+                times, sizes = zip(*StepTimes.ends)
+                batches = training.steps_for(examples) * small.trainer.accumulate
+                seconds = (times[-1] - times[0]) / (len(times) - 1) * batches / ranks.process_count(full.trainer)
+                add(stage, seconds, sum(sizes) / len(sizes) * batches)
     table.add_row("total", "", duration(sum(seconds for seconds, _ in parts.values())))
     console.print(table)
-    memory = f"largest memory: {peak_memory(context.device) / 1e9:.2f} GB"
-    console.print(f"{memory}; stages are counted one after another", highlight=False)
+    console.print("validations, export and evaluation are not counted", highlight=False)
     return parts
 
 
-def _scaled(real: StageContext, small: StageContext, processes: int) -> dict[str, tuple[float, float]]:
-    """Return seconds and tokens of the run's parts, from those of the short one."""
-    settings, parts = real.settings, dict[str, tuple[float, float]]()
-    more = len(real.examples) / len(small.examples)
-    texts, few, measurement = settings.evaluation, small.settings.evaluation, small.measured[MEASUREMENT][0]
-    for name, (seconds, count) in small.measured.items():
-        if name.endswith(" train"):  # what is prepared for trainings
-            parts[name.removesuffix(" train")] = seconds * more, count * more
-        elif name.startswith(f"{MEASUREMENT}: "):
-            decoding = name.endswith(": decoding")
-            ratio = texts.decode_prompts / few.decode_prompts if decoding else texts.prompts / few.prompts
-            measurement += seconds * (ratio - 1)
-    for stage, seen in small.seen.items():
-        if stage in ("target", "initial"):
-            model = settings.target if stage == "target" else settings.student
-            steps = model.training.steps_for(len(real.corpus.train))
-        else:
-            steps = settings.draft(stage).training_of(settings.training).steps_for(len(real.examples))
-        batches = steps * small.settings.trainer.accumulate
-        seconds = (seen.seconds - seen.first) / max(1, seen.batches - 1) * batches
-        seconds += (2 + steps // settings.trainer.validate_every) * seen.validation / max(1, seen.validations)
-        parts[stage] = seconds / processes, seen.tokens / max(1, seen.batches) * batches
-    return parts | {MEASUREMENT: (measurement, 0.0)}
+def _small(full: Settings) -> Settings:
+    """Return the settings of a run of a few steps on a few texts, in one process."""
+    small = with_formats(full)
+    small.tracker, trainer = "none", small.trainer
+    if small.teacher.signal == "auto":
+        small.teacher.signal = "hidden"
+    trainer.accumulate *= ranks.process_count(trainer)
+    trainer.devices, trainer.num_nodes, trainer.strategy, trainer.validate_every = 1, 1, "auto", 10**6
+    trainer.callbacks = [*trainer.callbacks, {"class_path": "distill.estimate.StepTimes"}]
+    trainer.validation_examples = FEW
+    for section in (small.target.training, small.student.training, small.training):
+        if section.steps != section.epochs:  # both are null where a model is not trained
+            section.steps, section.epochs = STEPS, None
+    for draft in small.drafts:
+        draft.training = {name: value for name, value in draft.training.items() if name not in ("steps", "epochs")}
+    if small.data.from_target:
+        small.data.train_examples, small.data.validation_examples, small.data.test_examples = PROMPTS, FEW, FEW
+    largest = max(draft.training_of(small.training).batch_size for draft in small.drafts)
+    small.teacher.examples = max(small.teacher.responses.batch_size, 2 * largest)
+    return small

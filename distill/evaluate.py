@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from decode.bench import machine
 from decode.bench.benchmark import BenchEntry, Benchmark
@@ -15,52 +16,89 @@ from decode.bench.costs import LONGEST
 from decode.bench.offline_acceptance import DEPTH, OfflineAlpha, offline_alphas, paired
 from decode.bench.prediction import best_length, break_even, offline_accepted_length, speedups_by_length
 from decode.bench.session import BenchOptions, Session
-from decode.bench.suites import Suite
+from decode.bench.suites import Prompt, Suite
 from decode.engines.gap_causes import serving_facts
 from decode.method_options import MethodOptions
 from decode.models.block_head import BlockHead
 from decode.models.loading import open_draft
+from decode.models.other_tokenizer import DraftModel
 from decode.models.pair import described, own_warp
-from decode.progress import Progress, as_current
-from distill.config.drafts import START
-from distill.data.context import MEASUREMENT, StageContext
+from decode.progress import Progress, as_current, current
+from distill.config import START, EvaluationSettings
 from distill.data.corpus import test_suite
+from distill.export.card import fastest_row
+from distill.run import Run
 
 Text = tuple[list[int], int]  # token ids, and how many of them are the prompt
+Alphas = dict[str, list[OfflineAlpha]]  # by draft, as first, second, … drafted token
+TREE_WIDTH, TREE_NODES = 4, 8  # tried with heads: nodes expanded a level, and nodes of the tree
+BATCH = 32  # test prompts that the target answers at a time, before anything is timed
+
+
+def target_texts(session: Session, prompts: Sequence[Prompt], temperature: float) -> list[Text]:
+    """Returns what the session's target generates for prompts; each advances the current piece of work."""
+    asked, warp = [list(prompt.ids) for prompt in prompts], own_warp(session.model, temperature, {})
+    texts = session.written(asked, warp, BATCH, current().advance)
+    return [([*ids, *text], len(ids)) for ids, text in zip(asked, texts)]
+
+
+def acceptance(
+    target: PreTrainedModel,
+    drafts: Mapping[str, DraftModel],
+    texts: Sequence[Text],
+    temperature: float,
+    depth: int = DEPTH,
+) -> Alphas:
+    """Returns offline_alpha of every draft; each text with a response advances the current piece of work.
+
+    Args:
+        target: The model that generated the texts.
+        drafts: By name.
+        texts: As `target_texts` returns them.
+        temperature: That of the texts; 0 is greedy.
+        depth: Drafted tokens of a feature head that are measured; of block heads it is all that they draft.
+    """
+    depth = max((model.drafts for model in drafts.values() if isinstance(model, BlockHead)), default=depth)
+    work, warp = current(), own_warp(target, temperature, {})
+    return offline_alphas(target, drafts, texts, warp, depth=depth, seen=lambda _: work.advance())
 
 
 class Evaluation:
-    """The measurements of a run on the corpus's test prompts.
+    """The measurements of a run on the corpus's test prompts, by one process.
 
     Attributes:
         best: Name of the draft that is exported.
+        decoded: The drafts that are decoded with: all but an untrained head.
+        trees: Whether heads draft trees too, which a target with a recurrent state does not read.
     """
 
-    def __init__(self, context: StageContext) -> None:
-        self.context, self.full, self.run = context, context.settings, context.run
-        self.settings = settings = self.full.evaluation
+    def __init__(self, run: Run) -> None:
+        measured, student = run.settings.evaluation, run.settings.student
+        assert isinstance(measured, EvaluationSettings)
+        self.run, self.settings, self.measured = run, run.settings, measured
         self.threads = torch.get_num_threads()
-        self.target = context.load_target()
-        self.best = self.run.chosen(self.full.export.choose)
-        tokenizer, trust = context.corpus.tokenizer, self.full.student.trust_remote_code
+        self.target = run.load_target("float32" if run.device.type == "cpu" else None)  # in which a CPU decodes
+        self.best = run.chosen(self.settings.export.choose)
         self.models = {
-            name: open_draft(path, self.target, tokenizer, trust_remote_code=trust)
-            for name, path in self.run.drafts.items()
+            name: open_draft(path, self.target, run.tokenizer, trust_remote_code=student.trust_remote_code)
+            for name, path in run.drafts.items()
         }
-        source, counts = self.full.data.source, (settings.prompts, settings.accuracy_prompts, settings.decode_prompts)
-        whole = test_suite(context.corpus, source, max(counts))
-        self.prompts = list(whole.prompts)
-        self.suite = Suite(source, self.prompts[: settings.decode_prompts], whole.score)
+        counts = measured.prompts, measured.accuracy_prompts, measured.decode_prompts
+        suite = test_suite(run.corpus, self.settings.data.source, max(counts))
+        self.prompts = list(suite.prompts)
+        self.suite = Suite(suite.name, self.prompts[: measured.decode_prompts], suite.score)
         options = BenchOptions(
-            max_new_tokens=settings.max_new_tokens,
-            repeats=settings.repeats,
-            seed=self.full.seed,
-            threads=settings.threads,
+            max_new_tokens=measured.max_new_tokens,
+            repeats=1,
+            seed=self.settings.seed,
+            threads=1,  # small models are faster with one
             samples=2,
             costs=False,  # they are measured before, for the predictions
             warp=own_warp(self.target, 0.0, {}),
         )
-        self.session = Session(self.target, self.models, tokenizer, options)
+        self.session = Session(self.target, self.models, run.tokenizer, options)
+        self.decoded = [name for name in self.models if name != START[1]]
+        self.trees = student.is_head and student.kind != "mtp" and self.session.runner.supports_trees
 
     def report(self) -> dict[str, Any]:
         """Measures everything.
@@ -69,89 +107,76 @@ class Evaluation:
             The run's report but for its name and settings: ``target``, ``drafts``, ``paired``, ``decoding``,
             ``profile``, ``analysis``, ``samples``, ``machine``, ``created``.
         """
-        settings, alphas = self.settings, dict[float, dict[str, list[OfflineAlpha]]]()
+        run, measured = self.run, self.measured
         try:
-            with Progress(self.context.console) as self.bar:
+            with Progress(run.console) as self.bar:
                 if followed := described(self.target, own_warp(self.target, 1.0, {})):
                     self.bar.console.print(followed, soft_wrap=True)
-                timed = torch.get_num_threads()  # of measured speeds; texts that are processed at once have more
-                torch.set_num_threads(self.full.threads or self.threads)
-                for temperature, count in ((1.0, 0), (0.0, settings.accuracy_prompts)):
-                    texts = self._texts(temperature, max(settings.prompts, count))
-                    alphas[temperature] = self._alphas(texts[: settings.prompts], temperature)
-                torch.set_num_threads(timed)
-                profile = self._profile(alphas[0.0])
-                with self.context.timed(f"{MEASUREMENT}: decoding", len(self.suite.prompts)):
-                    decoding, analysis, samples = self._decoding(profile)
-                analysis["acceptance"] = self._acceptance(alphas[0.0], analysis["acceptance_by_position"])
+                torch.set_num_threads(self.threads)  # texts that are processed at once have more than timed ones
+                _, sampled = self._offline(1.0, measured.prompts)
+                texts, greedy = self._offline(0.0, max(measured.prompts, measured.accuracy_prompts))
+                torch.set_num_threads(1)
+                profile = self._profile(greedy)
+                decoding, analysis, samples = self._decoding(profile)
                 if warning := machine.load_warning():
                     self.bar.console.print(f"  {warning}", soft_wrap=True)
         finally:
             torch.set_num_threads(self.threads)
-        histories = {name: self.run.draft_record(name).history for name in self.models}
-        curves = {name: [[at["step"], at["alpha"]] for at in h if "alpha" in at] for name, h in histories.items()}
+        analysis["acceptance"] = self._acceptance(greedy, analysis["acceptance_by_position"])
+        histories = {name: run.draft_record(name).history for name in self.models}
+        curves = {name: [[row["step"], row["alpha"]] for row in h if "alpha" in row] for name, h in histories.items()}
         marks = []
-        if self.suite.score is not None:  # the texts are those of the last temperature, 0
-            scored = list(zip(self.prompts, texts))[: settings.accuracy_prompts]
-            marks = [self.suite.score(prompt, self.session.text(ids[start:])) for prompt, (ids, start) in scored]
-        corpus = self.context.corpus
+        if self.suite.score is not None:
+            answers = [self.session.text(ids[start:]) for ids, start in texts[: measured.accuracy_prompts]]
+            marks = [self.suite.score(prompt, answer) for prompt, answer in zip(self.prompts, answers)]
         return {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "target": {
                 "parameters": sum(p.numel() for p in self.target.parameters()),
-                "weight_bytes": self.session.runner.weight_bytes,
                 "accuracy": statistics.fmean(marks) if marks else None,
                 "accuracy_n": len(marks) or None,
             },
-            "drafts": [self._draft(name, alphas[1.0][name], alphas[0.0][name][0]) for name in self.models],
-            "paired": self._pairs(alphas[1.0], "T = 1") + self._pairs(alphas[0.0], "greedy"),
+            "drafts": [self._draft(name, sampled[name], greedy[name][0]) for name in self.models],
+            "paired": self._pairs(sampled, "T = 1") + self._pairs(greedy, "greedy"),
             "decoding": decoding,
             "profile": profile,
             "analysis": analysis | {"curves": {name: points for name, points in curves.items() if points}},
             "samples": samples,
-            "machine": self.session.facts() | {"dtype": self.full.target.dtype},
-            "trained_with": serving_facts(self.target, self.run.target, corpus.tokenizer, chat=corpus.chat),
+            "machine": self.session.facts() | {"dtype": str(self.target.dtype).removeprefix("torch.")},
+            "trained_with": serving_facts(self.target, run.target, run.tokenizer, chat=run.corpus.chat),
         }
 
-    # -- texts and acceptance --------------------------------------------------------------------------------------
+    # -- acceptance ------------------------------------------------------------------------------------------------
 
-    def _texts(self, temperature: float, count: int) -> list[Text]:
-        """Returns what the target generates for the first ``count`` test prompts."""
-        name = f"texts of the target, T = {temperature:g}"
-        prompts = [list(prompt.ids) for prompt in self.prompts[:count]]
-        work, warp = self.bar.add(name, len(prompts)), own_warp(self.target, temperature, {})
-        with self.context.timed(f"{MEASUREMENT}: {name}", len(prompts)):
-            texts = self.session.written(prompts, warp, self.settings.batch_size, work.advance)
-        return [([*ids, *text], len(ids)) for ids, text in zip(prompts, texts)]
+    def _offline(self, temperature: float, count: int) -> tuple[list[Text], Alphas]:
+        """Returns the target's texts for the first test prompts, and every draft's acceptance on some of them."""
+        prompts = self.prompts[:count]
+        with as_current(self.bar.add(f"texts of the target, T = {temperature:g}", len(prompts))):
+            texts = target_texts(self.session, prompts, temperature)
+        judged = texts[: self.measured.prompts]
+        with as_current(self.bar.add(f"acceptance, T = {temperature:g}", sum(len(ids) > n for ids, n in judged))):
+            return texts, acceptance(self.target, self.models, judged, temperature)
 
-    def _alphas(self, texts: list[Text], temperature: float) -> dict[str, list[OfflineAlpha]]:
-        """Returns offline_alpha of every draft as first drafted token, of feature heads up to the `DEPTH`-th."""
-        name = f"acceptance, T = {temperature:g}"
-        work = self.bar.add(name, sum(len(ids) > start for ids, start in texts))
-        warp = own_warp(self.target, temperature, {})
-        with self.context.timed(f"{MEASUREMENT}: {name}", len(texts) * len(self.models)):
-            depth = max((model.drafts for model in self.models.values() if isinstance(model, BlockHead)), default=DEPTH)
-            return offline_alphas(self.target, self.models, texts, warp, depth=depth, seen=lambda _: work.advance())
-
-    def _acceptance(self, greedy: dict[str, list[OfflineAlpha]], decoded: Mapping[str, Any]) -> dict[str, Any]:
+    def _acceptance(self, greedy: Alphas, decoded: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
         """Returns every draft's greedy acceptance at each position: on validation examples, offline, and decoded."""
-        found: dict[str, list[dict[str, Any]]] = {}
+        positions: dict[str, list[dict[str, Any]]] = {}
         for name, depths in greedy.items():
-            best, rows = self.run.best(name)[0], decoded.get(name, [])
+            best, rows, positions[name] = self.run.best(name)[0], decoded.get(name, []), []
             for i in range(max(len(depths), len(rows))):
-                at = min(i, len(depths) - 1)  # a language model reads the text's own tokens, at every position alike
-                validation = best.get(f"agreement_{i + 1}" if at else "agreement")
-                accepted = {"validation": validation, "offline": depths[at].mean}
-                accepted["decoded"] = rows[i]["conditional"] if i < len(rows) else None
-                found.setdefault(name, []).append({"position": i + 1, **accepted})
-        return found
+                depth = min(i, len(depths) - 1)  # a language model reads the text's tokens, at every position alike
+                positions[name].append({
+                    "position": i + 1,
+                    "validation": best.get(f"agreement_{i + 1}" if depth else "agreement"),
+                    "offline": depths[depth].mean,
+                    "decoded": rows[i]["conditional"] if i < len(rows) else None,
+                })  # fmt: skip
+        return positions
 
     def _draft(self, name: str, sampled: list[OfflineAlpha], greedy: OfflineAlpha) -> dict[str, Any]:
         record, (best, _) = self.run.draft_record(name), self.run.best(name)
         return {
             "name": name,
             "parameters": sum(p.numel() for p in self.models[name].parameters()),
-            "weight_bytes": self.session.drafts[name].weight_bytes,
             "offline_alpha": sampled[0].mean,
             "offline_alpha_se": sampled[0].se,
             "offline_accepted_length": offline_accepted_length(sampled),
@@ -162,100 +187,81 @@ class Evaluation:
             "seconds": record.seconds,
         }
 
-    def _pairs(self, alphas: dict[str, list[OfflineAlpha]], mode: str) -> list[dict[str, Any]]:
+    def _pairs(self, alphas: Alphas, label: str) -> list[dict[str, Any]]:
         """Returns the differences of the exported draft from the others, and of each draft from its reference.
 
-        The last row compares the first draft with the student before distillation. A row's label names what both
-        trainings had in common.
+        The last row compares the first draft with the student before distillation.
         """
-        pairs = [(self.best, name) for name in self.models]
-        pairs += [(draft.name, draft.reference) for draft in self.full.drafts if draft.reference is not None]
-        found = []
-        for a, b in dict.fromkeys([*pairs, (self.run.trained[0], self.run.start)]):
-            if a == b:
-                continue
-            one, other = (self.run.draft_record(name).account for name in (a, b))
-            equal = ["steps"] if one["optimiser_steps"] == other["optimiser_steps"] else []
-            equal += ["teacher tokens"] if one["teacher_tokens"] == other["teacher_tokens"] else []
-            label = mode + ("; equal " + " and ".join(equal) if equal else "")
-            found.append({"a": a, "b": b, "label": label, **paired(alphas[b][0], alphas[a][0])})
-        return found
+        pairs = [(self.best, name) for name in self.models if name != self.best]
+        pairs += [(draft.name, draft.reference) for draft in self.settings.drafts if draft.reference is not None]
+        pairs.append((self.run.trained[0], self.run.start))
+        rows = [(a, b, paired(alphas[b][0], alphas[a][0])) for a, b in dict.fromkeys(pairs)]
+        return [{"a": a, "b": b, "label": label, **difference} for a, b, difference in rows]
 
     # -- decoding --------------------------------------------------------------------------------------------------
 
-    @property
-    def decoded(self) -> list[str]:
-        """The drafts that are decoded with: all but an untrained head."""
-        return [name for name in self.models if name != START[1]]
-
-    @property
-    def _trees(self) -> bool:
-        """Whether heads draft trees too, which a target with a recurrent state does not read."""
-        return self.full.student.is_head and self.full.student.kind != "mtp" and self.session.runner.supports_trees
-
-    def _profile(self, greedy: dict[str, list[OfflineAlpha]]) -> dict[str, Any]:
+    def _profile(self, greedy: Alphas) -> dict[str, Any]:
         """Returns the exported draft's costs, and the speedup that they predict for every draft length."""
-        longest, trees = max(LONGEST, *self.settings.draft_lengths), self._trees
-        if self.full.student.is_block:
-            longest = self.full.student.steps
+        student = self.settings.student
+        longest = student.steps if student.is_block else max(LONGEST, *self.measured.draft_lengths)
         with as_current(self.bar.add("costs of forwards")):
-            self.session.measure_costs(self.session.items(self.suite), self.decoded, longest=longest, trees=trees)
+            items = self.session.items(self.suite)
+            self.session.measure_costs(items, self.decoded, longest=longest, trees=self.trees)
         cost = self.session.costs[self.best][1]
-        predicted = {name: speedups_by_length(own, cost, longest) for name, own in greedy.items()}
-        speedups = predicted[self.best]
+        predicted = {name: speedups_by_length(alphas, cost, longest) for name, alphas in greedy.items()}
+        speedups, lengths = predicted[self.best], {name: best_length(known) for name, known in predicted.items()}
         needed = [least for k in speedups if (least := break_even(k, cost)) is not None]
         return {
             "draft": self.best,
             "cost_ratio": cost.cost_ratio,
             "alpha": greedy[self.best][0].mean,
-            "best_draft_length": best_length(speedups),
-            "best_draft_lengths": {name: best_length(found) for name, found in predicted.items()},
+            "best_draft_length": lengths[self.best],
+            "best_draft_lengths": lengths,
             "break_even_alpha": min(needed, default=None),
             "predicted_speedup": speedups,
         }
 
-    def _entries(self, best: Mapping[str, int | None]) -> list[BenchEntry]:
+    def _entries(self, best: Mapping[str, int]) -> list[BenchEntry]:
         """Returns what is timed: the exported draft at every length asked for, others at their predicted best length.
 
         Trees of heads are as deep as the longest chain.
         """
-        student, lengths = self.full.student, {*self.settings.draft_lengths, best[self.best] or 1}
+        student = self.settings.student
+        method = "vanilla" if not student.is_head else "block" if student.is_block else "eagle"
+        lengths = {name: {best[name] or 1} for name in self.decoded}
+        lengths[self.best] |= {*self.measured.draft_lengths}
         if student.is_block:  # a block drafts no more
-            lengths = {min(k, student.steps) for k in lengths}
-        own = "vanilla" if not student.is_head else "block" if student.is_block else "eagle"
-        chains = [
-            (name, k) for name in self.decoded for k in (sorted(lengths) if name == self.best else [best[name] or 1])
+            lengths[self.best] = {min(k, student.steps) for k in lengths[self.best]}
+        chains = [(name, k) for name, several in lengths.items() for k in sorted(several)]
+        timed = [(method, name, MethodOptions(draft_length=k), f"{name} {k}") for name, k in chains]
+        if self.trees:
+            deepest = max(k for _, k in chains)
+            tree = MethodOptions(draft_length=deepest, tree_width=TREE_WIDTH, tree_nodes=TREE_NODES)
+            names = dict.fromkeys((self.run.trained[0], self.best))
+            timed += [(f"{method}-tree", name, tree, f"{name}-tree {TREE_WIDTH}/{TREE_NODES}") for name in names]
+        return [
+            BenchEntry(method, name, options, temperature=temperature, name=label)
+            for temperature in self.measured.temperatures
+            for method, name, options, label in timed
         ]
-        depth, found = max(k for _, k in chains), []
-        for temperature in self.settings.temperatures:
-            for name, k in chains:
-                options = MethodOptions(draft_length=k)
-                found.append(BenchEntry(own, name, options, temperature=temperature, name=f"{name} {k}"))
-            for name in dict.fromkeys((self.run.trained[0], self.best)) if self._trees else ():
-                for width, nodes in self.settings.trees:
-                    options = MethodOptions(draft_length=depth, tree_width=width, tree_nodes=nodes)
-                    label = f"{name}-tree {width}/{nodes}"
-                    found.append(BenchEntry(f"{own}-tree", name, options, temperature=temperature, name=label))
-        return found
 
     def _decoding(self, profile: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any], list[Any]]:
         """Returns the rows of the benchmark, its analysis, and samples of the exported draft."""
-        benchmark, decoding = Benchmark(self.session), []
+        benchmark = Benchmark(self.session)
         with as_current(self.bar.add("decoding")):
             rows = benchmark.run([self.suite], self._entries(profile["best_draft_lengths"]))
         details = {(entry["name"], entry["temperature"]): entry for entry in benchmark.analysis}
-        fastest: dict[str, dict[str, Any]] = {}
         for row in rows:
-            draft = (row["draft"] or row["name"]) + "-tree" * row["method"].endswith("-tree")
-            detail = details.get((row["name"], row["temperature"]), {})
-            decoding.append(row | {"draft": draft, "draft_lengths": detail.get("draft_lengths")})
-            if row["temperature"] == 0 and row["draft"] and row["speedup"]:
-                fastest[draft] = max(fastest.get(draft, row), row, key=lambda row: row["speedup"])
-        greedy = {draft: details[row["name"], 0] for draft, row in fastest.items()}
+            row["draft"] = (row["draft"] or row["name"]) + "-tree" * row["method"].endswith("-tree")
+            row["draft_lengths"] = details.get((row["name"], row["temperature"]), {}).get("draft_lengths")
+        greedy = {"decoding": [row for row in rows if row["temperature"] == 0]}
+        names = [name + form for form in ("", "-tree") for name in self.decoded]
+        fastest = {name: row for name in names if (row := fastest_row(greedy, name))}
         if self.best in fastest:
             profile["measured_best_draft_length"] = fastest[self.best]["draft_length"]
+        shown = {name: details[row["name"], 0] for name, row in fastest.items()}
         analysis = {
-            "acceptance_by_position": {draft: detail["acceptance_by_position"] for draft, detail in greedy.items()},
-            "costs": {name or "": of[1].to_dict() for name, of in self.session.costs.items()},
+            "acceptance_by_position": {name: detail["acceptance_by_position"] for name, detail in shown.items()},
+            "costs": {name or "": costs[1].to_dict() for name, costs in self.session.costs.items()},
         }
-        return decoding, analysis, greedy[self.best]["samples"] if self.best in greedy else []
+        return rows, analysis, shown.get(self.best, {}).get("samples", [])

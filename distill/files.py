@@ -5,7 +5,6 @@ import hashlib
 import json
 import shutil
 import tempfile
-import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -16,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from decode.errors import UserError, write_text
 from distill import ranks
 
-BLOCK = 1 << 24
 LARGE = 256_000_000
 """Input files of more bytes are known by their size and time instead of their content."""
 
@@ -38,30 +36,33 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def checksum(path: Path) -> int:
-    """CRC-32 of a file; an unchanged file is read once in a process."""
+def files_state(paths: Iterable[str | None]) -> dict[str, list[int | str]]:
+    """Size and content's hash (of large files the time) of every file at or below the paths that exist."""
+    roots = [Path(path) for path in paths if path and Path(path).exists()]
+    files = [file for root in roots for file in ([root] if root.is_file() else sorted(root.rglob("*")))]
+    states = {file: file.stat() for file in files if file.is_file()}
+    return {
+        str(file): [state.st_size, content_hash(file) if state.st_size <= LARGE else state.st_mtime_ns]
+        for file, state in states.items()
+    }
+
+
+def content_hash(path: Path) -> str:
+    """Hash of a file's content; an unchanged file is read once in a process."""
     state = path.stat()
-    return _checksum(path, state.st_ino, state.st_size, state.st_mtime_ns)
+    return _content_hash(path, state.st_ino, state.st_size, state.st_mtime_ns)
 
 
 @cache
-def _checksum(path: Path, *_: int) -> int:
-    value = 0
+def _content_hash(path: Path, *_: int) -> str:
     with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            value = zlib.crc32(block, value)
-    return value
+        return hashlib.file_digest(file, "sha256").hexdigest()[:32]
 
 
-def files_state(paths: Iterable[str | None]) -> dict[str, list[int]]:
-    """Size and checksum (of large files the time) of every file at or below the paths that exist."""
-    found = [Path(path) for path in paths if path and Path(path).exists()]
-    files = [file for path in found for file in ([path] if path.is_file() else sorted(path.rglob("*")))]
-    states = {file: file.stat() for file in files if file.is_file()}
-    return {
-        str(file): [state.st_size, checksum(file) if state.st_size <= LARGE else state.st_mtime_ns]
-        for file, state in states.items()
-    }
+def sizes(folder: Path) -> dict[str, int]:
+    """Bytes of every file below a folder, by its path in there; a truncated file is noticed by them."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(files)}
 
 
 def remove(path: Path) -> None:

@@ -1,42 +1,135 @@
-"""Which of the processes of a distributed run this is, and how they wait for one another.
+"""The processes of a run: how many there are, which one this is, and how they keep step.
 
-The first process writes files, the others wait until they are there. They watch the disk instead of meeting at a
-barrier: what takes the first one hours (computing a cache, say) would run into the time limit of a collective.
+torchrun or srun starts them, or the command itself does (`restart`). Before anything else they join one process group,
+in which they may wait for hours: the first one writes what is computed once, while the others stand at a `barrier`.
 """
 
+import atexit
 import os
-import time
-from collections.abc import Callable
+import sys
+import warnings
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.fabric.plugins.environments import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
 
 from decode.errors import UserError
 
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 
-PARENT = os.getppid()  # what started this process
+LONGEST_WAIT = timedelta(hours=12)
+
+
+def environment() -> ClusterEnvironment:
+    """What started this process, in Lightning's order of looking: torchrun, srun, or no launcher."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # srun is installed, and not used
+        launchers = TorchElasticEnvironment, SLURMEnvironment, LightningEnvironment
+        try:
+            return next(launcher for launcher in launchers if launcher.detect())()
+        except RuntimeError as error:
+            raise UserError(str(error)) from error
 
 
 def rank() -> int:
-    """Number of this process, from the process group or else from the environment of torchrun, Slurm or Lightning."""
-    if dist.is_initialized():
-        return dist.get_rank()
-    return int(getattr(rank_zero_only, "rank", None) or 0)
+    """Number of this process among all."""
+    return dist.get_rank() if dist.is_initialized() else environment().global_rank()
 
 
 def world() -> int:
-    """Number of processes that train together; 1 before training has begun."""
+    """Number of processes in the group; 1 before `start`."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def started() -> int:
-    """Number of processes that were started together, before training has begun too."""
-    several = any(name in os.environ for name in ("LOCAL_RANK", "SLURM_LOCALID"))
-    names = ("WORLD_SIZE", "SLURM_NTASKS") if several else ()
-    return max(world(), *(int(os.environ.get(name) or 1) for name in names), 1)
+def local_rank() -> int:
+    """Number of this process among those of its machine."""
+    return environment().local_rank()
+
+
+def local_world() -> int:
+    """Number of processes on this machine."""
+    per_machine = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE")
+    return int(per_machine) if per_machine and environment().world_size() > 1 else 1
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes files."""
+    return rank() == 0
+
+
+def accelerator(trainer: Any) -> str:
+    """Lightning's name of the devices that ``trainer`` means: auto is CUDA where there is one, else the CPU."""
+    if trainer.accelerator == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return str(trainer.accelerator)
+
+
+def local_device(trainer: Any) -> torch.device:
+    """The device on which this process trains, and frozen models compute."""
+    if accelerator(trainer) not in ("cuda", "gpu") or not torch.cuda.is_available():
+        return torch.device("cpu")
+    listed = _listed(trainer.devices) or list(range(torch.cuda.device_count()))
+    return torch.device("cuda", listed[local_rank() % len(listed)])
+
+
+def process_count(trainer: Any) -> int:
+    """How many processes the section ``trainer`` means, on all machines; a list such as ``1,3`` names GPUs."""
+    if str(trainer.devices) in ("auto", "-1"):
+        on_gpus = accelerator(trainer) in ("cuda", "gpu") and torch.cuda.is_available()
+        return int(trainer.num_nodes) * (torch.cuda.device_count() if on_gpus else 1)
+    return int(trainer.num_nodes) * (len(_listed(trainer.devices)) or int(trainer.devices))
+
+
+def _listed(devices: int | str) -> list[int]:
+    return [int(item) for item in str(devices).split(",") if item.strip()] if "," in str(devices) else []
+
+
+def restart(trainer: Any, module: str, arguments: list[str]) -> None:
+    """Replace this process by torchrun with as many as ``trainer`` means; returns where no more are needed.
+
+    Args:
+        trainer: A run's section ``trainer``.
+        module: Name of the command, such as ``distill``.
+        arguments: Those of the command.
+    """
+    count = process_count(trainer)
+    if count == 1 or trainer.num_nodes > 1 or not isinstance(environment(), LightningEnvironment):
+        return
+    print(f"{count} processes, one for each device (trainer.devices)", file=sys.stderr, flush=True)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", "-m", module]
+    os.execv(sys.executable, [sys.executable, *launcher, *arguments])
+
+
+def start(trainer: Any) -> None:
+    """Join the processes of this run. The settings of every process have to mean as many as were started.
+
+    Raises:
+        UserError: Another number was started.
+    """
+    place, count = environment(), process_count(trainer)
+    if (started := place.world_size()) != count:
+        raise UserError(
+            f"trainer.devices is {trainer.devices} and trainer.num_nodes {trainer.num_nodes}, which is {count} "
+            f"processes, and {started} were started: python -m distill and python -m probes start those of one machine "
+            "themselves; else start as many with torchrun or srun, or change trainer.devices"
+        )
+    if count == 1 or dist.is_initialized():
+        return
+    device, backend = local_device(trainer), "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    os.environ |= {"MASTER_ADDR": place.main_address, "MASTER_PORT": str(place.main_port)}
+    dist.init_process_group(backend, rank=place.global_rank(), world_size=count, timeout=LONGEST_WAIT)
+    atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 
 def check_alone(command: str) -> None:
@@ -45,79 +138,23 @@ def check_alone(command: str) -> None:
     Raises:
         UserError: it was started as several.
     """
-    if (count := started()) > 1:
+    if (count := environment().world_size()) > 1:
         raise UserError(
             f"{command} runs in one process, but {count} were started: start it without torchrun or srun. To train in "
             "several processes, run python -m distill or python -m probes first; this command reuses their models"
         )
 
 
-def is_first() -> bool:
-    """Whether this process is the one that writes files."""
-    return rank() == 0
+def barrier() -> None:
+    """Wait for all processes."""
+    if world() > 1:
+        dist.barrier()
 
 
-def local_device(accelerator: str, devices: int | str = "auto") -> torch.device:
-    """The device on which Lightning trains in this process; it is the same before training has begun.
-
-    Args:
-        accelerator: ``trainer.accelerator``.
-        devices: ``trainer.devices``; a list such as ``1,3`` names the GPUs that the processes take in turn.
-    """
-    if not _on_gpus(accelerator):
-        return torch.device("cpu")
-    own, listed = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0), _listed(devices)
-    return torch.device("cuda", listed[own % len(listed)] if listed else own % torch.cuda.device_count())
-
-
-def process_count(trainer: Any) -> int:
-    """How many processes Lightning trains with under a run's section ``trainer``, before training has begun."""
-    if str(trainer.devices) in ("auto", "-1"):
-        return trainer.num_nodes * (torch.cuda.device_count() if _on_gpus(trainer.accelerator) else 1)
-    return trainer.num_nodes * (len(_listed(trainer.devices)) or int(trainer.devices))
-
-
-def _on_gpus(accelerator: str) -> bool:
-    return accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
-
-
-def _listed(devices: int | str) -> list[int]:
-    """The GPUs that a list such as ``1,3`` names; none for a number."""
-    return [int(item) for item in str(devices).split(",") if item.strip()] if "," in str(devices) else []
-
-
-def exchange(value: Found) -> list[Found]:
+def exchange(value: Value) -> list[Value]:
     """The values of all processes, by rank."""
     if world() == 1:
         return [value]
-    values: list[Found] = [value] * world()
+    values: list[Value] = [value] * world()
     dist.all_gather_object(values, value)
     return values
-
-
-def wait_for(look: Callable[[], Found | None], what: str, seconds: float | None = None) -> Found:
-    """Look again and again until the first process has put something on disk; return what ``look`` found.
-
-    Args:
-        look: Returns what is waited for, or None.
-        what: Named in the error.
-        seconds: Longest wait; None: the hours in the environment variable DRAFTSMITH_WAIT_HOURS, 12 without it.
-
-    Raises:
-        UserError: It is not there in time, or the process that started this one has ended.
-    """
-    if seconds is None:
-        seconds = 3600 * float(os.environ.get("DRAFTSMITH_WAIT_HOURS") or 12)
-    began = time.monotonic()
-    while True:
-        started = time.monotonic()
-        if (found := look()) is not None:
-            return found
-        now = time.monotonic()
-        if now - began > seconds or os.getppid() != PARENT:
-            raise UserError(
-                f"process {rank()} has waited {(now - began) / 3600:.2g} hours for {what} from another process, which "
-                "has ended or needs longer: look at its log, check that all processes see the same output_dir, and set "
-                "DRAFTSMITH_WAIT_HOURS to more hours if it is still computing"
-            )
-        time.sleep(max(0.2, 20 * (now - started)))  # looking may mean reading large files

@@ -12,7 +12,7 @@ from decode.bench.page import Figure, Sample, Section, Table, cell, console_tabl
 from decode.bench.report import mode
 from decode.bench.statistics import plain
 from decode.errors import read_json, write_text
-from distill.export import model_card as card
+from distill.export import card
 
 Row = Mapping[str, Any]
 
@@ -42,7 +42,7 @@ def write_report(run_dir: str | Path, report: Row) -> None:
     Args:
         run_dir: The run's folder.
         report: What `Evaluation.report` returns, with ``name`` and optionally ``settings``, ``commands`` and
-            ``exported`` {length, token_map, gguf_type}; None for what was not measured.
+            ``exported`` (see `exported_facts`); None for what was not measured.
     """
     folder = Path(run_dir)
     content = json.dumps(plain(dict(report)), indent=2, ensure_ascii=False, allow_nan=False, default=str)
@@ -75,10 +75,9 @@ def fastest(rows: Iterable[Row]) -> list[Row]:
 
 def draft_rows(report: Row) -> list[Row]:
     """Returns the drafts, each with its fastest decoding and how its offline α differs from the exported draft's."""
-    best, found = exported(report), []
-    pairs = {
-        pair["b"]: pair for pair in report.get("paired") or [] if (pair["a"], pair["label"][:5]) == (best, "T = 1")
-    }
+    best, rows = exported(report), []
+    paired = [pair for pair in report.get("paired") or [] if pair["label"].startswith("T = 1")]
+    pairs = {pair["b"]: pair for pair in paired if pair["a"] == best}
     for draft in report["drafts"]:
         row = card.fastest_row(report, draft["name"], f"{draft['name']}-tree") | draft
         if draft["name"] == best:
@@ -86,16 +85,15 @@ def draft_rows(report: Row) -> list[Row]:
         elif pair := pairs.get(draft["name"]):
             mark = "*" * sum(pair["p_value"] < limit for limit in (0.05, 0.01, 0.001))
             row |= {"difference": -pair["difference"], "se": pair["se"], "significance": mark or "n.s."}
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def opening(report: Row) -> tuple[str, list[tuple[str, str]], str]:
     """Returns what the run did, how fast the exported draft is, as `Section.cards`, and whether its texts differ."""
     name = exported(report)
-    text = (
-        f"This run trained drafts for a target of {report['target']['parameters']:,} parameters and exported `{name}`."
-    )
+    size = f"{report['target']['parameters']:,}"
+    text = f"This run trained drafts for a target of {size} parameters and exported `{name}`."
     if not (row := card.fastest_row(report, name, f"{name}-tree")):
         return f"{text} Decoding with it was not measured.", [], ""
     over = {"speedup": row["speedup_vs_generate"], "speedup_ci95": row.get("speedup_vs_generate_ci95")}
@@ -128,9 +126,8 @@ def sections(report: Row, run_dir: Path) -> Iterable[Section]:
         shown = [Sample(sample["tokens"], sample.get("prompt", "")) for sample in samples]
         yield Section("Samples", "The mark of a token shows which model generated it.", samples=shown)
     if export := report.get("exported"):
-        draft, kind = str(run_dir / "export"), settings.get("student", {}).get("kind")
-        kind = kind if kind in card.KINDS.values() else "draft"
-        lines = {title: text for title, _, text in card.commands(str(run_dir / "target"), draft, kind=kind, **export)}
+        draft = str(run_dir / "export")
+        lines = {title: text for title, _, text in card.commands(str(run_dir / "target"), draft, export)}
         yield Section("Use", f"The export is in `{draft}`.", code=lines)
     facts = {f"target's {name}": value for name, value in report["target"].items()}
     facts |= {"created": report.get("created"), **(report.get("machine") or {}), **(report.get("commands") or {})}
@@ -140,12 +137,12 @@ def sections(report: Row, run_dir: Path) -> Iterable[Section]:
 
 def acceptance(report: Row, run_dir: Path) -> Iterable[Row]:
     """Returns the positions of each draft; of the exported one with what serve-check noted in its profile, greedy."""
-    rows = read_json(run_dir / "export" / "speculation_profile.json").get("served") or []
-    counted: list[list[Row]] = [row["positions"] for of in rows for row in of["rows"] if row["temperature"] == 0]
-    served = {at["position"]: at.get("served") for at in max(counted, key=len, default=[])}
+    checks = read_json(run_dir / "export" / card.PROFILE).get("served") or []
+    counted = [row["positions"] for check in checks for row in check["rows"] if row["temperature"] == 0]
+    served = {row["position"]: row.get("served") for row in max(counted, key=len, default=[])}
     for name, positions in ((report.get("analysis") or {}).get("acceptance") or {}).items():
-        for at in positions:
-            yield {"name": name, **at, "served": served.get(at["position"]) if name == exported(report) else None}
+        for row in positions:
+            yield {"name": name, **row, "served": served.get(row["position"]) if name == exported(report) else None}
 
 
 def figures(report: Row) -> dict[str, Figure]:
@@ -154,11 +151,11 @@ def figures(report: Row) -> dict[str, Figure]:
     named = [draft["name"] + form for form in ("", "-tree") for draft in report["drafts"]]
     colours = {name: plots.COLOURS[i % len(plots.COLOURS)] for i, name in enumerate(named)}
     greedy = [row for row in report["decoding"] if row["temperature"] == 0 and row["draft_length"] and row["speedup"]]
-    found: dict[str, Figure] = {}
+    drawn: dict[str, Figure] = {}
 
     best = [{**row, "name": f"{row['draft']}, k = {row['draft_length']}"} for row in fastest(greedy)]
     if len(best) > 1:
-        found["speedup"] = (plots.speedup_bars(best[::-1], "Greedy speedup at the best draft length"), "")
+        drawn["speedup"] = (plots.speedup_bars(best[::-1], "Greedy speedup at the best draft length"), "")
     points = {
         "predicted": sorted((int(k), v) for k, v in (profile.get("predicted_speedup") or {}).items()),
         "measured": sorted(
@@ -170,10 +167,10 @@ def figures(report: Row) -> dict[str, Figure]:
     if sum(map(len, points.values())) > 1:
         axes = "draft length k (tokens)", "speedup (×)"
         caption = f"{exported(report)}, greedy. Predicted: tokens per round ÷ (c·k + v(k + 1))."
-        found["speedup_by_length"] = (plots.lines(points, "Speedup by draft length", *axes, at_one=True), caption)
+        drawn["speedup_by_length"] = (plots.lines(points, "Speedup by draft length", *axes, at_one=True), caption)
     if positions := analysis.get("acceptance_by_position"):
-        found["acceptance_by_position"] = (plots.acceptance_by_position(positions, colours), "")
+        drawn["acceptance_by_position"] = (plots.acceptance_by_position(positions, colours), "")
     if curves := analysis.get("curves"):
         axes = "optimiser step", "α = mean Σ min(p, q), validation"
-        found["curves"] = (plots.lines(curves, "Learning curves", *axes, colours=colours), "")
-    return found
+        drawn["curves"] = (plots.lines(curves, "Learning curves", *axes, colours=colours), "")
+    return drawn

@@ -1,271 +1,410 @@
-"""What a stage is: its inputs make a fingerprint, its result a folder, and a record in ``work/`` ties both together.
+"""The stages of a run in order: the target and the student are prepared, then each draft is distilled."""
 
-A run has the stages target, initial (the student before distillation), and one for each draft. A stage whose folder was
-made from the same inputs, and is as it was written, is not made again. Stages of all runs under an output folder are
-listed in ``cache/`` there by their fingerprints, from where another run takes them over.
-"""
+from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from decode.errors import read_json
+import numpy as np
+import torch
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from decode.bench.offline_acceptance import DEPTH
+from decode.errors import UserError, read_json
+from decode.models.block_head import BlockHead
+from decode.models.head_files import save_head
+from decode.models.heads import DraftHead, output_head
+from decode.models.loading import DTYPES, check_tokenizers, gguf_file, load_model, load_tokenizer, stop_ids
+from decode.models.mtp import MTP, load_mtp
+from decode.models.wrapped import adapter_base
+from decode.models.writing import write_texts
+from decode.progress import working
 from distill import ranks
-from distill.config.drafts import START
-from distill.config.run import Settings
-from distill.config.training import ModelSettings
-from distill.files import checksum, files_state, fingerprint, remove, write_json
-
-VERSION = 2
-"""Raised when a change of the code changes what a stage produces."""
-
-
-ACCOUNT = ("optimiser_steps", "examples", "teacher_tokens", "selected_tokens", "cumulative_teacher_tokens")
-"""What a draft's training used: steps; examples and label tokens, counted every time they are seen; tokens that entered
-the loss; label tokens with those of the reference, where the training needs one."""
+from distill.checks import check_inputs
+from distill.config import DraftSettings, ModelSettings, StudentSettings, TargetSettings, TrainerSettings
+from distill.data.dataset import DistillDataModule, Examples, Schedule, TrainingBatches
+from distill.drafts import block, eagle
+from distill.drafts.block import BlockDraft
+from distill.drafts.eagle import FeatureDraft
+from distill.drafts.language_model import LanguageModelDraft, cut
+from distill.drafts.reference import Draft, keep_reference
+from distill.drafts.start import check_states, frequent, start_from_target
+from distill.files import fingerprint, remove, save_tokenizer
+from distill.layerskip import LayerSkip
+from distill.lm_head import LMHead, check_head
+from distill.losses.divergences import Divergence
+from distill.models import (
+    adapted,
+    count_parameters,
+    load_or_build,
+    ready_to_save,
+    source_folder,
+    use_attention,
+    weights_dtype,
+)
+from distill.modules import CausalLMModule, DistillModule, TrainingModule
+from distill.responses.on_policy import OnPolicy, Writer, head_texts
+from distill.responses.target import answered_texts
+from distill.run import ACCOUNT, Run, StageRecord, stage_fingerprints
+from distill.signal.disk import keep_columns
+from distill.signal.target import TOPK, Signal
+from distill.tracking import for_stage
+from distill.trainer import fit
 
 
 @dataclass
-class StageRecord:
-    """What is known of a finished stage."""
+class StageResult:
+    """A finished stage: a model to be saved, or the folder of a model that is used as it is."""
 
-    fingerprint: str  # of everything that the folder was made from
-    made_from: dict[str, Any] = field(default_factory=dict)  # the same, readable
-    parameters: int = 0
-    seconds: float = 0.0  # without interruptions
-    account: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ACCOUNT, 0))
-    history: list[dict[str, float]] = field(default_factory=list)  # ``{"step", "loss", ...}`` of every validation
-    files: dict[str, list[int]] = field(default_factory=dict)  # size and CRC-32 of each; 0 of a linked folder's
+    record: StageRecord
+    model: PreTrainedModel | DraftHead | Path
+
+    def save(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+        """Write config.json, model.safetensors and the tokenizer, or a link to the folder."""
+        if isinstance(self.model, Path):
+            folder.symlink_to(self.model.resolve(), target_is_directory=True)
+            return
+        if isinstance(self.model, DraftHead):
+            folder.mkdir(parents=True)
+            save_head(self.model, folder)
+        else:
+            self.model.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
+
+
+def run_stages(run: Run, only: Collection[str] | None = None, *, check: bool = True) -> list[str]:
+    """Run the stages that are not up to date.
+
+    Args:
+        run: Settings, data and folder.
+        only: Stages to run. None: all.
+        check: Check data and models before the first training, unless the target alone is wanted.
+
+    Returns:
+        The names of the stages that were made.
+    """
+    settings, console, made = run.settings, run.console, list[str]()
+    for stage, (key, made_from) in stage_fingerprints(settings).items():
+        if only is not None and stage not in only:
+            continue
+        if stage in ("target", "initial"):
+            title = f"target ({settings.target.kind})" if stage == "target" else f"student ({settings.student.kind})"
+        else:
+            draft = settings.draft(stage)
+            by = f", the {draft.k:.0%} of tokens with the largest dL against {draft.reference}" if draft.selects else ""
+            title = f"draft {stage}: {draft.divergence}{by}"
+        console.print(f"[bold]{title}[/bold] ({run.progress(stage)})", highlight=False, soft_wrap=True)
+        if run.record(stage, key) is not None:
+            run.line(f"up to date: {run.path(stage)}")
+            if ranks.is_first():
+                remove(run.work / f"checkpoints-{stage}")  # a kill may have left them
+            continue
+        if read_json(run.work / f"{stage}.json").get("fingerprint") == key:
+            run.line(f"{run.path(stage)} is not as it was written, and is made again")
+        if check and not made and only != ("target",):
+            with working(console, "checking data and models", bars=False):
+                check_inputs(run)
+        started = time.monotonic()
+        with working(console, title, bars=False):
+            if stage == "initial" and settings.student.is_head:
+                result = untrained_head(run, key)
+            elif stage in ("target", "initial"):
+                result = language_model(run, stage, key)
+            else:
+                result = distil(run, draft, key)
+            result.record.made_from = made_from
+            run.put(stage, result.record, partial(result.save, run.tokenizer))
+        made.append(stage)
+        run.line(f"{run.path(stage)} [dim]{time.monotonic() - started:.1f} s[/dim]")
+    return made
+
+
+# -- the target and the student ---------------------------------------------------------------------------------------
+
+
+def language_model(run: Run, stage: str, key: str) -> StageResult:
+    """Return the target or the student: taken as it is, or trained on next tokens."""
+    full, tokenizer = run.settings, run.tokenizer
+    settings: ModelSettings = full.target if stage == "target" else full.student
+    gives_tokenizer = stage == "target" and full.data.tokenizer is None  # that of the examples
+    trust = settings.trust_remote_code
+    if settings.model is not None and not gives_tokenizer:  # its tokenizer has to mean the same by every id
+        check_tokenizers(tokenizer, load_tokenizer(settings.model, trust_remote_code=trust))
+    if settings.kind == "as_is":
+        assert settings.model is not None
+        round_to = settings.round_to if isinstance(settings, TargetSettings) else None
+        if not (gguf_file(settings.model) or adapter_base(settings.model) or round_to):
+            record = StageRecord(key, parameters=count_parameters(settings, len(tokenizer)))
+            return StageResult(record, source_folder(settings.model))
+        model = load_model(settings.model, device="cpu", dtype=settings.dtype, trust_remote_code=trust)
+        model = model if round_to is None else model.to(DTYPES[round_to])
+    elif isinstance(settings, StudentSettings) and settings.kind == "cut":
+        model = cut(run.load_target("float32", "cpu"), settings.layers)
+    else:  # a draft with as many ids as the target's embedding can be served without padding
+        vocab = len(tokenizer)
+        if stage != "target":
+            config = AutoConfig.from_pretrained(run.target, trust_remote_code=full.target.trust_remote_code)
+            vocab = int(config.get_text_config().vocab_size)
+        model = load_or_build(settings, tokenizer, vocab, full.seed + int(stage != "target"))
+    record = new_record(run, key, model)
+    if not settings.trained:
+        return StageResult(record, ready_to_save(model, tokenizer))
+    return train_language_model(run, stage, key, settings, model, record)
+
+
+def new_record(run: Run, key: str, model: torch.nn.Module) -> StageRecord:
+    """Print how large a stage's model is, and return the stage's record."""
+    parameters = sum(weight.numel() for weight in model.parameters())
+    run.line(f"{type(model).__name__}, {parameters:,} parameters")
+    return StageRecord(key, parameters=parameters)
+
+
+def train_language_model(
+    run: Run, stage: str, key: str, settings: ModelSettings, model: PreTrainedModel, record: StageRecord
+) -> StageResult:
+    """Return a model after its training on next tokens."""
+    full, training = run.settings, settings.training
+    recipe = settings.layerskip if isinstance(settings, TargetSettings) and settings.layerskip.enabled else None
+    check_head(model.train(), LMHead(model))
+    if recipe and settings.kind != "scratch" and full.teacher.responses.from_target:
+        rows, validation, _ = answered_texts(run, model.to(run.device), original=True)
+    elif run.corpus.answered:
+        rows, validation = run.corpus.train, run.validation
+    else:
+        rows, validation, _ = answered_texts(run)
+    trainer = full.trainer
+    if trainer.attention == "auto" and "bf16" in trainer.precision and run.device.type == "cpu":
+        trainer = replace(trainer, attention="eager")  # the fused one's gradient takes several times as long there
+    adapter = adapted(model, settings.lora, full.seed) if settings.kind == "lora" else None
+    examples = Examples.of(rows)
+    steps = training.steps_for(len(examples))
+    layerskip = LayerSkip(model, recipe, steps, scratch=settings.kind == "scratch") if recipe else None
+    module = CausalLMModule(model, training, steps, seed=full.seed, layerskip=layerskip)
+    seed = full.seed * 10 + int(stage != "target")
+    schedule = Schedule(examples.lengths, training.batch_size, training.length_bucket, seed)
+    batches = TrainingBatches(examples, schedule, steps, workers=full.data.loader_workers)
+    record.history, record.seconds = _fit(run, stage, key, module, batches, Examples.of(validation), trainer)
+    if layerskip is not None:
+        layerskip.remove()
+    model = module.model if adapter is None else adapter.merge_and_unload()
+    return StageResult(record, ready_to_save(model, run.tokenizer))
+
+
+def untrained_head(run: Run, key: str) -> StageResult:
+    """Return a head for the target, with its vocabulary; all but EAGLE-1 start from the target's weights or layers."""
+    settings, target, seed = run.settings.student, run.target_parts(), run.settings.seed
+    head: DraftHead
+    if settings.version == MTP:
+        head = load_mtp(target)
+    else:
+        check_states(target)
+        if settings.version == 1:
+            output_head(target)  # refuses what an EAGLE-1 head cannot share
+        if settings.is_block:
+            head = block.create(target, run.tokenizer, settings, seed)
+        else:
+            head = eagle.create(target, cast(int, settings.version), settings.draft_vocab, seed)
+    if head.reduced:
+        rows = Examples.of(answered_texts(run)[0])
+        ids, share = frequent(rows, int(head.config.draft_vocab_size), int(head.config.vocab_size))
+        head.set_vocabulary(ids)
+        run.line(f"{len(ids):,} tokens drafted, {share:.1%} of the training labels")
+    if settings.version not in (1, MTP):
+        left = start_from_target(head, target)
+        run.line("starts from the target's last layer" + (f", but for {', '.join(left)}" if left else ""))
+    record = new_record(run, key, head)
+    if record.parameters >= target.num_parameters() and settings.version != MTP:
+        raise UserError(
+            f"the head has {record.parameters:,} parameters and the target {target.num_parameters():,}: a draft has to "
+            "be smaller; lower student.draft_vocab"
+        )
+    return StageResult(record, head)
+
+
+# -- drafts -----------------------------------------------------------------------------------------------------------
+
+
+def open_draft(run: Run, path: Path, *, accepted_only: bool = False, dtype: str = "float32") -> Draft:
+    """Return the draft in a folder, in training mode."""
+    student = run.settings.student
+    if not student.is_head:
+        model = load_model(path, device="cpu", dtype=dtype, trust_remote_code=student.trust_remote_code)
+        check_head(model, LMHead(model))
+        return LanguageModelDraft(model.train(), DEPTH)
+    head: Any = run.load_head(path).train()
+    if isinstance(head, BlockHead):
+        return BlockDraft(head, student.block.anchors)
+    return FeatureDraft(head, student, DEPTH, 1.0 if accepted_only else student.decay)
 
 
 @dataclass
-class RunDir:
-    """The folder ``<output_dir>/<name>`` of a run, with a folder for every stage: target, initial, and each draft.
+class DistillData:
+    """Examples with the columns of frozen models.
 
     Attributes:
-        folder: The folder.
-        trained: Names of the drafts, in order.
-        start: Name of the student before distillation in reports.
+        signal: The target's distributions, and the features that a head reads.
+        train: Examples for training; if the draft writes all texts itself, their prompts alone, without columns.
+        validation: Examples for comparing checkpoints.
+        held: Others, by which a confidence head is calibrated.
+        add_columns: Puts the same columns into texts that were just written.
     """
 
-    folder: Path
-    trained: list[str] = field(default_factory=list)
-    start: str = START[0]
-
-    def __post_init__(self) -> None:
-        self.work = self.folder / "work"  # checkpoints, cached signals, and the records of the stages
-        self.target, self.export = self.folder / "target", self.folder / "export"
-        self.drafts = {self.start: self.path("initial"), **{name: self.path(name) for name in self.trained}}
-
-    def path(self, stage: str) -> Path:
-        """Return the folder of a stage."""
-        return self.folder / stage
-
-    def draft_record(self, name: str) -> StageRecord:
-        """Return the record of a draft, by its name in reports.
-
-        Raises:
-            FileNotFoundError: The draft is not finished.
-        """
-        found = self.record("initial" if name == self.start else name)
-        if found is None:
-            raise FileNotFoundError(f"{self.drafts[name]} is not finished")
-        return found
-
-    def chosen(self, choose: str) -> str:
-        """Return the name of the draft that is exported: see `distill.config.run.ExportSettings.choose`."""
-        return max(self.trained, key=lambda name: self.best(name)[1]) if choose == "best" else choose
-
-    def best(self, name: str) -> tuple[dict[str, float], float]:
-        """Return a draft's best validation, whose weights were kept, and its value: α, or a head's accepted length."""
-        by = "alpha" if self.start == START[0] else "accepted_length"
-        found = [(at, at.get(by, at["alpha"])) for at in self.draft_record(name).history if "alpha" in at]
-        return max(found, key=lambda one: one[1], default=({}, 0.0))
-
-    def record(self, stage: str, key: str | None = None) -> StageRecord | None:
-        """Return the record of a finished stage whose folder is as it was written; None otherwise.
-
-        Args:
-            stage: Name of the stage.
-            key: Fingerprint that its inputs have to have. None: any.
-        """
-        try:
-            found = StageRecord(**read_json(self.work / f"{stage}.json"))
-        except TypeError:
-            return None
-        folder = self.path(stage)
-        if key not in (None, found.fingerprint) or not found.files or set(found.files) != set(_files(folder)):
-            return None
-        for name, (size, crc) in found.files.items():
-            path = folder / name
-            if path.stat().st_size != size or (crc and checksum(path) != crc):
-                return None
-        return found
-
-    def put(self, stage: str, record: StageRecord, make: Callable[[Path], None]) -> None:
-        """Have ``make`` fill a new folder, then put it in the stage's place together with its record.
-
-        The first process of a distributed run does so, the others wait.
-        """
-        if not ranks.is_first():
-            ranks.wait_for(lambda: self.record(stage, record.fingerprint), f"the stage {stage}")
-            return
-        path, temporary, note = self.path(stage), self.work / f".tmp-{stage}", self.work / f"{stage}.json"
-        self.work.mkdir(parents=True, exist_ok=True)
-        remove(temporary)
-        try:
-            make(temporary)
-            record.files = {
-                name: [(temporary / name).stat().st_size, 0 if temporary.is_symlink() else checksum(temporary / name)]
-                for name in _files(temporary)
-            }
-            note.unlink(missing_ok=True)
-            remove(path)
-            temporary.rename(path)
-            write_json(note, vars(record))
-            remove(self.work / f"checkpoints-{stage}")
-        finally:
-            remove(temporary)
-        entry = self.folder.parent / "cache" / record.fingerprint
-        entry.parent.mkdir(exist_ok=True)
-        remove(entry)
-        entry.symlink_to(Path("..", self.folder.name, stage))
-
-    def take_over(self, stage: str, key: str) -> Path | None:
-        """Take a stage that another run under the same output folder made from the same inputs; return its folder.
-
-        Files are linked where the file system allows it: they are never changed in place.
-        """
-        source = (self.folder.parent / "cache" / key).resolve()
-        donor = RunDir(source.parent)
-        found = donor.record(source.name, key) if donor.folder != self.folder.resolve() else None
-        if found is None:
-            return None
-
-        def link(path: Path) -> None:
-            try:
-                shutil.copytree(source, path, copy_function=os.link)
-            except OSError:  # another file system, or one without links
-                remove(path)
-                shutil.copytree(source, path)
-
-        self.put(stage, found, link)
-        return source
-
-    def checkpoints(self, stage: str, key: str) -> Path:
-        """Return the folder for a stage's checkpoints, emptied of those that were made under another fingerprint."""
-        folder = self.work / f"checkpoints-{stage}"
-        note = folder / "fingerprint.json"
-        if not ranks.is_first():
-            ranks.wait_for(lambda: read_json(note).get("stage") == key or None, f"the checkpoints' folder of {stage}")
-        elif read_json(note).get("stage") != key:
-            remove(folder)
-            folder.mkdir(parents=True)
-            write_json(note, {"stage": key})
-        return folder
+    signal: Signal
+    train: Examples
+    validation: Examples
+    held: Examples | None
+    add_columns: Callable[[Examples], None]
 
 
-def _files(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
+    """Return the target's signal, and examples with the columns that a distillation needs.
+
+    The target itself is opened where a column is missing, and with ``teacher.signal`` online. It leaves memory before
+    the training where no text is written during it.
+    """
+    teacher, target, trainer = run.settings.teacher, run.settings.target, run.settings.trainer
+    folder, kind, held = run.work / "signals", teacher.signal, None
+    train_rows, validation_rows, texts = answered_texts(run)
+    if isinstance(draft, BlockDraft) and draft.model.confidence_head is not None:
+        held = Examples.of(validation_rows.shard(4, 3, contiguous=False))
+        validation_rows = validation_rows.select(i for i in range(len(validation_rows)) if i % 4 != 3)
+    train, validation = Examples.of(train_rows), Examples.of(validation_rows)
+    fixed = {"validation": validation} | ({} if settings.on_policy == 1 else {"train": train})
+    fixed |= {} if held is None else {"held": held}
+
+    @cache
+    def opened() -> PreTrainedModel:
+        model = run.open_target()
+        use_attention(model, trainer.attention)
+        model = run.at_work(model)
+        check_head(model, LMHead(model))
+        return model
+
+    head = draft.model if isinstance(draft.model, DraftHead) else None
+    parts = opened() if kind == "online" or target.sharded else run.target_parts().to(DTYPES[target.dtype])
+    signal = Signal(
+        parts,
+        kind,
+        head,
+        vocab=None if head is not None else int(draft.model.config.get_text_config().vocab_size),
+        k=teacher.signal_k,
+        bfloat16=target.dtype == "bfloat16",
+        stays=target.placed,
+    )
+    signal.to(run.device)
+    sharded = parts if target.sharded else None  # no further reference: the parts leave memory
+    reference: Draft | None = None
+
+    def add_signal(examples: Examples, where: Path | None = None, split: str = "") -> None:
+        if kind != "online":
+            key, name = fingerprint(texts, signal.key, trainer.attention), f"{split}-{run.settings.student.kind}"
+            keep_columns(
+                examples, lambda batch: signal.kept(opened(), batch), signal.columns, where, name, key, sharded
+            )
+
+    def add_losses(examples: Examples, where: Path | None = None) -> None:
+        if reference is not None:
+            made_from = run.draft_record(cast(str, settings.reference)).fingerprint
+            key = fingerprint(texts, signal.key, made_from, settings.divergence, trainer.precision)
+            name, divergence = f"{settings.reference}-{settings.divergence}", Divergence(settings.divergence)
+            keep_reference(reference, signal, examples, divergence, trainer.precision, where, name, key)
+
+    def add_columns(examples: Examples) -> None:
+        add_signal(examples)
+        add_losses(examples)
+
+    for name, examples in fixed.items():
+        with working(run.console, f"the target's signal ({kind}), {name}"):
+            add_signal(examples, folder, name)
+    if kind == "topk":
+        tail = mean_tail(validation)
+        run.line(f"the top {signal.k} ids leave {tail:.2%} to the others: alpha is off by at most that")
+    if settings.selects:
+        reference = open_draft(run, run.path(cast(str, settings.reference)), dtype=weights_dtype(trainer.precision))
+        reference.model.to(run.device)
+        if "train" in fixed:
+            with working(run.console, "the reference's losses"):
+                add_losses(train, folder)
+    if not settings.on_policy:
+        opened.cache_clear()  # no signal will be computed any more, so the target leaves memory
+    return DistillData(signal, train, validation, held, add_columns)
 
 
-def run_of(settings: Settings) -> RunDir:
-    """Return the folder of the run that the settings describe."""
-    names = [draft.name for draft in settings.drafts]
-    start = 2 if settings.student.kind == "mtp" else int(settings.student.is_head)
-    return RunDir(Path(settings.output_dir) / settings.name, names, START[start])
+def mean_tail(examples: Examples) -> float:
+    """Return the mean probability that the kept top ids leave to all others; bounds the error of α."""
+    rows = np.concatenate([examples.columns[TOPK][i] for i in range(len(examples))])
+    log_p = np.ascontiguousarray(rows[:, 1]).view(np.float32)
+    return max(0.0, 1 - float(np.exp(log_p).sum(dtype=np.float64)) / max(1, len(rows)))
 
 
-# -- fingerprints -----------------------------------------------------------------------------------------------------
-
-Key = tuple[str, dict[str, Any]]
-UNUSED = ("log_every_n_steps", "profiler")
-"""Arguments of Lightning's trainer that change no weight."""
-
-
-def stage_fingerprints(settings: Settings) -> dict[str, Key]:
-    """Return the fingerprint of every stage, in order, with what it is made from."""
-    trainer, teacher, student = settings.trainer, settings.teacher, settings.student
-    responses = teacher.responses
-    names = ("precision", "tf32", "validate_every", "validation_examples", "callbacks")
-    common = {"version": VERSION, **{name: getattr(trainer, name) for name in names}}
-    common["extra"] = {name: value for name, value in trainer.extra.items() if name not in UNUSED}
-    data, keys = data_key(settings), dict[str, Key]()
-    frozen = {"target_dtype": settings.target.dtype, "target_quantization": settings.target.quantization}
-    texts = {"examples": teacher.examples, "responses": responses.key(), **frozen}
-
-    def add(stage: str, **parts: Any) -> str:
-        keys[stage] = fingerprint(parts), parts
-        return keys[stage][0]
-
-    if settings.target.kind == "as_is":
-        made_from: dict[str, Any] = {"version": VERSION, "chat": settings.data.template()}
-        made_from["tokenizer"] = files_state([settings.data.tokenizer])
-    else:
-        answers = responses.written() | frozen if settings.target.layerskip.own_answers else None
-        made_from = common | data | {"answers": answers}
-    target = add("target", **made_from, model=_model_key(settings.target))
-    if student.is_head:
-        named = ("kind", "draft_vocab", "block") if student.is_block else ("kind", "draft_vocab", "unroll", "noise")
-        head = {name: value for name, value in asdict(student).items() if name in named}
-        of_texts = texts if student.draft_vocab is not None else {}  # the vocabulary is that of the texts
-        initial = add("initial", version=VERSION, **data, head=head, **of_texts, target=target)
-    else:
-        of_texts = texts if settings.data.from_target and student.trained else {}  # it is trained on these answers
-        initial = add("initial", **common, **data, model=_model_key(student), **of_texts, target=target)
-    signal = {name: getattr(teacher, name) for name in ("signal", "signal_autocast", "signal_k")}
-    for draft in settings.drafts:
-        training = draft.training_of(settings.training)
-        made_from = common | data | texts | signal | {"draft": draft.key(), "training": asdict(training)}
-        if draft.on_policy:
-            made_from["own_texts"] = responses.written() | {"refresh_every": responses.refresh_every}
-        if draft.selects:
-            assert draft.reference is not None
-            made_from["reference"] = keys[draft.reference][0]
-            if draft.scope == "microbatch":  # each part selects its own tokens
-                processes = ranks.process_count(trainer)
-                made_from["parts_of_a_step"] = [trainer.accumulate, processes]
-        add(draft.name, **made_from, target=target, initial=initial)
-    return keys
+def distil(run: Run, settings: DraftSettings, key: str) -> StageResult:
+    """Return a draft that starts from the student: by DistillSpec, or with a reference by AdaSPEC."""
+    started, full = time.monotonic(), run.settings
+    training, seed = settings.training_of(full.training), full.seed if settings.seed is None else settings.seed
+    draft = open_draft(run, run.path("initial"), accepted_only=settings.accepted_only)
+    data, model = prepare(run, draft, settings), draft.model
+    steps = training.steps_for(len(data.train))
+    record = new_record(run, key, model)
+    module = DistillModule(draft, data.signal, training, steps, settings=settings, seed=seed)
+    schedule, texts = Schedule(data.train.lengths, training.batch_size, training.length_bucket, seed * 10 + 2), None
+    if settings.on_policy:
+        writer: Writer = partial(write_texts, model)
+        if full.student.is_head:
+            writer = partial(head_texts, model, run.load_target("float32"), full.student.steps)
+        parts = run.target_parts()
+        texts = OnPolicy(
+            writer, data.train, schedule, steps, full.teacher.responses, settings.on_policy, seed,
+            full.data.max_length, stop_ids(parts, run.tokenizer), data.add_columns,
+        )  # fmt: skip
+    batches = TrainingBatches(data.train, schedule, steps, texts, full.data.loader_workers)
+    prepared = time.monotonic() - started
+    record.history, seconds = _fit(run, settings.name, key, module, batches, data.validation, full.trainer)
+    record.seconds = prepared + seconds
+    steps = int(record.history[-1]["step"])  # a callback may have ended the training early
+    tokens = sum(data.train.labels_of(schedule.batch(step)) for step in range(steps))
+    tokens = tokens if texts is None else texts.label_tokens
+    used = together = tokens
+    if settings.selects:
+        reference = run.draft_record(cast(str, settings.reference)).account
+        used, together = sum(ranks.exchange(module.selected)), tokens + reference["teacher_tokens"]
+    counts = steps, steps * training.batch_size, tokens, used, together
+    record.account = dict(zip(ACCOUNT, counts, strict=True))
+    model = draft.model = module.model.eval()  # under FSDP not the one that was sharded
+    if data.held is not None:
+        calibrate(run, cast(BlockDraft, draft), data.signal, data.held)
+    return StageResult(record, model.cpu() if full.student.is_head else ready_to_save(model, run.tokenizer))
 
 
-def data_key(settings: Settings) -> dict[str, Any]:
-    """Return what the training examples come from: settings, seed, and the files."""
-    data = settings.data.key()
-    del data["test_examples"]  # no stage sees a test example, but without a file they are split off the others
-    data["test_file"] = data["test_file"] is not None
-    paths = [data[name] for name in ("source", "train_file", "validation_file", "tokenizer")]
-    if settings.data.from_target:  # the target's files are in its own fingerprint
-        paths = [settings.data.prompts.file, settings.data.tokenizer]
-    else:
-        del data["prompts"]
-    return {"data": data, "seed": settings.seed, "files": files_state(paths)}
+def calibrate(run: Run, draft: BlockDraft, signal: Signal, examples: Examples) -> None:
+    """Set a block head's temperatures: one for each position and decoding mode."""
+    head = draft.model
+    odds, greedy, sampled, counts = block.block_outcomes(draft, signal, examples, next(head.parameters()).device)
+    for field, accepted in (("temperatures", greedy), ("sampled_temperatures", sampled)):
+        values = block.temperatures(odds, accepted, counts)
+        setattr(head, field, values)
+        setattr(head.config, f"confidence_{field}", values)
+        run.line(f"confidence_{field}: {', '.join(f'{t:.2f}' for t in values)}")
 
 
-def measurement_fingerprint(settings: Settings) -> str:
-    """Return the fingerprint of everything that evaluation, export and report depend on."""
-    stages = [key for key, _ in stage_fingerprints(settings).values()]
-    test = settings.data.test_examples, settings.data.test_file, files_state([settings.data.test_file])
-    export = asdict(settings.export) | {"hub": None}  # where it is uploaded changes nothing
-    return fingerprint(VERSION, stages, *test, asdict(settings.evaluation), export, settings.trainer.accelerator)
-
-
-def _model_key(settings: ModelSettings) -> dict[str, Any]:
-    """Return what a language model is made from, without the settings that its kind does not use."""
-    used = {
-        "scratch": ("architecture", "training", "layerskip", "stacking"),
-        "finetune": ("training", "layerskip"),
-        "lora": ("lora", "training", "layerskip"),
-        "as_is": ("dtype", "round_to"),
-        "cut": ("layers", "training"),
-    }
-    values = asdict(settings)
-    key = {name: values[name] for name in used[settings.kind] if name in values}
-    if "layerskip" in key and not key["layerskip"]["enabled"]:
-        key["layerskip"] = None
-    if settings.package is not None:
-        return key | {"kind": settings.kind, "sha256": settings.package.sha256}
-    return key | {"kind": settings.kind, "model": settings.model, "files": files_state([settings.model])}
+def _fit(
+    run: Run,
+    stage: str,
+    key: str,
+    module: TrainingModule,
+    batches: TrainingBatches,
+    validation: Examples,
+    trainer: TrainerSettings,
+) -> tuple[list[dict[str, float]], float]:
+    """Train; return the learning curve and the seconds, those before an interruption included."""
+    data, work, logger = (
+        DistillDataModule(batches, validation),
+        run.checkpoints(stage, key),
+        for_stage(run.logger, stage),
+    )
+    history, seconds, tokens = fit(module, data, trainer, work, name=stage, logger=logger, console=run.console)
+    run.line(f"{tokens:,} tokens read, {tokens / max(seconds, 1e-9):,.0f} a second")
+    return history, seconds

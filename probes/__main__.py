@@ -8,42 +8,35 @@ from decode.errors import UserError
 ABOUT = """Trains linear probes that predict, at every layer of a run's target, whether the token drafted there will be
 accepted; chooses exit layer, stop rule and threshold by predicted speedup; confirms the best by real runs; and writes
 runs/<name>/probes, report.json and probes.html. The target is trained first where it is not there or its settings have
-changed. The settings of this command are those under probes; all others are those of python -m distill. Flags that are
-not settings: --dry-run (all of it in miniature, with a tiny random target of the same family and no network),
---tracker wandb|csv|tensorboard|none (short for --tracker.kind)."""
+changed. A student that is a block head is trained too, and its confidence head compared with such probes. This
+command's settings are those under probes, all others those of python -m distill; --dry-run does all of it in miniature,
+with a tiny random target of the same family and no network."""
 
 EXAMPLES = """\
-  python -m probes --config configs/quickstart.yaml
   python -m probes --config configs/quickstart.yaml --probes.layers 1,2,3 --probes.confirm 1
   python -m probes --config configs/layerskip-llama.yaml --dry-run"""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parses the arguments and runs."""
-    from probes.settings import ProbesSettings
+    """Parse the arguments and run."""
+    from distill import ranks
+    from probes.settings import ProbesSettings, shrink
 
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv:
         raise UserError("give a configuration, such as --config configs/quickstart.yaml; --help all explains every key")
-    dry_run = take_flag(argv, "--dry-run")
-    foreign, aliases = {"bench", "ablation", "design", "speed"}, {"tracker": "tracker.kind"}
+    dry_run, given = take_flag(argv, "--dry-run"), list(argv)
+    foreign = {"bench", "ablation"}
     settings = parse(
-        ProbesSettings,
-        argv,
-        prog="python -m probes",
-        description=ABOUT,
-        examples=EXAMPLES,
-        foreign=foreign,
-        aliases=aliases,
+        ProbesSettings, argv, prog="python -m probes", description=ABOUT, examples=EXAMPLES, foreign=foreign
     )
     if dry_run:
-        from distill.ranks import check_alone
-        from probes.settings import shrink
-
-        check_alone("python -m probes --dry-run")
+        ranks.check_alone("python -m probes --dry-run")
         settings = shrink(settings)
     from probes.pipeline import run_probes
 
+    settings.validate()
+    ranks.restart(settings.trainer, "probes", given)
     run_probes(settings)
 
 

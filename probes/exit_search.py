@@ -7,35 +7,35 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from decode.bench import machine
 from decode.bench.benchmark import BenchEntry, Benchmark
-from decode.bench.costs import CostModel, exit_costs, measure_costs
-from decode.bench.prediction import replayed_speedup, speedup
-from decode.bench.records import paired_ratios
+from decode.bench.costs import CostModel, exit_costs
+from decode.bench.prediction import speedup
+from decode.bench.records import Record, paired_ratios
 from decode.bench.session import BenchOptions, Session
 from decode.bench.statistics import median_interval, plain
-from decode.bench.suites import Suite
-from decode.drafters.early_exit import Text, search
-from decode.drafters.probe import KINDS, AcceptanceProbe
+from decode.drafters.probe import KINDS, AcceptanceProbe, save_probes
 from decode.method_options import MethodOptions
 from decode.methods import SELF_SPECULATIVE
+from decode.models.choose_runner import open_runner
 from decode.models.fast_runner import FastRunner
-from decode.sampling import LogitsWarper
-from distill.data.context import StageContext
-from probes.features import Features
-from probes.fit import logits
+from decode.models.other_tokenizer import DraftModel
+from decode.progress import working
+from distill.data.corpus import test_suite
+from distill.run import Run
+from probes.features import Features, collect, exit_layers
+from probes.fit import evaluate_exits, logits, train_probes
 from probes.labels import Mode
+from probes.report import answer
 from probes.settings import ProbeSettings
 
-STOPPED = {
-    "draft-verify": "token",
-    "adaspeed": "token",
-    "adaspeed-probe": "probe",
-    "confidence-probe": "confidence-probe",
-}
+STOPPED = dict(zip(("draft-verify", "adaspeed", "adaspeed-probe", "confidence-probe"), ("token", "token", *KINDS)))
 """Methods with a threshold, and the confidence that they compare with it."""
-PRODUCT = {"adaspeed", "adaspeed-probe", "confidence-probe"}  # methods that multiply the confidence over the draft
 METHODS = ("layerskip", *STOPPED)
+WINDOW = 24  # longest draft considered: where nearly every token is accepted, a stop rule needs room to save anything
+EXIT_OPTIONS = "exit_layer", "threshold", "target_acceptance"  # of methods, which rows of the benchmark do not have
 THRESHOLDS = 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98
 
 
@@ -52,29 +52,17 @@ class Choice:
 
 
 def simulate(
-    outcome: Sequence[float],
-    confidence: Sequence[float] | None,
-    window: int,
-    threshold: float = 0.0,
-    *,
-    product: bool = False,
+    outcome: Sequence[float], confidence: Sequence[float] | None, most: int, threshold: float = 0, product: bool = False
 ) -> tuple[list[int], list[int]]:
-    """Replay the rounds of decoding one text.
+    """Replay the rounds of decoding one text, whose tokens are accepted as ``outcome`` says if they are drafted.
 
-    Args:
-        outcome: for each position whether its drafted token is accepted.
-        confidence: confidence of each drafted token; None drafts to the window.
-        window: largest number of tokens drafted in a round.
-        threshold: a draft ends with the token whose confidence (or product of confidences) is below it.
-        product: multiply the confidences over the draft.
-
-    Returns:
-        Tokens drafted and tokens accepted in each round.
+    A draft ends with ``most`` tokens, or with the token whose confidence is below the threshold; as a ``product`` that
+    is all tokens' so far. Returns how many tokens each round drafts, and how many are accepted.
     """
     drafted, accepted, start, n = [], [], 0, len(outcome)
     while start < n:
         k, aggregate = 0, 1.0
-        while k < min(window, n - start):
+        while k < min(most, n - start):
             if confidence is not None:
                 aggregate = aggregate * confidence[start + k] if product else confidence[start + k]
             k += 1
@@ -97,168 +85,167 @@ def predict(
     reading: Mapping[str, float],
     window: int,
 ) -> list[Choice]:
-    """All settings of one exit layer with their predicted speedups.
+    """Return all settings of an exit layer with their predicted speedups.
 
     Args:
-        outcomes: acceptance at every position, by text.
-        confidences: the same for ``token`` and the kinds of probes.
-        exit_layer: the exit.
-        cost: what drafting and verifying cost with this exit.
-        reading: what reading a confidence adds to each drafted token (see `decode.bench.costs.exit_costs`).
-        window: longest draft.
+        outcomes: Acceptance at every position, by text.
+        confidences: The same for ``token`` and the kinds of probes.
+        exit_layer: The exit.
+        cost: Of drafting and verifying with it.
+        reading: What a confidence adds to the cost of a drafted token: see `decode.bench.costs.exit_costs`.
+        window: Longest draft.
     """
     settings: list[tuple[str, int, float | None]] = [("layerskip", k, None) for k in range(1, window + 1)]
     settings += [(m, window, t) for m, rule in STOPPED.items() if rule in confidences for t in THRESHOLDS]
-    found = []
+    choices = []
     for method, length, threshold in settings:
         rule = STOPPED.get(method, "length")
-        drafted: list[int] = []
-        accepted: list[int] = []
+        drafted, accepted = list[int](), list[int]()
         for i, outcome in enumerate(outcomes):
             confidence = confidences[rule][i] if rule in confidences else None
-            d, a = simulate(outcome, confidence, length, threshold or 0.0, product=method in PRODUCT)
+            d, a = simulate(outcome, confidence, length, threshold or 0.0, product=method != "draft-verify")
             drafted += d
             accepted += a
         priced = replace(cost, draft_overhead=cost.draft_overhead + reading.get(rule, 0.0))
         speed = speedup(sum(accepted) + len(accepted), Counter(drafted), priced)
-        found.append(Choice(method, exit_layer, length, threshold, speed, sum(accepted) / max(1, sum(drafted))))
-    return found
+        choices.append(Choice(method, exit_layer, length, threshold, speed, sum(accepted) / max(1, sum(drafted))))
+    return choices
 
 
 def best_of(choices: Sequence[Choice], method: str, count: int = 1) -> list[Choice]:
-    """The settings of a method with the largest predicted speedups."""
+    """Return the settings of a method with the largest predicted speedups."""
     return sorted((c for c in choices if c.method == method), key=lambda c: -c.speedup)[:count]
 
 
 def by_text(values: Tensor, text: Tensor) -> list[list[float]]:
-    """Values of positions ``[n]`` as one list for each text."""
+    """Return values of positions ``[n]`` as a list for each text."""
     counts = torch.bincount(text)
     return [part.tolist() for part in values.split(counts[counts > 0].tolist())]
 
 
 def predict_all(
-    runner: FastRunner,
-    mode: Mode,
-    held: Features,
-    probes: Sequence[AcceptanceProbe],
-    options: ProbeSettings,
+    runner: FastRunner, mode: Mode, held: Features, probes: Sequence[AcceptanceProbe]
 ) -> tuple[list[Choice], dict[str, Any]]:
-    """Predicted speedups of all settings on the validation texts, and the measured costs.
-
-    Args:
-        runner: the target.
-        mode: the decoding mode, with its validation texts.
-        held: features of these texts.
-        probes: the mode's probes.
-        options: settings of this command.
-    """
-    mine = {(probe.layer, probe.kind): probe for probe in probes}
+    """Return predicted speedups of all settings on the validation texts, seen as ``held``, and the measured costs."""
+    by_place = {(probe.layer, probe.kind): probe for probe in probes}
     prompts = [ids[: (len(ids) + start) // 2] for ids, start in mode.texts["validation"][:3]]
-    timed = {kind: mine[held.exits[0], kind] for kind in KINDS}
-    costs, reading = exit_costs(runner, held.exits, timed, mode.warp, prompts, longest=options.window)
-    found: list[Choice] = []
+    timed = {kind: by_place[held.exits[0], kind] for kind in KINDS}
+    costs, reading = exit_costs(runner, held.exits, timed, mode.warp, prompts, longest=WINDOW)
+    choices: list[Choice] = []
     for i, layer in enumerate(held.exits):
         scores = {"token": held.token_probability[i]}
-        scores |= {kind: logits(mine[layer, kind], held).sigmoid() for kind in KINDS}
+        scores |= {kind: logits(by_place[layer, kind], held).sigmoid() for kind in KINDS}
         confidences = {name: by_text(values, held.text) for name, values in scores.items()}
-        found += predict(by_text(held.outcome[i], held.text), confidences, layer, costs[layer], reading, options.window)
-    rows = {
-        layer: {
-            "draft": cost.cost_ratio,
-            "verify": cost.to_dict()["verify_cost"],
-            "per_token": cost.draft_overhead,
-            "per_round": cost.overhead,
-        }
-        for layer, cost in costs.items()
-    }
-    step = costs[held.exits[0]].target_seconds
-    return found, {"step_seconds": step, "exits": rows, "confidence": reading}
+        choices += predict(by_text(held.outcome[i], held.text), confidences, layer, costs[layer], reading, WINDOW)
+    exits = {layer: cost.to_dict() for layer, cost in costs.items()}
+    return choices, {"step_seconds": costs[held.exits[0]].target_seconds, "exits": exits, "confidence": reading}
 
 
-def find_subset(
-    runner: FastRunner, texts: Sequence[Text], warp: LogitsWarper, costs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Draft & Verify's set of skipped sublayers with the best predicted speedup on some texts."""
-    cost = measure_costs(runner, widths=(1, 2, 3, 5, 9, 13))
-    fixed = next(iter(costs["exits"].values()))["per_token"] + costs["confidence"].get("token", 0.0)
-    found = search(runner, texts, warp, speedup=replayed_speedup, verify_cost=cost.v, fixed=min(0.5, fixed + 0.05))
-    return {
-        "skip_attention": found.layers("attention"),
-        "skip_mlp": found.layers("mlp"),
-        "predicted_speedup": found.speedup,
-    }
+def bench(
+    run: Run,
+    model: PreTrainedModel,
+    mode: Mode,
+    options: ProbeSettings,
+    entries: Sequence[BenchEntry],
+    drafts: Mapping[str, DraftModel] | None = None,
+) -> tuple[list[dict[str, Any]], dict[str, Record]]:
+    """Return rows as those of `decode bench`, and the records, by name: each entry runs once on each test prompt.
+
+    One thread decodes, which is the fastest for small models. With drafts their costs are measured too.
+    """
+    how = BenchOptions(options.max_new_tokens, 1, run.settings.seed, warp=mode.warp, threads=1, samples=0)
+    how.costs = bool(drafts)
+    benchmark = Benchmark(Session(model, drafts, run.tokenizer, how))
+    suite = test_suite(run.corpus, run.settings.data.source, options.bench_prompts)
+    rows = benchmark.run([suite], entries)
+    return rows, {name: record for (*_, name), record in benchmark.records.items()}
 
 
 def run_best(
-    context: StageContext,
-    model: Any,
-    suite: Suite,
-    mode: Mode,
-    choices: Sequence[Choice],
-    subset: Mapping[str, Any],
-    options: ProbeSettings,
+    run: Run, model: PreTrainedModel, mode: Mode, choices: Sequence[Choice], options: ProbeSettings
 ) -> list[dict[str, Any]]:
-    """Decode with the best predicted settings of every method.
+    """Decode with the best predicted settings of every method, without a draft, and by ``generate``.
 
     Returns:
         Rows as those of `decode bench`, with ``title``, ``exit_layer``, ``threshold``, ``target_acceptance``,
-        ``predicted_speedup``, ``best`` (the fastest of its title) and ``speedup_vs_layerskip`` with its interval.
+        ``predicted_speedup``, ``best`` (the fastest of its method) and ``speedup_vs_layerskip`` with its interval.
     """
-    entries: dict[str, tuple[BenchEntry, str, float]] = {}
-
-    def add(choice: Choice, title: str, predicted: float, **changes: Any) -> None:
+    entries, chosen = list[BenchEntry](), dict[str, dict[str, Any]]()
+    for choice in (choice for method in METHODS for choice in best_of(choices, method, options.confirm)):
         values: dict[str, Any] = {"exit_layer": choice.exit_layer, "draft_length": choice.window}
         if choice.threshold is not None:  # the controller starts at the threshold and is steered to its acceptance
             values |= {"threshold": choice.threshold, "target_acceptance": min(0.99, max(0.01, choice.accepted))}
-        given = MethodOptions(**values | {"probes": str(context.run.folder / "probes")} | changes)
+        given = MethodOptions(**values, probes=str(run.folder / "probes"))
         shown = {"E": given.exit_layer, "k": given.draft_length, "γ": given.threshold}
-        name = " ".join([title, *(f"{short}{value:g}" for short, value in shown.items() if value is not None)])
-        entry = BenchEntry(choice.method, options=given, temperature=mode.warp.temperature, name=name)
-        entries[name] = entry, title, predicted
-
-    for method in METHODS:
-        for choice in best_of(choices, method, options.confirm):
-            add(choice, method, choice.speedup)
-    if skips := {key: subset[key] for key in ("skip_attention", "skip_mlp") if subset.get(key)}:
-        stop, predicted = best_of(choices, "draft-verify")[0], subset["predicted_speedup"]
-        add(stop, "draft-verify-subset", predicted, exit_layer=None, target_acceptance=None, **skips)
-    session = BenchOptions(
-        max_new_tokens=options.max_new_tokens,
-        repeats=options.repeats,
-        seed=context.settings.seed,
-        warp=mode.warp,
-        threads=options.threads,
-        costs=False,
-        samples=0,
-    )
-    benchmark = Benchmark(Session(model, None, context.corpus.tokenizer, session))
-    rows = benchmark.run([suite], [entry for entry, _, _ in entries.values()])
+        name = " ".join([choice.method, *(f"{key}{value:g}" for key, value in shown.items() if value is not None)])
+        entries.append(BenchEntry(choice.method, options=given, temperature=mode.warp.temperature, name=name))
+        chosen[name] = {key: getattr(given, key) for key in EXIT_OPTIONS} | {"predicted_speedup": choice.speedup}
+    rows, records = bench(run, model, mode, options, entries)
+    empty = dict.fromkeys((*EXIT_OPTIONS, "predicted_speedup"))
     for row in rows:
-        row |= {"title": row["method"], "top_p": mode.warp.top_p, "predicted_speedup": None}
-        row |= dict.fromkeys(("exit_layer", "threshold", "target_acceptance"))
-        if row["name"] in entries:
-            entry, row["title"], row["predicted_speedup"] = entries[row["name"]]
-            row |= {key: getattr(entry.options, key) for key in ("exit_layer", "threshold", "target_acceptance")}
+        row |= {"title": row["method"], "top_p": mode.warp.top_p} | empty | chosen.get(row["name"], {})
     for row in rows:
-        rivals = [other for other in rows if other["title"] == row["title"]]
+        rivals = [other for other in rows if other["method"] == row["method"]]
         row["best"] = row is max(rivals, key=lambda other: other["tokens_per_second"] or 0.0)
-    records = {name: record for (*_, name), record in benchmark.records.items()}
-    reference = records[next(row["name"] for row in rows if row["best"] and row["title"] == "layerskip")]
+    reference = records[next(row["name"] for row in rows if row["best"] and row["method"] == "layerskip")]
     for row in rows:
         if records[row["name"]].texts and reference.texts:
-            middle, *interval = median_interval(
-                paired_ratios(records[row["name"]], reference), seed=context.settings.seed
-            )
+            ratios = paired_ratios(records[row["name"]], reference)
+            middle, *interval = median_interval(ratios, seed=run.settings.seed)
             row |= {"speedup_vs_layerskip": middle, "speedup_vs_layerskip_ci95": interval}
     return [plain(row) for row in rows]
 
 
 def fastest_options(table: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Options of the fastest run of each method and mode, which decoding uses if none are given."""
-    found: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {}}
-    keys = ("exit_layer", "draft_length", "threshold", "target_acceptance")
+    """Return the options of the fastest run of each method and mode, which decoding uses if none are given."""
+    fastest: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {}}
     for row in table:
-        if row["best"] and row["method"] in SELF_SPECULATIVE and row["title"] == row["method"]:
-            given = {key: row[key] for key in keys if row[key] is not None}
-            found["greedy" if row["temperature"] == 0 else "sampled"][row["method"]] = given
-    return found
+        if row["best"] and row["method"] in SELF_SPECULATIVE:
+            given = {key: row[key] for key in ("draft_length", *EXIT_OPTIONS) if row[key] is not None}
+            fastest["greedy" if row["temperature"] == 0 else "sampled"][row["method"]] = given
+    return fastest
+
+
+def exit_experiment(run: Run, model: PreTrainedModel, modes: list[Mode], options: ProbeSettings) -> dict[str, Any]:
+    """Train and judge probes of all exits, and choose an exit and a stop rule; return the parts of the report."""
+    folder, exits, seed = run.folder / "probes", exit_layers(model, options.layers), run.settings.seed
+    held, probes = dict[str, Features](), dict[str, list[AcceptanceProbe]]()
+    rows, table, predicted = list[dict[str, Any]](), list[dict[str, Any]](), dict[str, list[Choice]]()
+    tokens, costs = dict[str, int](), dict[str, Any]()
+    for mode in modes:
+        with working(run.console, f"{mode.name} texts read", sum(map(len, mode.texts.values()))):
+            seen = {
+                split: collect(model, texts, mode, exits, seed=seed + i, sample=split != "validation")
+                for i, (split, texts) in enumerate(mode.texts.items())
+            }
+        with working(run.console, f"probes, {mode.name}, label {mode.label}"):
+            probes[mode.name] = train_probes(seen["train"], seen["validation"], mode.label, options.l2)
+            judged = evaluate_exits(probes[mode.name], seen["validation"], seen["test"])
+        rows += [{"mode": mode.name, **row} for row in judged]
+        tokens |= {f"{mode.name}/{split}": len(features) for split, features in seen.items()}
+        held[mode.name] = seen["validation"]
+    every = [probe for trained in probes.values() for probe in trained]
+    save_probes(folder, model, every)
+    torch.set_num_threads(1)  # how weights are laid out is measured
+    runner = open_runner(model, pack="auto")
+    if isinstance(runner, FastRunner):
+        for mode in modes:
+            name = mode.name
+            with working(run.console, f"predicted speedup of every setting, {name}"):
+                predicted[name], costs[name] = predict_all(runner, mode, held[name], probes[name])
+            with working(run.console, f"real runs of the best settings, {name}", bars=False):
+                table += run_best(run, model, mode, predicted[name], options)
+        save_probes(folder, model, every, fastest_options(table))
+    else:
+        reason = "decoding with early exits is not supported for this family, so no exit is chosen"
+        run.line(f"[yellow]{model.config.model_type}: {reason}[/yellow]")
+    facts: dict[str, Any] = {
+        "layers": int(model.config.get_text_config().num_hidden_layers), "tokens": tokens, "costs": costs,
+        "temperature": options.temperature, "top_p": options.top_p, "machine": machine.describe(model.device),
+        "labels": {mode.name: mode.label for mode in modes}, "predicted": {},
+    }  # fmt: skip
+    for name, choices in predicted.items():
+        places = [[choice for choice in choices if choice.exit_layer == layer] for layer in exits]
+        facts["predicted"][name] = [vars(best_of(place, method)[0]) for place in places for method in METHODS]
+    added = plain({"probes": rows, "self_speculation": table, "probe_settings": facts})
+    return {**added, "probe_findings": [answer(added, mode.name) for mode in modes]}

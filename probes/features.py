@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from decode.drafters.early_exit import Text
@@ -12,11 +13,13 @@ from decode.drafters.probe import FEATURES, confidence_features
 from decode.errors import UserError
 from decode.models.families import check_structure, final_norm
 from decode.progress import current
-from distill.models.lm_head import LMHead
-from probes.labels import Mode, label_drafts, right_padded
+from distill.lm_head import LMHead
+from probes.labels import Mode, label_drafts
 
 EXTRAS = len(FEATURES)
+TOKENS = 1 << 13  # read in a forward, unless one text has more
 BLOCK = 1 << 24  # logits held at once; positions are labelled in blocks of this size
+MOST = 1 << 29  # numbers kept of a split; of longer or more texts a random sample of positions is kept
 
 
 @dataclass
@@ -44,76 +47,61 @@ class Features:
 
 
 def exit_layers(model: PreTrainedModel, layers: Sequence[int] = ()) -> list[int]:
-    """The exits asked for, or all of them.
+    """Return the exits asked for, or all of them.
 
     Raises:
-        UserError: a layer outside the model, or a model whose layers cannot be run one by one.
+        UserError: A layer outside the model, or a model whose layers cannot be run one by one.
     """
     check_structure(model)
     depth = int(model.config.get_text_config().num_hidden_layers)
     if depth < 2:
         raise UserError("the model has one layer, so there is no early exit; probes need two layers or more")
-    outside = [layer for layer in layers if not 1 <= layer < depth]
-    if outside:
+    if outside := [layer for layer in layers if not 1 <= layer < depth]:
         raise UserError(f"probes.layers has {outside[0]}; the model has {depth} layers, so exits are 1 to {depth - 1}")
     return sorted(set(layers)) or list(range(1, depth))
 
 
 @torch.no_grad()
 def collect(
-    target: PreTrainedModel,
-    texts: Sequence[Text],
-    mode: Mode,
-    *,
-    exits: Sequence[int] = (),
-    draft: PreTrainedModel | None = None,
-    positions: int | None = None,
-    batch_size: int = 32,
-    seed: int = 0,
+    model: PreTrainedModel, texts: Sequence[Text], mode: Mode, exits: Sequence[int], seed: int = 0, sample: bool = False
 ) -> Features:
-    """Read the texts once; record for every exit what it would draft and whether the target would accept it.
+    """Read the target's texts once; record for every exit what it would draft, and whether the target would accept it.
 
-    Args:
-        target: the model whose acceptance is predicted.
-        texts: texts that the target wrote.
-        mode: the decoding mode, which decides the labels.
-        exits: exit layers; all of them are taken from one forward. Not used with a draft.
-        draft: a separate draft model, whose last hidden state is then the only exit.
-        positions: keep a random sample of this many response positions of each text.
-        batch_size: texts read together.
-        seed: seed of the drafted tokens, of their acceptance and of the sample.
+    Where all positions would take too much memory, ``sample`` keeps a random sample of each text's (`MOST`).
+
+    Raises:
+        UserError: No text has a response.
     """
-    layers = list(exits) if draft is None else [int(draft.config.get_text_config().num_hidden_layers)]
-    target_head, exit_head = LMHead(target), LMHead(target if draft is None else draft)
-    texts = [text for text in texts if len(text[0]) > text[1]]
-    if not texts:
+    head, norm = LMHead(model), final_norm(model)
+    order = sorted((i for i, (ids, start) in enumerate(texts) if len(ids) > start), key=lambda i: len(texts[i][0]))
+    if not order:
         raise UserError("the target wrote nothing for any prompt, so there is nothing to learn from; check the data")
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i][0]))
+    width = int(model.config.get_text_config().hidden_size)
+    most = max(1, MOST // (len(order) * len(exits) * width)) if sample else None
     parts: list[tuple[Tensor, ...]] = []
-    for at in range(0, len(order), batch_size):
-        chosen = order[at : at + batch_size]
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + at) % (1 << 63))
-        ids, places = right_padded([texts[i] for i in chosen], positions, generator)
-        rows = tuple(places.to(target.device))
-        out = target.base_model(input_ids=ids.to(target.device), use_cache=False, output_hidden_states=draft is None)
-        final = out.last_hidden_state[rows]
-        if draft is None:
-            norm = final_norm(target)
-            states = [norm(out.hidden_states[layer][rows]) for layer in layers]
-        else:
-            states = [draft.base_model(input_ids=ids.to(draft.device), use_cache=False).last_hidden_state[rows]]
-        text = torch.tensor(chosen)[places[0]]
-        for some in torch.arange(len(final)).split(max(1, BLOCK // target_head.vocab)):
-            p = mode.warp(target_head(final[some])).cpu()
+    while order:
+        chosen = order[: max(1, TOKENS // len(texts[order[-1]][0]))]
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + len(order)) % (1 << 63))
+        order = order[len(chosen) :]
+        ids = pad_sequence([torch.tensor(texts[i][0]) for i in chosen], batch_first=True)
+        states = model.base_model(input_ids=ids.to(model.device), use_cache=False, output_hidden_states=True)
+        columns = [torch.arange(max(0, texts[i][1] - 1), len(texts[i][0]) - 1) for i in chosen]
+        columns = [at[torch.randperm(len(at), generator=generator)[:most].sort().values] for at in columns]
+        rows = torch.cat([torch.full_like(at, row) for row, at in enumerate(columns)])
+        for row, at in zip(*(values.split(max(1, BLOCK // head.vocab)) for values in (rows, torch.cat(columns)))):
+            places = [(texts[chosen[r]], c) for r, c in zip(row.tolist(), at.tolist())]
+            where = row.to(model.device), at.to(model.device)
+            p = mode.probabilities(head(states.last_hidden_state[where]), places)
             seen: list[tuple[Tensor, ...]] = []
-            for state in states:
-                logits = exit_head(state[some]).float().cpu()
-                tokens, label, outcome = label_drafts(p, logits, mode, generator)
-                inputs = torch.cat([state[some].float().cpu(), confidence_features(logits, tokens)], -1)
-                seen.append((inputs, label, outcome))
-            parts.append((*(torch.stack(values) for values in zip(*seen)), text[some]))
+            for layer in exits:
+                state = norm(states.hidden_states[layer][where])
+                logits = head(state)
+                tokens, label, outcome = label_drafts(p, mode.probabilities(logits, places), mode, generator)
+                features = confidence_features(logits.float().cpu(), tokens)
+                seen.append((torch.cat([state.float().cpu(), features], -1), label, outcome))
+            parts.append((*map(torch.stack, zip(*seen)), torch.tensor(chosen)[row]))
         current().advance(len(chosen))
     text = torch.cat([part[3] for part in parts])
     place = text.argsort(stable=True)
     inputs, labels, outcome = (torch.cat([part[i] for part in parts], 1)[:, place] for i in range(3))
-    return Features(layers, inputs, labels, outcome, text[place])
+    return Features(list(exits), inputs, labels, outcome, text[place])

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt, restricted_number_type
+from jsonargparse.typing import NonNegativeFloat, PositiveInt, restricted_number_type
 from rich.console import Console
 
 from decode.errors import UserError
 from decode.method_options import COLDEST, Share
-from distill.config.run import Settings as DistillSettings
+from distill.config import Settings
 
 if TYPE_CHECKING:
     SampledTemperature = float
@@ -26,25 +26,18 @@ class ProbeSettings:
     """Decoding modes to train probes for and to run; each costs as much again."""
     layers: list[PositiveInt] = field(default_factory=list)
     """Exit layers (layers that run before the exit); empty: all but the last."""
-    draft: str | None = None
-    """Folder, Hub name or GGUF file of a separate draft model to train probes for as well; null: none."""
     prompts: PositiveInt = 320
     """Training prompts. The target answers them itself, and its texts are what the probes learn from."""
     validation_prompts: PositiveInt = 100
-    """Held-out prompts that stop the training, calibrate the probes and choose the exit."""
+    """Held-out prompts that choose the penalty, calibrate the probes and choose the exit."""
     test_prompts: PositiveInt = 120
     """Held-out prompts on which the probes are measured."""
     max_new_tokens: PositiveInt = 96
     """Longest text."""
-    positions: PositiveInt | None = None
-    """Response positions kept of each training and test text, a random sample; null: all. Large models want this: a
-    position takes 4 x width bytes for every layer. Validation texts, whose rounds are simulated, are kept whole."""
-    batch_size: PositiveInt = 32
-    """Texts read, and written, together."""
     temperature: SampledTemperature = 0.6
     """Temperature of the sampled mode; LayerSkip's library uses 0.6."""
     top_p: Share = 0.9
-    """Top-p of the sampled mode; LayerSkip's library uses 0.9."""
+    """Top-p of the sampled mode; LayerSkip's library uses 0.9. All else is as the target's generation_config says."""
     sampled_label: Literal["accept", "top-p"] = "accept"
     """Label that the probes for sampled decoding learn. accept: min(1, p/q) of the drafted token, which is the
     acceptance probability; top-p: whether the token is in the target's top-p set. Greedy decoding always uses match:
@@ -52,29 +45,23 @@ class ProbeSettings:
     l2: list[NonNegativeFloat] = field(default_factory=lambda: [1e-3, 1e-2, 1e-1, 1.0])
     """Strengths of the penalty λ/2·‖w‖² on the standardised hidden state, all tried at once; each probe takes the one
     with the best validation loss."""
-    window: PositiveInt = 24
-    """Longest draft considered. Where nearly every token is accepted, a stop rule needs room to show what it saves."""
     confirm: PositiveInt = 2
     """Settings of each method, the best predicted ones, that are run for real."""
-    bench_prompts: PositiveInt = 12
-    """Test prompts decoded in real runs."""
-    repeats: PositiveInt = 2
-    """Times each of them is decoded by each method."""
-    subset_prompts: NonNegativeInt = 6
-    """Texts on which Draft & Verify's layer subset is searched; 0: no search."""
-    threads: PositiveInt | None = 1
-    """CPU threads while decoding one text; null: measured."""
+    bench_prompts: PositiveInt = 24
+    """Test prompts decoded in real runs, once by each method."""
 
 
 @dataclass
-class ProbesSettings(DistillSettings):
+class ProbesSettings(Settings):
     """A run as `python -m distill` reads it, and the section of this command."""
 
     probes: ProbeSettings = field(default_factory=ProbeSettings)
     """Acceptance probes and self-speculation."""
 
     def validate(self) -> None:
-        """Check what this command uses: data, target and probes."""
+        """Check what this command uses: data, target and probes; of a block head, everything."""
+        if self.student.is_block:
+            super().validate()
         self.validate_run()
         self.data.validate()
         self.target.validate("target")
@@ -86,20 +73,13 @@ class ProbesSettings(DistillSettings):
 
 
 def shrink(settings: ProbesSettings, console: Console | None = None) -> ProbesSettings:
-    """Settings of the same experiment in miniature, under ``<name>-dry-run`` (see `distill.dry_run`).
+    """Return settings of the same experiment in miniature, under ``<name>-dry-run``: see `distill.dry_run.shrink`."""
+    from distill import dry_run
 
-    Raises:
-        UserError: the settings are refused as they are.
-    """
-    from distill.dry_run import shrink as shrink_run
-
-    small = shrink_run(settings, console, untie=True)
+    small = dry_run.shrink(settings, console, untie=True)
     assert isinstance(small, ProbesSettings)
     probes = small.probes
     probes.layers = []  # those of the tiny target
-    probes.draft = probes.draft and small.student.model
     probes.prompts, probes.validation_prompts, probes.test_prompts = 16, 8, 8
-    probes.max_new_tokens, probes.positions, probes.batch_size = 12, None, 8
-    probes.window, probes.confirm, probes.bench_prompts, probes.repeats, probes.threads = 4, 1, 2, 1, 1
-    probes.subset_prompts = min(probes.subset_prompts, 2)
+    probes.max_new_tokens, probes.confirm, probes.bench_prompts = 12, 1, 2
     return small

@@ -5,6 +5,8 @@ answer that is learned. `label` makes token ids and labels of them, and checks t
 row that cannot be used raises `UnusableRow`; the corpus leaves it out and counts it.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -86,7 +88,7 @@ def label(
     if not (turns := [turn for row in rows for turn in row]):
         return []
     ends, prompts = ends or [end_token(tokenizer)], [turn.prompt for turn in turns]
-    before = plain_ids(tokenizer, prompts) if chat else batch_prompt_ids(tokenizer, prompts)
+    before = rendered_ids(tokenizer, prompts, ends) if chat else batch_prompt_ids(tokenizer, prompts)
     if chat and not all(before):
         raise UserError("the chat template writes nothing before the assistant's turn: set data.chat_template")
     answers = continuation_ids(tokenizer, [turn.answer for turn in turns])
@@ -94,26 +96,56 @@ def label(
     for turn, ids in zip(turns, answers):
         if turn.answer and not any(token in ends for token in ids):
             ids.append(last)
-    written, pieces = iter(_decoded(tokenizer, answers)), zip(before, answers)
+    written, pieces = iter(_decoded(tokenizer, answers)), map(Piece, before, answers, turns)
     made: list[list[Example] | UnusableRow] = []
     for row in rows:
-        examples, problem = list[Example](), None
-        for turn, (prompt, answer), text in [(turn, next(pieces), next(written)) for turn in row]:
-            missing = [said for said in turn.said if squash(said) not in squash(text)]
+        answered, problem = [next(pieces) for _ in row], None
+        for piece, text in zip(answered, [next(written) for _ in row]):
+            missing = [said for said in piece.turn.said if squash(said) not in squash(text)]
             reread = _decoded(tokenizer, plain_ids(tokenizer, missing)) if missing else []
             missing = [said for said, read in zip(missing, reread) if squash(read) not in squash(text)]  # changed by it
-            if missing or any(token in ends for token in answer[:-1]):
-                detail = repr((missing or [str(tokenizer.decode(answer))])[0][:80])
+            if missing or any(token in ends for token in piece.answer[:-1]):
+                detail = repr((missing or [str(tokenizer.decode(piece.answer))])[0][:80])
                 problem = problem or UnusableRow("whose answer is not learned whole, up to one stop token", detail)
-            labels = [IGNORE] * len(prompt) + answer
-            if examples and prompt[: len(examples[-1].input_ids)] == examples[-1].input_ids:
-                labels[: len(examples[-1].labels)] = examples[-1].labels
-                first = examples.pop().prompt
-            else:
-                first = turn.prompt
-            examples.append(Example(prompt + answer, labels, first, (turn.prompt + turn.answer)[len(first) :]))
-        made.append(problem or examples)
+        made.append(problem or joined(answered))
     return made
+
+
+class Piece(NamedTuple):
+    """The ids of a prompt and of its answer, and both as text."""
+
+    prompt: list[int]
+    answer: list[int]
+    turn: Turn
+
+
+def joined(pieces: Iterable[Piece]) -> list[Example]:
+    """Examples of the turns of a conversation, one as long as each prompt continues the example before it."""
+    examples = list[Example]()
+    for prompt, answer, turn in pieces:
+        labels, first = [IGNORE] * len(prompt) + answer, turn.prompt
+        if examples and prompt[: len(examples[-1].input_ids)] == examples[-1].input_ids:
+            labels[: len(examples[-1].labels)] = examples[-1].labels
+            first = examples.pop().prompt
+        examples.append(Example(prompt + answer, labels, first, (turn.prompt + turn.answer)[len(first) :]))
+    return examples
+
+
+def rendered_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], ends: Sequence[int]) -> list[list[int]]:
+    """Ids of rendered chats, of which parts that many of them have, such as earlier turns, are tokenised once.
+
+    Nothing is merged across a special token, so the ids of parts that begin with one are those of the whole text.
+    """
+    added = tokenizer.added_tokens_decoder
+    plain = [token for end in ends if (token := added.get(end)) and token.special and not token.normalized]
+    stops = {
+        str(stop) for stop in plain if not stop.lstrip and not any(str(stop) in str(t)[1:] for t in added.values())
+    }
+    pattern = re.compile("(?=" + "|".join(map(re.escape, sorted(stops))) + ")")
+    parts = [pattern.split(text) if stops else [text] for text in texts]
+    known = list(dict.fromkeys(part for text in parts for part in text if part))
+    ids = dict(zip(known, plain_ids(tokenizer, known))) if known else {}
+    return [[token for part in text if part for token in ids[part]] for text in parts]
 
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[Sequence[int]]) -> list[str]:
@@ -199,17 +231,23 @@ class ChatFormat:
                 raise
             raise UnusableRow("that the chat template refuses", str(error)) from error
 
-    def ask(self, messages: list[dict[str, Any]], tools: Any = None) -> str:
+    def ask(self, messages: list[dict[str, Any]], tools: Any = None, checked: tuple[int, str] = (0, "")) -> str:
         """The prompt of the assistant's next turn, in which every earlier turn of others stands.
+
+        Args:
+            messages: The turns so far.
+            tools: Descriptions of the tools.
+            checked: How many of the messages an earlier prompt of theirs has, and that prompt.
 
         Raises:
             UnusableRow: The template refuses the messages or leaves one out, or one spells a control token.
         """
         prompt = self.render(messages, ask=True, tools=tools)
-        if found := control_token(self.tokenizer, messages):
-            raise UnusableRow("with a control token of the tokenizer in their text", repr(found))
-        written = squash(prompt)
-        for message in messages:
+        count, known = checked if prompt.startswith(checked[1]) else (0, "")
+        if spelt := control_token(self.tokenizer, messages[count:]):
+            raise UnusableRow("with a control token of the tokenizer in their text", repr(spelt))
+        written = squash(prompt[len(known) :])
+        for message in messages[count:]:
             said = message["content"] or ""
             if message["role"] != "assistant" and not any(
                 squash(text) in written for text in (said, json.dumps(said, ensure_ascii=False)[1:-1])
@@ -217,12 +255,26 @@ class ChatFormat:
                 raise UnusableRow("with a turn that the chat template does not write", message["role"])
         return prompt
 
+    def prepared(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with a system message, and no role developer for templates that do not know it."""
+        messages = self.with_system(messages)
+        if re.search(r"['\"]developer['\"]", str(self.tokenizer.chat_template)):
+            return messages
+        return [message | {"role": message["role"].replace("developer", "system")} for message in messages]
+
+    def answer_end(self) -> int:
+        """The id with which the template ends an answer."""
+        turns, _ = chat_turns(self, [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}])
+        (examples,) = label(self.tokenizer, [turns], self.ends, chat=True)
+        ends = self.ends or [end_token(self.tokenizer)]
+        return ends[0] if isinstance(examples, UnusableRow) else examples[0].labels[-1]
+
 
 def render_row(row: Mapping[str, Any], chat: ChatFormat | None) -> tuple[list[Turn], list[str]]:
     """A row of `distill.data.sources` as turns, and what is to be noted of it.
 
     Args:
-        row: A pair, a conversation, or with ``ask`` the turns that the target is to answer.
+        row: A pair, a conversation, or one that ends with a question, which the target is to answer.
         chat: How conversations and pairs are rendered; None: a pair is its prompt followed by its response.
 
     Raises:
@@ -230,12 +282,13 @@ def render_row(row: Mapping[str, Any], chat: ChatFormat | None) -> tuple[list[Tu
     """
     if chat is None:
         return [pair(row["prompt"], row["response"])], []
-    if row.get("ask"):
-        return [Turn(chat.ask(chat.with_system(row["messages"])), "")], []
-    if "messages" in row:
-        turns, notes = chat_turns(chat, row["messages"], row["tools"])
-        return turns, [*row.get("notes", ()), *notes]
-    said = row.get("said") or row["prompt"]  # what only separates a pair's prompt and response is left to the template
+    if row["messages"]:
+        messages = json.loads(row["messages"])
+        if messages[-1]["role"] != "assistant":
+            return [Turn(chat.ask(chat.prepared(messages)), "")], []
+        turns, notes = chat_turns(chat, messages, json.loads(row["tools"] or "null"))
+        return turns, [*filter(None, [row["note"]]), *notes]
+    said = row["said"] or row["prompt"]  # what only separates a pair's prompt and response is left to the template
     pair_of_turns = {"user": said.strip(), "assistant": row["response"].strip()}
     return chat_turns(chat, [{"role": role, "content": text} for role, text in pair_of_turns.items()])
 
@@ -254,22 +307,24 @@ def chat_turns(chat: ChatFormat, messages: list[dict[str, Any]], tools: Any = No
     Raises:
         UnusableRow: A template that refuses the messages or does not write all of them.
     """
-    template, messages = str(chat.tokenizer.chat_template), chat.with_system(messages)
-    if not re.search(r"['\"]developer['\"]", template):
-        messages = [message | {"role": message["role"].replace("developer", "system")} for message in messages]
+    template, messages = str(chat.tokenizer.chat_template), chat.prepared(messages)
     unread = {key for message in messages for key in message if key not in KEYS and key not in template}
     notes = [f"with a message's {key!r}, which is not used" for key in sorted(unread)]
-    turns = []
+    turns, checked = list[Turn](), (0, "")
     for place, message in enumerate(messages):
         if message["role"] == "assistant":
-            turn, note = _turn(chat, messages[:place], message, tools)
-            turns.append(turn)
+            prompt = chat.ask(messages[:place], tools, checked)
+            answer, note = _answer(chat, prompt, messages[:place], message, tools)
+            turns.append(Turn(prompt, *answer))
             notes.append(note)
+            checked = place, prompt
     return turns, list(dict.fromkeys(filter(None, notes)))
 
 
-def _turn(chat: ChatFormat, history: list[dict[str, Any]], message: dict[str, Any], tools: Any) -> tuple[Turn, str]:
-    """One turn of the assistant, and a note.
+def _answer(
+    chat: ChatFormat, prompt: str, history: list[dict[str, Any]], message: dict[str, Any], tools: Any
+) -> tuple[tuple[str, tuple[str, str]], str]:
+    """What is learned of a turn of the assistant, with the texts that have to stand in it, and a note.
 
     The answer is what the template writes behind the prompt, with three exceptions:
 
@@ -277,20 +332,20 @@ def _turn(chat: ChatFormat, history: list[dict[str, Any]], message: dict[str, An
     - reasoning that the prompt opens and the template then leaves out (DeepSeek-R1) is put back;
     - where the next turn's beginning is the stop token (GLM-4.5), the answer ends with it.
     """
-    prompt, note = chat.ask(history, tools), ""
-    if found := control_token(chat.tokenizer, [message]):
-        raise UnusableRow("with a control token of the tokenizer in their text", repr(found))
+    note = ""
+    if spelt := control_token(chat.tokenizer, [message]):
+        raise UnusableRow("with a control token of the tokenizer in their text", repr(spelt))
     thought, content, calls = message.get(REASONING[0], ""), message["content"], message.get("tool_calls", [])
     after = chat.render([*history, message], tools=tools)
     answer = after[len(prompt) :] if after.startswith(prompt) else ""
-    whole = bool(answer) and all(text.strip() in answer for text in (thought, content))
-    if not whole or not (thought or answer.lstrip().startswith(content.strip() or MARK)):
+    complete = bool(answer) and all(text.strip() in answer for text in (thought, content))
+    if not complete or not (thought or answer.lstrip().startswith(content.strip() or MARK)):
         if not thought and (inline := re.match(r"\s*<think>(.*?)</think>(.*)", content, re.DOTALL)):
             thought, content = inline[1].strip(), inline[2].strip()
         parts = answer_parts(chat, history, message, tools)
         if thought and parts.opening is None:
             raise UnusableRow("with reasoning that the chat template does not write")
-        if not whole:
+        if not complete:
             lead = f"{parts.opening}{thought}{parts.closing}" if thought else parts.lead
             answer = f"{lead}{content}{parts.tail}"
             if any(call["function"]["name"] not in answer for call in calls):
@@ -299,11 +354,12 @@ def _turn(chat: ChatFormat, history: list[dict[str, Any]], message: dict[str, An
             answer = answer.removeprefix(parts.lead) if parts.opening else answer
             note = NO_THOUGHT
     if (ended := _until_stop(chat, answer)) is None:
+        history = last_exchange(history)
         follower = {"role": "tool" if calls else "user", "content": THOUGHT}
         shown = message | {"content": MARK}
         tail = chat.render([*history, shown], tools=tools).partition(MARK)[2]
         closing = chat.render([*history, shown, follower], tools=tools).partition(MARK)[2].partition(THOUGHT)[0]
-        ended = (found := _until_stop(chat, closing)) and answer.removesuffix(tail) + found
+        ended = (stop := _until_stop(chat, closing)) and answer.removesuffix(tail) + stop
     answer = ended or answer.rstrip()
     for call in (call["function"] for call in calls):
         values = call["arguments"].values() if isinstance(call["arguments"], dict) else ()
@@ -311,7 +367,13 @@ def _turn(chat: ChatFormat, history: list[dict[str, Any]], message: dict[str, An
             forms = text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]
             if not any(form in answer for form in forms):
                 raise UnusableRow("with tool calls that the chat template does not write")
-    return Turn(prompt, answer, (thought, content)), note
+    return (answer, (thought, content)), note
+
+
+def last_exchange(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The turns from the user's last one on, after a system message: what a template writes behind them is the same."""
+    start = max((place for place, turn in enumerate(history) if turn["role"] == "user"), default=0)
+    return [*(turn for turn in history[: min(start, 1)] if turn["role"] in ("system", "developer")), *history[start:]]
 
 
 class AnswerParts(NamedTuple):
@@ -326,7 +388,7 @@ class AnswerParts(NamedTuple):
 
 
 def answer_parts(
-    chat: ChatFormat, history: Sequence[Mapping[str, Any]], message: Mapping[str, Any], tools: Any = None
+    chat: ChatFormat, history: list[dict[str, Any]], message: Mapping[str, Any], tools: Any = None
 ) -> AnswerParts:
     """How a template writes an assistant's turn behind its prompt, both seen from the turn before on.
 
@@ -336,7 +398,7 @@ def answer_parts(
     Raises:
         UnusableRow: The template does not write the answer, or writes it behind something else than its prompt.
     """
-    shown = {key: value for key, value in message.items() if key not in REASONING}
+    shown, history = {key: value for key, value in message.items() if key not in REASONING}, last_exchange(history)
     names = [call["function"]["name"] for call in message.get("tool_calls", ())]
 
     def behind_question(*turns: Mapping[str, Any]) -> str:
@@ -344,19 +406,19 @@ def answer_parts(
         return chat.render(messages, ask=not turns, tools=tools).rpartition(ASKED)[2]
 
     def written(content: str, *names_of_thought: str) -> tuple[str, str, str]:
-        for one in (shown, {"role": "assistant"}):  # a template may write no text beside tool calls, or after them
-            turn = one | dict.fromkeys(names_of_thought, THOUGHT) | {"content": content}
+        for base in (shown, {"role": "assistant"}):  # a template may write no text beside tool calls, or after them
+            turn = base | dict.fromkeys(names_of_thought, THOUGHT) | {"content": content}
             try:
-                before, found, tail = behind_question(turn).partition(MARK)
+                before, mark, tail = behind_question(turn).partition(MARK)
             except UnusableRow:
                 continue
-            if found and not any(name in before for name in names):
-                return before, found, tail
+            if mark and not any(name in before for name in names):
+                return before, mark, tail
         return "", "", ""
 
     start = behind_question()
-    header, found, tail = written(MARK)
-    if not found:
+    header, mark, tail = written(MARK)
+    if not mark:
         raise UnusableRow("whose answer the chat template does not write")
     pieces = [re.findall(r"<[^<>]*>|\[[^\[\]]*\]|.", text, re.DOTALL) for text in (start, header)]
     common = next((place for place, pair in enumerate(zip(*pieces)) if pair[0] != pair[1]), min(map(len, pieces)))
@@ -385,37 +447,11 @@ def answer_parts(
     return AnswerParts(None, "", tail, lead, False, turn)
 
 
-def served_ids(chat: ChatFormat, thought: str, content: str, *, ended: bool) -> list[int]:
-    """Ids of an answer that a server returned in parts, joined as the template writes them.
-
-    Args:
-        chat: Template and settings.
-        thought: What a reasoning parser took out of the answer.
-        content: The rest; empty where the answer was cut off within the reasoning.
-        ended: The answer ended before its limit; servers leave out the stop token, so it is put back.
-
-    Raises:
-        UnusableRow: There is reasoning, and the template writes none.
-    """
-    history, message = chat.with_system([{"role": "user", "content": "Hi"}]), {"role": "assistant", "content": "Hello"}
-    text = content
-    if thought:
-        parts = answer_parts(chat, history, message)
-        if parts.opening is None:
-            raise UnusableRow("with reasoning that the chat template does not write")
-        text = f"{parts.opening}{thought}{parts.closing * bool(content)}{content}"
-    ids, ends = continuation_ids(chat.tokenizer, [text])[0], chat.ends or [end_token(chat.tokenizer)]
-    if ended and ids and not any(token in ends for token in ids):
-        (found,) = label(chat.tokenizer, [chat_turns(chat, [*history, message])[0]], ends, chat=True)
-        ids.append(ends[0] if isinstance(found, UnusableRow) else found[0].labels[-1])
-    return ids
-
-
 def _until_stop(chat: ChatFormat, text: str) -> str | None:
     """The text up to and with the first stop token in it; None without one."""
     stops = chat.tokenizer.convert_ids_to_tokens(list(chat.ends or [end_token(chat.tokenizer)]))
-    found = [text.index(stop) + len(stop) for stop in stops if stop and stop in text]
-    return text[: min(found)] if found else None
+    places = [text.index(stop) + len(stop) for stop in stops if stop and stop in text]
+    return text[: min(places)] if places else None
 
 
 def show(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, console: Console) -> None:

@@ -1,13 +1,15 @@
-"""The corpus: three splits of token ids with labels, made by ``datasets.map`` and kept in the run's folder."""
+"""The corpus: three splits of token ids with labels, made by ``datasets`` and kept in the run's folder."""
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
+import shutil
 import sys
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -18,7 +20,8 @@ from typing import Any
 import numpy as np
 import transformers
 from datasets import Dataset, Features, List, Value, concatenate_datasets, load_from_disk
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from decode.bench.datasets import PRESETS, Row, quiet_datasets
 from decode.bench.suites import SCORERS, Prompt, Suite
@@ -27,34 +30,24 @@ from decode.models.loading import load_tokenizer
 from decode.models.tokens import check_template
 from decode.progress import current
 from distill import ranks
-from distill.config.data import DataSettings
-from distill.data.chat import (
-    IGNORE,
-    ChatFormat,
-    Example,
-    Turn,
-    label,
-    prompt_part,
-    render_row,
-    text_blocks,
-)
+from distill.config import DataSettings
+from distill.data.chat import IGNORE, ChatFormat, Example, Turn, label, prompt_part, render_row, text_blocks
 from distill.data.messages import UnusableRow
-from distill.data.own_prompts import Sample, prompt_rows
+from distill.data.prompts import PromptWriter, prompt_rows
 from distill.data.sources import SPLITS, LeftOut, SourceRows, load_rows, sentences
-from distill.data.tokenizer import train_tokenizer
-from distill.files import checksum, files_state, fingerprint, replaced, write_json
+from distill.files import files_state, fingerprint, replaced, sizes, write_json
 
-VERSION = 6  # raised when a change of the code changes which examples are made of the same rows, or what is kept
-PATIENCE = 600.0  # seconds for which another process may find data of process 0 that differ from its own
+VERSION = 7  # raised when a change of the code changes which examples are made of the same rows, or what is kept
 BATCH = 1000  # rows tokenised together
 A_PROCESS = 5000  # rows for which starting one more process pays
-
-COLUMNS = {
-    "input_ids": List(Value("int32")),
-    "labels": List(Value("int32")),
-    "prompt": Value("string"),
-    "response": Value("string"),
-}
+VOCABULARY = 1024  # largest vocabulary of a tokenizer that is trained here
+EOS, PAD = "<|endoftext|>", "<|pad|>"
+COLUMNS = Features(
+    {"input_ids": List(Value("int32")), "labels": List(Value("int32"))}
+    | {name: Value("string") for name in ("prompt", "response", "chat")}
+    | {"turn": Value("int32")}
+)
+TOLD = Features({"reason": Value("string"), "detail": Value("string"), "number": Value("int64")})
 
 
 @dataclass
@@ -63,7 +56,8 @@ class Corpus:
 
     Each split has the columns ``input_ids`` and ``labels`` (lists of equal length, not shifted, -100 where no loss is
     taken), and the texts ``prompt`` and ``response``. For plain text every token is a label, and ``prompt`` is the
-    first quarter of a block.
+    first quarter of a block. ``turn`` counts the examples of the same row before, and ``chat`` is the row of the first
+    one as JSON if the assistant has several turns in it, else empty.
 
     Attributes:
         tokenizer: Of the target.
@@ -87,53 +81,91 @@ def load_corpus(
     settings: DataSettings,
     *,
     seed: int,
+    folder: Path | None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    sampler: Callable[[ChatFormat], tuple[Iterator[Sample], Collection[str]]] | None = None,
+    sampler: PromptWriter | None = None,
     ends: Sequence[int] = (),
 ) -> Corpus:
-    """Reads, splits, tokenises and masks the corpus.
+    """The corpus that is kept in a folder; the first process makes it unless it is there, made from the same.
 
     Args:
         settings: Source, limits and templates.
         seed: Chooses the sample and the order where the source has more rows than wanted; for arithmetic, the
             problems themselves. Which split a row is in does not depend on it.
+        folder: Where it is kept; None: nowhere after the process has ended.
         tokenizer: The target's. None: ``settings.tokenizer``, or else a small one trained on the training texts.
-        sampler: Gives, for the target's chat template, the prompts that the target writes, and texts that none of them
-            may contain; None: it writes none.
+        sampler: Writes prompts with the target; None: nothing does.
         ends: Ids that end the target's texts; none: the tokenizer's end-of-text token.
 
     Raises:
-        UserError: Settings, files or masks that cannot be used.
+        UserError: Settings, files or masks that cannot be used, or another process has other data than the first one.
     """
     settings.validate()
     quiet_datasets()
     if tokenizer is None and settings.tokenizer is not None:
-        try:
-            tokenizer = load_tokenizer(settings.tokenizer)
-        except UserError as error:
-            raise UserError(f"data.tokenizer: {error}") from error
-    template = settings.template()
-    if tokenizer is not None and template is not None:
-        tokenizer.chat_template = template
+        tokenizer = load_tokenizer(settings.tokenizer)
+    if tokenizer is not None and settings.template() is not None:
+        tokenizer.chat_template = settings.template()
+    read = (settings.source, settings.prompts.file, settings.tokenizer, *settings.files.values())
+    written = sampler.made_from if sampler is not None and settings.from_target else None
+    known = None if tokenizer is None else _identity(tokenizer)
+    key = fingerprint(
+        VERSION, transformers.__version__, settings.key(), files_state(read), known, seed, [*ends], written
+    )
+    alone = folder is None
+    if folder is None:
+        folder = Path(tempfile.mkdtemp(prefix="corpus-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    note = folder / "corpus.json"
+    if (alone or ranks.is_first()) and read_json(note) != {"key": key, "files": _sizes(folder)}:
+        with replaced(folder) as aside:
+            _make(aside, settings, seed, tokenizer, sampler, ends)
+            write_json(aside / "corpus.json", {"key": key, "files": _sizes(aside)})
+    ranks.barrier()
+    if read_json(note).get("key") != key:
+        raise UserError(
+            f"process {ranks.rank()} has other data than process 0, which made {folder}: give both the same "
+            "configuration, data files and tokenizer, the same versions of packages, and the same folder for runs"
+        )
+    splits: dict[str, Any] = {split: load_from_disk(str(folder / split)) for split in SPLITS}
+    if tokenizer is None:
+        tokenizer = load_tokenizer(str(folder / "tokenizer"))
+    return Corpus(tokenizer, **splits, **read_json(folder / "about.json"))
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {name: size for name, size in sizes(folder).items() if name != "corpus.json"}
+
+
+def _make(
+    folder: Path,
+    settings: DataSettings,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase | None,
+    sampler: PromptWriter | None,
+    ends: Sequence[int],
+) -> None:
+    """Reads, splits, tokenises and masks the rows, and writes the corpus into an empty folder."""
+    how: dict[str, Any] = {"system": settings.system, "template_args": settings.template_args, "ends": ends}
     if settings.from_target:
-        written: tuple[Iterator[Sample] | None, Collection[str]] = None, ()
-        if sampler is not None and tokenizer is not None and settings.prompts.writes:
-            written = sampler(ChatFormat(tokenizer, settings.system, settings.template_args, ends))
-        rows = SourceRows("chat", *prompt_rows(settings, seed, *written))
+        samples = None
+        if sampler is not None and tokenizer is not None:
+            samples = sampler.samples(ChatFormat(tokenizer, **how), settings.prompts, seed)
+        rows = SourceRows("chat", *prompt_rows(settings, seed, samples))
     else:
         rows = load_rows(settings, seed)
     if tokenizer is None:
         train = rows.splits["train"]
-        sample = Random(seed).sample(range(len(train)), min(len(train), settings.train_limit or len(train)))
-        tokenizer = train_tokenizer((_text_of(train[place]) for place in sample), settings.tokenizer_vocab_size)
-        tokenizer.chat_template = template
-    form = ChatFormat(tokenizer, settings.system, settings.template_args, ends)
+        chosen = Random(seed).sample(range(len(train)), min(len(train), settings.train_limit or len(train)))
+        tokenizer = train_tokenizer(_text_of(row) for row in train.select(chosen))
+        tokenizer.chat_template = settings.template()
+        tokenizer.save_pretrained(folder / "tokenizer")
     by_setting = bool(tokenizer.chat_template) if settings.chat == "auto" else settings.chat
     chat = rows.kind == "chat" or (rows.kind == "pairs" and by_setting)
     if chat and not tokenizer.chat_template:
         raise UserError(
             f"data: the tokenizer {tokenizer.name_or_path!r} has no chat template: choose an instruction-tuned "
-            "model's tokenizer, give data.chat_template, or kind pairs with data.chat false"
+            "model's tokenizer, give data.chat_template, or pairs with data.chat false"
         )
     if chat:
         check_template(tokenizer, settings.system)
@@ -143,177 +175,154 @@ def load_corpus(
             "plain, --show-example shows one)"
         )
     digest = hashlib.sha256(json.dumps([settings.key(), _identity(tokenizer), *ends], sort_keys=True).encode())
-    splits, limits = {}, (settings.train_limit or sys.maxsize, settings.validation_examples, settings.test_examples)
+    limits = settings.train_limit or sys.maxsize, settings.validation_examples, settings.test_examples
     for split, limit in zip(SPLITS, limits, strict=True):
-        ordered = list(rows.splits[split])
-        Random(f"{seed}/{split}").shuffle(ordered)
+        order = list(range(len(rows.splits[split])))
+        Random(f"{seed}/{split}").shuffle(order)
+        ordered, left_out = rows.splits[split].select(order), LeftOut()
         current().update(name=f"tokenising {split}", total=min(limit, len(ordered)), done=0)
-        left_out = LeftOut()
         if rows.kind == "text":  # blocks span rows
             blocks = text_blocks(tokenizer, (row["text"] for row in ordered), settings.max_length)
-            splits[split] = Dataset.from_dict(_table(islice(blocks, limit)), features=Features(COLUMNS))
+            entries = _table([_entry(block) for block in islice(blocks, limit)])
+            made = Dataset.from_dict({name: entries[name] for name in COLUMNS}, features=COLUMNS)
         else:
-            splits[split], left_out = _examples(ordered, limit, settings, form, chat)
+            tokenised = partial(_tokenised, settings=settings, form=ChatFormat(tokenizer, **how), chat=chat)
+            made, left_out = _examples(ordered, limit, tokenised, folder / "tokenised")
         rows.notes += (said := sentences(split, left_out))
         lost = {row for why, row, _ in left_out if why.endswith(" dropped") and not why.startswith("longer")}
-        if len(lost) > max(1, len(splits[split])):
+        if len(lost) > max(1, len(made)):
             raise UserError(
-                f"data: {len(lost)} {split} rows cannot be learned as they would be served, and {len(splits[split])} "
-                f"can ({'; '.join(said)}): look at the first of them, give a template that fits them with "
+                f"data: {len(lost)} {split} rows cannot be learned as they would be served, and {len(made)} can "
+                f"({'; '.join(said)}): look at the first of them, give a template that fits them with "
                 "data.chat_template, or the prompts alone with data.source target and data.prompts.file"
             )
-        if not len(splits[split]):
+        if not len(made):
             raise UserError(
                 f"data: no {split} example is left ({'; '.join(rows.notes) or 'the texts are too short'}): raise "
                 "data.max_length, set data.overlong to cut, or give more data"
             )
-        for batch in splits[split].select_columns(["input_ids", "labels"]).with_format("numpy").iter(BATCH):
+        for batch in made.select_columns(["input_ids", "labels"]).with_format("numpy").iter(BATCH):
             for ids in (*batch["input_ids"], *batch["labels"]):
                 digest.update(np.asarray(ids, dtype=np.int32).tobytes() + b"|")
-    return Corpus(
-        tokenizer,
-        **splits,
-        fingerprint=digest.hexdigest(),
-        answered=not settings.from_target,
-        chat=chat,
-        notes=rows.notes,
-    )
+        made.save_to_disk(str(folder / split))
+    shutil.rmtree(folder / "tokenised", ignore_errors=True)
+    about = {"answered": not settings.from_target, "chat": chat, "notes": rows.notes}
+    write_json(folder / "about.json", about | {"fingerprint": digest.hexdigest()})
 
 
 def _text_of(row: Row) -> str:
-    if "messages" in row:
-        return "\n".join(message["content"] for message in row["messages"])
-    return str(row["text"]) if "text" in row else row["prompt"] + row["response"]
+    if row["messages"]:
+        return "\n".join(message["content"] for message in json.loads(row["messages"]))
+    return str(row["text"] or row["prompt"] + row["response"])
 
 
-def _table(examples: Iterable[Example]) -> dict[str, list[Any]]:
-    table: dict[str, list[Any]] = {name: [] for name in COLUMNS}
-    for example in examples:
-        for name, values in table.items():
-            values.append(getattr(example, name))
-    return table
+def _entry(example: Example | None = None, **about: Any) -> Row:
+    """An example, or with a ``reason`` what is told of a row that is left out or cut."""
+    values = vars(example or Example([], [], "", ""))
+    return values | {"chat": "", "turn": 0, "number": 0, "reason": "", "detail": ""} | about
 
 
-def _examples(
-    rows: list[Row], limit: int, settings: DataSettings, form: ChatFormat, chat: bool
-) -> tuple[Dataset, LeftOut]:
+def _examples(rows: Dataset, limit: int, function: Any, folder: Path) -> tuple[Dataset, LeftOut]:
     """The examples of one split, up to ``limit``, and the rows that are not used as they are."""
-    parts, left_out, have = list[Dataset](), LeftOut(), 0
-    while rows and have < limit:
-        count = max(BATCH, round(1.1 * (limit - have)))  # some will be dropped
-        batch, rows = rows[:count], rows[count:]
+    folder.mkdir(exist_ok=True)
+    parts, left_out, have, start = list[Dataset](), LeftOut(), 0, 0
+    while start < len(rows) and have < limit:
+        batch = rows.select(range(start, min(len(rows), start + max(BATCH, round(1.1 * (limit - have))))))
+        start += len(batch)
         processes = min(max(1, len(batch) // A_PROCESS), os.cpu_count() or 1)
         if processes > 1:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process, without a warning
-        # JSON, because rows need not agree in the types of their fields
-        made = Dataset.from_dict({"row": [json.dumps(row, default=str) for row in batch]}).map(
-            partial(_tokenised, settings=settings, form=form, chat=chat),
+        name = f"{len(list(folder.iterdir()))}-{start}"
+        made = batch.map(
+            function,
             batched=True,
             batch_size=BATCH,
             num_proc=processes if processes > 1 else None,
-            remove_columns=["row"],
-            features=Features(COLUMNS | {"left_out": Value("string")}),
-            new_fingerprint=os.urandom(8).hex(),  # never looked up: the whole corpus is kept
+            remove_columns=batch.column_names,
+            features=Features(COLUMNS | TOLD),
+            cache_file_name=str(folder / f"{name}.arrow"),
+            new_fingerprint=name,
         )
-        notes = made["left_out"][:]
-        left_out += [(why, number, detail) for note in notes if note for why, number, detail in json.loads(note)]
-        kept = [place for place, note in enumerate(notes) if not note]
-        parts.append(made.select_columns(list(COLUMNS)).select(kept[: limit - have]))
+        reasons, kept = made["reason"][:], range(len(made))
+        if any(reasons):
+            told = made.select([place for place in kept if reasons[place]])
+            left_out += zip(told["reason"][:], told["number"][:], told["detail"][:])
+            made = made.select([place for place in kept if not reasons[place]])
+        parts.append(made if len(made) <= limit - have else made.select(range(limit - have)))
         have += len(parts[-1])
         current().update(done=have)
-    return concatenate_datasets(parts), left_out
+    made = parts[0] if len(parts) == 1 else concatenate_datasets(parts)
+    return made.select_columns(list(COLUMNS)), left_out
 
 
-def _tokenised(
-    batch: Mapping[str, list[str]], settings: DataSettings, form: ChatFormat, chat: bool
-) -> dict[str, list[Any]]:
-    """The examples of a batch of rows as a table; its last entry, without ids, is about rows not used as they are."""
-    rows, left_out, length = dict[int, list[Turn]](), LeftOut(), settings.max_length
-    for row in map(json.loads, batch["row"]):
+def _tokenised(columns: Mapping[str, list[Any]], settings: DataSettings, form: ChatFormat, chat: bool) -> Row:
+    """The entries of a batch of rows."""
+    entries, usable, length = list[Row](), list[tuple[Row, list[Turn]]](), settings.max_length
+    for row in (dict(zip(columns, values)) for values in zip(*columns.values())):
         try:
-            rows[row["number"]], notes = render_row(row, form if chat else None)
-            left_out += [(note, row["number"], "") for note in notes]
+            turns, notes = render_row(row, form if chat else None)
+            usable.append((row, turns))
+            entries += [_entry(reason=note, number=row["number"]) for note in notes]
         except UnusableRow as error:
-            left_out.append((f"{error.reason} dropped", row["number"], error.detail))
-    kept = list[Example]()
-    for number, found in zip(rows, label(form.tokenizer, [*rows.values()], form.ends, chat=chat)):
-        if isinstance(found, UnusableRow):
-            left_out.append((f"{found.reason} dropped", number, found.detail))
+            entries.append(_entry(reason=f"{error.reason} dropped", detail=error.detail, number=row["number"]))
+    labelled = label(form.tokenizer, [turns for _, turns in usable], form.ends, chat=chat)
+    for (row, turns), examples in zip(usable, labelled):
+        tell = partial(_entry, number=row["number"])
+        if isinstance(examples, UnusableRow):
+            entries.append(tell(reason=f"{examples.reason} dropped", detail=examples.detail))
             continue
-        if len(found) > 1:
+        if len(examples) > 1:
             why = "made into an example for each assistant's turn, because the template rewrites earlier ones"
-            left_out.append((why, number, ""))
-        for example in found:
+            entries.append(tell(reason=why))
+        conversation = f"[{row['messages']}, {row['tools'] or 'null'}]" if len(turns) > 1 else ""
+        for turn, example in enumerate(examples):
             if len(example.input_ids) > length:
                 labels = example.labels[:length]
                 cut = settings.overlong == "cut" and any(token != IGNORE for token in labels)
                 how = "cut at the end" if cut else "dropped"
-                left_out.append((f"longer than data.max_length ({length} tokens) {how}", number, ""))
+                entries.append(tell(reason=f"longer than data.max_length ({length} tokens) {how}"))
                 if not cut:
                     continue
                 example = replace(example, input_ids=example.input_ids[:length], labels=labels)
-            kept.append(example)
-    table = _table([*kept, Example([], [], "", "")])
-    return table | {"left_out": [""] * len(kept) + [json.dumps(left_out)]}
+            entries.append(tell(example, chat="" if turn else conversation, turn=turn))
+    return _table(entries)
 
 
-# -- the corpus on disk -----------------------------------------------------------------------------------------------
+def _table(entries: Sequence[Row]) -> dict[str, list[Any]]:
+    return {name: [entry[name] for entry in entries] for name in (*COLUMNS, *TOLD)}
 
 
-def kept_corpus(
-    settings: DataSettings,
-    tokenizer: PreTrainedTokenizerBase | None,
-    folder: Path,
-    made_from: Any,
-    load: Callable[..., Corpus],
-) -> Corpus:
-    """The corpus in ``folder`` if it is sound and made from the same; else the first process makes it there.
+# -- tokenizers -------------------------------------------------------------------------------------------------------
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCABULARY) -> PreTrainedTokenizerFast:
+    """Trains a byte-level BPE tokenizer that encodes any text without loss; the same texts give the same tokenizer.
+
+    Every digit is a token of its own, so that numbers are copied and computed digit by digit.
 
     Args:
-        settings: Of the data.
-        tokenizer: The target's; None: the settings', or one trained on the texts.
-        folder: Where it is kept.
-        made_from: What it depends on beside settings, tokenizer and files.
-        load: Makes it.
+        texts: Training texts.
+        vocab_size: Largest vocabulary, special tokens and the 256 bytes included.
 
-    Raises:
-        UserError: Another process has other data than the first one.
+    Returns:
+        A tokenizer with ``<|endoftext|>`` (id 0) as end of text and ``<|pad|>`` (id 1); it adds neither by itself.
     """
-    settings.validate()
-    paths = (settings.source, settings.train_file, settings.validation_file, settings.test_file, settings.prompts.file)
-    files = files_state(path for path in (*paths, settings.tokenizer) if path)
-    own = None if tokenizer is None else _identity(tokenizer)
-    key, began = fingerprint(VERSION, transformers.__version__, settings.key(), files, own, made_from), time.monotonic()
-
-    def there() -> Corpus | None:
-        note = read_json(folder / "corpus.json")
-        if not ranks.is_first() and note.get("key", key) != key and time.monotonic() - began > PATIENCE:
-            raise UserError(
-                f"process {ranks.rank()} has other data than process 0, which made {folder}: give both the same "
-                "configuration, data files and tokenizer, and the same versions of packages"
-            )
-        if note.get("key") != key or note["files"] != _checksums(folder):
-            return None
-        splits: dict[str, Any] = {split: load_from_disk(str(folder / split)) for split in SPLITS}
-        path = settings.tokenizer or folder / "tokenizer"
-        found = tokenizer or load_tokenizer(path)
-        if (template := settings.template()) is not None:
-            found.chat_template = template
-        return Corpus(found, **splits, **note["about"])
-
-    if (found := there()) is not None:
-        return found
-    if not ranks.is_first():
-        return ranks.wait_for(there, "the tokenised data")
-    (folder / "corpus.json").unlink(missing_ok=True)
-    corpus = load()
-    with replaced(folder) as aside:
-        for split in SPLITS:
-            getattr(corpus, split).save_to_disk(str(aside / split))
-        corpus.tokenizer.save_pretrained(aside / "tokenizer")
-        about = {name: getattr(corpus, name) for name in ("fingerprint", "answered", "chat", "notes")}
-        write_json(aside / "corpus.json", {"key": key, "files": _checksums(aside), "about": about})
-    return there() or corpus
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[EOS, PAD],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    core.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False
+    )
 
 
 def _identity(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -322,11 +331,6 @@ def _identity(tokenizer: PreTrainedTokenizerBase) -> str:
     rules = json.dumps(sorted(tokenizer.get_vocab().items())) if backend is None else backend.to_str()
     special = json.dumps(tokenizer.special_tokens_map, default=str, sort_keys=True)
     return hashlib.sha256(f"{type(tokenizer)}{rules}{special}{tokenizer.chat_template}".encode()).hexdigest()
-
-
-def _checksums(folder: Path) -> dict[str, int]:
-    files = (path for split in SPLITS for path in sorted((folder / split).glob("*")))
-    return {str(path.relative_to(folder)): checksum(path) for path in files}
 
 
 def test_suite(corpus: Corpus, source: str, count: int) -> Suite:

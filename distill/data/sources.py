@@ -1,31 +1,47 @@
 """Rows of the three splits, from wherever the settings point, in one of three plain shapes.
 
-A row is ``{"prompt", "response"}`` (pairs), ``{"messages", "tools"}`` (chat) or ``{"text"}`` (text), each with its
-``number`` in the source, from 1. Rows that do not fit are left out, counted and named. Splits that a source lacks are
-taken from its training rows by a hash of the prompt of a pair, of a whole chat or of a text, so they depend neither on
-the seed nor on the order, and equal rows stay together.
+A row is a pair (``prompt``, ``response``), a chat (``messages``, ``tools``) or a ``text``, each with its ``number`` in
+the source, from 1. Rows that do not fit are left out, counted and named. Splits that a source lacks are taken from its
+training rows by a hash of the prompt of a pair, of a whole chat or of a text, so they depend neither on the seed nor on
+the order, and equal rows stay together.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from string import Formatter
 
-from decode.bench import datasets
+from datasets import Dataset, Features, Value
+from datasets.data_files import DataFilesDict, get_data_patterns
+
 from decode.bench.arithmetic import problems
-from decode.bench.datasets import PRESETS, Preset, Row, file_format, held_out, iter_rows, messages_of
+from decode.bench.datasets import (
+    PRESETS,
+    Preset,
+    Row,
+    file_format,
+    held_out,
+    iter_rows,
+    load_hub,
+    messages_of,
+    text_lines,
+)
 from decode.errors import UserError
-from distill.config.data import DataSettings
+from distill.config import DataSettings
 from distill.data.messages import UnusableRow, clean_messages
 
 SPLITS = ("train", "validation", "test")
-SPLIT_NAMES = {"train": ("train", "training"), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
+SPLIT_NAMES = {
+    "train": ("train",),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test",),
+}  # on the Hub
 TEMPLATES = (
     ("{prompt}", "{response}"),
     ("{prompt}", "{completion}"),
@@ -34,11 +50,16 @@ TEMPLATES = (
     ("{input}\n", "{output}"),
 )
 """Prompt and response of rows with these columns, where no other template is given."""
-NUMBER = re.compile(r"\d{5,}(-of-\d{5,}(-[0-9a-f]{16})?)?|\d+[-_]of[-_]\d+|[-_.]?\d+(?=\.)")  # of a part of a split
 NO_ROWS = ("dataset_info", "dataset_infos", "dataset_dict", "state")  # files of `datasets` about a data set
 CHAT_COLUMNS = "messages", "conversations"
 HELD_OUT = 0.05  # share of the training rows that goes to each split that the source lacks
 PASSAGE = 2000  # least characters of a plain text file that go to one split together (whole paragraphs)
+PLAIN = Features(
+    {name: Value("string") for name in ("prompt", "response", "said", "text", "messages", "tools", "note")}
+    | {"number": Value("int64")}
+)
+"""Columns of plain rows, empty where a shape has none. ``said`` is what a user says to a chat model, where that is not
+the prompt; ``messages`` and ``tools`` are JSON, whose values need not agree in types from row to row."""
 Shape = Callable[[Row], Row]  # brings a row of a source into its plain shape
 LeftOut = list[tuple[str, int, str]]
 """Rows that are not used as they are: reason, number, and what is particular to each."""
@@ -46,88 +67,107 @@ LeftOut = list[tuple[str, int, str]]
 
 @dataclass
 class SourceRows:
-    """Rows of each split in one shape, and sentences about what was left out."""
+    """Rows of each split in one shape (columns `PLAIN`), and sentences about what was left out."""
 
     kind: str
-    splits: dict[str, list[Row]]
+    splits: dict[str, Dataset]
     notes: list[str] = field(default_factory=list)
+
+
+def plain_rows(rows: Sequence[Row]) -> Dataset:
+    """A data set of plain rows."""
+    return Dataset.from_dict({name: [row.get(name, "") for row in rows] for name in PLAIN}, features=PLAIN)
 
 
 def sentences(split: str, left_out: LeftOut) -> list[str]:
     """One sentence for each reason why rows of a split are left out: how many it concerns, and the first of them."""
-    found: dict[str, list[tuple[int, str]]] = {}
+    by_reason: dict[str, list[tuple[int, str]]] = {}
     for reason, number, detail in left_out:
-        found.setdefault(reason, []).append((number, f": {detail}" if detail else ""))
+        by_reason.setdefault(reason, []).append((number, f": {detail}" if detail else ""))
     return [
         f"{split}: {len(rows)} row{'s' * (len(rows) > 1)} {reason} (row {min(rows)[0]}{min(rows)[1]})"
-        for reason, rows in found.items()
+        for reason, rows in by_reason.items()
     ]
 
 
 def load_rows(settings: DataSettings, seed: int) -> SourceRows:
     """The rows of train, validation and test; no row of a later split, nor the prompt of a pair, is in an earlier one.
 
+    Args:
+        settings: Source and templates.
+        seed: Chooses the sample of a data set of the Hub that has far more rows than needed.
+
     Raises:
         UserError: No such source, missing columns, or a split without rows.
     """
-    notes = list[str]()
-    raw, preset = _raw_rows(settings, seed, notes), PRESETS.get(settings.source)
-    if not raw.get("train"):
-        raise UserError(f"data.source {settings.source!r} has no training rows: give them with data.train_file")
-    kind, shape, read = _shape(settings, preset, raw["train"][:100])
-    rows = SourceRows(kind, {split: [] for split in SPLITS}, notes)
-    if unread := [name for name in raw["train"][0] if name not in read]:
-        notes.append(f"columns that are not read: {', '.join(map(repr, unread[:30]))}")
-    for split, kept in rows.splits.items():
-        left_out = []
-        for number, row in enumerate(raw.pop(split, ()), 1):
-            try:
-                made = shape(row) | {"number": number}
-                json.dumps(made, ensure_ascii=False, default=str).encode()
-                kept.append(made)
-            except UnusableRow as error:
-                left_out.append((f"{error.reason} dropped", number, error.detail))
-            except UnicodeEncodeError:
-                left_out.append(("with half a character (a lone surrogate) dropped", number, ""))
+    raw, preset = _raw_rows(settings, seed), PRESETS.get(settings.source)
+    if not (first := list(islice(raw.get("train", ()), 100))):
+        raise UserError(f"data.source {settings.source!r} has no training rows: give them with data.files.train")
+    kind, shape, columns = _shape(settings, preset, first)
+    rows = SourceRows(kind, {split: plain_rows([]) for split in SPLITS})
+    if unread := [name for name in first[0] if name not in columns]:
+        rows.notes.append(f"columns that are not read: {', '.join(map(repr, unread[:30]))}")
+    for split in SPLITS:
+        rows.splits[split], left_out = _shaped(raw.pop(split, ()), shape)
         rows.notes += sentences(split, left_out)
-    if not rows.splits["train"]:
+    if not len(rows.splits["train"]):
         raise UserError(
-            f"data: no training row of {settings.source!r} can be used ({'; '.join(rows.notes)}): check data.kind and "
-            "the templates, or name other columns with data.prompt_template and data.response_template"
+            f"data: no training row of {settings.source!r} can be used ({'; '.join(rows.notes)}): name its columns "
+            "with data.prompt_template and data.response_template"
         )
-    often = set[str]()
-    if kind == "pairs":
-        counts = Counter(_key_of(row) for kept in rows.splits.values() for row in kept)
-        often = {prompt for prompt, count in counts.items() if count > max(10, HELD_OUT * counts.total())}
-        rows.notes += [f"{counts[text]} rows have the prompt {text[:60]!r}: it is in every split" for text in often]
-    empty = [split for split in SPLITS if not rows.splits[split]]
-    if empty:  # their share of the training rows
-        given, rows.splits["train"] = rows.splits["train"], []
-        for row in given:
-            split = held_out(_key_of(row, often), HELD_OUT)
-            rows.splits[split if split in empty else "train"].append(row)
-    seen: set[str] = set()
-    for split in reversed(SPLITS):
-        keys = [_key_of(row, often) for row in rows.splits[split]]
-        if kind != "text":
-            rows.splits[split] = [row for row, key in zip(rows.splits[split], keys) if key not in seen]
-            seen.update(keys)
-        if lost := len(keys) - len(rows.splits[split]):
-            what = "their prompts" if kind == "pairs" else "they"
-            rows.notes.append(f"{split}: {lost} rows dropped, because {what} are in a later split too")
-        if not rows.splits[split]:
-            raise UserError(
-                f"data.source {settings.source!r} leaves no {split} rows: give more rows, or a data.{split}_file"
-            )
+    _divide(rows)
+    if lacking := [split for split in SPLITS if not len(rows.splits[split])]:
+        raise UserError(
+            f"data.source {settings.source!r} leaves no {lacking[0]} rows: give more, or data.files.{lacking[0]}"
+        )
     return rows
 
 
-def _key_of(row: Row, often: Collection[str] = ()) -> str:
+def _shaped(rows: Iterable[Row], shape: Shape) -> tuple[Dataset, LeftOut]:
+    """The rows of a split in their plain shape, and those that are left out."""
+    kept, left_out = list[Row](), LeftOut()
+    for number, row in enumerate(rows, 1):
+        try:
+            made = shape(row)
+            "".join(made.values()).encode()
+            kept.append(made | {"number": number})
+        except UnusableRow as error:
+            left_out.append((f"{error.reason} dropped", number, error.detail))
+        except UnicodeEncodeError:
+            left_out.append(("with half a character (a lone surrogate) dropped", number, ""))
+    return plain_rows(kept), left_out
+
+
+def _divide(rows: SourceRows) -> None:
+    """Fills empty splits with their share of the training rows, and takes rows of later splits out of earlier ones."""
+    often, kept = set[str](), rows.splits
+    if rows.kind == "pairs":
+        counts = Counter(prompt for split in SPLITS for prompt in kept[split]["prompt"][:])
+        often = {prompt for prompt, count in counts.items() if count > max(10, HELD_OUT * counts.total())}
+        rows.notes += [f"{counts[text]} rows have the prompt {text[:60]!r}: it is in every split" for text in often]
+    if empty := [split for split in SPLITS if not len(kept[split])]:
+        given = kept["train"]
+        named = [held_out(key, HELD_OUT) for key in _keys(rows.kind, given, often)]
+        named = [name if name in empty else "train" for name in named]
+        for split in ("train", *empty):
+            kept[split] = given.select([place for place, name in enumerate(named) if name == split])
+    seen = set[str]()
+    for split in reversed(SPLITS) if rows.kind != "text" else ():
+        keys = _keys(rows.kind, kept[split], often)
+        new = [place for place, key in enumerate(keys) if key not in seen]
+        seen.update(keys)
+        if lost := len(keys) - len(new):
+            what = "their prompts" if rows.kind == "pairs" else "they"
+            rows.notes.append(f"{split}: {lost} rows dropped, because {what} are in a later split too")
+            kept[split] = kept[split].select(new)
+
+
+def _keys(kind: str, rows: Dataset, often: Collection[str]) -> list[str]:
     """What keeps rows in one split: a whole chat, a text, a pair's prompt (if frequent: the whole pair)."""
-    if "messages" in row:
-        return json.dumps(row["messages"], sort_keys=True, default=str)
-    key = str(row["text"] if "text" in row else row["prompt"] or row["response"])
-    return key + row["response"] if key in often else key
+    keys: list[str] = rows[{"pairs": "prompt", "chat": "messages", "text": "text"}[kind]][:]
+    if not often:
+        return keys
+    return [key + answer if key in often else key for key, answer in zip(keys, rows["response"][:])]
 
 
 # -- shapes -----------------------------------------------------------------------------------------------------------
@@ -135,39 +175,33 @@ def _key_of(row: Row, often: Collection[str] = ()) -> str:
 
 def _shape(settings: DataSettings, preset: Preset | None, rows: Sequence[Row]) -> tuple[str, Shape, Sequence[str]]:
     """The kind of rows like these, the function that brings one into its plain shape, and the columns that it reads."""
-    kind, own, columns = settings.kind, settings.templates(), list(dict.fromkeys(name for row in rows for name in row))
+    templates, columns = settings.templates(), list(dict.fromkeys(name for row in rows for name in row))
     chats = [name for name in columns if any(messages_of(row.get(name)) for row in rows)]
     messages = [name for name in CHAT_COLUMNS if name in columns][:1]
     if not messages and (answers := [name for name in ("completion", "chosen") if name in chats]):
         messages = [*(["prompt"] if "prompt" in chats else []), answers[0]]  # TRL's preferences and completions
-    given = own or (preset if preset is not None and kind in ("auto", preset.kind) else None)
-    if given is not None:
-        needed, shape = _pairs(given)
-        if missing := [column for column in needed if column not in columns]:
-            raise UserError(
-                f"data: the templates {' and '.join(map(repr, own or [settings.source]))} need the columns "
-                f"{', '.join(needed)}, and {', '.join(missing)} is missing from {', '.join(columns)}: correct "
-                "data.prompt_template and data.response_template"
-            )
-        chat = given is preset and preset.kind == "chat"
-        return ("chat", _chat(messages), columns) if chat else ("pairs", shape, columns)
-    if kind in ("auto", "chat") and messages:
+    if preset is not None and not {*preset.columns} <= {*columns}:
+        preset = None  # files that are not like it
+    if messages and not templates and (preset is None or preset.kind == "chat"):
         return "chat", _chat(messages), [*messages, "tools"]
-    if kind in ("auto", "pairs"):
-        if {"instruction", "output"} <= {*columns}:
-            return "pairs", _pairs(PRESETS["alpaca"])[1], ["instruction", "input", "output"]
-        for usual in TEMPLATES:
-            needed, shape = _pairs(usual)
-            if {*needed} <= {*columns}:
-                return "pairs", shape, needed
-    if kind in ("auto", "chat") and len(chats) == 1:
+    usual: Sequence[Preset | tuple[str, str]] = [PRESETS["alpaca"], *TEMPLATES]
+    for given in [templates] if templates else [preset] if preset else usual:
+        needed, shape = _pairs(given)
+        if {*needed} <= {*columns}:
+            return "pairs", shape, columns if given is preset else [*needed, *["input"] * ("instruction" in needed)]
+    if templates:
+        missing = ", ".join(column for column in needed if column not in columns)
+        raise UserError(
+            f"data: the templates {' and '.join(map(repr, templates))} need the columns {', '.join(needed)}, and "
+            f"{missing} is missing from {', '.join(columns)}: correct data.prompt_template and data.response_template"
+        )
+    if len(chats) == 1:
         return "chat", _chat(chats), [*chats, "tools"]
-    if kind in ("auto", "text") and "text" in columns:
+    if "text" in columns:
         return "text", _text, ["text"]
     raise UserError(
-        f"data.kind {kind!r} does not fit the columns {', '.join(map(repr, columns[:30]))}: expected messages or "
-        "conversations (chats), text, or columns that templates name (--data.prompt_template '{COLUMN}' "
-        "--data.response_template '{COLUMN}')"
+        f"data.source has the columns {', '.join(map(repr, columns[:30]))}: expected messages or conversations, text, "
+        "or columns that templates name (--data.prompt_template '{COLUMN}' --data.response_template '{COLUMN}')"
     )
 
 
@@ -184,7 +218,9 @@ def _chat(columns: Sequence[str]) -> Shape:
             prompt, messages = messages_of(row.get(columns[0])) or [], messages_of(messages) or []
             messages = messages if messages[: len(prompt)] == prompt else prompt + messages
         messages, notes = clean_messages(messages)
-        return {"messages": messages, "tools": tools or None, "notes": notes}
+        as_json = partial(json.dumps, ensure_ascii=False, default=str)
+        written = as_json(messages, sort_keys=True)
+        return {"messages": written, "tools": as_json(tools) if tools else "", "note": "".join(notes)}
 
     return shape
 
@@ -196,10 +232,7 @@ def _text(row: Row) -> Row:
 
 
 def _pairs(source: Preset | tuple[str, str]) -> tuple[Sequence[str], Shape]:
-    """The columns that a preset, or two format strings, need, and the shape of a prompt and its response.
-
-    A preset's ``said`` is what a user says to a chat model, where that is another text than the prompt.
-    """
+    """The columns that a preset, or two format strings, need, and the shape of a prompt and its response."""
     templates: dict[str, Callable[[Row], str]]
     if isinstance(source, Preset):
         columns, templates = source.columns, {"prompt": source.prompt, "response": source.response}
@@ -234,29 +267,30 @@ def _pairs(source: Preset | tuple[str, str]) -> tuple[Sequence[str], Shape]:
 # -- files and the Hub ------------------------------------------------------------------------------------------------
 
 
-def _raw_rows(settings: DataSettings, seed: int, notes: list[str]) -> dict[str, list[Row]]:
+def _raw_rows(settings: DataSettings, seed: int) -> dict[str, Iterable[Row]]:
     """Rows by split as they are in files, in a data set of the Hub, or made by the built-in task."""
     source, preset = settings.source, PRESETS.get(settings.source)
-    files = {split: [path] for split in SPLITS if (path := getattr(settings, f"{split}_file")) is not None}
-    counts = (settings.train_limit, settings.validation_examples, settings.test_examples)
+    counts = (settings.train_limit or 0, settings.validation_examples, settings.test_examples)
+    files: dict[str, list[str]] = {split: [path] for split, path in settings.files.items()}
     if source == "arithmetic" and not files:
-        made = {split: problems(seed, split, n or 0, settings.difficulty) for split, n in zip(SPLITS, counts)}
+        made = {split: problems(seed, split, count) for split, count in zip(SPLITS, counts)}
         return {split: [{"question": p.question, "answer": p.solution} for p in made[split]] for split in SPLITS}
     if preset is None:  # the name of a preset wins over a path
-        files = _local(source, notes) | files
-    enough = None if counts[0] is None else 4 * sum(counts)  # some cannot be used
-    found = {} if "train" in files else _from_hub(settings, preset, seed, enough)
+        files = _local(Path(source)) | files
+    raw = {} if "train" in files else _from_hub(settings, preset, seed, 4 * sum(counts) if counts[0] else None)
     for split, paths in files.items():
-        found[split] = []
-        rows: Iterable[Row] = chain.from_iterable(map(iter_rows, paths))
-        if file_format(paths[0]) == ".txt":
-            rows = [{"text": text} for path in paths for text in _passages("".join(datasets.text_lines(path)))]
-        for row in islice(rows, enough if settings.streaming else None):
-            named = None  # the split of a row, of a preset whose splits are in one file
-            if split == "train" and preset and preset.last_keys and all(column in row for column in preset.columns):
-                named = preset.split_of(row)
-            found.setdefault(named or split, []).append(row)
-    return found
+        if len(forms := {file_format(path) for path in paths}) > 1:
+            raise UserError(f"data.source: {split} rows are in files of the formats {sorted(forms)}: see data.files")
+        if forms == {".txt"}:
+            raw[split] = [{"text": text} for path in paths for text in _passages("".join(text_lines(path)))]
+        else:  # not by datasets, which guesses the types of JSON and CSV values
+            raw[split] = list(chain.from_iterable(map(iter_rows, paths)))
+    if "train" in files and preset and preset.last_keys:  # a file that holds all splits
+        named: dict[str, list[Row]] = {}
+        for row in raw["train"]:
+            named.setdefault(({*preset.columns} <= {*row} and preset.split_of(row)) or "train", []).append(row)
+        raw = named | {split: rows for split, rows in raw.items() if split != "train"}
+    return raw
 
 
 def _passages(text: str) -> list[str]:
@@ -269,59 +303,40 @@ def _passages(text: str) -> list[str]:
     return [passage for passage in passages if passage.strip()]
 
 
-def _local(source: str, notes: list[str]) -> dict[str, list[str]]:
+def _local(path: Path) -> dict[str, list[str]]:
     """Files of a source that is a path: one file is the training split, those of a folder go by their names.
 
-    A split is one file or its numbered parts (data/train-00000-of-00002.parquet), at any depth.
+    As on the Hub, a file or its folder is named train, validation or test, and a split may have numbered parts.
     """
-    path = Path(source)
     if not path.is_dir():
-        looks = file_format(path) or source.startswith((".", "/", "~"))
-        return {"train": [source]} if looks or path.is_file() else {}
-    series: dict[str, dict[str, list[str]]] = {split: {} for split in ("", *SPLITS)}
-    files = (file for file in path.rglob("*") if file_format(file) and file.stem not in NO_ROWS)
-    for file in sorted(files):
-        parts = reversed(file.relative_to(path).parts)  # the file's own name before its folders'
-        words = [word for part in parts for word in re.findall("[a-z]+", part.lower())]
-        split = next((split for word in words for split in SPLITS if word in SPLIT_NAMES[split]), "")
-        numberless = file.parent / NUMBER.sub("", file.name)
-        series[split].setdefault(str(numberless), []).append(str(file))
-    other = series.pop("")
-    if not series["train"] and len(other) == 1:
-        series["train"], other = other, {}
-    for split, found in series.items():
-        if len(found) > 1 or (split == "train" and not found):
-            names = ", ".join(files[0] for files in (found or other).values())
-            raise UserError(
-                f"data.source: the folder {source!r} has {len(found)} sets of {split} rows ({names or 'no file'}): "
-                "give one file, or a folder with one file named train (jsonl, parquet, ...), or train-00000 and so on"
-            )
-    if other:
-        notes.append(f"{source}: not read, as no split is in their names: {', '.join(other)}")
-    return {split: files for split, found in series.items() for files in found.values()}
+        return {"train": [str(path)]} if path.is_file() or file_format(path) else {}
+    base = str(path.resolve())
+    named = DataFilesDict.from_patterns(get_data_patterns(base), base)
+    return {
+        str(split): [file for file in map(str, files) if file_format(file) and Path(file).stem not in NO_ROWS]
+        for split, files in named.items()
+    }
 
 
-def _from_hub(settings: DataSettings, preset: Preset | None, seed: int, enough: int | None) -> dict[str, list[Row]]:
-    """A data set of the Hub; of one with far more rows than needed a sample, of a stream the first rows."""
+def _from_hub(settings: DataSettings, preset: Preset | None, seed: int, enough: int | None) -> dict[str, Iterable[Row]]:
+    """A data set of the Hub; of one with far more rows than needed a sample."""
     name = preset.hub if preset else settings.source
     if name is None:
-        raise UserError(f"data.source {settings.source!r} is not on the Hub: give local rows with data.train_file")
-    found = dict[str, list[Row]]()
+        raise UserError(f"data.source {settings.source!r} is not on the Hub: give local rows with data.files.train")
+    splits: dict[str, Iterable[Row]] = {}
     try:
-        loaded = datasets.load_hub(name, preset.config if preset else None, streaming=settings.streaming)
+        loaded = load_hub(name, preset.config if preset else None)
         for split, names in SPLIT_NAMES.items():
             wanted = preset.splits.get(split) if preset else next((n for n in names if n in loaded), None)
             if wanted in loaded:
                 rows = loaded[wanted]
-                if not settings.streaming and enough and len(rows) > enough:
-                    rows = rows.shuffle(seed=seed).select(range(enough))
-                found[split] = list(islice(rows, enough))
-        if "train" not in found:
+                splits[split] = rows.shuffle(seed=seed).select(range(enough)) if enough and len(rows) > enough else rows
+        if "train" not in splits:
             raise ValueError(f"none of its splits {', '.join(loaded)} is named train")
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"data.source {settings.source!r} cannot be read: {' '.join(str(error).split())} (data.train_file; `hf "
-            f"download {name} --repo-type dataset --local-dir DIR` fetches its files). A source is a preset "
+            f"data.source {settings.source!r} cannot be read: {' '.join(str(error).split())} (data.files; `hf download "
+            f"{name} --repo-type dataset --local-dir DIR` fetches its files). A source is a preset "
             f"({', '.join(PRESETS)}), a file, a folder or a Hub name"
         ) from error
-    return found
+    return splits

@@ -5,7 +5,6 @@ folder of that name is always complete.
 """
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,14 @@ from decode.models.head_files import is_head
 from decode.models.heads import DraftHead
 from decode.models.loading import check_tokenizers, load_config, load_model, load_tokenizer
 from decode.models.mtp import MTP, MtpHead
-from distill.config.run import ExportSettings
-from distill.export.model_card import write_card
+from distill.config import ExportSettings
+from distill.export.card import describe, write_card
 from distill.files import replaced, save_tokenizer
 
 # vLLM derives a speculative method from parts of the draft's path, even when the method is given: those that are wrong
 # for a plain draft model, and for an EAGLE-1 head.
 SNIFFED_NAMES: dict[int | str | None, list[str]] = {None: ["eagle-", "eagle3", "dflash", "dspark"], 1: ["eagle3"]}
+DRAFTED = 4  # tokens per round, until the best number is measured
 NEVER = -1e4  # bias of padded ids: below any real logit, within the range of float16
 # Texts that pre-tokenisers and normalisers with the same vocabulary split differently.
 PROBE_TEXTS = (
@@ -46,53 +46,51 @@ def export_draft(
     draft_dir: str | Path,
     target_dir: str | Path,
     out_dir: str | Path,
-    profile: Mapping[str, Any],
     settings: ExportSettings,
     *,
     trust_remote_code: bool = False,
     trust_draft_code: bool = False,
+    name: str = "",
 ) -> Path:
-    """Exports the draft for use with transformers, vLLM and SGLang.
+    """Exports the draft for use with transformers, vLLM and SGLang; `add_measurements` adds what is measured later.
 
     Args:
         draft_dir: Folder of the trained draft.
         target_dir: Folder or Hub name of its target, of which only configuration and tokenizer are read.
         out_dir: Destination. An earlier export there is replaced once the new one is complete. It may be
             ``draft_dir`` itself.
-        profile: Measurements. ``best_draft_length`` is required; `speculation_profile` and `model_card` list the
-            optional keys.
         settings: Number format.
         trust_remote_code: Run model code that comes with the folders.
         trust_draft_code: Run only the draft's.
+        name: The draft's name in the run.
 
     Returns:
         ``out_dir``.
 
     Raises:
-        UserError: The path would be taken by vLLM for another method, the folder is no earlier export, the tokenizers
-            differ, or there is no draft length.
+        UserError: The path would be taken by vLLM for another method, the folder is no earlier export, or the
+            tokenizers differ.
     """
     draft_dir, out_dir = Path(draft_dir), Path(out_dir)
     check_export_path(out_dir)
-    length = draft_length(profile)
-    trust, trust_own = trust_remote_code, trust_remote_code or trust_draft_code
-    tokenizer = load_tokenizer(target_dir, trust_remote_code=trust)
+    trust_draft_code = trust_remote_code or trust_draft_code
+    tokenizer = load_tokenizer(target_dir, trust_remote_code=trust_remote_code)
     if any((draft_dir / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
-        check_same_tokenizer(tokenizer, load_tokenizer(draft_dir, trust_remote_code=trust_own))
-    target = load_config(target_dir, trust_remote_code=trust)
+        check_same_tokenizer(tokenizer, load_tokenizer(draft_dir, trust_remote_code=trust_draft_code))
+    target = load_config(target_dir, trust_remote_code=trust_remote_code)
     vocabulary = target.get_text_config().vocab_size
 
     # The number format is set at loading: model.to() would round the rope frequencies as well.
-    kept = load_config(draft_dir, trust_remote_code=trust_own).dtype or torch.float32
-    dtype = str(kept).removeprefix("torch.") if settings.dtype == "keep" else settings.dtype
-    model = load_model(draft_dir, device="cpu", dtype=dtype, trust_remote_code=trust_own)
-    own: Any = model.config.get_text_config()
-    longest = min(32, getattr(own, "max_position_embeddings", None) or 64)
+    trained = load_config(draft_dir, trust_remote_code=trust_draft_code).dtype or torch.float32
+    dtype = str(trained).removeprefix("torch.") if settings.dtype == "keep" else settings.dtype
+    model = load_model(draft_dir, device="cpu", dtype=dtype, trust_remote_code=trust_draft_code)
+    config: Any = model.config.get_text_config()
+    longest = min(32, getattr(config, "max_position_embeddings", None) or 64)
     generator = torch.Generator().manual_seed(0)
-    probe = torch.randint(min(vocabulary, own.vocab_size), (2, longest), generator=generator)
+    probe = torch.randint(min(vocabulary, config.vocab_size), (2, longest), generator=generator)
     source = _logits(model, probe)
     trained_vocabulary = fit_vocabulary(model, vocabulary)
-    note = fit_context(own, target.get_text_config())
+    note = fit_context(config, target.get_text_config())
     try:
         target_generation = GenerationConfig.from_pretrained(target_dir)
     except OSError:
@@ -104,7 +102,7 @@ def export_draft(
             bos_token_id=target_generation.bos_token_id,
             eos_token_id=target_generation.eos_token_id,
             pad_token_id=target_generation.pad_token_id,
-            num_assistant_tokens=length,
+            num_assistant_tokens=DRAFTED,
             num_assistant_tokens_schedule="constant",
             assistant_confidence_threshold=0.0,
         )
@@ -113,13 +111,12 @@ def export_draft(
         model.save_pretrained(partial, max_shard_size="1TB")
         add_legacy_fields(partial / "config.json")
         save_tokenizer(tokenizer, partial)
-        write_card(
-            partial, profile, model, target, length, names=(str(target_dir), str(out_dir)), notes=[note],
-            gguf_type=(settings.gguf or ["f32"])[0], trained_vocabulary=trained_vocabulary,
-        )  # fmt: skip
-        config = model.config
-        del model, own
-        _check_reload(partial, config, probe, source, trust_own)
+        facts = describe(model, target, str(target_dir), str(out_dir), settings.gguf)
+        facts |= {"name": name, "trained_vocabulary": trained_vocabulary, "notes": [note] if note else []}
+        write_card(partial, facts, DRAFTED)
+        written = model.config
+        del model, config
+        _check_reload(partial, written, probe, source, trust_draft_code)
     return out_dir
 
 
@@ -185,20 +182,20 @@ def fit_context(draft: PreTrainedConfig, target: PreTrainedConfig) -> str:
     SGLang refuses a draft with a shorter context. Rotary positions can be extended; learned ones, and rotary ones that
     are scaled by the length of the context, cannot.
     """
-    own, wanted = (getattr(config, "max_position_embeddings", None) for config in (draft, target))
-    if not own or not wanted or own >= wanted:
+    trained, wanted = (getattr(config, "max_position_embeddings", None) for config in (draft, target))
+    if not trained or not wanted or trained >= wanted:
         return ""
     rope = dict(getattr(draft, "rope_parameters", None) or {})
     kinds = {rope.get("rope_type", "default")} if "rope_theta" in rope else {r.get("rope_type") for r in rope.values()}
     if not rope or not kinds <= {"default", "linear", "llama3"}:
         return (
-            f"The draft's context of {own:,} tokens is shorter than the target's of {wanted:,} and cannot be extended: "
-            "SGLang needs SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1, and vLLM takes the shorter one for both."
+            f"The draft's context of {trained:,} tokens is shorter than the target's of {wanted:,} and cannot be "
+            "extended: SGLang needs SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1, vLLM takes the shorter one for both."
         )
     draft.max_position_embeddings = wanted
     return (
         f"`max_position_embeddings` is the target's ({wanted:,}), as SGLang requires; the draft was made for "
-        f"{own:,} tokens, and its acceptance beyond them was not measured."
+        f"{trained:,} tokens, and its acceptance beyond them was not measured."
     )
 
 
@@ -223,21 +220,6 @@ def add_legacy_fields(path: Path) -> None:
         if "sliding_attention" in rope:
             config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
-def draft_length(profile: Mapping[str, Any]) -> int:
-    """Returns the best measured draft length.
-
-    Raises:
-        UserError: There is none.
-    """
-    length = profile.get("best_draft_length")
-    if not isinstance(length, int) or length < 0:
-        raise UserError(
-            f"The draft length to export is {length!r}, expected a whole number of at least 1. Measure it with "
-            "`python -m decode profile`."
-        )
-    return max(1, length)  # a measured best of 0 means that drafting does not pay; engines need at least 1
 
 
 @torch.no_grad()
@@ -286,11 +268,6 @@ def check_gguf(settings: ExportSettings, head: int | str | DraftHead | None = No
             raise UserError("llama.cpp has no EAGLE-1 heads; train student.kind eagle3, or leave export.gguf empty")
         if head == MTP or isinstance(head, MtpHead):
             raise UserError("llama.cpp reads next-token layers from the target's own file; leave export.gguf empty")
-        if settings.format != "native":
-            raise UserError(
-                f"export.format is {settings.format}, which llama.cpp's converter reads as other heads; choose native, "
-                "or leave export.gguf empty"
-            )
         if isinstance(head, DraftHead) and (why := unserved(head).get("llama.cpp")):
             raise UserError(f"llama.cpp does not run this head as it is trained ({why}); leave export.gguf empty")
 
@@ -303,9 +280,9 @@ def export_gguf(export: Path, target: Path, settings: ExportSettings) -> list[Pa
     """
     if not settings.gguf:
         return []
-    folder, of = export / "gguf", target if is_head(export) else None
+    head_of = target if is_head(export) else None
     return [
-        convert(source, folder / f"{name}-{kind}.gguf", kind, target=of if name == "draft" else None)
+        convert(source, export / "gguf" / f"{name}-{kind}.gguf", kind, target=head_of if name == "draft" else None)
         for kind in settings.gguf
         for name, source in (("target", target), ("draft", export))
     ]

@@ -4,51 +4,46 @@ Both load an EAGLE-3 head from ``config.json`` (architectures ``LlamaForCausalLM
 tensors of `decode.models.heads`. Their loaders skip unknown names, so the files are read again here. The embedding is
 the target's. EAGLE-1 heads keep the names of the official checkpoints, which SGLang loads. Of block heads the output
 head is the target's too; where they draft some tokens only, engines need a copy of its rows. Next-token layers
-keep the names of the target's own files.
+keep the names of the target's own files, into which `replace_layers` puts them.
 """
 
 import json
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.errors import UserError
+from decode.errors import UserError, read_json, write_text
 from decode.models.block_head import BlockHead
-from decode.models.head_configs import head_format, speculators_fields, unserved
-from decode.models.head_files import HEAD, SHARED, load_head, save_head
+from decode.models.head_configs import unserved
+from decode.models.head_files import HEAD, load_head, save_head
 from decode.models.heads import DraftHead, output_head
-from decode.models.loading import load_model, load_tokenizer
-from decode.models.mtp import MTP
-from distill.config.run import ExportSettings
-from distill.export.draft import add_legacy_fields, check_export_path, check_gguf, draft_length
-from distill.export.model_card import TOKEN_MAP, write_card
+from decode.models.loading import load_tokenizer
+from distill.config import ExportSettings
+from distill.export.card import TOKEN_MAP, describe, write_card
+from distill.export.draft import DRAFTED, add_legacy_fields, check_export_path, check_gguf
 from distill.files import replaced, save_tokenizer
+from distill.models import hollow_target
 
-TABLES = ("d2t", "t2d")  # tensors that a head of a reduced vocabulary has
 NETWORK = ("version", "captured_layers", "drafts", "mask_id", "temperatures")
-"""What decides beside the tensors what a head drafts."""
-FIELDS = (
-    "architectures", "model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "num_hidden_layers", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta",
-    "hidden_act", "tie_word_embeddings", "torch_dtype",
-)  # fmt: skip
-"""Fields of config.json that the engines read; all but EAGLE-1 need ``draft_vocab_size`` too."""
+"""Besides its tensors, these fields decide what a head drafts."""
+SKIPPED = ("modules_to_not_convert", "ignored_layers", "ignore")
+"""Where a quantization_config lists modules that are not quantised: of transformers, of vLLM, of compressed-tensors."""
 
 
 def export_head(
     head_dir: str | Path,
     target_dir: str | Path,
     out_dir: str | Path,
-    profile: Mapping[str, Any],
     settings: ExportSettings,
     *,
+    length: int | None = None,
     trust_remote_code: bool = False,
+    name: str = "",
 ) -> Path:
     """Exports a head; an earlier export in the same place is replaced once the new one is complete.
 
@@ -57,51 +52,43 @@ def export_head(
 
     Args:
         head_dir: Folder of the trained head.
-        target_dir: Folder or Hub name of its target.
+        target_dir: Folder or Hub name of its target, of which embedding, output head and shape are read.
         out_dir: Destination.
-        profile: Measurements, as for `export_draft`.
-        settings: Layout, number format, and that of the GGUF files.
+        settings: Number format, and that of the GGUF files.
+        length: Drafted tokens per round, until the best number is measured. None: a block's length, else `DRAFTED`.
         trust_remote_code: Run model code that comes with the target.
+        name: The head's name in the run.
 
     Returns:
         ``out_dir``.
 
     Raises:
-        UserError: The destination holds something else, or there is no draft length.
+        UserError: The destination holds something else, or the head is not the same when it is read again.
     """
     out_dir = Path(out_dir)
-    target = load_model(target_dir, device="cpu", dtype="float32", trust_remote_code=trust_remote_code)
-    head, of_speculators = load_head(head_dir, target), settings.format == "speculators"
+    target = hollow_target(target_dir, trust_remote_code=trust_remote_code)
+    head = load_head(head_dir, target)
     check_export_path(out_dir, head.version)
     check_gguf(settings, head)
-    length, why = draft_length(profile), unserved(head)
-    if isinstance(head, BlockHead):
-        length = min(length, head.drafts)
-        why |= {"sglang": "it does not read speculators' format"} if of_speculators else {}
-    for engine, reason in why.items():
+    length = length or head.drafts or DRAFTED
+    length = min(length, head.drafts or length)
+    for engine, reason in unserved(head).items():
         warnings.warn(f"{engine} does not run this export as it was trained: {reason}", stacklevel=2)
     tokenizer = load_tokenizer(target_dir, trust_remote_code=trust_remote_code)
     dtype = torch.float32 if settings.dtype == "keep" else getattr(torch, settings.dtype)
     with replaced(out_dir) as partial:
-        names = str(target_dir), str(out_dir)
         write_head(head, partial, tokenizer, length, dtype, target)
-        if head.version != MTP:  # whose config.json is the target's
-            check_files(partial)
-        if isinstance(head, BlockHead) and of_speculators:
-            embedding = target.get_input_embeddings().weight.to(dtype)
-            save_head(head, partial, {SHARED: embedding} | _rows(head, target, dtype))
-            fields = json.dumps(speculators_fields(head, names[0]), indent=2, default=str)
-            (partial / "config.json").write_text(fields + "\n", encoding="utf-8")
-        write_card(
-            partial, profile, head, target.config, length, names=names, gguf_type=(settings.gguf or ["f32"])[0],
-            unserved=why,
-        )  # fmt: skip
+        facts = describe(head, target.config, str(target_dir), str(out_dir), settings.gguf)
+        write_card(partial, facts | {"name": name, "unserved": unserved(head)}, length)
         again = load_head(partial, target)
         state = again.state_dict()
-        other = [name for name, one in head.state_dict().items() if not torch.equal(one.to(target.dtype), state[name])]
-        other += [name for name in NETWORK if getattr(head, name, None) != getattr(again, name, None)]
+        other = [key for key, value in head.state_dict().items() if not value.to(target.dtype).equal(state[key])]
+        other += [key for key in NETWORK if getattr(head, key, None) != getattr(again, key, None)]
         if other:
-            raise UserError(f"The exported head, loaded again, has another {other[0]} than the one that was measured.")
+            raise UserError(
+                f"The exported head, loaded again, has another {other[0]} than the one that was trained; it was not "
+                "kept. Set export.dtype to float32, or use the draft's own folder."
+            )
     return out_dir
 
 
@@ -117,7 +104,7 @@ def write_head(
 
     The target is needed for a block head of a reduced vocabulary, which gets a copy of rows of its output head.
     """
-    config, version = head.config, head.version
+    config, version, shared = head.config, head.version, dict[str, Tensor]()
     config.num_assistant_tokens = length
     config.dtype = str(dtype).removeprefix("torch.")
     vars(config).pop("bias", None)
@@ -126,8 +113,9 @@ def write_head(
         config.eagle_config = {"use_aux_hidden_state": True}
         # vLLM numbers states by the layer that they enter, SGLang by the layer that they leave
         config.eagle_aux_hidden_state_layer_ids = captured_layers
-        config.eagle_config["eagle_aux_hidden_state_layer_ids"] = [tap - 1 for tap in captured_layers]
-    shared = _rows(head, target, dtype) if isinstance(head, BlockHead) and head.reduced and target is not None else {}
+        config.eagle_config["eagle_aux_hidden_state_layer_ids"] = [layer - 1 for layer in captured_layers]
+    if isinstance(head, BlockHead) and head.reduced and target is not None:
+        shared[HEAD] = output_head(target, head.draft_ids()).weight.to(dtype)
     save_head(head.to(dtype), folder, shared)
     ids = head.draft_ids()
     if version == 1 and ids is not None:
@@ -136,27 +124,46 @@ def write_head(
     save_tokenizer(tokenizer, folder)
 
 
-def _rows(head: BlockHead, target: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The rows of the target's output head that a block head drafts from."""
-    return {HEAD: output_head(target, head.draft_ids()).weight.to(dtype)}
+def replace_layers(export: str | Path, folder: str | Path) -> None:
+    """Puts exported next-token layers into a copy of their target's files, for engines that run these.
 
+    What was quantised is written in 16 bits: its scales are removed and config.json lists its modules as not quantised,
+    or an engine would scale the new weights.
 
-def check_files(folder: Path) -> None:
-    """Refuses a folder that lacks a field that the engines need, or has what they have no place for."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    version = head_format(config)
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        tables = [name for name in file.keys() if name in TABLES]  # noqa: SIM118
-    lacking = [field for field in (*FIELDS, *["draft_vocab_size"] * (version != 1)) if config.get(field) is None]
-    if lacking:
-        raise RuntimeError(f"The exported head lacks {', '.join(lacking)}.")
-    if config.get("bias"):
-        raise RuntimeError("The exported head has bias set: engines would make biases that no tensor fills.")
-    if version != 1 and len(tables) != 2 * (config["draft_vocab_size"] < config["vocab_size"]):
-        raise RuntimeError(
-            f"The exported head drafts {config['draft_vocab_size']} of {config['vocab_size']} tokens and has {tables}; "
-            f"vLLM has parameters for {', '.join(TABLES)} where it drafts some tokens only."
+    Args:
+        export: Folder of the export.
+        folder: The copy, whose files are changed.
+
+    Raises:
+        UserError: The copy lacks tensors of these names, as one does whose numbers are packed.
+    """
+    folder, tuned = Path(folder), load_file(Path(export) / "model.safetensors")
+    names = {file: set(safe_open(file, "pt").keys()) for file in sorted(folder.glob("*.safetensors"))}
+    present, modules = set[str]().union(*names.values()), {_module(name) for name in tuned}
+    if lacking := sorted(tuned.keys() - present):
+        raise UserError(
+            f"{folder} has no {lacking[0]} ({len(lacking)} of {len(tuned)} tensors of {export} are not there): give a "
+            "copy of the target that was trained for, whose weights are not packed"
         )
-    captured = config.get("eagle_aux_hidden_state_layer_ids") or []
-    if version == 3 and (len(captured) != 3 or len(set(captured)) != 3):
-        raise RuntimeError(f"The exported head captures the layers {captured}; engines expect three different ones.")
+    stale = {name for name in present - tuned.keys() if "scale" in name.rpartition(".")[2] and _module(name) in modules}
+    config, index = read_json(folder / "config.json"), read_json(folder / "model.safetensors.index.json")
+    if stale and (quantised := config.get("quantization_config")):
+        key = next((key for key in SKIPPED if key in quantised), SKIPPED[0])
+        quantised[key] = sorted({*(quantised.get(key) or ()), *map(_module, stale)})
+        write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    for file, listed in names.items():
+        if not listed & (stale | tuned.keys()):
+            continue
+        tensors = {name: tensor for name, tensor in load_file(file).items() if name not in stale}
+        for name in tensors.keys() & tuned.keys():
+            dtype = tensors[name].dtype
+            tensors[name] = tuned[name].to(dtype if dtype.itemsize > 1 else torch.bfloat16)
+        save_file(tensors, file.with_suffix(".partial"), metadata={"format": "pt"})
+        file.with_suffix(".partial").replace(file)
+    if index:
+        index["weight_map"] = {name: file for name, file in index["weight_map"].items() if name not in stale}
+        write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]

@@ -1,174 +1,170 @@
-"""The losses without the logits of all rows: the distillation loss, its plain twin, and the next token's cross-entropy.
+"""Losses without the logits of all rows.
 
-`fused_loss` processes the rows in chunks that fit the processor's cache. The first pass needs no graph and computes the
-loss of every row, and α and agreement if wanted. The selection then chooses among all rows exactly. The gradient is
-computed in closed form for the chosen rows only, and accumulated in float32, so no tensor of all rows times the
-vocabulary exists, neither of logits nor of their gradient. Distributions or gradients that are small enough are kept
-from the first pass for the second.
+`compare` measures rows without a graph, for a selection, for metrics and for validation. `chunked_loss` gives the loss
+of the chosen rows with its gradient. Both process the rows in chunks that fit the processor's cache. The gradient is
+computed in closed form together with the loss and summed up in float32, so no tensor of all rows times the vocabulary
+exists, neither of logits nor of their gradient. Distributions that are small are kept from the first for the second.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from decode.errors import UserError
+from distill.lm_head import LMHead
 from distill.losses.divergences import Divergence, RowIndex, TargetRows, TokenDistributions, pick
-from distill.models.lm_head import LMHead
-from distill.models.loading import autocast_to_bfloat16, loss_precision
+from distill.models import autocast_to_bfloat16, loss_precision
 
-CPU_CHUNK, CUDA_CHUNK = 1 << 21, 1 << 28
-"""Bytes of a float32 buffer ``[chunk, vocab]``, a few of which fit a CPU's cache, or keep a GPU busy."""
-
+CPU_CHUNK, CUDA_CHUNK = 1 << 18, 1 << 28
+"""Bytes of a float32 buffer ``[chunk, vocab]``, a few of which fit a core's second-level cache, or keep a GPU busy."""
 FEWEST_ROWS, FEWEST_NARROW = 64, 256
 """Smallest chunk. The head's weights are read once per chunk, and rounded where products are in bfloat16."""
-
 WAITING, MOST_WAITING = 1 << 23, 1 << 26
 """Bytes of row gradients that are collected before the weight's gradient is updated: as many as that has, within these
 bounds, since every update reads and writes all of it."""
-
-KEPT = 1 << 26
-"""Most bytes of row gradients that are kept between the passes. Beyond it they are computed again."""
-
-LATE = 1 << 22
-"""Most bytes of one model's log-probabilities for which distributions are kept between the passes, and gradients are
-computed for the chosen rows only. Beyond it, reading them from memory again costs as much as that saves."""
-
-WHOLE_CPU, WHOLE_CUDA = 1 << 26, 1 << 28
-"""Bytes of float32 logits up to which the next token's are computed whole, which takes autograd less time."""
+KEPT = 1 << 22
+"""Most bytes of one model's log-probabilities for which `compare` keeps distributions. Beyond it, reading them from
+memory again costs as much as computing them again."""
+AUTOGRAD_CPU, AUTOGRAD_CUDA = 1 << 26, 1 << 28
+"""Bytes of float32 logits up to which autograd takes less time for the next token's loss."""
 
 
-class LossRows(NamedTuple):
-    """The loss of a batch's rows.
+@dataclass
+class Rows:
+    """What a draft predicts of a batch, and the target's distributions of the same tokens: one type for all drafts.
 
-    Attributes:
-        total: Weighted sum of the chosen rows' losses, a scalar that carries the gradient.
-        losses: Loss of every row, ``[rows]``, detached.
-        chosen: Indices of the chosen rows, ascending. None: all.
-        alpha: Σ min(p, q) of every row, ``[rows]``. None: not asked for.
-        agreement: 1 where both have the same most probable token, ``[rows]``. None: not asked for.
-    """
-
-    total: Tensor
-    losses: Tensor
-    chosen: Tensor | None
-    alpha: Tensor | None
-    agreement: Tensor | None
-
-
-@dataclass(frozen=True)
-class LossRequest:
-    """What to compute for a batch's rows.
+    A row is a drafted token: of a language model one for each label token of the batch, of a head one for each label
+    token and drafting step that reaches it, of a block head one for each slot.
 
     Attributes:
-        divergence: The loss.
-        choose: Maps the criterion of all rows and their alpha, ``[rows]`` each, to the indices of the chosen rows,
-            ascending. None: all.
-        criterion: Divergence that ``choose`` is given. None: the loss.
-        metrics: Whether alpha and agreement are computed.
-        mass: Probability that the target gives to all ids of the draft together, ``[rows]``, for alpha. None: 1.
-        factors: Of the rows' losses in the sum, ``[rows]``. None: 1.
+        hidden: Last hidden states, ``[rows, width]``.
+        head: The output head that they are for.
+        target: The target's distributions of the batch's label tokens, over the head's ids.
+        count: Number of rows over which the loss is a mean: the batch's label tokens, of a block head its slots.
+        at: The label token that each row predicts, ``[rows]``. None: row i is label token i.
+        step: Place of each row in its draft, from 0, ``[rows]``. None: 0.
+        weight: Factor of each row's loss, ``[rows]``. None: 1.
+        reference: The reference's divergence of each row, ``[rows]``, if tokens are selected.
+        mass: Probability that the target gives to the head's ids together, ``[rows]``. None: 1.
+        learnable: 1 where the target's most probable token is one of the head's ids, ``[rows]``. None: everywhere.
+        distance: Smooth L1 distance of the states from the target's, ``[rows]`` (EAGLE-1).
+        confidence: Log-odds that the rows' tokens are accepted, as the draft estimates them, ``[rows]`` (DSpark).
     """
 
-    divergence: Divergence
-    choose: Callable[[Tensor, Tensor | None], Tensor] | None = None
-    criterion: Divergence | None = None
-    metrics: bool = True
+    hidden: Tensor
+    head: LMHead
+    target: TargetRows
+    count: int
+    at: Tensor | None = None
+    step: Tensor | None = None
+    weight: Tensor | None = None
+    reference: Tensor | None = None
     mass: Tensor | None = None
-    factors: Tensor | None = None
+    learnable: Tensor | None = None
+    distance: Tensor | None = None
+    confidence: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.hidden)
+
+    @property
+    def vocab(self) -> int:
+        """Number of ids that both models know."""
+        return min(self.head.vocab, self.target.vocab)
+
+    def of_target(self, rows: RowIndex) -> TargetRows:
+        """The target's distributions of some rows."""
+        return self.target.at(rows if self.at is None else pick(self.at, rows))
 
 
-def fused_loss(
-    hidden: Tensor,
-    head: LMHead,
-    target: TargetRows,
-    request: LossRequest,
-    chunk: int | None = None,
-    *,
-    compiled: bool = False,
-) -> LossRows:
-    """Computes the loss of a batch's rows in chunks.
+@dataclass
+class Compared:
+    """Measures of rows, without a graph.
+
+    Attributes:
+        losses: Divergence of every row, ``[rows]``.
+        alpha: Σ min(p, q), ``[rows]``; not set without ``metrics``.
+        agreement: 1 where both have the same most probable token, ``[rows]``; not set without ``metrics``.
+        divergence: Of the losses.
+        kept: Distributions of each chunk, with the derivative of the logits, for `chunked_loss`; None: too large.
+        chunk: Rows of a chunk.
+    """
+
+    losses: Tensor
+    alpha: Tensor
+    agreement: Tensor
+    divergence: Divergence | None = None
+    kept: list[Pair] | None = None
+    chunk: int = 0
+
+
+@torch.no_grad()
+def compare(
+    rows: Rows, divergence: Divergence, only: Tensor | None = None, *, metrics: bool = True, keep: bool = False
+) -> Compared:
+    """Measures rows in chunks.
 
     Args:
-        hidden: The draft's last hidden states at the label positions, ``[rows, hidden]``.
-        head: The draft's head.
-        target: The target's distributions of the same rows.
-        request: What to compute.
-        chunk: Rows per chunk. None: chosen from the vocabulary and the device.
+        rows: Of a batch.
+        divergence: The loss.
+        only: Indices of the rows, ascending; the results are of these alone. None: all.
+        metrics: Measure alpha and agreement too.
+        keep: Keep the distributions for `chunked_loss`, where they are small.
+    """
+    hidden = rows.hidden.to(rows.head.linear.weight.dtype)
+    with loss_precision(hidden.device):
+        return _measured(rows, hidden, divergence, only, metrics=metrics, keep=keep)
+
+
+def chunked_loss(
+    rows: Rows,
+    divergence: Divergence,
+    chosen: Tensor | None = None,
+    compared: Compared | None = None,
+    *,
+    metrics: bool = True,
+    compiled: bool = False,
+) -> tuple[Tensor, Compared]:
+    """Computes the weighted sum of the chosen rows' losses, and measures these rows on the way.
+
+    Args:
+        rows: Of a batch.
+        divergence: The loss.
+        chosen: Indices of the rows, ascending. None: all.
+        compared: Of all rows, by `compare`, whose distributions are used if it kept them.
+        metrics: Measure alpha and agreement too.
         compiled: Compute chunks with kernels of torch.compile, which read and write logits less often.
+
+    Returns:
+        The sum, which carries the gradient, and the chosen rows' measures, without.
 
     Raises:
         UserError: The head is no plain linear layer, whose gradient is known here.
     """
-    if not can_fuse(head):
+    head = rows.head
+    if not _can_fuse(head):
         name = type(head.linear).__name__
         raise UserError(f"the draft's output head is a {name}, expected torch.nn.Linear: choose another student")
-    narrow = autocast_to_bfloat16(hidden.device)
+    narrow, hidden = autocast_to_bfloat16(rows.hidden.device), rows.hidden.to(head.linear.weight.dtype)
+    inputs = hidden, head.linear.weight, head.linear.bias, head.markov
     with loss_precision(hidden.device):
-        hidden = hidden.to(head.linear.weight.dtype)
-        vocab, select = min(head.vocab, target.vocab), request.choose is not None
-        size, whole = chunk or chunk_rows(vocab, hidden.device, narrow=narrow), len(hidden) * vocab * 4
-        # by row the loss, the criterion if there is one, alpha and agreement if wanted
-        count = 1 + (request.criterion is not None) + 2 * request.metrics
-        values = hidden.new_empty(count, len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        chosen: Tensor | None = None
-        factors = request.factors
-        weight, bias = head.linear.weight[:vocab], None if head.linear.bias is None else head.linear.bias[:vocab]
-        evaluate = _evaluate_compiled if compiled else _evaluate
-
-        def part(place: RowIndex) -> tuple[Tensor, TargetRows, LMHead, LossRequest]:
-            mass = None if request.mass is None else pick(request.mass, place)
-            own = replace(request, choose=None, factors=None, mass=mass)  # torch.compile reads all
-            return functional.linear(pick(hidden, place), weight, bias), target.at(place), head, own
-
-        def compute(gradients: HeadGradients | None) -> Tensor:
-            nonlocal chosen
-            wanted = gradients is not None and (not select or whole <= KEPT)
-            late = wanted and select and whole <= LATE and not compiled
-            kept: list[Callable[[Tensor], Tensor]] = []  # for each chunk, the gradients of its rows from their indices
-            for place in row_slices(len(hidden), size):
-                if late:
-                    products, rows_of_target, _, own = part(place)
-                    pair, slope = _distributions(products, rows_of_target, head)
-                    found, gradient = _values(pair, own), None
-                    kept.append(partial(_gradient_at, request.divergence, pair, slope))
-                else:
-                    found, gradient = evaluate(*part(place), gradient=wanted)
-                for every, some in zip(values, found, strict=True):
-                    every[place] = some
-                if gradient is not None and select:
-                    kept.append(partial(gradient.index_select, 0))
-                elif gradient is not None and gradients is not None:
-                    gradients.add(place, gradient if factors is None else gradient * pick(factors, place)[:, None])
-            alpha = values[-2] if request.metrics else None
-            if request.choose is not None:
-                chosen = request.choose(values[0 if request.criterion is None else 1], alpha)
-            if gradients is not None and chosen is not None:
-                parts: Iterator[tuple[Tensor, Tensor]]
-                if kept:
-                    counts = torch.bincount(chosen // size, minlength=len(kept)).tolist()
-                    numbered = enumerate(zip(chosen.split(counts), kept))
-                    parts = ((rows, gradients_at(rows - n * size)) for n, (rows, gradients_at) in numbered)
-                else:
-                    parts = (
-                        (rows, cast(Tensor, evaluate(*part(rows), values=False, gradient=True)[1]))
-                        for rows in chosen.split(size)
-                    )
-                for rows, gradient in parts:
-                    gradients.add(rows, gradient if factors is None else gradient * factors[rows, None])
-            weighted = values[0] if factors is None else values[0] * factors
-            return (weighted if chosen is None else weighted[chosen]).sum()
-
-        total = _with_gradients(hidden, head, vocab, compute, narrow=narrow)
-    alpha, agreement = (values[-2], values[-1]) if request.metrics else (None, None)
-    return LossRows(total, values[0], chosen, alpha, agreement)
+        gradients = _HeadGradients(inputs, rows.vocab, narrow=narrow) if torch.is_grad_enabled() else None
+        with torch.no_grad():
+            measured = _measured(
+                rows, hidden, divergence, chosen, compared, metrics=metrics, gradients=gradients, compiled=compiled
+            )
+            losses = measured.losses
+            if rows.weight is not None:
+                losses = losses * (rows.weight if chosen is None else pick(rows.weight, chosen))
+            total = losses.sum()
+        return (total if gradients is None else _WithGradients.apply(total, gradients.sums(), *inputs)), measured
 
 
 def next_token_loss(hidden: Tensor, head: LMHead, labels: Tensor) -> Tensor:
@@ -179,225 +175,215 @@ def next_token_loss(hidden: Tensor, head: LMHead, labels: Tensor) -> Tensor:
         head: The model's output head.
         labels: These tokens, ``[rows]``.
     """
-    narrow = autocast_to_bfloat16(hidden.device)
     with loss_precision(hidden.device):
         hidden = hidden.to(head.linear.weight.dtype)
         if not len(labels):
             return head(hidden).sum() * 0.0
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        if is_small(hidden, head) or not can_fuse(head):
+        small = len(hidden) * head.vocab * 4 <= (AUTOGRAD_CUDA if hidden.is_cuda else AUTOGRAD_CPU)
+        if small or not _can_fuse(head):
+            wide = torch.promote_types(hidden.dtype, torch.float32)
             return functional.cross_entropy(head(hidden).to(wide), labels)
-
-        def compute(gradients: HeadGradients | None) -> Tensor:
-            total = hidden.new_zeros((), dtype=wide)
-            for place in row_slices(len(hidden), chunk_rows(head.vocab, hidden.device, narrow=narrow)):
-                logits = head(hidden[place]).to(wide)
-                log_q = logits.log_softmax(-1)
-                own = labels[place][:, None]
-                total -= log_q.gather(1, own).sum()
-                if gradients is not None:  # softmax minus one-hot
-                    gradient = log_q.exp_()
-                    gradient.scatter_add_(1, own, gradient.new_full(own.shape, -1.0))
-                    gradients.add(place, gradient * head.slope(logits))
-            return total
-
-        return _with_gradients(hidden, head, head.vocab, compute, narrow=narrow) / len(labels)
+    return chunked_loss(_label_rows(hidden, head, labels), Divergence("cross_entropy"))[0] / len(labels)
 
 
-@torch.no_grad()
 def next_token_hits(hidden: Tensor, head: LMHead, labels: Tensor) -> Tensor:
     """Returns for how many rows the label is the most probable token, a scalar."""
-    with loss_precision(hidden.device):
-        hidden = hidden.to(head.linear.weight.dtype)
-        size = max(1, len(hidden)) if is_small(hidden, head) else chunk_rows(head.vocab, hidden.device)
-        hits = labels.new_zeros(())
-        for place in row_slices(len(hidden), size):
-            hits += (head(hidden[place]).argmax(-1) == labels[place]).sum()
-        return hits
+    return compare(_label_rows(hidden, head, labels), Divergence("cross_entropy")).agreement.sum()
 
 
-def can_fuse(head: LMHead) -> bool:
+def _label_rows(hidden: Tensor, head: LMHead, labels: Tensor) -> Rows:
+    return Rows(hidden, head, TargetRows(None, head.vocab, labels=labels), len(labels))
+
+
+def _can_fuse(head: LMHead) -> bool:
     """Returns whether the head is a plain linear layer, whose gradient is known here. One with an adapter is not."""
     return type(head.linear) is nn.Linear
 
 
-def is_small(hidden: Tensor, head: LMHead) -> bool:
-    """Returns whether the logits of all rows may be in memory at once."""
-    return len(hidden) * head.vocab * 4 <= (WHOLE_CUDA if hidden.device.type == "cuda" else WHOLE_CPU)
-
-
-def chunk_rows(vocab: int, device: torch.device, *, narrow: bool = False) -> int:
-    """Returns the rows of a chunk. ``narrow``: products are in bfloat16."""
-    size = CUDA_CHUNK if device.type == "cuda" else CPU_CHUNK
-    return max(FEWEST_NARROW if narrow else FEWEST_ROWS, size // (4 * vocab))
-
-
-def row_slices(rows: int, chunk: int) -> Iterator[slice]:
-    """Yields the rows in chunks."""
-    for start in range(0, rows, chunk):
-        yield slice(start, min(rows, start + chunk))
-
-
 # -- a chunk ----------------------------------------------------------------------------------------------------------
 
+Pair = tuple[TokenDistributions, Tensor | float]
+"""Both distributions of some rows, and the derivative of the logits by the linear layer's output."""
+Chunk = tuple[list[Tensor], Tensor | None]
+"""Losses, with metrics alpha and agreement, each ``[rows]``; and the gradient by the linear layer's output."""
 
-def _distributions(products: Tensor, target: TargetRows, head: LMHead) -> tuple[TokenDistributions, Tensor | float]:
-    """Returns both distributions of some rows, and the derivative of the logits by the linear layer's output.
 
-    Args:
-        products: The linear layer's output, ``[rows, vocab]``.
-        target: The target's distributions of these rows.
-        head: The draft's head.
-    """
+def _measured(
+    rows: Rows,
+    hidden: Tensor,
+    divergence: Divergence,
+    chosen: Tensor | None,
+    compared: Compared | None = None,
+    *,
+    metrics: bool,
+    keep: bool = False,
+    gradients: _HeadGradients | None = None,
+    compiled: bool = False,
+) -> Compared:
+    """Measures the chosen rows chunk by chunk, and adds up their gradients if they are wanted."""
+    head, vocab, count = rows.head, rows.vocab, len(rows) if chosen is None else len(chosen)
+    fewest = FEWEST_NARROW if gradients is not None and gradients.narrow else FEWEST_ROWS
+    size = max(fewest, (CUDA_CHUNK if hidden.is_cuda else CPU_CHUNK) // (4 * vocab))
+    values = hidden.new_empty(3, count, dtype=torch.promote_types(hidden.dtype, torch.float32))
+    kept: list[Pair] | None = [] if keep and count * vocab * 4 <= KEPT else None
+    for part, place, pair in _chunks(count, size, chosen, compared):
+        wanted = divergence, None if rows.mass is None else pick(rows.mass, place), metrics, gradients is not None
+        if pair is None:
+            products, target = head.products(pick(hidden, place), vocab), rows.of_target(place)
+        if pair is None and compiled:
+            measures, gradient = _chunk_compiled(products, target, head, *wanted)
+        else:
+            both = _distributions(products, target, head) if pair is None else pair
+            at_hand = None  # the losses, where they were computed before
+            if pair is not None and compared is not None and compared.divergence == divergence:
+                at_hand = compared.losses[place]
+            measures, gradient = _evaluated(both, *wanted, losses=at_hand)
+            if kept is not None:
+                kept.append(both)
+        for every, some in zip(values, measures):
+            every[part] = some
+        if gradients is not None and gradient is not None:
+            gradients.add(place, gradient if rows.weight is None else gradient * pick(rows.weight, place)[:, None])
+    losses, alpha, agreement = values
+    return Compared(losses, alpha, agreement, divergence, kept, size)
+
+
+def _chunks(
+    count: int, size: int, chosen: Tensor | None, compared: Compared | None
+) -> Iterator[tuple[slice, RowIndex, Pair | None]]:
+    """Yields for each chunk its place among the chosen rows, the rows, and their distributions if they were kept."""
+    if chosen is None or compared is None or compared.kept is None:
+        for start in range(0, count, size):
+            part = slice(start, min(count, start + size))
+            yield part, part if chosen is None else chosen[part], None
+        return
+    counts, start = torch.bincount(chosen // compared.chunk, minlength=len(compared.kept)).tolist(), 0
+    for number, (place, (pair, slope)) in enumerate(zip(chosen.split(counts), compared.kept)):
+        local = place - number * compared.chunk
+        slope = slope if isinstance(slope, float) else slope.index_select(0, local)
+        yield slice(start, start := start + len(place)), place, (pair.at(local), slope)
+
+
+def _distributions(products: Tensor, target: TargetRows, head: LMHead) -> Pair:
+    """Returns the distributions of rows for which the linear layer gave ``products [rows, vocab]``."""
     logits = head.finish(products)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return target.compare(wide), head.slope(wide)
 
 
-def _values(pair: TokenDistributions, request: LossRequest) -> tuple[Tensor, ...]:
-    """Returns by row the loss, the criterion if there is one, and alpha and agreement if wanted."""
-    criterion = () if request.criterion is None else (request.criterion.loss(pair),)
-    metrics = (pair.accepted(request.mass), pair.agreement()) if request.metrics else ()
-    return request.divergence.loss(pair), *criterion, *metrics
+def _evaluated(
+    pair: Pair,
+    divergence: Divergence,
+    mass: Tensor | None,
+    metrics: bool,
+    gradient: bool,
+    losses: Tensor | None = None,
+) -> Chunk:
+    """Returns the rows' measures and gradients; ``losses`` if these are known."""
+    both, slope = pair
+    measures = [divergence.loss(both) if losses is None else losses]
+    if metrics:
+        measures += [both.accepted(mass), both.agreement()]
+    if not gradient:
+        return measures, None
+    slopes = divergence.gradient(both)
+    return measures, slopes if isinstance(slope, float) and slope == 1.0 else slopes * slope
 
 
-def _gradient(divergence: Divergence, pair: TokenDistributions, slope: Tensor | float) -> Tensor:
-    """Returns the gradients of the rows' losses with respect to the linear layer's output, ``[rows, vocab]``."""
-    gradient = divergence.gradient(pair)
-    return gradient if isinstance(slope, float) and slope == 1.0 else gradient * slope
+def _chunk(products: Tensor, target: TargetRows, head: LMHead, *wanted: Any) -> Chunk:
+    return _evaluated(_distributions(products, target, head), *wanted)
 
 
-def _gradient_at(divergence: Divergence, pair: TokenDistributions, slope: Tensor | float, rows: Tensor) -> Tensor:
-    """Returns the same for some of the rows."""
-    return _gradient(divergence, pair.at(rows), slope if isinstance(slope, float) else slope.index_select(0, rows))
+_kernels: list[Callable[..., Chunk]] = []  # the compiled `_chunk`, once it is needed
 
 
-def _evaluate(
-    products: Tensor, target: TargetRows, head: LMHead, request: LossRequest, *, values: bool = True, gradient: bool
-) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """Returns the rows' values and their gradients, where wanted."""
-    pair, slope = _distributions(products, target, head)
-    found = _values(pair, request) if values else ()
-    return found, _gradient(request.divergence, pair, slope) if gradient else None
-
-
-_kernels: list[Callable[..., tuple[tuple[Tensor, ...], Tensor | None]]] = []  # one, once it is needed
-
-
-def _evaluate_compiled(*chunk: Any, **wanted: Any) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """Returns what `_evaluate` returns, by compiled kernels, or after a warning without them where that fails."""
+def _chunk_compiled(*chunk: Any) -> Chunk:
+    """Returns what `_chunk` returns, by compiled kernels, or after a warning without them where that fails."""
     from torch._dynamo.exc import TorchDynamoException
 
     if not _kernels:
-        _kernels.append(torch.compile(_evaluate, dynamic=True, fullgraph=True))
+        _kernels.append(torch.compile(_chunk, dynamic=True, fullgraph=True))
     try:
-        return _kernels[0](*chunk, **wanted)
+        return _kernels[0](*chunk)
     except (TorchDynamoException, ImportError) as error:
-        _kernels[0] = _evaluate
+        _kernels[0] = _chunk
         why = " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
         warnings.warn(f"the distillation loss is not compiled ({why}), so it takes more time and memory", stacklevel=2)
-        return _evaluate(*chunk, **wanted)
+        return _chunk(*chunk)
 
 
 # -- gradients that are computed with the loss ------------------------------------------------------------------------
 
 
-class HeadGradients:
-    """Gradients of the hidden states, the head's weight and its bias; those of the head in float32 (float64 stays).
+class _HeadGradients:
+    """Sums of the gradients of hidden states, head and bias; those of the head in float32 (float64 stays).
 
     Args:
-        hidden: Hidden states of all rows, ``[rows, hidden]``.
-        weight: The head's weight, ``[all ids, hidden]``.
-        bias: The head's bias, ``[all ids]``, or None.
+        inputs: Hidden states of all rows ``[rows, width]``, linear weight, bias and Markov weight.
         vocab: Number of the first ids, which have logits in the loss.
-        columns: Number of the weight's last columns that are trained.
-        needed: Which of the three gradients are needed.
         narrow: The factors of their matrix products are rounded to bfloat16.
     """
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        vocab: int,
-        columns: int,
-        needed: tuple[bool, ...],
-        *,
-        narrow: bool,
-    ) -> None:
-        dtype = torch.bfloat16 if narrow else hidden.dtype
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        self.states, self.vocab, self.linear = hidden.to(dtype), vocab, weight[:vocab].to(dtype)
-        self.hidden = torch.zeros_like(hidden) if needed[0] else None
-        self.columns = columns
-        self.weight = hidden.new_empty(len(weight), columns, dtype=wide) if needed[1] else None
-        self.bias = hidden.new_zeros(bias.shape, dtype=wide) if bias is not None and needed[2] else None
-        self.begun = False  # whether the weight's gradient holds anything
-        self.waiting: list[tuple[Tensor, Tensor]] = []  # gradients and states that it lacks
+    def __init__(self, inputs: tuple[Tensor | None, ...], vocab: int, *, narrow: bool) -> None:
+        hidden, linear, _, markov = inputs
+        assert hidden is not None
+        assert linear is not None
+        wide, self.vocab, self.narrow = torch.promote_types(hidden.dtype, torch.float32), vocab, narrow
+        self.hidden, self.linear, self.bias, self.markov = (
+            None if value is None or not value.requires_grad else torch.zeros_like(value, dtype=dtype)
+            for value, dtype in zip(inputs, (hidden.dtype, wide, wide, wide))
+        )
+        self.states = (hidden.bfloat16() if narrow else hidden).detach()
+        self.weights = [w[:vocab].detach().to(self.states.dtype) for w in (linear, markov) if w is not None]
+        self.weight = self.linear if markov is None else self.markov  # one of them is trained
+        self.columns = slice(0 if markov is None else linear.shape[1], None)
+        self.waiting: list[tuple[Tensor, Tensor]] = []  # gradients and states that the weight's gradient lacks
 
     def add(self, place: RowIndex, gradient: Tensor) -> None:
         """Adds the gradients ``[rows, vocab]`` of some rows with respect to the linear layer's output."""
-        rows = pick(self.states, place)
+        rows, narrow = pick(self.states, place), gradient.to(self.states.dtype)
         if self.bias is not None:
             self.bias[: self.vocab] += gradient.sum(0)
-        narrow = gradient.to(rows.dtype)
         if self.hidden is not None:
-            self.hidden[place] = (narrow @ self.linear).to(self.hidden.dtype)
+            self.hidden[place] = _joined([narrow @ weight for weight in self.weights], 1).to(self.hidden.dtype)
         if self.weight is not None:
-            self.waiting.append((narrow, rows[:, -self.columns :]))
+            self.waiting.append((narrow, rows[:, self.columns]))
             if sum(part.nbytes for part, _ in self.waiting) >= max(WAITING, min(MOST_WAITING, self.weight.nbytes)):
-                self.update_weight(self.weight)
+                self.update_weight()
 
-    def update_weight(self, weight: Tensor) -> None:
+    def update_weight(self) -> None:
         """Adds what is waiting to the weight's gradient."""
-        if not self.waiting:
+        if self.weight is None or not self.waiting:
             return
-        gradients, rows = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*self.waiting))
+        gradients, rows = (_joined(parts) for parts in zip(*self.waiting))
         self.waiting.clear()
-        total = weight[: self.vocab]
+        total = self.weight[: self.vocab]
         if rows.dtype == total.dtype:
-            total.addmm_(gradients.T, rows, beta=int(self.begun))
-        elif self.begun:
-            total += gradients.T @ rows
+            total.addmm_(gradients.T, rows)
         else:
-            total.copy_(gradients.T @ rows)
-        self.begun = True
+            total += gradients.T @ rows
+
+    def sums(self) -> tuple[Tensor | None, ...]:
+        """The gradients of the inputs; None of those that need none."""
+        self.update_weight()
+        return self.hidden, self.linear, self.bias, self.markov
 
 
-Compute = Callable[[HeadGradients | None], Tensor]
+def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
-class _Gradients(torch.autograd.Function):
-    """Computes the gradients together with a loss, while the distributions are in the cache."""
+class _WithGradients(torch.autograd.Function):
+    """Gives a loss the gradients that were computed together with it."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, trained: Tensor, bias: Tensor | None, head: LMHead, vocab: int, compute: Compute,
-        narrow: bool, graph: bool,
-    ) -> Tensor:  # fmt: skip
-        needed = ctx.needs_input_grad[:3]
-        if not graph or not any(needed):
-            return compute(None)
-        made = HeadGradients(hidden, head.linear.weight, bias, vocab, trained.shape[1], needed, narrow=narrow)
-        total = compute(made)
-        if made.weight is not None:
-            made.update_weight(made.weight)
-            made.weight[vocab if made.begun else 0 :] = 0.0
-        ctx.save_for_backward(made.hidden, made.weight, made.bias)
-        ctx.dtypes = [None if value is None else value.dtype for value in (hidden, trained, bias)]
-        return total
+    def forward(ctx: Any, total: Tensor, gradients: tuple[Tensor | None, ...], *inputs: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = [None if value is None else value.dtype for value in inputs]
+        return total.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, by: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, by: Tensor) -> tuple[Tensor | None, ...]:
         made = zip(ctx.saved_tensors, ctx.dtypes)
-        return *(None if value is None else (value * by).to(dtype) for value, dtype in made), *[None] * 5
-
-
-def _with_gradients(hidden: Tensor, head: LMHead, vocab: int, compute: Compute, *, narrow: bool) -> Tensor:
-    """Returns the loss that ``compute`` returns, with the gradients that it adds to what it is given."""
-    graph = torch.is_grad_enabled()  # inside an autograd function it never is
-    trained = head.linear.weight if head.trained is None else head.trained
-    loss: Tensor = _Gradients.apply(hidden, trained, head.linear.bias, head, vocab, compute, narrow, graph)
-    return loss
+        return None, None, *(None if value is None else (value * by).to(dtype) for value, dtype in made)

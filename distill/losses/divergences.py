@@ -13,7 +13,7 @@ together with one (Samarin et al., 2026, arXiv:2602.23881; AdaSPEC, Table 4).
 | tv | ½ Σ abs(p − q) = 1 − α | ``tv`` |
 | neg_log_alpha | −log α | ``nla``; LK loss, ``alpha`` |
 | lk_hybrid | λ·KL(p‖q) + (1 − λ)·tv, λ = exp(−3α) held constant | ``lk_hybrid``; LK loss, ``lambda`` |
-| kl_tv | KL(p‖q) + w·tv | a weighted sum of ``kl_div`` and ``tv`` |
+| kl_tv | KL(p‖q) + 2·tv | a weighted sum of ``kl_div`` and ``tv`` |
 | cross_entropy | −log q(x), x the text's own token | ``ce``, which takes the argmax of p as x |
 | dspark | 0.1·cross_entropy + 0.9·‖p − q‖₁ (twice tv) | DSpark (2607.05147); ``{"ce": 0.1, "tv": 1.8}`` |
 """
@@ -21,17 +21,25 @@ together with one (Samarin et al., 2026, arXiv:2602.23881; AdaSPEC, Table 4).
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from distill.config.drafts import DivergenceName
-from distill.models.lm_head import LMHead
+from distill.config import DivergenceName
+from distill.lm_head import LMHead
 
-TV_WEIGHT = 2.0  # w of kl_tv
-LABEL_WEIGHTS = {"cross_entropy": 1.0, "dspark": 0.1}  # of the cross-entropy of the text's own token, 0 elsewhere
-L1_WEIGHT = 0.9  # of dspark
+WEIGHTS: dict[DivergenceName, tuple[float, float, float]] = {
+    "forward_kl": (1, 0, 0),
+    "tv": (0, 1, 0),
+    "kl_tv": (1, 2, 0),
+    "cross_entropy": (0, 0, 1),
+    "dspark": (0, 1.8, 0.1),
+}
+"""Of KL(p‖q), total variation and the cross-entropy of the text's own token, in the divergences that are their sums."""
 HYBRID_DECAY = 3.0  # η of the hybrid's weight λ = exp(−η·α), from its paper
 LEAST_TAIL = 1e-7  # smallest probability of a tail: the accuracy of a float32 sum of 1
 RowIndex = slice | Tensor  # a range of rows, or indices
@@ -84,11 +92,18 @@ class TokenDistributions:
 
     def label_loss(self) -> Tensor:
         """Returns −log q of the text's own tokens, ``[rows]``; 0 where the draft has no logit of it."""
-        assert self.labels is not None, "the target's rows have no labels"
-        return self._label_loss(self.labels.clamp_min(0)[:, None]).where(self.labels >= 0, 0.0)
+        log_q = self.log_q_of(self.text.clamp_min(0)[:, None])
+        return -log_q[:, 0].where(self.text >= 0, 0.0)
 
-    def _label_loss(self, labels: Tensor) -> Tensor:
-        return -self.log_q.gather(1, labels)[:, 0]
+    def log_q_of(self, ids: Tensor) -> Tensor:
+        """Returns the draft's log-probabilities of some ids, ``[rows, ids]``."""
+        return self.log_q.gather(1, ids)
+
+    @property
+    def text(self) -> Tensor:
+        """The text's own tokens, ``[rows]``; -1 where the draft has no logit of one."""
+        assert self.labels is not None, "the target's rows have no labels"
+        return self.labels
 
     def all_q(self) -> Tensor:
         """Returns the draft's probabilities of all its ids, ``[rows, vocab]``, in new memory."""
@@ -96,9 +111,8 @@ class TokenDistributions:
 
     def label_gradient(self) -> Tensor:
         """Returns the gradient of `label_loss` with respect to the draft's logits, ``[rows, vocab]``."""
-        assert self.labels is not None, "the target's rows have no labels"
-        known = (self.labels >= 0).to(self.log_q.dtype)[:, None]
-        return (self.all_q() * known).scatter_add_(1, self.labels.clamp_min(0)[:, None], -known)
+        known = (self.text >= 0).to(self.log_q.dtype)[:, None]
+        return (self.all_q() * known).scatter_add_(1, self.text.clamp_min(0)[:, None], -known)
 
     def agreement(self) -> Tensor:
         """Returns 1 where both have the same most probable token, ``[rows]``."""
@@ -129,7 +143,7 @@ class FoldedDistributions(TokenDistributions):
         largest, self.best = logits.max(-1)
         q = logits.softmax(-1)
         self.logits, self.log_sum = logits, largest - q.gather(1, self.best[:, None])[:, 0].log()
-        log_q = logits.gather(1, ids) - self.log_sum[:, None]
+        log_q = self.log_q_of(ids)
         self.ids, self.others = ids, q.scatter_(1, ids, 0.0)
         self.rest = self.others.sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
         if ids.shape[1] < logits.shape[1]:
@@ -141,8 +155,9 @@ class FoldedDistributions(TokenDistributions):
         """See `TokenDistributions.agreement`."""
         return (self.ids[:, 0] == self.best).to(self.log_p.dtype)
 
-    def _label_loss(self, labels: Tensor) -> Tensor:
-        return self.log_sum - self.logits.gather(1, labels)[:, 0]
+    def log_q_of(self, ids: Tensor) -> Tensor:
+        """See `TokenDistributions.log_q_of`."""
+        return self.logits.gather(1, ids) - self.log_sum[:, None]
 
     def all_q(self) -> Tensor:
         """See `TokenDistributions.all_q`."""
@@ -151,8 +166,19 @@ class FoldedDistributions(TokenDistributions):
     def spread(self, gradient: Tensor) -> Tensor:
         """See `TokenDistributions.spread`."""
         k = self.ids.shape[1]
-        whole = self.others * (gradient[:, -1:] / self.rest)
-        return whole.scatter_(1, self.ids, gradient[:, :k])
+        spread = self.others * (gradient[:, -1:] / self.rest)
+        return spread.scatter_(1, self.ids, gradient[:, :k])
+
+
+class LabelDistributions(TokenDistributions):
+    """The draft's distributions where of the target's only the text's own tokens are known."""
+
+    def __init__(self, log_q: Tensor) -> None:
+        super().__init__(log_q, log_q)
+
+    def agreement(self) -> Tensor:
+        """Returns 1 where the text's own token is the draft's most probable one, ``[rows]``."""
+        return (self.log_q.argmax(-1) == self.text).to(self.log_q.dtype)
 
 
 def pick(values: Tensor, place: RowIndex) -> Tensor:
@@ -167,14 +193,14 @@ class TargetRows:
     Attributes:
         values: With a head the last hidden states ``[rows, hidden]``, from which logits are computed for a few rows at
             a time. With ids the log-probabilities of these, ``[rows, k]``. Otherwise those of all ids, ``[rows,
-            vocab]``.
+            vocab]``. None: only the text's own tokens are known, for the cross-entropy.
         vocab: Number of ids that the target knows.
         head: The target's output head.
         ids: The k most probable ids of each row, the most probable first.
         labels: The text's own token of each row as one of the draft's ids, ``[rows]``; -1 where it has no such id.
     """
 
-    values: Tensor
+    values: Tensor | None
     vocab: int
     head: LMHead | None = None
     ids: Tensor | None = None
@@ -182,36 +208,25 @@ class TargetRows:
 
     def at(self, rows: RowIndex) -> TargetRows:
         """Returns some of the rows."""
-        ids, labels = (None if of is None else pick(of, rows) for of in (self.ids, self.labels))
-        return TargetRows(pick(self.values, rows), self.vocab, self.head, ids, labels)
+        values, ids, labels = (None if t is None else pick(t, rows) for t in (self.values, self.ids, self.labels))
+        return TargetRows(values, self.vocab, self.head, ids, labels)
 
-    def log_probs(self, log_q: Tensor) -> Tensor:
-        """Returns log-probabilities ``[rows, vocab]`` of the ids that the draft's ``log_q`` has.
-
-        Of k ids the target's own are exact. The tail, which is the probability of all others, is distributed as the
-        draft's: p(v) = tail · q(v) / q(others). Every divergence then equals the one between the distributions in which
-        the other ids are one outcome, which is a lower bound of the true one; α is off by at most the tail; and the
-        gradient is exact for what is computed.
-        """
-        if self.head is not None:
-            vocab = log_q.shape[1]
-            hidden = self.values.to(self.head.linear.weight.dtype)
-            return log_probs(self.head.first(hidden, vocab), vocab).to(log_q.dtype)
-        values = self.values.to(log_q.dtype)
-        if self.ids is None:
-            return values
-        ids = self.ids.long()
-        others = log_q.scatter(1, ids, -torch.inf)
-        tail = (1 - values.exp().sum(-1, keepdim=True)).clamp_min(LEAST_TAIL)
-        return (others + (tail.log() - others.logsumexp(-1, keepdim=True))).scatter(1, ids, values)
+    def log_probs(self, vocab: int) -> Tensor:
+        """Returns the log-probabilities of the first ``vocab`` ids, ``[rows, vocab]``, where all of them are known."""
+        assert self.values is not None
+        if self.head is None:
+            return self.values
+        return log_probs(self.head.first(self.values.to(self.head.linear.weight.dtype), vocab), vocab)
 
     def compare(self, logits: Tensor) -> TokenDistributions:
         """Returns the rows' distributions and the draft's ``logits [rows, vocab]`` in the cheapest form to compare."""
-        if self.ids is not None:
-            pair: TokenDistributions = FoldedDistributions(self.ids.long(), self.values.to(logits.dtype), logits)
+        if self.values is None:
+            pair: TokenDistributions = LabelDistributions(logits.log_softmax(-1))
+        elif self.ids is not None:
+            pair = FoldedDistributions(self.ids.long(), self.values.to(logits.dtype), logits)
         else:
             log_q = logits.log_softmax(-1)
-            pair = TokenDistributions(self.log_probs(log_q), log_q)
+            pair = TokenDistributions(self.log_probs(log_q.shape[1]).to(log_q.dtype), log_q)
         pair.labels = self.labels
         return pair
 
@@ -228,12 +243,6 @@ class Divergence:
 
     def loss(self, pair: TokenDistributions) -> Tensor:
         """Returns the divergence of every row, ``[rows]``; differentiable."""
-        if self.name == "cross_entropy":
-            return pair.label_loss()
-        if self.name == "dspark":
-            return LABEL_WEIGHTS[self.name] * pair.label_loss() + L1_WEIGHT * (pair.p - pair.q).abs().sum(-1)
-        if self.name == "tv":
-            return (pair.p - pair.q).abs().sum(-1) * 0.5
         if self.name == "neg_log_alpha":
             return -_positive(pair.alpha).log()
         if self.name == "reverse_kl":
@@ -241,46 +250,49 @@ class Divergence:
         if self.name == "jsd":
             log_m = _log_mixture(pair)
             return 0.5 * (pair.p * (pair.log_p - log_m)).sum(-1) + 0.5 * (pair.q * (pair.log_q - log_m)).sum(-1)
-        kl = (pair.p * (pair.log_p - pair.log_q)).sum(-1)
-        if self.name == "forward_kl":
-            return kl
-        tv = (pair.p - pair.q).abs().sum(-1) * 0.5
-        if self.name == "kl_tv":
-            return kl + TV_WEIGHT * tv
-        share = torch.exp(-HYBRID_DECAY * pair.alpha.detach())
-        return share * kl + (1 - share) * tv
+        kl, tv, label = self._weights(pair)
+        return _weighted(
+            (kl, lambda: (pair.p * (pair.log_p - pair.log_q)).sum(-1)),
+            (tv, lambda: (pair.p - pair.q).abs().sum(-1) * 0.5),
+            (label, pair.label_loss),
+        )
 
     def gradient(self, pair: TokenDistributions) -> Tensor:
         """Returns the gradient of every row's loss with respect to the draft's logits, ``[rows, vocab]``.
 
         A loss d(q) with slopes g = ∂d/∂q has the gradient q·(g − Σ q g) with respect to the logits of q.
         """
-        if self.name == "cross_entropy":
-            return pair.label_gradient()
-        gradient = pair.spread(self._of_outcomes(pair))
-        return gradient + LABEL_WEIGHTS[self.name] * pair.label_gradient() if self.name in LABEL_WEIGHTS else gradient
-
-    def _of_outcomes(self, pair: TokenDistributions) -> Tensor:
-        """Returns the gradient with respect to the logits of the pair's outcomes, without the text's own token."""
-        if self.name == "forward_kl":
-            return pair.q - pair.p
         if self.name == "reverse_kl":
-            return pair.q * (pair.log_q - pair.log_p - self.loss(pair)[:, None])
+            return pair.spread(pair.q * (pair.log_q - pair.log_p - self.loss(pair)[:, None]))
         if self.name == "jsd":
             slope = pair.log_q - _log_mixture(pair)
-            return 0.5 * pair.q * (slope - (pair.q * slope).sum(-1, keepdim=True))
-        below = torch.heaviside(pair.p - pair.q, pair.p.new_tensor(0.5))  # where raising q raises α; half at a tie
-        tv = pair.q * ((pair.q * below).sum(-1, keepdim=True) - below)
-        if self.name == "tv":
-            return tv
-        if self.name == "dspark":
-            return 2 * L1_WEIGHT * tv
+            return pair.spread(0.5 * pair.q * (slope - (pair.q * slope).sum(-1, keepdim=True)))
         if self.name == "neg_log_alpha":
-            return tv / _positive(pair.alpha)[:, None]
-        if self.name == "kl_tv":
-            return pair.q - pair.p + TV_WEIGHT * tv
-        share = torch.exp(-HYBRID_DECAY * pair.alpha)[:, None]
-        return share * (pair.q - pair.p) + (1 - share) * tv
+            return pair.spread(_tv_gradient(pair) / _positive(pair.alpha)[:, None])
+        kl, tv, label = (w[:, None] if isinstance(w, Tensor) else w for w in self._weights(pair))
+        if not label:
+            return pair.spread(_weighted((kl, lambda: pair.q - pair.p), (tv, lambda: _tv_gradient(pair))))
+        return _weighted((tv, lambda: pair.spread(_tv_gradient(pair))), (label, pair.label_gradient))
+
+    def _weights(self, pair: TokenDistributions) -> tuple[Weight, Weight, float]:
+        if self.name == "lk_hybrid":
+            share = torch.exp(-HYBRID_DECAY * pair.alpha.detach())
+            return share, 1 - share, 0
+        return WEIGHTS[self.name]
+
+
+Weight = Tensor | float
+
+
+def _weighted(*terms: tuple[Weight, Callable[[], Tensor]]) -> Tensor:
+    """Returns the weighted sum of those terms whose weight is not the number 0."""
+    there = [(weight, term()) for weight, term in terms if isinstance(weight, Tensor) or weight]
+    return reduce(operator.add, [t if isinstance(w, float | int) and w == 1 else w * t for w, t in there])
+
+
+def _tv_gradient(pair: TokenDistributions) -> Tensor:
+    below = torch.heaviside(pair.p - pair.q, pair.p.new_tensor(0.5))  # where raising q raises α; half at a tie
+    return pair.q * ((pair.q * below).sum(-1, keepdim=True) - below)
 
 
 def log_probs(logits: Tensor, vocab: int) -> Tensor:

@@ -24,10 +24,9 @@ from decode.models.writing import Draws, uniform_draws
 from decode.sampling import LogitsWarper, TorchRng
 from decode.verify import AcceptanceRule
 from distill import ranks
-from distill.config.drafts import ResponseSettings
-from distill.data.batches import Picks, TokenDataset
-from distill.data.loader import Schedule
-from distill.responses.texts import response_rows
+from distill.config import ResponseSettings
+from distill.data.dataset import Examples, Picks, Schedule
+from distill.responses.target import response_rows
 
 Writer = Callable[..., list[list[int]]]
 """Continues prompts with the draft's weights of the moment; called as `decode.models.writing.write_texts`."""
@@ -48,8 +47,9 @@ class OnPolicy:
         seed: Of the choice and of the texts.
         limit: Longest prompt and response together.
         stop_ids: End-of-text tokens.
-        add_signals: Puts the signals of frozen models into the rows of the texts.
+        add_columns: Puts the columns of frozen models into the examples of the texts.
         label_tokens: Labels of the steps so far, over all ranks.
+        counted: The last step whose labels were counted.
         window: Number of the rewriting that the texts are of.
         texts: The draft's texts, by rank.
         made: The window that ``rows`` are of.
@@ -57,7 +57,7 @@ class OnPolicy:
     """
 
     write: Writer
-    prompts: TokenDataset
+    prompts: Examples
     schedule: Schedule
     steps: int
     settings: ResponseSettings
@@ -65,48 +65,51 @@ class OnPolicy:
     seed: int
     limit: int
     stop_ids: Collection[int]
-    add_signals: Callable[[TokenDataset], None]
+    add_columns: Callable[[Examples], None]
     label_tokens: int = 0
+    counted: int = -1
     window: int = -1
     texts: list[list[list[int]]] = field(default_factory=list)
     made: int = -1
-    rows: dict[Place, tuple[TokenDataset, int]] = field(default_factory=dict)
+    rows: dict[Place, tuple[Examples, int]] = field(default_factory=dict)
 
     def __call__(self, step: int, picks: Picks) -> Picks:
         """The examples of a step, those that are the draft's replaced by what it wrote for their prompts."""
         window = step // self.settings.refresh_every
         if window != self.made:
             self._make(window)
-        found = [self.rows.get((step, at), pick) for at, pick in enumerate(picks)]
-        self.label_tokens += sum(rows.labels_of(i) for rows, i in found)
-        return found
+        replaced = [self.rows.get((step, at), pick) for at, pick in enumerate(picks)]
+        if step != self.counted:  # it is asked for once for each of its micro-batches
+            self.label_tokens += sum(examples.labels_of(number) for examples, number in replaced)
+            self.counted = step
+        return replaced
 
     def _make(self, window: int) -> None:
         """The examples of all steps until the next rewriting; each rank writes the texts that it trains on."""
-        settings, every, own = self.settings, self.settings.refresh_every, ranks.rank()
+        settings, every, here = self.settings, self.settings.refresh_every, ranks.rank()
         places: list[list[Place]] = [[] for _ in range(ranks.world())]
         for step in range(window * every, min(self.steps, (window + 1) * every)):
             coins = np.random.default_rng([self.seed, 3, step]).random(self.schedule.batch_size)
             for at in np.flatnonzero(coins < self.share).tolist():
                 places[at % len(places)].append((step, at))
-        prompts = [[self.prompts.prompt(int(self.schedule.batch(step)[at])) for step, at in some] for some in places]
+        prompts = [[self.prompts.prompt(int(self.schedule.batch(step)[at])) for step, at in part] for part in places]
         if window != self.window:
             with torch.random.fork_rng(devices=[]):
                 texts = self.write(
-                    prompts[own],
+                    prompts[here],
                     LogitsWarper(settings.temperature, top_p=settings.top_p),
-                    budgets=[min(settings.max_new_tokens, self.limit - len(prompt)) for prompt in prompts[own]],
+                    budgets=[min(settings.max_new_tokens, self.limit - len(prompt)) for prompt in prompts[here]],
                     stop_ids=self.stop_ids,
-                    draws=lambda i, count: uniform_draws(self.seed, 4, *places[own][i], count=count),
+                    draws=lambda i, count: uniform_draws(self.seed, 4, *places[here][i], count=count),
                     batch_size=settings.batch_size,
                 )
             self.window, self.texts = window, ranks.exchange(texts)
         self.made, self.rows = window, {}
-        for rank, some in enumerate(places):
-            rows = response_rows(prompts[rank], self.texts[rank], self.stop_ids)
-            if rank == own:
-                self.add_signals(rows)
-            self.rows |= {place: (rows, number) for number, place in enumerate(some)}
+        for rank, part in enumerate(places):
+            examples = Examples.of(response_rows(prompts[rank], self.texts[rank], self.stop_ids))
+            if rank == here:
+                self.add_columns(examples)
+            self.rows |= {place: (examples, number) for number, place in enumerate(part)}
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds of this."""

@@ -1,0 +1,336 @@
+"""Examples as flat arrays, batches of them, the order in which they are trained on, and Lightning's data module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pyarrow
+import torch
+from datasets import Dataset
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
+
+from decode.errors import UserError
+from distill.data.chat import IGNORE, prompt_part
+
+Ints = NDArray[np.int64]
+Batch = dict[str, Any]
+"""Tensors by name; in training also ``weight`` and ``part``, plain numbers (see `TrainingBatches`)."""
+PER_TOKEN = ("features",)
+"""Columns with a row for every token of a text. Those of all other columns are of its label tokens."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """Values of examples that lie in several arrays, so that files can be mapped into memory as they are.
+
+    Attributes:
+        arrays: Flat values.
+        places: Of each example the number of its array, and where its values begin and end, ``[examples, 3]``.
+        shape: Of one row.
+    """
+
+    arrays: Sequence[NDArray[Any]]
+    places: Ints
+    shape: tuple[int, ...] = ()
+
+    def __getitem__(self, example: int) -> NDArray[Any]:
+        """The rows of an example, ``[rows, *shape]``."""
+        number, start, stop = self.places[example].tolist()
+        return self.arrays[number][start:stop].reshape(-1, *self.shape)
+
+    @classmethod
+    def of(cls, column: pyarrow.ChunkedArray, shape: tuple[int, ...] = ()) -> Column:
+        """A list column of an Arrow table, without copying."""
+        arrays, places = [], [np.zeros((0, 3), dtype=np.int64)]
+        for number, chunk in enumerate(column.chunks):
+            offsets = chunk.offsets.to_numpy().astype(np.int64)
+            arrays.append(chunk.values.to_numpy())
+            places.append(np.stack([np.full(len(chunk), number), offsets[:-1], offsets[1:]], 1))
+        return cls(arrays, np.concatenate(places), shape)
+
+    @property
+    def flat(self) -> NDArray[Any]:
+        """All values in the order of the examples."""
+        return np.concatenate([np.zeros(0, np.int32), *(self.arrays[n][a:b] for n, a, b in self.places.tolist())])
+
+
+@dataclass
+class Examples:
+    """Texts with labels; example i is ``ids[offsets[i]:offsets[i + 1]]``.
+
+    Attributes:
+        ids: Token ids of all examples, one after the other.
+        labels: Labels of the same length, not shifted; -100 where no loss is taken.
+        offsets: Where each example starts, ``[examples + 1]``.
+        label_offsets: Where each example's label tokens start when all are numbered through, ``[examples + 1]``.
+            A label in first place has nothing to be predicted from and does not count.
+        columns: Values of frozen models by name, which batches carry.
+    """
+
+    ids: NDArray[np.int32]
+    labels: NDArray[np.int32]
+    offsets: Ints
+    label_offsets: Ints
+    columns: dict[str, Column] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, dataset: Dataset, limit: int | None = None) -> Examples:
+        """The first ``limit`` examples of a data set with the columns ``input_ids`` and ``labels``."""
+        table = dataset.select_columns(["input_ids", "labels"]).with_format("arrow")[:limit]
+        ids, labels = (Column.of(table.column(name)) for name in ("input_ids", "labels"))
+        lengths = ids.places[:, 2] - ids.places[:, 1]
+        offsets, flat = np.concatenate([[0], np.cumsum(lengths)]), labels.flat.astype(np.int32)
+        counted = flat != IGNORE
+        counted[offsets[:-1][lengths > 0]] = False
+        label_offsets = np.concatenate([[0], np.cumsum(counted)])[offsets]
+        return cls(ids.flat.astype(np.int32), flat, offsets, label_offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> Ints:
+        """Tokens of each example, ``[examples]``."""
+        return np.diff(self.offsets)
+
+    @property
+    def label_count(self) -> int:
+        """Label tokens of all examples."""
+        return int(self.label_offsets[-1])
+
+    def labels_of(self, examples: Ints | int) -> int:
+        """Label tokens of some examples."""
+        return int((self.label_offsets[examples + 1] - self.label_offsets[examples]).sum())
+
+    def span(self, example: int) -> slice:
+        """Where an example is in ``ids``."""
+        return slice(int(self.offsets[example]), int(self.offsets[example + 1]))
+
+    def prompt(self, example: int) -> list[int]:
+        """Token ids that a response follows: those before the first label, or a quarter of a block of plain text."""
+        span = self.span(example)
+        return prompt_part(self.ids[span].tolist(), self.labels[span].tolist())
+
+    def batch(self, examples: Ints) -> Batch:
+        """`collate` of some of the examples ``[batch]``."""
+        return collate([(self, int(example)) for example in examples])
+
+    def batches(self, size: int) -> list[Ints]:
+        """The numbers of all examples in batches of similar length."""
+        order = np.argsort(self.lengths, kind="stable")
+        return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+Picks = Sequence[tuple[Examples, int]]
+"""Examples of a batch: the set that an example is in, and its number there."""
+
+
+def collate(picks: Picks) -> Batch:
+    """A batch of examples, of several sets if need be, padded on the right.
+
+    Causal attention never looks to the right, so no attention mask is needed: padding, by id 0, cannot reach a label.
+
+    Returns:
+        ``input_ids`` and ``labels`` ``[batch, time]`` (int64); of each column that all examples have the rows of the
+        labels ``[label rows, ...]`` in their order, or values of every token ``[batch, time, ...]``, zeros in padding.
+    """
+    spans = [examples.span(number) for examples, number in picks]
+    shape = len(picks), max(span.stop - span.start for span in spans)
+    ids, labels = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORE)
+    batch: dict[str, NDArray[Any]] = {"input_ids": ids, "labels": labels}
+    for row, ((examples, _), span) in enumerate(zip(picks, spans)):
+        length = span.stop - span.start
+        ids[row, :length], labels[row, :length] = examples.ids[span], examples.labels[span]
+    for name in sorted(set.intersection(*(set(examples.columns) for examples, _ in picks))):
+        parts = [examples.columns[name][number] for examples, number in picks]
+        if name in PER_TOKEN:
+            batch[name] = np.zeros((*shape, *parts[0].shape[1:]), parts[0].dtype)
+            for row, part in enumerate(parts):
+                batch[name][row, : len(part)] = part
+        else:
+            batch[name] = np.concatenate(parts)
+    return {name: torch.from_numpy(values) for name, values in batch.items()}
+
+
+def label_mask(labels: Tensor) -> Tensor:
+    """Positions ``[batch, time]`` (bool) whose next token is a label: where predictions are gathered."""
+    mask = torch.zeros_like(labels, dtype=torch.bool)
+    mask[:, :-1] = labels[:, 1:] != IGNORE
+    return mask
+
+
+# -- the order of training --------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Schedule:
+    """Which examples make batch number ``step``.
+
+    Every epoch is a new permutation of all examples, so that each occurs once in it. The examples of ``bucket`` batches
+    of an epoch are sorted by length and cut into batches, whose order is shuffled. Epochs follow one another.
+
+    Attributes:
+        lengths: Tokens of each example, ``[examples]``.
+        batch_size: Examples of a step, over all ranks.
+        bucket: Batches that are cut from one sorted list; 1 leaves batches random.
+        seed: Chooses the order.
+    """
+
+    lengths: Ints
+    batch_size: int
+    bucket: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.epoch = lru_cache(maxsize=4)(self._made)
+
+    def batch(self, step: int) -> Ints:
+        """Numbers of the examples of a step, ``[batch_size]``."""
+        places = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
+        epochs, places = np.divmod(places, len(self.lengths))
+        return np.concatenate([self.epoch(int(number))[places[epochs == number]] for number in np.unique(epochs)])
+
+    def _made(self, epoch: int) -> Ints:
+        shuffled = np.random.default_rng([self.seed, 0, epoch]).permutation(len(self.lengths))
+        if self.bucket == 1:
+            return shuffled
+        random, parts = np.random.default_rng([self.seed, 1, epoch]), []
+        for start in range(0, len(shuffled), self.bucket * self.batch_size):
+            part = shuffled[start : start + self.bucket * self.batch_size]
+            part = part[np.argsort(self.lengths[part], kind="stable")]
+            batches, rest = divmod(len(part), self.batch_size)
+            full = part[: len(part) - rest].reshape(batches, self.batch_size)
+            parts += [full[random.permutation(batches)].flatten(), part[len(part) - rest :]]
+        return np.concatenate(parts)
+
+
+@dataclass(eq=False)
+class TrainingBatches(TorchDataset[Batch]):
+    """One rank's micro-batches of all steps: number ``step · micros + micro`` is a function of the seed alone.
+
+    Each batch carries ``weight``, the factor of a mean over its label tokens with which the average over the step's
+    parts is the mean over all its label tokens; and ``part``, its number among these parts.
+
+    Attributes:
+        examples: For training.
+        schedule: Which of them make which step.
+        steps: Optimiser steps in all.
+        texts: Replaces examples of a step by texts that the draft writes itself (`distill.responses.on_policy`). These
+            depend on the weights of the moment, so no batch is made ahead.
+        workers: Processes that make batches ahead.
+        rank: Whose batches these are, of ``world`` ranks.
+        micros: Batches of a rank in a step, between which gradients are summed up.
+    """
+
+    examples: Examples
+    schedule: Schedule
+    steps: int
+    texts: Any = None
+    workers: int = 0
+    rank: int = 0
+    world: int = 1
+    micros: int = 1
+
+    def __len__(self) -> int:
+        return self.steps * self.micros
+
+    def __getitem__(self, number: int) -> Batch:
+        step, micro = divmod(number, self.micros)
+        picks: Picks = [(self.examples, int(example)) for example in self.schedule.batch(step)]
+        picks = picks if self.texts is None else self.texts(step, picks)
+        labels = [examples.labels_of(example) for examples, example in picks]
+        rows = slice(self.rank + self.world * micro, None, self.world * self.micros)
+        parts = self.world * self.micros
+        weight = parts * sum(labels[rows]) / max(1, sum(labels))
+        return collate(picks[rows]) | {"weight": weight, "part": self.rank * self.micros + micro}
+
+
+@dataclass(frozen=True)
+class From:
+    """The numbers of the batches from a step on; the length counts those before it too, as Lightning does."""
+
+    first: int
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.first, self.count))
+
+
+class DistillDataModule(L.LightningDataModule):
+    """Batches of a stage's training, dealt out to the trainer's processes.
+
+    A training is one epoch of all its steps. A continued one begins at the trainer's step.
+
+    Args:
+        training: Batches of one process.
+        validation: Examples by which checkpoints are compared.
+    """
+
+    def __init__(self, training: TrainingBatches, validation: Examples) -> None:
+        super().__init__()
+        self.training, self.validation = training, validation
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        """The batches of all steps that are left."""
+        training, trainer = self.training, self.trainer
+        assert trainer is not None
+        training.rank, training.world = trainer.global_rank, trainer.world_size
+        training.micros = trainer.accumulate_grad_batches
+        workers = training.workers if training.texts is None else 0
+        return DataLoader(
+            training,
+            batch_size=None,
+            sampler=From(trainer.global_step * training.micros, len(training)),
+            num_workers=workers,
+            pin_memory=torch.cuda.is_available(),
+            multiprocessing_context="fork" if workers else None,  # they read the same arrays
+            generator=torch.Generator(),  # not the one that dropout draws from
+        )
+
+    def val_dataloader(self) -> DataLoader[Batch]:
+        """This rank's validation examples; every rank has as many batches, as sharded weights require."""
+        training, trainer = self.training, self.trainer
+        assert trainer is not None
+        rank, world = trainer.global_rank, trainer.world_size
+        size = max(1, training.schedule.batch_size // (world * trainer.accumulate_grad_batches))
+        share, batches = np.argsort(self.validation.lengths, kind="stable")[rank::world], []
+        for start in range(0, math.ceil(len(self.validation) / world), size):
+            if len(examples := share[start : start + size]):
+                batches.append(self.validation.batch(examples))
+                continue
+            empty = self.validation.batch(np.array([0]))
+            empty["labels"].fill_(IGNORE)
+            batches.append(empty | {n: empty[n][:0] for n in self.validation.columns if n not in PER_TOKEN})
+        return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The texts that the draft wrote, which depend on its weights at that time, and the number of micro-batches."""
+        texts = self.training.texts
+        return {"micros": self.training.micros, "texts": None if texts is None else texts.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores them.
+
+        Raises:
+            UserError: A step then had another number of batches, by which Lightning counts.
+        """
+        assert self.trainer is not None
+        if state_dict["micros"] != (micros := self.trainer.accumulate_grad_batches):
+            raise UserError(
+                f"this training was begun with trainer.accumulate {state_dict['micros']} and is continued with "
+                f"{micros}: set it back, or remove the stage's checkpoints (work/checkpoints-STAGE in the run's folder)"
+            )
+        if self.training.texts is not None:
+            self.training.texts.load_state_dict(state_dict["texts"])

@@ -1,0 +1,342 @@
+"""Prompts without answers: those of a file and those that the target writes (Magpie), in three splits."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+from datasets import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from decode.bench.datasets import Row, messages_of, read_rows
+from decode.errors import UserError, read_json
+from decode.models.tokens import plain_ids, written_ids
+from decode.models.writing import GROUP, uniform_draws, write_texts
+from decode.progress import current
+from decode.sampling import LogitsWarper
+from distill.config import DataSettings, PromptSettings
+from distill.data.chat import ChatFormat
+from distill.data.messages import UnusableRow, read_messages
+from distill.data.sources import plain_rows
+from distill.files import write_json
+
+WORD = re.compile(r"\w+")
+SHORTEST, LONGEST = 4, 160  # tokens of a prompt
+START_WORDS = 10  # a prompt whose first words are those of an earlier one is dropped
+TRIES = 8  # samples at most for each prompt wanted
+BATCH = 64  # prompts written together
+SAMPLING = LogitsWarper(1.0, top_p=0.95)  # Magpie samples broadly, and leaves out what is hardly ever said
+ORDER = ("test", "validation", "train")  # prompts are dealt out in this order: more training ones change no other split
+PROBE = "\ue000prompt\ue001"  # replaces the user's words while their place in a rendered chat is searched; in no text
+
+
+# -- texts on disk ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class TextFile:
+    """Texts that a model writes, each a JSON line at once, so that a kill costs no more than those being written.
+
+    Attributes:
+        path: The file (``.jsonl``); a manifest beside it (``.json``) names what the texts are made from.
+        made_from: Everything that decides what is in it.
+        texts: Token ids by the number of the prompt, with the end token if the text ended before its limit.
+    """
+
+    path: Path
+    made_from: dict[str, Any]
+    texts: dict[int, list[int]] = field(default_factory=dict)
+
+    def read(self) -> dict[int, list[int]]:
+        """The texts on disk; none of a file made from something else. A torn last line is not read."""
+        self.texts = {}
+        if self.path.exists() and read_json(self.path.with_suffix(".json")) == self.made_from:
+            lines = self.path.read_bytes().split(b"\n")[:-1]
+            self.texts = {values["example"]: values["ids"] for values in map(json.loads, lines)}
+        return self.texts
+
+    def open(self) -> None:
+        """Reads the file and removes a torn last line. A file made from something else is set aside."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        manifest = self.path.with_suffix(".json")
+        if read_json(manifest) != self.made_from:
+            if self.path.exists():  # it may have taken hours
+                names = (self.path.with_suffix(f".old-{number}.jsonl") for number in count(1))
+                self.path.replace(next(name for name in names if not name.exists()))
+            write_json(manifest, self.made_from)
+        if self.path.exists():
+            os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
+        self.read()
+
+    def add(self, texts: Iterable[tuple[int, list[int]]], tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
+        """Writes texts that are not there yet; returns the number of each."""
+        with self.path.open("a", encoding="utf-8") as file:
+            for example, ids in texts:
+                if example not in self.texts:
+                    values = {"example": example, "ids": ids, "text": tokenizer.decode(ids)}
+                    file.write(json.dumps(values, ensure_ascii=False) + "\n")
+                    file.flush()
+                    self.texts[example] = ids
+                    yield example
+
+
+# -- which prompts are kept -------------------------------------------------------------------------------------------
+
+
+class Sample(NamedTuple):
+    """What the target wrote as the user's turn."""
+
+    text: str
+    problem: str = ""  # why it is no prompt
+    opening: str = ""  # given words before it
+
+
+def problem_of(text: str, tokens: int, ended: bool, markers: Collection[str] = ()) -> str:
+    """Why a text that the target wrote as the user's turn is no prompt; empty if it is one.
+
+    Args:
+        text: Without the end token.
+        tokens: Their number.
+        ended: Whether it ended before the limit.
+        markers: Texts of the chat template that no prompt may contain.
+    """
+    reasons = {
+        f"unfinished after {LONGEST} tokens": not ended,
+        f"shorter than {SHORTEST} tokens": tokens < SHORTEST or not text.strip(),
+        "broken characters": "\ufffd" in text,
+        "template markers inside": any(marker in text for marker in markers),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+@dataclass
+class PromptFilter:
+    """Keeps prompts that are new, and counts why the others were dropped.
+
+    Attributes:
+        dropped: Number of prompts dropped for each reason.
+        seen: Words of the prompts that were kept, and their first words.
+    """
+
+    dropped: Counter[str] = field(default_factory=Counter)
+    seen: set[str] = field(default_factory=set)
+
+    def keeps(self, text: str, problem: str = "") -> bool:
+        """Whether a prompt has no problem, and neither the words nor the first ten words of one that was kept."""
+        words = WORD.findall(text.lower())
+        keys = {" ".join(words) or text, *[" ".join(words[:START_WORDS]) + " ..."] * (len(words) >= START_WORDS)}
+        if problem := problem or "repeated" * bool(keys & self.seen):
+            self.dropped[problem] += 1
+            return False
+        self.seen |= keys
+        return True
+
+    def reasons(self) -> str:
+        """The reasons for dropping prompts, each with its count."""
+        return ", ".join(f"{count} {reason}" for reason, count in self.dropped.most_common()) or "none"
+
+
+def prompt_rows(
+    settings: DataSettings, seed: int, samples: Iterator[Sample] | None
+) -> tuple[dict[str, Dataset], list[str]]:
+    """The prompts of each split as chats of one user's turn, and notes about them; no prompt is there twice.
+
+    Prompts of a file come first, each split having its share of them; the target writes those that are missing.
+
+    Args:
+        settings: Number and source of the prompts.
+        seed: Order of the file's rows.
+        samples: What the target writes; None: no target is named.
+
+    Raises:
+        UserError: Too few of the samples can be used, or a file without prompts.
+    """
+    limits = dict(zip(ORDER, (settings.test_examples, settings.validation_examples, settings.train_limit or 0)))
+    kept, notes, path = PromptFilter(), list[str](), settings.prompts.file
+    rows: dict[str, list[Row]] = {split: [] for split in ORDER}
+
+    def add(split: str, messages: list[dict[str, Any]], number: int) -> None:
+        rows[split].append({"messages": json.dumps(messages, ensure_ascii=False), "number": number})
+
+    if path is not None:
+        read = read_rows(path)
+        given = [messages for messages in map(prompt_of, read) if messages is not None]
+        if not given:
+            raise UserError(
+                f"data.prompts.file {path!r} holds no prompts: a row needs a column instruction (and input), "
+                "question, prompt, messages or turns, the first row has " + ", ".join(map(repr, read[0]))
+            )
+        Random(f"{seed}/prompts").shuffle(given)
+        new = [messages for messages in given if kept.keeps(str(messages[-1]["content"]))]
+        share, numbered = min(1.0, len(new) / sum(limits.values())), iter(enumerate(new, 1))
+        for split, limit in limits.items():
+            for _, (number, messages) in zip(range(round(share * limit)), numbered):
+                add(split, messages, number)
+        notes.append(
+            f"prompts from {path}: {sum(map(len, rows.values()))} used, {kept.dropped.total()} dropped as "
+            f"repetitions, {len(read) - len(given)} rows without a prompt"
+        )
+        kept.dropped.clear()
+    missing = {split: limits[split] - len(rows[split]) for split in ORDER}
+    if total := sum(missing.values()):
+        if samples is None:
+            raise UserError(
+                f"data.source is target, which has to write {total} prompts, and no target is named: give target.model "
+                "(a folder of an instruct model), or more prompts with data.prompts.file"
+            )
+        written, accepted, work = 0, 0, current()
+        work.update(name="prompts of the target", total=total)
+        for split in [name for name in ORDER for _ in range(missing[name])]:
+            for sample in samples:
+                written += 1
+                if kept.keeps(sample.text, sample.problem):
+                    break
+                if written >= max(100, TRIES * total):
+                    raise UserError(
+                        f"data.source is target, and of {written} prompts that it wrote {accepted} can be used of "
+                        f"{total} wanted ({kept.reasons()}): use an instruction-tuned target, or add prompts with "
+                        "data.prompts.file"
+                    )
+            add(split, [{"role": "user", "content": (sample.opening + sample.text).strip()}], written)
+            accepted += 1
+            work.update(done=accepted)
+        share = f"{written} written, {accepted} kept ({accepted / written:.0%})"
+        notes.append(f"prompts of the target: {share}; dropped: {kept.reasons()}")
+    return {split: plain_rows(rows[split]) for split in ORDER}, notes
+
+
+def prompt_of(row: Row) -> list[dict[str, Any]] | None:
+    """The turns of a row up to the first question, or None if it has none; rows may have any of the usual shapes."""
+    chat, turns = row.get("messages") or row.get("conversations") or messages_of(row.get("prompt")), row.get("turns")
+    if not chat:
+        text = row.get("question") or row.get("prompt") or ""
+        if row.get("instruction"):
+            text = "\n\n".join(str(part) for part in (row["instruction"], row.get("input")) if part)
+        elif isinstance(turns, list) and turns:
+            text = turns[0]
+        chat = [{"role": "user", "content": text}]
+    before: list[dict[str, Any]] = []
+    try:
+        messages, _ = read_messages(chat)
+    except UnusableRow:
+        return None
+    for message in messages:
+        before.append({"role": message["role"], "content": message["content"].strip()})
+        if message["role"] == "user":
+            return before
+    return None
+
+
+# -- what the target writes -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UserTurn:
+    """The user's turn of a chat template.
+
+    Attributes:
+        text: The template up to the user's words.
+        ends: Tokens that end a prompt: the first special token that the template writes after it, and the model's.
+        markers: Texts of the template and special tokens, which no prompt may contain.
+    """
+
+    text: str
+    ends: set[int]
+    markers: frozenset[str]
+
+
+def user_turn(chat: ChatFormat) -> UserTurn:
+    """The user's turn, seen by rendering a chat whose only words are a probe.
+
+    Args:
+        chat: Template, system message and the ends of the model's texts.
+
+    Raises:
+        UserError: No template, or none that writes something before a user's turn for the model to continue.
+    """
+    tokenizer, problem = chat.tokenizer, "its chat template writes no user's turn that it could continue"
+    try:
+        before, probe, after = chat.render(chat.with_system([{"role": "user", "content": PROBE}])).partition(PROBE)
+    except UserError as error:
+        before, probe, after, problem = "", "", "", f"{error} (data.system {chat.system!r})"
+    before = before.rstrip(" ")
+    if not probe or not before.strip():
+        raise UserError(
+            f"data.source is target, so the target has to write what a user says, and {problem}: choose an "
+            "instruction-tuned target, give another template with data.chat_template, or name a file with prompts as "
+            "data.source with teacher.responses.source target"
+        )
+    special = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
+    tail = [token for token in plain_ids(tokenizer, [after])[0] if token in special]
+    stops = {*chat.ends, tokenizer.eos_token_id, *tail[:1]} - {None}
+    if not stops:
+        raise UserError(
+            "data.source is target, and neither the model nor its chat template has a token that ends a user's turn: "
+            "set eos_token in its tokenizer_config.json"
+        )
+    texts = [before.rsplit("\n", 1)[-1], before.strip().rsplit("\n", 1)[-1], after]
+    texts += tokenizer.batch_decode([[token] for token in special])
+    markers = frozenset(text.strip() for text in texts if len(text.strip()) > 2)
+    return UserTurn(before, stops, markers)
+
+
+@dataclass(frozen=True)
+class PromptWriter:
+    """The target, as far as it writes prompts.
+
+    Attributes:
+        made_from: The target's files and number format.
+        path: File of the samples.
+        load: Loads the target; called once, when a sample is missing.
+        say: Called with a line of progress after every batch.
+        together: Samples that are asked for together; None: as many as are fastest.
+    """
+
+    made_from: dict[str, Any]
+    path: Path
+    load: Callable[[], PreTrainedModel]
+    say: Callable[[str], None]
+    together: int | None = None
+
+    def samples(self, chat: ChatFormat, settings: PromptSettings, seed: int) -> Iterator[Sample]:
+        """Samples number 0, 1, 2, ..., each a function of the seed and its number."""
+        turn, tokenizer, model, together = user_turn(chat), chat.tokenizer, None, self.together or GROUP * BATCH
+        made_from = {"before": turn.text, "ends": sorted(turn.ends), "seed": seed, "openings": settings.openings}
+        file = TextFile(self.path, self.made_from | made_from)
+        file.open()
+        for start in count(step=together):
+            numbers = range(start, start + together)
+            openings = [settings.opening(number) for number in numbers]
+            if not all(number in file.texts for number in numbers):
+                if model is None:
+                    self.say("the target writes prompts")
+                    model = self.load()
+                    current().begin(current().done)
+                began = time.monotonic()
+                texts = write_texts(
+                    model,
+                    [written_ids(tokenizer, turn.text + words) for words in openings],
+                    SAMPLING,
+                    budgets=LONGEST + 1,
+                    stop_ids=turn.ends,
+                    draws=lambda i, size, numbers=numbers: uniform_draws(seed, 5, numbers[i], count=size),  # type: ignore[misc]
+                    batch_size=BATCH,
+                )
+                list(file.add(zip(numbers, texts), tokenizer))
+                speed = sum(map(len, texts)) / (time.monotonic() - began)
+                self.say(f"{len(file.texts)} prompts written ({speed:.0f} tokens/s)")
+            for number, opening in zip(numbers, openings):
+                ids = file.texts[number]
+                ended = bool(ids) and ids[-1] in turn.ends
+                words = ids[:-1] if ended else ids
+                text = str(tokenizer.decode(words, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+                yield Sample(text, problem_of(text, len(words), ended, turn.markers), opening)

@@ -1,0 +1,210 @@
+"""DFlash and DSpark in training: the drafted tokens of many blocks of each text, all at once; and their calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from decode.models.block_head import BlockHead, block_config, mask_token
+from distill.config import StudentSettings
+from distill.data.dataset import Batch, Examples, label_mask
+from distill.drafts.eagle import computed_once, head_rows
+from distill.drafts.start import seeded
+from distill.lm_head import LMHead
+from distill.losses.chunked import Rows, compare
+from distill.losses.divergences import Divergence
+from distill.signal.target import Signal
+
+CELLS = 1 << 26
+"""Most entries of an attention mask, of which each takes some ten bytes while a mask is made on a CPU."""
+
+
+class BlockDraft:
+    """A block head: a row for each slot of blocks that begin at some label tokens.
+
+    Attributes:
+        model: Is trained.
+        anchors: Blocks of a text, drawn anew at each step, in validation spread evenly.
+        depth: Tokens that a block drafts.
+    """
+
+    monitor = "validation_accepted_length"
+    blocks = True
+
+    def __init__(self, model: BlockHead, anchors: int) -> None:
+        self.model, self.anchors, self.depth = model, anchors, model.drafts
+
+    def rows(self, batch: Batch, signal: Signal, seed: int | None = None) -> Rows:
+        """The rows of the batch's blocks: see `LanguageModelDraft.rows`."""
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        return self.blocks_at(batch, signal, *anchors_of(label_mask(batch["labels"]), self.anchors, generator))
+
+    def every_row(self, batch: Batch, signal: Signal) -> Iterator[Rows]:
+        """The rows of blocks at every label token, in parts whose attention masks stay small."""
+        places, chosen = anchors_of(label_mask(batch["labels"]), None, None)
+        texts, time = batch["input_ids"].shape
+        slots, blocks = self.model.block, 1
+        while texts * 2 * blocks * slots * (time + 2 * blocks * slots) <= CELLS:
+            blocks *= 2
+        for some, real in zip(places.split(blocks, 1), chosen.split(blocks, 1)):
+            yield self.blocks_at(batch, signal, some, real)
+
+    def blocks_at(self, batch: Batch, signal: Signal, anchors: Tensor, real: Tensor) -> Rows:
+        """The rows of blocks at these positions.
+
+        A block ends before the first token that is no label. The last token that was drafted is the text's own.
+
+        Args:
+            batch: Of `Examples`.
+            signal: The target.
+            anchors: Positions whose next token is a label, ``[batch, blocks]``.
+            real: Which of them count, ``[batch, blocks]``; the others fill up.
+        """
+        head, mask, ids = self.model, label_mask(batch["labels"]), batch["input_ids"]
+        given, time, drafts = signal.rows(batch), mask.shape[1], head.drafts
+        assert given.features is not None
+        after = anchors[..., None] + torch.arange(drafts, device=ids.device)  # the position that each token follows
+        inside = (after < time) & real[..., None]
+        after = after.clamp_max(time - 1)
+        flat = (after + torch.arange(len(ids), device=ids.device)[:, None, None] * time).flatten(1)
+        live = (mask.flatten()[flat].view(after.shape) & inside).cumprod(2).bool()
+        before = ids.flatten()[flat].view(after.shape)
+        features = given.features.to(head.fc.weight.dtype)
+        table = cast(Tensor, signal.embedding.weight)
+        embeds = functional.embedding(head.tokens(ids.gather(1, anchors), drafts), table)
+        states = head(embeds.detach().to(features.dtype), features, anchors)
+        states, confidence = head.conditions(states.flatten(0, 1), before.flatten(0, 1))
+        kept = live.flatten().nonzero()[:, 0]
+        at, slots = (mask.flatten().cumsum(0) - 1)[flat.flatten()[kept]], kept % drafts
+        weight = decay(slots, drafts)
+        weight = weight / weight.mean()
+        markov = None if head.markov_head is None else head.markov_head.markov_w2.weight
+        output = LMHead.of(signal.head.linear, signal.head.scale, signal.head.cap, markov=markov)
+        given.target = computed_once(given.target)
+        states = states.flatten(0, 1).index_select(0, kept)
+        confidence = None if confidence is None else confidence.flatten().index_select(0, kept)
+        return head_rows(states, output, given, batch, len(kept), at, slots, weight, confidence=confidence)
+
+
+def create(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: StudentSettings, seed: int
+) -> BlockHead:
+    """Returns a head with random weights that depend on the seed alone."""
+    block, spark, rows = settings.block, settings.kind == "dspark", target.get_input_embeddings().num_embeddings
+    config = block_config(
+        target.config.get_text_config(),
+        settings.kind,
+        layers=block.layers,
+        block=block.size,
+        mask_id=mask_token(tokenizer, rows),
+        target_layers=block.target_layers,
+        draft_vocab=settings.draft_vocab,
+        from_anchor=None,
+        markov_rank=(64 if spark else 0) if block.markov_rank is None else block.markov_rank,
+        markov_kind="vanilla",
+        confidence=spark,
+    )
+    with seeded(seed):
+        return BlockHead(config)
+
+
+def anchors_of(mask: Tensor, count: int | None, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """Chooses positions whose next token is a label.
+
+    Args:
+        mask: Where the next token is a label, ``[batch, time]``.
+        count: Positions of a text; None: all.
+        generator: Draws them. None: they are spread evenly, for validation.
+
+    Returns:
+        Positions ``[batch, blocks]``, ascending, and which of them are chosen ones, bool; the others fill up texts that
+        have fewer labels.
+    """
+    labels = mask.sum(1)
+    most = max(1, int(labels.max()))  # attention needs a block, also where there is no label
+    most = most if count is None else min(count, most)
+    if generator is not None:
+        order = torch.rand(mask.shape, generator=generator).to(mask.device).masked_fill(~mask, 2.0).sort(1).indices
+        chosen = order[:, :most]
+        real = torch.arange(most, device=mask.device) < labels[:, None]
+    else:
+        number = torch.arange(most, device=mask.device)[None]
+        wanted = torch.where(labels[:, None] > most, number * labels[:, None] // max(1, most), number)
+        real = wanted < labels[:, None]
+        place = (~mask).to(torch.int8).sort(dim=1, stable=True).indices  # labels first, in their order
+        chosen = place.gather(1, wanted.clamp_max(mask.shape[1] - 1))
+    chosen = chosen.masked_fill(~real, mask.shape[1]).sort(1).values
+    return chosen.clamp_max(mask.shape[1] - 1), chosen < mask.shape[1]
+
+
+def decay(slots: Tensor, drafts: int) -> Tensor:
+    """Returns exp(−i/γ) of every row, ``[rows]``, γ as published: 7 for blocks of 16, 5 of 10, 4 of 8."""
+    gamma = 7.0 if drafts >= 15 else 5.0 if drafts >= 9 else 4.0
+    return torch.exp(-slots / gamma)
+
+
+# -- the confidence head's calibration --------------------------------------------------------------------------------
+
+BINS = 15  # of the calibration error
+GRID = torch.logspace(-2, 2, 81, base=2.0)  # temperatures that are tried
+
+
+def calibration_error(probability: Tensor, outcome: Tensor) -> float:
+    """Returns the expected calibration error of probabilities ``[n]`` against outcomes in [0, 1], in equal bins."""
+    place = (probability * BINS).long().clamp_max(BINS - 1)
+    gaps = torch.zeros(BINS, dtype=torch.float64).index_add_(0, place, (probability - outcome).double())
+    return float(gaps.abs().sum()) / max(1, len(outcome))
+
+
+@torch.no_grad()
+def block_outcomes(draft: BlockDraft, signal: Signal, examples: Examples, device: torch.device) -> tuple[Tensor, ...]:
+    """Returns of a block at every label token its confidences, and how its tokens fare.
+
+    Returns:
+        Log-odds, greedy agreement and acceptance rates, each ``[blocks, drafts]``; and how many of a block's tokens lie
+        within its text, ``[blocks]``.
+    """
+    tables: list[list[Tensor]] = [[], [], []]
+    counts = list[Tensor]()
+    for numbers in examples.batches(8):
+        batch = {name: values.to(device) for name, values in examples.batch(numbers).items()}
+        for rows in draft.every_row(batch, signal):
+            measured = compare(rows, Divergence("forward_kl"))
+            assert rows.step is not None
+            assert rows.confidence is not None
+            agreed = measured.agreement if rows.learnable is None else measured.agreement * rows.learnable
+            block = (rows.step == 0).cumsum(0) - 1
+            for table, values in zip(tables, (rows.confidence, agreed, measured.alpha)):
+                filled = torch.zeros(int(block[-1:].sum()) + 1, draft.depth)
+                filled[block.cpu(), rows.step.cpu()] = values.float().cpu()
+                table.append(filled)
+            counts.append(torch.bincount(block.cpu(), minlength=1))
+    return *(torch.cat(table) for table in tables), torch.cat(counts)
+
+
+def temperatures(odds: Tensor, accepted: Tensor, counts: Tensor) -> list[float]:
+    """Returns a temperature for each position of a block, from left to right (STS; DSpark, section 3).
+
+    Each one minimises the calibration error of the product of the confidences up to its position, which is the
+    probability that the draft is accepted that far.
+
+    Args:
+        odds: The confidences' log-odds, ``[blocks, drafts]``.
+        accepted: Whether the tokens are accepted, or at which rate.
+        counts: Tokens of each block.
+    """
+    chosen, before, so_far = list[float](), torch.ones(len(odds)), accepted.cumprod(1)
+    for slot in range(odds.shape[1]):
+        there = counts > slot
+        if not there.any():
+            chosen.append(1.0)
+            continue
+        tried = [calibration_error((before * (odds[:, slot] / t).sigmoid())[there], so_far[there, slot]) for t in GRID]
+        chosen.append(float(GRID[min(range(len(GRID)), key=tried.__getitem__)]))
+        before = before * (odds[:, slot] / chosen[-1]).sigmoid()
+    return chosen

@@ -1,0 +1,65 @@
+"""The reference's divergence at every label token, which AdaSPEC's selection compares the draft's with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from distill.data.dataset import Batch, Examples
+from distill.drafts.block import BlockDraft
+from distill.drafts.eagle import FeatureDraft
+from distill.drafts.language_model import LanguageModelDraft
+from distill.losses.chunked import compare
+from distill.losses.divergences import Divergence
+from distill.models import forward_precision
+from distill.signal.disk import Shapes, keep_columns
+from distill.signal.target import Signal
+
+Draft = LanguageModelDraft | FeatureDraft | BlockDraft
+REFERENCE = "reference_loss"
+"""Column of batches: the reference's divergence, ``[label tokens, drafting steps]``, 1 step of a language model."""
+
+
+def keep_reference(
+    reference: Draft,
+    signal: Signal,
+    examples: Examples,
+    divergence: Divergence,
+    precision: str,
+    folder: Path | None = None,
+    name: str = "",
+    key: str = "",
+) -> None:
+    """Adds the reference's losses to the examples: see `keep_columns`. With them ΔL needs no reference model any more.
+
+    Args:
+        reference: The draft by which tokens are selected.
+        signal: The target.
+        examples: With the target's columns if they are kept.
+        divergence: D(p, r).
+        precision: The trainer's: the draft's side of ΔL is computed in it.
+        folder: Where the losses are kept; None: in memory.
+        name: Of the file.
+        key: Fingerprint of everything that they depend on.
+    """
+    device = next(reference.model.parameters()).device
+    steps = reference.depth if reference.blocks else getattr(reference, "steps", 1)
+    reference.model.eval()
+    signal.to(device)
+
+    @torch.no_grad()
+    def losses(batch: Batch) -> dict[str, Tensor]:
+        batch = {column: values.to(device) for column, values in batch.items()}
+        table = torch.zeros(int((batch["labels"][:, 1:] >= 0).sum()), steps, device=device)
+        with forward_precision(precision, device):
+            every = reference.every_row if isinstance(reference, BlockDraft) else lambda *b: [reference.rows(*b)]
+            for rows in every(batch, signal):
+                values = compare(rows, divergence).losses.float()
+                at = torch.arange(len(rows), device=device) if rows.at is None else rows.at
+                table[at, 0 if rows.step is None else rows.step] = values
+        return {REFERENCE: table.cpu()}
+
+    shapes: Shapes = {REFERENCE: ((steps,), "float32")}
+    keep_columns(examples, losses, shapes, folder, name, key, signal.model)

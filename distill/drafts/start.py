@@ -1,0 +1,110 @@
+"""How a head begins: with weights of the target's layers, and for the most frequent tokens alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from decode.errors import UserError
+from decode.models.families import decoder_layers, final_norm
+from decode.models.heads import FeatureHead, RMSNorm
+from distill.data.dataset import Examples
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draws random weights inside from the seed alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def frequent(rows: Examples, count: int, vocab: int) -> tuple[Tensor, float]:
+    """Returns the most frequent label tokens (FR-Spec, arXiv 2502.14856), ascending, and their share of all labels.
+
+    Ties are broken by the ids, as is the order of tokens that never occur.
+    """
+    counts = np.bincount(rows.labels[rows.labels >= 0], minlength=vocab)
+    ids = np.sort(np.argsort(-counts, kind="stable")[:count])
+    return torch.from_numpy(ids), float(counts[ids].sum() / max(1, counts.sum()))
+
+
+def check_states(target: PreTrainedModel) -> None:
+    """Refuses a target that keeps several states of a token between its layers, of which heads read one.
+
+    Only shapes are computed, so weights may be on the meta device.
+
+    Raises:
+        UserError: With the shapes.
+    """
+    out: Any = None
+    given: dict[str, Any] = {"use_cache": False, "output_hidden_states": True}
+    with torch.no_grad(), torch.device("meta"), suppress(RuntimeError, NotImplementedError, TypeError):
+        bare = type(target.base_model)(target.base_model.config)
+        out = bare(input_ids=torch.zeros(1, 2, dtype=torch.long), **given)
+    if out is None:  # a forward that looks at values
+        if any(weight.is_meta for weight in target.parameters()):
+            return
+        with torch.no_grad():
+            out = target.base_model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=target.device), **given)
+    between = out.hidden_states[0].shape
+    if between != out.last_hidden_state.shape:
+        raise UserError(
+            f"{type(target).__name__} keeps several states of a token between its layers ({list(between)}), and heads "
+            "read one: train a draft model (student.kind scratch, finetune, lora or cut)"
+        )
+
+
+@torch.no_grad()
+def start_from_target(head: Any, target: PreTrainedModel) -> list[str]:
+    """Copies what fits of the target's last layers into a head, so that it begins as these.
+
+    ``fc`` passes the last captured state through. EAGLE-3's attention reads that state with the target's weights and
+    the embedding with its own random ones, and its output rows are the target's. The norm is the target's final one.
+
+    Returns:
+        Names of the layers' weights that are not the target's: of other shapes, or of a family built otherwise.
+    """
+    width = int(head.config.hidden_size)
+    head.fc.weight.zero_()
+    head.fc.weight[:, -width:] = torch.eye(width)
+    if isinstance(head, FeatureHead):
+        ids, output = head.draft_ids(), target.get_output_embeddings().weight
+        head.lm_head.weight.copy_(output[: len(head.lm_head.weight)] if ids is None else output[ids])
+    layers_of_head = [head.layer] if isinstance(head, FeatureHead) else list(head.layers)
+    try:
+        layers, norm = decoder_layers(target), final_norm(target)
+    except UserError:
+        return [name for name, _ in layers_of_head[0].named_parameters()]
+
+    def copied(module: nn.Linear | RMSNorm, source: nn.Module | None) -> bool:
+        weight = getattr(source, "weight", None)
+        if source is None or not isinstance(weight, Tensor) or weight.is_meta or len(weight) != len(module.weight):
+            return False
+        extra = module.weight.shape[-1] - weight.shape[-1]  # of attention, which reads the embedding before the state
+        if isinstance(module, RMSNorm):  # some families add 1 to the weights, or a bias
+            x = torch.linspace(-2, 3, len(weight), dtype=weight.dtype, device=weight.device)[None]
+            wanted = functional.rms_norm(x, weight.shape, weight, module.variance_epsilon)
+            fits = torch.allclose(source(x), wanted, rtol=1e-3, atol=1e-4)
+        else:
+            fits = isinstance(source, nn.Linear) and extra in (0, weight.shape[1])
+        if fits:
+            module.weight[..., extra:] = weight
+        return fits
+
+    copied(head.norm, norm)
+    first, left = dict(layers[0].named_modules()), list[str]()
+    for layer, source in zip(layers_of_head, list(layers)[-len(layers_of_head) :]):
+        last = dict(source.named_modules())
+        if isinstance(head, FeatureHead):
+            last |= {"hidden_norm": last.get("input_layernorm"), "input_layernorm": first.get("input_layernorm")}
+        parts = [(name, part) for name, part in layer.named_modules() if isinstance(part, nn.Linear | RMSNorm)]
+        left += [name for name, part in parts if not copied(part, last.get(name)) and name not in left]
+    return left

@@ -1,0 +1,234 @@
+"""What is known about an exported draft, as `speculation_profile.json` and model card, before and after measuring."""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Template
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from decode.bench.page import COLUMNS, cell, markdown
+from decode.engines.gap_causes import weight_fingerprints
+from decode.errors import read_json, write_text
+from decode.models.block_head import BlockHead
+from decode.models.heads import DraftHead, default_captured_layers
+
+HERE = Path(__file__).parent
+PROFILE = "speculation_profile.json"
+KINDS: dict[int | str, str] = {1: "eagle", 3: "eagle3", "dflash": "dflash", "dspark": "dspark", "mtp": "mtp"}
+"""Kinds of heads, by their version."""
+TOKEN_MAP = "token_map.pt"  # the ids that an EAGLE-1 head of a reduced vocabulary drafts, as SGLang reads them
+MEASURED = (
+    "offline_alpha", "alpha", "accepted_length", "accepted_per_drafted", "speedup", "speedup_vs_generate",
+    "predicted_speedup", "cost_ratio", "break_even_alpha",
+)  # fmt: skip
+"""Rows of the card, by key of the profile."""
+SERVED = "<!-- served: begin -->"  # behind which serve-check has its section of the card
+
+
+def fastest_row(report: Mapping[str, Any], *drafts: str) -> dict[str, Any]:
+    """Returns the fastest row of some drafts at the lowest measured temperature; empty if there is none.
+
+    Rows with other texts than the target's count only if all are such.
+    """
+    rows = [row for row in report["decoding"] if row["draft"] in drafts and row.get("speedup")]
+    coldest = min((row["temperature"] for row in rows), default=0.0)
+    rows = [row for row in rows if row["temperature"] == coldest]
+    rows = [row for row in rows if row.get("identical_to_target") is not False] or rows
+    return max(rows, key=lambda row: row["speedup"], default={})
+
+
+def export_profile(report: Mapping[str, Any], draft: str = "adaspec") -> dict[str, Any]:
+    """Returns the measurements of one draft in a run's report.
+
+    Args:
+        report: As `write_report` takes it.
+        draft: Name of the exported draft in the report.
+
+    Returns:
+        The numbers of the draft at its fastest measured length, greedy or at the lowest measured temperature.
+        ``best_draft_length`` is absent if decoding was not measured.
+    """
+    row: dict[str, Any] = next((row for row in report["drafts"] if row["name"] == draft), {})
+    analysis, costs = report.get("analysis") or {}, report.get("profile") or {}
+    profile = {key: row.get(key) for key in ("offline_alpha", "offline_alpha_se")}
+    profile |= {"trained_with": report.get("trained_with"), "acceptance": (analysis.get("acceptance") or {}).get(draft)}
+    if costs.get("draft", draft) == draft:
+        profile |= {key: costs.get(key) for key in ("cost_ratio", "break_even_alpha")}
+    if not (best := fastest_row(report, draft)):
+        return profile
+    machine = {name: fact for name, fact in (report.get("machine") or {}).items() if name != "note"}
+    conditions = {"dataset": best.get("suite"), "num_samples": best.get("prompts"), "temperature": best["temperature"]}
+    return profile | {
+        **{key: best[key] for key in (*MEASURED, "speedup_ci95", "identical_to_target") if key in best},
+        "best_draft_length": best["draft_length"],
+        "acceptance_by_position": analysis.get("acceptance_by_position", {}).get(draft),
+        "conditions": conditions | {"acceptance_rule": "exact"} | machine,
+    }
+
+
+def speculation_profile(measured: Mapping[str, Any], length: int, method: str = "draft_model") -> dict[str, Any]:
+    """Returns the portable measurements, under the field names that NVIDIA's Model-Optimizer proposes.
+
+    Acceptance by position is given as conditional rates (position i accepted, if all before it were) and marginal rates
+    (positions up to i all accepted), with their errors, over the rounds whose draft was not cut by the end of a text or
+    its budget; repeats of a deterministic text count once. Lengths count the target's own token: a round that accepts m
+    drafted tokens has length m + 1, the mean is 1 + Σ of the marginal rates, and the histogram counts the same rounds.
+    ``synthetic_acceptance_rates`` are the marginal rates under vLLM's name.
+
+    Args:
+        measured: What `export_profile` returns. Without acceptance by position, or if it belongs to another length, the
+            vectors are null and ``measured`` is false.
+        length: Number of drafted tokens per round.
+        method: vLLM's name for this kind of draft.
+    """
+    rows = list(measured.get("acceptance_by_position") or [])
+    usable = bool(rows) and len(rows) == length == measured.get("best_draft_length")
+    vectors = {
+        f"{kind}_accept_rates{error}": [_rounded(row.get(f"{kind}{error}")) for row in rows] if usable else None
+        for kind in ("conditional", "marginal")
+        for error in ("", "_se")
+    }
+    rounds = int(rows[0]["rounds"]) if usable else 0
+    accepted = [rounds, *(round(row["marginal"] * rounds) for row in rows), 0]
+    histogram = {str(m + 1): more - fewer for m, (more, fewer) in enumerate(pairwise(accepted))}
+    reason = "acceptance was measured at another draft length" if rows else "acceptance was not measured"
+    return {
+        "schema_version": "1.0",
+        "producer": "draftsmith",
+        "measured": usable,
+        "method": method,
+        "num_speculative_tokens": length,
+        "verification_method": "longest_prefix",
+        **vectors,
+        "synthetic_acceptance_rates": vectors["marginal_accept_rates"],
+        "mean_accept_length": round(1 + sum(row["marginal"] for row in rows), 6) if usable else None,
+        "mean_accept_length_per_request": None,
+        "acceptance_length_histogram": histogram if usable else None,
+        "measurement_conditions": {k: v for k, v in (measured.get("conditions") or {}).items() if v is not None},
+        "vectors_unavailable_reason": None if usable else reason,
+    }
+
+
+def _rounded(rate: float | None) -> float | None:
+    return None if rate is None or not math.isfinite(rate) else round(rate, 6)
+
+
+def describe(
+    model: PreTrainedModel | DraftHead, target: PreTrainedConfig, name: str, folder: str, gguf: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Returns what the card says of an export beside measurements, as plain data that its profile keeps.
+
+    Args:
+        model: The exported model or head.
+        target: Configuration of its target.
+        name: Folder or Hub name of the target.
+        folder: Where the export will be.
+        gguf: Number formats of its GGUF files.
+    """
+    config, layers = model.config, int(target.get_text_config().num_hidden_layers)
+    facts = {
+        "kind": "draft",
+        "target": name,
+        "folder": folder,
+        "target_type": target.model_type,
+        "vocabulary": target.get_text_config().vocab_size,
+        "model_type": config.model_type,
+        "parameters": sum(weight.numel() for weight in model.parameters()),
+        "token_map": False,
+        "gguf_type": [*gguf, "f32"][0],
+        "notes": [],
+        "unserved": {},
+    }
+    if not isinstance(model, DraftHead):
+        return facts
+    captured = list(model.captured_layers)
+    return facts | {
+        "kind": KINDS[model.version],
+        "token_map": model.version == 1 and model.reduced,
+        "longest": model.drafts,
+        "draft_vocabulary": config.draft_vocab_size if model.reduced else None,
+        "captured_layers": captured,
+        "unusual_layers": model.version == 3 and captured != list(default_captured_layers(layers)),
+        "last_layer": max(captured) == layers,
+        "mask_id": model.mask_id if isinstance(model, BlockHead) else None,
+        "calibrated": isinstance(model, BlockHead) and bool(model.temperatures),
+    }
+
+
+def write_card(folder: Path, facts: Mapping[str, Any], length: int, measured: Mapping[str, Any] | None = None) -> None:
+    """Writes speculation_profile.json and README.md, each renamed into place.
+
+    What other commands have added to both stays: `serve-check` what was served, `profile` costs by batch size.
+
+    Args:
+        folder: Folder that holds the exported files.
+        facts: What `describe` returns, with ``trained_vocabulary`` of a draft model and the ``notes`` and ``unserved``
+            engines of this pair.
+        length: Number of drafted tokens per round.
+        measured: What `export_profile` returns. What is absent is left out.
+    """
+    measured, before, card = measured or {}, read_json(folder / PROFILE), folder / "README.md"
+    kind = facts["kind"]
+    profile = before | speculation_profile(measured, length, "draft_model" if kind == "draft" else kind)
+    profile |= {key: measured[key] for key in ("acceptance", "trained_with") if measured.get(key)}
+    weights = before.get("weights") or weight_fingerprints(folder)
+    write_text(folder / PROFILE, json.dumps(profile | {"weights": weights, "export": facts}, indent=2) + "\n")
+    template = (HERE / "model_card.md").read_text(encoding="utf-8")
+    text = Template(template, trim_blocks=True, lstrip_blocks=True).render(
+        **facts, profile=measured, length=length, cell=cell, columns=COLUMNS,
+        conditions=measured.get("conditions") or {},
+        measured=[key for key in MEASURED if measured.get(key) is not None],
+        commands=commands(facts["target"], facts["folder"], exported_facts(folder)),
+        positions=markdown(("position", "validation", "offline", "decoded"), measured.get("acceptance") or []),
+    )  # fmt: skip
+    text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+    _, begin, served = (card.read_text(encoding="utf-8") if card.exists() else "").partition(SERVED)
+    write_text(card, text + (f"\n{begin}{served}" if begin else ""))
+
+
+def add_measurements(export_dir: str | Path, report: Mapping[str, Any], draft: str) -> None:
+    """Adds what was measured of an export to its card, its profile, and its number of drafted tokens.
+
+    Args:
+        export_dir: What `export_draft` or `export_head` made.
+        report: As `write_report` takes it. Where decoding was not measured, the number of drafted tokens stays.
+        draft: The exported draft's name in the report.
+    """
+    folder, measured = Path(export_dir), export_profile(report, draft)
+    before = read_json(folder / PROFILE)
+    length = max(1, measured.get("best_draft_length") or before["num_speculative_tokens"])
+    length = min(length, before["export"].get("longest") or length)
+    for path in (folder / "config.json", folder / "generation_config.json"):
+        if "num_assistant_tokens" in (fields := read_json(path)):
+            write_text(path, json.dumps(fields | {"num_assistant_tokens": length}, indent=2) + "\n")
+    write_card(folder, before["export"], length, measured)
+
+
+def exported_facts(export_dir: str | Path) -> dict[str, Any]:
+    """Returns what `commands` needs to know about an export; a run's report has it as ``exported``."""
+    profile = read_json(Path(export_dir) / PROFILE)
+    facts = {key: profile["export"][key] for key in ("kind", "token_map", "gguf_type", "unserved")}
+    return {"length": profile["num_speculative_tokens"], **facts}
+
+
+def commands(target: str, draft: str, facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Returns (title, language, lines to paste) for each engine that loads an export.
+
+    Args:
+        target: Folder or Hub name of the target.
+        draft: Folder of the export.
+        facts: What `exported_facts` returns.
+    """
+    values = {"target": target, "draft": draft, **facts, "token_map": TOKEN_MAP if facts["token_map"] else ""}
+    engines = yaml.safe_load((HERE / "serving_commands.yaml").read_text(encoding="utf-8"))
+    return [
+        (engine["title"], engine["language"], Template(engine["lines"]).render(values))
+        for engine in engines
+        if facts["kind"] in engine["kinds"] and not engine["title"].lower().startswith(tuple(facts["unserved"]))
+    ]

@@ -1,0 +1,120 @@
+"""LayerSkip's training recipe (arXiv 2404.16710): layer dropout, and losses of early exits through the shared head."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from decode.errors import UserError
+from decode.models.families import check_structure, decoder_layers, final_norm, state_of
+from distill.config import LayerSkipSettings
+
+WATCHED = 4  # most exits whose loss is part of a validation
+
+
+def dropout_rates(layers: int, step: int, steps: int, highest: float, *, scratch: bool) -> list[float]:
+    """Return p(l, t) = S(t)·D(l)·p_max of every layer, with D(l) = exp(l·ln 2/(L − 1)) − 1.
+
+    Args:
+        layers: Number of layers, L.
+        step: Optimiser step t, from 0.
+        steps: Number of optimiser steps, T.
+        highest: p_max.
+        scratch: Whether the rates rise over the training, S(t) = exp(t·ln 2/(T − 1)) − 1. Otherwise S = 1.
+    """
+    time = math.expm1(step * math.log(2) / max(1, steps - 1)) if scratch else 1.0
+    return [time * math.expm1(i * math.log(2) / max(1, layers - 1)) * highest for i in range(layers)]
+
+
+def exits_on(settings: LayerSkipSettings, layers: int, step: int) -> list[int]:
+    """Return the indices of the layers whose exits are trained at a step, C(t, l), without the last layer."""
+    distance = max(1, settings.rotation or layers - 1)
+    return list(range(step % distance, layers - 1, distance))
+
+
+def exit_weights(settings: LayerSkipSettings, exits: int) -> tuple[float, float]:
+    """Return the weight of each of a number of exits and of the last layer, whose sum over all is 1."""
+    total = 1 + settings.early_exit_scale * exits
+    return settings.early_exit_scale / total, 1 / total
+
+
+class LayerSkip:
+    """Applies LayerSkip's recipe to a model in training mode. In evaluation no layer is dropped.
+
+    Args:
+        model: A causal language model whose layers can be accessed.
+        settings: The recipe.
+        steps: Number of optimiser steps.
+        scratch: Whether the model starts from random weights.
+
+    Attributes:
+        exits: Indices of the layers whose exits are trained at this step.
+
+    Raises:
+        UserError: The layers cannot be accessed, there is only one, or some keep a recurrent state.
+    """
+
+    def __init__(self, model: PreTrainedModel, settings: LayerSkipSettings, steps: int, *, scratch: bool) -> None:
+        check_structure(model)
+        layers = decoder_layers(model)
+        self.settings, self.steps, self.scratch, self.count = settings, steps, scratch, len(layers)
+        if self.count < 2:
+            raise UserError("layerskip needs a model of at least two layers; this one has no early exit")
+        kinds = sorted(set(getattr(model.config.get_text_config(), "layer_types", None) or ()))
+        if any("attention" not in kind or "linear" in kind for kind in kinds):
+            raise UserError(
+                f"layerskip needs layers that keep keys and values alone, and this model has {', '.join(kinds)}, with "
+                "which no exit can draft: set target.layerskip.enabled to false"
+            )
+        self.norm = final_norm(model)
+        self.rates: list[float] = []
+        self.exits: list[int] = []
+        self.states: dict[int, Tensor] = {}
+        self.hooks = [layer.register_forward_hook(self._hook(i), with_kwargs=True) for i, layer in enumerate(layers)]
+
+    def begin(self, step: int) -> None:
+        """Start a training step, counted from 0: its exits are set, and the layers' dropout rates."""
+        settings = self.settings
+        self.rates = dropout_rates(self.count, step, self.steps, settings.dropout, scratch=self.scratch)
+        self.exits = exits_on(settings, self.count, step) if settings.early_exit_scale else []
+
+    def watch(self) -> None:
+        """Start a validation batch: no layer is dropped, and some exits are evaluated, always the same ones."""
+        self.rates, self.exits = [], list(range(0, self.count - 1, -(-(self.count - 1) // WATCHED)))
+
+    def combine(self, last: Tensor, loss_of: Callable[[Tensor], Tensor], mask: Tensor) -> Tensor:
+        """Return the weighted sum of the last layer's loss and the exits'.
+
+        Args:
+            last: Loss of the last layer.
+            loss_of: Maps head inputs ``[rows, width]`` to their loss.
+            mask: Positions of the rows, ``[batch, time]``.
+        """
+        early, rest = exit_weights(self.settings, len(self.exits))
+        total = rest * last
+        for layer in self.exits if early else ():
+            total = total + early * loss_of(self.norm(self.states[layer][mask]))
+        self.states, self.exits = {}, []  # the rates stay: gradient checkpointing drops the same layers again
+        return total
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for hook in self.hooks:
+            hook.remove()
+
+    def _hook(self, index: int) -> Callable[..., Any]:
+        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            state = state_of(output)
+            if module.training and self.rates and self.rates[index] > 0:
+                before = args[0] if args else kwargs["hidden_states"]
+                kept = torch.rand(len(state), 1, 1, device=state.device) >= self.rates[index]
+                state = torch.where(kept, state, before)
+                output = (state, *output[1:]) if isinstance(output, tuple) else state
+            if index in self.exits:
+                self.states[index] = state
+            return output
+
+        return after

@@ -1,0 +1,128 @@
+"""The output head on gathered rows, so that logits are computed only where a loss needs them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from decode.errors import UserError
+from decode.models.heads import some_outputs
+
+
+class LMHead(nn.Module):
+    """Maps last hidden states of gathered rows to logits, as the model's own forward does.
+
+    It applies a bias, a multiplier (Cohere), a divisor (Granite) and soft-capping (Gemma), and shares the model's
+    weights.
+
+    Attributes:
+        linear: The output layer.
+        markov: A second weight ``[vocab, rank]``, which is trained while the linear layer's is frozen. It multiplies
+            the last ``rank`` numbers of hidden states, and the linear layer's weight those before. None: there is none.
+    """
+
+    markov: Tensor | None = None
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        linear = model.get_output_embeddings()
+        if linear is None:
+            raise UserError(f"{type(model).__name__} has no output head: choose a causal language model")
+        config = model.config.get_text_config()
+        factor = getattr(config, "logit_scale", None) or 1.0
+        self.linear = linear
+        self.scale = float(factor) / float(getattr(config, "logits_scaling", None) or 1.0)
+        self.cap = getattr(config, "final_logit_softcapping", None)
+
+    @classmethod
+    def of(
+        cls, linear: nn.Linear, scale: float = 1.0, cap: float | None = None, markov: Tensor | None = None
+    ) -> LMHead:
+        """Return a head without a model."""
+        head = cls.__new__(cls)
+        nn.Module.__init__(head)
+        head.linear, head.scale, head.cap = linear, scale, cap
+        object.__setattr__(head, "markov", markov)  # a parameter of another module, not of this one
+        return head
+
+    def only(self, ids: Tensor | None) -> LMHead:
+        """Return the head of some ids, with a frozen copy of their weights; of None, the head itself."""
+        return self if ids is None else LMHead.of(some_outputs(self.linear, ids), self.scale, self.cap)
+
+    @property
+    def vocab(self) -> int:
+        """Number of ids that have a logit."""
+        return int(self.linear.weight.shape[0])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return logits ``[rows, vocab]`` of hidden states ``[rows, width]``, with Markov ``[rows, width + rank]``."""
+        return self.first(hidden, self.vocab)
+
+    def first(self, hidden: Tensor, vocab: int) -> Tensor:
+        """Return the logits of the first ``vocab`` ids, ``[rows, vocab]``."""
+        return self.finish(self.products(hidden, vocab))
+
+    def products(self, hidden: Tensor, vocab: int) -> Tensor:
+        """Return the linear layer's output for the first ``vocab`` ids, with the Markov weight's added."""
+        rank = 0 if self.markov is None else self.markov.shape[1]
+        states, conditions = hidden.split([hidden.shape[-1] - rank, rank], -1)
+        if vocab == self.vocab:
+            products: Tensor = self.linear(states)  # by the module, which may have an adapter
+        else:
+            bias = self.linear.bias
+            products = functional.linear(states, self.linear.weight[:vocab], None if bias is None else bias[:vocab])
+        return products if self.markov is None else products.addmm(conditions, self.markov[:vocab].T)
+
+    def finish(self, products: Tensor) -> Tensor:
+        """Apply multiplier and soft-capping to the linear layer's output."""
+        logits = products if self.scale == 1.0 else products * self.scale
+        return torch.tanh(logits / self.cap) * self.cap if self.cap else logits
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """Return the derivative of `finish` where it gave these logits: a number, or one per logit."""
+        return self.scale * (1 - (logits / self.cap).square()) if self.cap else self.scale
+
+
+def last_hidden(model: PreTrainedModel, input_ids: Tensor, mask: Tensor) -> Tensor:
+    """Return the last hidden states after the final norm at the positions of a mask, ``[rows, width]``.
+
+    Args:
+        model: The model.
+        input_ids: Token ids, ``[batch, time]``.
+        mask: Positions of the rows, ``[batch, time]``.
+    """
+    hidden: Tensor = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+    rows = mask.flatten().nonzero()[:, 0].to(hidden.device)  # the last layer may be on another device than the first
+    return hidden.flatten(0, 1).index_select(0, rows)
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel, head: LMHead) -> None:
+    """Check that ``head(last_hidden)`` is what the model's own forward computes.
+
+    Raises:
+        UserError: Weights are NaN or infinite, or the architecture computes its logits in another way.
+    """
+    was_training = model.training
+    model.eval()
+    vocab = model.get_input_embeddings().num_embeddings
+    ids = (torch.arange(8, device=model.device) * 7 % vocab)[None]
+    expected = model(input_ids=ids, use_cache=False).logits[0].float()
+    hidden = last_hidden(model, ids, torch.ones_like(ids, dtype=torch.bool))
+    logits = head(hidden.to(head.linear.weight.device)).float().to(expected.device)
+    model.train(was_training)
+    if not torch.isfinite(expected).all():
+        broken = next((name for name, weight in model.named_parameters() if not weight.isfinite().all()), None)
+        advice = (
+            f", as are its weights {broken}: use an earlier checkpoint" if broken else f" in {model.dtype}: use float32"
+        )
+        raise UserError(f"{type(model).__name__} computes logits that are NaN or infinite{advice}")
+    tolerance = 1e-4 if model.dtype == torch.float32 else 5e-2
+    difference = (logits - expected).abs().max() / expected.abs().max().clamp_min(1.0)
+    if not difference <= tolerance:
+        raise UserError(
+            f"{type(model).__name__} does not compute its logits as head(last hidden state) (relative difference "
+            f"{difference:.1e}), so it cannot be distilled; please report the model's name"
+        )

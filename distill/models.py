@@ -1,0 +1,477 @@
+"""Models for training: built or loaded, whole or in parts; where they are; adapters, optimisers, number formats."""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.overrides import TorchFunctionMode
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    get_scheduler,
+)
+from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
+
+from decode.errors import UserError
+from decode.models.families import decoder_layers, final_norm
+from decode.models.gguf_files import gguf_file
+from decode.models.loading import config_for, load_config, load_model, unreadable
+from decode.models.wrapped import adapter_base, pinned
+from distill import ranks
+from distill.config import Architecture, Attention, LoraSettings, ModelSettings, TargetSettings, TrainingSettings
+
+Item = TypeVar("Item")
+
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
+"""Files of a Hub repository that a model and its tokenizer need."""
+
+
+# -- built or loaded ---------------------------------------------------------------------------------------------------
+
+
+def build_model(
+    shape: Architecture, vocab: int, tokenizer: PreTrainedTokenizerBase | None, seed: int
+) -> PreTrainedModel:
+    """Return a model with random float32 weights that depend on the seed alone."""
+    config = config_for(**vars(shape), vocab=vocab, tokenizer=tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{shape.model_type} has no causal language model: {error}") from error
+    return model
+
+
+def load_or_build(
+    settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, vocab: int, seed: int
+) -> PreTrainedModel:
+    """Return the model that a stage trains, in float32, with random weights or those of a folder or Hub repository."""
+    if settings.model is None:
+        return build_model(settings.architecture, vocab, tokenizer, seed)
+    return load_model(settings.model, device="cpu", dtype="float32", trust_remote_code=settings.trust_remote_code)
+
+
+def source_folder(model: str) -> Path:
+    """Return the folder of a model that is used unchanged; a Hub repository is downloaded to the Hub's cache.
+
+    Raises:
+        UserError: The model does not exist, or the Hub cannot be reached.
+    """
+    if Path(model).is_dir():
+        return Path(model)
+    name, revision = pinned(model)
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES, revision=revision.get("revision")))
+    except (OSError, ValueError) as error:  # those of the Hub's client among them
+        raise unreadable(model, "model", error) from error
+
+
+def config_of(settings: ModelSettings, vocab: int) -> PretrainedConfig:
+    """Return the configuration of a model that is not loaded; ``vocab`` is for one from scratch."""
+    if settings.model is None:
+        return config_for(**vars(settings.architecture), vocab=vocab, tokenizer=None)
+    return load_config(settings.model, trust_remote_code=settings.trust_remote_code)
+
+
+def count_parameters(settings: ModelSettings, vocab: int) -> int:
+    """Return the number of parameters of a model without allocating it."""
+    config = config_of(settings, vocab)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Make the model recompute its layers' activations in the backward pass.
+
+    Raises:
+        UserError: Its architecture does not support it.
+    """
+    if not model.supports_gradient_checkpointing:
+        raise UserError(
+            f"{type(model).__name__} has no gradient checkpointing: set trainer.gradient_checkpointing to false"
+        )
+    if hasattr(model, "activation_checkpointing_enable"):  # its name from transformers 5.23 on
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def ready_to_save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Return the model in evaluation mode on the CPU, with the special tokens that generation needs."""
+    model = model.eval().requires_grad_(True).cpu()
+    if model.generation_config is None or model.generation_config.eos_token_id is None:
+        model.generation_config = GenerationConfig(
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=tokenizer.bos_token_id,
+        )
+    return model
+
+
+def use_attention(model: PreTrainedModel, name: Attention) -> None:
+    """Set the implementation of attention; ``auto`` leaves the one that the model was loaded with.
+
+    Raises:
+        UserError: The model does not support it, or its package is not installed.
+    """
+    if name == "auto":
+        return
+    before, why = model.config._attn_implementation, ""
+    try:
+        model.set_attn_implementation(name)
+    except (ImportError, ValueError) as error:
+        why = str(error).strip().splitlines()[0]
+    if why or model.config._attn_implementation == before != name:  # some models only warn
+        raise UserError(
+            f"trainer.attention is {name}, which {type(model).__name__} cannot use here "
+            f"({why or f'it stays with {before}'}): choose auto or sdpa"
+        )
+
+
+def check_attention(config: PretrainedConfig, name: Attention) -> None:
+    """Raise the same error for a model that is not loaded."""
+    with torch.device("meta"):
+        use_attention(AutoModelForCausalLM.from_config(config), name)
+
+
+# -- parts of a target -------------------------------------------------------------------------------------------------
+
+
+class _HollowModules(TorchFunctionMode):
+    """Puts the large weights of modules that are made inside on the meta device. Computed buffers are real."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **{**(kwargs or {}), **({"device": "meta"} if func is torch.empty else {})})
+
+
+@torch.no_grad()
+def hollow_target(folder: str | Path, *, last: int = 1, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Return a target of which embedding, output head, final norm, the first layer and the last ones are read alone.
+
+    The other weights are on the meta device, as are those that the files hold in another form: quantised ones, and
+    experts. A target whose files name the weights otherwise than transformers is loaded as a whole.
+
+    Args:
+        folder: Folder or Hub name of the target.
+        last: Number of last layers that are read.
+        trust_remote_code: Run model code that comes with it.
+
+    Returns:
+        The model in evaluation mode, in float32, on the CPU.
+
+    Raises:
+        UserError: It cannot be read.
+    """
+    if not gguf_file(folder) and not adapter_base(folder):
+        source = source_folder(str(folder))
+        trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        config = load_config(source, **trust)
+        with _HollowModules():
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **trust)
+        if _fill(model, _tensor_files(source), last):
+            model.config.name_or_path = model.name_or_path = str(folder)
+            with suppress(OSError):  # there is none
+                model.generation_config = GenerationConfig.from_pretrained(source)
+            return model.eval()
+    return load_model(folder, device="cpu", dtype="float32", trust_remote_code=trust_remote_code)
+
+
+def _fill(model: PreTrainedModel, files: dict[str, Path], last: int) -> bool:
+    """Read the parts of a hollow model; returns False where the files name them otherwise."""
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    names = {module: name for name, module in model.named_modules()}
+    try:
+        layers, norm = decoder_layers(model), final_norm(model)
+    except UserError:
+        return False
+    base, config = f"{model.base_model_prefix}.", model.config
+    embedding, output = f"{names[table]}.weight", f"{names[head]}.weight"
+    inner = embedding.removeprefix(base)
+    stems = {file.removesuffix(inner) for file in files if f".{file}".endswith(f".{inner}")}
+    stem = base if base in stems else stems.pop() if len(stems) == 1 else None
+    if stem is None or not isinstance(head, nn.Linear):
+        return False
+    other_form = bool(getattr(config, "quantization_config", None)) or any("experts" in name for name in files)
+    weights, absent = dict[str, Tensor](), set[str]()
+    for part in dict.fromkeys((table, norm, head, layers[0], *layers[-last:])):
+        for name, value in part.state_dict(prefix=f"{names[part]}.").items():
+            file = stem + name.removeprefix(base) if name.startswith(base) else _ending(files, name)
+            if (tensor := _read(files, file, value)) is not None:
+                weights[name] = tensor
+            elif part in (table, norm, head) or not other_form:
+                absent.add(name)
+    tied = bool(config.tie_word_embeddings) and (output in absent or weights[output].equal(weights[embedding]))
+    if absent - ({output} if tied else set()):
+        return False
+    hollow = {name: value.to("meta") for name, value in model.state_dict().items()}
+    model.load_state_dict(hollow | weights, assign=True)
+    if tied:
+        head.weight = table.weight
+    else:
+        config.tie_word_embeddings = False
+    return True
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """Return the file of each tensor of a model in safetensors files, by the tensor's name."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        named: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {name: folder / file for name, file in named.items()}
+    if not single.is_file():
+        return {}
+    with safe_open(single, "pt") as tensors:
+        return dict.fromkeys(tensors.keys(), single)
+
+
+def _ending(files: dict[str, Path], name: str) -> str:
+    """Return the name in the files that ends like this, if there is just one."""
+    same = [file for file in files if file == name or file.endswith(f".{name}")]
+    return same[0] if len(same) == 1 else name
+
+
+def _read(files: dict[str, Path], name: str, like: Tensor) -> Tensor | None:
+    """Return a tensor of the files in float32, if it is a plain one of the shape of ``like``."""
+    if name not in files:
+        return None
+    with safe_open(files[name], "pt") as tensors:
+        part = tensors.get_slice(name)
+        if part.get_dtype() not in ("F64", "F32", "F16", "BF16") or part.get_shape() != list(like.shape):
+            return None
+        tensor: Tensor = tensors.get_tensor(name).to(torch.float32)
+    return tensor
+
+
+# -- the frozen target's devices ---------------------------------------------------------------------------------------
+
+
+def open_placed(settings: TargetSettings, path: str | Path, device: torch.device) -> PreTrainedModel:
+    """Return the frozen target: on its own devices and quantised if the settings say so, else on the CPU.
+
+    Args:
+        settings: The target's.
+        path: Its folder, Hub name or file.
+        device: The draft's, to which a quantised target without devices of its own is loaded.
+
+    Raises:
+        UserError: It cannot be read or placed.
+    """
+    devices, options = share_of(settings.devices, ranks.local_rank(), ranks.local_world()), dict[str, Any]()
+    if len(devices) > 1:
+        places = [place for place in map(torch.device, devices) if place.type == "cuda"]
+        room = {place.index or 0: torch.cuda.mem_get_info(place)[0] for place in places}
+        options = {"device_map": "balanced", "max_memory": room}
+    if settings.quantization:
+        options["quantization_config"] = AutoQuantizationConfig.from_dict(settings.quantization)
+    place = devices[0] if devices else device if settings.quantization else "cpu"
+    trust = settings.trust_remote_code
+    return load_model(path, device=place, dtype=settings.dtype, trust_remote_code=trust, **options)
+
+
+def share_of(items: Sequence[Item], rank: int, world: int) -> list[Item]:
+    """Return one process's part of the devices of a machine: several, or one that several processes share."""
+    if len(items) < world:
+        return [items[rank % len(items)]] if items else []
+    return list(items[rank * len(items) // world : (rank + 1) * len(items) // world])
+
+
+def shard_layers(model: PreTrainedModel, device: torch.device) -> None:
+    """Spread the layers over all processes; embedding and output head, which may be one, stay whole on ``device``."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for part in (model.get_input_embeddings(), model.get_output_embeddings()):
+        part.to(device)
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model.base_model, mesh=mesh, ignored_params=set(model.get_input_embeddings().parameters()))
+
+
+@contextmanager
+def in_step(model: PreTrainedModel | None) -> Iterator[None]:
+    """Let each process run a sharded model inside as often as it likes, though a forward pass of one is one of all.
+
+    A process that has nothing more to compute takes part in the others' passes with a single token, until they finish.
+    """
+    if model is None or not any(isinstance(weight, DTensor) for weight in model.parameters()):
+        yield
+        return
+    base, ids = model.base_model, torch.zeros(1, 1, dtype=torch.long, device=model.device)
+
+    def any_busy(here: bool) -> bool:
+        flag = torch.tensor(int(here), device=ids.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
+
+    hook = base.register_forward_pre_hook(lambda *_: any_busy(True) and None, prepend=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+    with torch.no_grad():
+        while any_busy(False):
+            base(input_ids=ids, use_cache=False)
+
+
+def quantization_config(wanted: dict[str, Any], device: str | torch.device) -> Any:
+    """Return the configuration of ``target.quantization`` for ``from_pretrained``.
+
+    Args:
+        wanted: The setting, such as ``{quant_method: bitsandbytes, load_in_4bit: true}``.
+        device: Device of the weights.
+
+    Raises:
+        UserError: The method is unknown, its package is not installed, or the device does not support it.
+    """
+    try:
+        config = AutoQuantizationConfig.from_dict(wanted)
+        quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
+        quantizer.validate_environment(device_map={"": device})
+    except (ImportError, ValueError, TypeError, KeyError, AssertionError, RuntimeError) as error:
+        why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        raise UserError(
+            f"target.quantization is {wanted}, which cannot be used here ({why}): install what is missing, or leave it "
+            "out and set target.dtype to bfloat16 or target.devices"
+        ) from error
+    return config
+
+
+# -- training: low-rank adapters, optimisers ---------------------------------------------------------------------------
+
+
+def adapted(model: PreTrainedModel, lora: LoraSettings, seed: int) -> Any:
+    """Put a low-rank adapter into every linear layer of a model but its head, and freeze everything else.
+
+    Args:
+        model: Is changed in place.
+        lora: Settings of the adapter.
+        seed: Seed of its initial weights.
+
+    Returns:
+        peft's model around it, whose ``merge_and_unload`` gives the plain one.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    rank = lora.rank
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return get_peft_model(model, config)
+
+
+def make_optimizer(model: nn.Module, settings: TrainingSettings, *, precision: str = "32-true") -> Optimizer:
+    """Return the optimiser of the trainable parameters, with weight decay on the matrices inside the layers only.
+
+    A language model's embeddings and output head are not decayed; a feature head's output head is. AdamW is PyTorch's
+    fused one, except under a mixed precision, where Lightning clips no gradients of it.
+
+    Args:
+        model: The model.
+        settings: Kind of optimiser, learning rate, weight decay and beta2 (of AdamW).
+        precision: Lightning's name of the training's precision.
+
+    Raises:
+        UserError: The class of the settings refuses its arguments.
+    """
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    if isinstance(model, PreTrainedModel):
+        tables.append(model.get_output_embeddings().weight)
+    undecayed = {id(table) for table in tables}
+    groups: dict[float, list[nn.Parameter]] = {settings.weight_decay: [], 0.0: []}
+    for weight in model.parameters():
+        if weight.requires_grad:
+            inside = weight.ndim == 2 and id(weight) not in undecayed
+            groups[settings.weight_decay if inside else 0.0].append(weight)
+    given = [{"params": weights, "weight_decay": decay} for decay, weights in groups.items() if weights]
+    chosen = settings.optimizer
+    if isinstance(chosen, str):
+        fused = None if precision in AUTOCAST else True
+        return AdamW(given, lr=settings.lr, betas=(0.9, settings.beta2), fused=fused)
+    try:
+        kind = pkgutil.resolve_name(chosen["class_path"])
+        optimizer: Optimizer = kind(given, lr=settings.lr, **chosen.get("init_args", {}))
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"training.optimizer is {chosen}, which cannot be made ({error}): correct class_path and init_args, or "
+            "choose adamw"
+        ) from error
+    return optimizer
+
+
+def make_schedule(optimizer: Optimizer, settings: TrainingSettings, steps: int) -> LRScheduler:
+    """Return transformers' learning-rate schedule, which is stepped once per optimiser step.
+
+    A constant one depends on the step alone; linear and cosine ones end at 0 after ``steps`` steps.
+    """
+    name = "constant_with_warmup" if settings.schedule == "constant" else settings.schedule
+    schedule: LRScheduler = get_scheduler(name, optimizer, settings.warmup_steps, steps)
+    return schedule
+
+
+# -- number formats ----------------------------------------------------------------------------------------------------
+
+AUTOCAST = {"bf16": torch.bfloat16, "bf16-mixed": torch.bfloat16, "16": torch.float16, "16-mixed": torch.float16}
+WEIGHTS = {"bf16-true": "bfloat16", "16-true": "float16", "64": "float64", "64-true": "float64"}
+
+
+def weights_dtype(precision: str) -> str:
+    """Return the number format that Lightning gives a model's weights."""
+    return WEIGHTS.get(precision, "float32")
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Return whether the device has instructions for products in bfloat16; without them they are many times slower."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def forward_precision(precision: str, device: torch.device) -> torch.autocast:
+    """Return a context in which forward passes compute as a training step of this precision does."""
+    return torch.autocast(device.type, AUTOCAST.get(precision), enabled=precision in AUTOCAST)
+
+
+def autocast_to_bfloat16(device: torch.device) -> bool:
+    """Return whether matrix products are computed in bfloat16, so that the gradients of the output head may be, too.
+
+    This does not hold for float16, where gradients are scaled into its range only after the loss.
+    """
+    return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == torch.bfloat16
+
+
+@contextmanager
+def loss_precision(device: torch.device) -> Iterator[None]:
+    """Disable autocast inside, so that logits and losses are float32 if the weights are.
+
+    The products that give logits may round their inputs, not their sums or results: on a GPU to TF32, whose mantissa is
+    longer than that of the hidden states' half precision; on a CPU to bfloat16.
+    """
+    if not torch.is_autocast_enabled(device.type):
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium" if device.type == "cpu" else "high")
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)

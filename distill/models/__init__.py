@@ -1,1 +1,0 @@
-"""Models for training: made or loaded, head, adapters, LayerSkip, pruning, optimiser; imports data, config and core."""

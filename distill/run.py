@@ -1,0 +1,367 @@
+"""A run: its folder and stages, the fingerprints of what they are made from, its data, and its target.
+
+A run has the stages target, initial (the student before distillation), and one for each draft. Its inputs make a
+stage's fingerprint, its result is a folder, and a record in ``work/`` ties both together: a stage whose folder was made
+from the same inputs, and whose files have the sizes that they were written with, is not made again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.loggers import Logger
+from rich.console import Console
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as hf_logging
+
+from decode.bench.datasets import quiet_datasets
+from decode.errors import read_json
+from decode.models.head_files import load_head
+from decode.models.heads import DraftHead
+from decode.models.loading import load_model, load_tokenizer, stop_ids_of
+from decode.progress import duration, output_console, working
+from distill import ranks
+from distill.config import START, ModelSettings, Settings
+from distill.data.corpus import Corpus, load_corpus
+from distill.data.prompts import PromptWriter
+from distill.files import files_state, fingerprint, only_one, remove, sizes, write_json
+from distill.models import hollow_target, open_placed, shard_layers
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+VERSION = 3
+"""Raised when a change of the code changes what a stage produces."""
+
+ACCOUNT = ("optimiser_steps", "examples", "teacher_tokens", "selected_tokens", "cumulative_teacher_tokens")
+"""What a draft's training used: steps; examples and label tokens, counted every time they are seen; tokens that entered
+the loss; label tokens with those of the reference, where the training needs one."""
+
+
+@dataclass
+class StageRecord:
+    """What is known of a finished stage."""
+
+    fingerprint: str  # of everything that the folder was made from
+    made_from: dict[str, Any] = field(default_factory=dict)  # the same, readable
+    parameters: int = 0
+    seconds: float = 0.0  # without interruptions
+    account: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ACCOUNT, 0))
+    history: list[dict[str, float]] = field(default_factory=list)  # ``{"step", "loss", ...}`` of every validation
+    files: dict[str, int] = field(default_factory=dict)  # bytes of each
+
+
+class Run:
+    """The folder ``<output_dir>/<name>``, and what every stage works with; data are read at their first use.
+
+    Args:
+        settings: Of the run, without any ``auto`` that `distill.pipeline.prepare_settings` resolves.
+        console: Where progress is shown; None: on the standard output.
+        logger: Where losses and results are recorded; None: nowhere.
+
+    Attributes:
+        folder: With a folder for every stage: target, initial, and each draft.
+        work: Checkpoints, cached signals, and the records of the stages.
+        trained: Names of the drafts, in order.
+        start: Name of the student before distillation in reports.
+        drafts: Folder of each draft, `start` first, by its name in reports.
+        started: When the run began, in seconds of `time.monotonic`.
+        prompts_together: Prompts that the target is asked for at a time; None: as many as are fastest.
+    """
+
+    def __init__(self, settings: Settings, console: Console | None = None, logger: Logger | None = None) -> None:
+        self.settings, self.logger, self.started = settings, logger, time.monotonic()
+        self.console = console or output_console()
+        self.prompts_together: int | None = None
+        self.folder = Path(settings.output_dir) / settings.name
+        self.work, self.target, self.export = self.path("work"), self.path("target"), self.path("export")
+        self.trained = [draft.name for draft in settings.drafts]
+        self.start = START[2 if settings.student.kind == "mtp" else int(settings.student.is_head)]
+        self.drafts = {self.start: self.path("initial"), **{name: self.path(name) for name in self.trained}}
+
+    def line(self, text: str) -> None:
+        """Print what happened."""
+        self.console.print(f"  {text}", highlight=False, soft_wrap=True)
+
+    def progress(self, stage: str | None = None) -> str:
+        """Return the number of the stage that begins, None: export and evaluation, and the time since the run began."""
+        stages = ["target", "initial", *self.trained]
+        number = len(stages) if stage is None else stages.index(stage)
+        spent = f"; {duration(time.monotonic() - self.started)} so far" if number else ""
+        return f"stage {number + 1} of {len(stages) + 1}{spent}"
+
+    # -- stages on disk -----------------------------------------------------------------------------------------------
+
+    def path(self, stage: str) -> Path:
+        """Return the folder of a stage."""
+        return self.folder / stage
+
+    def record(self, stage: str, key: str | None = None) -> StageRecord | None:
+        """Return the record of a finished stage whose files have their sizes; None otherwise.
+
+        Args:
+            stage: Name of the stage.
+            key: Fingerprint that its inputs have to have. None: any.
+        """
+        try:
+            record = StageRecord(**read_json(self.work / f"{stage}.json"))
+        except TypeError:
+            return None
+        intact = record.files and record.files == sizes(self.path(stage))
+        return record if intact and key in (None, record.fingerprint) else None
+
+    def put(self, stage: str, record: StageRecord, make: Callable[[Path], None]) -> None:
+        """Have ``make`` fill a new folder, then put it in the stage's place together with its record.
+
+        The first process does so, the others wait.
+        """
+        if ranks.is_first():
+            path, temporary, note = self.path(stage), self.work / f".tmp-{stage}", self.work / f"{stage}.json"
+            self.work.mkdir(parents=True, exist_ok=True)
+            remove(temporary)
+            try:
+                make(temporary)
+                record.files = sizes(temporary)
+                note.unlink(missing_ok=True)
+                remove(path)
+                temporary.rename(path)
+                write_json(note, vars(record))
+                remove(self.work / f"checkpoints-{stage}")
+            finally:
+                remove(temporary)
+        ranks.barrier()
+
+    def checkpoints(self, stage: str, key: str) -> Path:
+        """Return the folder for a stage's checkpoints, emptied of those that were made under another fingerprint."""
+        folder = self.work / f"checkpoints-{stage}"
+        note = folder / "fingerprint.json"
+        if ranks.is_first() and read_json(note).get("stage") != key:
+            remove(folder)
+            folder.mkdir(parents=True)
+            write_json(note, {"stage": key})
+        ranks.barrier()
+        return folder
+
+    def draft_record(self, name: str) -> StageRecord:
+        """Return the record of a draft, by its name in reports.
+
+        Raises:
+            FileNotFoundError: The draft is not finished.
+        """
+        record = self.record("initial" if name == self.start else name)
+        if record is None:
+            raise FileNotFoundError(f"{self.drafts[name]} is not finished")
+        return record
+
+    def chosen(self, choose: str) -> str:
+        """Return the name of the draft that is exported: see `distill.config.ExportSettings.choose`."""
+        return max(self.trained, key=lambda name: self.best(name)[1]) if choose == "best" else choose
+
+    def best(self, name: str) -> tuple[dict[str, float], float]:
+        """Return a draft's best validation, whose weights were kept, and its value: α, or a head's accepted length."""
+        by = "alpha" if self.start == START[0] else "accepted_length"
+        judged = [(row, row.get(by, row["alpha"])) for row in self.draft_record(name).history if "alpha" in row]
+        return max(judged, key=lambda pair: pair[1], default=({}, 0.0))
+
+    # -- data ---------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        """The examples, tokenised as the target does."""
+        target, data = self.settings.target, self.settings.data
+        model, trust, folder = target.model, target.trust_remote_code, self.work / "corpus"
+        tokenizer, sampler, ends = None, None, list[int]()
+        with working(self.console, "reading the data"):
+            if model is not None and data.tokenizer is None:
+                tokenizer = load_tokenizer(model, trust_remote_code=trust)
+                ends = stop_ids_of(model, tokenizer, trust)
+            if model is not None and data.from_target:
+                made_from: dict[str, Any] = {"target": files_state([model]) or model, "dtype": target.dtype}
+                made_from["quantization"] = target.quantization
+                path = self.work / "prompts" / "samples.jsonl"
+                sampler = PromptWriter(
+                    made_from, path, lambda: self.at_work(self.open_target(model)), self.line, self.prompts_together
+                )
+            corpus = load_corpus(
+                data, seed=self.settings.seed, folder=folder, tokenizer=tokenizer, sampler=sampler, ends=ends
+            )
+        for note in corpus.notes:
+            self.line(note)
+        return corpus
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the examples."""
+        return self.corpus.tokenizer
+
+    @cached_property
+    def examples(self) -> Dataset:
+        """The examples for distillation: the first ``teacher.examples``."""
+        return _first(self.corpus.train, self.settings.teacher.examples)
+
+    @cached_property
+    def validation(self) -> Dataset:
+        """The examples by which checkpoints are compared: the first ``trainer.validation_examples``."""
+        return _first(self.corpus.validation, self.settings.trainer.validation_examples)
+
+    # -- models -------------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process trains, and frozen models compute what is kept of them."""
+        return ranks.local_device(self.settings.trainer)
+
+    def load_target(self, dtype: str | None = None, device: str | torch.device | None = None) -> PreTrainedModel:
+        """The run's target, whole on one device; None: in its number format, where this process trains.
+
+        While drafts are trained it may be elsewhere: `open_target`.
+        """
+        target, place = self.settings.target, device or self.device
+        trust = target.trust_remote_code
+        return load_model(self.target, device=place, dtype=dtype or target.dtype, trust_remote_code=trust)
+
+    def open_target(self, path: str | Path | None = None) -> PreTrainedModel:
+        """The frozen target: on its own devices if the settings give it some, over all processes, or on the CPU.
+
+        Args:
+            path: Of another target; None: the run's.
+
+        Raises:
+            UserError: It cannot be read or placed.
+        """
+        model = open_placed(self.settings.target, path or self.target, self.device)
+        if self.settings.target.sharded:
+            shard_layers(model, self.device)
+        return model
+
+    def at_work(self, model: PreTrainedModel) -> PreTrainedModel:
+        """The target where it computes: on its own devices, or the draft's."""
+        return model if self.settings.target.placed else model.to(self.device)
+
+    def target_parts(self) -> PreTrainedModel:
+        """The target with no more weights than a head needs: embedding, output head, norm, first and last layers."""
+        last = self.settings.student.block.layers if self.settings.student.is_block else 1
+        return hollow_target(self.target, last=last, trust_remote_code=self.settings.target.trust_remote_code)
+
+    def load_head(self, path: str | Path) -> DraftHead:
+        """A head in float32; next-token layers are built as the target's."""
+        return load_head(path, self.target_parts() if self.settings.student.kind == "mtp" else None)
+
+
+def _first(rows: Dataset, count: int | None) -> Dataset:
+    return rows if count is None else rows.select(range(min(count, len(rows))))
+
+
+@contextmanager
+def alone_in(run: Run) -> Iterator[None]:
+    """Hold the run's folder, clean what a killed run left, and set the threads.
+
+    Raises:
+        decode.errors.UserError: Another process is working there.
+    """
+    hf_logging.disable_progress_bar()  # a bar for every file read or written hides what matters
+    quiet_datasets()
+    if run.settings.threads is not None:
+        torch.set_num_threads(run.settings.threads)
+    with only_one(run.work / "lock"):
+        if ranks.is_first():
+            for left in [*run.folder.glob(".tmp-*"), *run.work.rglob(".tmp-*")]:
+                remove(left)
+        ranks.barrier()  # no other process may write while files are deleted
+        yield
+
+
+# -- fingerprints -----------------------------------------------------------------------------------------------------
+
+Key = tuple[str, dict[str, Any]]
+UNUSED = ("log_every_n_steps", "profiler")
+"""Arguments of Lightning's trainer that change no weight."""
+
+
+def stage_fingerprints(settings: Settings) -> dict[str, Key]:
+    """Return the fingerprint of every stage, in order, with what it is made from."""
+    trainer, teacher, student, target = settings.trainer, settings.teacher, settings.student, settings.target
+    responses = teacher.responses
+    names = ("precision", "attention", "validate_every", "validation_examples", "callbacks")
+    extra = {name: value for name, value in trainer.extra.items() if name not in UNUSED}
+    common = {"version": VERSION, "extra": extra, **{name: getattr(trainer, name) for name in names}}
+    data, keys = data_key(settings), dict[str, Key]()
+    frozen = {"target_dtype": target.dtype, "target_quantization": target.quantization}
+    texts = {"examples": teacher.examples, "responses": responses.key(), **frozen}
+
+    def add(stage: str, **parts: Any) -> str:
+        keys[stage] = fingerprint(parts), parts
+        return keys[stage][0]
+
+    if target.kind == "as_is":
+        tokenizer = files_state([settings.data.tokenizer])
+        made_from: dict[str, Any] = {"version": VERSION, "chat": settings.data.template(), "tokenizer": tokenizer}
+    else:
+        itself = target.layerskip.enabled and target.kind != "scratch" and responses.from_target
+        answers = responses.written() | frozen if itself else None
+        made_from = common | data | {"answers": answers}
+    target_key = add("target", **made_from, model=_model_key(target))
+    if student.is_head:
+        values, shape = asdict(student), "block" if student.is_block else "unroll"
+        made_from = {"version": VERSION, "head": {name: values[name] for name in ("kind", "draft_vocab", shape)}}
+        reads_texts = student.draft_vocab is not None  # the vocabulary is that of the texts
+    else:
+        made_from, reads_texts = common | {"model": _model_key(student)}, settings.data.from_target and student.trained
+    initial = add("initial", **made_from, **data, **(texts if reads_texts else {}), target=target_key)
+    signal = {"signal": teacher.signal, "signal_k": teacher.signal_k if teacher.signal == "topk" else None}
+    for draft in settings.drafts:
+        training = draft.training_of(settings.training)
+        made_from = common | data | texts | signal | {"draft": draft.key(), "training": asdict(training)}
+        if draft.on_policy:
+            made_from["own_texts"] = responses.written() | {"refresh_every": responses.refresh_every}
+        if draft.selects:
+            assert draft.reference is not None
+            made_from["reference"] = keys[draft.reference][0]
+            made_from["parts_of_a_step"] = [trainer.accumulate, ranks.process_count(trainer)]  # each selects its tokens
+        add(draft.name, **made_from, target=target_key, initial=initial)
+    return keys
+
+
+def data_key(settings: Settings) -> dict[str, Any]:
+    """Return what the training examples come from: settings, seed, and the files."""
+    data = settings.data.key()
+    del data["test_examples"]  # no stage sees a test example, but without a file they are split off the others
+    files = dict(data["files"])
+    data["files"] = files | {"test": files.get("test") is not None}
+    paths = [data["source"], files.get("train"), files.get("validation"), data["tokenizer"]]
+    if settings.data.from_target:  # the target's files are in its own fingerprint
+        paths = [settings.data.prompts.file, settings.data.tokenizer]
+    else:
+        del data["prompts"]
+    return {"data": data, "seed": settings.seed, "files": files_state(paths)}
+
+
+def measurement_fingerprint(settings: Settings) -> str:
+    """Return the fingerprint of everything that evaluation, export and report depend on."""
+    stages = [key for key, _ in stage_fingerprints(settings).values()]
+    test = settings.data.test_examples, files_state([settings.data.files.get("test")])
+    values = asdict(settings)
+    return fingerprint(VERSION, stages, test, values["evaluation"], values["export"], settings.trainer.accelerator)
+
+
+def _model_key(settings: ModelSettings) -> dict[str, Any]:
+    """Return what a language model is made from, without the settings that its kind does not use."""
+    used = {
+        "scratch": ("architecture", "training", "layerskip"),
+        "finetune": ("training", "layerskip"),
+        "lora": ("lora", "training", "layerskip"),
+        "as_is": ("dtype", "round_to"),
+        "cut": ("layers", "training"),
+    }
+    values = asdict(settings)
+    key = {name: values[name] for name in used[settings.kind] if name in values}
+    if "layerskip" in key and not key["layerskip"]["enabled"]:
+        key["layerskip"] = None
+    return key | {"kind": settings.kind, "model": settings.model, "files": files_state([settings.model])}

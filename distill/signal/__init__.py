@@ -1,0 +1,1 @@
+"""The frozen target as a source of distributions and features: by a forward pass, or kept on disk."""

@@ -1,0 +1,149 @@
+"""Columns of examples that frozen models compute once, kept as Arrow files that are mapped into memory.
+
+`datasets.Dataset.map` computes them batch by batch, writes each file aside and renames it. Every process computes and
+writes its share of the examples, and reads those of all.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+from datasets import Dataset, Features, List, Value
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode.errors import UserError
+from decode.progress import current
+from distill import ranks
+from distill.data.dataset import PER_TOKEN, Batch, Column, Examples
+from distill.files import fingerprint
+from distill.models import in_step
+
+Shapes = dict[str, tuple[tuple[int, ...], str]]
+"""Shape of a row and number format of each column, by name."""
+Compute = Callable[[Batch], dict[str, Tensor]]
+"""Gives the columns of a batch: of label tokens ``[label tokens, ...]``, or padded ``[batch, time, ...]``."""
+BATCH = 16  # examples that are computed together
+BUFFER = 1 << 28  # bytes that are held before they are written
+
+
+def size_of(examples: Examples, shapes: Shapes) -> int:
+    """Returns the bytes of columns on disk."""
+    tokens, labels = len(examples.ids), examples.label_count
+    return sum(
+        (tokens if name in PER_TOKEN else labels) * prod(shape) * np.dtype(kind).itemsize
+        for name, (shape, kind) in shapes.items()
+    )
+
+
+def keep_columns(
+    examples: Examples,
+    compute: Compute,
+    shapes: Shapes,
+    folder: Path | None = None,
+    name: str = "",
+    key: str = "",
+    model: PreTrainedModel | None = None,
+) -> None:
+    """Adds columns to the examples: those on disk, or computed; without a folder they stay in memory.
+
+    Args:
+        examples: The texts.
+        compute: Gives the columns of a batch.
+        shapes: Of the columns.
+        folder: Where they are kept.
+        name: Of the file.
+        key: Fingerprint of everything that the values depend on.
+        model: What computes them, which may be spread over all processes.
+
+    Raises:
+        UserError: The disk has not enough room, or values are not finite.
+    """
+    rank, world = (ranks.rank(), ranks.world()) if folder is not None else (0, 1)
+    order = np.concatenate([np.zeros(0, np.int64), *examples.batches(BATCH)])
+    key = fingerprint(key, name, len(examples), world)
+    files = [None if folder is None else folder / f"{name}-{key[:16]}-{n}.arrow" for n in range(world)]
+    share, made = np.array_split(order, world)[rank], None
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if ranks.is_first():
+            for path in folder.glob(f"{name}-*.arrow"):
+                if path not in files:  # made from something else
+                    path.unlink()
+        made = _open(files[rank], len(share))
+        if made is None and size_of(examples, shapes) // world > (free := shutil.disk_usage(folder).free):
+            raise UserError(
+                f"{name} needs {size_of(examples, shapes) / 1e9:.2f} GB and {free / 1e9:.2f} GB are free in {folder}: "
+                "free some space, use fewer teacher.examples, or set teacher.signal to topk or online"
+            )
+    with in_step(model if world > 1 else None):
+        made = made or _computed(examples, share, compute, shapes, files[rank], key)
+    if folder is not None:
+        ranks.barrier()
+    parts = [made if n == rank else _open(path, None) for n, path in enumerate(files)]
+    if None in parts:
+        raise UserError(f"{folder} is not seen alike by all processes: give all of them the same output_dir")
+    table = pyarrow.concat_tables([part.data.table for part in parts if part is not None])
+    back = np.argsort(table.column("example").to_numpy(), kind="stable")
+    for column, (shape, _) in shapes.items():
+        values = Column.of(table.column(column), shape)
+        examples.columns[column] = Column(values.arrays, values.places[back], shape)
+
+
+def _open(path: Path | None, count: int | None) -> Dataset | None:
+    """Returns a file's rows, mapped into memory; None if it is not there, or not complete."""
+    if path is None or not path.exists():
+        return None
+    try:
+        rows = Dataset.from_file(str(path))
+    except (OSError, ValueError, pyarrow.ArrowException):  # cut short
+        path.unlink()
+        return None
+    return rows if count in (None, len(rows)) else None
+
+
+def _computed(
+    examples: Examples, numbers: np.ndarray, compute: Compute, shapes: Shapes, path: Path | None, key: str
+) -> Dataset:
+    """Computes the columns of some examples, in batches of these numbers, into a file or in memory."""
+    work = current()
+    work.update(total=len(numbers), done=0)
+    lengths, labels = examples.lengths, np.diff(examples.label_offsets)
+
+    def columns(batch: dict[str, list[int]]) -> dict[str, list[Any]]:
+        chosen = np.array(batch["example"])
+        values, made = compute(examples.batch(chosen)), dict[str, list[Any]]()
+        for name, tensor in values.items():
+            array = tensor.numpy()
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                raise UserError(
+                    f"{name} is not finite in a batch of examples {sorted(chosen.tolist())}: if target.dtype is "
+                    "float16, set it to float32 or bfloat16; otherwise the model itself is broken"
+                )
+            if name in PER_TOKEN:
+                made[name] = [text[:length].reshape(-1) for text, length in zip(array, lengths[chosen].tolist())]
+            else:
+                parts = np.split(array, np.cumsum(labels[chosen])[:-1])
+                made[name] = [part.reshape(-1) for part in parts]
+        work.advance(len(chosen))
+        return made
+
+    a_row = size_of(examples, shapes) // max(1, len(examples)) or 1
+    features = Features({"example": Value("int64")} | {n: List(Value(kind)) for n, (_, kind) in shapes.items()})
+    return Dataset.from_dict({"example": numbers.tolist()}).map(
+        columns,
+        batched=True,
+        batch_size=BATCH,
+        features=features,
+        writer_batch_size=max(BATCH, min(1000, BUFFER // a_row)),
+        keep_in_memory=path is None,
+        cache_file_name=None if path is None else str(path),
+        load_from_cache_file=False,
+        new_fingerprint=key,
+    )

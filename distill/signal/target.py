@@ -1,0 +1,193 @@
+"""What the frozen target says of a batch: its distributions at label tokens, and the states that a head reads."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from decode.models.heads import DraftHead
+from decode.models.mtp import MTP
+from distill.config import Signal as SignalKind
+from distill.data.dataset import Batch, label_mask
+from distill.lm_head import LMHead, last_hidden
+from distill.losses.divergences import TargetRows, log_probs
+
+Module = TypeVar("Module", bound=nn.Module)
+HIDDEN, FEATURES, INSIDE = "target_hidden", "features", "target_inside"
+"""Columns of batches: the target's last hidden states ``[label tokens, hidden]``; the states that a head reads,
+``[batch, time, width]``; and ``[label tokens, 2]``, the probability that the target gives to the head's ids together,
+and whether its most probable token is one of them."""
+TOPK = "target_topk"
+"""The ids and log-probabilities of the k most probable ids, as int32 ``[label tokens, 2, k]``."""
+SOME_ROWS = 256  # rows whose logits over the whole vocabulary are in memory at a time
+
+
+@dataclass
+class SignalRows:
+    """What the target says of a batch.
+
+    Attributes:
+        target: Its distributions at the label tokens, over the draft's ids.
+        features: The states that a head reads, ``[batch, time, width]``, in float32 or better. None: there is no head.
+        mass: Probability that the target gives to the draft's ids together, ``[label tokens]``. None: 1.
+        learnable: 1 where its most probable token is one of them, ``[label tokens]``. None: everywhere.
+    """
+
+    target: TargetRows
+    features: Tensor | None = None
+    mass: Tensor | None = None
+    learnable: Tensor | None = None
+
+
+class Signal:
+    """The target as a draft sees it in training: `rows` reads it from the batch, or from the model that is here.
+
+    Not an ``nn.Module`` on purpose: the target is in no checkpoint, no optimiser and no distributed wrapper.
+
+    Args:
+        target: The target, of which output head and embedding alone are used, and all of it where nothing is kept.
+        kind: ``online`` keeps nothing; ``hidden`` last hidden states; ``topk`` the k largest log-probabilities.
+        reader: The head that is trained, whose states and ids it gives; None: a language model is.
+        vocab: Ids that target and draft share, of a language model. None: all of the target's.
+        k: Of ``topk``.
+        bfloat16: States are kept in bfloat16, as the target computes them.
+        stays: The target has devices to itself; the draft's device gets a copy of its head.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        kind: SignalKind = "online",
+        reader: DraftHead | None = None,
+        *,
+        vocab: int | None = None,
+        k: int = 64,
+        bfloat16: bool = False,
+        stays: bool = False,
+    ) -> None:
+        target.eval().requires_grad_(False)
+        self.kind, self.bfloat16, self.stays = kind, bfloat16, stays
+        self.model = target if kind == "online" else None
+        self.all_ids = LMHead(target)
+        self.ids = None if reader is None else reader.draft_ids()
+        self.head = self.all_ids.only(self.ids)
+        self.vocab = min(vocab or self.head.vocab, self.head.vocab)
+        self.k = min(k, self.vocab)
+        self.embedding = nn.Module() if reader is None else target.get_input_embeddings()
+        self.layers: tuple[int, ...] = () if reader is None else reader.captured_layers
+        self.width = 0 if reader is None else reader.feature_width
+        self.hidden_width = int(self.head.linear.weight.shape[1])
+        self.reads_last = reader is not None and reader.version in (1, MTP)  # the last hidden state alone
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What the kept values depend on beside the target and the texts."""
+        ids = None if self.ids is None else self.ids.tolist()
+        form = (self.k, self.vocab) if self.kind == "topk" else (self.bfloat16,)
+        return self.kind, *form, self.layers, ids
+
+    def to(self, device: torch.device) -> None:
+        """Moves what computes beside the draft there; of a target that stays where it is, a copy."""
+
+        def moved(part: Module) -> Module:
+            elsewhere = self.stays and any(weight.device != device for weight in part.parameters())
+            return (copy.deepcopy(part) if elsewhere else part).to(device)
+
+        self.head, self.embedding = moved(self.head), moved(self.embedding)
+        self.ids = None if self.ids is None else self.ids.to(device)
+        if self.model is not None and not self.stays:
+            self.model.to(device)
+
+    @torch.no_grad()
+    def rows(self, batch: Batch) -> SignalRows:
+        """The target's distributions and features of a batch, from its columns, or by a forward pass."""
+        mask = label_mask(batch["labels"])
+        if self.model is not None:
+            values = self.forward(self.model, batch)
+            batch = batch | {name: column.to(mask.device) for name, column in values.items()}
+        labels = batch["labels"].roll(-1, 1)[mask]
+        if self.ids is not None:
+            place = torch.searchsorted(self.ids, labels).clamp_max(len(self.ids) - 1)
+            labels = place.where(self.ids[place] == labels, -1)
+        features = None
+        if FEATURES in batch:
+            features = _loaded(batch[FEATURES])
+            features = features.to(torch.promote_types(features.dtype, torch.float32))
+        if self.kind == "topk":
+            top = batch[TOPK]
+            target = TargetRows(top[:, 1].contiguous().view(torch.float32), self.vocab, ids=top[:, 0])
+        else:
+            hidden = batch.get(HIDDEN)
+            if hidden is None:  # the features are the last hidden states
+                assert features is not None
+                hidden = features[mask]
+            target = TargetRows(_loaded(hidden), self.head.vocab, self.head)
+        target.labels = labels.where(labels < target.vocab, -1)
+        inside = batch.get(INSIDE)
+        mass, learnable = (None, None) if inside is None else inside.unbind(1)
+        return SignalRows(target, features, mass, learnable)
+
+    def forward(self, model: PreTrainedModel, batch: Batch) -> dict[str, Tensor]:
+        """Last hidden states at the label tokens, and for a reader its features and `INSIDE`, by a forward pass."""
+        ids, mask = batch["input_ids"].to(model.device), label_mask(batch["labels"]).to(model.device)
+        # not the draft's precision: the target computes in its own
+        with torch.autocast(model.device.type, enabled=False), torch.inference_mode(False), torch.no_grad():
+            if not self.layers:
+                return {HIDDEN: last_hidden(model, ids, mask)}
+            out = model.base_model(input_ids=ids, use_cache=False, output_hidden_states=True)
+            last = out.last_hidden_state
+            features = torch.cat([out.hidden_states[layer].to(last.device) for layer in self.layers], -1)
+            values = {HIDDEN: last[mask.to(last.device)], FEATURES: features}
+            if self.ids is None:
+                return values
+            inside, weight = [], self.all_ids.linear.weight
+            for rows in values[HIDDEN].to(weight.device).split(SOME_ROWS):
+                logits = self.all_ids(rows).float()
+                drafted = logits[:, self.ids.to(logits.device)]
+                mass = (drafted.logsumexp(-1) - logits.logsumexp(-1)).exp()
+                inside.append(torch.stack([mass, (drafted.amax(-1) == logits.amax(-1)).float()], -1))
+            return values | {INSIDE: torch.cat(inside)}
+
+    # -- what is kept -------------------------------------------------------------------------------------------------
+
+    @property
+    def columns(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape of a row and number format of each kept column."""
+        state = "int16" if self.bfloat16 else "float32"
+        columns: dict[str, tuple[tuple[int, ...], str]] = {}
+        if self.layers:
+            columns[FEATURES] = (self.width,), state
+        if self.kind == "topk":
+            columns[TOPK] = (2, self.k), "int32"
+        elif not self.reads_last:
+            columns[HIDDEN] = (self.hidden_width,), state
+        if self.ids is not None:
+            columns[INSIDE] = (2,), "float32"
+        return columns
+
+    @torch.no_grad()
+    def kept(self, model: PreTrainedModel, batch: Batch) -> dict[str, Tensor]:
+        """The columns of a batch as they are kept; `FEATURES` are still padded."""
+        values = self.forward(model, batch)
+        hidden = values[HIDDEN].to(self.head.linear.weight.device)
+        if self.kind == "topk":
+            parts = []
+            for rows in hidden.split(SOME_ROWS):
+                top = log_probs(self.head.first(rows, self.vocab), self.vocab).float().topk(self.k, sorted=True)
+                parts.append(torch.stack([top.indices.int(), top.values.view(torch.int32)], 1))
+            values[TOPK] = torch.cat(parts) if parts else hidden.new_zeros(0, 2, self.k, dtype=torch.int32)
+        for name in (HIDDEN, FEATURES):
+            if name in values:
+                states = values[name]
+                values[name] = states.bfloat16().view(torch.int16) if self.bfloat16 else states.float()
+        return {name: values[name].cpu() for name in self.columns}
+
+
+def _loaded(states: Tensor) -> Tensor:
+    """States from what is kept of them: numpy has no bfloat16, so its bits are stored as int16."""
+    return states.view(torch.bfloat16) if states.dtype == torch.int16 else states
