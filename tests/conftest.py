@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import noise
 import pytest
 import torch
 import transformers
@@ -25,6 +28,22 @@ cost_model.TURNS, cost_model.REPEATS, cost_model.ROUNDS, cost_model.EXIT_TURNS, 
 
 
 LONGEST = ("test_fsdp_and_ddp.py", "test_configs.py", "test_export.py")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--noise SEED``, which ``make test ARGS='--noise 1'`` hands to every process; so does the variable."""
+    parser.addoption(
+        "--noise", type=int, help="seed of a rounding on the weights of every tiny model (DRAFTSMITH_NOISE)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Processes that tests start find the seed in their environment."""
+    if seed := config.getoption("noise"):
+        os.environ[noise.VARIABLE] = str(seed)
+    noise.install()
+    if capability := os.environ.get("ATEN_CPU_CAPABILITY"):  # kernels that are compiled for another one crash
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor-{capability}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,6 +1,5 @@
 """Which drafts are timed, at which lengths, and the acceptance of texts that are read together."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,23 +14,21 @@ from decode.bench.costs import CostModel
 from decode.bench.offline_acceptance import OfflineAlpha, offline_alpha
 from decode.engines.gap_causes import serving_facts
 from decode.errors import read_json
-from decode.progress import Progress
 from decode.sampling import LogitsWarper
 from decode.verify import overlap
-from distill.config.run import EvaluationSettings, Settings
-from distill.evaluate import Evaluation
+from distill.config import DraftSettings, EvaluationSettings, Settings
+from distill.evaluate import Evaluation, acceptance
 from distill.pipeline import measure
 from distill.report import draft_rows
-from distill.stages import RunDir
+from distill.run import Run
 
 
-def test_every_draft_is_timed_at_its_own_best_length_and_the_final_one_at_those_asked_for_too() -> None:
+def test_every_draft_is_timed_at_its_best_length_and_the_final_one_at_those_asked_for_too() -> None:
     evaluation = Evaluation.__new__(Evaluation)  # without the models of a run
-    evaluation.settings = EvaluationSettings(draft_lengths=[2, 9], temperatures=[0.0, 1.0])
-    evaluation.run, evaluation.full = RunDir(Path(), ["distillspec", "adaspec", "kl-tv"]), Settings()
-    evaluation.best = "kl-tv"
+    evaluation.measured, evaluation.settings = EvaluationSettings(draft_lengths=[2, 9]), Settings()
     best = {"undistilled": 3, "distillspec": 5, "kl-tv": 6, "adaspec": 0}
-    evaluation.models = dict.fromkeys(best)
+    evaluation.best, evaluation.decoded, evaluation.trees = "kl-tv", [*best], False
+    evaluation.run = SimpleNamespace(trained=["distillspec"])  # type: ignore[assignment]
     timed = {(c.draft, c.options.draft_length, c.temperature) for c in evaluation._entries(best)}
     wanted = {("undistilled", 3), ("distillspec", 5), ("adaspec", 1), ("kl-tv", 2), ("kl-tv", 6), ("kl-tv", 9)}
     assert timed == {(*pair, temperature) for pair in wanted for temperature in (0.0, 1.0)}
@@ -40,12 +37,10 @@ def test_every_draft_is_timed_at_its_own_best_length_and_the_final_one_at_those_
 def test_every_predicted_speedup_of_a_run_follows_from_its_report(tmp_path: Path) -> None:
     """Tokens over Σ (c·k + v(k + 1)), with the costs in the report."""
     settings = tiny_settings(tmp_path)
-    settings.evaluation = EvaluationSettings(
-        prompts=3, accuracy_prompts=3, max_new_tokens=12, draft_lengths=[2], temperatures=[0.0, 1.0], repeats=1
-    )
+    settings.evaluation = EvaluationSettings(prompts=3, accuracy_prompts=3, max_new_tokens=12, draft_lengths=[2])
     run_tiny(begun(settings))
-    context = bench(settings)[0]
-    report = measure(context)
+    run = bench(settings)[0]
+    report = measure(run)
     drafting = [row for row in report["decoding"] if row["method"] == "vanilla"]
     assert {row["temperature"] for row in drafting} == {0.0, 1.0}
     for row in drafting:
@@ -58,33 +53,32 @@ def test_every_predicted_speedup_of_a_run_follows_from_its_report(tmp_path: Path
     assert "undistilled" in others
     assert others <= {pair["b"] for pair in report["paired"] if pair["a"] == name}
     assert {row["name"] for row in draft_rows(report) if row.get("significance")} == others
-    profile = read_json(context.run.export / "speculation_profile.json")
+    profile = read_json(run.export / "speculation_profile.json")
     assert profile["acceptance"] == report["analysis"]["acceptance"][name]
     (offline,) = (row["offline_alpha_greedy"] for row in report["drafts"] if row["name"] == name)
-    best = max(context.run.draft_record(name).history, key=lambda at: at["alpha"])
     first, *later = profile["acceptance"]
-    assert (first["offline"], first["validation"]) == (offline, best["agreement"])
-    assert all(at["offline"] == offline for at in later)
-    trained = serving_facts(context.load_target(), context.run.target, context.corpus.tokenizer, chat=False)
+    assert (first["offline"], first["validation"]) == (offline, run.best(name)[0]["agreement"])
+    assert all(row["offline"] == offline for row in later)
+    trained = serving_facts(run.load_target(), run.target, run.tokenizer, chat=False)
     assert profile["trained_with"] == report["trained_with"] == trained
 
 
 @pytest.mark.parametrize(("start", "kept"), [("undistilled", 1), ("untrained", 2)])
 def test_acceptance_by_position_is_that_of_the_weights_that_were_kept(start: str, kept: int) -> None:
     """Language models are kept by α, heads by accepted length."""
-    evaluation = Evaluation.__new__(Evaluation)  # without the folder of a run
+    evaluation, run = Evaluation.__new__(Evaluation), Run(Settings(drafts=[DraftSettings(name="head")]))
     fields = ("alpha", "agreement", "agreement_2", "accepted_length")
     values = [(0.5, 0.6, 0.5, 1.9), (0.7, 0.8, 0.6, 2.0), (0.6, 0.9, 0.8, 2.1)]
     history = [dict(zip(fields, value)) for value in values]
-    evaluation.run = RunDir(Path(), ["head"], start)
-    evaluation.run.draft_record = lambda name: SimpleNamespace(history=history)  # type: ignore[method-assign]
-    assert evaluation.run.best("head")[0] == history[kept]
+    evaluation.run, run.start = run, start
+    run.draft_record = lambda name: SimpleNamespace(history=history)  # type: ignore[assignment, method-assign, return-value]
+    assert run.best("head")[0] == history[kept]
     head = [OfflineAlpha([[0.75]]), OfflineAlpha([[0.5]])]
     decoded = {"head": [{"conditional": share} for share in (0.7, 0.4, 0.3)]}
-    found = evaluation._acceptance({"head": head, "model": head[:1]}, decoded)
-    rows = [(at["position"], at["validation"], at["offline"], at["decoded"]) for at in found["head"]]
+    by_position = evaluation._acceptance({"head": head, "model": head[:1]}, decoded)
+    rows = [(row["position"], row["validation"], row["offline"], row["decoded"]) for row in by_position["head"]]
     assert rows == [(1, values[kept][1], 0.75, 0.7), (2, values[kept][2], 0.5, 0.4), (3, None, 0.5, 0.3)]
-    assert found["model"] == [{"position": 1, "validation": values[kept][1], "offline": 0.75, "decoded": None}]
+    assert by_position["model"] == [{"position": 1, "validation": values[kept][1], "offline": 0.75, "decoded": None}]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -92,18 +86,14 @@ def test_acceptance_on_texts_read_together_is_that_of_each_text(temperature: flo
     target = tiny("llama")
     drafts = {"model": resembling(target, 0.2), "head": make_head(target, 3)}
     texts = [([3, 7, 1, 9, 12, 40, 2, 5], 4), ([5, 6], 2), ([9, 9, 4] * 6, 11), ([8] * 30, 3)]
-    evaluation = Evaluation.__new__(Evaluation)  # without the folder of a run
-    evaluation.target, evaluation.models = target, drafts
-    evaluation.context = SimpleNamespace(timed=lambda name, count: nullcontext())
-    with Progress() as evaluation.bar:
-        found = evaluation._alphas(texts, temperature)
+    measured = acceptance(target, drafts, texts, temperature)
     warp = LogitsWarper(temperature)
-    assert {name: len(by_depth) for name, by_depth in found.items()} == {"model": 1, "head": 5}
+    assert {name: len(by_depth) for name, by_depth in measured.items()} == {"model": 1, "head": 5}
     for name, draft in drafts.items():
         alone = offline_alpha(target, draft, texts, warp)
-        for seen, wanted in zip(found[name][0].texts, alone.texts, strict=True):
+        for seen, wanted in zip(measured[name][0].texts, alone.texts, strict=True):
             assert seen == pytest.approx(wanted, abs=1e-4)
-        assert found[name][0].se == pytest.approx(alone.se, abs=1e-4)
+        assert measured[name][0].se == pytest.approx(alone.se, abs=1e-4)
     with torch.no_grad():
         p, q = response_logits(target, *texts[3]), head_logits(drafts["head"], target, *texts[3], 5)
-    assert found["head"][4].texts[2] == pytest.approx(overlap(warp(p), warp(q)).tolist(), abs=1e-4)
+    assert measured["head"][4].texts[2] == pytest.approx(overlap(warp(p), warp(q)).tolist(), abs=1e-4)

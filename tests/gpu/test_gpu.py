@@ -23,8 +23,7 @@ from decode.methods import MethodInputs, build
 from decode.models.choose_runner import open_draft_runner, open_runner
 from decode.models.loading import load_model
 from decode.sampling import LogitsWarper, TorchRng
-from distill.config.run import Settings
-from distill.config.training import StudentSettings
+from distill.config import BlockSettings, Settings, StudentSettings
 from distill.pipeline import run_pipeline
 
 DEVICE = os.environ.get("DRAFTSMITH_TEST_DEVICE", "cuda")
@@ -129,7 +128,7 @@ def report_of(settings: Settings) -> Path:
     return run.folder / "report.json"
 
 
-@pytest.mark.parametrize("signal", ["hidden", "topk", "log_probs", "online"])
+@pytest.mark.parametrize("signal", ["hidden", "topk", "online"])
 def test_a_whole_run_with_every_kind_of_signal(tmp_path: Path, signal: str) -> None:
     settings = settings_in(tmp_path)
     settings.teacher.signal = signal  # type: ignore[assignment]
@@ -169,24 +168,22 @@ def test_a_whole_run_with_layerskip_and_texts_of_the_target_and_the_draft(tmp_pa
     assert report_of(settings).is_file()
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_a_whole_run_with_feature_heads(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash", "dspark"])
+def test_a_whole_run_with_heads(tmp_path: Path, kind: str) -> None:
     settings = settings_in(tmp_path)
     settings.target.architecture.layers = 4
-    settings.student = StudentSettings(kind=kind, unroll=2, draft_vocab=64 if kind == "eagle3" else None)  # type: ignore[arg-type]
+    block = BlockSettings(size=3, markov_rank=4 if kind == "dspark" else None)
+    settings.student = StudentSettings(kind=kind, unroll=2, draft_vocab=64, block=block)  # type: ignore[arg-type]
     assert report_of(settings).is_file()
 
 
 def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     whole, broken = settings_in(tmp_path / "whole"), settings_in(tmp_path / "broken")
-    run_tiny(whole)
+    _, undisturbed, _ = run_tiny(whole)
     with killed("distillspec", 7):
         run_tiny(broken)
-    _, resumed, _ = run_tiny(broken)
-    states = [
-        load_model(folder / "tiny" / "draft", device="cpu", dtype="float32").state_dict()
-        for folder in (tmp_path / "whole", resumed.folder.parent)
-    ]
+    runs = undisturbed, run_tiny(broken)[1]
+    states = [load_model(run.path("adaspec"), device="cpu", dtype="float32").state_dict() for run in runs]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
@@ -197,8 +194,7 @@ def test_probes_are_trained_and_used(tmp_path: Path) -> None:
     settings = settings_in(tmp_path)
     settings.target.architecture.layers = 3
     settings.target.layerskip.enabled = True
-    small = ProbeSettings(
-        prompts=12, validation_prompts=6, test_prompts=6, max_new_tokens=12, window=7, confirm=1, bench_prompts=2, repeats=1, subset_prompts=1,
-    )  # fmt: skip
+    sizes = {"prompts": 12, "validation_prompts": 6, "test_prompts": 6, "max_new_tokens": 12, "bench_prompts": 2}
+    small = ProbeSettings(**sizes, confirm=1)
     run_probes(ProbesSettings(**vars(settings), probes=small), Console(file=io.StringIO()))
     assert (tmp_path / "tiny" / "probes" / "probes.safetensors").is_file()

@@ -6,35 +6,59 @@ import pytest
 import torch
 from blocks import make_block_head, plain_block
 
+from decode.sampling import LogitsWarper
 from probes.blocks import collect_blocks, judge
 from probes.features import Features
-from probes.settings import ProbeSettings
+from probes.labels import Mode
 
 TEXTS = [([3, 7, 1, 9, 4, 4, 2, 8, 5], 3), ([1, 2, 3, 1, 2, 6], 2), ([5, 4], 1)]
 
 
-def test_a_slot_is_asked_whether_its_likeliest_token_is_the_texts(tiny) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_slot_is_asked_whether_the_texts_token_would_have_been_drafted(tiny, temperature: float) -> None:
     target = tiny("llama", vocab_size=12)
     head = make_block_head(target, "dspark", block=3)
-    head.temperatures = [2.0, 1.0, 0.5]
-    found, odds = collect_blocks(target, head, TEXTS)
+    head.temperatures, head.sampled_temperatures = [2.0, 1.0, 0.5], [3.0, 4.0, 5.0]
+    warp = LogitsWarper(temperature)
+    seen, odds = collect_blocks(target, head, TEXTS, Mode("", warp, "match"))
     markov, confidence = head.markov_head, head.confidence_head
     assert markov is not None
     assert confidence is not None
-    assert found.exits == [1, 2, 3]
-    assert found.text.tolist() == [0, 0, 0, 0, 1, 1]  # blocks that end within their text; the last text has none
+    assert seen.exits == [1, 2, 3]
+    assert seen.text.tolist() == [0, 0, 0, 0, 1, 1]  # blocks that end within their text; the last text has none
     column = 0
     for ids, start in TEXTS[:2]:
+        p = warp(target(torch.tensor([ids])).logits[0].detach())
         for at in range(start - 1, len(ids) - 3):
             logits, hidden = plain_block(head, target, ids[: at + 1], 3)
             for slot in range(3):
-                row = markov.markov_w1(torch.tensor([ids[at + slot]]))
-                hit = (logits[slot] + markov.markov_w2(row)[0]).argmax() == ids[at + slot + 1]
-                assert found.labels[slot, column] == float(hit)
-                torch.testing.assert_close(found.inputs[slot, column, :-3], hidden[slot], rtol=1e-4, atol=1e-4)
-                wanted = confidence(torch.cat([hidden[slot], row[0]])) / head.temperatures[slot]
-                torch.testing.assert_close(odds[slot, column], wanted.detach(), rtol=1e-4, atol=1e-4)
+                row, token = markov.markov_w1(torch.tensor([ids[at + slot]])), ids[at + slot + 1]
+                q = warp((logits[slot] + markov.markov_w2(row)[0])[None].detach())[0]
+                chance = float(q[token] / max(q[token], p[at + slot, token], 1e-30))
+                assert seen.labels[slot, column] == pytest.approx(chance, abs=1e-4)
+                torch.testing.assert_close(seen.inputs[slot, column, :-3], hidden[slot], rtol=1e-4, atol=1e-4)
+                scale = (head.sampled_temperatures if temperature else head.temperatures)[slot]
+                expected = confidence(torch.cat([hidden[slot], row[0]])) / scale
+                torch.testing.assert_close(odds[slot, column], expected.detach(), rtol=1e-4, atol=1e-4)
             column += 1
+    assert set(seen.outcome.unique().tolist()) <= {0.0, 1.0}
+    assert (seen.outcome <= (seen.labels > 0)).all()
+
+
+def test_the_mean_over_texts_of_the_target_is_the_overlap_and_rejected_tokens_are_too_likely_ones(tiny) -> None:
+    target, warp = tiny("llama", vocab_size=12), LogitsWarper(1.0)
+    head = make_block_head(target, "dspark", block=2)
+    texts = [([3, 7, token, 5], 2) for token in range(12)]
+    seen, _ = collect_blocks(target, head, texts, Mode("", warp, "accept"))
+    markov = head.markov_head
+    assert markov is not None
+    with torch.no_grad():
+        p = warp(target(torch.tensor([[3, 7]])).logits[0, -1:])[0]
+        q = warp(plain_block(head, target, [3, 7], 2)[0][:1] + markov.markov_w2(markov.markov_w1(torch.tensor([7]))))[0]
+    assert float(p @ seen.labels[0]) == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-4)
+    for token, (hit, drafted) in enumerate(zip(seen.outcome[0], seen.token_probability[0])):
+        likely = q[token : token + 1] if hit else q[q > p]
+        assert (likely - drafted).abs().min() < 1e-4
 
 
 def test_estimates_are_judged_where_the_block_was_right_before(tiny) -> None:
@@ -47,7 +71,7 @@ def test_estimates_are_judged_where_the_block_was_right_before(tiny) -> None:
         blind = torch.tensor([0.7]).log().expand(3, n, 1)  # a token probability that knows nothing
         inputs = torch.cat([states, blind, torch.randn(3, n, 2, generator=generator)], -1)
         seen[split] = Features([1, 2, 3], inputs, hits, hits, torch.arange(n)), 3 * true  # an overconfident head
-    rows, products = judge(head, seen, ProbeSettings())
+    rows, products = judge(head, seen, "match", [1e-3, 1e-1])
     test = seen["test"][0].outcome
     assert [row["tokens"] for row in rows] == [6000, int(test[0].sum()), int(test[:2].prod(0).sum())]
     for row in rows:

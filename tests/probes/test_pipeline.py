@@ -11,43 +11,28 @@ from rich.console import Console
 from tiny_run import tiny_settings
 
 from decode.errors import UserError
-from distill.data.context import StageContext
-from distill.pipeline import alone_in
-from distill.run_stages import run_stages
-from distill.stages import run_of
+from distill.run import Run, alone_in
 from probes.__main__ import main
 from probes.pipeline import run_probes
 from probes.settings import ProbeSettings, ProbesSettings, shrink
 
-SMALL = {
-    "prompts": 12,
-    "validation_prompts": 6,
-    "test_prompts": 6,
-    "max_new_tokens": 12,
-    "window": 7,
-    "confirm": 1,
-    "bench_prompts": 2,
-    "repeats": 1,
-    "subset_prompts": 1,
-}
+COUNTS = {"prompts": 12, "validation_prompts": 6, "test_prompts": 6, "bench_prompts": 2, "confirm": 1}
 
 
 def settings_in(folder: Path, name: str = "tiny", **probes) -> ProbesSettings:
     tiny = tiny_settings(folder, name=name)
     tiny.target.architecture.layers = 3
     tiny.target.layerskip.enabled = True
-    return ProbesSettings(**vars(tiny), probes=ProbeSettings(**SMALL | probes))
+    return ProbesSettings(**vars(tiny), probes=ProbeSettings(**COUNTS | {"max_new_tokens": 12} | probes))
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A finished run and what it printed; another command's report was there before."""
-    folder = tmp_path_factory.mktemp("runs")
-    run = folder / "tiny"
+    run, said = tmp_path_factory.mktemp("runs") / "tiny", io.StringIO()
     run.mkdir()
     (run / "report.json").write_text(json.dumps({"name": "tiny", "drafts": [{"offline_alpha": 0.5}]}))
-    said = io.StringIO()
-    run_probes(settings_in(folder), Console(file=said, width=120))
+    run_probes(settings_in(run.parent), Console(file=said, width=120))
     return run, said.getvalue()
 
 
@@ -71,12 +56,8 @@ def test_the_report_keeps_what_others_wrote_and_gets_the_rows(finished) -> None:
     greedy = [row for row in report["self_speculation"] if row["temperature"] == 0]
     assert all(row["identical_to_target"] for row in greedy)
     assert all(row["lossless"] for row in report["self_speculation"])
-
-
-def test_the_page_holds_tables_and_figures(finished) -> None:
     page = (finished[0] / "probes.html").read_text()
-    figures = ("Reliability, greedy", "AUROC by exit", "Predicted speedup by exit")
-    for said in (*figures, "adaspeed", "Provenance"):
+    for said in ("Predicted speedup by exit", "adaspeed", "Scores on test prompts, greedy", "Provenance"):
         assert said in page
 
 
@@ -87,7 +68,7 @@ def test_a_target_is_used_as_it_is_while_its_settings_are_the_same_and_else_trai
     texts = run / "work" / "probes" / "sampled-train.jsonl"
     written = texts.read_text().splitlines(keepends=True)
     texts.write_text("".join(written[:-1]))  # as a kill leaves it
-    settings = settings_in(run.parent, subset_prompts=0)
+    settings = settings_in(run.parent)
     run_probes(settings, Console(file=io.StringIO()))
     assert weights.read_bytes() == before
     assert texts.read_text().splitlines(keepends=True) == written
@@ -97,51 +78,39 @@ def test_a_target_is_used_as_it_is_while_its_settings_are_the_same_and_else_trai
     assert texts.read_text().splitlines(keepends=True) != written
 
 
-def test_a_given_target_is_trained_on_its_own_answers_and_compared_with_what_it_was(finished, tmp_path: Path) -> None:
-    settings = settings_in(tmp_path)
-    settings.target.kind, settings.target.model = "lora", str(finished[0] / "target")
-    settings.target.layerskip.own_answers = True
-    settings.teacher.responses.max_new_tokens = 8
-    settings.validate()
-    run = run_of(settings)
-    run_stages(StageContext(settings, run, Console(quiet=True)), only=("target",))
-    answers = (run.work / "original" / "train.jsonl").read_text().splitlines()
-    assert all(len(json.loads(line)["ids"]) <= 8 for line in answers)
-    history = run.record("target").history
-    assert {"recipe_loss", "accuracy"} <= history[0].keys()
-    settings.target.kind, settings.target.model = "scratch", None
-    with pytest.raises(UserError, match=r"own_answers is for a given target.*kind is scratch"):
-        settings.validate()
-
-
 def test_a_folder_in_which_another_process_works_is_left_alone(tmp_path: Path) -> None:
     settings = settings_in(tmp_path)
-    with alone_in(run_of(settings), settings), pytest.raises(UserError, match="tiny"):
+    with alone_in(Run(settings)), pytest.raises(UserError, match="tiny"):
         run_probes(settings, Console(file=io.StringIO()))
     assert not (tmp_path / "tiny" / "target").exists()
 
 
-@pytest.mark.parametrize("arguments", [["--tracker", "none"], ["--tracker=none"]])
-def test_the_tracker_is_chosen_by_its_short_form_as_for_distill(arguments, monkeypatch) -> None:
+def test_settings_are_those_of_distill_and_of_probes(tmp_path: Path, monkeypatch) -> None:
     seen = []
     monkeypatch.setattr("probes.pipeline.run_probes", seen.append)
-    main([*arguments, "--name", "short"])
-    assert (seen[0].name, seen[0].tracker.kind) == ("short", "none")
+    main(["--tracker", "none", "--name", "short", "--target.training.steps", "1", "--probes.layers", "1,2"])
+    assert seen[0].probes.layers == [1, 2]
+    assert (seen[0].name, seen[0].tracker) == ("short", "none")
+    assert shrink(settings_in(tmp_path, layers=[20]), Console(quiet=True)).probes.layers == []
+
+
+def test_the_confidence_of_a_runs_block_head_is_compared_with_probes(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path, modes=["sampled"])
+    settings.student.kind, settings.drafts, block = "dspark", settings.drafts[:1], settings.student.block
+    block.size, block.layers, block.markov_rank, settings.target.architecture.layers = 3, 1, 2, 6
+    added = run_probes(settings, Console(quiet=True))
+    assert [row["estimate"] for row in added["block_products"]][:2] == ["confidence head", "probe"]
+    assert {"block of 3", "token probability", "confidence head"} <= {row["name"] for row in added["block_stop_rules"]}
+    assert "How much of a block is verified" in (tmp_path / "tiny" / "probes.html").read_text()
 
 
 def test_families_without_a_layer_by_layer_forward_get_probes_of_the_modes_wanted_and_no_table(tmp_path: Path) -> None:
-    settings = settings_in(tmp_path, modes=["greedy"])
+    settings, said = settings_in(tmp_path, modes=["greedy"]), io.StringIO()
     settings.target.architecture.model_type = "gpt2"
-    said = io.StringIO()
     added = run_probes(settings, Console(file=said, width=120))
     assert added["self_speculation"] == []
     assert {(row["mode"], row["layer"]) for row in added["probes"]} == {("greedy", 1), ("greedy", 2)}
     assert "not supported for this family" in said.getvalue()
-
-
-def test_settings_for_a_deep_target_are_shrunk_with_it(tmp_path: Path) -> None:
-    settings = settings_in(tmp_path, layers=[20])
-    assert shrink(settings, Console(quiet=True)).probes.layers == []
 
 
 def test_bad_settings_are_refused_by_name(tmp_path: Path) -> None:

@@ -1,7 +1,4 @@
-"""Tiny random models of many architectures, and the tables of docs/targets.md of what works for each.
-
-Run as a script it writes the tables.
-"""
+"""What works for each architecture of `families.ARCHITECTURES`; run as a script it writes the tables of docs/targets.md."""
 
 from __future__ import annotations
 
@@ -11,385 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from families import CONTEXT, VOCAB, WIDTH
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from families import ARCHITECTURES, build_architecture
+from transformers import PreTrainedModel
 
 from decode.errors import UserError
 from decode.models.choose_runner import open_runner
 from decode.models.fast_runner import FastRunner, self_speculating
 from decode.models.heads import output_head
 from decode.models.runner import Runner
-from distill.config.training import LayerSkipSettings, StudentSettings
-from distill.models.layers import LayerSkip, start_from_target
-from distill.models.lm_head import LMHead, check_head
-from distill.run_stages import new_head
-
-WINDOW = 6
-
-_LLAMA: dict[str, Any] = {
-    "hidden_size": WIDTH,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": CONTEXT,
-    "tie_word_embeddings": False,
-}
-_GPT = {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}
-_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-_PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-_GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": True}
-
-
-def _rope(kind: str, **settings: Any) -> dict[str, Any]:
-    return _LLAMA | {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0} | settings}
-
-
-_LONG = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 16}
-_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-
-_ALTERNATING = ["linear_attention", "full_attention", "linear_attention"]
-_SHARED_BLOCK = ["linear_attention", "hybrid", "linear_attention", "hybrid"]
-_DELTA = {
-    "head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
-_DELTA_EXPERTS = _DELTA | {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
-_ZAMBA2 = _LLAMA | {
-    "num_hidden_layers": 4,
-    "layers_block_type": _SHARED_BLOCK,
-    "num_key_value_heads": 4,
-    "chunk_size": 8,
-    "mamba_d_state": 4,
-    "n_mamba_heads": 4,
-    "num_mem_blocks": 1,
-    "use_mem_rope": True,
-    "use_shared_attention_adapter": True,
-    "adapter_rank": 4,
-    "tie_word_embeddings": True,
-}
-_LATENT = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}
-_SHARED_EXPERTS = {
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
-
-ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama": ("llama", _LLAMA),
-    "Llama, biases": ("llama", _LLAMA | {"attention_bias": True, "mlp_bias": True}),
-    "Llama, tied head": ("llama", _LLAMA | {"tie_word_embeddings": True}),
-    "Llama, rope linear": ("llama", _rope("linear", factor=3.0)),
-    "Llama, rope dynamic": ("llama", _rope("dynamic", factor=2.0)),
-    "Llama, rope llama3": ("llama", _rope("llama3", **_LLAMA3)),
-    "Llama, rope yarn": ("llama", _rope("yarn", factor=2.0, original_max_position_embeddings=32)),
-    "Llama 4": (
-        "llama4_text",
-        _LLAMA
-        | _EXPERTS
-        | {
-            "intermediate_size_mlp": 48,
-            "head_dim": 8,
-            "attention_chunk_size": 8,
-            "no_rope_layers": [1, 0],
-            "attn_temperature_tuning": False,
-        },
-    ),
-    "Llama 4, temperature tuning": (
-        "llama4_text",
-        _LLAMA
-        | _EXPERTS
-        | {"intermediate_size_mlp": 48, "head_dim": 8, "attention_chunk_size": 8, "attn_temperature_tuning": True},
-    ),
-    "Mistral": ("mistral", _LLAMA | {"sliding_window": WINDOW}),
-    "Mixtral": ("mixtral", _LLAMA | _EXPERTS | {"sliding_window": WINDOW}),
-    "Qwen2": ("qwen2", _LLAMA | {"tie_word_embeddings": True}),
-    "Qwen2, sliding window": (
-        "qwen2",
-        _LLAMA | {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
-    ),
-    "Qwen3": ("qwen3", _LLAMA | {"head_dim": 16}),
-    "Qwen3-MoE": (
-        "qwen3_moe",
-        _LLAMA | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    ),
-    "Gemma": ("gemma", _LLAMA | _GEMMA),
-    "Gemma 2": ("gemma2", _LLAMA | _GEMMA | {"sliding_window": WINDOW}),
-    "Gemma 3": (
-        "gemma3_text",
-        _LLAMA | _GEMMA | {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
-    ),
-    "Phi": ("phi", _LLAMA | {"rope_parameters": _PARTIAL}),
-    "Phi-3": ("phi3", _LLAMA | {"sliding_window": WINDOW}),
-    "Phi-3, rope longrope": (
-        "phi3",
-        _rope("longrope", **_LONG) | {"original_max_position_embeddings": 16, "sliding_window": None},
-    ),
-    "StarCoder2": ("starcoder2", _LLAMA | {"sliding_window": WINDOW}),
-    "GPT-2": ("gpt2", _GPT),
-    "GPT-J": ("gptj", _GPT | {"rotary_dim": 4}),
-    "CodeGen": ("codegen", _GPT | {"n_ctx": CONTEXT, "rotary_dim": 4}),
-    "GPT-NeoX": ("gpt_neox", _LLAMA | {"rope_parameters": _PARTIAL}),
-    "GPT-Neo": (
-        "gpt_neo",
-        {
-            "hidden_size": WIDTH,
-            "num_layers": 2,
-            "num_heads": 4,
-            "intermediate_size": 48,
-            "max_position_embeddings": CONTEXT,
-            "attention_types": [[["global", "local"], 1]],
-            "window_size": WINDOW,
-        },
-    ),
-    "OPT": (
-        "opt",
-        {
-            "hidden_size": WIDTH,
-            "ffn_dim": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "max_position_embeddings": CONTEXT,
-            "word_embed_proj_dim": WIDTH,
-        },
-    ),
-    "BLOOM": ("bloom", {"hidden_size": WIDTH, "n_layer": 2, "n_head": 4}),
-    "MPT": ("mpt", {"d_model": WIDTH, "n_layers": 2, "n_heads": 4, "max_seq_len": CONTEXT, "expansion_ratio": 2}),
-    "Falcon": (
-        "falcon",
-        {
-            "hidden_size": WIDTH,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "alibi": False,
-            "multi_query": True,
-            "new_decoder_architecture": False,
-            "max_position_embeddings": CONTEXT,
-        },
-    ),
-    "Falcon, ALiBi": (
-        "falcon",
-        {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True, "multi_query": False},
-    ),
-    "StableLM": ("stablelm", _LLAMA | {"rope_parameters": _PARTIAL}),
-    "OLMo": ("olmo", _LLAMA),
-    "OLMo 2": ("olmo2", _LLAMA),
-    "Granite": ("granite", _LLAMA | {"logits_scaling": 2.0, "residual_multiplier": 0.5}),
-    "SmolLM3": ("smollm3", _LLAMA | {"no_rope_layers": [1, 0], "use_sliding_window": False}),
-    "DeepSeek-V3": ("deepseek_v3", _LLAMA | _LATENT | _SHARED_EXPERTS | {"q_lora_rank": 16}),
-    "Cohere": ("cohere", _LLAMA | {"tie_word_embeddings": True}),
-    "Cohere 2": (
-        "cohere2",
-        _LLAMA
-        | {
-            "tie_word_embeddings": True,
-            "sliding_window": WINDOW,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-    ),
-    "GPT-OSS": (
-        "gpt_oss",
-        _LLAMA
-        | _EXPERTS
-        | {"head_dim": 8, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
-    ),
-    "BART decoder": (
-        "bart",
-        {"d_model": WIDTH, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "is_decoder": True}
-        | {"max_position_embeddings": CONTEXT, "is_encoder_decoder": False, "num_hidden_layers": 2}
-        | {"forced_eos_token_id": None},
-    ),
-    "BERT": (
-        "bert",
-        {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-        | {"max_position_embeddings": CONTEXT},
-    ),
-    "Mamba": ("mamba", {"hidden_size": WIDTH, "num_hidden_layers": 2, "state_size": 4}),
-    "Mamba-2": (
-        "mamba2",
-        {"hidden_size": WIDTH, "num_hidden_layers": 2, "state_size": 4, "num_heads": 4, "head_dim": 16, "n_groups": 1},
-    ),
-    "FalconMamba": ("falcon_mamba", {"hidden_size": WIDTH, "num_hidden_layers": 2, "state_size": 4}),
-    "RWKV": ("rwkv", {"hidden_size": WIDTH, "num_hidden_layers": 2, "context_length": CONTEXT}),
-    "RecurrentGemma": (
-        "recurrent_gemma",
-        _LLAMA | {"lru_width": WIDTH, "num_hidden_layers": 3, "head_dim": 8, "attention_window_size": 8},
-    ),
-    "Jamba": (
-        "jamba",
-        _LLAMA
-        | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "use_mamba_kernels": False}
-        | {"mamba_d_state": 4, "mamba_dt_rank": 4},
-    ),
-    "Bamba": (
-        "bamba",
-        _LLAMA
-        | {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 4}
-        | {"mamba_n_groups": 1},
-    ),
-    "LFM2": ("lfm2", _LLAMA | {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16}),
-    "MiniMax": (
-        "minimax",
-        _LLAMA | _EXPERTS | {"head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "block_size": 8},
-    ),
-    "Qwen3-Next": (
-        "qwen3_next",
-        _LLAMA
-        | {"layer_types": ["linear_attention", "full_attention"], "num_experts": 2, "moe_intermediate_size": 16}
-        | {
-            "num_experts_per_tok": 1,
-            "head_dim": 8,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
-            "shared_expert_intermediate_size": 16,
-        }
-        | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
-    ),
-    "Qwen3-Next, four layers": (
-        "qwen3_next",
-        _LLAMA
-        | _DELTA_EXPERTS
-        | {"num_hidden_layers": 4, "layer_types": [*["linear_attention"] * 3, "full_attention"]},
-    ),
-    "Qwen3.5": ("qwen3_5_text", _LLAMA | _DELTA | {"num_hidden_layers": 3, "layer_types": _ALTERNATING}),
-    "Qwen3.5-MoE": (
-        "qwen3_5_moe_text",
-        _LLAMA | _DELTA_EXPERTS | {"num_hidden_layers": 3, "layer_types": _ALTERNATING},
-    ),
-    "Kimi-Linear": (
-        "kimi_linear",
-        _LLAMA
-        | _LATENT
-        | _SHARED_EXPERTS
-        | {"num_hidden_layers": 3, "layer_types": _ALTERNATING, "linear_head_dim": 8, "linear_num_heads": 4},
-    ),
-    "Bailing hybrid": (
-        "bailing_hybrid",
-        _LLAMA | _LATENT | _SHARED_EXPERTS | {"num_hidden_layers": 3, "layer_types": _ALTERNATING, "head_dim": 8},
-    ),
-    "Nemotron-H": (
-        "nemotron_h",
-        _LLAMA
-        | {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"]}
-        | {"num_hidden_layers": 5, "head_dim": 8, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2}
-        | {"ssm_state_size": 4, "chunk_size": 8, "n_routed_experts": 4, "moe_intermediate_size": 16}
-        | {"moe_shared_expert_intermediate_size": 16},
-    ),
-    "LFM2-MoE": (
-        "lfm2_moe",
-        _LLAMA
-        | {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1}
-        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    ),
-    "LFM3": (
-        "lfm3",
-        _LLAMA
-        | {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "sliding_attention"]}
-        | {"sliding_window": WINDOW, "head_dim": 8, "tie_word_embeddings": True},
-    ),
-    "Granite 4 hybrid": (
-        "granitemoehybrid",
-        _LLAMA
-        | _EXPERTS
-        | {"num_hidden_layers": 3, "layer_types": _ALTERNATING, "shared_intermediate_size": 16}
-        | {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 4, "mamba_chunk_size": 8},
-    ),
-    "Falcon-H1": (
-        "falcon_h1",
-        _LLAMA
-        | {"mamba_d_ssm": WIDTH, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_chunk_size": 8},
-    ),
-    "OLMo hybrid": (
-        "olmo_hybrid",
-        _LLAMA
-        | {"num_hidden_layers": 3, "layer_types": _ALTERNATING, "linear_num_key_heads": 2}
-        | {"linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
-    ),
-    "Zamba": (
-        "zamba",
-        _LLAMA
-        | {"num_hidden_layers": 4, "layers_block_type": _SHARED_BLOCK, "num_key_value_heads": 4}
-        | {"mamba_d_state": 4, "tie_word_embeddings": True},
-    ),
-    "Zamba 2": ("zamba2", _ZAMBA2 | {"time_step_min": 1e-9}),
-    "Zamba 2, clamped time steps": ("zamba2", _ZAMBA2),
-    "xLSTM": (
-        "xlstm",
-        {"hidden_size": 64, "num_hidden_layers": 2, "num_heads": 4, "chunk_size": 8} | {"qk_dim_factor": 1.0},
-    ),
-    "DeepSeek-V4": (
-        "deepseek_v4",
-        {"hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 1}
-        | {"head_dim": 8, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 8, "moe_intermediate_size": 16}
-        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW, "partial_rotary_factor": 0.5}
-        | {"layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]}
-        | {"mlp_layer_types": ["hash_moe", "moe", "moe"], "index_n_heads": 16, "index_head_dim": 8, "index_topk": 2}
-        | {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}}
-        | {"max_position_embeddings": CONTEXT, "hc_mult": 2, "hc_sinkhorn_iters": 4},
-    ),
-    "DeepSeek-V3.2": (
-        "deepseek_v32",
-        _LLAMA
-        | _LATENT
-        | _SHARED_EXPERTS
-        | {"q_lora_rank": 16, "index_topk": 4, "index_head_dim": 16, "index_n_heads": 16},
-    ),
-    "Gemma 3n": (
-        "gemma3n_text",
-        _LLAMA
-        | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": WINDOW, "head_dim": 8}
-        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size_per_layer_input": VOCAB}
-        | {"hidden_size_per_layer_input": 8, "altup_num_inputs": 2, "laurel_rank": 4},
-    ),
-    "Gemma 4": (
-        "gemma4_text",
-        _LLAMA
-        | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": WINDOW, "head_dim": 8}
-        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size_per_layer_input": VOCAB}
-        | {"hidden_size_per_layer_input": 8, "global_head_dim": 16},
-    ),
-    "GLM-4 MoE": (
-        "glm4_moe",
-        _LLAMA | _SHARED_EXPERTS | {"head_dim": 8, "use_qk_norm": True},
-    ),
-    "Ministral": (
-        "ministral",
-        _LLAMA | {"head_dim": 8, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
-    ),
-    "Ministral 3": (
-        "ministral3",
-        _rope("yarn", factor=4.0, original_max_position_embeddings=16, llama_4_scaling_beta=0.1) | {"head_dim": 8},
-    ),
-    "MiniMax-M2": ("minimax_m2", _LLAMA | _EXPERTS | {"head_dim": 8}),
-    "MiMo-V2-Flash": (
-        "mimo_v2_flash",
-        _LLAMA
-        | _SHARED_EXPERTS
-        | {"head_dim": 8, "v_head_dim": 8, "sliding_window": WINDOW}
-        | {"layer_types": ["sliding_attention", "full_attention"]},
-    ),
-}
-"""Architecture (and what is special about the model) → model type and configuration."""
+from distill.config import LayerSkipSettings
+from distill.drafts import eagle
+from distill.drafts.start import check_states, start_from_target
+from distill.layerskip import LayerSkip
+from distill.lm_head import LMHead, check_head
 
 REFUSED = {
     *("BERT", "RecurrentGemma"),
@@ -408,31 +39,6 @@ NO_TREES = {
     *RECURRENT,
 }
 
-
-@torch.inference_mode(False)
-def build_architecture(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
-    """A random model of an architecture of `ARCHITECTURES`; weights are large, so that its output is varied."""
-    kind, settings = ARCHITECTURES[name]
-    settings = (
-        {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | settings | changes
-    )
-    config = transformers.AutoConfig.for_model(kind, **settings)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(config).eval()
-        with torch.no_grad():
-            for key, weight in model.named_parameters():
-                noise = torch.randn(weight.shape)
-                if weight.ndim == 1:  # biases around 0, norms around what they were
-                    weight.copy_(weight + 0.1 * noise)
-                else:  # small embeddings, so that tied heads do not simply repeat the last token
-                    weight.copy_(noise * (0.1 if "emb" in key or "wte" in key else 0.4))
-    model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
-    if model.base_model is model:
-        model.base_model_prefix = "model"  # as loading does for Llama 4
-    return model.to(dtype)
-
-
 DOCS = Path(__file__).parents[2] / "docs" / "targets.md"
 GENERATED = "<!-- written by: python tests/support/architectures.py -->\n"
 GROUPS = ("Attention alone", "Mixture of experts", "Recurrent and hybrid", "Refused")
@@ -441,13 +47,7 @@ COLUMNS = ("chains", "trees", "batches", "fast forward", "drafts", "heads", "Lay
 
 @dataclass
 class Opened:
-    """What works for an architecture.
-
-    Attributes:
-        name: architecture.
-        group: one of `GROUPS`.
-        cells: by name of `COLUMNS`, an entry and the reason for it, if there is one.
-    """
+    """What works for an architecture."""
 
     name: str
     group: str
@@ -465,20 +65,24 @@ def refusal(attempt: Callable[[], object]) -> str:
     return ""
 
 
+def start(model: PreTrainedModel) -> None:
+    check_states(model)
+    start_from_target(eagle.create(model, 3, None, 0), model)
+
+
 def opened(name: str, model: PreTrainedModel) -> Opened:
     """What opening a model for decoding, and starting each kind of training with it, come to."""
     made: list[Any] = []
     if why := refusal(lambda: made.append(open_runner(model))):
         return Opened(name, "Refused", {"chains": ("no", why)})
     runner = made[0]
-    eagle3 = StudentSettings(kind="eagle3")
     experts = any("expert" in part for part, _ in model.named_modules())
 
     def answer(why: str, yes: str = "yes", no: str = "no") -> tuple[str, str]:
         return (no, why) if why else (yes, "")
 
     untrained = refusal(lambda: check_head(model, LMHead(model)))
-    no_head = untrained or refusal(lambda: start_from_target(new_head(model, None, eagle3, 0), model))
+    no_head = untrained or refusal(lambda: start(model))
     heads = answer(no_head) if no_head else answer(refusal(lambda: output_head(model)), no="not EAGLE-1")
     exits = answer(
         refusal(lambda: LayerSkip(model, LayerSkipSettings(), 1, scratch=False).remove()),
@@ -509,9 +113,9 @@ def table(lines: list[Opened]) -> str:
     for group in GROUPS:
         rows: dict[str, dict[str, list[str]]] = {}  # entries → family → its variants
         columns = COLUMNS[:1] if group == "Refused" else COLUMNS
-        for one in (line for line in lines if line.group == group):
-            family, _, variant = one.name.partition(", ")
-            entries = " | ".join(cell(*one.cells[column]) for column in columns)
+        for architecture in (line for line in lines if line.group == group):
+            family, _, variant = architecture.name.partition(", ")
+            entries = " | ".join(cell(*architecture.cells[column]) for column in columns)
             rows.setdefault(entries, {}).setdefault(family, []).append(variant)
         text += f"\n### {group}\n\n| architectures | {' | '.join(columns)} |\n| --- |{' --- |' * len(columns)}\n"
         for entries, families in rows.items():
@@ -525,5 +129,5 @@ def table(lines: list[Opened]) -> str:
 
 if __name__ == "__main__":
     page = DOCS.read_text(encoding="utf-8").split(GENERATED)[0]
-    found = table([opened(name, build_architecture(name)) for name in ARCHITECTURES])
-    DOCS.write_text(page + GENERATED + found, encoding="utf-8")
+    made = table([opened(name, build_architecture(name)) for name in ARCHITECTURES])
+    DOCS.write_text(page + GENERATED + made, encoding="utf-8")

@@ -21,7 +21,7 @@ def make_block_head(target: PreTrainedModel, version: str = "dspark", seed: int 
         for name, weight in head.named_parameters():  # norms and the bias by the token before are no identity
             weight += (1.0 if "markov_w2" in name else 0.2) * torch.randn_like(weight)
         if head.reduced:
-            head.set_vocabulary(torch.arange(0, head.config.vocab_size, 2))
+            head.set_vocabulary(torch.arange(0, 2 * head.config.draft_vocab_size, 2))
     return head.to(target.dtype).eval()
 
 

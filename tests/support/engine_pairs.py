@@ -19,7 +19,7 @@ from decode.__main__ import main
 from decode.engines.gguf import convert
 from decode.engines.server import CHECKOUT, LLAMA_SERVER, VLLM_PYTHON, Engine, opened
 from decode.models.head_files import save_head
-from distill.config.run import ExportSettings
+from distill.config import ExportSettings
 from distill.export.draft import export_draft
 from distill.export.head import export_head
 
@@ -53,12 +53,12 @@ def save_exports(folder: Path, family: str, steps: int = 24) -> Path:
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     settings = ExportSettings()
-    export_draft(folder / "trained", folder / "target", folder / "draft", {"best_draft_length": 3}, settings)
+    export_draft(folder / "trained", folder / "target", folder / "draft", settings)
     prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
     head = learned_head(target, prompts, captured_layers=(1, 2, 3), steps=steps)
     (folder / "trained-head").mkdir()
     save_head(head, folder / "trained-head")
-    export_head(folder / "trained-head", folder / "target", folder / "head", {"best_draft_length": 3}, settings)
+    export_head(folder / "trained-head", folder / "target", folder / "head", settings, length=3)
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
     return folder
 

@@ -51,11 +51,9 @@ class EnumerationRng:
         return outcome
 
     def draw(self, weights: Tensor) -> Tensor:
-        """See `Rng.draw`."""
         return torch.tensor(self._choose(weights))
 
     def first_reject(self, accept: Tensor) -> Tensor:
-        """See `Rng.first_reject`: outcome i has probability a₀ … aᵢ₋₁ (1 − aᵢ), outcome k that of no rejection."""
         a = accept.double()
         assert ((a >= 0) & (a <= 1)).all(), accept
         reach = torch.cat([torch.ones(1, dtype=a.dtype), a.cumprod(0)])
@@ -106,7 +104,6 @@ class Clock:
     now: float = 0.0
 
     def perf_counter(self) -> float:
-        """Seconds."""
         return self.now
 
 
@@ -137,15 +134,12 @@ class ScriptedCache(Cache):
 
     @property
     def length(self) -> int:
-        """Positions held."""
         return len(self.held)
 
     def truncate(self, length: int) -> None:
-        """See `Cache.truncate`."""
         del self.held[length:]
 
     def gather(self, base: int, slots: list[int]) -> None:
-        """See `Cache.gather`."""
         assert slots == sorted(set(slots)), slots
         self.held[base : base + len(slots)] = [self.held[i] for i in slots]
 
@@ -167,11 +161,9 @@ class ScriptedRunner(Runner):
         self.weight_bytes = int(1000 * cost)
 
     def new_cache(self) -> ScriptedCache:
-        """See `Runner.new_cache`."""
         return ScriptedCache()
 
     def _read(self, cache, tokens, tree, capture, last):  # type: ignore[no-untyped-def]
-        """A token costs `cost` plus a tenth of it for every further one."""
         new = tokens.tolist()
         past = tuple(cache.held)
         if tree is None:
@@ -200,13 +192,7 @@ def next_logits(runner: Runner, text: list[int]) -> Tensor:
 
 @dataclass
 class Experiment:
-    """A target, a warp and a prompt, whose distribution under any system is compared with plain sampling.
-
-    Attributes:
-        tokens: how many tokens the distribution is over.
-        forward: logits ``[vocab]`` after a text; the target's own runner, read afresh, if not given.
-        traces: trace of every enumerated run, to see what was exercised.
-    """
+    """A target, a warp and a prompt, whose distribution under any system is compared with plain sampling."""
 
     target: Runner
     warp: LogitsWarper
@@ -236,7 +222,6 @@ class Experiment:
         return tuple(out.new_ids)
 
     def distribution(self, system: Method) -> Distribution:
-        """The exact distribution of the first tokens under this system."""
         self.traces.clear()
         return enumerate_runs(lambda rng: self.run(system, rng))
 
@@ -255,7 +240,6 @@ class Experiment:
 
     @property
     def drafted(self) -> set[int]:
-        """All draft lengths that occurred."""
         return set(itertools.chain.from_iterable(t.drafted for t in self.traces))
 
 

@@ -1,4 +1,4 @@
-"""Tiny random models of every family that tests decode with."""
+"""Tiny random models of many architectures, in one table."""
 
 from __future__ import annotations
 
@@ -8,62 +8,197 @@ from typing import Any
 
 import torch
 import transformers
+from noise import jitter
+from torch import Generator, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-VOCAB, WIDTH, CONTEXT = 48, 32, 64
+VOCAB, WIDTH, CONTEXT, WINDOW = 48, 32, 64, 6
 
-_LLAMA: dict[str, Any] = {
-    "hidden_size": WIDTH,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": CONTEXT,
-    "tie_word_embeddings": False,
-}
-_ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+# fmt: off
+_LLAMA: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT,
+    "tie_word_embeddings": False}
+_GPT = {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+_GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": True}
+_WINDOWED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_LONG = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 16}
+_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+_ALTERNATING = ["linear_attention", "full_attention", "linear_attention"]
+_SHARED_BLOCK = ["linear_attention", "hybrid", "linear_attention", "hybrid"]
+_DELTA = {"head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8}
+_DELTA_EXPERTS = _DELTA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16}
+_ZAMBA2 = _LLAMA | {"num_hidden_layers": 4, "layers_block_type": _SHARED_BLOCK, "num_key_value_heads": 4,
+    "chunk_size": 8, "mamba_d_state": 4, "n_mamba_heads": 4, "num_mem_blocks": 1, "use_mem_rope": True,
+    "use_shared_attention_adapter": True, "adapter_rank": 4, "tie_word_embeddings": True}
+_LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+_SHARED_EXPERTS = {"moe_intermediate_size": 16, "n_routed_experts": 4, "n_shared_experts": 1,
+    "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+# fmt: on
+
+
+def _rope(kind: str, **settings: Any) -> dict[str, Any]:
+    return _LLAMA | {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0} | settings}
+
+
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("llama", _LLAMA),
+    "Llama, biases": ("llama", _LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    "Llama, tied head": ("llama", _LLAMA | {"tie_word_embeddings": True}),
+    "Llama, rope linear": ("llama", _rope("linear", factor=3.0)),
+    "Llama, rope dynamic": ("llama", _rope("dynamic", factor=2.0)),
+    "Llama, rope llama3": ("llama", _rope("llama3", **_LLAMA3)),
+    "Llama, rope yarn": ("llama", _rope("yarn", factor=2.0, original_max_position_embeddings=32)),
+    "Llama 4": ("llama4_text", _LLAMA | _EXPERTS | {"intermediate_size_mlp": 48, "head_dim": 8,
+        "attention_chunk_size": 8, "no_rope_layers": [1, 0], "attn_temperature_tuning": False}),
+    "Llama 4, temperature tuning": ("llama4_text", _LLAMA | _EXPERTS | {"intermediate_size_mlp": 48, "head_dim": 8,
+        "attention_chunk_size": 8, "attn_temperature_tuning": True}),
+    "Mistral": ("mistral", _LLAMA | {"sliding_window": WINDOW}),
+    "Mixtral": ("mixtral", _LLAMA | _EXPERTS | {"sliding_window": WINDOW}),
+    "Qwen2": ("qwen2", _LLAMA | {"tie_word_embeddings": True}),
+    "Qwen2, sliding window": ("qwen2", _LLAMA | {"use_sliding_window": True, "sliding_window": WINDOW,
+        "max_window_layers": 1}),
+    "Qwen3": ("qwen3", _LLAMA | {"head_dim": 16}),
+    "Qwen3-MoE": ("qwen3_moe", _LLAMA | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16}),
+    "Gemma": ("gemma", _LLAMA | _GEMMA),
+    "Gemma 2": ("gemma2", _LLAMA | _GEMMA | {"sliding_window": WINDOW}),
+    "Gemma 3": ("gemma3_text", _LLAMA | _GEMMA | _WINDOWED),
+    "Phi": ("phi", _LLAMA | {"rope_parameters": _PARTIAL}),
+    "Phi-3": ("phi3", _LLAMA | {"sliding_window": WINDOW}),
+    "Phi-3, rope longrope": ("phi3", _rope("longrope", **_LONG) | {"original_max_position_embeddings": 16,
+        "sliding_window": None}),
+    "StarCoder2": ("starcoder2", _LLAMA | {"sliding_window": WINDOW}),
+    "GPT-2": ("gpt2", _GPT),
+    "GPT-J": ("gptj", _GPT | {"rotary_dim": 4}),
+    "CodeGen": ("codegen", _GPT | {"n_ctx": CONTEXT, "rotary_dim": 4}),
+    "GPT-NeoX": ("gpt_neox", _LLAMA | {"rope_parameters": _PARTIAL}),
+    "GPT-Neo": ("gpt_neo", {"hidden_size": WIDTH, "num_layers": 2, "num_heads": 4, "intermediate_size": 48,
+        "max_position_embeddings": CONTEXT, "attention_types": [[["global", "local"], 1]], "window_size": WINDOW}),
+    "OPT": ("opt", {"hidden_size": WIDTH, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "max_position_embeddings": CONTEXT, "word_embed_proj_dim": WIDTH}),
+    "BLOOM": ("bloom", {"hidden_size": WIDTH, "n_layer": 2, "n_head": 4}),
+    "MPT": ("mpt", {"d_model": WIDTH, "n_layers": 2, "n_heads": 4, "max_seq_len": CONTEXT, "expansion_ratio": 2}),
+    "Falcon": ("falcon", {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": False,
+        "multi_query": True, "new_decoder_architecture": False, "max_position_embeddings": CONTEXT}),
+    "Falcon, ALiBi": ("falcon", {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "alibi": True, "multi_query": False}),
+    "StableLM": ("stablelm", _LLAMA | {"rope_parameters": _PARTIAL}),
+    "OLMo": ("olmo", _LLAMA),
+    "OLMo 2": ("olmo2", _LLAMA),
+    "Granite": ("granite", _LLAMA | {"logits_scaling": 2.0, "residual_multiplier": 0.5}),
+    "SmolLM3": ("smollm3", _LLAMA | {"no_rope_layers": [1, 0], "use_sliding_window": False}),
+    "DeepSeek-V3": ("deepseek_v3", _LLAMA | _LATENT | _SHARED_EXPERTS | {"q_lora_rank": 16}),
+    "Cohere": ("cohere", _LLAMA | {"tie_word_embeddings": True}),
+    "Cohere 2": ("cohere2", _LLAMA | _WINDOWED | {"tie_word_embeddings": True}),
+    "GPT-OSS": ("gpt_oss", _LLAMA | _EXPERTS | _WINDOWED | {"head_dim": 8}),
+    "BART decoder": ("bart", {"d_model": WIDTH, "decoder_layers": 2, "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 48, "is_decoder": True, "max_position_embeddings": CONTEXT, "is_encoder_decoder": False,
+        "num_hidden_layers": 2, "forced_eos_token_id": None}),
+    "BERT": ("bert", {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+        "max_position_embeddings": CONTEXT}),
+    "Mamba": ("mamba", {"hidden_size": WIDTH, "num_hidden_layers": 2, "state_size": 4}),
+    "Mamba-2": ("mamba2", {"hidden_size": WIDTH, "num_hidden_layers": 2, "state_size": 4, "num_heads": 4,
+        "head_dim": 16, "n_groups": 1}),
+    "FalconMamba": ("falcon_mamba", {"hidden_size": WIDTH, "num_hidden_layers": 2, "state_size": 4}),
+    "RWKV": ("rwkv", {"hidden_size": WIDTH, "num_hidden_layers": 2, "context_length": CONTEXT}),
+    "RecurrentGemma": ("recurrent_gemma", _LLAMA | {"lru_width": WIDTH, "num_hidden_layers": 3, "head_dim": 8,
+        "attention_window_size": 8}),
+    "Jamba": ("jamba", _LLAMA | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2,
+        "use_mamba_kernels": False, "mamba_d_state": 4, "mamba_dt_rank": 4}),
+    "Bamba": ("bamba", _LLAMA | {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16,
+        "mamba_d_state": 4, "mamba_n_groups": 1}),
+    "LFM2": ("lfm2", _LLAMA | {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16}),
+    "MiniMax": ("minimax", _LLAMA | _EXPERTS | {"head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+        "block_size": 8}),
+    "Qwen3-Next": ("qwen3_next", _LLAMA | {"layer_types": ["linear_attention", "full_attention"], "num_experts": 2,
+        "moe_intermediate_size": 16, "num_experts_per_tok": 1, "head_dim": 8, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2, "shared_expert_intermediate_size": 16, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8}),
+    "Qwen3-Next, four layers": ("qwen3_next", _LLAMA | _DELTA_EXPERTS | {"num_hidden_layers": 4,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"]}),
+    "Qwen3.5": ("qwen3_5_text", _LLAMA | _DELTA | {"num_hidden_layers": 3, "layer_types": _ALTERNATING}),
+    "Qwen3.5-MoE": ("qwen3_5_moe_text", _LLAMA | _DELTA_EXPERTS | {"num_hidden_layers": 3,
+        "layer_types": _ALTERNATING}),
+    "Kimi-Linear": ("kimi_linear", _LLAMA | _LATENT | _SHARED_EXPERTS | {"num_hidden_layers": 3,
+        "layer_types": _ALTERNATING, "linear_head_dim": 8, "linear_num_heads": 4}),
+    "Bailing hybrid": ("bailing_hybrid", _LLAMA | _LATENT | _SHARED_EXPERTS | {"num_hidden_layers": 3,
+        "layer_types": _ALTERNATING, "head_dim": 8}),
+    "Nemotron-H": ("nemotron_h", _LLAMA | {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp",
+        "linear_attention"], "num_hidden_layers": 5, "head_dim": 8, "mamba_num_heads": 4, "mamba_head_dim": 8,
+        "n_groups": 2, "ssm_state_size": 4, "chunk_size": 8, "n_routed_experts": 4, "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 16}),
+    "LFM2-MoE": ("lfm2_moe", _LLAMA | {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+    "LFM3": ("lfm3", _LLAMA | {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv",
+        "sliding_attention"], "sliding_window": WINDOW, "head_dim": 8, "tie_word_embeddings": True}),
+    "Granite 4 hybrid": ("granitemoehybrid", _LLAMA | _EXPERTS | {"num_hidden_layers": 3, "layer_types": _ALTERNATING,
+        "shared_intermediate_size": 16, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 4,
+        "mamba_chunk_size": 8}),
+    "Falcon-H1": ("falcon_h1", _LLAMA | {"mamba_d_ssm": WIDTH, "mamba_n_heads": 4, "mamba_d_head": 8,
+        "mamba_d_state": 4, "mamba_chunk_size": 8}),
+    "OLMo hybrid": ("olmo_hybrid", _LLAMA | {"num_hidden_layers": 3, "layer_types": _ALTERNATING,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8}),
+    "Zamba": ("zamba", _LLAMA | {"num_hidden_layers": 4, "layers_block_type": _SHARED_BLOCK, "num_key_value_heads": 4,
+        "mamba_d_state": 4, "tie_word_embeddings": True}),
+    "Zamba 2": ("zamba2", _ZAMBA2 | {"time_step_min": 1e-09}),
+    "Zamba 2, clamped time steps": ("zamba2", _ZAMBA2),
+    "xLSTM": ("xlstm", {"hidden_size": 64, "num_hidden_layers": 2, "num_heads": 4, "chunk_size": 8,
+        "qk_dim_factor": 1.0}),
+    "DeepSeek-V4": ("deepseek_v4", {"hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "head_dim": 8, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 8,
+        "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW,
+        "partial_rotary_factor": 0.5, "layer_types": ["sliding_attention", "compressed_sparse_attention",
+        "heavily_compressed_attention"], "mlp_layer_types": ["hash_moe", "moe", "moe"], "index_n_heads": 16,
+        "index_head_dim": 8, "index_topk": 2, "compress_rates": {"compressed_sparse_attention": 2,
+        "heavily_compressed_attention": 4}, "max_position_embeddings": CONTEXT, "hc_mult": 2,
+        "hc_sinkhorn_iters": 4}),
+    "DeepSeek-V3.2": ("deepseek_v32", _LLAMA | _LATENT | _SHARED_EXPERTS | {"q_lora_rank": 16, "index_topk": 4,
+        "index_head_dim": 16, "index_n_heads": 16}),
+    "Gemma 3n": ("gemma3n_text", _LLAMA | {"num_hidden_layers": 4, "num_kv_shared_layers": 2,
+        "sliding_window": WINDOW, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8, "altup_num_inputs": 2,
+        "laurel_rank": 4}),
+    "Gemma 4": ("gemma4_text", _LLAMA | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": WINDOW,
+        "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8, "global_head_dim": 16}),
+    "GLM-4 MoE": ("glm4_moe", _LLAMA | _SHARED_EXPERTS | {"head_dim": 8, "use_qk_norm": True}),
+    "Ministral": ("ministral", _LLAMA | _WINDOWED | {"head_dim": 8}),
+    "Ministral 3": ("ministral3", _rope("yarn", factor=4.0, original_max_position_embeddings=16,
+        llama_4_scaling_beta=0.1) | {"head_dim": 8}),
+    "MiniMax-M2": ("minimax_m2", _LLAMA | _EXPERTS | {"head_dim": 8}),
+    "MiMo-V2-Flash": ("mimo_v2_flash", _LLAMA | _SHARED_EXPERTS | _WINDOWED | {"head_dim": 8, "v_head_dim": 8}),
+}  # fmt: skip
+"""Architecture (and what is special about the model) → model type and configuration."""
+
+
+def _like(name: str, **settings: Any) -> tuple[str, dict[str, Any]]:
+    kind, config = ARCHITECTURES[name]
+    return kind, config | settings
+
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", _LLAMA),
-    "llama-mha": ("llama", _LLAMA | {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
-    "llama-tied": ("llama", _LLAMA | {"tie_word_embeddings": True}),
-    "mistral": ("mistral", _LLAMA | {"sliding_window": 6}),
-    "qwen2": ("qwen2", _LLAMA | {"tie_word_embeddings": True}),
-    "qwen2-sliding": (
-        "qwen2",
-        _LLAMA | {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
-    ),
-    "qwen3": ("qwen3", _LLAMA | {"head_dim": 16}),
-    "gemma2": (
-        "gemma2",
-        _LLAMA | {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8, "tie_word_embeddings": True},
-    ),
-    "gemma3": (
-        "gemma3_text",
-        _LLAMA
-        | {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 5, "tie_word_embeddings": True}
-        | {"sliding_window_pattern": 2},
-    ),
-    "phi": ("phi", _LLAMA | {"rope_parameters": _ROTARY}),
-    "gpt_neox": ("gpt_neox", _LLAMA | {"use_parallel_residual": True, "rope_parameters": _ROTARY}),
-    "gpt_neox-sequential": ("gpt_neox", _LLAMA | {"use_parallel_residual": False, "rope_parameters": _ROTARY}),
-    "codegen": (
-        "codegen",
-        {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT, "n_ctx": CONTEXT, "rotary_dim": 4},
-    ),
-    "gpt2": ("gpt2", {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}),
-    "opt": (
-        "opt",
-        {
-            "hidden_size": WIDTH,
-            "ffn_dim": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "max_position_embeddings": CONTEXT,
-            "word_embed_proj_dim": WIDTH,
-        },
-    ),
-}
+    "llama": _like("Llama"),
+    "llama-mha": _like("Llama, biases", num_key_value_heads=4),
+    "llama-tied": _like("Llama, tied head"),
+    "mistral": _like("Mistral"),
+    "qwen2": _like("Qwen2"),
+    "qwen2-sliding": _like("Qwen2, sliding window"),
+    "qwen3": _like("Qwen3"),
+    "gemma2": _like("Gemma 2"),
+    "gemma3": ("gemma3_text", _LLAMA | _GEMMA | {"sliding_window": 6, "query_pre_attn_scalar": 5, "sliding_window_pattern": 2}),
+    "phi": _like("Phi"),
+    "gpt_neox": _like("GPT-NeoX", use_parallel_residual=True),
+    "gpt_neox-sequential": _like("GPT-NeoX", use_parallel_residual=False),
+    "codegen": _like("CodeGen"),
+    "gpt2": _like("GPT-2"),
+    "opt": _like("OPT"),
+}  # fmt: skip
+"""What most tests decode with."""
 
 NOT_REPRODUCED = {"gemma2", "codegen", "gpt2", "opt"}
 """Families without a hand-written forward."""
@@ -71,37 +206,53 @@ RUNNER_PATHS = [(f, fast) for f in FAMILIES for fast in (True, False) if not (fa
 """Every family through every runner that serves it."""
 
 
+@torch.no_grad()
+def randomise(model: PreTrainedModel, spread: float, generator: Generator | None = None, *, ones: bool = False) -> None:
+    """Gives a model large weights, so that its output is varied."""
+    for name, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        if weight.ndim == 1:
+            weight.copy_((float("bias" not in name) if ones else weight) + 0.1 * noise)
+        else:
+            weight.copy_(noise * (0.1 if "emb" in name or "wte" in name else spread))
+    jitter(model)
+
+
+def _made(kind: str, settings: dict[str, Any]) -> PreTrainedModel:
+    settings = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | settings
+    return AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **settings)).eval()
+
+
 @torch.inference_mode(False)
 def build_tiny(family: str, *, seed: int = 1, dtype: torch.dtype = torch.float32, **config: Any) -> PreTrainedModel:
-    """A random two-layer model of a family of `FAMILIES`; weights are large, so that its output is varied.
-
-    Args:
-        family: key of `FAMILIES`.
-        seed: of the weights.
-        dtype: of the weights.
-        config: changes to the configuration, ``vocab_size`` among them.
-    """
+    """A random two-layer model of a family of `FAMILIES`, with these changes to its configuration."""
     kind, settings = FAMILIES[family]
-    settings = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | settings
-    generator = torch.Generator().manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **settings | config)).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            if weight.ndim == 1:  # biases around 0, norms around 1
-                weight.copy_(("bias" not in name) + 0.1 * noise)
-            else:  # small embeddings, so that tied heads do not simply repeat the last token
-                weight.copy_(noise * (0.1 if "emb" in name or "wte" in name else 0.6))
+    model = _made(kind, settings | config)
+    randomise(model, 0.6, torch.Generator().manual_seed(seed), ones=True)
+    return model.to(dtype)
+
+
+@torch.inference_mode(False)
+def build_architecture(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    """A random model of an architecture of `ARCHITECTURES`."""
+    kind, settings = ARCHITECTURES[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = _made(kind, settings | changes)
+        randomise(model, 0.4)
+    model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
+    if model.base_model is model:
+        model.base_model_prefix = "model"  # as loading does for Llama 4
     return model.to(dtype)
 
 
 def in_double(model: PreTrainedModel) -> PreTrainedModel:
     """Transformers computes RMS norms in float32 whatever the model; their rounding would blur the distribution."""
 
-    def norm(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def norm(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
 
-    def gemma(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def gemma(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return (1 + self.weight) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
     for module in model.modules():

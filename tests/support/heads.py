@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import blocks
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.models.block_head import BlockHead, block_config
+from decode.models.block_head import BlockHead
 from decode.models.heads import FeatureHead, attend, head_config
 
 MASK = 47  # the token in the slots of a block
@@ -59,17 +60,10 @@ def learned_head(
 
 
 def make_block_head(target: PreTrainedModel, version: str, **options: Any) -> BlockHead:
-    """A random head; DSpark with all that it may have."""
-    torch.manual_seed(5)
-    given: dict[str, Any] = {"layers": 2, "block": 5, "mask_id": MASK, "target_layers": [1, 2, 4]}
-    given |= {"markov_rank": 8, "confidence": True} if version == "dspark" else {}
-    head = BlockHead(block_config(target.config, version, **(given | options)))
-    with torch.no_grad():
-        for weight in head.parameters():
-            weight += 0.1 * torch.randn(weight.shape)
-    if head.reduced:
-        head.set_vocabulary(torch.arange(0, 2 * head.config.draft_vocab_size, 2))
-    return head.eval()
+    """A random head whose files are told apart by every field; DSpark with all that it may have."""
+    given: dict[str, Any] = {"block": 5, "mask_id": MASK, "target_layers": [1, 2, 4]}
+    given |= {"markov_rank": 8} if version == "dspark" else {}
+    return blocks.make_block_head(target, version, 5, **(given | options))
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Tiny random targets whose files hold next-token layers (MTP), and a run that tunes them."""
+"""Tiny random targets whose files hold next-token layers (MTP)."""
 
 from __future__ import annotations
 
@@ -6,19 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, build_architecture
-from pairs import make_tokenizer
+from families import ARCHITECTURES, build_architecture
 from safetensors.torch import load_file, save_file
-from tiny_run import tiny_settings
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
 from decode.models.loading import load_model
 from decode.models.mtp import MtpHead
-from distill.config.drafts import ResponseSettings
-from distill.config.run import Settings
-from distill.config.training import StudentSettings, TargetSettings
 
 _MOE = {"n_routed_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
 _GLM = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
@@ -59,20 +54,3 @@ def with_layers(
         patterns = [rf"model\.layers\.{depth + i}\..*" for i in range(layers)]
         monkeypatch.setattr(type(main), "_keys_to_ignore_on_load_unexpected", patterns)
     return load_model(folder, device="cpu", dtype=dtype)
-
-
-def mtp_settings(folder: Path, kind: str = "Mellum", layers: int = 1) -> Settings:
-    """A run that tunes the layers of a target made below the folder."""
-    tokenizer = make_tokenizer()
-    with pytest.MonkeyPatch.context() as patch:
-        with_layers(folder / "given", patch, kind, layers, vocab_size=len(tokenizer), max_position_embeddings=256)
-    tokenizer.save_pretrained(folder / "given")
-    target = TargetSettings(kind="as_is", model=str(folder / "given"))
-    settings = tiny_settings(folder, target=target, student=StudentSettings(kind="mtp"))
-    settings.data.max_length, settings.data.overlong = 96, "cut"
-    settings.teacher.responses = ResponseSettings(source="target", max_new_tokens=16)
-    settings.training.steps, settings.training.lr, settings.trainer.validate_every = 40, 1e-2, 20
-    measured = settings.evaluation
-    measured.prompts = measured.accuracy_prompts = 8
-    measured.decode_prompts, measured.max_new_tokens, measured.repeats, measured.draft_lengths = 1, 12, 1, [2]
-    return settings

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers_of_kinds import byte_level
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from decode.bench.suites import Prompt, Suite
@@ -17,17 +17,7 @@ TEXT = "Tom has 3 apples and buys 4 more. How many apples does he have? Das Maß
 
 def make_tokenizer(chat: bool = False) -> PreTrainedTokenizerFast:
     """Byte-level BPE of 280 tokens; characters beyond ASCII take several tokens."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=280,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<eos>"],
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([TEXT], trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    fast = byte_level(TEXT, 280, ("<eos>",))
     if chat:
         fast.chat_template = (
             "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"

@@ -32,20 +32,7 @@ def draft_logits(target: PreTrainedModel, draft: DraftModel, ids: Sequence[int],
 
 @torch.inference_mode()
 def head_logits(head: FeatureHead, target: PreTrainedModel, ids: Sequence[int], start: int, depth: int = 1) -> Tensor:
-    """What a head would draft at each response position of one text, by teacher forcing.
-
-    Args:
-        head: the feature head.
-        target: the model whose features it reads.
-        ids: the text.
-        start: how many of its tokens are the prompt.
-        depth: the drafted token asked about: 1 is drafted from true features, the next ones from the head's own
-            states with the text's true tokens.
-
-    Returns:
-        Logits ``[response, vocab]`` in the target's vocabulary. The first tokens of a text, which no pair precedes, get
-        an impossible row (all −inf but the first id).
-    """
+    """What a head would draft at each response position of one text, by teacher forcing."""
     tokens = torch.tensor([list(ids)], device=target.device)
     out = target(input_ids=tokens, use_cache=False, output_hidden_states=True, logits_to_keep=1)
     features = torch.cat([out.hidden_states[layer] for layer in head.captured_layers], -1)

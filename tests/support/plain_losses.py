@@ -1,66 +1,50 @@
-"""Losses of gathered rows as one writes them down first; what the chunked ones are tested against."""
+"""Losses of rows as one writes them down first, with all logits and autograd: what the chunked ones must equal."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from distill.losses.chunked import LossRequest, LossRows
-from distill.losses.divergences import Divergence, TargetRows, TokenDistributions, log_probs
-from distill.models.lm_head import LMHead
-from distill.models.loading import loss_precision
-
-
-@dataclass
-class TokenLoss:
-    """What one pass over the rows yields, each ``[rows]`` in float32.
-
-    Attributes:
-        divergence: The loss per token; carries the gradient.
-        alpha: Σ min(p, q), the chance that the target accepts a token drawn from q, detached.
-        agreement: 1 where both have the same most probable token, detached.
-    """
-
-    divergence: Tensor
-    alpha: Tensor
-    agreement: Tensor
+from distill.losses.chunked import Compared, Rows
+from distill.losses.divergences import LEAST_TAIL, Divergence, TargetRows, TokenDistributions
 
 
-def token_loss(target_logits: Tensor, draft_logits: Tensor, divergence: Divergence | None = None) -> TokenLoss:
-    """Divergence of every row, with what else the two distributions tell.
-
-    Args:
-        target_logits: ``[rows, vocab]`` of the target; no gradient is taken.
-        draft_logits: ``[rows, vocab]`` of the draft. A vocabulary larger than the other's by padding is cut: ids
-            that only one model has are never drafted or never accepted.
-        divergence: Which one; None: forward KL.
-    """
-    divergence = divergence or Divergence()
-    vocab = min(target_logits.shape[-1], draft_logits.shape[-1])
-    log_p = log_probs(target_logits.detach(), vocab)
-    log_q = log_probs(draft_logits, vocab)
-    apart = TokenDistributions(log_p, log_q.detach())
-    return TokenLoss(divergence.loss(TokenDistributions(log_p, log_q)), apart.alpha, apart.agreement())
-
-
-def plain_loss(hidden: Tensor, head: LMHead, target: TargetRows, request: LossRequest) -> LossRows:
-    """The twin of `fused_loss` by autograd, with the logits of all rows in memory."""
-    divergence = request.divergence
-    with loss_precision(hidden.device):
-        vocab = min(head.vocab, target.vocab)
-        logits = head.first(hidden.to(head.linear.weight.dtype), vocab)
-        log_q = log_probs(logits, vocab)
+def distributions(target: TargetRows, logits: Tensor) -> TokenDistributions:
+    """Both distributions; of a top-k signal those of the k ids and of one outcome for all others."""
+    log_q = logits.log_softmax(-1)
+    if target.values is None or target.ids is None:
         with torch.no_grad():
-            log_p = target.log_probs(log_q.detach())
-        pair, detached = TokenDistributions(log_p, log_q), TokenDistributions(log_p, log_q.detach())
-        pair.labels = detached.labels = target.labels
-        losses, chosen = divergence.loss(pair), None
-        alpha = detached.accepted(request.mass) if request.metrics else None
-        agreement = detached.agreement() if request.metrics else None
-        if request.choose is not None:
-            chosen = request.choose((request.criterion or divergence).loss(detached), alpha)
-        total = losses if request.factors is None else losses * request.factors
-        total = (total if chosen is None else total[chosen]).sum()
-        return LossRows(total, losses.detach(), chosen, alpha, agreement)
+            log_p = log_q if target.values is None else target.log_probs(log_q.shape[1]).to(log_q.dtype)
+        return TokenDistributions(log_p, log_q)
+    ids = target.ids.long()
+    others = log_q.masked_fill(torch.zeros_like(log_q, dtype=torch.bool).scatter(1, ids, True), -torch.inf)
+    log_p = target.values.to(logits.dtype)
+    tail = (1 - log_p.exp().sum(-1, keepdim=True)).clamp_min(LEAST_TAIL).log()
+    log_q = torch.cat([log_q.gather(1, ids), others.logsumexp(-1, keepdim=True)], -1)
+    return TokenDistributions(torch.cat([log_p, tail], -1), log_q)
+
+
+def plain_loss(rows: Rows, divergence: Divergence, chosen: Tensor | None = None) -> tuple[Tensor, Compared]:
+    """The twin of `chunked_loss`."""
+    head, target = rows.head, rows.of_target(slice(None))
+    weight = head.linear.weight
+    if head.markov is not None:
+        weight = torch.cat([weight.detach(), head.markov], 1)
+    products = functional.linear(rows.hidden.to(weight.dtype), weight, head.linear.bias)[:, : rows.vocab]
+    logits = head.finish(products)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    pair = distributions(target, logits)
+    if target.labels is not None:
+        known = target.labels >= 0
+        of_text = -logits.log_softmax(-1).gather(1, target.labels.clamp_min(0)[:, None])[:, 0] * known
+        pair.label_loss = lambda: of_text  # type: ignore[method-assign]
+    losses = divergence.loss(pair)
+    best = pair.log_p.argmax(-1) if target.ids is None else target.ids[:, 0]
+    best = target.labels if target.values is None else best
+    agreement = (best == logits.argmax(-1)).to(losses.dtype)
+    with torch.no_grad():
+        alpha = pair.accepted(rows.mass)
+    picked = slice(None) if chosen is None else chosen
+    total = (losses if rows.weight is None else losses * rows.weight)[picked].sum()
+    return total, Compared(losses.detach()[picked], alpha[picked], agreement[picked])

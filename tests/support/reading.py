@@ -14,11 +14,7 @@ from decode.stopping import StopRule
 
 
 class Reader:
-    """A runner with the cache of one sequence.
-
-    Attributes:
-        out: the output of the latest read.
-    """
+    """A runner with the cache of one sequence."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner, self.cache = runner, runner.new_cache()
@@ -26,17 +22,14 @@ class Reader:
 
     @property
     def length(self) -> int:
-        """Positions held."""
         return self.cache.length
 
     def read(self, tokens: Tensor | list[int], tree: Draft | None = None, head: int | None = None, **how) -> Tensor:  # type: ignore[no-untyped-def]
-        """Logits of the last `head` tokens (None: all)."""
         with torch.inference_mode():
             self.out = self.runner.forward([self.cache], [torch.as_tensor(tokens)], [tree], last=head, **how)
         return self.out.logits
 
     def truncate(self, length: int) -> None:
-        """Hold the first positions only."""
         self.cache.truncate(length)
 
 
@@ -49,7 +42,6 @@ class Drafting:
     def propose(
         self, ids: list[int], stop: StopRule | None = None, max_depth: int = 100, rng: Rng | None = None
     ) -> Draft:
-        """A draft to follow `ids`."""
         stop = stop or StopRule(100)
         stop.begin()
         return self.drafter.propose([DraftRequest(self.state, ids, stop, max_depth, rng or TorchRng(0))])[0]

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stores import build_datastore, build_trigram_table
+import numpy as np
 
 from decode.draft import Draft
-from decode.drafters.adaptix import NgramTable, TrigramDrafter
+from decode.drafters.adaptix import NgramTable, TrigramDrafter, save_ngram_table
 from decode.drafters.base import Drafter, DraftRequest, NoDrafter, Prompt
+from decode.drafters.corpus_files import join_documents
 from decode.drafters.lookahead import LookaheadDrafter
 from decode.drafters.prompt_lookup import LookupDrafter
-from decode.drafters.rest import Datastore, RetrievalDrafter
+from decode.drafters.rest import Datastore, RetrievalDrafter, save_datastore
 from decode.drafters.suffix import END, SuffixDrafter
 
 
@@ -43,13 +44,7 @@ class RandomTree(NoDrafter):
 
 @dataclass
 class Oracle(NoDrafter):
-    """Knows the text that greedy decoding will produce and drafts from it, well or badly.
-
-    Attributes:
-        text: prompt and continuation.
-        how: name of a way in `WAYS`.
-        rounds: rounds so far in this text.
-    """
+    """Knows the text that greedy decoding will produce and drafts from it, well or badly."""
 
     text: list[int]
     how: str
@@ -57,17 +52,14 @@ class Oracle(NoDrafter):
     rounds: int = field(default=0, init=False)
 
     def start(self, prompt: Prompt) -> None:
-        """A new text begins."""
         self.rounds = 0
 
     def draft(self, request: DraftRequest) -> Draft:
-        """The draft of this round."""
         self.rounds += 1
         future = self.text[len(request.ids) :]
         return WAYS[self.how](self, future, request.max_depth)
 
     def wrong(self, token: int, by: int = 1) -> int:
-        """Another token."""
         return (token + by) % self.vocab
 
 
@@ -131,6 +123,17 @@ WAYS: dict[str, Callable[[Oracle, list[int], int], Draft]] = {
 
 def _chain(tokens: list[int]) -> Draft:
     return Draft.tree(tokens, list(range(-1, len(tokens) - 1)))
+
+
+Documents = Iterable[Sequence[int] | np.ndarray]
+
+
+def build_datastore(documents: Documents, path: str | Path, fingerprint: str) -> Path:
+    return save_datastore(join_documents(documents), Path(path), fingerprint)
+
+
+def build_trigram_table(documents: Documents, path: str | Path, fingerprint: str, **options: int) -> Path:
+    return save_ngram_table(join_documents(documents), Path(path), fingerprint, **options)
 
 
 def corpus_drafters(folder: Path, vocab: int, extra: list[list[int]] | None = None) -> dict[str, Callable[[], Drafter]]:

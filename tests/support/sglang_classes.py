@@ -44,7 +44,6 @@ class Linear(nn.Module):
             self.bias.weight_loader = self.load
 
     def load(self, parameter: Tensor, tensor: Tensor, part: Any = 0) -> None:
-        """SGLang's way of filling a part."""
         load_whole(parameter.narrow(0, *self.parts[part]), tensor)
 
 
@@ -101,15 +100,12 @@ class Finder:
         self.wheel = wheel
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """For Python's import."""
         return ModuleSpec(name, self, is_package=name not in READ) if name.split(".")[0] == "sglang" else None  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """For Python's import."""
         return ModuleType(spec.name) if spec.name in READ else Rest(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """For Python's import."""
         if module.__name__ in READ:
             path = module.__name__.replace(".", "/") + ".py"
             with zipfile.ZipFile(self.wheel) as wheel:

@@ -13,13 +13,7 @@ from decode.engines.acceptance import Drafts, ServedText
 
 
 class SimulatedEngine:
-    """The prompt gives a token; then each round drafts greedily, accepts a token y with p(y) and adds one of the target.
-
-    Args:
-        target: p.
-        draft: q; None drafts nothing.
-        length: tokens drafted per round.
-    """
+    """The prompt gives a token; then each round drafts greedily, accepts a token y with p(y) and adds one of the target."""
 
     def __init__(self, target: PreTrainedModel, draft: PreTrainedModel | None, length: int) -> None:
         self.target, self.draft, self.length = target, draft, length
@@ -38,7 +32,6 @@ class SimulatedEngine:
         stop_ids: Sequence[int] = (),
         ignore_eos: bool = False,
     ) -> ServedText:
-        """One text, with its drafts."""
         stop_ids = () if ignore_eos else stop_ids
         chance = torch.Generator().manual_seed(seed)
 

@@ -1,26 +1,49 @@
-"""A few rows of random ids, and settings to train on them."""
+"""A few examples of random ids, and settings to train on them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
 import numpy as np
+from datasets import Dataset
 
-from distill.config.training import TrainingSettings
-from distill.data.batches import TokenDataset
+from distill.config import TrainingSettings
 from distill.data.chat import IGNORE
+from distill.data.dataset import Column, Examples
 
+Module = TypeVar("Module")
 TRAINING = TrainingSettings(steps=4, batch_size=2, lr=1e-2)
 
 
-def every_token(rows: TokenDataset) -> TokenDataset:
-    """The same examples with every token a label; the first one of each is predicted from nothing."""
-    return TokenDataset(rows.ids, rows.ids, rows.offsets, rows.offsets - np.arange(len(rows) + 1))
+def from_lists(ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]]) -> Examples:
+    return Examples.of(Dataset.from_dict({"input_ids": list(ids), "labels": list(labels)}))
 
 
-def some_rows(count: int = 6, seed: int = 0) -> TokenDataset:
+def some_rows(count: int = 6, seed: int = 0, *, prompt: int = 3, empty: Sequence[int] = ()) -> Examples:
+    """Examples of 5 to 11 tokens, whose first ones are a prompt; those numbered ``empty`` have no label."""
     rng = np.random.default_rng(seed)
-    lengths = rng.integers(5, 12, count)
-    ids = [rng.integers(2, 48, n).astype(np.int32) for n in lengths]
-    labels = [np.where(np.arange(len(row)) < 3, IGNORE, row).astype(np.int32) for row in ids]
-    offsets = np.concatenate([[0], lengths.cumsum()])
-    label_offsets = np.concatenate([[0], (lengths - 3).cumsum()])
-    return TokenDataset(np.concatenate(ids), np.concatenate(labels), offsets, label_offsets)
+    ids = [rng.integers(2, 48, n).tolist() for n in rng.integers(5, 12, count)]
+    starts = [len(row) if number in empty else prompt for number, row in enumerate(ids)]
+    return from_lists(ids, [[IGNORE] * start + row[start:] for start, row in zip(starts, ids)])
+
+
+def add_column(examples: Examples, name: str, values: np.ndarray) -> Examples:
+    """Adds values of the label tokens ``[label tokens, ...]`` as a column that batches carry."""
+    width, starts = int(np.prod(values.shape[1:])), examples.label_offsets
+    places = np.stack([np.zeros(len(examples), np.int64), starts[:-1] * width, starts[1:] * width], 1)
+    examples.columns[name] = Column([values.reshape(-1)], places, values.shape[1:])
+    return examples
+
+
+def everything(examples: Examples) -> dict[str, Any]:
+    """A batch of all examples."""
+    return examples.batch(np.arange(len(examples)))
+
+
+def attached(module: Module, processes: int = 1) -> Module:
+    """A module that believes to be in a trainer, at a step that is not logged."""
+    trainer = SimpleNamespace(world_size=processes, log_every_n_steps=100, global_step=0, sanity_checking=False)
+    module._trainer = trainer  # type: ignore[attr-defined]
+    return module

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,20 +18,24 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from distill.config.data import DataSettings
-from distill.config.drafts import DraftSettings, TeacherSettings
-from distill.config.run import Settings, TrackerSettings
-from distill.config.training import (
+from distill.config import (
     Architecture,
+    DataSettings,
+    DraftSettings,
+    Settings,
     StudentSettings,
     TargetSettings,
+    TeacherSettings,
     TrainerSettings,
     TrainingSettings,
 )
-from distill.data.context import StageContext
-from distill.run_stages import run_stages
-from distill.stages import RunDir, run_of, stage_fingerprints
+from distill.files import write_json
+from distill.run import Run, stage_fingerprints
+from distill.stages import run_stages
 from distill.trainer import ProgressLines
+
+STAGES = ["target", "initial", "distillspec", "adaspec"]
+Change = Callable[[Settings], object]
 
 
 def tiny_settings(folder: Path, **changes: Any) -> Settings:
@@ -38,9 +44,7 @@ def tiny_settings(folder: Path, **changes: Any) -> Settings:
     settings = Settings(
         name="tiny",
         output_dir=str(folder),
-        data=DataSettings(
-            train_examples=48, validation_examples=8, test_examples=8, max_length=256, tokenizer_vocab_size=300
-        ),
+        data=DataSettings(train_examples=48, validation_examples=8, test_examples=8, max_length=256),
         target=TargetSettings(
             architecture=Architecture(hidden_size=24, layers=2, heads=2, positions=256),
             training=copy.copy(training),
@@ -49,7 +53,7 @@ def tiny_settings(folder: Path, **changes: Any) -> Settings:
             architecture=Architecture(hidden_size=16, layers=1, heads=2, positions=256),
             training=copy.copy(training),
         ),
-        teacher=TeacherSettings(examples=20),
+        teacher=TeacherSettings(examples=20, signal="hidden"),
         training=copy.copy(training),
         drafts=[
             DraftSettings(name="distillspec"),
@@ -58,44 +62,67 @@ def tiny_settings(folder: Path, **changes: Any) -> Settings:
         trainer=TrainerSettings(
             accelerator="cpu", validate_every=5, validation_examples=8, extra={"log_every_n_steps": 3}
         ),
-        tracker=TrackerSettings(kind="none"),
+        tracker="none",
     )
-    settings.target.training.optimizer = "muon"
     for key, value in changes.items():
         setattr(settings, key, value)
     return settings
 
 
-def bench(settings: Settings) -> tuple[StageContext, io.StringIO]:
-    """A context for the settings, and what it prints."""
+def setting(path: str, value: Any) -> Change:
+    """Sets a key such as ``training.lr``."""
+
+    def change(settings: Settings) -> None:
+        *sections, name = path.split(".")
+        place: Any = settings
+        for section in sections:
+            place = getattr(place, section)
+        assert hasattr(place, name)
+        setattr(place, name, value)
+
+    return change
+
+
+def draft(number: int, **values: Any) -> Change:
+    """Replaces values of one of the drafts."""
+
+    def change(settings: Settings) -> None:
+        settings.drafts[number] = replace(settings.drafts[number], **values)
+
+    return change
+
+
+def bench(settings: Settings) -> tuple[Run, io.StringIO]:
+    """A run of the settings, and what it prints."""
     text = io.StringIO()
-    return StageContext(settings, run_of(settings), Console(file=text, width=200)), text
+    return Run(settings, Console(file=text, width=200)), text
 
 
-def run_tiny(settings: Settings) -> tuple[list[str], RunDir, str]:
+def run_tiny(settings: Settings) -> tuple[list[str], Run, str]:
     """Runs what is not up to date; returns the names of those stages, the run, and what was printed."""
-    made, text = bench(settings)
-    ran = run_stages(made)
-    return ran, made.run, text.getvalue()
+    run, text = bench(settings)
+    made = run_stages(run)
+    return made, run, text.getvalue()
 
 
 @cache
-def _usual() -> tuple[RunDir, TemporaryDirectory[str]]:
+def _usual() -> tuple[Run, TemporaryDirectory[str]]:
     """A run with the target and the undistilled draft of `tiny_settings`, made once in a process; its folder."""
     folder = TemporaryDirectory()
-    made, _ = bench(tiny_settings(Path(folder.name)))
-    run_stages(made, only=("target", "initial"), check=False)
-    return made.run, folder
+    run, _ = bench(tiny_settings(Path(folder.name)))
+    run_stages(run, only=("target", "initial"), check=False)
+    return run, folder
 
 
 def begun(settings: Settings) -> Settings:
-    """Return the settings; their run takes over the usual target and student where they ask for these."""
-    usual, cache = _usual()[0], Path(settings.output_dir) / "cache"
+    """Return the settings; their run has the usual target and student already where they ask for these."""
+    usual, run = _usual()[0], Run(settings)
     for stage in ("target", "initial"):
-        key = stage_fingerprints(settings)[stage][0]
-        if usual.record(stage, key) is not None and not (cache / key).is_symlink():
-            cache.mkdir(parents=True, exist_ok=True)
-            (cache / key).symlink_to(usual.path(stage))
+        record = usual.record(stage, stage_fingerprints(settings)[stage][0])
+        if record is not None and not run.path(stage).exists():
+            shutil.copytree(usual.path(stage), run.path(stage))
+            run.work.mkdir(exist_ok=True)
+            write_json(run.work / f"{stage}.json", vars(record))
     return settings
 
 
@@ -128,5 +155,5 @@ def check_killed_ends_alike(settings: Settings, folder: Path, kills: dict[str, i
             run_tiny(again)
     run_tiny(again)
     for stage in kills:
-        one, two = (load_file(run_of(s).path(stage) / "model.safetensors") for s in (settings, again))
-        assert all(torch.equal(one[name], two[name]) for name in one), stage
+        undisturbed, killed_one = (load_file(Run(s).path(stage) / "model.safetensors") for s in (settings, again))
+        assert all(torch.equal(undisturbed[name], killed_one[name]) for name in undisturbed), stage

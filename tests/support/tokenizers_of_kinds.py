@@ -11,13 +11,18 @@ from transformers import PreTrainedTokenizerFast
 OTHER = "A farm keeps 12 apples; how many more apples are there on the farm? Über 30 Maße voll, 日本."
 
 
+def _of_bytes(model: models.BPE) -> Tokenizer:
+    core = Tokenizer(model)
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    return core
+
+
 def spelled_out(
     vocab: Sequence[str], merges: Sequence[tuple[str, str]] = (), **special: str
 ) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer of exactly these pieces, the special ones last."""
-    core = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(vocab)}, merges=list(merges)))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
+    core = _of_bytes(models.BPE(vocab={piece: i for i, piece in enumerate(vocab)}, merges=list(merges)))
     return PreTrainedTokenizerFast(tokenizer_object=core, **special)
 
 
@@ -25,10 +30,8 @@ def byte_level(
     text: str = OTHER, size: int = 290, special: Sequence[str] = ("<pad>", "</end>")
 ) -> PreTrainedTokenizerFast:
     """Byte-level BPE with merges of its own, whose last special token ends texts."""
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True)
+    core = _of_bytes(models.BPE())
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=size, initial_alphabet=alphabet, special_tokens=list(special), show_progress=False
     )
@@ -95,13 +98,7 @@ CHAT_TEMPLATES = {
 
 
 def with_start(template: str | None = None, *, adds: bool = True, end: bool = False) -> PreTrainedTokenizerFast:
-    """A SentencePiece-like tokenizer of characters, in the ways of Llama, Mistral and Gemma.
-
-    Args:
-        template: a key of `CHAT_TEMPLATES`.
-        adds: put ``<s>`` before every text.
-        end: put ``</s>`` behind every text.
-    """
+    """A SentencePiece-like tokenizer of characters, in the ways of Llama, Mistral and Gemma."""
     letters = "".join(chr(code) for code in range(33, 127)) + "\näöüßé’€"
     vocab = {piece: i for i, piece in enumerate(["</s>", "<s>", "▁", *dict.fromkeys(letters)])}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="</s>"))

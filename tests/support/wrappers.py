@@ -5,20 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from families import VOCAB, WIDTH
+from families import _LLAMA, _WINDOWED, VOCAB, WIDTH, randomise
 from transformers import MODEL_FOR_MULTIMODAL_LM_MAPPING, AutoConfig, PreTrainedModel
 
-_TEXT: dict[str, Any] = {
-    "hidden_size": WIDTH,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "eos_token_id": None,
-    "tie_word_embeddings": False,
-}
+_TEXT: dict[str, Any] = _LLAMA | {"head_dim": 8, "max_position_embeddings": 256, "eos_token_id": None}
 _VISION: dict[str, Any] = {
     "hidden_size": WIDTH,
     "intermediate_size": 48,
@@ -28,13 +18,12 @@ _VISION: dict[str, Any] = {
     "patch_size": 14,
 }
 _QWEN_VISION = {"hidden_size": WIDTH, "intermediate_size": 48, "depth": 2, "num_heads": 4, "out_hidden_size": WIDTH}
-_WINDOW = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
 
 WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "gemma3": (_TEXT | _WINDOW, _VISION, "Gemma3ForCausalLM"),
-    "gemma4": (_TEXT | _WINDOW | {"global_head_dim": 16, "hidden_size_per_layer_input": 8, "pad_token_id": 0}, _VISION | {"head_dim": 8}, "Gemma4ForCausalLM"),
+    "gemma3": (_TEXT | _WINDOWED, _VISION, "Gemma3ForCausalLM"),
+    "gemma4": (_TEXT | _WINDOWED | {"global_head_dim": 16, "hidden_size_per_layer_input": 8, "pad_token_id": 0}, _VISION | {"head_dim": 8}, "Gemma4ForCausalLM"),
     "qwen2_5_vl": (_TEXT | _ROPE, _QWEN_VISION | {"fullatt_block_indexes": [1]}, "Qwen2ForCausalLM"),
     "qwen3_vl": (_TEXT | _ROPE, _QWEN_VISION | {"deepstack_visual_indexes": [0]}, "Qwen3ForCausalLM"),
     "qwen3_vl_moe": (_TEXT | _ROPE | _EXPERTS, _QWEN_VISION | {"deepstack_visual_indexes": [0]}, "Qwen3MoeForCausalLM"),
@@ -48,13 +37,13 @@ WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "llava": (_TEXT, _VISION, "LlamaForCausalLM"),
     "internvl": (_TEXT, _VISION, "Qwen2ForCausalLM"),
     "qwen2_audio": (_TEXT, {}, "Qwen2ForCausalLM"),
-    "aya_vision": (_TEXT | _WINDOW, _VISION, ""),
+    "aya_vision": (_TEXT | _WINDOWED, _VISION, ""),
 }  # fmt: skip
 """Model type → fields of its text, fields of its vision tower, and the class that its language model is opened as."""
 
 
 def build_wrapper(kind: str, *, vocab: int = VOCAB, **changes: Any) -> PreTrainedModel:
-    """A random model of a kind of `WRAPPERS`; weights are large, so that its output is varied."""
+    """A random model of a kind of `WRAPPERS`."""
     text, vision, _ = WRAPPERS[kind]
     parts: dict[str, Any] = {"text_config": {"vocab_size": vocab, "vocab_size_per_layer_input": vocab} | text | changes}
     base = AutoConfig.for_model(kind)
@@ -69,10 +58,7 @@ def build_wrapper(kind: str, *, vocab: int = VOCAB, **changes: Any) -> PreTraine
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model: PreTrainedModel = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)](config).eval()
-        with torch.no_grad():
-            for name, weight in model.named_parameters():
-                noise = torch.randn(weight.shape)
-                weight.copy_(weight + 0.1 * noise if weight.ndim == 1 else noise * (0.1 if "emb" in name else 0.4))
+        randomise(model, 0.4)
     for key in ("eos_token_id", "pad_token_id", "bos_token_id"):
         setattr(model.generation_config, key, None)
     return model

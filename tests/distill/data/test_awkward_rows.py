@@ -11,7 +11,7 @@ from tokenizers_of_kinds import CHAT_TEMPLATES, with_start
 
 from decode.errors import UserError
 from decode.models.tokens import start_ids
-from distill.config.data import DataSettings
+from distill.config import DataSettings
 from distill.data.chat import IGNORE
 from distill.data.corpus import Corpus, load_corpus
 
@@ -38,7 +38,7 @@ def load(tmp_path: Path, rows: list[dict[str, Any]], template: str | None, **set
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *good]))
     given = DataSettings(source=str(path), **settings)
-    return load_corpus(given, seed=0, tokenizer=with_start(template))
+    return load_corpus(given, seed=0, folder=None, tokenizer=with_start(template))
 
 
 def others(corpus: Corpus) -> list[dict[str, Any]]:

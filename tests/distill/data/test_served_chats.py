@@ -9,22 +9,13 @@ from tokenizers import AddedToken
 from tokenizers_of_kinds import byte_level
 
 from decode.errors import UserError
-from decode.models.tokens import chat_ids, check_template
-from distill.config.data import DataSettings
-from distill.data.chat import IGNORE, ChatFormat, Example, chat_turns, label, served_ids
+from decode.models.tokens import chat_ids, check_template, plain_ids
+from distill.config import DataSettings
+from distill.data.chat import IGNORE, ChatFormat, Example, chat_turns, label, rendered_ids
 from distill.data.corpus import load_corpus
 from distill.data.messages import UnusableRow, read_messages
 
-SPECIAL = (
-    "<eos>",
-    "<start_of_turn>",
-    "<end_of_turn>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|end|>",
-)
+MARKERS = "<eos> <start_of_turn> <end_of_turn> <|im_start|> <|im_end|> <|user|> <|assistant|> <|end|>"
 TEMPLATES = {
     "gemma": (
         "{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
@@ -112,15 +103,20 @@ ENDS |= {"gemma4": ["<end_of_turn>"], "kimi": ["<|end|>"]}
 ENDS |= {name: ["<eos>"] for name in ("r1", "harmony", "mistral", "deepseek", "nemotron")}
 USER, AGAIN = {"role": "user", "content": "Hi"}, {"role": "user", "content": "And you?"}
 HELLO, FINE = {"role": "assistant", "content": "Hello"}, {"role": "assistant", "content": "Fine"}
-CHAT = [USER, HELLO, AGAIN, FINE]
+CHAT: list[dict[str, Any]] = [USER, HELLO, AGAIN, FINE]
 
 
 CALL = {"type": "function", "function": {"name": "sky", "arguments": {"city": "Köln"}}}
-CALLS = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "rain"}, FINE]
+CALLS: list[dict[str, Any]] = [
+    USER,
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "rain"},
+    FINE,
+]
 
 
 def format_of(name: str, **args: Any) -> ChatFormat:
-    tokenizer = byte_level(size=290, special=SPECIAL)
+    tokenizer = byte_level(size=290, special=MARKERS.split())
     tokenizer.add_tokens([AddedToken(text, special=False) for text in ("<think>", "</think>")])
     tokenizer.eos_token, tokenizer.chat_template = "<eos>", TEMPLATES[name]
     ends = [int(tokenizer.convert_tokens_to_ids(token)) for token in ENDS.get(name, ["<|im_end|>", "<eos>"])]
@@ -277,7 +273,12 @@ def test_speakers_calls_and_keys_of_published_chats() -> None:
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
     assert messages[1]["tool_calls"][0]["function"] == {"name": "w", "arguments": {"c": 1}}
     assert notes == []
-    old = {"role": "assistant", "content": None, "tool_calls": [], "function_call": {"name": "w", "arguments": "{}"}}
+    old: dict[str, Any] = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [],
+        "function_call": {"name": "w", "arguments": "{}"},
+    }
     assert read_messages([USER, old])[0][1]["tool_calls"][0]["function"] == {"name": "w", "arguments": {}}
     with pytest.raises(UnusableRow, match="names no function"):
         read_messages([{"from": "human", "value": "Rome?"}, {"from": "function_call", "value": "{name"}])
@@ -303,7 +304,7 @@ def test_a_template_may_be_a_file_and_has_to_write_the_answer(tmp_path: Any) -> 
     file.write_text(TEMPLATES["gemma"])
     settings = DataSettings(source=str(rows), chat_template=str(file))
     chat = format_of("gemma")
-    corpus = load_corpus(settings, seed=0, tokenizer=chat.tokenizer, ends=chat.ends)
+    corpus = load_corpus(settings, seed=0, folder=None, tokenizer=chat.tokenizer, ends=chat.ends)
     assert corpus.train[0]["prompt"].startswith("<start_of_turn>user\n")
     assert corpus.train[0]["labels"][-1] == chat.ends[1]
     assert settings.key()["chat_template"] == TEMPLATES["gemma"]
@@ -311,7 +312,10 @@ def test_a_template_may_be_a_file_and_has_to_write_the_answer(tmp_path: Any) -> 
         DataSettings(source=str(rows), chat_template="templates/chat.jinja").validate()
     with pytest.raises(UserError, match="does not write the assistant's turns"):
         load_corpus(
-            DataSettings(source=str(rows), chat_template="{{ messages[0].content }}"), seed=0, tokenizer=chat.tokenizer
+            DataSettings(source=str(rows), chat_template="{{ messages[0].content }}"),
+            seed=0,
+            folder=None,
+            tokenizer=chat.tokenizer,
         )
 
 
@@ -320,18 +324,42 @@ def test_a_run_whose_rows_fail_in_large_part_stops_with_the_first_of_them(tmp_pa
     rows.write_text("".join(f'{{"question": "{n}<eos>?", "answer": "It is {n}"}}\n' for n in range(60)))
     chat = format_of("gemma")
     with pytest.raises(UserError, match=r"rows cannot be learned as they would be served.*control token.*row 1"):
-        load_corpus(DataSettings(source=str(rows)), seed=0, tokenizer=chat.tokenizer, ends=chat.ends)
+        load_corpus(DataSettings(source=str(rows)), seed=0, folder=None, tokenizer=chat.tokenizer, ends=chat.ends)
 
 
-@pytest.mark.parametrize(
-    ("name", "whole"),
-    [("qwen3", "<think>\nhm\n</think>\n\nHello<|im_end|>"), ("r1", "hm\n</think>\n\nHello<eos>")],
-)
-def test_what_a_server_parsed_is_joined_as_the_template_writes_it(name: str, whole: str) -> None:
+def long_chat(turns: int) -> list[dict[str, Any]]:
+    ask = [{"role": "user", "content": f"question {n} for you"} for n in range(turns)]
+    say = [{"role": "assistant", "content": f"answer {n} from me"} for n in range(turns)]
+    return [message for pair in zip(ask, say) for message in pair]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_ids_of_parts_are_those_of_the_whole_prompt(name: str) -> None:
     chat = format_of(name)
-    assert chat.tokenizer.decode(served_ids(chat, "hm", "Hello", ended=True)) == whole
-    assert chat.tokenizer.decode(served_ids(chat, "hm", "", ended=False)) == whole.partition("\n</think>")[0]
-    assert served_ids(chat, "", "", ended=False) == []
-    assert served_ids(format_of("gemma"), "", "Hello", ended=True)[-1] == format_of("gemma").ends[1]
-    with pytest.raises(UserError, match="reasoning that the chat template does not write"):
-        served_ids(format_of("gemma"), "hm", "Hello", ended=True)
+    prompts = [turn.prompt for turn in chat_turns(chat, long_chat(5))[0]]
+    assert rendered_ids(chat.tokenizer, prompts, chat.ends) == plain_ids(chat.tokenizer, prompts)
+
+
+@pytest.mark.parametrize("name", ["gemma", "qwen3"])
+def test_what_is_tokenised_of_a_chat_grows_with_its_length_and_not_with_its_square(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def characters(turns: int) -> int:
+        chat, seen = format_of(name), list[str]()
+
+        def counted(tokenizer: Any, texts: Any) -> list[list[int]]:
+            seen.extend(texts)
+            return plain_ids(tokenizer, texts)
+
+        monkeypatch.setattr("distill.data.chat.plain_ids", counted)
+        (examples,) = label(chat.tokenizer, [chat_turns(chat, long_chat(turns))[0]], chat.ends, chat=True)
+        assert isinstance(examples, list)
+        return sum(map(len, seen))
+
+    assert characters(48) < 4.5 * characters(12)
+
+
+def test_the_id_with_which_a_template_ends_answers() -> None:
+    for name in ("gemma", "glm", "qwen3"):
+        chat = format_of(name)
+        assert chat.answer_end() == chat.ends[1 if name in ("gemma", "glm") else 0]

@@ -1,4 +1,4 @@
-"""Settings of drafts, and their comparison over seeds."""
+"""Drafts compared over seeds."""
 
 from __future__ import annotations
 
@@ -10,68 +10,28 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from tiny_run import begun, run_tiny, tiny_settings
+from tiny_run import begun, tiny_settings
 
 from decode.bench.offline_acceptance import OfflineAlpha, paired, prompt_numbers
-from decode.errors import UserError
-from distill.config.drafts import DraftSettings
-from distill.experiments.ablation import AblateSettings, ablate, table
-from distill.stages import RunDir
-
-
-@pytest.mark.parametrize(
-    ("draft", "words"),
-    [
-        (DraftSettings(name="a", kl_first=1.0), r"drafts\[1\].kl_first is 1.0"),
-        (DraftSettings(name="a", divergence="kl"), r"drafts\[1\].divergence is 'kl', expected forward_kl"),  # type: ignore[arg-type]
-        (DraftSettings(name="a", seed=-1), r"drafts\[1\].seed is -1"),
-        (DraftSettings(name="a", reference="b"), r"reference is 'b', expected the name of an earlier draft"),
-        (DraftSettings(name="a", training={"epoch": 2}), "training.epoch is no key of the section training"),
-        (DraftSettings(name="a", training={"lr": -1.0}), r"drafts.a.training.lr is -1.0"),
-        (DraftSettings(name="a", training={"steps": 3, "epochs": 1.0}), "both are set; give exactly one"),
-        (DraftSettings(name="a", accepted_only=True), "accepted_only needs an EAGLE head"),
-        (DraftSettings(name="signals"), "a file or folder of every run"),
-        (DraftSettings(name="export"), "a file or folder of every run"),
-        (DraftSettings(name="distillspec"), "used twice"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(tmp_path: Path, draft: DraftSettings, words: str) -> None:
-    settings = tiny_settings(tmp_path)
-    settings.drafts[1] = draft
-    with pytest.raises(UserError, match=words):
-        settings.validate()
-
-
-def test_a_draft_may_have_its_own_training_texts_and_order(tmp_path: Path) -> None:
-    drafts = [DraftSettings(name="distillspec"), DraftSettings(name="own", on_policy=1.0)]
-    drafts += [DraftSettings(name="seeded", seed=7), DraftSettings(name="short", training={"epochs": 1.0})]
-    settings = tiny_settings(tmp_path, drafts=drafts)
-    settings.teacher.responses.max_new_tokens = 4
-    _, run, _ = run_tiny(begun(settings))
-    accounts = {draft.name: run.draft_record(draft.name).account for draft in drafts}
-    tokens = accounts["own"]["teacher_tokens"]
-    assert tokens <= 4 * accounts["own"]["examples"] < accounts["distillspec"]["teacher_tokens"]
-    assert accounts["seeded"]["examples"] == accounts["distillspec"]["examples"]
-    assert accounts["short"]["optimiser_steps"] == 5  # of 20 examples in batches of 4
-    assert len({(run.path(draft.name) / "model.safetensors").read_bytes() for draft in drafts}) == 4
+from distill.ablation import AblateSettings, ablate, table
+from distill.config import DraftSettings
 
 
 def test_the_ablation_compares_seed_by_seed_and_goes_on_where_it_was(tmp_path: Path) -> None:
-    run_tiny(begun(tiny_settings(tmp_path)))
-    tiny = tiny_settings(tmp_path, name="ablation")
+    tiny = begun(tiny_settings(tmp_path))
     tiny.drafts.append(DraftSettings(name="late-tv", divergence="tv"))
-    tiny.evaluation.prompts, tiny.evaluation.max_new_tokens = 4, 6
+    tiny.evaluation.prompts, tiny.evaluation.max_new_tokens = 4, 6  # type: ignore[union-attr]
     settings = AblateSettings(**vars(tiny))
     settings.ablation.seeds = [3, 4]
     text = io.StringIO()
     folder = ablate(settings, Console(file=text, width=200))
-    assert text.getvalue().count("made from the same inputs") == 3
+    assert text.getvalue().count("up to date") == 2
     content = json.loads((folder / "ablation.json").read_text())
     assert [row["name"] for row in content["drafts"]] == ["distillspec", "adaspec", "late-tv"]
     assert [row["seeds"] for row in content["drafts"]] == [2, 2, 2]
     assert set(content["drafts"][2]["gain_by_seed"]) == {"3", "4"}
     assert (folder / "ablation.md").read_text().count("\n| ") == 4
-    weights = [(RunDir(folder).path(f"distillspec-seed{seed}") / "model.safetensors").read_bytes() for seed in (3, 4)]
+    weights = [(folder / f"distillspec-seed{seed}" / "model.safetensors").read_bytes() for seed in (3, 4)]
     assert weights[0] != weights[1]
     again = io.StringIO()
     ablate(AblateSettings(**vars(tiny), ablation=settings.ablation), Console(file=again, width=200))

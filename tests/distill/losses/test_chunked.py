@@ -1,191 +1,203 @@
-"""The fused loss and its plain twin: the same numbers and gradients on every kind of head, with a chunk's memory."""
+"""The chunked loss and its plain twin: the same numbers and gradients for every divergence, head and signal."""
 
-import copy
 import shutil
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, get_args
 
 import pytest
 import torch
-from families import build_tiny, in_double
 from plain_losses import plain_loss
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
 
-import distill.losses.chunked
-from distill.config.drafts import DivergenceName
-from distill.losses.chunked import LossRequest, LossRows, can_fuse, fused_loss
+from decode.errors import UserError
+from distill.config import DivergenceName
+from distill.lm_head import LMHead
+from distill.losses import chunked
+from distill.losses.chunked import Compared, Rows, chunked_loss, compare
 from distill.losses.divergences import Divergence, TargetRows
-from distill.losses.objective import Selection
-from distill.models.lm_head import LMHead, last_hidden
 
-Tiny = Callable[..., PreTrainedModel]
 LOSSES = get_args(DivergenceName)
-
-HEADS = ["llama", "llama-tied", "phi", "gemma2", "scaled"]
-"""Plain, tied, with a bias, tied and soft-capped, multiplied."""
-
-
-def of_hidden(hidden: torch.Tensor, head: LMHead) -> TargetRows:
-    return TargetRows(hidden, head.vocab, head)
+HEADS = ["plain", "bias", "capped", "scaled", "markov"]
+FORMS = ["hidden", "topk", "probabilities"]
+WIDTH, LABELS, ROWS = 8, 17, 23
 
 
-@dataclass
-class Side:
-    """A draft whose loss is wanted against a target."""
-
-    model: PreTrainedModel
-    head: LMHead
-    target: TargetRows
-    ids: torch.Tensor
-    mask: torch.Tensor
-
-    def run(self, compute: Any, task: LossRequest, **options: Any) -> tuple[LossRows, list[torch.Tensor]]:
-        """What `compute` finds, and the gradient of every parameter."""
-        self.model.zero_grad()
-        found = compute(last_hidden(self.model, self.ids, self.mask), self.head, self.target, task, **options)
-        (found.total * 0.37).backward()
-        return found, [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
-
-
-def side(
-    kind: str, *, labels: bool = True, draft: int = 48, target: int = 48, dtype: torch.dtype = torch.float64
-) -> Side:
-    family = "llama" if kind == "scaled" else kind
-    model, teacher = (
-        in_double(build_tiny(name, seed=seed, vocab_size=vocab, dtype=dtype))
-        for name, seed, vocab in ((family, 5, draft), ("llama", 6, target))
-    )
-    head = LMHead(model)
-    head.scale = 0.3 if kind == "scaled" else 1.0
+def case(
+    kind: str = "plain", form: str = "hidden", *, dtype: Any = torch.float32, vocab: int = 48, known: int = 48,
+    scale: float = 0.3, rows: int = ROWS,
+) -> Rows:  # fmt: skip
+    """Rows of a head with several drafting steps: weighted, several of a label token, part of p drafted by nobody."""
     generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(0, 40, (3, 11), generator=generator)
-    mask = (torch.rand(3, 11, generator=generator) < 0.7) & labels
-    with torch.no_grad():
-        rows = of_hidden(last_hidden(teacher, ids, mask), LMHead(teacher))
-    rows.labels = torch.randint(-1, 40, (len(rows.values),), generator=generator)
-    return Side(model, head, rows, ids, mask)
+
+    def some(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    linear, teacher = nn.Linear(WIDTH, vocab, bias=kind == "bias"), nn.Linear(WIDTH, known, bias=False)
+    markov = nn.Parameter(some(vocab, 3)) if kind == "markov" else None
+    linear.requires_grad_(markov is None)
+    for part in (linear, teacher):
+        for name, weight in list(part.named_parameters()):
+            setattr(part, name, nn.Parameter(some(*weight.shape), requires_grad=weight.requires_grad))
+    head = LMHead.of(linear, scale if kind == "scaled" else 1.0, 2.0 if kind == "capped" else None, markov=markov)
+    states, shared = some(LABELS, WIDTH), min(vocab, known)
+    log_p = (states @ teacher.weight.T).log_softmax(-1).detach()
+    target = {
+        "hidden": lambda: TargetRows(states, known, LMHead.of(teacher)),
+        "topk": lambda: TargetRows(
+            log_p[:, :shared].topk(5).values, shared, ids=log_p[:, :shared].topk(5).indices.int()
+        ),
+        "probabilities": lambda: TargetRows(log_p, known),
+        "labels": lambda: TargetRows(None, vocab),
+    }[form]()
+    target.labels = torch.randint(-1, 40, (LABELS,), generator=generator)
+    return Rows(
+        some(rows, WIDTH + 3 * (kind == "markov")).requires_grad_(),
+        head,
+        target,
+        LABELS,
+        torch.randint(0, LABELS, (rows,), generator=generator).sort().values,
+        weight=torch.rand(rows, generator=generator).to(dtype),
+        mass=torch.rand(rows, generator=generator).to(dtype),
+    )
 
 
-def task(name: str = "forward_kl", k: float | None = 0.4, **options: Any) -> LossRequest:
-    choose = None if k is None else (lambda values, _: Selection(k).choose(values - values.flip(0)))
-    return LossRequest(Divergence(name), choose, **options)  # type: ignore[arg-type]
+def run(rows: Rows, compute: Callable[..., Any], *given: Any, **options: Any) -> tuple[Tensor, Compared, list[Tensor]]:
+    """The loss, the measures, and the gradients of states, weight, bias and Markov weight."""
+    leaves = [rows.hidden, *rows.head.parameters(), rows.head.markov]
+    leaves = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    total, measured = compute(rows, *given, **options)
+    return total.detach(), measured, list(torch.autograd.grad(total * 0.37, leaves))
 
 
-def assert_equal(got: tuple[LossRows, list[torch.Tensor]], wanted: tuple[LossRows, list[torch.Tensor]]) -> None:
-    """Losses to 1e-6 and gradients to 1e-5 relative to the largest in float32, both to 1e-9 in float64."""
-    (fused, gradients), (plain, others) = got, wanted
-    double = fused.losses.dtype == torch.float64
-    close, near = (1e-9, 1e-9) if double else (1e-6, 1e-5)
-    assert fused.total.item() == pytest.approx(plain.total.item(), rel=close)
-    assert torch.allclose(fused.losses, plain.losses, rtol=near, atol=close)
-    assert (fused.chosen is None) == (plain.chosen is None)
-    assert fused.chosen is None or torch.equal(fused.chosen, plain.chosen)
-    for name in ("alpha", "agreement"):
-        a, b = getattr(fused, name), getattr(plain, name)
-        assert a is b is None or torch.allclose(a, b, atol=close)
-    scale = max(float(g.abs().max()) for g in others)
-    for a, b in zip(gradients, others, strict=True):
-        assert (a - b).abs().max() <= near * scale
+def check(rows: Rows, name: str, chosen: Tensor | None = None, **options: Any) -> None:
+    """Losses to 1e-6 and gradients to 1e-5 of the largest in float32, both to 1e-9 in float64, kept or not."""
+    total, plain, others = run(rows, plain_loss, Divergence(name), chosen)  # type: ignore[arg-type]
+    close, near = (1e-9, 1e-9) if total.dtype == torch.float64 else (1e-6, 1e-5)
+    scale = max(float(other.abs().max()) for other in others)
+    for keep in (False, True):
+        compared = compare(rows, Divergence(name), keep=keep) if keep or chosen is not None else None  # type: ignore[arg-type]
+        assert compared is None or (compared.kept is not None) == keep
+        found, measured, gradients = run(rows, chunked_loss, Divergence(name), chosen, compared, **options)  # type: ignore[arg-type]
+        assert found.item() == pytest.approx(total.item(), rel=close)
+        assert measured.losses.dtype == total.dtype
+        for field in ("losses", "alpha", "agreement"):
+            wanted = getattr(plain, field)
+            assert torch.allclose(getattr(measured, field), wanted, rtol=close, atol=close)
+            whole = compare(rows, Divergence(name), chosen)  # type: ignore[arg-type]
+            assert torch.allclose(getattr(whole, field), wanted, rtol=close, atol=close)
+        for ours, other in zip(gradients, others, strict=True):
+            assert (ours - other).abs().max() <= near * scale
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five rows."""
+    monkeypatch.setattr(chunked, "CPU_CHUNK", 0)
+    monkeypatch.setattr(chunked, "FEWEST_ROWS", 5)
+    monkeypatch.setattr(chunked, "FEWEST_NARROW", 5)
+
+
+CHOSEN = torch.tensor([0, 3, 4, 5, 11, 12, 20, 22])  # of several chunks, one of which has none
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("k", [None, 0.4])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_every_divergence_equals_its_plain_twin(name: str, k: float | None, dtype: torch.dtype) -> None:
-    one, wanted = side("llama", dtype=dtype), task(name, k)
-    assert_equal(one.run(fused_loss, wanted, chunk=5), one.run(plain_loss, wanted))
-
-
-def test_a_loss_without_a_compiler_is_computed_all_the_same_after_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distill.losses.chunked, "_kernels", [])
-    torch.compiler.reset()
-    one, wanted = side("llama", dtype=torch.float32), task()
-    nothing = torch._inductor.config.patch({"cpp.cxx": ("/no/such/compiler",), "fx_graph_cache": False})
-    said = r"the distillation loss is not compiled \(.*/no/such/compiler"
-    with nothing, pytest.warns(UserWarning, match=said):
-        found = one.run(fused_loss, wanted, chunk=5, compiled=True)
-    assert_equal(found, one.run(plain_loss, wanted))
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "gemma2")) for kind in HEADS])
-def test_compiled_kernels_equal_the_plain_twin(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distill.losses.chunked, "KEPT", 0)
-    one, wanted = side(kind, dtype=torch.float32), task("kl_tv")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # it is compiled; PyTorch's own deprecations do not count
-        assert_equal(one.run(fused_loss, wanted, chunk=7, compiled=True), one.run(plain_loss, wanted))
+def test_every_divergence_equals_its_plain_twin(name: str, form: str, dtype: Any) -> None:
+    for chosen in (None, CHOSEN):
+        check(case("bias", form, dtype=dtype), name, chosen)
+    check(case("bias", "labels", dtype=dtype), "cross_entropy", CHOSEN)  # no target: the text's own tokens
 
 
 @pytest.mark.parametrize("kind", HEADS)
-@pytest.mark.parametrize("kept", [0, 1 << 26])
-def test_every_kind_of_head_equals_its_plain_twin(kind: str, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distill.losses.chunked, "KEPT", kept)
-    one, wanted = side(kind), task("kl_tv")
-    for chunk in (1, 7, 100):
-        assert_equal(one.run(fused_loss, wanted, chunk=chunk), one.run(plain_loss, wanted))
+@pytest.mark.parametrize("size", [1, 7, 100])
+def test_every_kind_of_head_equals_its_plain_twin(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked, "FEWEST_ROWS", size)
+    for waiting in (0, 1 << 23):  # the weight's gradient is updated after each chunk, or at the end
+        monkeypatch.setattr(chunked, "WAITING", waiting)
+        monkeypatch.setattr(chunked, "MOST_WAITING", waiting)
+        for name in ("kl_tv", "dspark"):
+            check(case(kind, dtype=torch.float64), name)
+            check(case(kind), name, CHOSEN)
 
 
-@pytest.mark.parametrize(("draft", "target"), [(48, 56), (56, 48)])
-def test_ids_that_only_one_model_has_are_left_out(draft: int, target: int) -> None:
-    for kind in ("llama-tied", "phi"):
-        one = side(kind, draft=draft, target=target)
-        got = one.run(fused_loss, task(), chunk=6)
-        assert_equal(got, one.run(plain_loss, task()))
-        head = one.model.get_output_embeddings().weight.grad
-        assert head is not None
-        if kind == "phi":  # untied: the extra ids get no gradient
-            assert not head[48:].any()
+@pytest.mark.parametrize(("vocab", "known"), [(48, 56), (56, 48)])
+@pytest.mark.parametrize("form", FORMS[:2])
+def test_ids_that_only_one_model_has_are_left_out(vocab: int, known: int, form: str) -> None:
+    rows = case("bias", form, vocab=vocab, known=known)
+    check(rows, "kl_tv", CHOSEN)
+    gradients = run(rows, chunked_loss, Divergence("kl_tv"))[2]
+    assert not any(gradient[48:].any() for gradient in gradients[1:])
 
 
-@pytest.mark.parametrize("k", [None, 0.4])
-@pytest.mark.parametrize("kept", [0, 1 << 26])
-def test_weights_multiply_the_rows_losses_in_their_sum(
-    k: float | None, kept: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(distill.losses.chunked, "KEPT", kept)
-    one = side("phi")
-    own = torch.rand(int(one.mask.sum()), dtype=torch.float64)
-    wanted = task(k=k, factors=own)
-    assert_equal(one.run(fused_loss, wanted, chunk=5), one.run(plain_loss, wanted))
+def test_one_divergence_ranks_and_another_one_trains() -> None:
+    rows = case("bias")
+    compared = compare(rows, Divergence("tv"), keep=True)
+    found = run(rows, chunked_loss, Divergence("forward_kl"), CHOSEN, compared)
+    wanted = run(rows, plain_loss, Divergence("forward_kl"), CHOSEN)
+    assert torch.allclose(compared.losses, run(rows, plain_loss, Divergence("tv"))[1].losses, rtol=1e-6)
+    assert found[0].item() == pytest.approx(wanted[0].item(), rel=1e-6)
+    for ours, other in zip(found[2], wanted[2], strict=True):
+        assert torch.allclose(ours, other, rtol=1e-5, atol=1e-6)
 
 
-def test_the_criterion_ranks_and_the_loss_trains() -> None:
-    one, mixed = side("llama"), task("forward_kl", criterion=Divergence("tv"))
-    got = one.run(fused_loss, mixed, chunk=4)
-    assert_equal(got, one.run(plain_loss, mixed))
-    tv = one.run(plain_loss, task("tv"))[0]
-    assert got[0].chosen is not None
-    assert torch.equal(got[0].chosen, tv.chosen)
-    assert got[0].total.item() == pytest.approx(got[0].losses[tv.chosen].sum().item())
-
-
-@pytest.mark.parametrize("k", [None, 0.4])
-@pytest.mark.parametrize("kind", ["phi", "gemma2"])
-def test_a_batch_without_labels_is_a_zero_connected_to_every_parameter(kind: str, k: float | None) -> None:
-    one = side(kind, labels=False)
-    found, gradients = one.run(fused_loss, task(k=k))
-    assert found.total.item() == 0.0
-    assert len(gradients) == len(list(one.model.parameters()))
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize(("rows", "chosen"), [(0, None), (0, torch.tensor([], dtype=torch.long)), (ROWS, CHOSEN[:0])])
+def test_a_part_without_rows_gives_a_zero_connected_to_every_weight(kind: str, rows: int, chosen: Any) -> None:
+    made = case(kind, rows=rows)
+    compared = compare(made, Divergence(), keep=True)
+    assert len(compared.losses) == rows
+    total, measured, gradients = run(made, chunked_loss, Divergence(), chosen, compared)
+    assert total.item() == 0.0
+    assert len(measured.losses) == 0
     assert not any(gradient.any() for gradient in gradients)
 
 
+@pytest.mark.parametrize("form", FORMS[:2])
 @pytest.mark.parametrize("name", LOSSES)
-def test_saturated_rows_stay_finite_and_as_exact_as_autograd(name: str) -> None:
-    one = side("scaled", dtype=torch.float32)
-    one.head.scale = 100.0
-    (fused, gradients), (plain, others) = one.run(fused_loss, task(name)), one.run(plain_loss, task(name))
-    assert fused.total.item() == pytest.approx(plain.total.item(), rel=1e-5)
-    double = Side(copy.deepcopy(one.model).double(), one.head, one.target, one.ids, one.mask)
-    double.head = LMHead(double.model)
-    double.head.scale = 100.0
-    exact = double.run(plain_loss, task(name))[1]
-    scale = max(float(gradient.abs().max()) for gradient in exact)
-    for a, b, wanted in zip(gradients, others, exact, strict=True):
-        assert (a - wanted).abs().max() <= 5 * (b - wanted).abs().max() + 1e-5 * scale
+def test_saturated_rows_stay_finite_and_as_exact_as_autograd(name: Any, form: str) -> None:
+    made, double = case("scaled", form, scale=100.0), case("scaled", form, scale=100.0, dtype=torch.float64)
+    total, _, gradients = run(made, chunked_loss, Divergence(name))
+    assert total.isfinite()
+    exact, _, wanted = run(double, plain_loss, Divergence(name))
+    assert total.item() == pytest.approx(exact.item(), rel=1e-5)
+    scale = max(float(gradient.abs().max()) for gradient in wanted)
+    for ours, plain, best in zip(gradients, run(made, plain_loss, Divergence(name))[2], wanted, strict=True):
+        assert (ours - best).abs().max() <= 5 * (plain - best).abs().max() + 1e-5 * scale
+
+
+@pytest.mark.parametrize("kind", ["plain", "markov"])
+def test_a_draft_that_is_the_target_is_accepted_throughout(kind: str) -> None:
+    rows = case(kind)
+    with torch.no_grad():
+        products = rows.head.products(rows.hidden, rows.vocab)
+    rows.target, rows.at, rows.mass = TargetRows(products.log_softmax(-1), rows.vocab), None, None
+    for name in LOSSES[:7]:
+        compared = compare(rows, Divergence(name))
+        assert torch.allclose(compared.alpha, torch.ones(ROWS), atol=1e-6)
+        assert torch.allclose(compared.losses, torch.zeros(ROWS), atol=2e-6)
+        assert compared.agreement.eq(1).all()
+
+
+def test_a_loss_without_a_compiler_is_computed_all_the_same_after_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked, "_kernels", [])
+    torch.compiler.reset()
+    rows = case("bias")
+    nothing = torch._inductor.config.patch({"cpp.cxx": ("/no/such/compiler",), "fx_graph_cache": False})
+    with nothing, pytest.warns(UserWarning, match=r"the distillation loss is not compiled \(.*/no/such/compiler"):
+        total, _ = chunked_loss(rows, Divergence(), compiled=True)
+    assert total.item() == pytest.approx(plain_loss(rows, Divergence())[0].item(), rel=1e-6)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "capped")) for kind in HEADS])
+def test_compiled_kernels_equal_the_plain_twin(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked, "FEWEST_ROWS", 7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # it is compiled; PyTorch's own deprecations do not count
+        check(case(kind), "kl_tv", compiled=True)
 
 
 class Largest(TorchDispatchMode):
@@ -203,54 +215,52 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("k", [None, 0.4])
-def test_no_tensor_of_all_rows_times_the_vocabulary_is_ever_made(
-    k: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(distill.losses.chunked, "KEPT", 0)
-    monkeypatch.setattr(distill.losses.chunked, "WAITING", 0)
-    rows, vocab, width, chunk = 300, 400, 8, 20
-    draft, teacher = LMHead.of(torch.nn.Linear(width, vocab)), LMHead.of(torch.nn.Linear(width, vocab))
-    hidden = torch.randn(rows, width, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    target = of_hidden(torch.randn(rows, width, generator=torch.Generator().manual_seed(1)), teacher)
+@pytest.mark.parametrize("chosen", [None, torch.arange(0, 300, 2)])
+def test_no_tensor_of_all_rows_times_the_vocabulary_is_ever_made(chosen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"FEWEST_ROWS": 20, "KEPT": 0, "WAITING": 0, "MOST_WAITING": 0}.items():
+        monkeypatch.setattr(chunked, name, value)
+    rows = case(vocab=400, known=400, rows=300)
     with Largest() as seen:
-        fused_loss(hidden, draft, target, task(k=k), chunk=chunk).total.backward()
-    assert seen.numel == chunk * vocab
+        compared = compare(rows, Divergence(), keep=True)
+        assert compared.kept is None
+        chunked_loss(rows, Divergence(), chosen, compared)[0].backward()
+    assert seen.numel == 20 * 400
     with Largest() as seen:
-        plain_loss(hidden, draft, target, task(k=k)).total.backward()
-    assert seen.numel == rows * vocab
+        plain_loss(rows, Divergence(), chosen)[0].backward()
+    assert seen.numel == 300 * 400
 
 
 def test_under_bfloat16_autocast_losses_are_those_of_float32_and_gradients_close_to_them() -> None:
-    head, teacher = LMHead.of(torch.nn.Linear(8, 400)), LMHead.of(torch.nn.Linear(8, 400))
-    hidden = torch.randn(300, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    target = of_hidden(torch.randn(300, 8, generator=torch.Generator().manual_seed(1)), teacher)
-    found = []
+    rows, made = case("bias", rows=300, vocab=400, known=400), []
     for narrow in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
-            losses = fused_loss(hidden, head, target, task(k=None))
-        found.append((losses.losses, torch.autograd.grad(losses.total, [hidden, head.linear.weight])))
-    (exact, gradients), (losses, narrow_gradients) = found
-    assert torch.allclose(losses, exact, rtol=1e-4, atol=1e-5)
-    for gradient, narrow in zip(gradients, narrow_gradients):
-        error = float((gradient - narrow).norm() / gradient.norm())
-        assert 0 < error < 0.01
+            made.append(run(rows, chunked_loss, Divergence("kl_tv")))
+    (exact, plain, gradients), (total, measured, rounded) = made
+    assert total.dtype == measured.losses.dtype == torch.float32
+    assert total.item() == pytest.approx(exact.item(), rel=1e-6)
+    assert torch.equal(measured.losses, plain.losses)
+    for ours, other in zip(rounded[:2], gradients, strict=False):
+        assert 0 < float((ours - other).norm() / other.norm()) < 0.01
 
 
 def test_what_needs_no_gradient_gets_none() -> None:
-    one = side("llama")
+    rows = case("bias")
     with torch.no_grad():
-        hidden = last_hidden(one.model, one.ids, one.mask)
-        assert not fused_loss(hidden, one.head, one.target, task()).total.requires_grad
-    one.model.zero_grad()
-    fused_loss(hidden, one.head, one.target, task()).total.backward()  # frozen backbone, trained head
-    assert [name for name, p in one.model.named_parameters() if p.grad is not None] == ["lm_head.weight"]
+        assert not chunked_loss(rows, Divergence())[0].requires_grad
+    rows.hidden = rows.hidden.detach()  # a frozen model below a trained head
+    chunked_loss(rows, Divergence())[0].backward()
+    assert rows.hidden.grad is None
+    assert all(weight.grad is not None for weight in rows.head.parameters())
+    rows = case("markov")
+    chunked_loss(rows, Divergence())[0].backward()
+    assert rows.head.linear.weight.grad is None  # the target's, beside a bias that is trained
 
 
-def test_a_head_with_an_adapter_is_left_to_autograd(tiny: Tiny) -> None:
-    from peft import LoraConfig, get_peft_model
+def test_a_head_whose_gradient_is_not_known_is_refused() -> None:
+    class Adapted(nn.Linear):
+        pass
 
-    model = copy.deepcopy(tiny("llama"))
-    assert can_fuse(LMHead(model))
-    get_peft_model(model, LoraConfig(r=2, target_modules=["lm_head"], task_type="CAUSAL_LM"))
-    assert not can_fuse(LMHead(model))
+    rows = case()
+    rows.head.linear.__class__ = Adapted
+    with pytest.raises(UserError, match="output head is a Adapted, expected"):
+        chunked_loss(rows, Divergence())

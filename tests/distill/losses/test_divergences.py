@@ -6,11 +6,13 @@ from typing import get_args
 import pytest
 import torch
 
-from distill.config.drafts import DivergenceName
-from distill.losses.divergences import LABEL_WEIGHTS, Divergence, TokenDistributions
+from distill.config import DivergenceName
+from distill.losses.divergences import WEIGHTS, Divergence, TokenDistributions
 
 NAMES = get_args(DivergenceName)
-OF_DISTRIBUTIONS = [name for name in NAMES if name not in LABEL_WEIGHTS]  # the others read the text's own tokens
+OF_DISTRIBUTIONS = [
+    name for name in NAMES if not WEIGHTS.get(name, (0, 0, 0))[2]
+]  # the others read the text's own tokens
 HAND = {
     "forward_kl": 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75),
     "reverse_kl": 0.25 * math.log(0.25 / 0.5) + 0.75 * math.log(0.75 / 0.5),
@@ -46,7 +48,7 @@ def test_alpha_and_agreement_by_hand() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_closed_form_gradient_is_that_of_autograd(name: DivergenceName) -> None:
     log_p, z = logits(5, 13, 0).log_softmax(-1), logits(5, 13, 1).requires_grad_()
-    kind, pairs = Divergence(name), [TokenDistributions(log_p, of.log_softmax(-1)) for of in (z, z.detach())]
+    kind, pairs = Divergence(name), [TokenDistributions(log_p, logits.log_softmax(-1)) for logits in (z, z.detach())]
     for pair in pairs:
         pair.labels = torch.tensor([3, 0, -1, 12, 5])
     (wanted,) = torch.autograd.grad(kind.loss(pairs[0]).sum(), z)

@@ -1,29 +1,26 @@
-"""``--dry-run``: every family and kind in miniature, without network; `test_configs` runs what is shipped."""
+"""``--dry-run``: every family and kind in miniature, without network; `test_main` runs the quickstart's to its end."""
 
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tiny_run import bench
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
-from decode.commands.parsing import parse
-from distill.__main__ import FOREIGN
-from distill.config.drafts import DraftSettings
-from distill.config.run import Settings
-from distill.config.training import Architecture, StudentSettings, TargetSettings, TrainingSettings
-from distill.data.context import StageContext
-from distill.dry_run import shrink
-from distill.models.lm_head import LMHead, check_head
-from distill.models.loading import build_model, count_parameters
-from distill.pipeline import run_pipeline
-from distill.run_stages import run_stages
-from distill.stages import run_of
-
-QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
-
-
-def load(config: Path, folder: Path) -> Settings:
-    argv = ["--config", str(config), "--output_dir", str(folder), "--tracker.kind", "none"]
-    return parse(Settings, argv, prog="distill", description="", foreign=FOREIGN)
+from distill.config import (
+    Architecture,
+    DataSettings,
+    DraftSettings,
+    Settings,
+    StudentSettings,
+    TargetSettings,
+    TrainingSettings,
+)
+from distill.dry_run import PLAIN_CHAT, shrink
+from distill.lm_head import LMHead, check_head
+from distill.models import build_model, count_parameters
+from distill.stages import run_stages
 
 
 @pytest.fixture(autouse=True)
@@ -32,26 +29,35 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the network was used"))
 
 
-def test_a_dry_run_goes_on_to_report_and_export(tmp_path: Path) -> None:
-    settings = load(QUICKSTART, tmp_path)
-    run = run_pipeline(shrink(settings, Console(quiet=True)), Console(quiet=True))
-    for path in ("report.json", "report.html", "export/model.safetensors", "export/speculation_profile.json"):
-        assert (run.folder / path).stat().st_size > 0
-
-
 @pytest.mark.parametrize("kind", ["finetune", "lora", "as_is"])
 def test_models_from_the_hub_take_the_path_of_their_kind(kind: str, tmp_path: Path) -> None:
     settings = Settings(
         output_dir=str(tmp_path),
         target=TargetSettings(kind=kind, model="lmsys/vicuna-7b-v1.3", training=TrainingSettings(epochs=1)),  # type: ignore[arg-type]
         student=StudentSettings(kind=kind, model="double7/vicuna-68m", training=TrainingSettings(epochs=1)),  # type: ignore[arg-type]
-        drafts=[DraftSettings(name="own", training={"epochs": 3, "batch_size": 64})],
+        drafts=[DraftSettings(name="longer", training={"epochs": 3, "batch_size": 64})],
+        training=TrainingSettings(epochs=1),
     )
-    settings.training.epochs = 1
     small = shrink(settings, Console(quiet=True))
     assert small.target.kind == kind
-    ran = run_stages(StageContext(small, run_of(small), Console(quiet=True)))
-    assert ran == ["target", "initial", "own"]
+    assert run_stages(bench(small)[0]) == ["target", "initial", "longer"]
+
+
+@pytest.mark.parametrize("source", ["ultrachat", "target"])
+def test_chats_are_rendered_by_the_template_of_a_local_target(source: str, tmp_path: Path) -> None:
+    settings = Settings(output_dir=str(tmp_path), data=DataSettings(source=source), training=TrainingSettings(steps=1))
+    settings.target, settings.drafts = TargetSettings(kind="as_is", model="some/chat-model"), [DraftSettings(name="a")]
+    settings.student, settings.teacher.responses.source = StudentSettings(kind="eagle"), "target"
+    assert shrink(settings, Console(quiet=True)).data.chat_template == PLAIN_CHAT
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, "a")))
+    tokenizer.eos_token, tokenizer.chat_template = "</s>", PLAIN_CHAT.replace("<", "[").replace(">", "]")
+    tokenizer.save_pretrained(tmp_path / "target")
+    build_model(Architecture(), 2, tokenizer, 0).save_pretrained(tmp_path / "target")
+    settings.target.model = str(tmp_path / "target")
+    small = shrink(settings, Console(quiet=True))
+    assert small.data.chat_template == tokenizer.chat_template
+    run, _ = bench(small)
+    assert "[assistant]" in run.corpus.train[0]["prompt"]
 
 
 @pytest.mark.parametrize(

@@ -1,49 +1,55 @@
-"""``--estimate``: every part of a run appears, and the run itself is left as it was. The time left during a run."""
+"""``--estimate``: every part of a run appears, and nothing is left but the tokenised data."""
 
-import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
+from pairs import make_tokenizer
 from rich.console import Console
-from tiny_run import bench, tiny_settings
+from tiny_run import tiny_settings
+from transformers import PreTrainedModel
 
+from distill.config import DataSettings, TargetSettings
+from distill.data import prompts
 from distill.estimate import estimate
-from distill.files import write_json
-from distill.run_stages import REST, progress
-from distill.stages import stage_fingerprints
+from distill.pipeline import show_example
 
 
 def test_every_part_is_estimated_in_a_folder_that_is_removed(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path)
-    settings.data.train_examples, settings.teacher.signal = 64, "hidden"
-    settings.training.steps = None  # every draft has a length of its own
-    for draft in settings.drafts:
-        draft.training = {"epochs": 1}
-    evaluation = settings.evaluation
-    evaluation.prompts, evaluation.accuracy_prompts, evaluation.decode_prompts = 4, 4, 2
-    evaluation.max_new_tokens, evaluation.draft_lengths, evaluation.batch_size = 4, [2], 2
+    settings.teacher.responses.source, settings.teacher.responses.max_new_tokens = "target", 4
     console = Console(record=True, width=120)
     parts = estimate(settings, console)
-    assert {"target", "initial", "distillspec", "adaspec", "signal"} <= set(parts)
+    assert list(parts) == ["the data", "target", "answers", "signal", "initial", "distillspec", "adaspec"]
     assert all(seconds > 0 for seconds, _ in parts.values())
-    assert not (tmp_path / "tiny-estimate").exists()
-    assert not (tmp_path / "tiny" / "target").exists()
+    assert parts["distillspec"][1] == pytest.approx(12 * 4 * parts["answers"][1] / 20, rel=0.5)  # padding is counted
     assert "total" in console.export_text()
+    assert [path.name for path in (tmp_path / "tiny").iterdir()] == ["work"]
+    assert [path.name for path in (tmp_path / "tiny/work").iterdir()] == ["corpus"]
 
 
-def test_finished_trainings_tell_the_time_of_the_others_by_examples_and_parameters(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path)
-    settings.training.steps = 24  # twice the steps of target and student
-    context, keys = bench(settings)[0], stage_fingerprints(settings)
-    assert progress(context, "target") == "stage 1 of 5"
+def test_of_prompts_that_the_target_writes_no_more_than_a_batch_is_written(
+    tmp_path: Path, tiny: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, tokenizer, written = tmp_path / "given", make_tokenizer(chat=True), list[int]()
+    tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=256, eos_token_id=0).save_pretrained(given)
+    tokenizer.save_pretrained(given)
 
-    def finish(stage: str, parameters: int, seconds: float) -> None:
-        record = {"fingerprint": keys[stage][0], "parameters": parameters, "seconds": seconds}
-        write_json(context.run.work / f"{stage}.json", record)
+    def sample(model: Any, asked: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
+        written.append(len(asked))
+        texts = (f"What is {sum(written)} plus {number}?" for number in range(len(asked)))
+        return [[*tokenizer.encode(text), 0] for text in texts]
 
-    finish("target", 9 * REST, 1000.0)  # ten times REST with what does not depend on them: 100 s each
-    finish("initial", REST, 200.0)
-    said = progress(context, "distillspec")  # two drafts, of twice the student's work each
-    assert re.fullmatch(r"stage 3 of 5; \d+ s so far, about 13 min of training left", said), said
-    for name in ("distillspec", "adaspec"):
-        finish(name, REST, 1.0)
-    assert re.fullmatch(r"stage 5 of 5; \d+ s so far", progress(context))
+    monkeypatch.setattr(prompts, "write_texts", sample)
+    settings = tiny_settings(tmp_path, target=TargetSettings(kind="as_is", model=str(given)))
+    settings.data = DataSettings(source="target", train_examples=1000, max_length=128)
+    settings.teacher.responses.source, settings.teacher.responses.max_new_tokens = "target", 4
+    settings.student.architecture.hidden_size = 8
+    console = Console(record=True, width=120)
+    show_example(settings, console)
+    assert "0 of them learned" not in console.export_text()
+    assert written == [8]
+    parts = estimate(settings, console)
+    assert written == [8, 64]
+    assert list(parts) == ["the data", "answers", "signal", "initial", "distillspec", "adaspec"]

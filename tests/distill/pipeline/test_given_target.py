@@ -12,19 +12,14 @@ import torch
 from gguf_files import write_gguf
 from pairs import make_tokenizer
 from peft import LoraConfig, get_peft_model
-from tiny_run import run_tiny, tiny_settings
+from tiny_run import bench, run_tiny, tiny_settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from wrappers import WRAPPERS, build_wrapper
 
 from decode.errors import UserError
 from decode.models.loading import load_model
-from distill.config.drafts import DraftSettings
-from distill.config.training import (
-    LayerSkipSettings,
-    StudentSettings,
-    TargetSettings,
-    TrainingSettings,
-)
+from distill.config import DraftSettings, LayerSkipSettings, StudentSettings, TargetSettings, TrainingSettings
+from distill.stages import run_stages
 
 
 @pytest.fixture
@@ -36,10 +31,11 @@ def file(tmp_path: Path, tiny: Callable[..., PreTrainedModel]) -> Path:
 
 
 def test_a_gguf_file_becomes_a_plain_folder_and_drafts_are_trained_for_it(file: Path, tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path, target=TargetSettings(kind="as_is", model=str(file)))
+    target, drafts = TargetSettings(kind="as_is", model=str(file)), [DraftSettings(name="distillspec")]
+    settings = tiny_settings(tmp_path, target=target, drafts=drafts)
     settings.student.architecture.hidden_size = 8
-    ran, run, _ = run_tiny(settings)
-    assert ran == ["target", "initial", "distillspec", "adaspec"]
+    made, run, _ = run_tiny(settings)
+    assert made == ["target", "initial", "distillspec"]
     saved = AutoModelForCausalLM.from_pretrained(run.target)
     assert not run.target.is_symlink()
     assert "quantization_config" not in saved.config.to_dict()
@@ -51,14 +47,13 @@ def test_a_gguf_file_becomes_a_plain_folder_and_drafts_are_trained_for_it(file: 
 
 def test_the_weights_of_a_file_are_rounded_where_that_is_asked_for(file: Path, tmp_path: Path) -> None:
     target = TargetSettings(kind="as_is", model=str(file), round_to="float16")
-    settings = tiny_settings(tmp_path, target=target)
-    settings.student.architecture.hidden_size = 8
-    _, run, _ = run_tiny(settings)
+    run, _ = bench(tiny_settings(tmp_path, target=target))
+    run_stages(run, ("target",))
     given = load_model(file, device="cpu", dtype="float32")
     saved = load_model(run.target, device="cpu", dtype="float32")
     assert any(not torch.equal(a, b) for a, b in zip(saved.parameters(), given.parameters(), strict=True))
     assert all(torch.equal(a, b.half().float()) for a, b in zip(saved.parameters(), given.parameters(), strict=True))
-    with pytest.raises(UserError, match=r"round_to is for a target with kind as_is, and target.kind is finetune"):
+    with pytest.raises(UserError, match=r"target.round_to is 'float16', for kind as_is"):
         TargetSettings(kind="finetune", model="a", round_to="float16").validate("target")
 
 
@@ -80,8 +75,8 @@ def test_drafts_are_trained_for_the_language_model_of_one_that_sees(kind: str, t
     ):
         settings = tiny_settings(tmp_path, target=target, student=student, drafts=[DraftSettings(name="distillspec")])
         settings.training.steps = 2
-        ran, run, _ = run_tiny(settings)
-        assert ran[-2:] == ["initial", "distillspec"]
+        names, run, _ = run_tiny(settings)
+        assert names[-2:] == ["initial", "distillspec"]
         for stage in ("initial", "distillspec"):
             assert json.loads((run.path(stage) / "config.json").read_text())["architectures"] == [made]
 
@@ -96,10 +91,7 @@ def test_an_adapter_given_as_the_target_becomes_a_plain_folder(
     adapted = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
     adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
     adapted.save_pretrained(tmp_path / "adapter")
-    settings = tiny_settings(tmp_path, target=TargetSettings(kind="as_is", model=str(tmp_path / "adapter")))
-    settings.student.architecture.hidden_size = 8
-    settings.drafts = settings.drafts[:1]
-    ran, run, _ = run_tiny(settings)
-    assert ran == ["target", "initial", "distillspec"]
+    run, _ = bench(tiny_settings(tmp_path, target=TargetSettings(kind="as_is", model=str(tmp_path / "adapter"))))
+    assert run_stages(run, ("target",)) == ["target"]
     saved, ids = AutoModelForCausalLM.from_pretrained(run.target), torch.arange(3, 19)[None]
     torch.testing.assert_close(saved(ids).logits, adapted.eval()(input_ids=ids).logits, atol=1e-4, rtol=1e-4)

@@ -1,127 +1,92 @@
 """A killed run, started again, ends with the weights of an uninterrupted one, bit by bit."""
 
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_run import bench, killed, run_tiny, tiny_settings
+from tiny_run import STAGES, begun, bench, killed, run_tiny, tiny_settings
 
-from distill.config.run import Settings
-from distill.run_stages import run_stages
-from distill.stages import RunDir, run_of
+from distill.config import DraftSettings, Settings
+from distill.run import Run
+from distill.stages import run_stages
 
-STAGES = ["target", "initial", "distillspec", "adaspec"]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """A run that nothing disturbed."""
-    return run_tiny(tiny_settings(tmp_path_factory.mktemp("whole")))[1]
+Weights = dict[str, dict[str, torch.Tensor]]
 
 
 @pytest.fixture(scope="module")
-def whole(undisturbed: RunDir) -> dict[str, dict[str, torch.Tensor]]:
-    """The weights of its stages."""
-    return {stage: load_file(undisturbed.path(stage) / "model.safetensors") for stage in STAGES}
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Weights:
+    """The weights of the stages of a run that nothing disturbed."""
+    run = run_tiny(tiny_settings(tmp_path_factory.mktemp("undisturbed")))[1]
+    return {stage: load_file(run.path(stage) / "model.safetensors") for stage in STAGES}
 
 
-@pytest.fixture
-def finished(undisturbed: RunDir, tmp_path: Path) -> tuple[Settings, RunDir]:
-    """A copy of that run, and its settings."""
-    settings = tiny_settings(tmp_path)
-    shutil.copytree(undisturbed.folder, tmp_path / settings.name, symlinks=True)
-    return settings, run_of(settings)
-
-
-def finish_target(settings: Settings) -> tuple[RunDir, str]:
+def finish_target(settings: Settings) -> tuple[Run, str]:
     """Runs the target stage to its end and stops in the next one; returns the run and what was printed."""
-    made, text = bench(settings)
+    run, text = bench(settings)
     with killed("initial", 1):
-        run_stages(made)
-    return made.run, text.getvalue()
+        run_stages(run)
+    return run, text.getvalue()
 
 
-def assert_same(whole: dict[str, dict[str, torch.Tensor]], run: RunDir, *stages: str) -> None:
-    for stage in stages or STAGES:
-        weights = load_file(run.path(stage) / "model.safetensors")
-        assert weights.keys() == whole[stage].keys()
-        assert all(torch.equal(weights[name], whole[stage][name]) for name in weights), stage
-
-
-def test_every_stage_continues_from_its_checkpoint(whole: dict[str, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+def test_every_stage_continues_from_its_checkpoint(undisturbed: Weights, tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path)
     steps = {"target": 7, "initial": 11, "distillspec": 5, "adaspec": 9}
     for stage, step in steps.items():
         with killed(stage, step):
             run_tiny(settings)
-    ran, run, printed = run_tiny(settings)
-    assert ran == ["adaspec"]
+    made, run, printed = run_tiny(settings)
+    assert made == ["adaspec"]
     assert "continuing from step 5" in printed
-    assert_same(whole, run)
     for stage in STAGES:
+        weights = load_file(run.path(stage) / "model.safetensors")
+        assert weights.keys() == undisturbed[stage].keys()
+        assert all(torch.equal(weights[name], undisturbed[stage][name]) for name in weights), stage
         record = run.record(stage)
         assert record is not None
         assert [row["step"] for row in record.history] == [0, 5, 10, 12], stage
+    assert not list(run.work.glob("checkpoints-*"))
 
 
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(
-    whole: dict[str, dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
-    settings = tiny_settings(tmp_path)
-    with killed("target", 11):
-        run_tiny(settings)
-    newest = max((tmp_path / "tiny/work/checkpoints-target").glob("step-*.ckpt"))
-    newest.write_bytes(newest.read_bytes()[:-100])
-    run, printed = finish_target(settings)
-    assert "step-00000010.ckpt is damaged or incomplete and is not used" in printed
-    assert "continuing from step 5" in printed
-    assert_same(whole, run, "target")
+@pytest.mark.parametrize("accepted", [False, True], ids=["texts of its own", "steps after accepted tokens"])
+def test_what_chance_decides_goes_on_as_it_would_have(tmp_path: Path, accepted: bool) -> None:
+    """Texts that the draft writes, and the drafting steps of a head, come out alike after a kill."""
+    draft = DraftSettings(name="own", on_policy=0.0 if accepted else 0.5, accepted_only=accepted)
+    runs = []
+    for name in ("undisturbed", "killed"):
+        settings = tiny_settings(tmp_path / name, drafts=[draft])
+        settings.teacher.responses.max_new_tokens, settings.teacher.responses.refresh_every = 4, 3
+        if accepted:
+            settings.target.architecture.layers = 4
+            settings.student.kind, settings.student.unroll = "eagle3", 2
+        if name == "killed":
+            with killed("own", 8):
+                run_tiny(begun(settings))
+        runs.append(run_tiny(begun(settings))[1])
+    weights = [load_file(run.path("own") / "model.safetensors") for run in runs]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert runs[0].draft_record("own").account == runs[1].draft_record("own").account
 
 
 def test_checkpoints_of_other_settings_are_not_continued(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path)
     with killed("target", 7):
         run_tiny(settings)
+    assert list((tmp_path / "tiny/work/checkpoints-target").glob("*.ckpt"))
     settings.seed = 1
+    run, text = bench(settings)
     with killed("target", 2):
-        run_tiny(settings)
-    assert not list((tmp_path / "tiny/work/checkpoints-target").glob("step-*"))
+        run_stages(run)
+    assert "continuing" not in text.getvalue()
 
 
-def test_no_more_than_two_checkpoints_are_kept(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path)
-    settings.trainer.validate_every = 2
-    with killed("target", 11):
-        run_tiny(settings)
-    folder = tmp_path / "tiny/work/checkpoints-target"
-    assert sorted(path.name for path in folder.glob("step-*.ckpt")) == ["step-00000008.ckpt", "step-00000010.ckpt"]
-    assert not list(folder.glob(".tmp-*"))
-
-
-def test_a_stage_altered_without_a_change_of_size_is_made_again_and_said_so(
-    whole: dict[str, dict[str, torch.Tensor]], finished: tuple[Settings, RunDir]
-) -> None:
-    settings, run = finished
-    weights = run.path("adaspec") / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(data)
-    ran, run, printed = run_tiny(settings)
-    assert ran == ["adaspec"]
-    assert f"{run.path('adaspec')} is not as it was written, and is made again" in printed
-    assert_same(whole, run)
-
-
-def test_checkpoints_that_a_kill_left_beside_a_finished_stage_are_cleared_away(
-    finished: tuple[Settings, RunDir],
-) -> None:
-    settings, run = finished
-    left = run.work / "checkpoints-adaspec"
+def test_checkpoints_that_a_kill_left_beside_a_finished_stage_are_cleared_away(tmp_path: Path) -> None:
+    settings = begun(tiny_settings(tmp_path))
+    run, _ = bench(settings)
+    left = run.work / "checkpoints-target"
     left.mkdir()
-    (left / "step-00000010.ckpt").write_bytes(b"half")
-    assert run_tiny(settings)[0] == []
+    (left / "last.ckpt").write_bytes(b"half")
+    assert run_stages(run, ("target",)) == []
     assert not left.exists()
 
 

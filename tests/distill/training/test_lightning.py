@@ -1,98 +1,113 @@
-"""What a user of Lightning finds: logged metrics, callbacks and Trainer arguments from the YAML, its own resume."""
+"""What a user of Lightning finds: logged metrics, callbacks and arguments from the YAML, the best weights, no NaN."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
 from some_rows import TRAINING, some_rows
-from torch.distributed.checkpoint import FileSystemWriter
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from distill.config.training import TrainerSettings
-from distill.data.loader import DistillDataModule, Schedule, TrainLoader
+from distill.config import DraftSettings, TrainerSettings
+from distill.data.dataset import DistillDataModule, Schedule, TrainingBatches
+from distill.drafts.language_model import LanguageModelDraft
+from distill.drafts.reference import keep_reference
 from distill.losses.divergences import Divergence
-from distill.losses.objective import Objective, Selection
-from distill.modules import CausalLMModule, DistillModule
-from distill.teacher.signals import Teacher
-from distill.teacher.store import reference_loss
+from distill.modules import CausalLMModule, DistillModule, TrainingModule
+from distill.signal.target import Signal
 from distill.trainer import fit
 
 Tiny = Callable[..., PreTrainedModel]
 
 
 class Seen(Callback):
-    """The metrics that other callbacks could monitor after each validation, and the sizes of batches."""
+    """The metrics that other callbacks could monitor after each validation, the weights, and the sizes of batches."""
 
     def __init__(self) -> None:
-        self.metrics: list[dict[str, float]] = []
-        self.validated: list[int] = []
+        self.metrics, self.validated = list[dict[str, float]](), list[int]()
+        self.weights = dict[int, dict[str, Tensor]]()
 
     def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
         self.validated.append(len(batch["labels"]))
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         self.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+        self.weights[trainer.global_step] = copy.deepcopy(pl_module.model.state_dict())
 
 
-def train(
-    model: PreTrainedModel, folder: Path, *callbacks: Callback, steps: int = 9, **settings: Any
-) -> CausalLMModule:
-    rows = some_rows()
-    module = CausalLMModule(copy.deepcopy(model).requires_grad_(True), TRAINING, steps)
-    data = DistillDataModule(TrainLoader(rows, Schedule(rows.lengths, 4), steps), some_rows(4))
-    settings["extra"] = {"log_every_n_steps": 2} | settings.get("extra", {})
+class Before(Callback):
+    """Does something before a step."""
+
+    def __init__(self, step: int, act: Callable[[Any], object]) -> None:
+        self.step, self.act = step, act
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            self.act(pl_module)
+
+
+def fitted(
+    module: TrainingModule, folder: Path, *callbacks: Callback, size: int = 4, logger: Any = None, **settings: Any
+) -> list[dict[str, float]]:
+    """The learning curve; the module's model ends with the best weights."""
+    examples = some_rows()
+    batches = TrainingBatches(examples, Schedule(examples.lengths, size), module.steps)
     chosen = TrainerSettings(**{"accelerator": "cpu", "validate_every": 3} | settings)
     chosen.validate()
-    fit(module, data, chosen, folder / "work", name="x", console=Console(quiet=True), callbacks=callbacks,
-        logger=CSVLogger(folder / "csv"))  # fmt: skip
-    return module
+    return fit(
+        module, DistillDataModule(batches, some_rows(4)), chosen, folder / "work", name="x",
+        console=Console(quiet=True), callbacks=callbacks, logger=logger,
+    )[0]  # fmt: skip
 
 
-def test_metrics_reach_callbacks_and_loggers(tiny: Tiny, tmp_path: Path) -> None:
+def next_tokens(tiny: Tiny, steps: int = 9) -> CausalLMModule:
+    return CausalLMModule(copy.deepcopy(tiny("llama")).requires_grad_(True), TRAINING, steps)
+
+
+def test_metrics_reach_callbacks_and_loggers_and_further_arguments_the_trainer(tiny: Tiny, tmp_path: Path) -> None:
     seen = Seen()
-    module = train(tiny("llama"), tmp_path, seen)
-    assert [row["step"] for row in module.history] == [0, 3, 6, 9]
-    for found, row in zip(seen.metrics, module.history, strict=True):
-        assert found["validation_loss"] == pytest.approx(row["loss"])
-        assert "validation_accuracy" in found
+    logger = CSVLogger(tmp_path / "csv")
+    history = fitted(
+        next_tokens(tiny), tmp_path, seen, logger=logger, extra={"log_every_n_steps": 2, "limit_val_batches": 1}
+    )
+    assert [row["step"] for row in history] == [0, 3, 6, 9]
+    for metrics, row in zip(seen.metrics, history, strict=True):
+        assert metrics["validation_loss"] == pytest.approx(row["loss"])
+        assert "validation_accuracy" in metrics
     assert "loss" in seen.metrics[-1]
+    assert len(seen.validated) == len(seen.metrics)  # one batch each
     text = next(tmp_path.glob("csv/**/metrics.csv")).read_text()
     assert {"loss", "lr", "validation_loss", "step"} <= set(text.splitlines()[0].split(","))
 
 
-def test_further_trainer_arguments_are_passed_on(tiny: Tiny, tmp_path: Path) -> None:
-    seen = Seen()
-    train(tiny("llama"), tmp_path, seen, steps=3, extra={"limit_val_batches": 1})
-    assert len(seen.validated) == len(seen.metrics)  # one batch each
+def test_the_best_validation_s_weights_are_kept_and_two_checkpoints(tiny: Tiny, tmp_path: Path) -> None:
+    """Of a model with frozen weights the checkpoints hold the others alone."""
+    module, seen = next_tokens(tiny), Seen()
+    module.model.model.embed_tokens.requires_grad_(False)
+    module.strict_loading = False
 
+    def spoil(pl_module: Any) -> None:
+        pl_module.model.lm_head.weight.data.mul_(20)
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """Afterwards this process is in no group of processes any more."""
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_share_that_cannot_be_written_ends_the_training_and_says_why(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(FileSystemWriter, "write_data", full)
-    with pytest.raises(OSError, match="No space left"):
-        train(tiny("llama"), tmp_path, steps=2, strategy="fsdp")
-    assert not list(tmp_path.rglob("step-*.ckpt"))
+    history = fitted(module, tmp_path, seen, Before(6, spoil))
+    best = min(history[1:], key=lambda row: row["loss"])["step"]
+    assert best in (3, 6)
+    assert history[-1]["loss"] > 2 * min(row["loss"] for row in history)
+    weights = module.model.state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in seen.weights[int(best)].items())
+    assert sorted(path.name for path in (tmp_path / "work").glob("*.ckpt")) == [
+        f"best-step={best}.ckpt",
+        "last-step=9.ckpt",
+    ]
+    saved = torch.load(tmp_path / "work" / "last-step=9.ckpt", weights_only=False)["state_dict"]
+    assert saved.keys() == {f"model.{name}" for name in weights if name != "model.embed_tokens.weight"}
 
 
 def test_a_target_that_is_run_every_step_is_on_the_device_before_the_first_validation(
@@ -100,48 +115,69 @@ def test_a_target_that_is_run_every_step_is_on_the_device_before_the_first_valid
 ) -> None:
     events: list[str] = []
 
-    class Watched(Teacher):
+    class Watched(Signal):
         def to(self, device: torch.device) -> None:
             events.append(f"moved to {device}")
             super().to(device)
 
-        def rows(self, *args: Any) -> Any:
+        def rows(self, batch: Any) -> Any:
             events.append("used")
-            return super().rows(*args)
+            return super().rows(batch)
 
-    rows = some_rows()
-    module = DistillModule(
-        copy.deepcopy(tiny("llama")).requires_grad_(True), TRAINING, 1, target=Watched(tiny("llama", seed=4))
-    )
-    data = DistillDataModule(TrainLoader(rows, Schedule(rows.lengths, 2), 1), some_rows(2))
-    fit(module, data, TrainerSettings(accelerator="cpu"), tmp_path, name="x", console=Console(quiet=True))
+    draft = LanguageModelDraft(copy.deepcopy(tiny("llama")).requires_grad_(True), 5)
+    fitted(DistillModule(draft, Watched(tiny("llama", seed=4)), TRAINING, 1), tmp_path)
     assert events[:2] == ["moved to cpu", "used"]
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
-def test_a_draft_equal_to_its_reference_has_no_loss_difference(tiny: Tiny, tmp_path: Path, precision: str) -> None:
-    rows, model = some_rows(), tiny("llama", seed=5)
-    model.set_attn_implementation("eager")  # as runs set it: SDPA in bfloat16 depends on the padding on some CPUs
-    target = Teacher(tiny("llama", seed=4))
-    rows.signals["reference_loss"] = reference_loss(
-        copy.deepcopy(model), target, rows, Divergence(), precision=precision
+def test_a_draft_equal_to_its_reference_has_no_loss_difference(tiny: Tiny, tmp_path: Path, precision: Any) -> None:
+    examples, model = some_rows(), copy.deepcopy(tiny("llama", seed=5)).requires_grad_(True)
+    model.set_attn_implementation("eager")  # SDPA in bfloat16 depends on the padding on some CPUs
+    signal, deltas = Signal(tiny("llama", seed=4)), list[Tensor]()
+    keep_reference(LanguageModelDraft(model, 5), signal, examples, Divergence(), precision)
+    module = DistillModule(
+        LanguageModelDraft(model.train(), 5), signal, TRAINING, 1, settings=DraftSettings(name="x", reference="y")
     )
-    deltas: list[torch.Tensor] = []
+    choose = module.choose
 
-    class Noting(Selection):
-        def choose(self, delta: torch.Tensor) -> torch.Tensor:
-            deltas.append(delta)
-            return super().choose(delta)
+    def noting(rows: Any, compared: Any) -> Tensor:
+        deltas.append(compared.losses - rows.reference)
+        return choose(rows, compared)
 
-    module = DistillModule(copy.deepcopy(model), TRAINING, 1, target=target, objective=Objective(selection=Noting(0.4)))
-    data = DistillDataModule(TrainLoader(rows, Schedule(rows.lengths, 5), 1), some_rows(2))
-    chosen = TrainerSettings(accelerator="cpu", precision=precision)
-    fit(module, data, chosen, tmp_path / "work", name="x", console=Console(quiet=True))
-    scale = float(np.abs(rows.signals["reference_loss"]).max())
-    assert deltas[0].abs().max() <= 1e-6 * scale
+    module.choose = noting  # type: ignore[method-assign]
+    batches = TrainingBatches(examples, Schedule(examples.lengths, 5), 1)
+    settings = TrainerSettings(accelerator="cpu", precision=precision, attention="eager")
+    fit(module, DistillDataModule(batches, some_rows(2)), settings, tmp_path, name="x", console=Console(quiet=True))
+    largest = max(abs(examples.columns["reference_loss"][number]).max() for number in range(6))
+    assert deltas[0].abs().max() <= 1e-6 * largest
 
 
 def test_a_training_that_is_continued_with_other_parts_of_a_step_is_refused(tiny: Tiny, tmp_path: Path) -> None:
-    train(tiny("llama"), tmp_path, steps=6)
+    fitted(next_tokens(tiny, 6), tmp_path)
     with pytest.raises(UserError, match=r"begun with trainer.accumulate 1 and is continued with 2"):
-        train(tiny("llama"), tmp_path, steps=9, accumulate=2)
+        fitted(next_tokens(tiny), tmp_path, accumulate=2)
+
+
+# -- losses that are no numbers ---------------------------------------------------------------------------------------
+
+
+def poison(module: Any) -> None:
+    next(module.parameters()).data.fill_(torch.nan)
+
+
+def test_a_step_between_logged_ones_is_named_with_its_examples_and_the_segment_leaves_no_checkpoint(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    examples = ", ".join(str(i) for i in sorted(Schedule(some_rows().lengths, 2).batch(4).tolist()))
+    with pytest.raises(
+        UserError, match=rf"NaN or infinite at step 4 \(training examples {examples}\), .*: lower the learn"
+    ):
+        fitted(next_tokens(tiny), tmp_path, Before(4, poison), size=2, extra={"log_every_n_steps": 100})
+    assert {path.name.split("=")[1] for path in (tmp_path / "work").glob("*.ckpt")} <= {"0.ckpt", "3.ckpt"}
+
+
+def test_a_model_that_is_broken_from_the_start_is_found_by_the_first_validation(tiny: Tiny, tmp_path: Path) -> None:
+    module = next_tokens(tiny)
+    poison(module)
+    with pytest.raises(UserError, match=r"validation at step 0 gave \{.*nan.*the model as loaded: try another dtype"):
+        fitted(module, tmp_path)

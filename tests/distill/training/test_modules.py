@@ -1,272 +1,255 @@
-"""The two Lightning modules: what a step computes, what validation adds up, on tiny models."""
+"""The two Lightning modules: what a step computes, how parts of it add up, what validation counts, on tiny models."""
 
 import copy
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import numpy as np
 import pytest
 import torch
+from drafts import draft_of
 from families import build_tiny, in_double
-from plain_losses import token_loss
-from some_rows import TRAINING, some_rows
+from plain_losses import plain_loss
+from some_rows import TRAINING, add_column, attached, everything, some_rows
+from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
-from decode.errors import UserError
 from decode.models.families import decoder_layers
-from distill.checkpoints import BestWeights
-from distill.config.drafts import Signal
-from distill.data.batches import TokenDataset, label_mask
-from distill.data.chat import IGNORE
-from distill.data.loader import Schedule, TrainLoader
-from distill.losses.chunked import LossRows
-from distill.losses.objective import Objective, Selection
-from distill.models.lm_head import LMHead, check_head, last_hidden
-from distill.models.loading import checkpoint_layers
-from distill.modules import CausalLMModule, DistillModule, HeadModule
-from distill.teacher.signals import TargetSignal, Teacher
-from distill.teacher.store import keep_signal
+from distill.config import DraftSettings
+from distill.data.dataset import IGNORE, Schedule, TrainingBatches, label_mask
+from distill.drafts.block import decay
+from distill.drafts.language_model import LanguageModelDraft
+from distill.lm_head import LMHead, last_hidden
+from distill.losses.chunked import Compared, Rows, compare
+from distill.losses.divergences import Divergence, TargetRows, TokenDistributions
+from distill.losses.selection import by_reach, share, top_k
+from distill.models import checkpoint_layers
+from distill.modules import CausalLMModule, DistillModule
+from distill.signal.target import Signal
 
 Tiny = Callable[..., PreTrainedModel]
-
-
-def loss_and_gradients(module: L.LightningModule, batch: dict[str, torch.Tensor]) -> tuple[float, list[torch.Tensor]]:
-    module.zero_grad()
-    loss = module.training_step(batch, 0)
-    loss.backward()
-    return loss.item(), [p.grad.clone() for p in module.parameters() if p.grad is not None]
-
-
-def logits_of(target: Teacher, batch: dict[str, torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
-    """The target's log-probabilities, which are logits of the same distribution."""
-    rows = target.rows(batch, mask)
-    return rows.log_probs(torch.zeros(int(mask.sum()), rows.vocab))
-
-
 FAMILIES = ["llama", "llama-tied", "qwen3", "gemma2", "phi", "gpt_neox", "codegen", "gpt2", "opt", "mistral"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_head_on_gathered_rows_equals_the_models_own_logits(tiny: Tiny, family: str) -> None:
-    model = tiny(family)
-    check_head(model, LMHead(model))
-    batch = some_rows().batch(np.arange(4))
+def loss_and_gradients(module: L.LightningModule, *batches: dict[str, Any]) -> tuple[float, list[Tensor]]:
+    """The mean over micro-batches, as Lightning takes it."""
+    module.zero_grad()
+    losses = [module.training_step(batch, 0) / len(batches) for batch in batches]
+    torch.stack(losses).sum().backward()
+    return sum(loss.item() for loss in losses), [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+
+def distilling(draft: PreTrainedModel, target: PreTrainedModel | Signal, **settings: Any) -> DistillModule:
+    signal = target if isinstance(target, Signal) else Signal(target)
+    chosen = DraftSettings(name="x", **settings)
+    return attached(DistillModule(LanguageModelDraft(draft, 5), signal, TRAINING, 4, settings=chosen))
+
+
+def differences(draft: PreTrainedModel, target: PreTrainedModel, batch: dict[str, Any]) -> Tensor:
+    """The divergence of every label token by the models' own logits."""
     mask = label_mask(batch["labels"])
-    with torch.no_grad():
-        got = LMHead(model)(last_hidden(model, batch["input_ids"], mask))
-        for row in range(4):  # alone, so that padding cannot have helped
-            length = int((batch["input_ids"][row] != 0).sum())
-            own = model(input_ids=batch["input_ids"][row : row + 1, :length]).logits[0]
-            wanted = own[mask[row, :length]]
-            start = int(mask[:row].sum())
-            assert torch.allclose(got[start : start + len(wanted)], wanted, atol=1e-4)
+    p, q = (model(batch["input_ids"]).logits[mask].log_softmax(-1) for model in (target, draft))
+    return Divergence().loss(TokenDistributions(p.detach(), q))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_last_mlp_sees_label_rows_only_and_the_gradients_stay_the_same(family: str) -> None:
+def test_the_head_on_label_rows_gives_the_models_own_logits_and_gradients(family: str) -> None:
     model = in_double(build_tiny(family, dtype=torch.float64))
-    batch = some_rows().batch(np.arange(4))
-    mask, seen = label_mask(batch["labels"]), []
-    weights = torch.randn(int(mask.sum()), model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    batch = everything(some_rows(4))
+    mask = label_mask(batch["labels"])
+    weights = torch.randn(int(mask.sum()), 48, generator=torch.Generator().manual_seed(0)).double()
 
-    def gradients(hidden: torch.Tensor) -> list[torch.Tensor]:
-        model.zero_grad()
-        (hidden * weights.double()).sum().backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    def gradients(logits: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad((logits * weights).sum(), list(model.parameters()), allow_unused=True))
 
-    whole = model.base_model(input_ids=batch["input_ids"], use_cache=False).last_hidden_state[mask]
-    wanted = gradients(whole)
-    mlp = getattr(decoder_layers(model)[-1], "mlp", None)
-    if mlp is not None:
-        mlp.register_forward_hook(lambda module, args, made: seen.append(made[..., 0].numel()))
-    hidden = last_hidden(model, batch["input_ids"], mask)
-    assert torch.allclose(hidden, whole, atol=1e-9)
-    for got, same in zip(gradients(hidden), wanted, strict=True):
-        assert torch.allclose(got, same, atol=1e-9 * max(1.0, float(same.abs().max())))
-    assert seen == ([] if mlp is None else [int(mask.sum())])
-    assert family == "opt" or mlp is not None
+    logits = LMHead(model)(last_hidden(model, batch["input_ids"], mask))
+    lengths = [int((ids != 0).sum()) for ids in batch["input_ids"]]  # alone, so that padding cannot have helped
+    single = [model(ids[None, :n]).logits[0][at[:n]] for ids, n, at in zip(batch["input_ids"], lengths, mask)]
+    wanted = torch.cat(single)
+    assert torch.allclose(logits, wanted, atol=1e-5)
+    for ours, other in zip(gradients(logits), gradients(wanted), strict=True):
+        assert ours is other is None or torch.allclose(ours, other, atol=1e-5 * max(1.0, float(other.abs().max())))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "opt", "phi"])
 def test_gradient_checkpointing_computes_every_layer_again_and_the_gradients_stay_the_same(family: str) -> None:
     model = in_double(build_tiny(family, dtype=torch.float64)).train()
-    batch = some_rows().batch(np.arange(4))
-    calls: list[int] = []
-    for part in model.modules():
-        if isinstance(part, torch.nn.Dropout):
-            part.p = 0.0  # an MLP of label rows only would draw other chances than one of all rows
+    batch, calls = everything(some_rows(4)), list[int]()
     next(decoder_layers(model)[-1].children()).register_forward_pre_hook(lambda *_: calls.append(0))
 
-    def gradients() -> tuple[float, list[torch.Tensor]]:
+    def computed() -> tuple[float, list[Tensor]]:
         calls.clear()
         torch.manual_seed(0)
-        return loss_and_gradients(CausalLMModule(model, TRAINING, 4), batch)
+        return loss_and_gradients(attached(CausalLMModule(model, TRAINING, 4)), batch)
 
-    wanted_loss, wanted = gradients()
+    wanted_loss, wanted = computed()
     assert len(calls) == 1
     checkpoint_layers(model)
-    loss, got = gradients()
+    loss, gradients = computed()
     assert len(calls) == 2
-    assert loss == pytest.approx(wanted_loss, rel=1e-6)
-    for one, other in zip(got, wanted, strict=True):
-        assert torch.allclose(one, other, atol=1e-9 * max(1.0, float(other.abs().max())))
+    assert loss == pytest.approx(wanted_loss, rel=1e-9)
+    for ours, other in zip(gradients, wanted, strict=True):
+        assert torch.allclose(ours, other, atol=1e-9 * max(1.0, float(other.abs().max())))
 
 
-def test_a_model_with_another_kind_of_head_is_refused(tiny: Tiny) -> None:
-    head = LMHead(tiny("llama"))
-    head.scale = 2.0
-    with pytest.raises(UserError, match="does not compute its logits"):
-        check_head(tiny("llama"), head)
+def test_next_token_loss_is_the_models_own_and_distillspec_the_mean_divergence_also_with_k_one(tiny: Tiny) -> None:
+    target, draft, batch = tiny("llama", seed=4), tiny("llama", seed=5), everything(some_rows(5))
+    own = draft(input_ids=batch["input_ids"], labels=batch["labels"]).loss.item()
+    assert attached(CausalLMModule(draft, TRAINING, 4)).training_step(batch, 0).item() == pytest.approx(own, rel=1e-5)
+    loss, gradients = loss_and_gradients(distilling(draft, target), batch)
+    wanted = differences(draft, target, batch).mean()
+    assert loss == pytest.approx(wanted.item(), rel=1e-5)
+    for ours, other in zip(gradients, torch.autograd.grad(wanted, list(draft.parameters())), strict=True):
+        assert (ours - other).abs().max() <= 1e-5 * other.abs().max()
+    batch["reference_loss"] = torch.rand(int(label_mask(batch["labels"]).sum()), 1)
+    again, chosen = loss_and_gradients(distilling(draft, target, reference="y", k=1.0), batch)
+    assert again == loss
+    assert all(torch.equal(a, b) for a, b in zip(gradients, chosen, strict=True))
 
 
-def test_next_token_loss_equals_the_models_own_loss(tiny: Tiny) -> None:
-    model = tiny("llama", seed=3)
-    batch = some_rows().batch(np.arange(4))
-    got = CausalLMModule(model, TRAINING, 4).training_step(batch, 0)
-    wanted = model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
-    assert got.item() == pytest.approx(wanted.item(), rel=1e-5)
+@pytest.mark.parametrize("k", [1.0, 0.3])
+@pytest.mark.parametrize("kind", ["language model", "eagle", "eagle3", "dspark"])
+def test_a_step_takes_loss_and_gradient_of_the_chosen_rows_alone(tiny: Tiny, kind: str, k: float) -> None:
+    """Of each drafting step of a feature head its share; of blocks the slots that are reached."""
+    target = in_double(tiny("llama", num_hidden_layers=4, dtype=torch.float64))
+    draft, signal = draft_of(kind, target, 3)
+    examples = some_rows(5)
+    shape = examples.label_count, getattr(draft, "steps", draft.depth)
+    noise = np.random.default_rng(0).random(shape if kind != "language model" else (shape[0], 1))
+    batch = everything(add_column(examples, "reference_loss", noise))
+    settings = DraftSettings(name="x", reference="y" if k < 1 else None, k=k, divergence="tv")
+    module = attached(DistillModule(draft, signal, TRAINING, 1, settings=settings))
+    loss, rows, _ = module(batch, training=True)
+    measured, chosen = compare(rows, Divergence("tv")), torch.arange(len(rows))
+    if k < 1:
+        step = torch.zeros(len(rows), dtype=torch.long) if rows.step is None else rows.step
+        assert torch.equal(rows.reference, batch["reference_loss"].flatten() if rows.at is None else
+                           batch["reference_loss"][rows.at, step])  # fmt: skip
+        delta = measured.losses - rows.reference
+        delta = by_reach(delta, measured.alpha, step) if kind == "dspark" else delta
+        delta = delta if rows.learnable is None else delta.where(rows.learnable > 0, -torch.inf)
+        groups = [step == n for n in range(3)] if kind.startswith("eagle") else [torch.ones_like(delta).bool()]
+        best = [group.nonzero()[:, 0][delta[group].argsort(descending=True)] for group in groups]
+        most = share(k, rows.count) if kind == "dspark" else None
+        chosen = torch.cat([order[: most or share(k, len(order))] for order in best])
+        assert module.selected == len(chosen)
+    wanted = plain_loss(rows, Divergence("tv"), chosen)[0] / share(k, rows.count)
+    wanted = wanted + (0 if rows.distance is None else rows.distance.sum() / rows.count)
+    if rows.confidence is not None:
+        wanted = wanted + functional.binary_cross_entropy_with_logits(
+            rows.confidence, measured.alpha, decay(rows.step, 3), reduction="sum"
+        ) / decay(rows.step, 3).sum()  # fmt: skip
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+    weights = [weight for weight in module.parameters() if weight.requires_grad]
+    ours, plain = (torch.autograd.grad(x, weights, retain_graph=True, allow_unused=True) for x in (loss, wanted))
+    largest = max(float(other.abs().max()) for other in plain if other is not None)
+    for one, other in zip(ours, plain, strict=True):
+        assert one is other is None or (one - other).abs().max() <= 1e-6 * largest
 
 
-def test_adaspec_with_k_one_is_distillspec_bit_by_bit(tiny: Tiny) -> None:
-    rows = some_rows()
-    rows.signals["reference_loss"] = np.random.default_rng(1).random(rows.label_count).astype(np.float32)
-    batch = rows.batch(np.arange(5))
-    target = Teacher(tiny("llama", seed=4))
-    plain = loss_and_gradients(DistillModule(tiny("llama", seed=5), TRAINING, 4, target=target), batch)
-    for normalisation in ("paper", "official"):
-        selection = Selection(1.0, normalisation=normalisation)  # type: ignore[arg-type]
-        module = DistillModule(
-            tiny("llama", seed=5), TRAINING, 4, target=target, objective=Objective(selection=selection)
-        )
-        chosen = loss_and_gradients(module, batch)
-        assert chosen[0] == plain[0]
-        assert all(torch.equal(a, b) for a, b in zip(plain[1], chosen[1], strict=True))
+def test_the_loss_switches_after_the_share_of_forward_kl_and_the_ranking_does_not(tiny: Tiny) -> None:
+    target, draft, batch = tiny("llama", seed=4), tiny("llama", seed=5), everything(some_rows(5))
+    batch["reference_loss"] = torch.rand(int(label_mask(batch["labels"]).sum()), 1)
+    module = distilling(draft, target, divergence="tv", kl_first=0.5, reference="y", k=0.4)
+    _, _, kept = DistillModule.forward(distilling(draft, target, divergence="tv"), batch, training=False)
+    chosen, kl = top_k(kept.losses - batch["reference_loss"][:, 0], 0.4), differences(draft, target, batch)
+    for step, losses in enumerate((kl, kl, kept.losses, kept.losses)):  # of four
+        module.trainer.global_step = step  # type: ignore[misc]
+        loss = module.training_step(batch, 0).item()
+        assert loss == pytest.approx(losses[chosen].mean().item(), rel=1e-5)
 
 
-def test_adaspec_takes_gradient_from_the_selected_tokens_only(tiny: Tiny) -> None:
-    rows = some_rows()
-    target, draft = Teacher(tiny("llama", seed=4)), tiny("llama", seed=5)
-    batch = rows.batch(np.arange(5))
-    mask = label_mask(batch["labels"])
-    with torch.no_grad():
-        logits = LMHead(draft)(last_hidden(draft, batch["input_ids"], mask))
-        losses = token_loss(logits_of(target, batch, mask), logits).divergence
-    wanted_rows = [1, 4, 7, 8]
-    lead = torch.zeros(len(losses))
-    lead[wanted_rows] = 1.0
-    batch["reference_loss"] = losses - lead  # ΔL is 1 on four tokens and 0 elsewhere
-    objective = Objective(selection=Selection(4 / len(lead), normalisation="paper"))
-    module = DistillModule(draft, TRAINING, 4, target=target, objective=objective)
-    loss, gradients = loss_and_gradients(module, batch)
-    draft.zero_grad()
-    own = token_loss(
-        logits_of(target, batch, mask), LMHead(draft)(last_hidden(draft, batch["input_ids"], mask))
-    ).divergence
-    wanted = own[wanted_rows].mean()
-    wanted.backward()
-    assert loss == pytest.approx(wanted.item(), rel=1e-6)
-    for got, parameter in zip(gradients, (p for p in draft.parameters() if p.grad is not None), strict=True):
-        assert (got - parameter.grad).abs().max() <= 1e-5 * parameter.grad.abs().max()
-    assert module.selected == 4
+# -- the parts of a step ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("selection", [None, Selection(0.4), Selection(0.4, "microbatch", "paper")])
-def test_a_batch_without_labels_gives_zero_loss_connected_to_every_parameter(
-    tiny: Tiny, selection: Selection | None
-) -> None:
-    batch = some_rows().batch(np.arange(2))
-    batch["labels"].fill_(IGNORE)
-    batch["reference_loss"] = torch.empty(0)
-    target = Teacher(tiny("llama", seed=4))
-    model = tiny("llama", seed=6)
-    loss, gradients = loss_and_gradients(
-        DistillModule(model, TRAINING, 4, target=target, objective=Objective(selection=selection)), batch
-    )
-    assert loss == 0.0
-    assert len(gradients) == len(list(model.parameters()))
-    assert all(not gradient.any() for gradient in gradients)
+@pytest.mark.parametrize(("world", "micros"), [(2, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize("kind", ["next token", "distillspec"])
+def test_the_parts_gradients_average_to_the_whole_step_s(world: int, micros: int, kind: str) -> None:
+    """Parts have different numbers of labels, one of them none."""
+    examples, model = some_rows(7, empty=[3, 5]), in_double(build_tiny("llama", seed=5, dtype=torch.float64))
+    schedule, module = Schedule(examples.lengths, 7, seed=1), attached(CausalLMModule(model, TRAINING, 4))
+    if kind == "distillspec":
+        module = distilling(model, in_double(build_tiny("llama", seed=4, dtype=torch.float64)))  # type: ignore[assignment]
+    whole = loss_and_gradients(module, TrainingBatches(examples, schedule, 1)[0])
+    parts = [
+        TrainingBatches(examples, schedule, 2, rank=rank, world=world, micros=micros)[micro]
+        for rank in range(world)
+        for micro in range(micros)
+    ]
+    assert sorted(batch["part"] for batch in parts) == list(range(world * micros))
+    assert sum(batch["weight"] for batch in parts) == pytest.approx(world * micros)
+    loss, gradients = loss_and_gradients(module, *parts)
+    assert loss == pytest.approx(whole[0], rel=1e-9)
+    for ours, other in zip(gradients, whole[1], strict=True):
+        assert torch.allclose(ours, other, atol=1e-9)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("kind", ["hidden", "log_probs"])
-def test_a_target_beside_the_draft_gives_the_losses_and_gradients_of_its_kept_signal(
-    tiny: Tiny, kind: Signal, packed: bool
-) -> None:
-    rows, target = some_rows(), tiny("llama", seed=4)
-    rows.signals["reference_loss"] = np.random.default_rng(1).random(rows.label_count).astype(np.float32)
-    kept, signal = copy.copy(rows), TargetSignal(kind, vocab=LMHead(target).vocab)
-    kept.signals = dict(rows.signals)
-    keep_signal(Teacher(target, signal), target, kept)
-    schedule, length = Schedule(rows.lengths, 5), 64 if packed else None
-
-    def trained(made: TokenDataset, source: Teacher) -> tuple[float, list[torch.Tensor]]:
-        source.to(torch.device("cpu"))
-        module = DistillModule(
-            tiny("llama", seed=5), TRAINING, 4, target=source, objective=Objective(selection=Selection(0.4))
-        )
-        return loss_and_gradients(module, next(iter(TrainLoader(made, schedule, 1, row_length=length))))
-
-    wanted = trained(kept, Teacher(target, signal))
-    found = trained(rows, Teacher(target, TargetSignal("online"), stays=True))
-    assert found[0] == pytest.approx(wanted[0], rel=1e-6)
-    for ours, theirs in zip(found[1], wanted[1], strict=True):
-        assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+# -- validation -------------------------------------------------------------------------------------------------------
 
 
-def test_the_draft_gets_a_copy_of_the_head_of_a_target_that_stays_on_its_own_device(tiny: Tiny) -> None:
-    model = tiny("llama-tied", seed=4)  # its head is its embedding
-    source = Teacher(model, TargetSignal("online"), stays=True)
-    source.to(torch.device("meta"))
-    assert source.head.linear.weight.device.type == "meta"
-    assert {weight.device.type for weight in model.parameters()} == {"cpu"}
+def with_rows(rows: Rows, measured: Compared, depth: int = 5) -> tuple[DistillModule, dict[str, float]]:
+    """A module whose forward gives these, and what it logs."""
+    draft, logged = LanguageModelDraft(nn.Linear(1, 1), depth), dict[str, float]()  # type: ignore[arg-type]
+    module = attached(DistillModule(draft, Signal(build_tiny("llama")), TRAINING, 1))
+    module.log = lambda name, value, **_: logged.update({name: float(value)})  # type: ignore[method-assign,assignment,misc]
+    module.forward = lambda batch, training: (torch.zeros(()), rows, measured)  # type: ignore[method-assign,assignment,misc]
+    module.on_validation_epoch_start()
+    return module, logged
 
 
 @pytest.mark.parametrize(
-    ("steps", "position_2", "length"),
+    ("at", "values", "position_2", "length"),
     [
         # one step: drafts from row i are accepted by row i, then row i + 1, …; a text's end and a gap cut them
-        ([(None, [0.5, 0.4, 0.2, 1.0, 0.6])], (0.5 * 0.4 + 0.4 * 0.2 + 1.0 * 0.6) / (0.5 + 0.4 + 1.0), None),
+        (None, [0.5, 0.4, 0.2, 1.0, 0.6], (0.5 * 0.4 + 0.4 * 0.2 + 1.0 * 0.6) / (0.5 + 0.4 + 1.0), None),
         # a head: its second step accepts other rows, and of the first row none follows it
-        ([(None, [0.5, 0.4, 0.2, 1.0, 0.6]), ([1, 4], [0.9, 0.3])], (0.5 * 0.9 + 1.0 * 0.3) / (0.5 + 1.0), None),
+        ([1, 4], [0.5, 0.4, 0.2, 1.0, 0.6, 0.9, 0.3], (0.5 * 0.9 + 1.0 * 0.3) / (0.5 + 1.0), None),
         # the same acceptance everywhere
-        ([(None, [0.5] * 5), ([1, 2, 4], [0.5] * 3)], 0.5, 1 + 0.5 + 0.25 + 0.125),
+        ([1, 2, 4], [0.5] * 8, 0.5, 1 + 0.5 + 0.25 + 0.125),
     ],
-)  # fmt: skip
+)
 def test_the_accepted_length_in_validation_is_the_product_of_acceptances_along_each_draft(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, steps: Any, position_2: float, length: float | None
+    at: Any, values: list[float], position_2: float, length: float | None
 ) -> None:
-    labels = torch.full((2, 6), -100)
+    labels = torch.full((2, 6), IGNORE)
     labels[0, 2:5], labels[1, 1:3] = 7, 7  # three label rows, then two of another text
-    module = DistillModule(tiny("llama"), TRAINING, 1, target=Teacher(tiny("llama")))
-    module._trainer = SimpleNamespace(world_size=1, sanity_checking=False, global_step=0)
-    logged: dict[str, float] = {}
-    monkeypatch.setattr(module, "log", lambda name, value, **_: logged.update({name: value}))
-    monkeypatch.setattr(DistillModule, "global_step", 0)
-    found = []
-    for rows, values in steps:
-        alpha, chosen = torch.tensor(values), None if rows is None else torch.tensor(rows)
-        draft = SimpleNamespace(rows=chosen, learnable=None, slots=None)
-        found.append((draft, LossRows(alpha.sum(), alpha, None, alpha, alpha)))
-    monkeypatch.setattr(module, "forward", lambda batch, training: found)
+    alpha, target = torch.tensor(values), TargetRows(None, 1)
+    rows = Rows(torch.zeros(len(alpha), 1), LMHead.of(nn.Linear(1, 1)), target, 5)
+    if at is not None:
+        rows.at, rows.step = torch.tensor([0, 1, 2, 3, 4, *at]), torch.tensor([0] * 5 + [1] * len(at))
+    module, logged = with_rows(rows, Compared(alpha, alpha, alpha))
     module.validation_step({"labels": labels}, 0)
     module.on_validation_epoch_end()
-    assert logged["validation_alpha"] == pytest.approx(sum(steps[0][1]) / 5)
+    assert logged["validation_alpha"] == pytest.approx(sum(values[:5]) / 5)
     assert logged["validation_alpha_2"] == logged["validation_agreement_2"] == pytest.approx(position_2)
     reached, wanted = 1.0, 1.0
     for name in ("alpha", "alpha_2", "alpha_3", "alpha_4", "alpha_5"):
         reached *= logged[f"validation_{name}"]
         wanted += reached
-    assert logged["validation_accepted_length"] == pytest.approx(wanted if length is None else length)
-    assert module.history == [{"step": 0} | {name.removeprefix("validation_"): v for name, v in logged.items()}]
+    assert logged["validation_accepted_length"] == pytest.approx(wanted if length is None else length, abs=1e-6)
+    history = {name.removeprefix("validation_"): value for name, value in logged.items()}
+    assert module.history == [{"step": 0} | history]
 
 
-def test_the_best_weights_of_a_head_have_the_largest_accepted_length() -> None:
-    best, model = BestWeights(HeadModule.monitor, HeadModule.mode), torch.nn.Linear(1, 1, bias=False)
-    for alpha, length in ((0.7, 2.0), (0.6, 2.5), (0.8, 2.4)):
-        metrics = {"validation_alpha": alpha, "validation_accepted_length": length}
-        trainer = SimpleNamespace(callback_metrics=metrics, state=SimpleNamespace(fn="fit"), strategy=None)
-        torch.nn.init.constant_(model.weight, alpha)
-        best.on_validation_end(trainer, SimpleNamespace(model=model))  # type: ignore[arg-type]
-    assert best.weights["weight"].item() == pytest.approx(0.6)
+def test_validation_means_are_over_label_tokens_whatever_the_batches(tiny: Tiny) -> None:
+    target, draft, examples = tiny("llama", seed=4), copy.deepcopy(tiny("llama", seed=5)), some_rows(7, empty=[6])
+    histories = []
+    for size in (1, 2, 7):
+        for module in (distilling(draft, target), attached(CausalLMModule(draft, TRAINING, 4))):
+            module.eval()
+            module.log = lambda *_, **__: None  # type: ignore[method-assign,assignment,misc]
+            module.on_validation_epoch_start()
+            for numbers in examples.batches(size):
+                module.validation_step(examples.batch(numbers), 0)
+            module.on_validation_epoch_end()
+            histories.append(module.history[0])
+    for plain, same in zip(histories[:2] * 2, histories[2:]):
+        assert same == pytest.approx(plain, rel=1e-5)
+    batch = everything(examples)
+    mask, labels = label_mask(batch["labels"]), batch["labels"].roll(-1, 1)
+    p, q = (model(batch["input_ids"]).logits[mask].softmax(-1) for model in (target, draft))
+    assert histories[0]["alpha"] == pytest.approx(torch.minimum(p, q).sum(-1).mean().item(), rel=1e-5)
+    assert histories[0]["loss"] == pytest.approx(differences(draft, target, batch).mean().item(), rel=1e-5)
+    assert histories[1]["accuracy"] == pytest.approx(q.argmax(-1).eq(labels[mask]).float().mean().item())

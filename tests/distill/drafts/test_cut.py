@@ -1,6 +1,5 @@
-"""Drafts cut from the target's layers, and drafts distilled through an adapter."""
+"""Drafts cut from the target's layers."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,14 +7,13 @@ import torch
 from families import FAMILIES, build_tiny, in_double
 from safetensors.torch import load_file
 from tiny_run import run_tiny, tiny_settings
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from decode.models.families import decoder_layers, final_norm, state_of
-from distill.config.training import StudentSettings, TrainingSettings
-from distill.models.layers import cut, kept_layers
-from distill.models.lm_head import LMHead, check_head
+from distill.config import StudentSettings, TrainingSettings
+from distill.drafts.language_model import cut, kept_layers
+from distill.lm_head import LMHead, check_head
 
-Tiny = Callable[..., PreTrainedModel]
 LAYERS = {"gpt2": "n_layer", "codegen": "n_layer"}
 
 

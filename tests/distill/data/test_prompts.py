@@ -1,0 +1,260 @@
+"""Prompts that the target writes: the user's turn of a template, the filter's rules, splits, seeds, kills, errors."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import bench, tiny_settings
+from tokenizers_of_kinds import with_start
+from transformers import PreTrainedModel
+
+from decode.errors import UserError
+from distill.config import DataSettings, PromptSettings, Settings, TargetSettings
+from distill.data import prompts as prompts_module
+from distill.data.chat import ChatFormat
+from distill.data.prompts import ORDER, PromptFilter, Sample, problem_of, prompt_of, prompt_rows, user_turn
+from distill.responses.target import answered_texts
+from distill.run import Run
+from distill.stages import run_stages
+
+Tiny = Callable[..., PreTrainedModel]
+CHAT_ML = (
+    "{% if messages[0].role != 'system' %}<s>system\nBe kind.</s>\n{% endif %}"
+    "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+def chat(template: str | None, **options: str) -> ChatFormat:
+    tokenizer = with_start(adds=False)
+    tokenizer.chat_template = template
+    return ChatFormat(tokenizer, **options)  # type: ignore[arg-type]
+
+
+def test_the_users_turn_is_what_the_template_writes_before_the_words() -> None:
+    form = chat(CHAT_ML)
+    turn = user_turn(form)
+    assert turn.text == "<s>system\nBe kind.</s>\n<s>user\n"
+    assert turn.ends == {0}
+    assert "<s>user" in turn.markers
+    assert "Be short." in user_turn(chat(CHAT_ML, system="Be short.")).text
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        (None, "no chat template"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "writes no user's turn"),
+    ],
+)
+def test_a_template_without_a_users_turn_is_refused_with_the_next_step(template: str | None, told: str) -> None:
+    with pytest.raises(UserError, match=rf"{told}.*teacher.responses.source target"):
+        user_turn(chat(template))
+
+
+# -- the filter -------------------------------------------------------------------------------------------------------
+
+GOOD = "Can you explain how rain is made in the clouds above the sea?"
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "ended", "reason"),
+    [
+        (GOOD, 160, False, "unfinished after 160 tokens"),
+        ("Hi", 1, True, "shorter than 4 tokens"),
+        ("  \n  ", 9, True, "shorter than 4 tokens"),
+        ("What is this \ufffd sign for?", 9, True, "broken characters"),
+        ("What is <|im_start|>user for?", 9, True, "template markers inside"),
+        ("can you explain, how rain is made in the clouds above the sea", 9, True, "repeated"),
+        ("Can you explain how rain is made in the clouds? Be brief", 9, True, "repeated"),
+    ],
+)
+def test_each_rule_drops_what_it_is_for(text: str, tokens: int, ended: bool, reason: str) -> None:
+    kept = PromptFilter()
+    assert kept.keeps(GOOD, problem_of(GOOD, 14, True))
+    assert not kept.keeps(text, problem_of(text, tokens, ended, {"<|im_start|>"}))
+    assert dict(kept.dropped) == {reason: 1}
+
+
+@pytest.mark.parametrize(
+    "text", ["Расскажи мне о погоде в Москве", "请告诉我北京的天气", "天気はどうですか？", "12345 + 67890 = ?"]
+)
+def test_prompts_in_any_language_are_kept(text: str) -> None:
+    kept = PromptFilter()
+    assert kept.keeps(text, problem_of(text, 9, True))
+    assert not kept.keeps(text, problem_of(text, 9, True))
+
+
+def test_a_prompt_is_compared_by_two_keys_however_many_were_kept() -> None:
+    class Kept(set[str]):
+        asked = 0
+
+        def __rand__(self, keys: set[str]) -> set[str]:
+            Kept.asked += len(keys)
+            return {key for key in keys if key in self}
+
+    kept = PromptFilter(seen=Kept())
+    for number in range(400):
+        assert kept.keeps(f"tell me all that you know of topic {number} and of its {number} friends in the town")
+    assert Kept.asked == 2 * 400  # its words and its first words
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def samples() -> Iterator[Sample]:
+    """Every third repeats the one before it."""
+    numbers = (number - (number % 3 == 2) for number in count())
+    texts = (f" Tell me all about topic{n} and topic{n}s friend topic{n}a\n" for n in numbers)
+    return map(Sample, texts)
+
+
+def settings(**changes: Any) -> DataSettings:
+    prompts = PromptSettings(**changes)
+    return DataSettings(source="target", train_examples=12, validation_examples=3, test_examples=4, prompts=prompts)
+
+
+def texts(rows: Any) -> list[str]:
+    return [json.loads(row["messages"])[-1]["content"] for row in rows]
+
+
+def test_splits_have_as_many_prompts_as_asked_for_none_twice_and_more_training_leaves_the_others() -> None:
+    splits, notes = prompt_rows(settings(), 0, samples())
+    assert [len(splits[split]) for split in ORDER] == [4, 3, 12]
+    assert len({text for split in ORDER for text in texts(splits[split])}) == 19
+    assert notes == ["prompts of the target: 28 written, 19 kept (68%); dropped: 9 repeated"]
+    more = settings()
+    more.train_examples = 30
+    grown = prompt_rows(more, 0, samples())[0]
+    assert all(texts(grown[split])[: len(splits[split])] == texts(splits[split]) for split in ORDER)
+
+
+def test_each_split_has_its_share_of_a_files_prompts_and_the_target_writes_the_rest(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    mine = [{"question": f"What would you do with {i} kinds of wood number {i * i}?"} for i in range(5, 14)]
+    rows = [*mine, mine[3], {"other": 1}, {"question": "Tell me all about topic0 and topic0s friend topic0a!"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    splits, notes = prompt_rows(settings(file=str(path)), 0, samples())
+    assert [len(splits[split]) for split in ORDER] == [4, 3, 12]
+    of_file = [sum("wood" in text or text.endswith("!") for text in texts(splits[split])) for split in ORDER]
+    assert of_file == [2, 2, 6]
+    everything = [text for split in ORDER for text in texts(splits[split])]
+    assert sum("topic0 " in text for text in everything) <= 1
+    assert notes[0] == f"prompts from {path}: 10 used, 1 dropped as repetitions, 1 rows without a prompt"
+    few = settings(file=str(path))
+    few.train_examples, few.validation_examples, few.test_examples = 4, 2, 2
+    alone, _ = prompt_rows(few, 0, None)
+    assert [len(alone[split]) for split in ORDER] == [2, 2, 4]
+    assert texts(prompt_rows(few, 1, None)[0]["train"]) != texts(alone["train"])
+    with pytest.raises(UserError, match=r"no target is named: give target\.model"):
+        prompt_rows(settings(file=str(path)), 0, None)
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"instruction": "Add.", "input": "1 2", "output": "3"}, "Add.\n\n1 2"),
+        ({"question": "Why? "}, "Why?"),
+        ({"prompt": "Why?"}, "Why?"),
+        ({"turns": ["Why?", "And then?"]}, "Why?"),
+        ({"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}, "Why?"),
+        ({"conversations": [{"from": "human", "value": "Why?"}]}, "Why?"),
+        ({"messages": [{"role": "assistant", "content": "So."}]}, None),
+        ({"prompt": "  "}, None),
+        ({"text": "Why?"}, None),
+    ],
+)
+def test_rows_of_the_usual_shapes_hold_a_prompt(row: dict[str, object], prompt: str | None) -> None:
+    messages = prompt_of(row)
+    assert (None if messages is None else messages[-1]["content"]) == prompt
+
+
+def test_an_opening_belongs_to_the_prompt_and_makes_no_two_of_them_alike() -> None:
+    opening = "Please answer the following question in ten words or in even fewer of them: Where"
+    made = (Sample(f" is the {i} of {i * i}?", "", opening) for i in count())
+    splits, _ = prompt_rows(settings(), 0, made)
+    assert texts(splits["test"])[1] == f"{opening} is the 1 of 1?"
+    assert [PromptSettings(openings=["a", "b"]).opening(number) for number in range(5)] == ["", "a", "", "b", ""]
+
+
+# -- a real, tiny target ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_of_target(
+    tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], tuple[Run, io.StringIO]]:
+    """Runs whose target, a random model over characters, writes prompts."""
+    for name, value in {"SHORTEST": 2, "LONGEST": 60, "BATCH": 8, "TRIES": 60, "GROUP": 1}.items():
+        monkeypatch.setattr(prompts_module, name, value)
+    tokenizer, model = with_start(adds=False), tmp_path / "model"
+    tokenizer.chat_template = CHAT_ML
+    tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=256, eos_token_id=0).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+
+    def settings(name: str, **changes: Any) -> tuple[Run, io.StringIO]:
+        made: Settings = tiny_settings(tmp_path, target=TargetSettings(kind="as_is", model=str(model)), name=name)
+        made.data = DataSettings(
+            source="target", train_examples=16, validation_examples=8, test_examples=4, max_length=128
+        )
+        made.teacher.responses.source, made.teacher.responses.max_new_tokens = "target", 12
+        made.teacher.examples = None
+        for key, value in changes.items():
+            setattr(made, key, value)
+        return bench(made)
+
+    return settings
+
+
+def test_the_same_seed_gives_the_same_prompts_and_a_killed_run_goes_on_with_them(
+    run_of_target: Callable[..., tuple[Run, io.StringIO]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, said = run_of_target("first")
+    corpus = run.corpus
+    assert [len(corpus.train), len(corpus.validation), len(corpus.test)] == [16, 8, 4]
+    assert not corpus.answered
+    assert "prompts of the target:" in said.getvalue()
+    prompts = {*corpus.train["prompt"], *corpus.validation["prompt"], *corpus.test["prompt"]}
+    assert len(prompts) == 28
+    assert all(prompt.startswith("<s>system\nBe kind.") and prompt.endswith("<s>assistant\n") for prompt in prompts)
+
+    class Killed(Exception):
+        pass
+
+    calls = list[int]()
+
+    def dying(*args: Any, write: Any = prompts_module.write_texts, **options: Any) -> list[list[int]]:
+        calls.append(1)
+        if len(calls) == 2:
+            raise Killed
+        return write(*args, **options)
+
+    second, _ = run_of_target("second")
+    with monkeypatch.context() as patch:
+        patch.setattr(prompts_module, "write_texts", dying)
+        with pytest.raises(Killed):
+            _ = second.corpus
+    file = second.work / "prompts" / "samples.jsonl"
+    assert len(file.read_bytes().splitlines()) == 8
+    file.write_bytes(file.read_bytes()[:-9])  # the last line is torn
+    assert run_of_target("second")[0].corpus.fingerprint == corpus.fingerprint
+    assert file.read_bytes() == (run.work / "prompts" / "samples.jsonl").read_bytes()
+    assert len({*run_of_target("third", seed=1)[0].corpus.train["prompt"]} - prompts) > 12
+
+
+def test_a_run_on_prompts_of_the_target_trains_every_stage_on_its_answers(
+    run_of_target: Callable[..., tuple[Run, io.StringIO]],
+) -> None:
+    run, said = run_of_target("whole")
+    run.settings.validate()
+    run.settings.training.steps = run.settings.student.training.steps = 2
+    assert run_stages(run) == ["target", "initial", "distillspec", "adaspec"]
+    train, validation, _ = answered_texts(run)
+    assert (len(train), len(validation)) == (16, 8)
+    assert "the target's responses, train: 16, 16 of them written now" in said.getvalue()

@@ -1,0 +1,117 @@
+"""Runs of heads from settings to saved weights: each one learns, is continued after a kill, and is made once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mtp_targets import NEEDED, with_layers
+from pairs import make_tokenizer
+from safetensors.torch import load_file
+from tiny_run import begun, check_killed_ends_alike, run_tiny, tiny_settings
+
+from decode.models.head_files import load_head
+from distill.config import BlockSettings, DraftSettings, ResponseSettings, Settings, StudentSettings, TargetSettings
+
+STUDENTS = {
+    "dspark": StudentSettings(kind="dspark", draft_vocab=64, block=BlockSettings(size=3, anchors=6, markov_rank=4)),
+    "eagle3": StudentSettings(kind="eagle3", unroll=2, draft_vocab=64),
+}
+
+
+def settings_of(kind: str, folder: Path) -> Settings:
+    """EAGLE-3 with a top-k signal, mixed precision and micro-batches, and texts of its own."""
+    settings = tiny_settings(folder, student=STUDENTS[kind])
+    settings.target.architecture.layers = 4
+    settings.target.training.lr, settings.training.lr = 1e-2, 5e-4  # a target that says something
+    settings.training.steps, settings.trainer.validate_every = 8, 4
+    for draft in settings.drafts:
+        draft.divergence = "dspark" if kind == "dspark" else "kl_tv"
+    if kind == "eagle3":
+        settings.teacher.signal, settings.teacher.signal_k = "topk", 16
+        settings.trainer.accumulate, settings.trainer.precision = 2, "bf16-mixed"
+        settings.drafts.append(DraftSettings(name="own", accepted_only=True, on_policy=1.0))
+        settings.teacher.responses = ResponseSettings(max_new_tokens=8, refresh_every=6)
+    return settings
+
+
+@pytest.fixture(scope="module", params=STUDENTS)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Settings, Any]:
+    """Settings of a finished run of heads, and the run."""
+    settings = begun(settings_of(request.param, tmp_path_factory.mktemp(request.param)))
+    return settings, run_tiny(settings)[1]
+
+
+def test_a_run_makes_every_head_and_learns(run: Any) -> None:
+    settings, made = run
+    first = load_head(made.path("initial")).state_dict()
+    assert len(load_head(made.path("initial")).draft_ids()) == 64
+    for stage in (draft.name for draft in settings.drafts):
+        head, history = load_head(made.path(stage)), made.record(stage).history
+        weights = head.state_dict()
+        assert {n for n in first if torch.equal(weights[n], first[n])} <= {"d2t", "t2d"}, stage
+        if settings.student.is_block:  # an EAGLE-3 head that starts from the target's layer has little to learn here
+            assert history[-1]["loss"] < history[0]["loss"], stage
+            assert {"alpha", "alpha_2", "alpha_3"} <= history[-1].keys()
+            assert "alpha_4" not in history[-1]  # a block drafts three tokens
+            assert len(head.temperatures) == len(head.sampled_temperatures) == head.drafts
+    plain, chosen = (made.record(stage).account for stage in ("distillspec", "adaspec"))
+    assert plain["selected_tokens"] == plain["teacher_tokens"] == chosen["teacher_tokens"]
+    assert 0 < chosen["selected_tokens"] < 0.5 * settings.student.steps * chosen["teacher_tokens"]
+    if not settings.student.is_block:
+        account = made.record("own").account
+        assert 0 < account["teacher_tokens"] <= 9 * account["examples"]  # of eight tokens and an end
+    assert run_tiny(settings)[0] == []  # nothing has changed
+
+
+def test_a_killed_training_ends_with_the_weights_of_an_undisturbed_one(run: Any, tmp_path: Path) -> None:
+    check_killed_ends_alike(run[0], tmp_path, {"distillspec": 5, "adaspec": 6})
+
+
+# -- next-token layers ------------------------------------------------------------------------------------------------
+
+
+def mtp_settings(folder: Path, kind: str, layers: int = 1) -> Settings:
+    """A run that tunes the layers of a target made below the folder."""
+    tokenizer = make_tokenizer()
+    with pytest.MonkeyPatch.context() as patch:
+        with_layers(folder / "given", patch, kind, layers, vocab_size=len(tokenizer), max_position_embeddings=256)
+    tokenizer.save_pretrained(folder / "given")
+    target = TargetSettings(kind="as_is", model=str(folder / "given"))
+    settings = tiny_settings(folder, target=target, student=StudentSettings(kind="mtp"))
+    settings.data.max_length, settings.data.overlong = 96, "cut"
+    settings.training.steps, settings.training.lr, settings.trainer.validate_every = 12, 1e-2, 6
+    settings.drafts = settings.drafts[:1]
+    return settings
+
+
+@NEEDED
+def test_a_target_s_layer_is_tuned_and_learns(tmp_path: Path) -> None:
+    settings = mtp_settings(tmp_path, "Mellum")
+    settings.teacher.responses = ResponseSettings(source="target", max_new_tokens=16)
+    _, made, _ = run_tiny(settings)
+    history = made.record("distillspec").history  # type: ignore[union-attr]
+    assert history[-1]["accepted_length"] > history[0]["accepted_length"]
+    assert run_tiny(settings)[0] == []
+
+
+@NEEDED
+def test_several_layers_are_trained_for_one_token_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixed precision, accepted tokens alone, the target's own states beside it, on texts of the draft's own."""
+    settings = mtp_settings(tmp_path, "DeepSeek-V3", 2)
+    with_layers(tmp_path / "given", monkeypatch, "DeepSeek-V3", 2, vocab_size=280, max_position_embeddings=256)
+    settings.drafts = [DraftSettings(name="accepted", accepted_only=True, on_policy=0.5)]
+    settings.teacher.responses = ResponseSettings(max_new_tokens=8)
+    settings.student.unroll = 5
+    settings.training.steps, settings.trainer.precision, settings.teacher.signal = 4, "bf16-mixed", "online"
+    _, made, _ = run_tiny(settings)
+    last = made.record("accepted").history[-1]  # type: ignore[union-attr]
+    assert "alpha_2" in last
+    assert "alpha_3" not in last
+    tuned, given = (load_file(folder / "model.safetensors") for folder in (made.path("accepted"), tmp_path / "given"))
+    assert {name.split(".")[2] for name in tuned} == {"2", "3"}
+    router = [name for name in tuned if name.endswith("e_score_correction_bias")]  # its state is no weight
+    assert router
+    assert all(torch.equal(tuned[name], given[name]) for name in router)

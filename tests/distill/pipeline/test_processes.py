@@ -1,0 +1,104 @@
+"""What a run makes of the devices of a machine, of torchrun and of Slurm."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import tiny_settings
+
+from decode.errors import UserError
+from distill import ranks
+from distill.__main__ import main
+from distill.config import TrainerSettings
+from distill.models import share_of
+from distill.pipeline import run_pipeline, write_settings
+from distill.run import Run
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine says that it has two of them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "processes"),
+    [
+        (["--trainer.devices", "auto"], 2),
+        ([], 1),  # models this small train no faster on two
+        (["--trainer.accelerator", "cpu"], 1),
+        (["--trainer.devices", "3,5,6"], 3),
+    ],
+)
+def test_the_first_command_starts_a_process_for_every_gpu(
+    two_gpus: None, monkeypatch: pytest.MonkeyPatch, arguments: list[str], processes: int
+) -> None:
+    started, ran = list[list[str]](), list[Any]()
+
+    def execute(program: str, command: list[str]) -> None:
+        started.append(command)
+        raise SystemExit
+
+    monkeypatch.setattr(os, "execv", execute)
+    monkeypatch.setattr("distill.pipeline.run_pipeline", lambda settings: ran.append(settings))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    command = ["--config", "configs/quickstart.yaml", *arguments]
+    try:
+        main(list(command))
+    except SystemExit:
+        assert processes > 1
+    launched = [*TORCHRUN, f"--nproc-per-node={processes}", "-m", "distill", *command]
+    assert started == ([launched] if processes > 1 else [])
+    assert len(ran) == (processes == 1)
+
+
+def test_from_python_several_devices_are_refused_with_what_starts_them(two_gpus: None, tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    settings.trainer.accelerator = "auto"
+    with pytest.raises(
+        UserError, match=r"trainer.devices is auto .* 2 processes, and 1 were started: python -m distill"
+    ):
+        run_pipeline(settings)
+    settings.trainer.accelerator = "mps"
+    with pytest.raises(UserError, match=r"trainer.accelerator is 'mps', expected auto or cpu"):
+        run_pipeline(settings)
+
+
+def test_tasks_of_slurm_take_the_devices_of_their_number_on_the_machine(
+    two_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = {"NTASKS": "4", "NTASKS_PER_NODE": "2", "PROCID": "3", "LOCALID": "1", "NODEID": "1", "JOB_NAME": "train"}
+    for name, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    trainer = TrainerSettings(num_nodes=2)
+    assert (ranks.rank(), ranks.local_rank(), ranks.local_world(), ranks.process_count(trainer)) == (3, 1, 2, 4)
+    assert not ranks.is_first()
+    assert ranks.local_device(trainer) == torch.device("cuda:1")
+    assert share_of(["a", "b", "c", "d"], ranks.local_rank(), ranks.local_world()) == ["c", "d"]
+    with pytest.raises(UserError, match="ablate runs in one process, but 4 were started"):
+        ranks.check_alone("ablate")
+
+
+def test_the_command_trains_in_two_processes_on_the_cpu(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path, evaluation=False)
+    settings.drafts, settings.trainer.devices = settings.drafts[:1], 2
+    for training in (settings.target.training, settings.student.training, settings.training):
+        training.steps = 2
+    write_settings(settings, tmp_path / "settings.yaml")
+    run = Run(settings)
+    (run.work / ".tmp-left").mkdir(parents=True)  # of a killed run: the first process deletes it before any writes
+    ended = subprocess.run(
+        [*TORCHRUN, "--nproc-per-node=2", "-m", "distill", "--config", str(tmp_path / "settings.yaml")],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("stage 4 of 4") == 1  # the first process alone prints
+    assert (run.export / "model.safetensors").exists()
+    assert not list(tmp_path.rglob(".tmp-*"))

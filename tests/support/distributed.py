@@ -1,0 +1,115 @@
+"""Trainings that several processes and one must end alike: whole runs, and parts of a batch without a label.
+
+Started by `test_fsdp_and_ddp` once for every process, whose rank stands in its environment: FOLDER WAYS.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import noise
+import numpy as np
+import torch
+from drafts import draft_of
+from families import build_tiny, in_double
+from rich.console import Console
+from some_rows import TRAINING, add_column, some_rows
+from tiny_run import tiny_settings
+
+from distill import ranks
+from distill.config import DraftSettings, Settings, Signal, StudentSettings, TrainerSettings
+from distill.data.dataset import DistillDataModule, Schedule, TrainingBatches
+from distill.modules import DistillModule
+from distill.run import Run, alone_in
+from distill.stages import run_stages
+from distill.trainer import fit
+
+
+@dataclass
+class Way:
+    """How several processes train, and in how many micro-batches."""
+
+    strategy: str = "ddp"
+    accumulate: int = 1
+    head: bool = False
+    signal: Signal = "hidden"
+    sharded: bool = False
+    on_policy: float = 0.0
+
+
+WAYS = {"ddp": Way(accumulate=2, on_policy=0.5), "fsdp": Way("fsdp", signal="online")}
+SLOW = {"heads": Way(head=True, signal="online"), "sharded": Way(signal="online", sharded=True)}
+"""Trained by four processes beside the others, in `make test-slow`."""
+
+
+def settings_of(way: str, folder: Path, processes: int = 1) -> Settings:
+    """A short run; so many processes train the same micro-batches as one, among whose tokens AdaSPEC selects."""
+    chosen = (WAYS | SLOW)[way]
+    settings = tiny_settings(folder, name=way)
+    settings.drafts[0].on_policy = chosen.on_policy
+    for training in (settings.target.training, settings.student.training, settings.training):
+        training.steps, training.batch_size = 4, 8
+    trainer = settings.trainer
+    trainer.validate_every, trainer.accumulate = 2, chosen.accumulate * (4 // processes)
+    if chosen.strategy == "ddp":  # rounding alone then never decides which token is selected
+        trainer.precision = "64-true"
+    settings.teacher.signal, settings.teacher.responses.max_new_tokens = chosen.signal, 8
+    if chosen.head:
+        settings.target.architecture.layers = 4
+        settings.student = StudentSettings(kind="eagle3", unroll=2, draft_vocab=64)
+    if processes > 1:
+        trainer.devices, trainer.strategy, settings.target.sharded = processes, chosen.strategy, chosen.sharded
+    return settings
+
+
+PARTS = ("language model", "eagle", "eagle3", "dspark")
+SIZE, STEPS = 4, 4
+
+
+def train_part(kind: str, folder: Path, world: int) -> None:
+    """Trains by all processes, and writes the weights and the learning curve; one has two micro-batches a step.
+
+    A second process has no label in the first step, and no process in the second.
+    """
+    target = in_double(build_tiny("llama", num_hidden_layers=4, seed=4, dtype=torch.float64))
+    schedule = Schedule(some_rows(16).lengths, SIZE, seed=1)
+    for k in (1.0, 0.4):
+        examples = some_rows(16, empty=[*schedule.batch(0)[1::2].tolist(), *schedule.batch(1).tolist()])
+        draft, signal = draft_of(kind, target)
+        reference = np.random.default_rng(0).random((examples.label_count, getattr(draft, "steps", draft.depth)))
+        add_column(examples, "reference_loss", reference)
+        settings = DraftSettings(name="x", divergence="kl_tv", reference="y" if k < 1 else None, k=k)
+        module = DistillModule(draft, signal, TRAINING, STEPS, settings=settings)
+        trainer = TrainerSettings(
+            accelerator="cpu", devices=world, strategy="ddp" if world > 1 else "auto", accumulate=2 // world,
+            precision="64-true", validate_every=2,
+        )  # fmt: skip
+        data = DistillDataModule(TrainingBatches(examples, schedule, STEPS), some_rows(5, seed=3, empty=[1]))
+        work = folder / f"checkpoints-{kind}-{k}-{world}"
+        history, _, _ = fit(module, data, trainer, work, name=kind, console=Console(file=io.StringIO()))
+        torch.save((history, module.model.state_dict()), folder / f"{kind}-{k}-{world}-{module.global_rank}.pt")
+
+
+def main(folder: Path, ways: list[str]) -> None:
+    """Trains in these ways, one after another."""
+    torch.set_num_threads(1)
+    noise.install()
+    rank, world = os.environ["RANK"], int(os.environ["WORLD_SIZE"])
+    for way in ways:
+        if way in PARTS:
+            train_part(way, folder, world)
+            continue
+        run = Run(settings_of(way, folder / "several", world), Console(quiet=rank != "0"))
+        ranks.start(run.settings.trainer)
+        with alone_in(run):
+            made = run_stages(run)
+        (folder / f"{way}-{rank}.json").write_text(json.dumps(made))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2].split(","))

@@ -1,0 +1,61 @@
+"""The report of a run with three drafts, of which `adaspec` is exported; its best draft length is 2."""
+
+import copy
+
+
+def decoding(draft, temperature, length, speedup, same=True):
+    return {
+        "draft": draft, "temperature": temperature, "draft_length": length, "tokens_per_second": 594.0 * speedup,
+        "speedup": speedup, "speedup_ci95": [speedup - 0.05, speedup + 0.05], "speedup_vs_generate": 2.4 * speedup,
+        "speedup_vs_generate_ci95": [3.7, 4.1],
+        "predicted_speedup": speedup * 1.05, "accepted_length": 4.2, "alpha": 0.94, "accepted_per_drafted": 0.7,
+        "identical_to_target": same,
+    }  # fmt: skip
+
+
+def draft(name, alpha):
+    return {
+        "name": name, "parameters": 81_472, "offline_alpha": alpha, "offline_alpha_se": 0.001,
+        "optimiser_steps": 1500, "examples": 48_000, "teacher_tokens": 2_900_000, "selected_tokens": 1_160_000,
+    }  # fmt: skip
+
+
+def pair(a, b, difference, p_value, label="T = 1; equal steps"):
+    return {"a": a, "b": b, "label": label, "difference": difference, "se": 0.0004, "p_value": p_value, "n": 200}
+
+
+FIELDS = "position", "rounds", "tested", "conditional", "conditional_se", "marginal", "marginal_se"
+POSITIONS = [
+    dict(zip(FIELDS, (1, 100, 100, 0.9, 0.04, 0.9, 0.05))),
+    dict(zip(FIELDS, (2, 100, 90, 0.8, 0.04, 0.72, 0.05))),
+]
+FULL = {
+    "name": "quickstart",
+    "created": "2025-11-21 09:40 UTC",
+    "machine": {"cpu": "Some CPU", "note": "measured packing"},
+    "settings": {"seed": 7},
+    "target": {"parameters": 1_938_432, "accuracy": 0.64, "accuracy_n": 400},
+    "drafts": [draft("undistilled", 0.8751), draft("distillspec", 0.9461), draft("adaspec", 0.9480)],
+    "paired": [pair("adaspec", "distillspec", 0.0019, 2e-6), pair("adaspec", "distillspec", 0.5, 0.9, "greedy")],
+    "decoding": [
+        {**decoding("autoregressive", 0.0, None, 1.0), "speedup_ci95": None, "alpha": None},
+        decoding("distillspec", 0.0, 4, 1.50),
+        decoding("adaspec", 0.0, 4, 1.55),
+        decoding("adaspec", 0.0, 2, 1.62),
+        decoding("adaspec", 1.0, 4, 1.40, same=None),
+    ],
+    "profile": {"cost_ratio": 0.14, "best_draft_length": 2, "break_even_alpha": 0.41},
+    "analysis": {
+        "acceptance_by_position": {"adaspec": POSITIONS},
+        "acceptance": {"adaspec": [{"position": 1, "validation": 0.91, "offline": 0.92}]},
+        "curves": {"adaspec": [[0, 0.87], [100, 0.94]]},
+    },
+    "samples": [{"prompt": "How many?", "tokens": [{"text": "<3", "who": "accepted"}, {"text": ".", "who": "bonus"}]}],
+    "exported": {"length": 3, "kind": "draft", "token_map": False, "gguf_type": "q8_0", "unserved": {}},
+    "commands": {"reproduce": "python -m distill --config configs/quickstart.yaml"},
+}
+
+
+def changed(**parts):
+    """The report with other parts."""
+    return {**copy.deepcopy(FULL), **parts}
