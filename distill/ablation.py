@@ -34,14 +34,16 @@ from distill.run import Run, alone_in
 from distill.stages import run_stages
 
 Row = dict[str, Any]
-Alphas = dict[str, list[OfflineAlpha]]  # by mode, as first, second, … drafted token
+Alphas = dict[str, list[list[OfflineAlpha]]]  # by mode, of each seed, as first, second, … drafted token
 
 MODES = {"sampled": 1.0, "greedy": 0.0}
-DEPTH = 7  # drafted tokens of a feature head whose acceptance is measured
-TABLE = (
-    "name", "seeds", "offline_alpha", "offline_accepted_length", "length_gain", "gain", "greedy_gain", "teacher_tokens",
-    "seconds",
-)  # fmt: skip
+GAINS: dict[str, tuple[str, Callable[..., dict[str, float]]]] = {
+    "gain": ("sampled", lambda a, b: paired(a[0], b[0])),
+    "greedy_gain": ("greedy", lambda a, b: paired(a[0], b[0])),
+    "length_gain": ("sampled", paired_lengths),
+}
+"""Columns that compare a draft with the first one: the decoding mode, and how measurements of the same texts differ."""
+TABLE = "name", "seeds", "offline_alpha", "offline_accepted_length", *GAINS, "teacher_tokens", "seconds"
 
 
 @dataclass
@@ -61,13 +63,9 @@ class AblateSettings(Settings):
 
 
 def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
-    """Trains what is missing and measures it. The table is written after each draft.
+    """Trains what is missing, measures it, and returns the folder of ``ablation.json`` and ``ablation.md``.
 
-    Returns:
-        The folder of ``ablation.json`` and ``ablation.md``.
-
-    Raises:
-        UserError: The settings cannot be used.
+    The table is written after each draft. Raises a `UserError` where the settings cannot be used.
     """
     settings.validate()
     seeds, console = settings.ablation.seeds, console or output_console()
@@ -79,80 +77,55 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
     full = replace(settings, drafts=[*(variants[name] for name in references), *drafts], export=ExportSettings())
     full.validate()
     full.trainer = replace(full.trainer, devices=1, num_nodes=1, strategy="auto")
-    alphas: dict[str, dict[int, Alphas]] = {}
-    used: dict[str, list[Row]] = {}
+    alphas: dict[str, Alphas] = {name: {mode: [] for mode in MODES} for name in variants}
+    used: dict[str, list[Row]] = {name: [] for name in variants}
     run = Run(full, console)
     with alone_in(run):
         run.settings = prepare_settings(full, console)
         run_stages(run, ("target", "initial", *references))
         target = run.load_target("float32" if run.device.type == "cpu" else None)
-        measured = full.evaluation or EvaluationSettings()
-        options = BenchOptions(
-            max_new_tokens=measured.max_new_tokens, seed=full.seed, threads=torch.get_num_threads(), pack="off"
-        )
+        measured, threads = full.evaluation or EvaluationSettings(), torch.get_num_threads()
+        options = BenchOptions(max_new_tokens=measured.max_new_tokens, seed=full.seed, threads=threads, pack="off")
         session = Session(target, None, run.tokenizer, options)
         prompts = test_suite(run.corpus, full.data.source, measured.prompts).prompts
         with working(console, "  the target's answers"):
             texts = {mode: target_texts(session, prompts, temperature) for mode, temperature in MODES.items()}
         for seed in seeds:
-            for name in variants:
-                draft = f"{name}-seed{seed}"
+            for name, variant in variants.items():
+                draft, trust = f"{name}-seed{seed}", full.student.trust_remote_code
                 run_stages(run, (draft,))
-                trust = full.student.trust_remote_code
                 models = {draft: open_draft(run.path(draft), target, run.tokenizer, trust_remote_code=trust)}
                 with working(console, f"  acceptance of {draft}"):
-                    alphas.setdefault(name, {})[seed] = {
-                        mode: acceptance(target, models, texts[mode], temperature, DEPTH)[draft]
-                        for mode, temperature in MODES.items()
-                    }
+                    for mode, temperature in MODES.items():
+                        alphas[name][mode] += acceptance(target, models, texts[mode], temperature).values()
                 record = run.draft_record(draft)
-                used.setdefault(name, []).append({**record.account, "seconds": record.seconds})
-                rows = [row | {"settings": asdict(variants[row["name"]])} for row in table(alphas, used)]
-                write_table(run.folder / "ablation.md", rows, console)
+                used[name].append({**record.account, "seconds": record.seconds, "settings": asdict(variant)})
+                write_table(run.folder / "ablation.md", table(alphas, used), console)
     return run.folder
 
 
-def table(alphas: Mapping[str, Mapping[int, Alphas]], used: Mapping[str, Sequence[Row]]) -> list[Row]:
-    """Returns a row for each draft: α, gains over the first draft, and what it took.
-
-    Args:
-        alphas: By name and seed.
-        used: By name, what the training with each seed took.
-    """
-    first, rows = next(iter(alphas)), []
-    for name, by_seed in alphas.items():
-        mean = _mean([modes["sampled"][0] for modes in by_seed.values()])
-        row: Row = {"name": name, "seeds": len(by_seed), "offline_alpha": mean.mean}
+def table(alphas: Mapping[str, Alphas], used: Mapping[str, Sequence[Row]]) -> list[Row]:
+    """Returns a row for each measured draft: α, gains over the first draft, and what the training of a seed took."""
+    first, *_ = alphas.values()
+    rows = []
+    for name, accounts in used.items():
+        if not accounts:
+            continue
+        sampled = alphas[name]["sampled"]
+        mean = _mean([depths[0] for depths in sampled])
+        row = accounts[0] | {"name": name, "seeds": len(accounts), "offline_alpha": mean.mean}
         row["offline_alpha_se"] = None if math.isnan(mean.se) else mean.se
-        row["offline_accepted_length"] = statistics.fmean(
-            offline_accepted_length(modes["sampled"]) for modes in by_seed.values()
-        )
-        if name != first:
-            row |= gain("gain", by_seed, alphas[first], "sampled")
-            row |= gain("greedy_gain", by_seed, alphas[first], "greedy")
-            row |= gain("length_gain", by_seed, alphas[first], "sampled", paired_lengths)
-        keys = ("optimiser_steps", "teacher_tokens", "seconds")
-        rows.append(row | {key: statistics.fmean(account[key] for account in used[name]) for key in keys})
+        row["offline_accepted_length"] = statistics.fmean(map(offline_accepted_length, sampled))
+        for key in ("optimiser_steps", "teacher_tokens", "seconds"):
+            row[key] = statistics.fmean(account[key] for account in accounts)
+        for key, (mode, compare) in GAINS.items() if alphas[name] is not first else ():
+            before, after = first[mode][: len(accounts)], alphas[name][mode]
+            gains = [compare(x, y)["difference"] for x, y in zip(before, after)]
+            se_texts = compare(*([_mean(by_depth) for by_depth in zip(*each)] for each in (before, after)))["se"]
+            se_seeds = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
+            row |= {key: statistics.fmean(gains), f"{key}_se": math.hypot(se_seeds, se_texts), f"{key}_by_seed": gains}
+        rows.append(row)
     return rows
-
-
-def gain(
-    key: str,
-    mine: Mapping[int, Alphas],
-    theirs: Mapping[int, Alphas],
-    mode: str,
-    compare: Callable[..., dict[str, float]] = lambda a, b: paired(a[0], b[0]),
-) -> Row:
-    """Returns the mean difference over common seeds, paired by seed, with its errors over seeds and prompts."""
-    seeds = sorted(mine.keys() & theirs.keys())
-    a, b = ([modes[seed][mode] for seed in seeds] for modes in (theirs, mine))
-    by_seed = [compare(x, y)["difference"] for x, y in zip(a, b)]
-    se_texts = compare(*([_mean(by_depth) for by_depth in zip(*each)] for each in (a, b)))["se"]
-    se_seeds = statistics.stdev(by_seed) / math.sqrt(len(seeds)) if len(seeds) > 1 else None
-    return {
-        key: statistics.fmean(by_seed), f"{key}_se": math.hypot(se_seeds or 0.0, se_texts),
-        f"{key}_se_seeds": se_seeds, f"{key}_se_texts": se_texts, f"{key}_by_seed": dict(zip(map(str, seeds), by_seed)),
-    }  # fmt: skip
 
 
 def _mean(alphas: Sequence[OfflineAlpha]) -> OfflineAlpha:

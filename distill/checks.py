@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import torch
 
@@ -34,56 +35,39 @@ def check_inputs(run: Run) -> None:
 
 def _check_machine(run: Run, models: dict[str, ModelSettings]) -> None:
     """Refuse devices, number formats and servers that are not there."""
-    trainer, target, responses, device = (
-        run.settings.trainer,
-        run.settings.target,
-        run.settings.teacher.responses,
-        run.device,
-    )
-    if trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
-        raise UserError(
-            f"trainer.accelerator is {trainer.accelerator} and PyTorch finds no GPU: set it to auto or cpu, or install "
-            "a PyTorch that was built for CUDA and check nvidia-smi"
-        )
-    for name in target.devices:
-        choose_device(name)
+    settings, device = run.settings, run.device
+    trainer, target, responses = settings.trainer, settings.target, settings.teacher.responses
     if target.sharded and ranks.world() < 2:
         raise UserError("target.sharded spreads the target over processes, and one was started: see trainer.devices")
+    for name in target.devices:
+        choose_device(name)
     if target.quantization:
-        place = target.devices[0] if target.devices else device
-        quantization_config(target.quantization, place)
+        quantization_config(target.quantization, target.devices[0] if target.devices else device)
     if responses.from_target and target.kind == "as_is" and not (run.work / "responses").exists():
         check_servers(responses.server)  # a target that is trained first can be served only later
-    half = [f"trainer.precision {trainer.precision}"] * trainer.precision.startswith("bf16")
-    half += [
-        f"{name}.dtype bfloat16" for name, model in models.items() if not model.trained and model.dtype == "bfloat16"
-    ]
-    if half and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+    frozen = [model.dtype for model in models.values() if not model.trained]
+    if not trainer.precision.startswith("bf16") and "bfloat16" not in frozen:
+        return
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UserError(
-            f"{torch.cuda.get_device_name(device)} has no bfloat16, and {', '.join(half)} asks for it: set "
-            "trainer.precision to 16-mixed or 32-true, and a frozen target's dtype to float16 or float32"
+            f"{torch.cuda.get_device_name(device)} has no bfloat16: set trainer.precision to 16-mixed or 32-true, and "
+            "the dtype of a frozen target or student to float16 or float32"
         )
-    if half and device.type == "cpu" and not multiplies_bfloat16(device):
-        run.line(
-            "this processor has no instructions for bfloat16, in which it is several times slower than in float32: "
-            f"{', '.join(half)}. Set these to auto"
-        )
+    if device.type == "cpu" and not multiplies_bfloat16(device):
+        run.line("this processor is several times slower in bfloat16: set trainer.precision and models' dtype to auto")
 
 
 def _check_batches(run: Run, models: dict[str, ModelSettings]) -> None:
     """Refuse batches that the processes cannot divide among them, or that the examples do not fill."""
     settings, parts = run.settings, run.settings.trainer.accumulate * ranks.process_count(run.settings.trainer)
-    trainings = {
-        f"{name}.training": (model.training, len(run.corpus.train)) for name, model in models.items() if model.trained
-    }
+    trainings = {name: (model.training, len(run.corpus.train)) for name, model in models.items() if model.trained}
     for draft in settings.drafts:
-        trainings[f"drafts.{draft.name}.training"] = draft.training_of(settings.training), len(run.examples)
+        trainings[f"drafts.{draft.name}"] = draft.training_of(settings.training), len(run.examples)
     for name, (training, examples) in trainings.items():
         if not parts <= training.batch_size <= examples:
             raise UserError(
-                f"{name}.batch_size is {training.batch_size}, expected at least {parts} (trainer.accumulate times the "
-                f"processes of trainer.devices and trainer.num_nodes) and at most {examples}, the training examples "
-                "(data.train_examples, teacher.examples)"
+                f"{name}.training.batch_size is {training.batch_size}, expected at least {parts} (trainer.accumulate "
+                f"times the processes) and at most {examples} (the training examples)"
             )
 
 
@@ -91,7 +75,7 @@ def _check_models(run: Run, models: dict[str, ModelSettings]) -> None:
     """Refuse texts longer than a model's context, an attention that it lacks, and a draft that is not smaller."""
     settings, corpus, longest = run.settings, run.corpus, run.settings.data.max_length
     vocab, attention = len(corpus.tokenizer), settings.trainer.attention
-    if not (settings.teacher.responses.from_target or settings.on_policy):  # whose lengths are not known yet
+    if not (settings.teacher.responses.from_target or any(draft.on_policy for draft in settings.drafts)):
         longest = max(int(Examples.of(split).lengths.max()) for split in (corpus.train, corpus.validation))
     for name, model in models.items():
         if model.kind == "cut":
@@ -99,8 +83,8 @@ def _check_models(run: Run, models: dict[str, ModelSettings]) -> None:
         config = config_of(model, vocab)
         if attention != "auto":
             check_attention(config, attention)
-        positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-        if positions is not None and positions < longest:
+        positions = getattr(config.get_text_config(), "max_position_embeddings", None) or longest
+        if positions < longest:
             key = f"{name}.architecture.positions" if model.kind == "scratch" else f"the context of {name}.model"
             raise UserError(
                 f"{key} is {positions} tokens and the longest example may have {longest}: lower data.max_length to "
@@ -112,8 +96,8 @@ def _check_models(run: Run, models: dict[str, ModelSettings]) -> None:
         target, student = (count_parameters(model, vocab) for model in models.values())
         if student >= target:
             raise UserError(
-                f"the draft has {student:,} parameters and the target {target:,}: a draft has to be smaller, or there "
-                "is nothing to gain. Make student.architecture smaller, or choose a smaller student.model"
+                f"the draft has {student:,} parameters and the target {target:,}: make student.architecture smaller or "
+                "choose a smaller student.model"
             )
 
 
@@ -127,10 +111,16 @@ def signal_sizes(run: Run) -> dict[str, float]:
         tokens, labels = tokens + int(rows.lengths.sum()) + longest, labels + max(rows.label_count, longest)
     state = config.hidden_size * (2 if target.dtype == "bfloat16" else 4)
     block_layers = len(student.block.target_layers) or max(3, student.block.layers)
-    layers = block_layers if student.is_block else {"eagle": 1, "eagle3": 3, "mtp": 1}.get(student.kind, 0)
+    read = block_layers if student.is_block else {"eagle": 1, "eagle3": 3, "mtp": 1}.get(student.kind, 0)
     # the states that EAGLE-1 and next-token layers read are those that logits are made of
-    hidden = layers * state * tokens + (0 if student.kind in ("eagle", "mtp") else state * labels)
-    return {"hidden": hidden, "topk": layers * state * tokens + 8 * teacher.signal_k * labels}
+    hidden = 0 if student.kind in ("eagle", "mtp") else state * labels
+    return {"hidden": read * state * tokens + hidden, "topk": read * state * tokens + 8 * teacher.signal_k * labels}
+
+
+def free_space(run: Run) -> tuple[Path, int]:
+    """Return the folder of the run's disk that exists, and the bytes that are free there."""
+    place = next(path for path in (run.work, *run.work.parents) if path.exists())
+    return place, shutil.disk_usage(place).free
 
 
 def _check_disk(run: Run) -> None:
@@ -138,8 +128,8 @@ def _check_disk(run: Run) -> None:
     kind, known = run.settings.teacher.signal, run.corpus.answered and not run.settings.teacher.responses.from_target
     if kind not in ("hidden", "topk") or not known or (run.work / "signals").exists():
         return
-    size, place = signal_sizes(run)[kind], next(path for path in (run.work, *run.work.parents) if path.exists())
-    if size > (free := shutil.disk_usage(place).free):
+    size, (place, free) = signal_sizes(run)[kind], free_space(run)
+    if size > free:
         raise UserError(
             f"the target's signal ({kind}) will take {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free in {place}: "
             "set teacher.signal to auto, use fewer teacher.examples, or another output_dir"

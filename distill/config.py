@@ -5,41 +5,24 @@ import inspect
 import pkgutil
 import re
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import reduce
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
-from jsonargparse.typing import (
-    ClosedUnitInterval,
-    NonNegativeFloat,
-    NonNegativeInt,
-    OpenUnitInterval,
-    PositiveFloat,
-    PositiveInt,
-    restricted_number_type,
-)
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from decode.errors import UserError
 from decode.method_options import Seed, Share, Temperature, check_numbers
-
-if TYPE_CHECKING:
-    BlockSize = int
-    ContextLength = int
-    ShareBelowOne = float
-else:
-    BlockSize = restricted_number_type("BlockSize", int, (">=", 2))
-    ContextLength = restricted_number_type("ContextLength", int, (">=", 8))
-    ShareBelowOne = restricted_number_type("ShareBelowOne", float, [(">=", 0), ("<", 1)])
 
 Attention = Literal["auto", "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"]
 DivergenceName = Literal[
     "forward_kl", "reverse_kl", "jsd", "tv", "neg_log_alpha", "lk_hybrid", "kl_tv", "cross_entropy", "dspark"
 ]  # fmt: skip
-"""Losses per token; `distill.losses.divergences` holds what they compute."""
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+"""Losses per token, of `distill.losses.divergences`."""
 Precision = Literal[
-    "auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", "32", "bf16", "16", "64",
-    "transformer-engine", "transformer-engine-float16",
+    "auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", "transformer-engine",
+    "transformer-engine-float16",
 ]  # fmt: skip
 Signal = Literal["auto", "hidden", "topk", "online"]
 Split = Literal["train", "validation", "test"]
@@ -49,33 +32,27 @@ HEADS = ("eagle", "eagle3", "dflash", "dspark", "mtp")
 """Kinds of students that are heads on the target's hidden states."""
 SHARDED = ("fsdp",)
 """Strategies that spread a model's weights over devices."""
-DECIDED = (
-    "accelerator", "accumulate_grad_batches", "callbacks", "devices", "logger", "max_epochs", "max_steps", "num_nodes",
-    "plugins", "precision", "strategy", "val_check_interval",
-)  # fmt: skip
-"""Arguments of Lightning's trainer that follow from other settings."""
 START = "undistilled", "untrained", "untuned"
 """How reports name the student before distillation: a language model, a head, and a target's next-token layers."""
-RESERVED = ("target", "initial", "export", "probes", "work", "wandb", "csv", *START)
-"""Folders of a run, and names in reports, that no draft may have."""
-STAGE_FILES = ("report", "corpus", "signal", "signals", "responses", "prompts", "original", "ablation", "lock")
-"""Names under ``work/`` that no draft's record may take."""
+RESERVED = (
+    "target", "initial", "export", "probes", "work", "wandb", "csv", *START,
+    "report", "corpus", "signal", "signals", "responses", "prompts", "original", "ablation", "lock",
+)  # fmt: skip
+"""Folders of a run, names in reports and files under ``work/``, which no draft may have as its name."""
 
 
-def refuse(settings: Any, where: str, *rules: tuple[object, str, str]) -> None:
-    """Raise a `UserError` for the first broken rule.
-
-    Args:
-        settings: A section.
-        where: What stands before its keys in errors, such as ``data.``.
-        rules: For each whether it is broken, the key, and what follows the key's value in the error.
-    """
+def refuse(settings: Any, *rules: tuple[object, str, str], where: str = "") -> None:
+    """Raise a `UserError` for the first of the rules (is it broken, dotted key, what follows the key's value)."""
     for broken, key, message in rules:
         if broken:
             raise UserError(f"{where}{key} is {attrgetter(key)(settings)!r}, {message}")
 
 
-# -- data --------------------------------------------------------------------------------------------------------------
+def change(settings: Any, **values: Any) -> None:
+    """Set values by their keys, in which ``__`` stands for a dot: ``trainer__devices=1``."""
+    for key, value in values.items():
+        *sections, name = key.split("__")
+        setattr(reduce(getattr, sections, settings), name, value)
 
 
 @dataclass
@@ -83,11 +60,9 @@ class PromptSettings:
     """How an instruct target writes prompts of its own (Magpie, arXiv 2406.08464)."""
 
     file: str | None = None
-    """File of prompts, of which each split has its share; the target writes the rest. Columns: instruction and input,
-    question, prompt, messages or turns."""
+    """File of prompts for all splits (columns: question, prompt, messages, ...); the target writes the rest."""
     openings: list[str] = field(default_factory=list)
-    """First words of every second prompt, in turn, such as "Translate German to English: Der": a small model hardly
-    writes such prompts without them."""
+    """First words of every second prompt, in turn, such as "Translate German to English: Der", for small models."""
 
     def opening(self, number: int) -> str:
         """Return the beginning of the prompt of this number: every second one has an opening, in turn."""
@@ -99,26 +74,21 @@ class DataSettings:
     """The corpus: where its rows come from, how they become texts, how many there are and how long they may be."""
 
     source: str = "arithmetic"
-    """`arithmetic` (built in), a preset (gsm8k, alpaca, mbpp, ...), a file or folder, a data set on the Hugging Face
-    Hub (its revision behind an @), or `target`: an instruct target writes prompts and answers them. By its columns a
-    row is a pair (prompt, response), a chat (messages, conversations, or prompt and chosen or completion) or a text."""
+    """`arithmetic` (built in), a preset (gsm8k, alpaca, ...), a file, a folder, a data set on the Hub (name@revision),
+    or `target`: an instruct target writes the prompts. By its columns a row is a pair, a chat or a text."""
     files: dict[Split, str] = field(default_factory=dict)
-    """Local files of the splits (json, jsonl, csv, tsv, parquet, arrow or txt, also compressed): {train: a.jsonl}.
-    A missing split is 5 % of the training rows, chosen by a hash of the prompt, so that equal ones stay together."""
+    """Local files of the splits: {train: a.jsonl, test: b.csv}. A missing one is 5 % of the training rows."""
     prompts: PromptSettings = field(default_factory=PromptSettings)
-    """How prompts are written where source is target."""
     prompt_template: str | None = None
-    """Format string over the columns, such as '{question}\\n' (a line break). null: the preset's, or the usual
-    columns."""
+    """Format string over the columns, such as '{question}\\n'. null: the preset's, or the usual columns."""
     response_template: str | None = None
     """How a row becomes a response, such as '{answer}'. null: as for prompt_template."""
     chat_template: str | None = None
     """Jinja template of chats, or a file with one, for tokenizers that have none. null: the tokenizer's."""
     chat: Literal["auto"] | bool = "auto"
-    """Whether pairs are put into the chat template, as instruct models are served. auto: where the tokenizer has
-    one."""
+    """Whether pairs are put into the chat template, as instruct models are served. auto: if the tokenizer has one."""
     system: str | None = None
-    """System message of chats that have none, and of pairs in the chat template. null: what the template writes."""
+    """System message of chats without one, and of pairs in the chat template. null: what the template writes."""
     template_args: dict[str, Any] = field(default_factory=dict)
     """Further variables of the chat template, such as {enable_thinking: false}."""
     train_examples: PositiveInt | Literal["all"] | None = 20_000
@@ -127,7 +97,7 @@ class DataSettings:
     """Validation examples at most: they choose the best checkpoint."""
     test_examples: PositiveInt = 512
     """Test examples at most: they are measured once, at the end."""
-    max_length: ContextLength = 512
+    max_length: PositiveInt = 512
     """Longest example in tokens, prompt and response together. Memory and time of a step grow with it."""
     overlong: Literal["drop", "cut"] = "drop"
     """What happens to longer examples: they are dropped, or the end of the response is cut off."""
@@ -151,26 +121,20 @@ class DataSettings:
         return asdict(replace(self, chat_template=self.template(), loader_workers=0))
 
     def template(self) -> str | None:
-        """Return the text of the chat template, which may be in a file; refuse a file that cannot be read."""
+        """Return the chat template, which may be in a file."""
         if self.chat_template is None or "{{" in self.chat_template or "{%" in self.chat_template:
             return self.chat_template
         try:
             return Path(self.chat_template).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise UserError(
-                f"data.chat_template is {self.chat_template!r}, neither a Jinja template (it has no {{{{ or {{%) nor a "
-                f"file that can be read from {Path.cwd()} ({error})"
-            ) from error
+            known = f"expected a Jinja template (with {{{{ or {{%) or a file that can be read ({error})"
+            raise UserError(f"data.chat_template is {self.chat_template!r}, {known}") from error
 
     def templates(self) -> tuple[str, str] | None:
         """Return the templates of these settings, with line breaks and tabs that a shell or YAML left escaped."""
-        if self.prompt_template is None or self.response_template is None:
-            return None
-        prompt, response = (
-            re.sub(r"(?<!\\)\\([nt])", lambda escaped: "\n" if escaped[1] == "n" else "\t", template)
-            for template in (self.prompt_template, self.response_template)
-        )
-        return prompt, response
+        given = [text for text in (self.prompt_template, self.response_template) if text is not None]
+        plain = [re.sub(r"(?<!\\)\\([nt])", lambda escaped: {"n": "\n", "t": "\t"}[escaped[1]], text) for text in given]
+        return (plain[0], plain[1]) if plain else None
 
     def validate(self) -> None:
         """Check every value that can be judged without reading data."""
@@ -184,16 +148,14 @@ class DataSettings:
         unpaired = (self.prompt_template is None) != (self.response_template is None)
         target = "and data.source is target"
         refuse(
-            self, "data.",
+            self,
             (endless and self.train_limit is None, "train_examples", f"and {self.source} has no end: give a number"),
             (unpaired, "prompt_template", "and goes with data.response_template: give both or neither"),
             (self.from_target and self.chat is False, "chat", f"{target}, whose prompts are chats: set it to auto"),
             (self.from_target and self.files, "files", f"{target}: give prompts with data.prompts.file, or name "
              "the file as data.source with teacher.responses.source target"),
+            where="data.",
         )  # fmt: skip
-
-
-# -- models ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -207,8 +169,7 @@ class TrainingSettings:
     batch_size: PositiveInt = 16
     """Examples per optimiser step, over all devices. Small batches learn more per example, large ones are faster."""
     optimizer: str | dict[str, Any] = "adamw"
-    """adamw, or a class as in LightningCLI, which is passed lr and weight_decay, such as {class_path:
-    bitsandbytes.optim.AdamW8bit, init_args: {percentile_clipping: 95}}, whose state takes a quarter of the memory."""
+    """adamw, or a class such as {class_path: bitsandbytes.optim.AdamW8bit, init_args: {percentile_clipping: 95}}."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -217,7 +178,7 @@ class TrainingSettings:
     """Steps over which the learning rate rises from 0."""
     weight_decay: NonNegativeFloat = 0.1
     """Weight decay of matrices; vectors and a language model's embeddings and output head are not decayed."""
-    beta2: OpenUnitInterval = 0.999
+    beta2: ClosedUnitInterval = 0.999
     """Decay of AdamW's second moment: 0.999 as usual; 0.95 adapts faster in short runs."""
     length_bucket: PositiveInt = 16
     """Batches that are drawn together and cut from a list sorted by length, for less padding. 1: all are random."""
@@ -229,16 +190,13 @@ class TrainingSettings:
     def validate(self, where: str) -> None:
         """Check that the length of the training is given exactly once, and that the optimiser can be imported."""
         both = (self.steps is None) == (self.epochs is None)
-        refuse(self, f"{where}.", (both, "steps", f"and {where}.epochs {self.epochs}: give exactly one of them"))
-        if self.optimizer == "adamw":
-            return
+        refuse(self, (both, "steps", f"and {where}.epochs {self.epochs}: give exactly one of them"), where=f"{where}.")
         try:
-            pkgutil.resolve_name(cast("dict[str, str]", self.optimizer)["class_path"])
+            if self.optimizer != "adamw":
+                pkgutil.resolve_name(cast("dict[str, str]", self.optimizer)["class_path"])
         except (ImportError, AttributeError, TypeError, KeyError, ValueError) as error:
-            raise UserError(
-                f"{where}.optimizer is {self.optimizer!r} ({error}), expected adamw or a class that can be imported, "
-                "such as {class_path: torch.optim.Adafactor, init_args: {d: 2.0}}"
-            ) from error
+            expected = f"expected adamw or {{class_path: torch.optim.Adafactor, init_args: {{d: 2.0}}}} ({error})"
+            raise UserError(f"{where}.optimizer is {self.optimizer!r}, {expected}") from error
 
 
 @dataclass
@@ -275,9 +233,8 @@ class LayerSkipSettings:
 
     enabled: bool = False
     """Train the target with this recipe: a given one (finetune, lora) on its answers where it writes the responses."""
-    dropout: ShareBelowOne = 0.1
-    """Chance that a sample skips the last layer, falling exponentially to 0 at the first; it rises from 0 over a
-    training from scratch. The paper has 0.1 to 0.2; 0 turns it off."""
+    dropout: ClosedUnitInterval = 0.1
+    """Chance that a sample skips the last layer, falling exponentially to 0 at the first. The paper has 0.1 to 0.2."""
     early_exit_scale: NonNegativeFloat = 1.0
     """Weight of each early exit against the last layer. Higher makes drafts better and the model a little worse."""
     rotation: PositiveInt | None = None
@@ -289,34 +246,17 @@ class ModelSettings:
     """Where a model comes from and what is done to it before distillation."""
 
     kind: StudentKind = "scratch"
-    """scratch (random weights, then trained), finetune (all weights are trained), lora, as_is, or for the student cut:
-    some of the target's layers, trained on next tokens only if training.steps or training.epochs is set."""
+    """scratch (random weights, then trained), finetune, lora, as_is, or for the student cut: layers of the target."""
     model: str | None = None
     """Folder, GGUF file or Hub name (Qwen/Qwen3-8B@main: with a branch, tag or commit); not for scratch and cut."""
     architecture: Architecture = field(default_factory=Architecture)
-    """Shape of a model from scratch; ignored otherwise."""
     training: TrainingSettings = field(default_factory=TrainingSettings)
     """Next-token training of the model; ignored for as_is."""
     lora: LoraSettings = field(default_factory=LoraSettings)
-    """Adapter of a model with kind lora."""
-    dtype: Dtype = "float32"
-    """Number format of a frozen model; bfloat16 halves the memory. auto: bfloat16 where the processor multiplies in it,
-    else float32. Models being trained are in float32."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+    """Number format of a frozen model. auto: bfloat16 where the processor multiplies in it, else float32."""
     trust_remote_code: bool = False
     """Run Python code that a Hub repository brings along. Only for repositories that you have read."""
-
-    def validate(self, where: str) -> None:
-        """Check that kind, model and architecture fit together."""
-        without, shape = self.kind in ("scratch", "cut"), self.architecture
-        uneven = self.kind == "scratch" and shape.hidden_size % shape.heads
-        refuse(
-            self, f"{where}.",
-            (without != (self.model is None), "model", f"and kind is {self.kind}: scratch and cut take no model, other "
-             "kinds a folder, a Hub name or a GGUF file"),
-            (uneven, "architecture.hidden_size", f"expected a multiple of the {shape.heads} heads"),
-        )  # fmt: skip
-        if self.trained:
-            self.training.validate(f"{where}.training")
 
     @property
     def trained(self) -> bool:
@@ -329,35 +269,19 @@ class TargetSettings(ModelSettings):
     """The target: the large model whose decoding is to become faster."""
 
     layerskip: LayerSkipSettings = field(default_factory=LayerSkipSettings)
-    """LayerSkip's training recipe, so that the target's first layers can draft (see python -m probes)."""
     round_to: Literal["float16", "bfloat16"] | None = None
-    """Round the weights of a target with kind as_is to 16 bits, for half the disk: float16 changes a weight by at most
-    0.05 %. null: unchanged."""
+    """Round the weights of a target with kind as_is to 16 bits (float16 changes a weight by 0.05 % at most)."""
     devices: list[str] = field(default_factory=list)
-    """Devices of the frozen target while it answers and gives signals, such as ["cuda:4", "cuda:5"], divided among the
-    processes of each machine; a process with several spreads the layers over them (needs accelerate). Empty: the
-    draft's."""
+    """Devices of the frozen target, as ["cuda:4", "cuda:5"], shared by a machine's processes. Empty: the draft's."""
     sharded: bool = False
     """Spread the layers of a frozen target too large for a device over all processes (FSDP2); it writes no answers."""
     quantization: dict[str, Any] | None = None
-    """Weights of the frozen target in few bits, by a package that has to be installed: {quant_method: bitsandbytes,
-    load_in_4bit: true}. The measurement is of the target as it is, so acceptance can be lower than in training."""
+    """Weights of the frozen target in few bits, in training: {quant_method: bitsandbytes, load_in_4bit: true}."""
 
     @property
     def placed(self) -> bool:
         """Whether the frozen target has another place than the draft."""
         return bool(self.devices or self.sharded or self.quantization)
-
-    def validate(self, where: str) -> None:
-        """Check the kind, then as for `ModelSettings`."""
-        placed_twice = self.sharded and (self.devices or self.quantization)
-        refuse(
-            self, f"{where}.",
-            (self.kind in ("cut", *HEADS), "kind", "expected scratch, finetune, lora or as_is"),
-            (self.round_to and self.kind != "as_is", "round_to", f"for kind as_is, and {where}.kind is {self.kind}"),
-            (placed_twice, "sharded", f"which goes with neither {where}.devices nor {where}.quantization"),
-        )  # fmt: skip
-        super().validate(where)
 
 
 @dataclass
@@ -366,11 +290,10 @@ class BlockSettings:
 
     layers: PositiveInt = 2
     """Decoder layers. Published heads have 5; they are read once a block, so that a few more cost little."""
-    size: BlockSize = 8
+    size: PositiveInt = 8
     """Slots of a block, the last verified token's included. Serve as many as were trained, or fewer."""
     target_layers: list[NonNegativeInt] = field(default_factory=list)
-    """The target's layers, counted from 0, whose outputs the head reads. Empty: one for each layer of the head, at
-    least 3, spread from layer 1 to the third before the last, as published."""
+    """The target's layers, from 0, that the head reads. Empty: one for each of its layers, at least 3, as published."""
     anchors: PositiveInt = 32
     """Blocks of a text that are trained at a step, drawn anew each time. Published: 512 for long texts."""
     markov_rank: PositiveInt | None = None
@@ -382,27 +305,22 @@ class StudentSettings(ModelSettings):
     """What every draft starts from: a language model of any kind, or a head on the target's hidden states."""
 
     kind: StudentKind = "scratch"
-    """A language model (scratch, finetune, lora, as_is, cut) or a head, of which only draft_vocab, unroll and block are
-    read: eagle (a layer on the target's last hidden state), eagle3 (on three), dflash (drafts a block in one forward),
-    dspark (with a bias by the token before and a confidence head), mtp (the target's next-token layers)."""
+    """A language model (scratch to cut) or a head: eagle (on the target's last state), eagle3 (on three), dflash
+    (drafts a block), dspark (a block whose tokens depend on each other), mtp (the target's next-token layers)."""
     layers: PositiveInt | list[NonNegativeInt] = 1
-    """cut: number of the target's layers that are kept, spread evenly, or a list of layers, counted from 0. Fewer are
-    faster, more are closer to the target."""
+    """cut: number of the target's layers that are kept, spread evenly, or a list of layers, from 0."""
     draft_vocab: PositiveInt | None = None
-    """Heads: number of tokens that can be drafted, the most frequent labels (FR-Spec). null: all. Fewer make the output
-    head cheaper and leave more tokens to the target."""
+    """Heads: number of tokens that can be drafted, the most frequent labels (FR-Spec). null: all."""
     unroll: PositiveInt | None = None
-    """Heads: drafting steps trained at once, each at the cost of the first, for acceptance deeper into a draft. null:
-    as published, 1 for eagle, 7 for eagle3, 3 for mtp."""
+    """Heads: drafting steps trained at once. null: as published, 1 for eagle, 7 for eagle3, 3 for mtp."""
     block: BlockSettings = field(default_factory=BlockSettings)
-    """Shape and training of a block head (kind dflash or dspark)."""
     noise: ClassVar[float] = 0.2  # EAGLE-1: width of the uniform noise on the features, times 512 / length
     feature_weight: ClassVar[float] = 1.0  # EAGLE-1: of the smooth L1 distance from the target's states
     ce_weight: ClassVar[float] = 0.1  # EAGLE-1: of the divergence from the target
 
     @property
     def is_head(self) -> bool:
-        """Whether it is a head on the target's hidden states."""
+        """Whether it is a head."""
         return self.kind in HEADS
 
     @property
@@ -432,36 +350,16 @@ class StudentSettings(ModelSettings):
         """Whether it is trained on next tokens before it is distilled."""
         return not self.is_head and super().trained
 
-    def validate(self, where: str) -> None:
-        """Check what does not depend on the target, then as for `ModelSettings`."""
-        dflash, mtp = self.kind == "dflash", self.kind == "mtp"
-        refuse(
-            self, f"{where}.",
-            (dflash and self.block.markov_rank, "block.markov_rank", "and only dspark has such a bias: set it to null"),
-            (mtp and self.draft_vocab, "draft_vocab", "and mtp drafts all tokens: set it to null"),
-        )  # fmt: skip
-        if not self.is_head:
-            super().validate(where)
-
-
-# -- teacher and drafts ------------------------------------------------------------------------------------------------
-
 
 @dataclass
 class ServerSettings:
     """Servers that run the target and speak OpenAI's protocol in token ids (vLLM, SGLang)."""
 
     urls: list[str] = field(default_factory=list)
-    """Addresses such as http://127.0.0.1:8000/v1 of servers of the target, which share the prompts (key:
-    OPENAI_API_KEY). Empty: this process writes. Start vLLM with --generation-config vllm, or it adds the target's
-    sampling settings."""
+    """Addresses such as http://127.0.0.1:8000/v1 of servers of the target (key: OPENAI_API_KEY). Empty: this process
+    writes. Start vLLM with --generation-config vllm, or it adds the target's sampling settings."""
     concurrency: PositiveInt = 32
     """Requests in flight at each server."""
-
-    @property
-    def answers(self) -> bool:
-        """Whether servers write the target's responses instead of this process."""
-        return bool(self.urls)
 
 
 @dataclass
@@ -469,8 +367,7 @@ class ResponseSettings:
     """Who writes the responses that drafts are trained on, and how they are sampled."""
 
     source: Literal["dataset", "target"] = "dataset"
-    """dataset: the responses of the data set. target: the target answers the prompts once, so that drafts are trained
-    on the distribution that they meet in decoding. See also drafts[].on_policy."""
+    """dataset: those of the data set. target: the target answers the prompts, once. See also drafts[].on_policy."""
     temperature: Temperature = 1.0
     """Sampling temperature of written responses; 0 is greedy."""
     top_p: Share = 1.0
@@ -482,7 +379,6 @@ class ResponseSettings:
     refresh_every: PositiveInt = 100
     """Of drafts with on_policy: steps between two rewritings of the texts that the draft writes."""
     server: ServerSettings = field(default_factory=ServerSettings)
-    """Servers that write the target's responses."""
 
     @property
     def from_target(self) -> bool:
@@ -496,17 +392,7 @@ class ResponseSettings:
     def written(self) -> dict[str, Any]:
         """Return the settings that decide a response that the target writes; the servers' addresses do not."""
         key = {name: getattr(self, name) for name in ("temperature", "top_p", "max_new_tokens", "batch_size")}
-        return key | {"server": self.server.answers}
-
-    def validate(self, where: str) -> None:
-        """Check the servers' addresses, and that they are used."""
-        urls, source = self.server.urls, f"and {where}.source is {self.source}: set it to target"
-        strange = not all(address.startswith(("http://", "https://")) for address in urls)
-        refuse(
-            self, f"{where}.",
-            (urls and not self.from_target, "server.urls", source),
-            (strange, "server.urls", "expected addresses such as http://127.0.0.1:8000/v1"),
-        )  # fmt: skip
+        return key | {"server": bool(self.server.urls)}
 
 
 @dataclass
@@ -516,13 +402,11 @@ class TeacherSettings:
     examples: PositiveInt | None = None
     """Number of training examples used for distillation (the first ones); null: all."""
     signal: Signal = "auto"
-    """What is kept of the target on disk. hidden: last hidden states of response tokens (exact; hidden_size x 4 bytes
-    each, x 2 in bfloat16). topk: their signal_k largest log-probabilities (8 bytes each; exact but for the tail).
-    online: nothing; the target runs beside the draft. auto: the first of these that the disk has room for."""
+    """What is kept of the target. hidden: last hidden states of response tokens (exact). topk: their signal_k largest
+    log-probabilities. online: nothing; it runs beside the draft. auto: the first that the disk has room for."""
     signal_k: PositiveInt = 64
     """Number of log-probabilities kept per token with signal topk."""
     responses: ResponseSettings = field(default_factory=ResponseSettings)
-    """Who writes the responses that all drafts are trained on."""
 
 
 @dataclass
@@ -532,16 +416,15 @@ class DraftSettings:
     name: str = ""
     """Name of the draft in the report, and of its folder in the run."""
     reference: str | None = None
-    """Name of an earlier draft by which tokens are selected (AdaSPEC): where this draft's loss exceeds the reference's
-    most (dL). null: every token counts (DistillSpec)."""
+    """Name of an earlier draft, to train tokens where its loss is lower by most (AdaSPEC). null: all (DistillSpec)."""
     k: Share = 0.4
     """With a reference: share of the response tokens of a device's batch that are selected. Paper: 0.2 to 0.4."""
     divergence: DivergenceName = "forward_kl"
     """Loss per token between target p and draft q, and what dL is measured in; alpha = sum_x min(p(x), q(x)).
-    forward_kl: KL(p || q), as in the papers. reverse_kl: KL(q || p). jsd: Jensen-Shannon. tv: 1 - alpha; slow from a
-    cold start, see kl_first. neg_log_alpha: -log alpha. lk_hybrid: w·KL + (1 - w)·tv, w = exp(-3·alpha). kl_tv: KL +
-    2·tv. cross_entropy: of the text's next token (DFlash). dspark: 0.1·cross_entropy + 1.8·tv."""
-    kl_first: ShareBelowOne = 0.0
+    forward_kl: KL(p || q), as in the papers. reverse_kl: KL(q || p). jsd: Jensen-Shannon. tv: 1 - alpha (slow from a
+    cold start: see kl_first). neg_log_alpha: -log alpha. lk_hybrid: w·KL + (1 - w)·tv, w = exp(-3·alpha). kl_tv: KL +
+    2·tv. cross_entropy: of the next token (DFlash). dspark: 0.1·cross_entropy + 1.8·tv."""
+    kl_first: ClosedUnitInterval = 0.0
     """Share of the steps, from the first, that use forward KL before divergence takes over."""
     on_policy: ClosedUnitInterval = 0.0
     """Share of training examples whose response the draft writes, rewritten every refresh_every steps (DistillSpec)."""
@@ -566,38 +449,13 @@ class DraftSettings:
         check_numbers(changed, f"drafts.{self.name}.training.")
         return changed
 
-    def key(self) -> dict[str, Any]:
-        """Return what decides the draft, for fingerprints; the reference and the training are added by callers."""
-        unused = {"name", "reference", "training"} | (set() if self.selects else {"k"})
-        return {name: value for name, value in asdict(self).items() if name not in unused}
-
-    def validate(self, where: str, shared: TrainingSettings, earlier: list[str]) -> None:
-        """Check the name, the reference (one of the drafts `earlier`) and the training; `shared` is the section."""
-        reserved = self.name in (*RESERVED, *STAGE_FILES) or self.name.startswith("checkpoints-")
-        letters, known = re.sub("[-_]", "", self.name), [each.name for each in fields(TrainingSettings)]
-        names, keys = ", ".join(earlier) or "there is none", ", ".join(known)
-        refuse(
-            self, f"{where}.",
-            (not letters.isalnum(), "name", "expected letters, digits, '-' and '_'"),
-            (reserved, "name", "which is a file or folder of every run: choose another"),
-            (self.name in earlier, "name", "which is used twice: give each draft another name"),
-            (self.reference not in (None, *earlier), "reference", f"expected the name of an earlier draft: {names}"),
-            (self.training.keys() - set(known), "training", f"expected keys of the section training: {keys}"),
-            (self.accepted_only and self.selects, "accepted_only", "and its reference also chooses tokens: remove one"),
-        )  # fmt: skip
-        self.training_of(shared).validate(f"{where}.training" if self.training else "training")
-
-
-# -- the run -----------------------------------------------------------------------------------------------------------
-
 
 @dataclass
 class EvaluationSettings:
     """What is measured at the end, on test prompts."""
 
     prompts: PositiveInt = 128
-    """Test prompts for offline alpha: the mean of sum_x min(p(x), q(x)) over responses that the target samples at
-    temperature 1. Its standard error falls as 1/sqrt(prompts)."""
+    """Test prompts for offline alpha: the mean of sum_x min(p(x), q(x)) over responses sampled at temperature 1."""
     accuracy_prompts: PositiveInt = 200
     """Prompts on which the target's answers are scored, where the task has a score."""
     decode_prompts: PositiveInt = 24
@@ -615,8 +473,7 @@ class ExportSettings:
     """How the exported draft is written."""
 
     choose: str = "best"
-    """Name of the draft that is exported and leads the report, or best: by acceptance rate (heads: accepted length) on
-    the validation examples."""
+    """Name of the exported draft, or best: by alpha (heads: accepted length) on the validation examples."""
     dtype: Literal["keep", "float32", "bfloat16", "float16"] = "keep"
     """Number format of the exported weights; keep: as trained."""
     gguf: list[Literal["f32", "f16", "bf16", "q8_0"]] = field(default_factory=list)
@@ -634,44 +491,27 @@ class TrainerSettings:
     num_nodes: PositiveInt = 1
     """Machines. The processes of several machines are started by torchrun or srun."""
     strategy: str = "auto"
-    """auto; ddp: a copy of the model on every device; fsdp: weights, gradients and optimiser states spread over them;
-    or another name that Lightning knows."""
+    """auto; ddp: a model on every device; fsdp: weights and optimiser states spread; or a name of Lightning."""
     accumulate: PositiveInt = 1
     """Micro-batches per optimiser step, in less memory, with the same result but that AdaSPEC selects within each."""
     attention: Attention = "auto"
     """Attention by transformers' name. auto: sdpa where the model has it. flash_attention_2 needs bf16 on a GPU."""
     precision: Precision = "32-true"
-    """Lightning's precision; losses stay in float32. auto: bf16-mixed where the processor multiplies in bfloat16,
-    else 32-true."""
+    """Lightning's precision. auto: bf16-mixed where the processor multiplies in bfloat16, else 32-true."""
     gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass: a fraction of the memory, for a third more time. Not for
-    heads."""
+    """Compute activations again in the backward pass: a fraction of the memory, a third more time. Not for heads."""
     validate_every: PositiveInt = 100
-    """Steps between validations; after each there is a checkpoint, from which a killed run continues. The best weights
-    are kept: by alpha for drafts, accepted length for heads, loss for models trained on next tokens."""
+    """Steps between validations, each with a checkpoint, from which a killed run goes on; the best weights are kept."""
     validation_examples: PositiveInt = 128
     """Validation examples used at each validation during training."""
     callbacks: list[dict[str, Any]] = field(default_factory=list)
-    """Further Lightning callbacks, as in LightningCLI: [{class_path: EarlyStopping, init_args: {monitor:
-    validation_loss}}]. Also logged: loss, validation_accuracy, and in distillation validation_alpha, _agreement and
-    _accepted_length."""
+    """Further Lightning callbacks: [{class_path: EarlyStopping, init_args: {monitor: validation_loss}}]. Also logged:
+    loss, validation_accuracy, and in distillation validation_alpha, _agreement and _accepted_length."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of lightning.Trainer, such as {gradient_clip_val: 0.5} (1.0 without it) or {log_every_n_steps:
-    100} (20 without it; reading a value waits for the device)."""
-
-    def validate(self) -> None:
-        """Check callbacks and further arguments."""
-        from lightning import Trainer
-
-        self.callback_instances()
-        known = inspect.signature(Trainer.__init__).parameters.keys() - {"self", *DECIDED}
-        if unknown := sorted(self.extra.keys() - known):
-            raise UserError(f"trainer.extra.{unknown[0]} is not one of {', '.join(sorted(known))} of lightning.Trainer")
+    """Further arguments of lightning.Trainer, such as {gradient_clip_val: 0.5} (1.0 without it)."""
 
     def callback_instances(self) -> list[Any]:
         """Return new instances of the callbacks: a stage must not see what another one left in them."""
-        if not self.callbacks:
-            return []
         from jsonargparse import ArgumentError, ArgumentParser
         from lightning.pytorch.callbacks import Callback
 
@@ -681,7 +521,7 @@ class TrainerSettings:
             made = parser.instantiate_classes(parser.parse_object({"value": copy.deepcopy(self.callbacks)}))
         except (ArgumentError, ValueError, TypeError, ImportError) as error:
             raise UserError(f"trainer.callbacks is {self.callbacks}: {error}") from error
-        return cast("list[Any]", made.value)
+        return list(made.value)
 
 
 @dataclass
@@ -697,99 +537,114 @@ class Settings:
     threads: PositiveInt | None = None
     """CPU threads for training; null: PyTorch's choice (all cores)."""
     tracker: Literal["wandb", "csv", "none"] = "wandb"
-    """Where settings, losses, tables and plots are recorded. W&B is offline unless you are logged in (`wandb sync`
-    uploads)."""
+    """Where settings, losses, tables and plots are recorded. W&B is offline unless you are logged in."""
     data: DataSettings = field(default_factory=DataSettings)
-    """The corpus."""
     target: TargetSettings = field(default_factory=TargetSettings)
-    """The model whose decoding is to become faster."""
     student: StudentSettings = field(default_factory=StudentSettings)
     """Shape and start of every draft."""
     teacher: TeacherSettings = field(default_factory=TeacherSettings)
-    """What the target gives to every draft."""
     training: TrainingSettings = field(default_factory=TrainingSettings)
     """Distillation of every draft that does not say otherwise."""
     drafts: list[DraftSettings] = field(default_factory=list)
     """The drafts, in the order in which they are trained."""
     evaluation: EvaluationSettings | Literal[False] = field(default_factory=EvaluationSettings)
-    """Measurements after the export; false: none, for targets that no device of this machine holds."""
+    """Measurements after the export; false: none."""
     export: ExportSettings = field(default_factory=ExportSettings)
-    """The exported draft."""
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
-    """The machine."""
 
-    def draft(self, name: str) -> DraftSettings:
-        """Return the draft of this name."""
-        return next(draft for draft in self.drafts if draft.name == name)
+    def validate(self, *, drafts: bool = True) -> None:
+        """Refuse what can be judged without models and data; without ``drafts`` not what only their training needs."""
+        from lightning import Trainer
 
-    @property
-    def on_policy(self) -> bool:
-        """Whether a draft writes training texts of its own."""
-        return any(draft.on_policy for draft in self.drafts)
-
-    def validate(self) -> None:
-        """Check everything that can be judged without loading a model or data."""
-        self.validate_run()
-        self.data.validate()
-        self.target.validate("target")
-        self.student.validate("student")
-        self.teacher.responses.validate("teacher.responses")
-        self.trainer.validate()
-        names = [draft.name for draft in self.drafts]
-        known = ", ".join(names)
-        for index, draft in enumerate(self.drafts):
-            draft.validate(f"drafts[{index}]", self.training, names[:index])
-        changed_mtp = self.student.kind == "mtp" and (self.target.kind != "as_is" or self.target.round_to)
-        unrolled = self.student.steps > 1 and not self.student.is_block
-        accepted = not unrolled and any(draft.accepted_only for draft in self.drafts)
-        unmeasured = self.evaluation and not (self.evaluation.temperatures and self.evaluation.draft_lengths)
-        refuse(
-            self, "",
-            (not self.drafts, "drafts", "expected at least one, such as drafts: [{name: distillspec}]"),
-            (self.export.choose not in ("best", *names), "export.choose", f"expected best or one of {known}"),
-            (changed_mtp, "student.kind", "layers in a target's files: set target.kind to as_is, round_to to null"),
-            (accepted, "student.kind", "and accepted_only needs an EAGLE head of two drafting steps (unroll) or more"),
-            (unmeasured, "evaluation", "expected at least one of temperatures and of draft_lengths"),
-        )  # fmt: skip
-        self.check_unanswered()
-        self._check_places()
-
-    def validate_run(self) -> None:
-        """Check what every command uses: the name, and every number against its range."""
         check_numbers(self, nested=True)
-        refuse(self, "", (not re.match(r"[^/.][^/]*$", self.name), "name", "expected a plain folder name"))
-
-    def check_unanswered(self) -> None:
-        """Refuse to train on prompts that nobody answers, or not yet."""
-        prompts = self.data.from_target
-        nobody = prompts and self.drafts and not self.teacher.responses.from_target
-        recipe = self.target.layerskip.enabled and self.target.kind != "scratch"
-        too_early = prompts and self.target.trained and not recipe
-        refuse(
-            self, "",
-            (nobody, "data.source", "whose prompts have no answers: set teacher.responses.source to target"),
-            (too_early, "target.kind", "which trains it on answers to data.source target that it has yet to write: set "
-             "target.kind to as_is (or enable target.layerskip on a given target)"),
-        )  # fmt: skip
-
-    def _check_places(self) -> None:
-        """Refuse what needs the weights of a model in one place where they are spread."""
+        self.data.validate()
+        self.trainer.callback_instances()
         target, student, responses = self.target, self.student, self.teacher.responses
-        writes = self.data.from_target or (responses.from_target and not responses.server.answers) or self.on_policy
-        beside = self.on_policy and student.is_head and target.placed
+        urls, prompts, head = responses.server.urls, self.data.from_target, student.is_head
+        early = target.trained and not (target.layerskip.enabled and target.kind != "scratch")
+        strange = not all(re.match("https?://", url) for url in urls)
+        decided = {"self", "logger", "max_epochs", "max_steps", "plugins", "val_check_interval"}
+        decided |= {"accumulate_grad_batches", *(each.name for each in fields(TrainerSettings))}
+        arguments = inspect.signature(Trainer.__init__).parameters.keys() - decided
+        unknown = self.trainer.extra.keys() - arguments
+        rounded, placed = target.round_to and target.kind != "as_is", target.devices or target.quantization
+        refuse(
+            self,
+            (not re.match(r"[^/.][^/]*$", self.name), "name", "expected a plain folder name"),
+            (target.kind in ("cut", *HEADS), "target.kind", "expected scratch, finetune, lora or as_is"),
+            (rounded, "target.round_to", f"for kind as_is, and target.kind is {target.kind}"),
+            (target.sharded and placed, "target.sharded", "and goes neither with target.devices nor with quantization"),
+            (prompts and self.drafts and not responses.from_target, "data.source", "whose prompts have no answers: set "
+             "teacher.responses.source to target"),
+            (prompts and early, "target.kind", "which trains it on answers to data.source target that it has yet to "
+             "write: set target.kind to as_is (or enable target.layerskip on a given target)"),
+            (urls and not responses.from_target, "teacher.responses.server.urls", "and teacher.responses.source is "
+             "dataset: set it to target"),
+            (strange, "teacher.responses.server.urls", "expected addresses such as http://127.0.0.1:8000/v1"),
+            (unknown, "trainer.extra", f"expected keys among {', '.join(sorted(arguments))}"),
+        )  # fmt: skip
+        models: dict[str, ModelSettings] = {"target": target} | ({"student": student} if drafts and not head else {})
+        for name, model in models.items():
+            given, heads = model.kind not in ("scratch", "cut"), model.architecture.heads
+            uneven = model.kind == "scratch" and model.architecture.hidden_size % heads
+            refuse(
+                model,
+                (given == (model.model is None), "model", f"and kind is {model.kind}: scratch and cut take no model, "
+                 "other kinds a folder, a Hub name or a GGUF file"),
+                (uneven, "architecture.hidden_size", f"expected a multiple of the {heads} heads"),
+                where=f"{name}.",
+            )  # fmt: skip
+            if model.trained:
+                model.training.validate(f"{name}.training")
+        if drafts:
+            self._validate_drafts()
+
+    def _validate_drafts(self) -> None:
+        """Check the drafts, what they start from, and that no part needs weights in a single place that are spread."""
+        target, student, measured, answers = self.target, self.student, self.evaluation, self.teacher.responses
+        names, keys = [draft.name for draft in self.drafts], [each.name for each in fields(TrainingSettings)]
+        for index, draft in enumerate(self.drafts):
+            earlier, where = names[:index], f"drafts[{index}]."
+            reserved = draft.name in RESERVED or draft.name.startswith("checkpoints-")
+            refuse(
+                draft,
+                (not re.sub("[-_]", "", draft.name).isalnum(), "name", "expected letters, digits, '-' and '_'"),
+                (reserved, "name", "which is a file or folder of every run: choose another"),
+                (draft.name in earlier, "name", "which is used twice: give each draft another name"),
+                (draft.reference not in (None, *earlier), "reference", f"expected an earlier draft, one of {earlier}"),
+                (draft.kl_first == 1, "kl_first", f"which leaves no step for {draft.divergence}: lower it"),
+                (draft.training.keys() - set(keys), "training", f"expected keys of the section training: {keys}"),
+                (draft.accepted_only and draft.selects, "accepted_only", "and its reference selects too: remove one"),
+                where=where,
+            )
+            draft.training_of(self.training).validate(f"{where}training" if draft.training else "training")
+        kind, head, own = student.kind, student.is_head, any(draft.on_policy for draft in self.drafts)
+        single = any(draft.accepted_only for draft in self.drafts) and (student.steps == 1 or student.is_block)
+        writes = own or self.data.from_target or (answers.from_target and not answers.server.urls)
         uses = {
-            "drafts[].on_policy": self.on_policy,
+            "drafts[].on_policy": own,
             "target.layerskip": target.layerskip.enabled,
             "target.kind lora": target.kind == "lora",
-            f"student.kind {student.kind}": student.is_head or student.kind == "lora",
+            f"student.kind {kind}": head or kind == "lora",
         }
         unsupported = [name for name, used in uses.items() if used and self.trainer.strategy in SHARDED]
         refuse(
-            self, "",
+            self,
+            (not names, "drafts", "expected at least one, such as drafts: [{name: distillspec}]"),
+            (self.export.choose not in ("best", *names), "export.choose", f"expected best or one of {names}"),
+            (head and student.steps < 1, "student.block.size", "which leaves no token to draft: raise it to 2 or more"),
+            (kind == "dflash" and student.block.markov_rank, "student.block.markov_rank", "and only dspark has a "
+             "bias by the token before: set it to null"),
+            (kind == "mtp" and student.draft_vocab, "student.draft_vocab", "and mtp drafts all tokens: set it to null"),
+            (kind == "mtp" and (target.kind != "as_is" or target.round_to), "student.kind", "and reads the target's "
+             "files: set target.kind to as_is, target.round_to to null"),
+            (single, "student.kind", "and accepted_only needs an EAGLE head of two drafting steps (unroll) or more"),
+            (measured and not (measured.temperatures and measured.draft_lengths), "evaluation", "expected at least one "
+             "of temperatures and of draft_lengths"),
             (target.sharded and writes, "target.sharded", "and a sharded target cannot generate text, nor can a draft "
              "beside it: use teacher.responses.server, or target.devices or target.quantization instead"),
-            (beside, "student.kind", "and drafts[].on_policy needs the target beside a head: unset target.devices and "
-             "target.quantization"),
-            (unsupported, "trainer.strategy", "which shards the weights and does not support "
-             f"{', '.join(unsupported)}: set it to ddp, or change these settings"),
+            (own and head and target.placed, "student.kind", "and drafts[].on_policy needs the target beside a head: "
+             "unset target.devices and target.quantization"),
+            (unsupported, "trainer.strategy", f"which shards the weights and does not support {unsupported}: set it to "
+             "ddp, or change these settings"),
         )  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
 from decode.bench.arithmetic import problems
@@ -21,7 +22,7 @@ from decode.bench.datasets import PRESETS
 from decode.errors import UserError
 from decode.models.loading import family_of, load_tokenizer
 from decode.progress import output_console
-from distill.config import ModelSettings, Settings, Split, TrainingSettings
+from distill.config import ModelSettings, Settings, Split, change
 from distill.data.corpus import load_corpus
 from distill.models import build_model
 
@@ -32,6 +33,19 @@ PLAIN_CHAT = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 """Chat template where the target's is not on this machine."""
+SMALL = {
+    **{f"data__{split}_examples": count for split, count in ROWS.items()},
+    "data__tokenizer": None, "data__max_length": 512, "data__overlong": "cut",
+    "target__devices": [], "target__sharded": False, "target__quantization": None,
+    "target__trust_remote_code": False, "student__trust_remote_code": False,  # models made here need no foreign code
+    "student__layers": [1],  # the last of two, without which Gemma 4 cannot be cut
+    "student__block__layers": 1, "student__block__target_layers": [],
+    "teacher__examples": 16, "teacher__responses__server__urls": [], "teacher__responses__batch_size": 8,
+    "teacher__responses__max_new_tokens": 8, "teacher__responses__refresh_every": STEPS // 2,
+    "trainer__validate_every": STEPS // 2, "trainer__validation_examples": 8, "trainer__strategy": "auto",
+    "trainer__devices": 1, "trainer__num_nodes": 1, "tracker": "none",
+}  # fmt: skip
+"""Settings of every dry run; ``__`` stands for a dot."""
 
 
 def shrink(settings: Settings, console: Console | None = None, *, untie: bool = False) -> Settings:
@@ -55,73 +69,64 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
     folder = Path(small.output_dir) / small.name
     shutil.rmtree(folder, ignore_errors=True)
     console.print(f"dry run of {settings.name}, in {folder}", highlight=False)
+    change(small, **copy.deepcopy(SMALL))
+    if urls := settings.teacher.responses.server.urls:
+        console.print(f"  the target made here answers in place of {', '.join(urls)}", highlight=False)
     _shrink_data(small, folder / "rows", console)
     tokenizer = load_corpus(small.data, seed=small.seed, folder=None).tokenizer
-    for stage, width, layers in (("target", 64, 2), ("student", 32, 1)):
-        model: ModelSettings = getattr(small, stage)
-        model.trust_remote_code, shape = False, model.architecture  # models made here need no foreign code
-        shape.hidden_size, shape.layers, shape.heads, shape.intermediate_size = width, layers, 4, None
-        shape.positions = 2048
-        tied = not (untie and stage == "target")
-        if model.model is None:
-            shape.extra |= {} if tied else {"tie_word_embeddings": False}
-            if "num_key_value_heads" in shape.extra:
-                shape.extra["num_key_value_heads"] = 2
-        else:
-            shape.model_type, grouped, note = family_of(model.model)
-            if note:
-                console.print(f"  {note}", highlight=False)
-            shape.extra = {"tie_word_embeddings": tied} | ({"num_key_value_heads": 2} if grouped else {})
-            if shape.model_type.startswith(("gemma3n", "gemma4")):
-                shape.extra["vocab_size_per_layer_input"] = len(tokenizer)
-            made = build_model(shape, len(tokenizer), tokenizer, 0)
-            made.generation_config.eos_token_id = tokenizer.eos_token_id
-            model.model = str(folder / "models" / stage)
-            made.save_pretrained(model.model)
-            tokenizer.save_pretrained(model.model)
-        if model.trained:
-            _shorten(model.training)
-    _shorten(small.training)
-    for draft in small.drafts:  # as long as the section training, with its batches
-        draft.training = {key: v for key, v in draft.training.items() if key not in ("steps", "epochs", "batch_size")}
-    small.student.layers = [1]  # the last of two, without which Gemma 4 cannot be cut
-    block = small.student.block
-    block.target_layers, block.layers, block.markov_rank = [], 1, block.markov_rank and 8
-    _shrink_machine(small, console)
+    _shrink_model(small.target, folder / "models/target", tokenizer, console, tied=not untie, width=64, layers=2)
+    _shrink_model(small.student, folder / "models/student", tokenizer, console, width=32, layers=1)
+    shorten(small, steps=STEPS, epochs=None, batch_size=4, warmup_steps=1)
+    for training in (small.target.training, small.student.training, small.training):
+        if not torch.cuda.is_available() and "bitsandbytes" in str(training.optimizer):
+            training.optimizer = "adamw"
+    small.student.block.markov_rank = small.student.block.markov_rank and 8
+    small.trainer.accumulate = min(2, small.trainer.accumulate)
+    if not torch.cuda.is_available():
+        change(small.trainer, accelerator="cpu", attention="auto")
+    if small.evaluation:
+        lengths = sorted(small.evaluation.draft_lengths)[:2]
+        few = {"prompts": 4, "accuracy_prompts": 4, "decode_prompts": 2, "max_new_tokens": 8}
+        change(small.evaluation, **few, draft_lengths=lengths)
     return small
 
 
-def _shorten(training: TrainingSettings) -> None:
-    training.steps, training.epochs, training.batch_size = STEPS, None, 4
-    training.warmup_steps = min(1, training.warmup_steps)
-    if not torch.cuda.is_available() and "bitsandbytes" in str(training.optimizer):
-        training.optimizer = "adamw"
+def shorten(settings: Settings, **values: Any) -> None:
+    """Give every training these values of the section ``training``, in place of those that it has."""
+    for section in (settings.target.training, settings.student.training, settings.training):
+        if section.steps != section.epochs:  # both are null where a model is not trained
+            change(section, **values)
+    for draft in settings.drafts:
+        draft.training = {key: value for key, value in draft.training.items() if key not in values}
 
 
-def _shrink_machine(small: Settings, console: Console) -> None:
-    """Use one device of this machine, answer here whatever server is meant to, and measure next to nothing."""
-    target, trainer, responses, measured = small.target, small.trainer, small.teacher.responses, small.evaluation
-    target.devices, target.sharded, target.quantization = [], False, None
-    small.teacher.examples = 16
-    responses.max_new_tokens, responses.batch_size, responses.refresh_every = 8, 8, STEPS // 2
-    if responses.server.answers:
-        console.print(f"  the target made here answers in place of {', '.join(responses.server.urls)}", highlight=False)
-        responses.server.urls = []
-    trainer.validate_every, trainer.validation_examples = STEPS // 2, 8
-    trainer.devices, trainer.num_nodes, trainer.strategy, trainer.accumulate = 1, 1, "auto", min(2, trainer.accumulate)
-    if not torch.cuda.is_available():
-        trainer.accelerator, trainer.attention = "cpu", "auto"
-    if measured:
-        measured.prompts, measured.accuracy_prompts, measured.decode_prompts, measured.max_new_tokens = 4, 4, 2, 8
-        measured.draft_lengths = sorted(measured.draft_lengths)[:2]
-    small.tracker = "none"
+def _shrink_model(
+    model: ModelSettings, folder: Path, tokenizer: PreTrainedTokenizerBase, console: Console, *,
+    tied: bool = True, width: int, layers: int,
+) -> None:  # fmt: skip
+    """Make a model small; one that is given is replaced by a random one of its family, written to ``folder``."""
+    shape = model.architecture
+    grouped = "num_key_value_heads" in shape.extra
+    if model.model is not None:
+        shape.model_type, grouped, note = family_of(model.model)
+        shape.extra = {"tie_word_embeddings": tied}
+        if note:
+            console.print(f"  {note}", highlight=False)
+        if shape.model_type.startswith(("gemma3n", "gemma4")):
+            shape.extra["vocab_size_per_layer_input"] = len(tokenizer)
+    change(shape, hidden_size=width, layers=layers, heads=4, intermediate_size=None, positions=2048)
+    shape.extra |= ({} if tied else {"tie_word_embeddings": False}) | ({"num_key_value_heads": 2} if grouped else {})
+    if model.model is not None:
+        made = build_model(shape, len(tokenizer), tokenizer, 0)
+        made.generation_config.eos_token_id = tokenizer.eos_token_id
+        model.model = str(folder)
+        made.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 def _shrink_data(small: Settings, folder: Path, console: Console) -> None:
-    """Ask for few rows and a small tokenizer; word problems replace what would have to be downloaded or written."""
+    """Let word problems replace what would have to be downloaded or written; find a chat template."""
     data, model = small.data, small.target.model
-    data.train_examples, data.validation_examples, data.test_examples = ROWS.values()
-    data.tokenizer, data.max_length, data.overlong = None, 512, "cut"
     preset = PRESETS.get(data.source)
     kind = "chat" if data.from_target else "pairs" if preset is None else preset.kind
     if model is not None and Path(model).exists() and data.chat_template is None:
@@ -133,7 +138,7 @@ def _shrink_data(small: Settings, folder: Path, console: Console) -> None:
         return
     console.print(f"  word problems stand for the rows of {data.source}", highlight=False)
     if kind == "pairs":
-        data.source, data.prompt_template, data.response_template = "arithmetic", None, None
+        change(data, source="arithmetic", prompt_template=None, response_template=None)
         return
     folder.mkdir(parents=True)
     for split, count in ROWS.items():

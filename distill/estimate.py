@@ -1,35 +1,27 @@
-"""``--estimate``: tokens, time and memory of every part of a run, from one batch of texts and a few steps of it here.
-
-The run's own models are used, in a folder that is removed again. What grows with the number of texts or steps is scaled
-up; validations, export and evaluation are not counted.
-"""
+"""``--estimate``: tokens, time and memory of a run, from a batch of texts and a few steps of every part, scaled up."""
 
 from __future__ import annotations
 
 import time
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 from rich.console import Console
-from rich.table import Table
 
 from decode.errors import scratch_folder
 from decode.progress import duration, working
-from distill import ranks
-from distill.config import Settings
+from distill.config import Settings, change
 from distill.data.dataset import Examples
+from distill.dry_run import shorten
 from distill.pipeline import with_formats
 from distill.responses.target import answered_texts
 from distill.run import Run
 from distill.stages import run_stages
 from distill.trainer import peak_memory
 
-STEPS = 8
-"""Steps of every training; the first one is not counted."""
-PROMPTS, FEW = 48, 4
-"""Prompts that the target writes, in one batch: for training, and for validation and test."""
+STEPS = 8  # of every training; the first one is not counted
+PROMPTS, FEW = 48, 4  # that the target writes, in one batch: for training, and for validation and test
 
 
 class StepTimes(Callback):
@@ -45,87 +37,60 @@ class StepTimes(Callback):
 
 
 def estimate(settings: Settings, console: Console) -> dict[str, tuple[float, float]]:
-    """Run a little of everything and print what the run will take; tokenised data are kept for the run itself.
+    """Run a little of everything, and print and return the seconds and tokens of every part of the run.
 
-    Returns:
-        Seconds and tokens of every part.
-
-    Raises:
-        decode.errors.UserError: What the run itself would refuse.
+    Tokenised data are kept for the run itself.
     """
     settings.validate()
-    full, parts, table = with_formats(settings), dict[str, tuple[float, float]](), Table(box=None, pad_edge=False)
-    for column in ("part", "tokens", "takes about", "largest memory so far"):
-        table.add_column(column)
-
-    def add(part: str, seconds: float, tokens: float) -> None:
-        parts[part] = seconds, tokens
-        memory = f"{peak_memory(run.device) / 1e9:.2f} GB"
-        table.add_row(part, f"{tokens / 1e6:.2f} M", duration(seconds), memory)
-
+    full, parts = with_formats(settings), dict[str, tuple[float, float]]()
     with scratch_folder() as folder:
-        small = _small(full)
-        small.output_dir = str(folder)
-        run = Run(small, Console(quiet=True))
+        run = Run(_small(full, str(folder)), Console(quiet=True))
         run.prompts_together = PROMPTS + 4 * FEW
-        console.print(f"one batch of texts and a few steps of every part, on {run.device}: minutes", highlight=False)
-        began, more = time.perf_counter(), 1.0
-        if full.data.from_target:
-            train = int(full.data.train_limit or 1)
-            more = train / len(run.corpus.train)  # which the target writes here
-        else:
+        began, written = time.perf_counter(), full.data.from_target
+        if not written:
             run.corpus = Run(full, console).corpus
-            train = len(run.corpus.train)
-        add("the data", (time.perf_counter() - began) * more, 0)
+        here = len(run.corpus.train)
+        train = full.data.train_limit or here if written else here
+        parts["the data"] = (time.perf_counter() - began) * train / here, 0
         count = min(train, full.teacher.examples or train)
         trainings = {"target": (full.target.training, train), "initial": (full.student.training, train)}
         trainings |= {draft.name: (draft.training_of(full.training), count) for draft in full.drafts}
         for stage, (training, examples) in trainings.items():
-            if stage == "initial":  # which may be trained on answers
+            if stage == "initial" and full.teacher.responses.from_target:  # which may be trained on the answers
                 target, began = run.at_work(run.open_target()), time.perf_counter()
                 with working(console, "one batch of answers"):
                     rows = Examples.of(answered_texts(run, target)[0])
-                tokens = count * float(rows.lengths.mean())
-                if full.teacher.responses.from_target:
-                    add("answers", (time.perf_counter() - began) * count / len(rows), tokens)
-                if full.teacher.signal != "online":  # where the target runs in every step
-                    batch = rows.batch(np.arange(min(16, len(rows))))["input_ids"].to(target.device)
-                    began = time.perf_counter()
-                    with torch.no_grad():
-                        target.base_model(input_ids=batch).last_hidden_state.sum().item()  # which waits for the device
-                    add("signal", (time.perf_counter() - began) * count / len(batch), tokens)
                 del target
+                more = count / len(rows)
+                parts["answers"] = (time.perf_counter() - began) * more, more * float(rows.lengths.sum())
             StepTimes.ends.clear()
             with working(console, f"a few steps of {stage}"):
                 run_stages(run, (stage,), check=stage == "initial")
             if len(StepTimes.ends) > 1:
-                times, sizes = zip(*StepTimes.ends)
-                batches = training.steps_for(examples) * small.trainer.accumulate
-                seconds = (times[-1] - times[0]) / (len(times) - 1) * batches / ranks.process_count(full.trainer)
-                add(stage, seconds, sum(sizes) / len(sizes) * batches)
-    table.add_row("total", "", duration(sum(seconds for seconds, _ in parts.values())))
-    console.print(table)
-    console.print("validations, export and evaluation are not counted", highlight=False)
+                (first, *_), (last, *_) = StepTimes.ends[0], StepTimes.ends[-1]
+                batches = training.steps_for(examples) * full.trainer.accumulate / (len(StepTimes.ends) - 1)
+                parts[stage] = (last - first) * batches, sum(size for _, size in StepTimes.ends[1:]) * batches
+    for part, (seconds, tokens) in parts.items():
+        console.print(f"{part:<20} {tokens / 1e6:10.2f} M tokens {duration(seconds):>12}", highlight=False)
+    total, memory = duration(sum(seconds for seconds, _ in parts.values())), peak_memory(run.device) / 1e9
+    console.print(
+        f"total {total} and {memory:.2f} GB on {run.device} in one process, without signals, validations and evaluation"
+    )
     return parts
 
 
-def _small(full: Settings) -> Settings:
+def _small(full: Settings, folder: str) -> Settings:
     """Return the settings of a run of a few steps on a few texts, in one process."""
-    small = with_formats(full)
-    small.tracker, trainer = "none", small.trainer
-    if small.teacher.signal == "auto":
-        small.teacher.signal = "hidden"
-    trainer.accumulate *= ranks.process_count(trainer)
-    trainer.devices, trainer.num_nodes, trainer.strategy, trainer.validate_every = 1, 1, "auto", 10**6
-    trainer.callbacks = [*trainer.callbacks, {"class_path": "distill.estimate.StepTimes"}]
-    trainer.validation_examples = FEW
-    for section in (small.target.training, small.student.training, small.training):
-        if section.steps != section.epochs:  # both are null where a model is not trained
-            section.steps, section.epochs = STEPS, None
-    for draft in small.drafts:
-        draft.training = {name: value for name, value in draft.training.items() if name not in ("steps", "epochs")}
+    small, signal, given = with_formats(full), full.teacher.signal, full.trainer.callbacks
+    callback = {"class_path": "distill.estimate.StepTimes"}
+    shorten(small, steps=STEPS, epochs=None)
     if small.data.from_target:
-        small.data.train_examples, small.data.validation_examples, small.data.test_examples = PROMPTS, FEW, FEW
+        change(small.data, train_examples=PROMPTS, validation_examples=FEW, test_examples=FEW)
     largest = max(draft.training_of(small.training).batch_size for draft in small.drafts)
-    small.teacher.examples = max(small.teacher.responses.batch_size, 2 * largest)
+    change(
+        small, output_dir=folder, tracker="none", trainer__devices=1, trainer__num_nodes=1, trainer__strategy="auto",
+        trainer__validate_every=10**6, trainer__validation_examples=FEW, trainer__callbacks=[*given, callback],
+        teacher__signal="hidden" if signal == "auto" else signal,
+        teacher__examples=max(full.teacher.responses.batch_size, 2 * largest),
+    )  # fmt: skip
     return small

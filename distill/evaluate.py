@@ -29,6 +29,7 @@ from distill.data.corpus import test_suite
 from distill.export.card import fastest_row
 from distill.run import Run
 
+Row = dict[str, Any]
 Text = tuple[list[int], int]  # token ids, and how many of them are the prompt
 Alphas = dict[str, list[OfflineAlpha]]  # by draft, as first, second, … drafted token
 TREE_WIDTH, TREE_NODES = 4, 8  # tried with heads: nodes expanded a level, and nodes of the tree
@@ -49,14 +50,9 @@ def acceptance(
     temperature: float,
     depth: int = DEPTH,
 ) -> Alphas:
-    """Returns offline_alpha of every draft; each text with a response advances the current piece of work.
+    """Returns offline_alpha of every draft on texts of the target; each text advances the current piece of work.
 
-    Args:
-        target: The model that generated the texts.
-        drafts: By name.
-        texts: As `target_texts` returns them.
-        temperature: That of the texts; 0 is greedy.
-        depth: Drafted tokens of a feature head that are measured; of block heads it is all that they draft.
+    ``depth`` is the number of drafted tokens of a feature head that are measured; of block heads it is all.
     """
     depth = max((model.drafts for model in drafts.values() if isinstance(model, BlockHead)), default=depth)
     work, warp = current(), own_warp(target, temperature, {})
@@ -100,7 +96,7 @@ class Evaluation:
         self.decoded = [name for name in self.models if name != START[1]]
         self.trees = student.is_head and student.kind != "mtp" and self.session.runner.supports_trees
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Row:
         """Measures everything.
 
         Returns:
@@ -116,37 +112,31 @@ class Evaluation:
                 _, sampled = self._offline(1.0, measured.prompts)
                 texts, greedy = self._offline(0.0, max(measured.prompts, measured.accuracy_prompts))
                 torch.set_num_threads(1)
-                profile = self._profile(greedy)
-                decoding, analysis, samples = self._decoding(profile)
+                profile, lengths = self._profile(greedy)
+                decoding, analysis, samples = self._decoding(lengths)
                 if warning := machine.load_warning():
                     self.bar.console.print(f"  {warning}", soft_wrap=True)
         finally:
             torch.set_num_threads(self.threads)
+        curves = {name: [row for row in run.draft_record(name).history if "alpha" in row] for name in self.models}
+        analysis["curves"] = {name: [[row["step"], row["alpha"]] for row in h] for name, h in curves.items() if h}
         analysis["acceptance"] = self._acceptance(greedy, analysis["acceptance_by_position"])
-        histories = {name: run.draft_record(name).history for name in self.models}
-        curves = {name: [[row["step"], row["alpha"]] for row in h if "alpha" in row] for name, h in histories.items()}
-        marks = []
-        if self.suite.score is not None:
+        accuracy, score = None, self.suite.score
+        if score is not None:
             answers = [self.session.text(ids[start:]) for ids, start in texts[: measured.accuracy_prompts]]
-            marks = [self.suite.score(prompt, answer) for prompt, answer in zip(self.prompts, answers)]
+            accuracy = statistics.fmean(map(score, self.prompts, answers))
         return {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "target": {
-                "parameters": sum(p.numel() for p in self.target.parameters()),
-                "accuracy": statistics.fmean(marks) if marks else None,
-                "accuracy_n": len(marks) or None,
-            },
+            "target": {"parameters": self.target.num_parameters(), "accuracy": accuracy},
             "drafts": [self._draft(name, sampled[name], greedy[name][0]) for name in self.models],
             "paired": self._pairs(sampled, "T = 1") + self._pairs(greedy, "greedy"),
             "decoding": decoding,
             "profile": profile,
-            "analysis": analysis | {"curves": {name: points for name, points in curves.items() if points}},
+            "analysis": analysis,
             "samples": samples,
             "machine": self.session.facts() | {"dtype": str(self.target.dtype).removeprefix("torch.")},
             "trained_with": serving_facts(self.target, run.target, run.tokenizer, chat=run.corpus.chat),
         }
-
-    # -- acceptance ------------------------------------------------------------------------------------------------
 
     def _offline(self, temperature: float, count: int) -> tuple[list[Text], Alphas]:
         """Returns the target's texts for the first test prompts, and every draft's acceptance on some of them."""
@@ -157,9 +147,9 @@ class Evaluation:
         with as_current(self.bar.add(f"acceptance, T = {temperature:g}", sum(len(ids) > n for ids, n in judged))):
             return texts, acceptance(self.target, self.models, judged, temperature)
 
-    def _acceptance(self, greedy: Alphas, decoded: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    def _acceptance(self, greedy: Alphas, decoded: Mapping[str, Any]) -> dict[str, list[Row]]:
         """Returns every draft's greedy acceptance at each position: on validation examples, offline, and decoded."""
-        positions: dict[str, list[dict[str, Any]]] = {}
+        positions: dict[str, list[Row]] = {}
         for name, depths in greedy.items():
             best, rows, positions[name] = self.run.best(name)[0], decoded.get(name, []), []
             for i in range(max(len(depths), len(rows))):
@@ -172,7 +162,7 @@ class Evaluation:
                 })  # fmt: skip
         return positions
 
-    def _draft(self, name: str, sampled: list[OfflineAlpha], greedy: OfflineAlpha) -> dict[str, Any]:
+    def _draft(self, name: str, sampled: list[OfflineAlpha], greedy: OfflineAlpha) -> Row:
         record, (best, _) = self.run.draft_record(name), self.run.best(name)
         return {
             "name": name,
@@ -187,7 +177,7 @@ class Evaluation:
             "seconds": record.seconds,
         }
 
-    def _pairs(self, alphas: Alphas, label: str) -> list[dict[str, Any]]:
+    def _pairs(self, alphas: Alphas, label: str) -> list[Row]:
         """Returns the differences of the exported draft from the others, and of each draft from its reference.
 
         The last row compares the first draft with the student before distillation.
@@ -195,13 +185,10 @@ class Evaluation:
         pairs = [(self.best, name) for name in self.models if name != self.best]
         pairs += [(draft.name, draft.reference) for draft in self.settings.drafts if draft.reference is not None]
         pairs.append((self.run.trained[0], self.run.start))
-        rows = [(a, b, paired(alphas[b][0], alphas[a][0])) for a, b in dict.fromkeys(pairs)]
-        return [{"a": a, "b": b, "label": label, **difference} for a, b, difference in rows]
+        return [{"a": a, "b": b, "label": label} | paired(alphas[b][0], alphas[a][0]) for a, b in dict.fromkeys(pairs)]
 
-    # -- decoding --------------------------------------------------------------------------------------------------
-
-    def _profile(self, greedy: Alphas) -> dict[str, Any]:
-        """Returns the exported draft's costs, and the speedup that they predict for every draft length."""
+    def _profile(self, greedy: Alphas) -> tuple[Row, dict[str, int]]:
+        """Returns the exported draft's costs with the speedups that they predict, and the best length of each draft."""
         student = self.settings.student
         longest = student.steps if student.is_block else max(LONGEST, *self.measured.draft_lengths)
         with as_current(self.bar.add("costs of forwards")):
@@ -209,17 +196,17 @@ class Evaluation:
             self.session.measure_costs(items, self.decoded, longest=longest, trees=self.trees)
         cost = self.session.costs[self.best][1]
         predicted = {name: speedups_by_length(alphas, cost, longest) for name, alphas in greedy.items()}
-        speedups, lengths = predicted[self.best], {name: best_length(known) for name, known in predicted.items()}
-        needed = [least for k in speedups if (least := break_even(k, cost)) is not None]
-        return {
+        lengths = {name: best_length(speedups) for name, speedups in predicted.items()}
+        needed = [least for k in predicted[self.best] if (least := break_even(k, cost)) is not None]
+        profile = {
             "draft": self.best,
             "cost_ratio": cost.cost_ratio,
             "alpha": greedy[self.best][0].mean,
             "best_draft_length": lengths[self.best],
-            "best_draft_lengths": lengths,
             "break_even_alpha": min(needed, default=None),
-            "predicted_speedup": speedups,
+            "predicted_speedup": predicted[self.best],
         }
+        return profile, lengths
 
     def _entries(self, best: Mapping[str, int]) -> list[BenchEntry]:
         """Returns what is timed: the exported draft at every length asked for, others at their predicted best length.
@@ -228,15 +215,13 @@ class Evaluation:
         """
         student = self.settings.student
         method = "vanilla" if not student.is_head else "block" if student.is_block else "eagle"
-        lengths = {name: {best[name] or 1} for name in self.decoded}
-        lengths[self.best] |= {*self.measured.draft_lengths}
-        if student.is_block:  # a block drafts no more
-            lengths[self.best] = {min(k, student.steps) for k in lengths[self.best]}
+        longest = student.steps if student.is_block else max(self.measured.draft_lengths)  # a block drafts no more
+        asked = {min(k, longest) for k in self.measured.draft_lengths}
+        lengths = {name: {best[name] or 1} | (asked if name == self.best else set()) for name in self.decoded}
         chains = [(name, k) for name, several in lengths.items() for k in sorted(several)]
         timed = [(method, name, MethodOptions(draft_length=k), f"{name} {k}") for name, k in chains]
         if self.trees:
-            deepest = max(k for _, k in chains)
-            tree = MethodOptions(draft_length=deepest, tree_width=TREE_WIDTH, tree_nodes=TREE_NODES)
+            tree = MethodOptions(draft_length=max(k for _, k in chains), tree_width=TREE_WIDTH, tree_nodes=TREE_NODES)
             names = dict.fromkeys((self.run.trained[0], self.best))
             timed += [(f"{method}-tree", name, tree, f"{name}-tree {TREE_WIDTH}/{TREE_NODES}") for name in names]
         return [
@@ -245,21 +230,18 @@ class Evaluation:
             for method, name, options, label in timed
         ]
 
-    def _decoding(self, profile: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any], list[Any]]:
+    def _decoding(self, lengths: Mapping[str, int]) -> tuple[list[Row], Row, list[Any]]:
         """Returns the rows of the benchmark, its analysis, and samples of the exported draft."""
         benchmark = Benchmark(self.session)
         with as_current(self.bar.add("decoding")):
-            rows = benchmark.run([self.suite], self._entries(profile["best_draft_lengths"]))
+            rows = benchmark.run([self.suite], self._entries(lengths))
         details = {(entry["name"], entry["temperature"]): entry for entry in benchmark.analysis}
         for row in rows:
             row["draft"] = (row["draft"] or row["name"]) + "-tree" * row["method"].endswith("-tree")
             row["draft_lengths"] = details.get((row["name"], row["temperature"]), {}).get("draft_lengths")
         greedy = {"decoding": [row for row in rows if row["temperature"] == 0]}
         names = [name + form for form in ("", "-tree") for name in self.decoded]
-        fastest = {name: row for name in names if (row := fastest_row(greedy, name))}
-        if self.best in fastest:
-            profile["measured_best_draft_length"] = fastest[self.best]["draft_length"]
-        shown = {name: details[row["name"], 0] for name, row in fastest.items()}
+        shown = {name: details[row["name"], 0] for name in names if (row := fastest_row(greedy, name))}
         analysis = {
             "acceptance_by_position": {name: detail["acceptance_by_position"] for name, detail in shown.items()},
             "costs": {name or "": costs[1].to_dict() for name, costs in self.session.costs.items()},

@@ -42,19 +42,14 @@ def files_state(paths: Iterable[str | None]) -> dict[str, list[int | str]]:
     files = [file for root in roots for file in ([root] if root.is_file() else sorted(root.rglob("*")))]
     states = {file: file.stat() for file in files if file.is_file()}
     return {
-        str(file): [state.st_size, content_hash(file) if state.st_size <= LARGE else state.st_mtime_ns]
-        for file, state in states.items()
+        str(file): [now.st_size, now.st_mtime_ns if now.st_size > LARGE else _hash(file, now.st_size, now.st_mtime_ns)]
+        for file, now in states.items()
     }
 
 
-def content_hash(path: Path) -> str:
-    """Hash of a file's content; an unchanged file is read once in a process."""
-    state = path.stat()
-    return _content_hash(path, state.st_ino, state.st_size, state.st_mtime_ns)
-
-
 @cache
-def _content_hash(path: Path, *_: int) -> str:
+def _hash(path: Path, *_: int) -> str:
+    """Hash of a file's content; an unchanged file is read once in a process."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:32]
 

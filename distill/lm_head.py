@@ -56,13 +56,9 @@ class LMHead(nn.Module):
         """Number of ids that have a logit."""
         return int(self.linear.weight.shape[0])
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return logits ``[rows, vocab]`` of hidden states ``[rows, width]``, with Markov ``[rows, width + rank]``."""
-        return self.first(hidden, self.vocab)
-
-    def first(self, hidden: Tensor, vocab: int) -> Tensor:
-        """Return the logits of the first ``vocab`` ids, ``[rows, vocab]``."""
-        return self.finish(self.products(hidden, vocab))
+    def forward(self, hidden: Tensor, vocab: int | None = None) -> Tensor:
+        """Return logits ``[rows, vocab]`` of the first ``vocab`` ids, for states ``[rows, width (+ Markov rank)]``."""
+        return self.finish(self.products(hidden, vocab or self.vocab))
 
     def products(self, hidden: Tensor, vocab: int) -> Tensor:
         """Return the linear layer's output for the first ``vocab`` ids, with the Markov weight's added."""
@@ -71,8 +67,8 @@ class LMHead(nn.Module):
         if vocab == self.vocab:
             products: Tensor = self.linear(states)  # by the module, which may have an adapter
         else:
-            bias = self.linear.bias
-            products = functional.linear(states, self.linear.weight[:vocab], None if bias is None else bias[:vocab])
+            bias = None if self.linear.bias is None else self.linear.bias[:vocab]
+            products = functional.linear(states, self.linear.weight[:vocab], bias)
         return products if self.markov is None else products.addmm(conditions, self.markov[:vocab].T)
 
     def finish(self, products: Tensor) -> Tensor:
@@ -80,22 +76,22 @@ class LMHead(nn.Module):
         logits = products if self.scale == 1.0 else products * self.scale
         return torch.tanh(logits / self.cap) * self.cap if self.cap else logits
 
-    def slope(self, logits: Tensor) -> Tensor | float:
-        """Return the derivative of `finish` where it gave these logits: a number, or one per logit."""
-        return self.scale * (1 - (logits / self.cap).square()) if self.cap else self.scale
+    def slope(self, logits: Tensor) -> Tensor | float | None:
+        """Return the derivative of `finish` where it gave these logits: one per logit, a number, or None for 1."""
+        if self.cap:
+            return self.scale * (1 - (logits / self.cap).square())
+        return None if self.scale == 1.0 else self.scale
 
 
 def last_hidden(model: PreTrainedModel, input_ids: Tensor, mask: Tensor) -> Tensor:
-    """Return the last hidden states after the final norm at the positions of a mask, ``[rows, width]``.
-
-    Args:
-        model: The model.
-        input_ids: Token ids, ``[batch, time]``.
-        mask: Positions of the rows, ``[batch, time]``.
-    """
+    """Return the last hidden states after the final norm at the positions of a ``mask [batch, time]``."""
     hidden: Tensor = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-    rows = mask.flatten().nonzero()[:, 0].to(hidden.device)  # the last layer may be on another device than the first
-    return hidden.flatten(0, 1).index_select(0, rows)
+    return hidden.flatten(0, 1).index_select(0, places(mask).to(hidden.device))  # that of the last layer
+
+
+def places(mask: Tensor) -> Tensor:
+    """Return where the positions of a mask lie among all of a batch's, ascending."""
+    return mask.flatten().nonzero()[:, 0]
 
 
 @torch.no_grad()
@@ -107,18 +103,15 @@ def check_head(model: PreTrainedModel, head: LMHead) -> None:
     """
     was_training = model.training
     model.eval()
-    vocab = model.get_input_embeddings().num_embeddings
-    ids = (torch.arange(8, device=model.device) * 7 % vocab)[None]
+    ids = (torch.arange(8, device=model.device) * 7 % model.get_input_embeddings().num_embeddings)[None]
     expected = model(input_ids=ids, use_cache=False).logits[0].float()
     hidden = last_hidden(model, ids, torch.ones_like(ids, dtype=torch.bool))
     logits = head(hidden.to(head.linear.weight.device)).float().to(expected.device)
     model.train(was_training)
     if not torch.isfinite(expected).all():
         broken = next((name for name, weight in model.named_parameters() if not weight.isfinite().all()), None)
-        advice = (
-            f", as are its weights {broken}: use an earlier checkpoint" if broken else f" in {model.dtype}: use float32"
-        )
-        raise UserError(f"{type(model).__name__} computes logits that are NaN or infinite{advice}")
+        cause = f", as are its weights {broken}: use an earlier checkpoint" if broken else ": use float32"
+        raise UserError(f"{type(model).__name__} in {model.dtype} computes logits that are NaN or infinite{cause}")
     tolerance = 1e-4 if model.dtype == torch.float32 else 5e-2
     difference = (logits - expected).abs().max() / expected.abs().max().clamp_min(1.0)
     if not difference <= tolerance:

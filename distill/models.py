@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pkgutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,7 +28,7 @@ from transformers import (
 )
 from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 
-from decode.errors import UserError
+from decode.errors import UserError, read_json
 from decode.models.families import decoder_layers, final_norm
 from decode.models.gguf_files import gguf_file
 from decode.models.loading import config_for, load_config, load_model, unreadable
@@ -181,9 +180,9 @@ def hollow_target(folder: str | Path, *, last: int = 1, trust_remote_code: bool 
     Raises:
         UserError: It cannot be read.
     """
+    trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if not gguf_file(folder) and not adapter_base(folder):
         source = source_folder(str(folder))
-        trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         config = load_config(source, **trust)
         with _HollowModules():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **trust)
@@ -192,61 +191,52 @@ def hollow_target(folder: str | Path, *, last: int = 1, trust_remote_code: bool 
             with suppress(OSError):  # there is none
                 model.generation_config = GenerationConfig.from_pretrained(source)
             return model.eval()
-    return load_model(folder, device="cpu", dtype="float32", trust_remote_code=trust_remote_code)
+    return load_model(folder, device="cpu", dtype="float32", **trust)
 
 
 def _fill(model: PreTrainedModel, files: dict[str, Path], last: int) -> bool:
     """Read the parts of a hollow model; returns False where the files name them otherwise."""
-    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    table, head, config = model.get_input_embeddings(), model.get_output_embeddings(), model.config
     names = {module: name for name, module in model.named_modules()}
     try:
-        layers, norm = decoder_layers(model), final_norm(model)
+        layers, outside = decoder_layers(model), (table, final_norm(model), head)
     except UserError:
         return False
-    base, config = f"{model.base_model_prefix}.", model.config
-    embedding, output = f"{names[table]}.weight", f"{names[head]}.weight"
+    base, embedding, output = f"{model.base_model_prefix}.", f"{names[table]}.weight", f"{names[head]}.weight"
     inner = embedding.removeprefix(base)
     stems = {file.removesuffix(inner) for file in files if f".{file}".endswith(f".{inner}")}
-    stem = base if base in stems else stems.pop() if len(stems) == 1 else None
-    if stem is None or not isinstance(head, nn.Linear):
+    stems &= {base} if base in stems else stems
+    if len(stems) != 1 or not isinstance(head, nn.Linear):
         return False
     other_form = bool(getattr(config, "quantization_config", None)) or any("experts" in name for name in files)
     weights, absent = dict[str, Tensor](), set[str]()
-    for part in dict.fromkeys((table, norm, head, layers[0], *layers[-last:])):
+    for part in dict.fromkeys((*outside, layers[0], *layers[-last:])):
         for name, value in part.state_dict(prefix=f"{names[part]}.").items():
-            file = stem + name.removeprefix(base) if name.startswith(base) else _ending(files, name)
+            same = [file for file in files if f".{file}".endswith(f".{name}")]  # an output head may stand deeper
+            file = same[0] if len(same) == 1 else name
+            if name.startswith(base):
+                file = next(iter(stems)) + name.removeprefix(base)
             if (tensor := _read(files, file, value)) is not None:
                 weights[name] = tensor
-            elif part in (table, norm, head) or not other_form:
+            elif part in outside or not other_form:
                 absent.add(name)
     tied = bool(config.tie_word_embeddings) and (output in absent or weights[output].equal(weights[embedding]))
     if absent - ({output} if tied else set()):
         return False
     hollow = {name: value.to("meta") for name, value in model.state_dict().items()}
     model.load_state_dict(hollow | weights, assign=True)
+    config.tie_word_embeddings = tied
     if tied:
         head.weight = table.weight
-    else:
-        config.tie_word_embeddings = False
     return True
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
     """Return the file of each tensor of a model in safetensors files, by the tensor's name."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():
-        named: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {name: folder / file for name, file in named.items()}
-    if not single.is_file():
-        return {}
-    with safe_open(single, "pt") as tensors:
-        return dict.fromkeys(tensors.keys(), single)
-
-
-def _ending(files: dict[str, Path], name: str) -> str:
-    """Return the name in the files that ends like this, if there is just one."""
-    same = [file for file in files if file == name or file.endswith(f".{name}")]
-    return same[0] if len(same) == 1 else name
+    single = folder / "model.safetensors"
+    if index := read_json(folder / "model.safetensors.index.json"):
+        return {name: folder / file for name, file in index["weight_map"].items()}
+    return dict.fromkeys(safe_open(single, "pt").keys(), single) if single.is_file() else {}
 
 
 def _read(files: dict[str, Path], name: str, like: Tensor) -> Tensor | None:
@@ -255,10 +245,8 @@ def _read(files: dict[str, Path], name: str, like: Tensor) -> Tensor | None:
         return None
     with safe_open(files[name], "pt") as tensors:
         part = tensors.get_slice(name)
-        if part.get_dtype() not in ("F64", "F32", "F16", "BF16") or part.get_shape() != list(like.shape):
-            return None
-        tensor: Tensor = tensors.get_tensor(name).to(torch.float32)
-    return tensor
+        plain = part.get_dtype() in ("F64", "F32", "F16", "BF16") and part.get_shape() == list(like.shape)
+        return tensors.get_tensor(name).to(torch.float32) if plain else None
 
 
 # -- the frozen target's devices ---------------------------------------------------------------------------------------
@@ -282,9 +270,8 @@ def open_placed(settings: TargetSettings, path: str | Path, device: torch.device
         options = {"device_map": "balanced", "max_memory": room}
     if settings.quantization:
         options["quantization_config"] = AutoQuantizationConfig.from_dict(settings.quantization)
-    place = devices[0] if devices else device if settings.quantization else "cpu"
-    trust = settings.trust_remote_code
-    return load_model(path, device=place, dtype=settings.dtype, trust_remote_code=trust, **options)
+    options |= {"dtype": settings.dtype, "trust_remote_code": settings.trust_remote_code}
+    return load_model(path, device=[*devices, device if settings.quantization else "cpu"][0], **options)
 
 
 def share_of(items: Sequence[Item], rank: int, world: int) -> list[Item]:
@@ -397,10 +384,8 @@ def make_optimizer(model: nn.Module, settings: TrainingSettings, *, precision: s
         tables.append(model.get_output_embeddings().weight)
     undecayed = {id(table) for table in tables}
     groups: dict[float, list[nn.Parameter]] = {settings.weight_decay: [], 0.0: []}
-    for weight in model.parameters():
-        if weight.requires_grad:
-            inside = weight.ndim == 2 and id(weight) not in undecayed
-            groups[settings.weight_decay if inside else 0.0].append(weight)
+    for weight in filter(lambda weight: weight.requires_grad, model.parameters()):
+        groups[settings.weight_decay if weight.ndim == 2 and id(weight) not in undecayed else 0.0].append(weight)
     given = [{"params": weights, "weight_decay": decay} for decay, weights in groups.items() if weights]
     chosen = settings.optimizer
     if isinstance(chosen, str):
@@ -408,13 +393,12 @@ def make_optimizer(model: nn.Module, settings: TrainingSettings, *, precision: s
         return AdamW(given, lr=settings.lr, betas=(0.9, settings.beta2), fused=fused)
     try:
         kind = pkgutil.resolve_name(chosen["class_path"])
-        optimizer: Optimizer = kind(given, lr=settings.lr, **chosen.get("init_args", {}))
+        return kind(given, lr=settings.lr, **chosen.get("init_args", {}))
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(
             f"training.optimizer is {chosen}, which cannot be made ({error}): correct class_path and init_args, or "
             "choose adamw"
         ) from error
-    return optimizer
 
 
 def make_schedule(optimizer: Optimizer, settings: TrainingSettings, steps: int) -> LRScheduler:

@@ -2,6 +2,7 @@
 
 import math
 import operator
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from distill.data.dataset import Batch, label_mask
 from distill.drafts.block import decay
 from distill.drafts.reference import Draft
 from distill.layerskip import LayerSkip
-from distill.lm_head import LMHead, last_hidden
+from distill.lm_head import LMHead, last_hidden, places
 from distill.losses.chunked import Compared, Rows, chunked_loss, compare, next_token_hits, next_token_loss
 from distill.losses.divergences import Divergence
 from distill.losses.selection import accepted_rows, by_reach, share, top_k
@@ -41,12 +42,14 @@ class TrainingModule(L.LightningModule):
 
     Attributes:
         history: Every validation's metrics with its step.
+        selected: Rows that entered the loss under a selection, by this rank.
         monitor: The logged metric by which checkpoints are compared, and ``mode`` which way is better.
     """
 
     monitor = "validation_loss"
     mode: Literal["min", "max"] = "min"
     model: Any
+    selected = 0
 
     def __init__(self, model: Any, training: TrainingSettings, steps: int, *, seed: int = 0) -> None:
         super().__init__()
@@ -87,22 +90,16 @@ class TrainingModule(L.LightningModule):
     @property
     def logs_this_step(self) -> bool:
         """Whether Lightning's loggers take this step's values; only then are further values computed and read."""
-        every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        return (self.global_step + 1) % every == 0
+        return (self.global_step + 1) % self.trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
 
-    def log_step(self, loss: Tensor, values: dict[str, Tensor]) -> Tensor:
-        """Logs a step's values if it is to be logged, and notes whether the loss is finite; returns the loss.
-
-        Raises:
-            UserError: The loss of this or an earlier step was not, with the step, its examples and the likely cause.
-        """
-        bad = self.bad_step.to(loss.device)
-        self.bad_step = torch.where((bad < 0) & ~loss.detach().isfinite(), self.global_step, bad)
+    def log_step(self, loss: Tensor, values: dict[str, Tensor]) -> None:
+        """Logs a step's values if it is to be logged, and notes whether the loss is finite: see `check_finite`."""
+        loss, bad = loss.detach(), self.bad_step.to(loss.device)
+        self.bad_step = torch.where((bad < 0) & ~loss.isfinite(), self.global_step, bad)
         if self.logs_this_step:
             self.check_finite()
-            self.log("loss", loss.detach(), prog_bar=True, sync_dist=True)
+            self.log("loss", loss, prog_bar=True, sync_dist=True)
             self.log_dict({"lr": self.optimizers().param_groups[0]["lr"], **values})  # type: ignore[union-attr]
-        return loss
 
     def check_finite(self) -> None:
         """Checks that all losses so far were numbers.
@@ -112,8 +109,7 @@ class TrainingModule(L.LightningModule):
         """
         if (step := int(self.bad_step)) < 0:
             return
-        data = getattr(self.trainer, "datamodule", None)
-        examples = [] if data is None else sorted(data.training.schedule.batch(step).tolist())
+        examples = sorted(self.trainer.datamodule.training.schedule.batch(step).tolist())  # type: ignore[attr-defined]
         training = self.training_settings
         raise UserError(
             f"the loss is NaN or infinite at step {step} (training examples {', '.join(map(str, examples[:16]))}), "
@@ -132,19 +128,18 @@ class TrainingModule(L.LightningModule):
     def measure(self, name: str, total: Tensor, count: Tensor | int) -> None:
         """Adds a batch's sum and count to the mean of a metric, over all batches and ranks."""
         if name not in self.metrics:
-            self.metrics[name] = MeanMetric(nan_strategy=math.nan).to(
-                self.device
-            )  # "disable" would drop the weights too
+            self.metrics[name] = MeanMetric(nan_strategy=math.nan).to(self.device)  # "disable" would drop weights too
             self.metrics[name].set_dtype(torch.float64)
         weight = torch.as_tensor(count, device=self.device).double().clamp_min(1e-30)  # the mean of nothing is 0
         self.metrics[name].update(total.double() / weight, weight)
 
-    def finish_validation(self, values: dict[str, float]) -> None:
-        """Adds a validation to the history, and logs its values as ``validation_<name>``.
+    def on_validation_epoch_end(self) -> None:
+        """Adds the means over all batches and ranks to the history, and logs them as ``validation_<name>``.
 
         Raises:
             UserError: One of them is not finite.
         """
+        values = self.further({name: float(metric.compute()) for name, metric in self.metrics.items()})
         if not all(map(math.isfinite, values.values())):
             raise UserError(
                 f"validation at step {self.global_step} gave {values}: the model's output is not finite. Before the "
@@ -156,23 +151,23 @@ class TrainingModule(L.LightningModule):
             shown = name in ("alpha", "accepted_length") or f"validation_{name}" == self.monitor
             self.log(f"validation_{name}", value, prog_bar=shown)
 
-    @property
-    def means(self) -> dict[str, float]:
-        """The means of the validation, over all ranks."""
-        return {name: float(metric.compute()) for name, metric in self.metrics.items()}
+    def further(self, values: dict[str, float]) -> dict[str, float]:
+        """Adds what follows from the means."""
+        return values
 
     # -- what checkpoints hold ----------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Saves the learning curve, and of a model with frozen weights the trained ones alone."""
-        checkpoint["history"] = self.history
+        """Saves the learning curve and the selected rows of all ranks; of a partly frozen model the trained weights."""
+        checkpoint |= {"history": self.history, "selected": sum(ranks.exchange(self.selected))}
         if not self.strict_loading:
             trained = {name for name, weight in self.named_parameters() if weight.requires_grad}
             checkpoint["state_dict"] = {n: w for n, w in checkpoint["state_dict"].items() if n in trained}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restores the learning curve."""
+        """Restores the learning curve, and on the first rank the number of selected rows."""
         self.history = list(checkpoint["history"])
+        self.selected = checkpoint["selected"] if ranks.is_first() else 0
 
 
 class CausalLMModule(TrainingModule):
@@ -213,8 +208,7 @@ class CausalLMModule(TrainingModule):
             self.layerskip.begin(self.global_step)
         total, last, _ = self(batch)
         self.log_step(total, {} if self.layerskip is None else {"last_layer_loss": last.detach()})
-        weighted: Tensor = total * batch.get("weight", 1.0)
-        return weighted
+        return total * batch.get("weight", 1.0)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Adds up losses and top-1 hits."""
@@ -226,10 +220,6 @@ class CausalLMModule(TrainingModule):
         self.measure("accuracy", hits, count)
         if self.layerskip is not None:
             self.measure("recipe_loss", total * count, count)
-
-    def on_validation_epoch_end(self) -> None:
-        """Logs loss and next-token accuracy, under LayerSkip the recipe's loss too."""
-        self.finish_validation(self.means)
 
 
 class DistillModule(TrainingModule):
@@ -243,9 +233,6 @@ class DistillModule(TrainingModule):
         signal: The target.
         settings: Divergence and selection. None: forward KL of all tokens.
         arguments: Those of `TrainingModule` after the model.
-
-    Attributes:
-        selected: Rows that entered the loss under a selection, by this rank.
     """
 
     mode = "max"
@@ -255,9 +242,7 @@ class DistillModule(TrainingModule):
     ) -> None:
         super().__init__(draft.model, *arguments, **options)
         self.draft, self.signal, self.settings = draft, signal, settings or DraftSettings()
-        self.monitor, self.selected = draft.monitor, 0
-        self.divergence = Divergence(self.settings.divergence)
-        self.warm = round(self.settings.kl_first * self.steps)  # first steps, which use forward KL
+        self.monitor, self.divergence = draft.monitor, Divergence(self.settings.divergence)
 
     def setup(self, stage: str) -> None:
         """Moves the frozen target, too, to this rank's device: before the first validation."""
@@ -268,19 +253,16 @@ class DistillModule(TrainingModule):
         rows = self.draft.rows(batch, self.signal, self.seed_of(batch) if training else None)
         if not training:
             return rows.hidden.new_zeros(()), rows, compare(rows, self.divergence)
-        divergence = Divergence("forward_kl") if self.global_step < self.warm else self.divergence
-        chosen, compared, count = None, None, rows.count
+        warm = self.global_step < round(self.settings.kl_first * self.steps)
+        divergence, chosen, compared, count = Divergence() if warm else self.divergence, None, None, rows.count
         if self.settings.selects:
             compared = compare(rows, self.divergence, metrics=self.draft.blocks, keep=True)
             chosen, count = self.choose(rows, compared), share(self.settings.k, rows.count)
+            self.selected += len(chosen)
         elif self.settings.accepted_only:
-            place = label_mask(batch["labels"]).flatten().nonzero()[:, 0]
-            chosen = accepted_rows(rows, place, self.divergence)
-        metrics = self.logs_this_step or rows.confidence is not None
-        total, measured = chunked_loss(
-            rows, divergence, chosen, compared, metrics=metrics, compiled=rows.hidden.is_cuda
-        )
-        self.selected += 0 if chosen is None else len(chosen)
+            chosen = accepted_rows(rows, places(label_mask(batch["labels"])), self.divergence)
+        metrics, compiled = self.logs_this_step or rows.confidence is not None, rows.hidden.is_cuda
+        total, measured = chunked_loss(rows, divergence, chosen, compared, metrics=metrics, compiled=compiled)
         loss = total / max(1, count)
         if rows.distance is not None:
             loss = loss + rows.distance.sum() / max(1, rows.count)
@@ -291,17 +273,15 @@ class DistillModule(TrainingModule):
     def choose(self, rows: Rows, compared: Compared) -> Tensor:
         """AdaSPEC's rows: the share k with the largest ΔL, of each drafting step, or of the slots of all blocks."""
         assert rows.reference is not None, "batches carry no reference_loss"
-        delta, step = compared.losses - rows.reference, rows.step
+        delta = compared.losses - rows.reference
         if self.draft.blocks:
-            assert step is not None
-            delta, step = by_reach(delta, compared.alpha, step), None
-        if rows.learnable is not None:
-            delta = delta.where(rows.learnable > 0, -torch.inf)
-        return top_k(delta, self.settings.k, step)
+            delta = by_reach(delta, compared.alpha, rows.step)
+        if rows.target.learnable is not None:
+            delta = delta.where(rows.target.learnable[rows.at] > 0, -torch.inf)
+        return top_k(delta, self.settings.k, None if self.draft.blocks else rows.step)
 
     def confidence_loss(self, rows: Rows, measured: Compared) -> Tensor:
         """The cross-entropy of the confidence head's estimates against the acceptance rates (DSpark, section 3)."""
-        assert rows.step is not None
         assert rows.confidence is not None
         factors = decay(rows.step, self.draft.depth)
         odds, alpha = rows.confidence.float(), measured.alpha.float()
@@ -315,44 +295,29 @@ class DistillModule(TrainingModule):
         if self.device_mesh is None and (self.trainer.world_size > 1 or not len(rows)):
             # DDP waits for a gradient of every weight, and AdamW skips one without; FSDP has language models alone
             loss = loss + 0.0 * sum(weight.sum() for weight in self.model.parameters() if weight.requires_grad)
-        values = {}
-        if self.logs_this_step and rows.step is None:
-            values = {"alpha": measured.alpha.mean(), "chosen_loss": measured.losses.mean()}
-        return self.log_step(loss, values)
+        values = {"alpha": measured.alpha, "chosen_loss": measured.losses} if self.logs_this_step else {}
+        self.log_step(loss, {name: each.mean() for name, each in values.items()})
+        return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Adds up divergence, and alpha and top-1 agreement by position in the draft, whatever the selection."""
         _, rows, measured = self(batch, training=False)
-        place, step = label_mask(batch["labels"]).flatten().nonzero()[:, 0], rows.step
-        agreed = measured.agreement if rows.learnable is None else measured.agreement * rows.learnable
-        first = measured.losses if step is None else measured.losses[step == 0]
+        place = places(label_mask(batch["labels"]))
+        first = measured.losses[rows.step == 0]
         self.measure("loss", first.sum(), len(first))
-        for name, accepted in (("alpha", measured.alpha), ("agreement", agreed)):
-            sums, counts = acceptance_by_position(rows, accepted, place, self.draft.depth)
-            for position, (total, count) in enumerate(zip(sums, counts), 1):
+        for name, accepted in (("alpha", measured.alpha), ("agreement", measured.agreement)):
+            positions = acceptance_by_position(rows, accepted, place, self.draft.depth)
+            for position, (total, count) in enumerate(positions, 1):
                 self.measure(name if position == 1 else f"{name}_{position}", total, count)
 
-    def on_validation_epoch_end(self) -> None:
-        """Logs divergence, acceptance and agreement by position, and the accepted length 1 + α₁ + α₁·α₂ + …."""
-        values = self.means
+    def further(self, values: dict[str, float]) -> dict[str, float]:
+        """Adds the accepted length 1 + α₁ + α₁·α₂ + …."""
         alphas = [values["alpha"], *(values[f"alpha_{i}"] for i in range(2, self.draft.depth + 1))]
-        self.finish_validation(values | {"accepted_length": 1 + sum(accumulate(alphas, operator.mul))})
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Saves the number of selected rows of all ranks too."""
-        super().on_save_checkpoint(checkpoint)
-        checkpoint["selected"] = sum(ranks.exchange(self.selected))
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restores this number, on the first rank."""
-        super().on_load_checkpoint(checkpoint)
-        self.selected = checkpoint["selected"] if ranks.is_first() else 0
+        return values | {"accepted_length": 1 + sum(accumulate(alphas, operator.mul))}
 
 
-def acceptance_by_position(
-    rows: Rows, accepted: Tensor, place: Tensor, depth: int
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns Σ wᵢ·aᵢ and Σ wᵢ for each position i of a draft, over the drafts that begin at any label token.
+def acceptance_by_position(rows: Rows, accepted: Tensor, place: Tensor, depth: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields Σ wᵢ·aᵢ and Σ wᵢ for each position i of a draft, over the drafts that begin at any label token.
 
     aᵢ is the acceptance of a draft's i-th token and wᵢ the product of those before it, so that their ratio is the
     acceptance of position i given that the draft is accepted up to there. Drafts that a text's end cuts short count
@@ -364,15 +329,12 @@ def acceptance_by_position(
         place: Where each of the batch's label tokens lies among all its tokens, ``[label tokens]``, ascending.
         depth: Positions of a draft.
     """
-    last = 0 if rows.step is None or not len(rows) else int(rows.step.max())
+    last = int(rows.step.max()) if len(rows) else 0
     reached = torch.ones(int(place[-1:].sum()) + depth, dtype=torch.float64, device=place.device)
-    sums, counts = [], []
     for i in range(depth):
-        some: Any = slice(None) if rows.step is None else (rows.step == min(i, last)).nonzero()[:, 0]
-        starts = (place if rows.at is None else place[rows.at[some]]) - i + depth - 1  # shifted: none is negative
+        some = places(rows.step == min(i, last))
+        starts = place[rows.at[some]] - i + depth - 1  # shifted: none is negative
         weight = reached[starts]
         walked = weight * accepted[some]
-        sums.append(walked.sum())
-        counts.append(weight.sum())
+        yield walked.sum(), weight.sum()
         reached = torch.zeros_like(reached).index_copy(0, starts, walked)
-    return sums, counts

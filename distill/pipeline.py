@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -16,10 +15,10 @@ from rich.console import Console
 from decode.errors import read_json, scratch_folder, write_text
 from decode.progress import output_console, working
 from distill import ranks
-from distill.checks import signal_sizes
-from distill.config import EvaluationSettings, Settings, Signal
+from distill.checks import free_space, signal_sizes
+from distill.config import Settings, Signal, change
 from distill.data.chat import show
-from distill.export.card import add_measurements, exported_facts
+from distill.export.card import PROFILE, add_measurements, exported_facts
 from distill.export.draft import check_export_path, check_gguf, export_draft, export_gguf
 from distill.export.head import export_head
 from distill.files import files_state, fingerprint, sizes, write_json
@@ -55,12 +54,12 @@ def run_pipeline(settings: Settings, console: Console | None = None) -> Run:
             finish(run.logger)
         ranks.barrier()
     if first:
-        facts = {"draft": run.export, "track": where(run.logger), "time": f"{time.monotonic() - run.started:.0f} s"}
         if report:
             run.console.print()
             run.console.print(console_tables(report))
-            facts = {"report": run.folder / "report.html"} | facts
-        run.console.print("\n" + "\n".join(f"{name:<7} {value}" for name, value in facts.items()), highlight=False)
+        made = [f"report  {run.folder / 'report.html'}"] * bool(report) + [f"draft   {run.export}"]
+        made += [f"track   {where(run.logger)}", f"time    {time.monotonic() - run.started:.0f} s"]
+        run.console.print("\n" + "\n".join(made), highlight=False)
     return run
 
 
@@ -102,13 +101,12 @@ def _choose_signal(run: Run) -> Signal:
     key = fingerprint(data_key(settings), teacher.examples, teacher.responses.key(), teacher.signal_k, model, head)
     known = read_json(note)
     if known.get("made_from") != key:
-        needed, place = signal_sizes(run), next(path for path in (run.work, *run.work.parents) if path.exists())
-        room = ROOM * shutil.disk_usage(place).free
-        fitting = [kind for kind, size in needed.items() if size <= room]
-        known = {"signal": fitting[0] if fitting else "online", "made_from": key}
-        if known["signal"] != "hidden":
+        needed, room = signal_sizes(run), ROOM * free_space(run)[1]
+        kind = next((kind for kind, size in needed.items() if size <= room), "online")
+        known = {"signal": kind, "made_from": key}
+        if kind != "hidden":
             needs = ", ".join(f"{kind} may need {size / 1e9:.2f} GB" for kind, size in needed.items())
-            run.line(f"signal: {known['signal']} ({needs}; {ROOM:.0%} of the free disk are {room / 1e9:.2f} GB)")
+            run.line(f"signal: {kind} ({needs}; {ROOM:.0%} of the free disk are {room / 1e9:.2f} GB)")
         if ranks.is_first():
             write_json(note, known)
     return cast("Signal", known["signal"])
@@ -117,26 +115,23 @@ def _choose_signal(run: Run) -> Signal:
 def show_example(settings: Settings, console: Console | None = None) -> None:
     """Print one training example with its label mask, as the stages will see it; a given target answers its prompt."""
     settings.validate()
-    console, shown = console or output_console(), with_formats(settings)
-    if shown.data.from_target:
-        shown.data.train_examples = shown.data.validation_examples = shown.data.test_examples = 1
-    shown.teacher.examples = shown.trainer.validation_examples = 1
     with scratch_folder() as folder:
-        shown.output_dir = str(folder)
+        shown = with_formats(settings)
+        change(shown, output_dir=str(folder), teacher__examples=1, trainer__validation_examples=1)
+        if shown.data.from_target:
+            change(shown.data, train_examples=1, validation_examples=1, test_examples=1)
         run = Run(shown, console)
         run.prompts_together = 8
         rows = run.examples
         if shown.teacher.responses.from_target and shown.target.model is not None and not shown.target.sharded:
             rows, _, _ = answered_texts(run, run.at_work(run.open_target(shown.target.model)))
-        show(rows[0], run.tokenizer, console)
+        show(rows[0], run.tokenizer, run.console)
 
 
 # -- export and measurement -------------------------------------------------------------------------------------------
 
 PROBED = ("probes", "self_speculation", "probe_settings")
 """Parts of a report that ``python -m probes`` adds, which stay true as long as the target does."""
-MEASURED = ("name", "target", "drafts", "paired", "decoding", "profile", "analysis", "samples")
-"""Parts that no other command changes."""
 
 
 def measure(run: Run) -> dict[str, Any]:
@@ -148,19 +143,20 @@ def measure(run: Run) -> dict[str, Any]:
     settings, began = run.settings, time.monotonic()
     title = "evaluation" if settings.evaluation else "export"
     run.console.print(f"[bold]{title}[/bold] ({run.progress()})", highlight=False)
-    key, target = measurement_fingerprint(settings), stage_fingerprints(settings)["target"][0]
+    key, target = measurement_fingerprint(settings), stage_fingerprints(settings)["target"]
     note, path = run.work / "report.json", run.folder / "report.json"
     known, report = read_json(note), read_json(path) if settings.evaluation else {}
     if known.get("fingerprint") == key:
-        if known == _state(key, target, report, run.export):
+        profile = read_json(run.export / PROFILE)
+        if known.get("export") == _files(run.export) and profile and bool(report) == bool(settings.evaluation):
             run.line(f"up to date: {path if report else run.export}")
-            if report and read_json(run.export / "speculation_profile.json").get("served"):
+            if report and profile.get("served"):
                 write_report(run.folder, report)  # the page shows what serve-check added
             return report
         run.line("the report or the export is not as it was written, and is made again")
     write_settings(settings, run.folder / "settings.yaml")
-    chosen = run.chosen(settings.export.choose)
-    models, trust = (run.drafts[chosen], run.target, run.export, settings.export), settings.target.trust_remote_code
+    chosen, trust = run.chosen(settings.export.choose), settings.target.trust_remote_code
+    models = run.drafts[chosen], run.target, run.export, settings.export
     if settings.student.is_head:
         export_head(*models, length=settings.student.steps, trust_remote_code=trust, name=chosen)
     else:
@@ -168,50 +164,28 @@ def measure(run: Run) -> dict[str, Any]:
         export_draft(*models, trust_remote_code=trust, trust_draft_code=trust_draft, name=chosen)
     export_gguf(run.export, run.target, settings.export)
     run.line(f"{run.export} [dim]{chosen}[/dim]")
-    if isinstance(settings.evaluation, EvaluationSettings):
-        report = _evaluated(run, chosen, {} if known.get("target") not in (None, target) else report)
-    write_json(note, _state(key, target, report, run.export))
+    if settings.evaluation:
+        from distill.evaluate import Evaluation
+
+        with working(run.console, "evaluation", bars=False):
+            measured = Evaluation(run).report()
+        kept = report if known.get("target") in (None, target) else {}
+        report = {"name": run.settings.name, **measured, "settings": asdict(settings)}
+        report |= {part: kept[part] for part in PROBED if part in kept}
+        report["commands"] = {"reproduce": f"python -m distill --config {run.folder / 'settings.yaml'}"}
+        add_measurements(run.export, report, chosen)
+        report["exported"] = exported_facts(run.export)
+        write_report(run.folder, report)
+        report = read_json(path)
+        log_report(run.logger, report, lambda: {name: svg for name, (svg, _) in figures(report).items()})
+    write_json(note, {"fingerprint": key, "target": target, "export": _files(run.export)})
     run.line(f"{path if report else run.export} [dim]{time.monotonic() - began:.1f} s[/dim]")
     return report
 
 
-def _evaluated(run: Run, chosen: str, before: dict[str, Any]) -> dict[str, Any]:
-    """Measure the drafts, write the report and add to the export what was measured; return the report.
-
-    Args:
-        run: The run.
-        chosen: Name of the exported draft.
-        before: The last report, with parts of other commands that are kept.
-    """
-    from distill.evaluate import Evaluation
-
-    with working(run.console, "evaluation", bars=False):
-        measured = Evaluation(run).report()
-    kept = {part: before[part] for part in PROBED if part in before}
-    commands = {"reproduce": f"python -m distill --config {run.folder / 'settings.yaml'}"}
-    report = {"name": run.settings.name, **measured, "settings": asdict(run.settings), **kept, "commands": commands}
-    add_measurements(run.export, report, chosen)
-    report["exported"] = exported_facts(run.export)
-    write_report(run.folder, report)
-    report = read_json(run.folder / "report.json")
-    log_report(run.logger, report, lambda: {name: svg for name, (svg, _) in figures(report).items()})
-    return report
-
-
-def _state(key: str, target: str, report: dict[str, Any], export: Path) -> dict[str, Any]:
-    """Return what is noted of a finished measurement, to notice damage.
-
-    People may edit the export's README, and serve-check adds to the profile what was served.
-    """
-    profile = read_json(export / "speculation_profile.json")
-    suffixes, written = (".json", ".safetensors", ".gguf"), sizes(export)
-    return {
-        "fingerprint": key,
-        "target": target,
-        "report": fingerprint({part: report.get(part) for part in MEASURED}),
-        "export": {n: b for n, b in written.items() if n.endswith(suffixes) and n != "speculation_profile.json"},
-        "profile": fingerprint({name: value for name, value in profile.items() if name != "served"}),
-    }
+def _files(export: Path) -> dict[str, int]:
+    """Return the sizes of an export's files, but for those that people and serve-check may change."""
+    return {name: size for name, size in sizes(export).items() if name not in (PROFILE, "README.md")}
 
 
 def write_settings(settings: Settings, path: Path) -> None:

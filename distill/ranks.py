@@ -65,30 +65,39 @@ def is_first() -> bool:
 
 
 def accelerator(trainer: Any) -> str:
-    """Lightning's name of the devices that ``trainer`` means: auto is CUDA where there is one, else the CPU."""
-    if trainer.accelerator == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return str(trainer.accelerator)
+    """Lightning's name of the devices that ``trainer`` means: auto is CUDA where there is one, else the CPU.
+
+    Raises:
+        UserError: GPUs are asked for by name, and there is none.
+    """
+    available = torch.cuda.is_available()
+    if trainer.accelerator in ("gpu", "cuda") and not available:
+        raise UserError(
+            f"trainer.accelerator is {trainer.accelerator} and PyTorch finds no GPU: set it to auto or cpu, or install "
+            "a PyTorch that was built for CUDA and check nvidia-smi"
+        )
+    return "cuda" if available and trainer.accelerator != "cpu" else "cpu"
+
+
+def _devices(trainer: Any) -> list[int]:
+    """The devices of this machine that ``trainer`` means; a list such as ``1,3`` names GPUs."""
+    devices, available = str(trainer.devices), torch.cuda.device_count() if accelerator(trainer) == "cuda" else 1
+    if "," in devices:
+        return [int(item) for item in devices.split(",") if item.strip()]
+    return list(range(available if devices in ("auto", "-1") else int(devices)))
 
 
 def local_device(trainer: Any) -> torch.device:
     """The device on which this process trains, and frozen models compute."""
-    if accelerator(trainer) not in ("cuda", "gpu") or not torch.cuda.is_available():
+    if accelerator(trainer) == "cpu":
         return torch.device("cpu")
-    listed = _listed(trainer.devices) or list(range(torch.cuda.device_count()))
-    return torch.device("cuda", listed[local_rank() % len(listed)])
+    devices = _devices(trainer)
+    return torch.device("cuda", devices[local_rank() % len(devices)])
 
 
 def process_count(trainer: Any) -> int:
-    """How many processes the section ``trainer`` means, on all machines; a list such as ``1,3`` names GPUs."""
-    if str(trainer.devices) in ("auto", "-1"):
-        on_gpus = accelerator(trainer) in ("cuda", "gpu") and torch.cuda.is_available()
-        return int(trainer.num_nodes) * (torch.cuda.device_count() if on_gpus else 1)
-    return int(trainer.num_nodes) * (len(_listed(trainer.devices)) or int(trainer.devices))
-
-
-def _listed(devices: int | str) -> list[int]:
-    return [int(item) for item in str(devices).split(",") if item.strip()] if "," in str(devices) else []
+    """How many processes the section ``trainer`` means, on all machines."""
+    return int(trainer.num_nodes) * len(_devices(trainer))
 
 
 def restart(trainer: Any, module: str, arguments: list[str]) -> None:
@@ -123,25 +132,25 @@ def start(trainer: Any) -> None:
         )
     if count == 1 or dist.is_initialized():
         return
-    device, backend = local_device(trainer), "gloo"
+    device = local_device(trainer)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"
     os.environ |= {"MASTER_ADDR": place.main_address, "MASTER_PORT": str(place.main_port)}
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, rank=place.global_rank(), world_size=count, timeout=LONGEST_WAIT)
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 
 def check_alone(command: str) -> None:
-    """Refuses to run a command of one process in several.
+    """Refuse to run a command of one process in several.
 
     Raises:
-        UserError: it was started as several.
+        UserError: It was started as several.
     """
     if (count := environment().world_size()) > 1:
         raise UserError(
-            f"{command} runs in one process, but {count} were started: start it without torchrun or srun. To train in "
-            "several processes, run python -m distill or python -m probes first; this command reuses their models"
+            f"{command} runs in one process, but {count} were started: start it without torchrun or srun, after python "
+            "-m distill or python -m probes has trained in several; it reuses their models"
         )
 
 

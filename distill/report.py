@@ -29,7 +29,7 @@ DECODING = (
     "accepted_length", "alpha", "accepted_per_drafted", "identical_to_target",
 )  # fmt: skip
 ACCEPTANCE = ("name", "position", "validation", "offline", "decoded", "served")
-PROFILE = ("cost_ratio", "best_draft_length", "measured_best_draft_length", "alpha", "break_even_alpha")
+PROFILE = ("cost_ratio", "best_draft_length", "alpha", "break_even_alpha")
 """Columns of the tables."""
 LEGEND = "Δα: difference to the exported draft. *** p < 0.001, ** p < 0.01, * p < 0.05, n.s. not significant."
 FIRST_SCREEN = ("speedup", "acceptance_by_position")
@@ -109,8 +109,7 @@ def opening(report: Row) -> tuple[str, list[tuple[str, str]], str]:
 
 def sections(report: Row, run_dir: Path) -> Iterable[Section]:
     """Returns the page of a report; parts that were not measured are left out."""
-    settings, drafts, rows = report.get("settings") or {}, draft_rows(report), report["decoding"]
-    (_, cards, same), drawn = opening(report), figures(report)
+    drafts, rows, drawn, (_, cards, same) = draft_rows(report), report["decoding"], figures(report), opening(report)
     yield Section(text=same, cards=cards, figures=[drawn[key] for key in FIRST_SCREEN if key in drawn])
     tables = [Table(DRAFTS, drafts, note=LEGEND), Table(TRAINING, drafts, "Training and other measurements", True)]
     text = "Measured on texts that the target generated for held-out prompts, and by decoding at the fastest length k."
@@ -131,7 +130,7 @@ def sections(report: Row, run_dir: Path) -> Iterable[Section]:
         yield Section("Use", f"The export is in `{draft}`.", code=lines)
     facts = {f"target's {name}": value for name, value in report["target"].items()}
     facts |= {"created": report.get("created"), **(report.get("machine") or {}), **(report.get("commands") or {})}
-    code = {"Settings": json.dumps(settings, indent=2, ensure_ascii=False)}
+    code = {"Settings": json.dumps(report.get("settings") or {}, indent=2, ensure_ascii=False)}
     yield Section("Provenance", facts=facts, code=code, folded=True)
 
 
@@ -147,30 +146,26 @@ def acceptance(report: Row, run_dir: Path) -> Iterable[Row]:
 
 def figures(report: Row) -> dict[str, Figure]:
     """Returns the plots by name; those without data are left out."""
-    profile, analysis = report.get("profile") or {}, report.get("analysis") or {}
+    profile, analysis, name = report.get("profile") or {}, report.get("analysis") or {}, exported(report)
     named = [draft["name"] + form for form in ("", "-tree") for draft in report["drafts"]]
     colours = {name: plots.COLOURS[i % len(plots.COLOURS)] for i, name in enumerate(named)}
     greedy = [row for row in report["decoding"] if row["temperature"] == 0 and row["draft_length"] and row["speedup"]]
     drawn: dict[str, Figure] = {}
-
     best = [{**row, "name": f"{row['draft']}, k = {row['draft_length']}"} for row in fastest(greedy)]
     if len(best) > 1:
         drawn["speedup"] = (plots.speedup_bars(best[::-1], "Greedy speedup at the best draft length"), "")
-    points = {
+    mine = [row for row in greedy if row["draft"] == name]
+    points: dict[str, list[Any]] = {
         "predicted": sorted((int(k), v) for k, v in (profile.get("predicted_speedup") or {}).items()),
-        "measured": sorted(
-            (row["draft_length"], row["speedup"], *(row.get("speedup_ci95") or ()))
-            for row in greedy
-            if row["draft"] == exported(report)
-        ),
+        "measured": sorted((row["draft_length"], row["speedup"], *(row.get("speedup_ci95") or ())) for row in mine),
     }
     if sum(map(len, points.values())) > 1:
-        axes = "draft length k (tokens)", "speedup (×)"
-        caption = f"{exported(report)}, greedy. Predicted: tokens per round ÷ (c·k + v(k + 1))."
-        drawn["speedup_by_length"] = (plots.lines(points, "Speedup by draft length", *axes, at_one=True), caption)
+        axes = "Speedup by draft length", "draft length k (tokens)", "speedup (×)"
+        caption = f"{name}, greedy. Predicted: tokens per round ÷ (c·k + v(k + 1))."
+        drawn["speedup_by_length"] = (plots.lines(points, *axes, at_one=True), caption)
     if positions := analysis.get("acceptance_by_position"):
         drawn["acceptance_by_position"] = (plots.acceptance_by_position(positions, colours), "")
     if curves := analysis.get("curves"):
-        axes = "optimiser step", "α = mean Σ min(p, q), validation"
-        drawn["curves"] = (plots.lines(curves, "Learning curves", *axes, colours=colours), "")
+        axes = "Learning curves", "optimiser step", "α = mean Σ min(p, q), validation"
+        drawn["curves"] = (plots.lines(curves, *axes, colours=colours), "")
     return drawn

@@ -26,7 +26,7 @@ from decode.errors import read_json
 from decode.models.head_files import load_head
 from decode.models.heads import DraftHead
 from decode.models.loading import load_model, load_tokenizer, stop_ids_of
-from decode.progress import duration, output_console, working
+from decode.progress import output_console, working
 from distill import ranks
 from distill.config import START, ModelSettings, Settings
 from distill.data.corpus import Corpus, load_corpus
@@ -50,7 +50,6 @@ class StageRecord:
     """What is known of a finished stage."""
 
     fingerprint: str  # of everything that the folder was made from
-    made_from: dict[str, Any] = field(default_factory=dict)  # the same, readable
     parameters: int = 0
     seconds: float = 0.0  # without interruptions
     account: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ACCOUNT, 0))
@@ -91,11 +90,9 @@ class Run:
         self.console.print(f"  {text}", highlight=False, soft_wrap=True)
 
     def progress(self, stage: str | None = None) -> str:
-        """Return the number of the stage that begins, None: export and evaluation, and the time since the run began."""
-        stages = ["target", "initial", *self.trained]
-        number = len(stages) if stage is None else stages.index(stage)
-        spent = f"; {duration(time.monotonic() - self.started)} so far" if number else ""
-        return f"stage {number + 1} of {len(stages) + 1}{spent}"
+        """Return the number of the stage that begins; None: export and evaluation."""
+        stages = ["target", "initial", *self.trained, None]
+        return f"stage {stages.index(stage) + 1} of {len(stages)}"
 
     # -- stages on disk -----------------------------------------------------------------------------------------------
 
@@ -150,14 +147,9 @@ class Run:
         return folder
 
     def draft_record(self, name: str) -> StageRecord:
-        """Return the record of a draft, by its name in reports.
-
-        Raises:
-            FileNotFoundError: The draft is not finished.
-        """
+        """Return the record of a finished draft, by its name in reports."""
         record = self.record("initial" if name == self.start else name)
-        if record is None:
-            raise FileNotFoundError(f"{self.drafts[name]} is not finished")
+        assert record is not None, f"{self.drafts[name]} is not finished"
         return record
 
     def chosen(self, choose: str) -> str:
@@ -183,15 +175,16 @@ class Run:
                 tokenizer = load_tokenizer(model, trust_remote_code=trust)
                 ends = stop_ids_of(model, tokenizer, trust)
             if model is not None and data.from_target:
-                made_from: dict[str, Any] = {"target": files_state([model]) or model, "dtype": target.dtype}
-                made_from["quantization"] = target.quantization
-                path = self.work / "prompts" / "samples.jsonl"
+                made_from = {"dtype": target.dtype, "quantization": target.quantization}
                 sampler = PromptWriter(
-                    made_from, path, lambda: self.at_work(self.open_target(model)), self.line, self.prompts_together
+                    made_from | {"target": files_state([model]) or model},
+                    self.work / "prompts" / "samples.jsonl",
+                    lambda: self.at_work(self.open_target(model)),
+                    self.line,
+                    self.prompts_together,
                 )
-            corpus = load_corpus(
-                data, seed=self.settings.seed, folder=folder, tokenizer=tokenizer, sampler=sampler, ends=ends
-            )
+            seed = self.settings.seed
+            corpus = load_corpus(data, seed=seed, folder=folder, tokenizer=tokenizer, sampler=sampler, ends=ends)
         for note in corpus.notes:
             self.line(note)
         return corpus
@@ -219,23 +212,13 @@ class Run:
         return ranks.local_device(self.settings.trainer)
 
     def load_target(self, dtype: str | None = None, device: str | torch.device | None = None) -> PreTrainedModel:
-        """The run's target, whole on one device; None: in its number format, where this process trains.
-
-        While drafts are trained it may be elsewhere: `open_target`.
-        """
+        """The run's target, whole on one device; None: in its number format, where this process trains."""
         target, place = self.settings.target, device or self.device
         trust = target.trust_remote_code
         return load_model(self.target, device=place, dtype=dtype or target.dtype, trust_remote_code=trust)
 
     def open_target(self, path: str | Path | None = None) -> PreTrainedModel:
-        """The frozen target: on its own devices if the settings give it some, over all processes, or on the CPU.
-
-        Args:
-            path: Of another target; None: the run's.
-
-        Raises:
-            UserError: It cannot be read or placed.
-        """
+        """The frozen target (or that at a path): on its own devices, over all processes, or on the CPU."""
         model = open_placed(self.settings.target, path or self.target, self.device)
         if self.settings.target.sharded:
             shard_layers(model, self.device)
@@ -280,52 +263,45 @@ def alone_in(run: Run) -> Iterator[None]:
 
 # -- fingerprints -----------------------------------------------------------------------------------------------------
 
-Key = tuple[str, dict[str, Any]]
 UNUSED = ("log_every_n_steps", "profiler")
 """Arguments of Lightning's trainer that change no weight."""
 
 
-def stage_fingerprints(settings: Settings) -> dict[str, Key]:
-    """Return the fingerprint of every stage, in order, with what it is made from."""
+def stage_fingerprints(settings: Settings) -> dict[str, str]:
+    """Return the fingerprint of every stage, in order."""
     trainer, teacher, student, target = settings.trainer, settings.teacher, settings.student, settings.target
-    responses = teacher.responses
+    responses, data = teacher.responses, data_key(settings)
     names = ("precision", "attention", "validate_every", "validation_examples", "callbacks")
     extra = {name: value for name, value in trainer.extra.items() if name not in UNUSED}
     common = {"version": VERSION, "extra": extra, **{name: getattr(trainer, name) for name in names}}
-    data, keys = data_key(settings), dict[str, Key]()
     frozen = {"target_dtype": target.dtype, "target_quantization": target.quantization}
     texts = {"examples": teacher.examples, "responses": responses.key(), **frozen}
-
-    def add(stage: str, **parts: Any) -> str:
-        keys[stage] = fingerprint(parts), parts
-        return keys[stage][0]
-
+    made_from: dict[str, Any] = {"version": VERSION}
     if target.kind == "as_is":
-        tokenizer = files_state([settings.data.tokenizer])
-        made_from: dict[str, Any] = {"version": VERSION, "chat": settings.data.template(), "tokenizer": tokenizer}
+        made_from |= {"chat": settings.data.template(), "tokenizer": files_state([settings.data.tokenizer])}
     else:
         itself = target.layerskip.enabled and target.kind != "scratch" and responses.from_target
-        answers = responses.written() | frozen if itself else None
-        made_from = common | data | {"answers": answers}
-    target_key = add("target", **made_from, model=_model_key(target))
+        made_from = common | data | {"answers": responses.written() | frozen if itself else None}
+    keys = {"target": fingerprint(made_from | {"model": _model_key(target)})}
     if student.is_head:
         values, shape = asdict(student), "block" if student.is_block else "unroll"
         made_from = {"version": VERSION, "head": {name: values[name] for name in ("kind", "draft_vocab", shape)}}
         reads_texts = student.draft_vocab is not None  # the vocabulary is that of the texts
     else:
         made_from, reads_texts = common | {"model": _model_key(student)}, settings.data.from_target and student.trained
-    initial = add("initial", **made_from, **data, **(texts if reads_texts else {}), target=target_key)
+    keys["initial"] = fingerprint(made_from | data | (texts if reads_texts else {}) | keys)
     signal = {"signal": teacher.signal, "signal_k": teacher.signal_k if teacher.signal == "topk" else None}
+    before = common | data | texts | signal | keys
     for draft in settings.drafts:
-        training = draft.training_of(settings.training)
-        made_from = common | data | texts | signal | {"draft": draft.key(), "training": asdict(training)}
+        unused = {"name", "reference", "training"} | (set() if draft.selects else {"k"})
+        values = {name: value for name, value in asdict(draft).items() if name not in unused}
+        made_from = before | {"draft": values, "training": asdict(draft.training_of(settings.training))}
         if draft.on_policy:
             made_from["own_texts"] = responses.written() | {"refresh_every": responses.refresh_every}
-        if draft.selects:
-            assert draft.reference is not None
-            made_from["reference"] = keys[draft.reference][0]
+        if draft.reference is not None and draft.selects:
+            made_from["reference"] = keys[draft.reference]
             made_from["parts_of_a_step"] = [trainer.accumulate, ranks.process_count(trainer)]  # each selects its tokens
-        add(draft.name, **made_from, target=target_key, initial=initial)
+        keys[draft.name] = fingerprint(made_from)
     return keys
 
 
@@ -345,9 +321,8 @@ def data_key(settings: Settings) -> dict[str, Any]:
 
 def measurement_fingerprint(settings: Settings) -> str:
     """Return the fingerprint of everything that evaluation, export and report depend on."""
-    stages = [key for key, _ in stage_fingerprints(settings).values()]
+    stages, values = list(stage_fingerprints(settings).values()), asdict(settings)
     test = settings.data.test_examples, files_state([settings.data.files.get("test")])
-    values = asdict(settings)
     return fingerprint(VERSION, stages, test, values["evaluation"], values["export"], settings.trainer.accelerator)
 
 

@@ -39,7 +39,6 @@ from distill.lm_head import LMHead, check_head
 from distill.losses.divergences import Divergence
 from distill.models import (
     adapted,
-    count_parameters,
     load_or_build,
     ready_to_save,
     source_folder,
@@ -88,15 +87,11 @@ def run_stages(run: Run, only: Collection[str] | None = None, *, check: bool = T
         The names of the stages that were made.
     """
     settings, console, made = run.settings, run.console, list[str]()
-    for stage, (key, made_from) in stage_fingerprints(settings).items():
+    for stage, key in stage_fingerprints(settings).items():
         if only is not None and stage not in only:
             continue
-        if stage in ("target", "initial"):
-            title = f"target ({settings.target.kind})" if stage == "target" else f"student ({settings.student.kind})"
-        else:
-            draft = settings.draft(stage)
-            by = f", the {draft.k:.0%} of tokens with the largest dL against {draft.reference}" if draft.selects else ""
-            title = f"draft {stage}: {draft.divergence}{by}"
+        kinds = {"target": f"target ({settings.target.kind})", "initial": f"student ({settings.student.kind})"}
+        title = kinds.get(stage, f"draft {stage}")
         console.print(f"[bold]{title}[/bold] ({run.progress(stage)})", highlight=False, soft_wrap=True)
         if run.record(stage, key) is not None:
             run.line(f"up to date: {run.path(stage)}")
@@ -115,8 +110,7 @@ def run_stages(run: Run, only: Collection[str] | None = None, *, check: bool = T
             elif stage in ("target", "initial"):
                 result = language_model(run, stage, key)
             else:
-                result = distil(run, draft, key)
-            result.record.made_from = made_from
+                result = distil(run, settings.drafts[run.trained.index(stage)], key)
             run.put(stage, result.record, partial(result.save, run.tokenizer))
         made.append(stage)
         run.line(f"{run.path(stage)} [dim]{time.monotonic() - started:.1f} s[/dim]")
@@ -138,8 +132,7 @@ def language_model(run: Run, stage: str, key: str) -> StageResult:
         assert settings.model is not None
         round_to = settings.round_to if isinstance(settings, TargetSettings) else None
         if not (gguf_file(settings.model) or adapter_base(settings.model) or round_to):
-            record = StageRecord(key, parameters=count_parameters(settings, len(tokenizer)))
-            return StageResult(record, source_folder(settings.model))
+            return StageResult(StageRecord(key), source_folder(settings.model))
         model = load_model(settings.model, device="cpu", dtype=settings.dtype, trust_remote_code=trust)
         model = model if round_to is None else model.to(DTYPES[round_to])
     elif isinstance(settings, StudentSettings) and settings.kind == "cut":
@@ -153,7 +146,7 @@ def language_model(run: Run, stage: str, key: str) -> StageResult:
     record = new_record(run, key, model)
     if not settings.trained:
         return StageResult(record, ready_to_save(model, tokenizer))
-    return train_language_model(run, stage, key, settings, model, record)
+    return train_language_model(run, stage, settings, model, record)
 
 
 def new_record(run: Run, key: str, model: torch.nn.Module) -> StageRecord:
@@ -164,7 +157,7 @@ def new_record(run: Run, key: str, model: torch.nn.Module) -> StageRecord:
 
 
 def train_language_model(
-    run: Run, stage: str, key: str, settings: ModelSettings, model: PreTrainedModel, record: StageRecord
+    run: Run, stage: str, settings: ModelSettings, model: PreTrainedModel, record: StageRecord
 ) -> StageResult:
     """Return a model after its training on next tokens."""
     full, training = run.settings, settings.training
@@ -187,7 +180,7 @@ def train_language_model(
     seed = full.seed * 10 + int(stage != "target")
     schedule = Schedule(examples.lengths, training.batch_size, training.length_bucket, seed)
     batches = TrainingBatches(examples, schedule, steps, workers=full.data.loader_workers)
-    record.history, record.seconds = _fit(run, stage, key, module, batches, Examples.of(validation), trainer)
+    _fit(run, stage, record, module, batches, Examples.of(validation), trainer)
     if layerskip is not None:
         layerskip.remove()
     model = module.model if adapter is None else adapter.merge_and_unload()
@@ -298,37 +291,28 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
     signal.to(run.device)
     sharded = parts if target.sharded else None  # no further reference: the parts leave memory
     reference: Draft | None = None
+    if settings.selects:
+        reference = open_draft(run, run.path(cast(str, settings.reference)), dtype=weights_dtype(trainer.precision))
+        reference.model.to(run.device)
 
-    def add_signal(examples: Examples, where: Path | None = None, split: str = "") -> None:
+    def add_columns(examples: Examples, where: Path | None = None, split: str = "") -> None:
         if kind != "online":
             key, name = fingerprint(texts, signal.key, trainer.attention), f"{split}-{run.settings.student.kind}"
             keep_columns(
-                examples, lambda batch: signal.kept(opened(), batch), signal.columns, where, name, key, sharded
+                examples, lambda batch: signal.kept(opened(), batch), signal.columns, sharded, where, name, key
             )
-
-    def add_losses(examples: Examples, where: Path | None = None) -> None:
-        if reference is not None:
+        if reference is not None and split in ("", "train"):
             made_from = run.draft_record(cast(str, settings.reference)).fingerprint
             key = fingerprint(texts, signal.key, made_from, settings.divergence, trainer.precision)
             name, divergence = f"{settings.reference}-{settings.divergence}", Divergence(settings.divergence)
             keep_reference(reference, signal, examples, divergence, trainer.precision, where, name, key)
 
-    def add_columns(examples: Examples) -> None:
-        add_signal(examples)
-        add_losses(examples)
-
     for name, examples in fixed.items():
         with working(run.console, f"the target's signal ({kind}), {name}"):
-            add_signal(examples, folder, name)
+            add_columns(examples, folder, name)
     if kind == "topk":
         tail = mean_tail(validation)
         run.line(f"the top {signal.k} ids leave {tail:.2%} to the others: alpha is off by at most that")
-    if settings.selects:
-        reference = open_draft(run, run.path(cast(str, settings.reference)), dtype=weights_dtype(trainer.precision))
-        reference.model.to(run.device)
-        if "train" in fixed:
-            with working(run.console, "the reference's losses"):
-                add_losses(train, folder)
     if not settings.on_policy:
         opened.cache_clear()  # no signal will be computed any more, so the target leaves memory
     return DistillData(signal, train, validation, held, add_columns)
@@ -361,13 +345,11 @@ def distil(run: Run, settings: DraftSettings, key: str) -> StageResult:
             full.data.max_length, stop_ids(parts, run.tokenizer), data.add_columns,
         )  # fmt: skip
     batches = TrainingBatches(data.train, schedule, steps, texts, full.data.loader_workers)
-    prepared = time.monotonic() - started
-    record.history, seconds = _fit(run, settings.name, key, module, batches, data.validation, full.trainer)
-    record.seconds = prepared + seconds
+    record.seconds = time.monotonic() - started
+    _fit(run, settings.name, record, module, batches, data.validation, full.trainer)
     steps = int(record.history[-1]["step"])  # a callback may have ended the training early
-    tokens = sum(data.train.labels_of(schedule.batch(step)) for step in range(steps))
-    tokens = tokens if texts is None else texts.label_tokens
-    used = together = tokens
+    read = (data.train.labels_of(schedule.batch(step)) for step in range(steps))
+    used = together = tokens = sum(read) if texts is None else texts.label_tokens
     if settings.selects:
         reference = run.draft_record(cast(str, settings.reference)).account
         used, together = sum(ranks.exchange(module.selected)), tokens + reference["teacher_tokens"]
@@ -391,20 +373,12 @@ def calibrate(run: Run, draft: BlockDraft, signal: Signal, examples: Examples) -
 
 
 def _fit(
-    run: Run,
-    stage: str,
-    key: str,
-    module: TrainingModule,
-    batches: TrainingBatches,
-    validation: Examples,
+    run: Run, stage: str, record: StageRecord, module: TrainingModule, batches: TrainingBatches, validation: Examples,
     trainer: TrainerSettings,
-) -> tuple[list[dict[str, float]], float]:
-    """Train; return the learning curve and the seconds, those before an interruption included."""
-    data, work, logger = (
-        DistillDataModule(batches, validation),
-        run.checkpoints(stage, key),
-        for_stage(run.logger, stage),
-    )
-    history, seconds, tokens = fit(module, data, trainer, work, name=stage, logger=logger, console=run.console)
-    run.line(f"{tokens:,} tokens read, {tokens / max(seconds, 1e-9):,.0f} a second")
-    return history, seconds
+) -> None:  # fmt: skip
+    """Train; the record gets the learning curve and the seconds, those before an interruption included."""
+    data, work = DistillDataModule(batches, validation), run.checkpoints(stage, record.fingerprint)
+    logger = for_stage(run.logger, stage)
+    record.history, seconds, read = fit(module, data, trainer, work, name=stage, logger=logger, console=run.console)
+    record.seconds += seconds
+    run.line(f"{read:,} tokens read, {read / max(seconds, 1e-9):,.0f} a second")

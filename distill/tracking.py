@@ -28,6 +28,9 @@ ENVIRONMENT = {
     "ERROR_REPORTING": "false", "PROJECT": "draftsmith",
 }  # fmt: skip
 """Variables of W&B that are set here, without WANDB_. Its redirection of stdout would break the progress bars."""
+OF_EXPORT = "speedup", "speedup_vs_generate", "accepted_length", "alpha", "tokens_per_second", "draft_length"
+OF_DRAFTS = "offline_alpha", "offline_accepted_length", "validation_accepted_length"
+"""Numbers of a report that are logged: of the exported draft's fastest decoding, and of every draft."""
 NEXT = "set WANDB_MODE=offline and upload later, renew the key by `wandb login`, or choose --tracker csv"
 
 
@@ -109,12 +112,9 @@ def log_report(logger: Logger | None, report: Mapping[str, Any], figures: Callab
 
     Numbers have report.json's names: ``speedup`` and the like are of the exported draft, ``offline_alpha/NAME`` of any.
     """
-    keys = ("offline_alpha", "offline_accepted_length", "validation_accepted_length")
-    values = {f"{key}/{row['name']}": row.get(key) for row in report.get("drafts", []) for key in keys}
-    values["target/accuracy"] = report.get("target", {}).get("accuracy")
     best = fastest_row(report, exported(report), f"{exported(report)}-tree")  # which the report's page begins with
-    for name in ("speedup", "speedup_vs_generate", "accepted_length", "alpha", "tokens_per_second", "draft_length"):
-        values[name] = best.get(name)
+    values = {key: best.get(key) for key in OF_EXPORT} | {"target/accuracy": report.get("target", {}).get("accuracy")}
+    values |= {f"{key}/{row['name']}": row.get(key) for row in report.get("drafts", []) for key in OF_DRAFTS}
     summary = {name: float(value) for name, value in values.items() if value is not None}
     if isinstance(logger, RunLogger):
         import wandb
@@ -144,8 +144,7 @@ def finish(logger: Logger | None) -> None:
 def where(logger: Logger | None) -> str:
     """Return a line that says where the record is, and how to upload it if it is offline. Starts nothing."""
     if not isinstance(logger, RunLogger):
-        return "not tracked" if logger is None else f"tracked in {logger.save_dir}/{str(logger.name).partition('/')[0]}"
+        return f"csv files in {logger.save_dir}/csv" if logger else "not tracked"
     if "mode" not in logger.options:
         return f"W&B {os.environ.get('WANDB_MODE', 'online')}, run {logger.version}"
-    folder = Path(logger.save_dir or ".", "wandb")
-    return f"W&B offline in {folder}; to upload: wandb sync {folder}/offline-run-*-{logger.version}"
+    return f"W&B offline; to upload: wandb sync {logger.save_dir}/wandb/offline-run-*-{logger.version}"

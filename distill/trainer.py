@@ -154,21 +154,14 @@ def fit(
                 trainer.validate(module, datamodule=data, verbose=False)
         except SystemExit as stop:  # Lightning's way of ending after Ctrl-C
             raise KeyboardInterrupt from stop
-        take_best(module, trainer, plain, work)
+        _take_best(module, trainer, plain, work)
     return module.history, timer.time_elapsed("train"), lines.tokens
 
 
-def take_best(module: TrainingModule, trainer: L.Trainer, plain: torch.nn.Module, work: Path) -> None:
-    """Put the weights of the best validation after step 0 into a model that is not sharded, and give it to the module.
-
-    Args:
-        module: After its training.
-        trainer: Of the training.
-        plain: The model.
-        work: Folder of the checkpoints.
-    """
-    key, sign = module.monitor.removeprefix("validation_"), 1 if module.mode == "max" else -1
-    best = max((at for at in module.history if at["step"]), key=lambda at: sign * at[key])
+def _take_best(module: TrainingModule, trainer: L.Trainer, plain: torch.nn.Module, work: Path) -> None:
+    """Put the weights of the best validation after step 0 into the model `plain`, which becomes the module's."""
+    key, better = module.monitor.removeprefix("validation_"), max if module.mode == "max" else min
+    best = better((at for at in module.history if at["step"]), key=lambda at: at[key])
     if best["step"] == trainer.global_step:
         weights = trainer.strategy.lightning_module_state_dict()
     else:

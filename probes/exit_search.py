@@ -182,13 +182,11 @@ def run_best(
         chosen[name] = {key: getattr(given, key) for key in EXIT_OPTIONS} | {"predicted_speedup": choice.speedup}
     rows, records = bench(run, model, mode, options, entries)
     empty = dict.fromkeys((*EXIT_OPTIONS, "predicted_speedup"))
+    fastest = {row["method"]: row["name"] for row in sorted(rows, key=lambda row: row["tokens_per_second"] or 0.0)}
+    reference = records[fastest["layerskip"]]
     for row in rows:
         row |= {"title": row["method"], "top_p": mode.warp.top_p} | empty | chosen.get(row["name"], {})
-    for row in rows:
-        rivals = [other for other in rows if other["method"] == row["method"]]
-        row["best"] = row is max(rivals, key=lambda other: other["tokens_per_second"] or 0.0)
-    reference = records[next(row["name"] for row in rows if row["best"] and row["method"] == "layerskip")]
-    for row in rows:
+        row["best"] = row["name"] == fastest[row["method"]]
         if records[row["name"]].texts and reference.texts:
             ratios = paired_ratios(records[row["name"]], reference)
             middle, *interval = median_interval(ratios, seed=run.settings.seed)
@@ -209,9 +207,12 @@ def fastest_options(table: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, A
 def exit_experiment(run: Run, model: PreTrainedModel, modes: list[Mode], options: ProbeSettings) -> dict[str, Any]:
     """Train and judge probes of all exits, and choose an exit and a stop rule; return the parts of the report."""
     folder, exits, seed = run.folder / "probes", exit_layers(model, options.layers), run.settings.seed
-    held, probes = dict[str, Features](), dict[str, list[AcceptanceProbe]]()
-    rows, table, predicted = list[dict[str, Any]](), list[dict[str, Any]](), dict[str, list[Choice]]()
-    tokens, costs = dict[str, int](), dict[str, Any]()
+    rows, table, probes = list[dict[str, Any]](), list[dict[str, Any]](), list[AcceptanceProbe]()
+    held = list[tuple[Mode, Features, list[AcceptanceProbe]]]()
+    facts: dict[str, Any] = {
+        "tokens": {}, "costs": {}, "predicted": {}, "temperature": options.temperature, "top_p": options.top_p,
+        "machine": machine.describe(model.device), "labels": {mode.name: mode.label for mode in modes},
+    }  # fmt: skip
     for mode in modes:
         with working(run.console, f"{mode.name} texts read", sum(map(len, mode.texts.values()))):
             seen = {
@@ -219,33 +220,26 @@ def exit_experiment(run: Run, model: PreTrainedModel, modes: list[Mode], options
                 for i, (split, texts) in enumerate(mode.texts.items())
             }
         with working(run.console, f"probes, {mode.name}, label {mode.label}"):
-            probes[mode.name] = train_probes(seen["train"], seen["validation"], mode.label, options.l2)
-            judged = evaluate_exits(probes[mode.name], seen["validation"], seen["test"])
+            trained = train_probes(seen["train"], seen["validation"], mode.label, options.l2)
+            judged = evaluate_exits(trained, seen["validation"], seen["test"])
         rows += [{"mode": mode.name, **row} for row in judged]
-        tokens |= {f"{mode.name}/{split}": len(features) for split, features in seen.items()}
-        held[mode.name] = seen["validation"]
-    every = [probe for trained in probes.values() for probe in trained]
-    save_probes(folder, model, every)
+        facts["tokens"] |= {f"{mode.name}/{split}": len(features) for split, features in seen.items()}
+        held.append((mode, seen["validation"], trained))
+        probes += trained
+    save_probes(folder, model, probes)
     torch.set_num_threads(1)  # how weights are laid out is measured
     runner = open_runner(model, pack="auto")
     if isinstance(runner, FastRunner):
-        for mode in modes:
-            name = mode.name
-            with working(run.console, f"predicted speedup of every setting, {name}"):
-                predicted[name], costs[name] = predict_all(runner, mode, held[name], probes[name])
-            with working(run.console, f"real runs of the best settings, {name}", bars=False):
-                table += run_best(run, model, mode, predicted[name], options)
-        save_probes(folder, model, every, fastest_options(table))
+        for mode, features, trained in held:
+            with working(run.console, f"predicted speedup of every setting, {mode.name}"):
+                choices, facts["costs"][mode.name] = predict_all(runner, mode, features, trained)
+            with working(run.console, f"real runs of the best settings, {mode.name}", bars=False):
+                table += run_best(run, model, mode, choices, options)
+            places = [[choice for choice in choices if choice.exit_layer == layer] for layer in exits]
+            facts["predicted"][mode.name] = [vars(best_of(at, method)[0]) for at in places for method in METHODS]
+        save_probes(folder, model, probes, fastest_options(table))
     else:
         reason = "decoding with early exits is not supported for this family, so no exit is chosen"
         run.line(f"[yellow]{model.config.model_type}: {reason}[/yellow]")
-    facts: dict[str, Any] = {
-        "layers": int(model.config.get_text_config().num_hidden_layers), "tokens": tokens, "costs": costs,
-        "temperature": options.temperature, "top_p": options.top_p, "machine": machine.describe(model.device),
-        "labels": {mode.name: mode.label for mode in modes}, "predicted": {},
-    }  # fmt: skip
-    for name, choices in predicted.items():
-        places = [[choice for choice in choices if choice.exit_layer == layer] for layer in exits]
-        facts["predicted"][name] = [vars(best_of(place, method)[0]) for place in places for method in METHODS]
     added = plain({"probes": rows, "self_speculation": table, "probe_settings": facts})
     return {**added, "probe_findings": [answer(added, mode.name) for mode in modes]}

@@ -3,56 +3,21 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import Tensor
 
 from decode.drafters.probe import KINDS, AcceptanceProbe
 from decode.errors import UserError
 from decode.trace import clustered_ratio
 from distill.drafts.block import calibration_error
-from distill.trainer import quiet
 from probes.features import EXTRAS, Features
 
 EXTRA_PENALTY = 1e-4  # L2 penalty on the confidence features, whatever the penalty on the state
 ITERATIONS = 300  # of LBFGS at most, over all tokens
 LARGE = 1 << 28  # numbers in the inputs above which a GPU is used where there is one
-
-
-class ProbeModule(L.LightningModule):
-    """sigmoid(w·x + b) for every exit, kind of probe and penalty; ``weight [exits, probes, width + 4]`` has b last."""
-
-    mask: Tensor
-    penalty: Tensor
-
-    def __init__(self, train: Features, l2: Sequence[float]) -> None:
-        super().__init__()
-        width, penalties = train.inputs.shape[-1] + 1, torch.tensor([*l2] * len(KINDS))
-        mask, penalty = torch.ones(len(penalties), width), penalties[:, None].repeat(1, width)
-        mask[: len(l2), -1 - EXTRAS : -1] = 0  # the plain probe does not see the confidence features
-        penalty[:, -1 - EXTRAS :] = torch.tensor([EXTRA_PENALTY] * EXTRAS + [0.0])
-        self.register_buffer("mask", mask)
-        self.register_buffer("penalty", penalty)
-        self.weight = nn.Parameter(torch.zeros(len(train.exits), *mask.shape))
-        self.weight.data[..., -1] = torch.logit(train.labels.mean(1, keepdim=True), eps=1e-3)
-
-    def losses(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return mean cross-entropies ``[exits, probes]`` for ``x [exits, width + 3, n]`` and ``y [exits, 1, n]``."""
-        w = self.weight * self.mask
-        z = torch.baddbmm(w[..., -1:], w[..., :-1], x)
-        return (F.softplus(z) - z * y).mean(-1)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return the sum of all losses, none of which depends on the weights of another."""
-        return (self.losses(*batch) + (self.penalty * self.weight.square()).sum(-1) / 2).sum()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """LBFGS on all probes at once; its only step is the training."""
-        return torch.optim.LBFGS(self.parameters(), max_iter=ITERATIONS, line_search_fn="strong_wolfe")
 
 
 def train_probes(train: Features, validation: Features, label: str, l2: Sequence[float]) -> list[AcceptanceProbe]:
@@ -70,20 +35,34 @@ def train_probes(train: Features, validation: Features, label: str, l2: Sequence
                 f"(label {label}): leave the layer out of probes.layers, or give more prompts"
             )
     mean, scale = train.inputs.mean(1, keepdim=True), train.inputs.std(1, keepdim=True).clamp_min(1e-6)
-    batch, held = (((f.inputs - mean) / scale).mT.contiguous() for f in (train, validation))
-    module = ProbeModule(train, l2)
-    with quiet():
-        trainer = L.Trainer(
-            accelerator="gpu" if torch.cuda.is_available() and batch.numel() > LARGE else "cpu", devices=1,
-            max_steps=1, logger=False, barebones=True,
-        )  # fmt: skip
-        trainer.fit(module, DataLoader([(batch, train.labels[:, None])], batch_size=None))  # type: ignore[arg-type]
-    module.cpu().requires_grad_(False)
-    best = module.losses(held, validation.labels[:, None]).unflatten(1, (len(KINDS), -1)).argmin(2)
+    x, held = (((features.inputs - mean) / scale).mT.contiguous() for features in (train, validation))
+    penalty = torch.tensor([*l2] * len(KINDS))[:, None].repeat(1, x.shape[1] + 1)  # of weights, the bias is the last
+    penalty[:, -1 - EXTRAS :] = torch.tensor([EXTRA_PENALTY] * EXTRAS + [0.0])
+    mask = torch.ones_like(penalty)
+    mask[: len(l2), -1 - EXTRAS : -1] = 0  # the plain probe does not see the confidence features
+    weight = torch.zeros(len(train.exits), *mask.shape)
+    weight[..., -1] = torch.logit(train.labels.mean(1, keepdim=True), eps=1e-3)
+    device = "cuda" if torch.cuda.is_available() and x.numel() > LARGE else "cpu"
+    x, y, penalty, mask, weight = (t.to(device) for t in (x, train.labels[:, None], penalty, mask, weight))
+    optimizer = torch.optim.LBFGS([weight.requires_grad_()], max_iter=ITERATIONS, line_search_fn="strong_wolfe")
+
+    def losses(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        z = torch.baddbmm(w[..., -1:], w[..., :-1], x)
+        return (F.softplus(z) - z * y).mean(-1)  # [exits, probes], none of which depends on the weights of another
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (losses(x, y, weight * mask) + (penalty * weight.square()).sum(-1) / 2).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    weight = (weight * mask).detach().cpu()
+    best = losses(held, validation.labels[:, None], weight).unflatten(1, (len(KINDS), -1)).argmin(2)
     probes = list[AcceptanceProbe]()
     for i, layer in enumerate(train.exits):
         for number, kind in enumerate(KINDS):
-            chosen = module.weight[i, number * len(l2) + int(best[i, number])]
+            chosen = weight[i, number * len(l2) + int(best[i, number])]
             w = chosen[:-1] / scale[i, 0]
             state, extra, bias = w[:-EXTRAS].clone(), w[-EXTRAS:].clone(), float(chosen[-1] - w @ mean[i, 0])
             probes.append(AcceptanceProbe(layer, kind, label, state, extra if number else extra[:0], bias))

@@ -54,7 +54,8 @@ def run_probes(settings: ProbesSettings, console: Console | None = None) -> dict
                     path = run.folder / "report.json"
                     write_json(path, {"name": settings.name, **read_json(path), **added})
                     write_report(path.with_name("probes.html"), settings.name, added)
-                    _log(for_stage(run.logger, "probes"), added)
+                    if logger := for_stage(run.logger, "probes"):
+                        _log(logger, added)
             finally:
                 finish(run.logger)
             ranks.barrier()
@@ -64,15 +65,13 @@ def run_probes(settings: ProbesSettings, console: Console | None = None) -> dict
     return added
 
 
-def _log(logger: Logger | None, added: dict[str, Any]) -> None:
+def _log(logger: Logger, added: dict[str, Any]) -> None:
     """Log the numbers by which runs are compared."""
-    if logger is None:
-        return
     for row in added.get("probes", []):
         values = {f"{row['mode']}/{key}": row[key] for key in ("auroc", "brier", "ece") if row[key] is not None}
         logger.log_metrics(values, step=row["layer"])
-    for row in added.get("self_speculation", []):
-        if row["best"] and row["speedup"]:
-            name = f"speedup/{'sampled' if row['temperature'] else 'greedy'}/{row['method']}"
-            logger.log_metrics({name: row["speedup"]}, step=0)
+    fastest = [row for row in added.get("self_speculation", []) if row["best"] and row["speedup"]]
+    for row in fastest:
+        name = f"speedup/{'sampled' if row['temperature'] else 'greedy'}/{row['method']}"
+        logger.log_metrics({name: row["speedup"]}, step=0)
     logger.save()

@@ -58,15 +58,9 @@ class ProbesSettings(Settings):
     probes: ProbeSettings = field(default_factory=ProbeSettings)
     """Acceptance probes and self-speculation."""
 
-    def validate(self) -> None:
+    def validate(self, *, drafts: bool = False) -> None:
         """Check what this command uses: data, target and probes; of a block head, everything."""
-        if self.student.is_block:
-            super().validate()
-        self.validate_run()
-        self.data.validate()
-        self.target.validate("target")
-        self.check_unanswered()
-        self.trainer.validate()
+        super().validate(drafts=drafts or self.student.is_block)
         for key in ("modes", "l2"):
             if not getattr(self.probes, key):
                 raise UserError(f"probes.{key} is empty: give at least one value")

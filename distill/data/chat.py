@@ -11,16 +11,18 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby, takewhile
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from decode.bench.datasets import Row
 from decode.errors import UserError
 from decode.models.tokens import (
     REASONING,
+    Message,
     batch_prompt_ids,
     continuation_ids,
     control_token,
@@ -29,7 +31,7 @@ from decode.models.tokens import (
     render_chat,
     start_ids,
 )
-from distill.data.messages import KEYS, UnusableRow
+from distill.data.messages import KEYS, Messages, UnusableRow
 
 IGNORE = -100  # label of a position that no loss is taken on
 NO_THOUGHT = (
@@ -41,17 +43,11 @@ MARK, THOUGHT, ASKED = (f"\ue000{name}\ue001" for name in ("answer", "thought", 
 
 @dataclass(frozen=True)
 class Turn:
-    """What the model says, and the text that it is given before.
+    """What the model says, and the text that it is given before."""
 
-    Attributes:
-        prompt: As the model is served.
-        answer: Is learned; empty for a prompt that is to be answered.
-        said: Texts of the row that have to stand whole in what is learned.
-    """
-
-    prompt: str
-    answer: str
-    said: tuple[str, ...] = ()
+    prompt: str  # as the model is served
+    answer: str  # is learned; empty for a prompt that is to be answered
+    said: tuple[str, ...] = ()  # texts of the row that have to stand whole in what is learned
 
 
 @dataclass
@@ -96,18 +92,24 @@ def label(
     for turn, ids in zip(turns, answers):
         if turn.answer and not any(token in ends for token in ids):
             ids.append(last)
-    written, pieces = iter(_decoded(tokenizer, answers)), map(Piece, before, answers, turns)
+
+    def check(piece: Piece, text: str) -> None:
+        lost = [said for said in piece.turn.said if squash(said) not in squash(text)]
+        reread = _decoded(tokenizer, plain_ids(tokenizer, lost)) if lost else []  # the tokenizer may change texts
+        lost = [said for said, read in zip(lost, reread) if squash(read) not in squash(text)]
+        if lost or any(token in ends for token in piece.answer[:-1]):
+            raise UnusableRow("whose answer is not learned whole, up to one stop token", repr([*lost, text][0][:80]))
+
+    written = zip(map(Piece, before, answers, turns), _decoded(tokenizer, answers))
     made: list[list[Example] | UnusableRow] = []
     for row in rows:
-        answered, problem = [next(pieces) for _ in row], None
-        for piece, text in zip(answered, [next(written) for _ in row]):
-            missing = [said for said in piece.turn.said if squash(said) not in squash(text)]
-            reread = _decoded(tokenizer, plain_ids(tokenizer, missing)) if missing else []
-            missing = [said for said, read in zip(missing, reread) if squash(read) not in squash(text)]  # changed by it
-            if missing or any(token in ends for token in piece.answer[:-1]):
-                detail = repr((missing or [str(tokenizer.decode(piece.answer))])[0][:80])
-                problem = problem or UnusableRow("whose answer is not learned whole, up to one stop token", detail)
-        made.append(problem or joined(answered))
+        here = [next(written) for _ in row]
+        try:
+            for piece, text in here:
+                check(piece, text)
+            made.append(joined(piece for piece, _ in here))
+        except UnusableRow as problem:
+            made.append(problem)
     return made
 
 
@@ -137,15 +139,13 @@ def rendered_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], ends:
     Nothing is merged across a special token, so the ids of parts that begin with one are those of the whole text.
     """
     added = tokenizer.added_tokens_decoder
-    plain = [token for end in ends if (token := added.get(end)) and token.special and not token.normalized]
-    stops = {
-        str(stop) for stop in plain if not stop.lstrip and not any(str(stop) in str(t)[1:] for t in added.values())
-    }
-    pattern = re.compile("(?=" + "|".join(map(re.escape, sorted(stops))) + ")")
-    parts = [pattern.split(text) if stops else [text] for text in texts]
-    known = list(dict.fromkeys(part for text in parts for part in text if part))
-    ids = dict(zip(known, plain_ids(tokenizer, known))) if known else {}
-    return [[token for part in text if part for token in ids[part]] for text in parts]
+    plain = [stop for end in ends if (stop := added.get(end)) and stop.special and not (stop.normalized or stop.lstrip)]
+    stops = [re.escape(str(stop)) for stop in plain if not any(str(stop) in str(other)[1:] for other in added.values())]
+    pattern = re.compile(f"(?={'|'.join(stops) or '(?!)'})")
+    parts = [pattern.split(text) for text in texts]
+    known = ["", *dict.fromkeys(chain.from_iterable(parts))]
+    ids = dict(zip(known, plain_ids(tokenizer, known)))
+    return [[token for part in text for token in ids[part]] for text in parts]
 
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[Sequence[int]]) -> list[str]:
@@ -157,10 +157,16 @@ def squash(text: str) -> str:
     return "".join(text.split())
 
 
+def _writes(written: str, text: str) -> bool:
+    """Whether a template has written a text, as it is or as JSON, but for white space."""
+    forms = text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]
+    return text in written or any(squash(form) in squash(written) for form in forms)
+
+
 def until_end(response: Sequence[int], ends: Collection[int | None]) -> list[int]:
-    """Labels of a response: the ids up to and with the first of ``ends``, then `IGNORE`."""
+    """The ids up to and with the first of ``ends``."""
     stop = next((place + 1 for place, token in enumerate(response) if token in ends), len(response))
-    return [*response[:stop], *[IGNORE] * (len(response) - stop)]
+    return list(response[:stop])
 
 
 def prompt_part(input_ids: Sequence[int], labels: Sequence[int]) -> list[int]:
@@ -197,67 +203,47 @@ def text_blocks(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How chats become text.
+    """How chats become text."""
 
-    Attributes:
-        tokenizer: With a chat template.
-        system: System message of chats that have none.
-        template_args: Further variables of the template, such as ``enable_thinking``.
-        ends: Ids that end the target's texts; none: the tokenizer's end-of-text token.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    system: str | None = None
+    tokenizer: PreTrainedTokenizerBase  # with a chat template
+    system: str | None = None  # system message of chats that have none
+    # Further variables of the template, such as ``enable_thinking``
     template_args: Mapping[str, Any] = field(default_factory=dict)
-    ends: Sequence[int] = ()
+    ends: Sequence[int] = ()  # ids that end the target's texts; none: the tokenizer's end-of-text token
 
-    def with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages, after the system message if there is one and they have none."""
-        if self.system is None or (messages and messages[0]["role"] in ("system", "developer")):
-            return messages
-        return [{"role": "system", "content": self.system}, *messages]
-
-    def render(self, messages: Sequence[Mapping[str, Any]], *, ask: bool = False, tools: Any = None) -> str:
+    def render(self, messages: Sequence[Message], *, ask: bool = False, tools: Any = None) -> str:
         """The messages as the template writes them; with ``ask`` up to the start of the assistant's next turn.
 
         Raises:
-            UnusableRow: The template refuses the messages.
+            UnusableRow: The template refuses the messages, or there is none.
         """
-        extra = dict(self.template_args) | ({"tools": tools} if tools else {})
+        extra = {**self.template_args, **({"tools": tools} if tools else {})}
         try:
             return render_chat(self.tokenizer, messages, ask=ask, template_args=extra)
         except UserError as error:
-            if not self.tokenizer.chat_template:
-                raise
             raise UnusableRow("that the chat template refuses", str(error)) from error
 
-    def ask(self, messages: list[dict[str, Any]], tools: Any = None, checked: tuple[int, str] = (0, "")) -> str:
+    def ask(self, messages: Messages, tools: Any = None) -> str:
         """The prompt of the assistant's next turn, in which every earlier turn of others stands.
 
-        Args:
-            messages: The turns so far.
-            tools: Descriptions of the tools.
-            checked: How many of the messages an earlier prompt of theirs has, and that prompt.
-
         Raises:
-            UnusableRow: The template refuses the messages or leaves one out, or one spells a control token.
+            UnusableRow: The template refuses the messages or leaves one out.
         """
         prompt = self.render(messages, ask=True, tools=tools)
-        count, known = checked if prompt.startswith(checked[1]) else (0, "")
-        if spelt := control_token(self.tokenizer, messages[count:]):
-            raise UnusableRow("with a control token of the tokenizer in their text", repr(spelt))
-        written = squash(prompt[len(known) :])
-        for message in messages[count:]:
-            said = message["content"] or ""
-            if message["role"] != "assistant" and not any(
-                squash(text) in written for text in (said, json.dumps(said, ensure_ascii=False)[1:-1])
-            ):
+        for message in messages:
+            if message["role"] != "assistant" and not _writes(prompt, message["content"]):
                 raise UnusableRow("with a turn that the chat template does not write", message["role"])
         return prompt
 
-    def prepared(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages with a system message, and no role developer for templates that do not know it."""
-        messages = self.with_system(messages)
+    def prepared(self, messages: Messages) -> Messages:
+        """The messages with a system message, and no role developer for templates that do not know it.
+
+        Raises:
+            UnusableRow: A message spells a control token.
+        """
+        refuse_control_tokens(self.tokenizer, messages)
+        if self.system is not None and not (messages and messages[0]["role"] in ("system", "developer")):
+            messages = [{"role": "system", "content": self.system}, *messages]
         if re.search(r"['\"]developer['\"]", str(self.tokenizer.chat_template)):
             return messages
         return [message | {"role": message["role"].replace("developer", "system")} for message in messages]
@@ -266,11 +252,17 @@ class ChatFormat:
         """The id with which the template ends an answer."""
         turns, _ = chat_turns(self, [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}])
         (examples,) = label(self.tokenizer, [turns], self.ends, chat=True)
-        ends = self.ends or [end_token(self.tokenizer)]
-        return ends[0] if isinstance(examples, UnusableRow) else examples[0].labels[-1]
+        assert isinstance(examples, list)
+        return examples[0].labels[-1]
 
 
-def render_row(row: Mapping[str, Any], chat: ChatFormat | None) -> tuple[list[Turn], list[str]]:
+def refuse_control_tokens(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> None:
+    """Raises `UnusableRow` where a message spells a control token, which would be read as one."""
+    if spelt := control_token(tokenizer, messages):
+        raise UnusableRow("with a control token of the tokenizer in their text", repr(spelt))
+
+
+def render_row(row: Row, chat: ChatFormat | None) -> tuple[list[Turn], list[str]]:
     """A row of `distill.data.sources` as turns, and what is to be noted of it.
 
     Args:
@@ -282,18 +274,18 @@ def render_row(row: Mapping[str, Any], chat: ChatFormat | None) -> tuple[list[Tu
     """
     if chat is None:
         return [pair(row["prompt"], row["response"])], []
+    said = row["said"] or row["prompt"]  # what only separates a pair's prompt and response is left to the template
+    texts = {"user": said.strip(), "assistant": row["response"].strip()}
+    messages = [{"role": role, "content": text} for role, text in texts.items()]
     if row["messages"]:
         messages = json.loads(row["messages"])
-        if messages[-1]["role"] != "assistant":
-            return [Turn(chat.ask(chat.prepared(messages)), "")], []
-        turns, notes = chat_turns(chat, messages, json.loads(row["tools"] or "null"))
-        return turns, [*filter(None, [row["note"]]), *notes]
-    said = row["said"] or row["prompt"]  # what only separates a pair's prompt and response is left to the template
-    pair_of_turns = {"user": said.strip(), "assistant": row["response"].strip()}
-    return chat_turns(chat, [{"role": role, "content": text} for role, text in pair_of_turns.items()])
+    if messages[-1]["role"] != "assistant":
+        return [Turn(chat.ask(chat.prepared(messages)), "")], []
+    turns, notes = chat_turns(chat, messages, json.loads(row["tools"] or "null"))
+    return turns, [*filter(None, [row["note"]]), *notes]
 
 
-def chat_turns(chat: ChatFormat, messages: list[dict[str, Any]], tools: Any = None) -> tuple[list[Turn], list[str]]:
+def chat_turns(chat: ChatFormat, messages: Messages, tools: Any = None) -> tuple[list[Turn], list[str]]:
     """The assistant's turns of a conversation, each behind the prompt that it has when the model is served.
 
     Args:
@@ -310,21 +302,18 @@ def chat_turns(chat: ChatFormat, messages: list[dict[str, Any]], tools: Any = No
     template, messages = str(chat.tokenizer.chat_template), chat.prepared(messages)
     unread = {key for message in messages for key in message if key not in KEYS and key not in template}
     notes = [f"with a message's {key!r}, which is not used" for key in sorted(unread)]
-    turns, checked = list[Turn](), (0, "")
+    turns = list[Turn]()
     for place, message in enumerate(messages):
         if message["role"] == "assistant":
-            prompt = chat.ask(messages[:place], tools, checked)
-            answer, note = _answer(chat, prompt, messages[:place], message, tools)
-            turns.append(Turn(prompt, *answer))
-            notes.append(note)
-            checked = place, prompt
-    return turns, list(dict.fromkeys(filter(None, notes)))
+            prompt = chat.ask(messages[:place], tools)
+            turn, note = _answered(chat, prompt, messages[:place], message, tools)
+            turns.append(turn)
+            notes += [note] * bool(note)
+    return turns, list(dict.fromkeys(notes))
 
 
-def _answer(
-    chat: ChatFormat, prompt: str, history: list[dict[str, Any]], message: dict[str, Any], tools: Any
-) -> tuple[tuple[str, tuple[str, str]], str]:
-    """What is learned of a turn of the assistant, with the texts that have to stand in it, and a note.
+def _answered(chat: ChatFormat, prompt: str, history: Messages, message: Message, tools: Any) -> tuple[Turn, str]:
+    """A turn of the assistant with what is learned of it, and a note.
 
     The answer is what the template writes behind the prompt, with three exceptions:
 
@@ -332,13 +321,12 @@ def _answer(
     - reasoning that the prompt opens and the template then leaves out (DeepSeek-R1) is put back;
     - where the next turn's beginning is the stop token (GLM-4.5), the answer ends with it.
     """
-    note = ""
-    if spelt := control_token(chat.tokenizer, [message]):
-        raise UnusableRow("with a control token of the tokenizer in their text", repr(spelt))
-    thought, content, calls = message.get(REASONING[0], ""), message["content"], message.get("tool_calls", [])
+    note, thought, content = "", message.get(REASONING[0], ""), message["content"]
+    calls = [call["function"] for call in message.get("tool_calls", [])]
     after = chat.render([*history, message], tools=tools)
     answer = after[len(prompt) :] if after.startswith(prompt) else ""
     complete = bool(answer) and all(text.strip() in answer for text in (thought, content))
+    history = last_exchange(history)
     if not complete or not (thought or answer.lstrip().startswith(content.strip() or MARK)):
         if not thought and (inline := re.match(r"\s*<think>(.*?)</think>(.*)", content, re.DOTALL)):
             thought, content = inline[1].strip(), inline[2].strip()
@@ -348,32 +336,31 @@ def _answer(
         if not complete:
             lead = f"{parts.opening}{thought}{parts.closing}" if thought else parts.lead
             answer = f"{lead}{content}{parts.tail}"
-            if any(call["function"]["name"] not in answer for call in calls):
+            if any(call["name"] not in answer for call in calls):
                 answer = parts.turn
         if not thought and parts.empty:
             answer = answer.removeprefix(parts.lead) if parts.opening else answer
             note = NO_THOUGHT
     if (ended := _until_stop(chat, answer)) is None:
-        history = last_exchange(history)
         follower = {"role": "tool" if calls else "user", "content": THOUGHT}
-        shown = message | {"content": MARK}
-        tail = chat.render([*history, shown], tools=tools).partition(MARK)[2]
-        closing = chat.render([*history, shown, follower], tools=tools).partition(MARK)[2].partition(THOUGHT)[0]
-        ended = (stop := _until_stop(chat, closing)) and answer.removesuffix(tail) + stop
+        tail, closing = (
+            chat.render([*history, {**message, "content": MARK}, *next_turn], tools=tools).partition(MARK)[2]
+            for next_turn in ([], [follower])
+        )
+        ended = (stop := _until_stop(chat, closing.partition(THOUGHT)[0])) and answer.removesuffix(tail) + stop
     answer = ended or answer.rstrip()
-    for call in (call["function"] for call in calls):
+    for call in calls:
         values = call["arguments"].values() if isinstance(call["arguments"], dict) else ()
-        for text in (call["name"], *(value for value in values if isinstance(value, str))):
-            forms = text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]
-            if not any(form in answer for form in forms):
-                raise UnusableRow("with tool calls that the chat template does not write")
-    return (answer, (thought, content)), note
+        if not all(_writes(answer, text) for text in (call["name"], *values) if isinstance(text, str)):
+            raise UnusableRow("with tool calls that the chat template does not write")
+    return Turn(prompt, answer, (thought, content)), note
 
 
-def last_exchange(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def last_exchange(history: Messages) -> Messages:
     """The turns from the user's last one on, after a system message: what a template writes behind them is the same."""
     start = max((place for place, turn in enumerate(history) if turn["role"] == "user"), default=0)
-    return [*(turn for turn in history[: min(start, 1)] if turn["role"] in ("system", "developer")), *history[start:]]
+    opening = [turn for turn in history[:1] if start and turn["role"] in ("system", "developer")]
+    return [*opening, *history[start:]]
 
 
 class AnswerParts(NamedTuple):
@@ -387,25 +374,24 @@ class AnswerParts(NamedTuple):
     turn: str  # the message itself
 
 
-def answer_parts(
-    chat: ChatFormat, history: list[dict[str, Any]], message: Mapping[str, Any], tools: Any = None
-) -> AnswerParts:
+def answer_parts(chat: ChatFormat, history: Messages, message: Message, tools: Any) -> AnswerParts:
     """How a template writes an assistant's turn behind its prompt, both seen from the turn before on.
 
     What is earlier is not compared, because templates rewrite it: reasoning is left out, and a system message moves to
-    the last question (Mistral).
+    the last question (Mistral). ``history`` is the `last_exchange`.
 
     Raises:
         UnusableRow: The template does not write the answer, or writes it behind something else than its prompt.
     """
-    shown, history = {key: value for key, value in message.items() if key not in REASONING}, last_exchange(history)
+    shown = {key: value for key, value in message.items() if key not in REASONING}
     names = [call["function"]["name"] for call in message.get("tool_calls", ())]
 
-    def behind_question(*turns: Mapping[str, Any]) -> str:
+    def behind_question(*turns: Message) -> str:
         messages = [*history[:-1], {**history[-1], "content": ASKED}, *turns]
         return chat.render(messages, ask=not turns, tools=tools).rpartition(ASKED)[2]
 
-    def written(content: str, *names_of_thought: str) -> tuple[str, str, str]:
+    def written(content: str, *names_of_thought: str) -> tuple[str, str]:
+        """What stands before and after the content; both empty where the template does not write it."""
         for base in (shown, {"role": "assistant"}):  # a template may write no text beside tool calls, or after them
             turn = base | dict.fromkeys(names_of_thought, THOUGHT) | {"content": content}
             try:
@@ -413,15 +399,14 @@ def answer_parts(
             except UnusableRow:
                 continue
             if mark and not any(name in before for name in names):
-                return before, mark, tail
-        return "", "", ""
+                return before, tail
+        return "", ""
 
-    start = behind_question()
-    header, mark, tail = written(MARK)
-    if not mark:
+    start, (header, tail) = behind_question(), written(MARK)
+    if not header + tail:
         raise UnusableRow("whose answer the chat template does not write")
     pieces = [re.findall(r"<[^<>]*>|\[[^\[\]]*\]|.", text, re.DOTALL) for text in (start, header)]
-    common = next((place for place, pair in enumerate(zip(*pieces)) if pair[0] != pair[1]), min(map(len, pieces)))
+    common = len([*takewhile(lambda pair: pair[0] == pair[1], zip(*pieces))])
     ahead, lead = ("".join(text[common:]) for text in pieces)
     if ahead.endswith(lead) or (squash(header) == squash(start) and not header.startswith(start)):
         lead = ""
@@ -429,13 +414,12 @@ def answer_parts(
     block = re.fullmatch(r"(\s*[<\[][\w:]+[>\]]\n?|)(\s*[<\[]/[\w:]+[>\]]\s*)", lead)
     inline = "think>" in str(chat.tokenizer.chat_template) and not block  # reasoning may be read from the content
     for content, read in ((MARK, REASONING), *[(f"<think>{THOUGHT}</think>{MARK}", ())] * inline):
-        before, _, end = written(content, *read)
+        before, end = written(content, *read)
         opening, thinks, closing = before.partition(THOUGHT)
         if thinks and (opening.startswith(start) or squash(opening) == squash(start)):
             opening = opening[len(start) :]
-            same = squash(lead) == squash(opening + closing)
             if opening or not closing.strip():
-                return AnswerParts(opening, closing, end, lead, same, turn)
+                return AnswerParts(opening, closing, end, lead, squash(lead) == squash(opening + closing), turn)
             return AnswerParts("", closing, end, closing, True, closing.removesuffix(lead) + turn)
     if block:
         return AnswerParts(block[1], block[2], tail, lead, True, turn)
@@ -454,7 +438,7 @@ def _until_stop(chat: ChatFormat, text: str) -> str | None:
     return text[: min(places)] if places else None
 
 
-def show(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
+def show(row: Row, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
     """Prints one example, masked tokens dim and labels green in [[ ]], and how many of its tokens are learned."""
     text, tokens = Text(), zip(row["input_ids"], row["labels"], strict=True)
     for learned, part in groupby(tokens, lambda token: token[1] != IGNORE):

@@ -17,7 +17,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
 import transformers
 from datasets import Dataset, Features, List, Value, concatenate_datasets, load_from_disk
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -32,12 +31,13 @@ from decode.progress import current
 from distill import ranks
 from distill.config import DataSettings
 from distill.data.chat import IGNORE, ChatFormat, Example, Turn, label, prompt_part, render_row, text_blocks
+from distill.data.dataset import Examples
 from distill.data.messages import UnusableRow
 from distill.data.prompts import PromptWriter, prompt_rows
 from distill.data.sources import SPLITS, LeftOut, SourceRows, load_rows, sentences
 from distill.files import files_state, fingerprint, replaced, sizes, write_json
 
-VERSION = 7  # raised when a change of the code changes which examples are made of the same rows, or what is kept
+VERSION = 8  # raised when a change of the code changes which examples are made of the same rows, or what is kept
 BATCH = 1000  # rows tokenised together
 A_PROCESS = 5000  # rows for which starting one more process pays
 VOCABULARY = 1024  # largest vocabulary of a tokenizer that is trained here
@@ -47,7 +47,9 @@ COLUMNS = Features(
     | {name: Value("string") for name in ("prompt", "response", "chat")}
     | {"turn": Value("int32")}
 )
-TOLD = Features({"reason": Value("string"), "detail": Value("string"), "number": Value("int64")})
+ENTRIES = Features(
+    COLUMNS | {"reason": Value("string"), "detail": Value("string"), "number": Value("int64")}
+)  # and what is told of rows
 
 
 @dataclass
@@ -112,8 +114,7 @@ def load_corpus(
     key = fingerprint(
         VERSION, transformers.__version__, settings.key(), files_state(read), known, seed, [*ends], written
     )
-    alone = folder is None
-    if folder is None:
+    if alone := folder is None:
         folder = Path(tempfile.mkdtemp(prefix="corpus-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     note = folder / "corpus.json"
@@ -128,8 +129,7 @@ def load_corpus(
             "configuration, data files and tokenizer, the same versions of packages, and the same folder for runs"
         )
     splits: dict[str, Any] = {split: load_from_disk(str(folder / split)) for split in SPLITS}
-    if tokenizer is None:
-        tokenizer = load_tokenizer(str(folder / "tokenizer"))
+    tokenizer = tokenizer or load_tokenizer(str(folder / "tokenizer"))
     return Corpus(tokenizer, **splits, **read_json(folder / "about.json"))
 
 
@@ -146,18 +146,18 @@ def _make(
     ends: Sequence[int],
 ) -> None:
     """Reads, splits, tokenises and masks the rows, and writes the corpus into an empty folder."""
-    how: dict[str, Any] = {"system": settings.system, "template_args": settings.template_args, "ends": ends}
+    form = partial(ChatFormat, system=settings.system, template_args=settings.template_args, ends=ends)
     if settings.from_target:
-        samples = None
+        written = None
         if sampler is not None and tokenizer is not None:
-            samples = sampler.samples(ChatFormat(tokenizer, **how), settings.prompts, seed)
-        rows = SourceRows("chat", *prompt_rows(settings, seed, samples))
+            written = sampler.samples(form(tokenizer), settings.prompts, seed)
+        rows = SourceRows("chat", *prompt_rows(settings, seed, written))
     else:
         rows = load_rows(settings, seed)
     if tokenizer is None:
         train = rows.splits["train"]
         chosen = Random(seed).sample(range(len(train)), min(len(train), settings.train_limit or len(train)))
-        tokenizer = train_tokenizer(_text_of(row) for row in train.select(chosen))
+        tokenizer = train_tokenizer(map(_text_of, train.select(chosen)))
         tokenizer.chat_template = settings.template()
         tokenizer.save_pretrained(folder / "tokenizer")
     by_setting = bool(tokenizer.chat_template) if settings.chat == "auto" else settings.chat
@@ -169,11 +169,8 @@ def _make(
         )
     if chat:
         check_template(tokenizer, settings.system)
-    if chat and rows.kind == "pairs":
-        rows.notes.append(
-            "pairs are put into the tokenizer's chat template, as the model is served (data.chat false leaves them "
-            "plain, --show-example shows one)"
-        )
+        if rows.kind == "pairs":
+            rows.notes.append("pairs are put into the tokenizer's chat template; data.chat false leaves them plain")
     digest = hashlib.sha256(json.dumps([settings.key(), _identity(tokenizer), *ends], sort_keys=True).encode())
     limits = settings.train_limit or sys.maxsize, settings.validation_examples, settings.test_examples
     for split, limit in zip(SPLITS, limits, strict=True):
@@ -182,12 +179,11 @@ def _make(
         ordered, left_out = rows.splits[split].select(order), LeftOut()
         current().update(name=f"tokenising {split}", total=min(limit, len(ordered)), done=0)
         if rows.kind == "text":  # blocks span rows
-            blocks = text_blocks(tokenizer, (row["text"] for row in ordered), settings.max_length)
-            entries = _table([_entry(block) for block in islice(blocks, limit)])
-            made = Dataset.from_dict({name: entries[name] for name in COLUMNS}, features=COLUMNS)
+            blocks = islice(text_blocks(tokenizer, ordered["text"], settings.max_length), limit)
+            made = Dataset.from_dict(_table(map(_entry, blocks)), features=ENTRIES)
         else:
-            tokenised = partial(_tokenised, settings=settings, form=ChatFormat(tokenizer, **how), chat=chat)
-            made, left_out = _examples(ordered, limit, tokenised, folder / "tokenised")
+            tokenised = partial(_tokenised, settings=settings, form=form(tokenizer), chat=chat)
+            made, left_out = _examples(ordered, limit, tokenised, folder / "tokenised" / split)
         rows.notes += (said := sentences(split, left_out))
         lost = {row for why, row, _ in left_out if why.endswith(" dropped") and not why.startswith("longer")}
         if len(lost) > max(1, len(made)):
@@ -201,10 +197,10 @@ def _make(
                 f"data: no {split} example is left ({'; '.join(rows.notes) or 'the texts are too short'}): raise "
                 "data.max_length, set data.overlong to cut, or give more data"
             )
-        for batch in made.select_columns(["input_ids", "labels"]).with_format("numpy").iter(BATCH):
-            for ids in (*batch["input_ids"], *batch["labels"]):
-                digest.update(np.asarray(ids, dtype=np.int32).tobytes() + b"|")
-        made.save_to_disk(str(folder / split))
+        examples = Examples.of(made)
+        for values in (examples.ids, examples.labels, examples.offsets):
+            digest.update(values.tobytes())
+        made.select_columns(list(COLUMNS)).save_to_disk(str(folder / split))
     shutil.rmtree(folder / "tokenised", ignore_errors=True)
     about = {"answered": not settings.from_target, "chat": chat, "notes": rows.notes}
     write_json(folder / "about.json", about | {"fingerprint": digest.hexdigest()})
@@ -222,74 +218,74 @@ def _entry(example: Example | None = None, **about: Any) -> Row:
     return values | {"chat": "", "turn": 0, "number": 0, "reason": "", "detail": ""} | about
 
 
+def _table(entries: Iterable[Row]) -> dict[str, list[Any]]:
+    rows = list(entries)
+    return {name: [row[name] for row in rows] for name in ENTRIES}
+
+
 def _examples(rows: Dataset, limit: int, function: Any, folder: Path) -> tuple[Dataset, LeftOut]:
-    """The examples of one split, up to ``limit``, and the rows that are not used as they are."""
-    folder.mkdir(exist_ok=True)
-    parts, left_out, have, start = list[Dataset](), LeftOut(), 0, 0
-    while start < len(rows) and have < limit:
-        batch = rows.select(range(start, min(len(rows), start + max(BATCH, round(1.1 * (limit - have))))))
-        start += len(batch)
-        processes = min(max(1, len(batch) // A_PROCESS), os.cpu_count() or 1)
+    """The entries of one split that are examples, up to ``limit``, and the rows that are not used as they are."""
+    folder.mkdir(parents=True)
+    parts, left_out, missing, start = list[Dataset](), LeftOut(), limit, 0
+    while not parts or (missing and start < len(rows)):
+        batch = rows.select(range(start, min(len(rows), start + max(BATCH, round(1.1 * missing)))))
+        processes = min(len(batch) // A_PROCESS, os.cpu_count() or 1)
         if processes > 1:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process, without a warning
-        name = f"{len(list(folder.iterdir()))}-{start}"
         made = batch.map(
             function,
             batched=True,
             batch_size=BATCH,
             num_proc=processes if processes > 1 else None,
             remove_columns=batch.column_names,
-            features=Features(COLUMNS | TOLD),
-            cache_file_name=str(folder / f"{name}.arrow"),
-            new_fingerprint=name,
+            features=ENTRIES,
+            cache_file_name=str(folder / f"{start}.arrow"),
+            new_fingerprint=f"{folder.name}-{start}",
         )
-        reasons, kept = made["reason"][:], range(len(made))
-        if any(reasons):
-            told = made.select([place for place in kept if reasons[place]])
-            left_out += zip(told["reason"][:], told["number"][:], told["detail"][:])
-            made = made.select([place for place in kept if not reasons[place]])
-        parts.append(made if len(made) <= limit - have else made.select(range(limit - have)))
-        have += len(parts[-1])
-        current().update(done=have)
-    made = parts[0] if len(parts) == 1 else concatenate_datasets(parts)
-    return made.select_columns(list(COLUMNS)), left_out
+        start += len(batch)
+        reasons = made["reason"][:]
+        left_out += [told for told in zip(reasons, made["number"][:], made["detail"][:]) if told[0]]
+        parts.append(made.select([place for place, reason in enumerate(reasons) if not reason][:missing]))
+        missing -= len(parts[-1])
+        current().advance(len(parts[-1]))
+    return concatenate_datasets(parts), left_out
 
 
 def _tokenised(columns: Mapping[str, list[Any]], settings: DataSettings, form: ChatFormat, chat: bool) -> Row:
     """The entries of a batch of rows."""
     entries, usable, length = list[Row](), list[tuple[Row, list[Turn]]](), settings.max_length
-    for row in (dict(zip(columns, values)) for values in zip(*columns.values())):
+
+    def tell(row: Row, reason: str, detail: str = "") -> None:
+        entries.append(_entry(number=row["number"], reason=reason, detail=detail))
+
+    for values in zip(*columns.values()):
+        row = dict(zip(columns, values))
         try:
             turns, notes = render_row(row, form if chat else None)
-            usable.append((row, turns))
-            entries += [_entry(reason=note, number=row["number"]) for note in notes]
         except UnusableRow as error:
-            entries.append(_entry(reason=f"{error.reason} dropped", detail=error.detail, number=row["number"]))
+            tell(row, f"{error.reason} dropped", error.detail)
+            continue
+        usable.append((row, turns))
+        for note in notes:
+            tell(row, note)
     labelled = label(form.tokenizer, [turns for _, turns in usable], form.ends, chat=chat)
     for (row, turns), examples in zip(usable, labelled):
-        tell = partial(_entry, number=row["number"])
         if isinstance(examples, UnusableRow):
-            entries.append(tell(reason=f"{examples.reason} dropped", detail=examples.detail))
+            tell(row, f"{examples.reason} dropped", examples.detail)
             continue
         if len(examples) > 1:
-            why = "made into an example for each assistant's turn, because the template rewrites earlier ones"
-            entries.append(tell(reason=why))
+            tell(row, "made into an example for each assistant's turn, because the template rewrites earlier ones")
         conversation = f"[{row['messages']}, {row['tools'] or 'null'}]" if len(turns) > 1 else ""
         for turn, example in enumerate(examples):
             if len(example.input_ids) > length:
-                labels = example.labels[:length]
-                cut = settings.overlong == "cut" and any(token != IGNORE for token in labels)
+                example = replace(example, input_ids=example.input_ids[:length], labels=example.labels[:length])
+                cut = settings.overlong == "cut" and any(token != IGNORE for token in example.labels)
                 how = "cut at the end" if cut else "dropped"
-                entries.append(tell(reason=f"longer than data.max_length ({length} tokens) {how}"))
+                tell(row, f"longer than data.max_length ({length} tokens) {how}")
                 if not cut:
                     continue
-                example = replace(example, input_ids=example.input_ids[:length], labels=labels)
-            entries.append(tell(example, chat="" if turn else conversation, turn=turn))
+            entries.append(_entry(example, chat="" if turn else conversation, turn=turn))
     return _table(entries)
-
-
-def _table(entries: Sequence[Row]) -> dict[str, list[Any]]:
-    return {name: [entry[name] for entry in entries] for name in (*COLUMNS, *TOLD)}
 
 
 # -- tokenizers -------------------------------------------------------------------------------------------------------
@@ -312,11 +308,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCABULARY) -> PreTr
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     core.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
         special_tokens=[EOS, PAD],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        initial_alphabet=alphabet,
         show_progress=False,
     )
     core.train_from_iterator(texts, trainer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -14,7 +14,9 @@ import pyarrow
 import torch
 from datasets import Dataset
 from numpy.typing import NDArray
+from pyarrow.compute import list_flatten, list_value_length
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
@@ -30,69 +32,39 @@ PER_TOKEN = ("features",)
 
 @dataclass(frozen=True)
 class Column:
-    """Values of examples that lie in several arrays, so that files can be mapped into memory as they are.
+    """Values of examples as lists of an Arrow table, which may be files that are mapped into memory."""
 
-    Attributes:
-        arrays: Flat values.
-        places: Of each example the number of its array, and where its values begin and end, ``[examples, 3]``.
-        shape: Of one row.
-    """
-
-    arrays: Sequence[NDArray[Any]]
-    places: Ints
-    shape: tuple[int, ...] = ()
+    rows: pyarrow.ChunkedArray  # flat values of each example
+    order: Ints  # the number in ``rows`` of each example
+    shape: tuple[int, ...]  # of one row of an example
 
     def __getitem__(self, example: int) -> NDArray[Any]:
         """The rows of an example, ``[rows, *shape]``."""
-        number, start, stop = self.places[example].tolist()
-        return self.arrays[number][start:stop].reshape(-1, *self.shape)
-
-    @classmethod
-    def of(cls, column: pyarrow.ChunkedArray, shape: tuple[int, ...] = ()) -> Column:
-        """A list column of an Arrow table, without copying."""
-        arrays, places = [], [np.zeros((0, 3), dtype=np.int64)]
-        for number, chunk in enumerate(column.chunks):
-            offsets = chunk.offsets.to_numpy().astype(np.int64)
-            arrays.append(chunk.values.to_numpy())
-            places.append(np.stack([np.full(len(chunk), number), offsets[:-1], offsets[1:]], 1))
-        return cls(arrays, np.concatenate(places), shape)
-
-    @property
-    def flat(self) -> NDArray[Any]:
-        """All values in the order of the examples."""
-        return np.concatenate([np.zeros(0, np.int32), *(self.arrays[n][a:b] for n, a, b in self.places.tolist())])
+        values: NDArray[Any] = self.rows[int(self.order[example])].values.to_numpy()
+        return values.reshape(-1, *self.shape)
 
 
 @dataclass
 class Examples:
-    """Texts with labels; example i is ``ids[offsets[i]:offsets[i + 1]]``.
+    """Texts with labels; example i is ``ids[offsets[i]:offsets[i + 1]]``."""
 
-    Attributes:
-        ids: Token ids of all examples, one after the other.
-        labels: Labels of the same length, not shifted; -100 where no loss is taken.
-        offsets: Where each example starts, ``[examples + 1]``.
-        label_offsets: Where each example's label tokens start when all are numbered through, ``[examples + 1]``.
-            A label in first place has nothing to be predicted from and does not count.
-        columns: Values of frozen models by name, which batches carry.
-    """
-
-    ids: NDArray[np.int32]
-    labels: NDArray[np.int32]
-    offsets: Ints
+    ids: NDArray[np.int32]  # token ids of all examples, one after the other
+    labels: NDArray[np.int32]  # labels of the same length, not shifted; -100 where no loss is taken
+    offsets: Ints  # where each example starts, ``[examples + 1]``
+    # Where each example's label tokens start when all are numbered through, ``[examples + 1]``. A label in first place
+    # has nothing to be predicted from and does not count
     label_offsets: Ints
-    columns: dict[str, Column] = field(default_factory=dict)
+    columns: dict[str, Column] = field(default_factory=dict)  # values of frozen models by name, which batches carry
 
     @classmethod
     def of(cls, dataset: Dataset, limit: int | None = None) -> Examples:
         """The first ``limit`` examples of a data set with the columns ``input_ids`` and ``labels``."""
         table = dataset.select_columns(["input_ids", "labels"]).with_format("arrow")[:limit]
-        ids, labels = (Column.of(table.column(name)) for name in ("input_ids", "labels"))
-        lengths = ids.places[:, 2] - ids.places[:, 1]
-        offsets, flat = np.concatenate([[0], np.cumsum(lengths)]), labels.flat.astype(np.int32)
-        counted = flat != IGNORE
+        ids, labels = (list_flatten(column).to_numpy().astype(np.int32) for column in table.columns)
+        lengths = list_value_length(table.column(0)).to_numpy()
+        offsets, counted = np.concatenate([[0], np.cumsum(lengths)]), labels != IGNORE
         counted[offsets[:-1][lengths > 0]] = False
-        label_offsets = np.concatenate([[0], np.cumsum(counted)])[offsets]
-        return cls(ids.flat.astype(np.int32), flat, offsets, label_offsets)
+        return cls(ids, labels, offsets, np.concatenate([[0], np.cumsum(counted)])[offsets])
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -143,22 +115,19 @@ def collate(picks: Picks) -> Batch:
         ``input_ids`` and ``labels`` ``[batch, time]`` (int64); of each column that all examples have the rows of the
         labels ``[label rows, ...]`` in their order, or values of every token ``[batch, time, ...]``, zeros in padding.
     """
+
+    def padded(parts: Iterable[NDArray[Any]], value: int = 0) -> Tensor:
+        return pad_sequence([torch.tensor(part) for part in parts], batch_first=True, padding_value=value)
+
     spans = [examples.span(number) for examples, number in picks]
-    shape = len(picks), max(span.stop - span.start for span in spans)
-    ids, labels = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORE)
-    batch: dict[str, NDArray[Any]] = {"input_ids": ids, "labels": labels}
-    for row, ((examples, _), span) in enumerate(zip(picks, spans)):
-        length = span.stop - span.start
-        ids[row, :length], labels[row, :length] = examples.ids[span], examples.labels[span]
+    batch: Batch = {
+        "input_ids": padded(examples.ids[span] for (examples, _), span in zip(picks, spans)).long(),
+        "labels": padded((examples.labels[span] for (examples, _), span in zip(picks, spans)), IGNORE).long(),
+    }
     for name in sorted(set.intersection(*(set(examples.columns) for examples, _ in picks))):
         parts = [examples.columns[name][number] for examples, number in picks]
-        if name in PER_TOKEN:
-            batch[name] = np.zeros((*shape, *parts[0].shape[1:]), parts[0].dtype)
-            for row, part in enumerate(parts):
-                batch[name][row, : len(part)] = part
-        else:
-            batch[name] = np.concatenate(parts)
-    return {name: torch.from_numpy(values) for name, values in batch.items()}
+        batch[name] = padded(parts) if name in PER_TOKEN else torch.from_numpy(np.concatenate(parts))
+    return batch
 
 
 def label_mask(labels: Tensor) -> Tensor:
@@ -177,18 +146,12 @@ class Schedule:
 
     Every epoch is a new permutation of all examples, so that each occurs once in it. The examples of ``bucket`` batches
     of an epoch are sorted by length and cut into batches, whose order is shuffled. Epochs follow one another.
-
-    Attributes:
-        lengths: Tokens of each example, ``[examples]``.
-        batch_size: Examples of a step, over all ranks.
-        bucket: Batches that are cut from one sorted list; 1 leaves batches random.
-        seed: Chooses the order.
     """
 
-    lengths: Ints
-    batch_size: int
-    bucket: int = 1
-    seed: int = 0
+    lengths: Ints  # tokens of each example, ``[examples]``
+    batch_size: int  # examples of a step, over all ranks
+    bucket: int = 1  # batches that are cut from one sorted list; 1 leaves batches random
+    seed: int = 0  # chooses the order
 
     def __post_init__(self) -> None:
         self.epoch = lru_cache(maxsize=4)(self._made)
@@ -219,26 +182,18 @@ class TrainingBatches(TorchDataset[Batch]):
 
     Each batch carries ``weight``, the factor of a mean over its label tokens with which the average over the step's
     parts is the mean over all its label tokens; and ``part``, its number among these parts.
-
-    Attributes:
-        examples: For training.
-        schedule: Which of them make which step.
-        steps: Optimiser steps in all.
-        texts: Replaces examples of a step by texts that the draft writes itself (`distill.responses.on_policy`). These
-            depend on the weights of the moment, so no batch is made ahead.
-        workers: Processes that make batches ahead.
-        rank: Whose batches these are, of ``world`` ranks.
-        micros: Batches of a rank in a step, between which gradients are summed up.
     """
 
-    examples: Examples
-    schedule: Schedule
-    steps: int
+    examples: Examples  # for training
+    schedule: Schedule  # which of them make which step
+    steps: int  # optimiser steps in all
+    # Replaces examples of a step by texts that the draft writes itself (`distill.responses.on_policy`). These depend on
+    # the weights of the moment, so no batch is made ahead
     texts: Any = None
-    workers: int = 0
-    rank: int = 0
+    workers: int = 0  # processes that make batches ahead
+    rank: int = 0  # whose batches these are, of ``world`` ranks
     world: int = 1
-    micros: int = 1
+    micros: int = 1  # batches of a rank in a step, between which gradients are summed up
 
     def __len__(self) -> int:
         return self.steps * self.micros
@@ -307,12 +262,12 @@ class DistillDataModule(L.LightningDataModule):
         size = max(1, training.schedule.batch_size // (world * trainer.accumulate_grad_batches))
         share, batches = np.argsort(self.validation.lengths, kind="stable")[rank::world], []
         for start in range(0, math.ceil(len(self.validation) / world), size):
-            if len(examples := share[start : start + size]):
-                batches.append(self.validation.batch(examples))
-                continue
-            empty = self.validation.batch(np.array([0]))
-            empty["labels"].fill_(IGNORE)
-            batches.append(empty | {n: empty[n][:0] for n in self.validation.columns if n not in PER_TOKEN})
+            examples = share[start : start + size]
+            batch = self.validation.batch(examples if len(examples) else np.array([0]))
+            if not len(examples):  # of an example without labels
+                batch["labels"].fill_(IGNORE)
+                batch |= {n: batch[n][:0] for n in self.validation.columns if n not in PER_TOKEN}
+            batches.append(batch)
         return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -25,7 +24,7 @@ from decode.progress import current
 from decode.sampling import LogitsWarper
 from distill.config import DataSettings, PromptSettings
 from distill.data.chat import ChatFormat
-from distill.data.messages import UnusableRow, read_messages
+from distill.data.messages import Messages, UnusableRow, read_messages
 from distill.data.sources import plain_rows
 from distill.files import write_json
 
@@ -44,24 +43,18 @@ PROBE = "\ue000prompt\ue001"  # replaces the user's words while their place in a
 
 @dataclass
 class TextFile:
-    """Texts that a model writes, each a JSON line at once, so that a kill costs no more than those being written.
+    """Texts that a model writes, each a JSON line at once, so that a kill costs no more than those being written."""
 
-    Attributes:
-        path: The file (``.jsonl``); a manifest beside it (``.json``) names what the texts are made from.
-        made_from: Everything that decides what is in it.
-        texts: Token ids by the number of the prompt, with the end token if the text ended before its limit.
-    """
-
-    path: Path
-    made_from: dict[str, Any]
+    path: Path  # the file (``.jsonl``); a manifest beside it (``.json``) names what the texts are made from
+    made_from: Row  # everything that decides what is in it
+    # Token ids by the number of the prompt, with the end token if the text ended before its limit
     texts: dict[int, list[int]] = field(default_factory=dict)
 
     def read(self) -> dict[int, list[int]]:
         """The texts on disk; none of a file made from something else. A torn last line is not read."""
-        self.texts = {}
-        if self.path.exists() and read_json(self.path.with_suffix(".json")) == self.made_from:
-            lines = self.path.read_bytes().split(b"\n")[:-1]
-            self.texts = {values["example"]: values["ids"] for values in map(json.loads, lines)}
+        same = self.path.exists() and read_json(self.path.with_suffix(".json")) == self.made_from
+        lines = self.path.read_bytes().split(b"\n")[:-1] if same else []
+        self.texts = {values["example"]: values["ids"] for values in map(json.loads, lines)}
         return self.texts
 
     def open(self) -> None:
@@ -118,33 +111,6 @@ def problem_of(text: str, tokens: int, ended: bool, markers: Collection[str] = (
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-@dataclass
-class PromptFilter:
-    """Keeps prompts that are new, and counts why the others were dropped.
-
-    Attributes:
-        dropped: Number of prompts dropped for each reason.
-        seen: Words of the prompts that were kept, and their first words.
-    """
-
-    dropped: Counter[str] = field(default_factory=Counter)
-    seen: set[str] = field(default_factory=set)
-
-    def keeps(self, text: str, problem: str = "") -> bool:
-        """Whether a prompt has no problem, and neither the words nor the first ten words of one that was kept."""
-        words = WORD.findall(text.lower())
-        keys = {" ".join(words) or text, *[" ".join(words[:START_WORDS]) + " ..."] * (len(words) >= START_WORDS)}
-        if problem := problem or "repeated" * bool(keys & self.seen):
-            self.dropped[problem] += 1
-            return False
-        self.seen |= keys
-        return True
-
-    def reasons(self) -> str:
-        """The reasons for dropping prompts, each with its count."""
-        return ", ".join(f"{count} {reason}" for reason, count in self.dropped.most_common()) or "none"
-
-
 def prompt_rows(
     settings: DataSettings, seed: int, samples: Iterator[Sample] | None
 ) -> tuple[dict[str, Dataset], list[str]]:
@@ -161,61 +127,71 @@ def prompt_rows(
         UserError: Too few of the samples can be used, or a file without prompts.
     """
     limits = dict(zip(ORDER, (settings.test_examples, settings.validation_examples, settings.train_limit or 0)))
-    kept, notes, path = PromptFilter(), list[str](), settings.prompts.file
+    notes, path, dropped, seen = list[str](), settings.prompts.file, Counter[str](), set[str]()
     rows: dict[str, list[Row]] = {split: [] for split in ORDER}
 
-    def add(split: str, messages: list[dict[str, Any]], number: int) -> None:
-        rows[split].append({"messages": json.dumps(messages, ensure_ascii=False), "number": number})
+    def keeps(text: str, problem: str = "") -> bool:
+        """Whether a prompt has no problem, and neither the words nor the first ten words of one that was kept."""
+        words = WORD.findall(text.lower())
+        keys = {" ".join(words) or text, *[" ".join(words[:START_WORDS]) + " ..."] * (len(words) >= START_WORDS)}
+        if problem := problem or "repeated" * bool(keys & seen):
+            dropped[problem] += 1
+        else:
+            seen.update(keys)
+        return not problem
+
+    def reasons() -> str:
+        return ", ".join(f"{count} {reason}" for reason, count in dropped.most_common()) or "none"
 
     if path is not None:
         read = read_rows(path)
-        given = [messages for messages in map(prompt_of, read) if messages is not None]
+        given = [messages for messages in map(prompt_of, read) if messages]
         if not given:
             raise UserError(
                 f"data.prompts.file {path!r} holds no prompts: a row needs a column instruction (and input), "
                 "question, prompt, messages or turns, the first row has " + ", ".join(map(repr, read[0]))
             )
         Random(f"{seed}/prompts").shuffle(given)
-        new = [messages for messages in given if kept.keeps(str(messages[-1]["content"]))]
+        new = [messages for messages in given if keeps(str(messages[-1]["content"]))]
         share, numbered = min(1.0, len(new) / sum(limits.values())), iter(enumerate(new, 1))
         for split, limit in limits.items():
-            for _, (number, messages) in zip(range(round(share * limit)), numbered):
-                add(split, messages, number)
+            rows[split] = [_row(*prompt) for prompt in islice(numbered, round(share * limit))]
         notes.append(
-            f"prompts from {path}: {sum(map(len, rows.values()))} used, {kept.dropped.total()} dropped as "
+            f"prompts from {path}: {sum(map(len, rows.values()))} used, {dropped.total()} dropped as "
             f"repetitions, {len(read) - len(given)} rows without a prompt"
         )
-        kept.dropped.clear()
-    missing = {split: limits[split] - len(rows[split]) for split in ORDER}
-    if total := sum(missing.values()):
+        dropped.clear()
+    if missing := [split for split, limit in limits.items() for _ in range(limit - len(rows[split]))]:
         if samples is None:
             raise UserError(
-                f"data.source is target, which has to write {total} prompts, and no target is named: give target.model "
-                "(a folder of an instruct model), or more prompts with data.prompts.file"
+                f"data.source is target, which has to write {len(missing)} prompts, and no target is named: give "
+                "target.model (a folder of an instruct model), or more prompts with data.prompts.file"
             )
-        written, accepted, work = 0, 0, current()
-        work.update(name="prompts of the target", total=total)
-        for split in [name for name in ORDER for _ in range(missing[name])]:
-            for sample in samples:
-                written += 1
-                if kept.keeps(sample.text, sample.problem):
+        written, sampled, work = 0, enumerate(samples, 1), current()
+        work.update(name="prompts of the target", total=len(missing))
+        for accepted, split in enumerate(missing):
+            work.update(done=accepted)
+            for written, sample in sampled:
+                if keeps(sample.text, sample.problem):
                     break
-                if written >= max(100, TRIES * total):
+                if written >= max(100, TRIES * len(missing)):
                     raise UserError(
                         f"data.source is target, and of {written} prompts that it wrote {accepted} can be used of "
-                        f"{total} wanted ({kept.reasons()}): use an instruction-tuned target, or add prompts with "
-                        "data.prompts.file"
+                        f"{len(missing)} wanted ({reasons()}): use an instruction-tuned target, or add prompts "
+                        "with data.prompts.file"
                     )
-            add(split, [{"role": "user", "content": (sample.opening + sample.text).strip()}], written)
-            accepted += 1
-            work.update(done=accepted)
-        share = f"{written} written, {accepted} kept ({accepted / written:.0%})"
-        notes.append(f"prompts of the target: {share}; dropped: {kept.reasons()}")
+            rows[split].append(_row(written, [{"role": "user", "content": (sample.opening + sample.text).strip()}]))
+        share = len(missing) / written
+        notes.append(f"prompts of the target: {written} written, {share:.0%} kept; dropped: {reasons()}")
     return {split: plain_rows(rows[split]) for split in ORDER}, notes
 
 
-def prompt_of(row: Row) -> list[dict[str, Any]] | None:
-    """The turns of a row up to the first question, or None if it has none; rows may have any of the usual shapes."""
+def _row(number: int, messages: Messages) -> Row:
+    return {"messages": json.dumps(messages, ensure_ascii=False), "number": number}
+
+
+def prompt_of(row: Row) -> Messages:
+    """The turns of a row up to the first question, none without one; rows may have any of the usual shapes."""
     chat, turns = row.get("messages") or row.get("conversations") or messages_of(row.get("prompt")), row.get("turns")
     if not chat:
         text = row.get("question") or row.get("prompt") or ""
@@ -224,50 +200,36 @@ def prompt_of(row: Row) -> list[dict[str, Any]] | None:
         elif isinstance(turns, list) and turns:
             text = turns[0]
         chat = [{"role": "user", "content": text}]
-    before: list[dict[str, Any]] = []
     try:
         messages, _ = read_messages(chat)
     except UnusableRow:
-        return None
-    for message in messages:
-        before.append({"role": message["role"], "content": message["content"].strip()})
-        if message["role"] == "user":
-            return before
-    return None
+        return []
+    turns = [{"role": message["role"], "content": message["content"].strip()} for message in messages]
+    return turns[: next((place for place, turn in enumerate(turns, 1) if turn["role"] == "user"), 0)]
 
 
 # -- what the target writes -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class UserTurn:
-    """The user's turn of a chat template.
-
-    Attributes:
-        text: The template up to the user's words.
-        ends: Tokens that end a prompt: the first special token that the template writes after it, and the model's.
-        markers: Texts of the template and special tokens, which no prompt may contain.
-    """
-
-    text: str
-    ends: set[int]
-    markers: frozenset[str]
-
-
-def user_turn(chat: ChatFormat) -> UserTurn:
+def user_turn(chat: ChatFormat) -> tuple[str, set[int], set[str]]:
     """The user's turn, seen by rendering a chat whose only words are a probe.
 
     Args:
         chat: Template, system message and the ends of the model's texts.
+
+    Returns:
+        The template up to the user's words; the tokens that end a prompt, which are the first special one that the
+        template writes after it, and the model's; the template's texts and special tokens, which no prompt may contain.
 
     Raises:
         UserError: No template, or none that writes something before a user's turn for the model to continue.
     """
     tokenizer, problem = chat.tokenizer, "its chat template writes no user's turn that it could continue"
     try:
-        before, probe, after = chat.render(chat.with_system([{"role": "user", "content": PROBE}])).partition(PROBE)
+        written = chat.render(chat.prepared([{"role": "user", "content": PROBE}]))
     except UserError as error:
-        before, probe, after, problem = "", "", "", f"{error} (data.system {chat.system!r})"
+        written, problem = "", f"{error} (data.system {chat.system!r})"
+    before, probe, after = written.partition(PROBE)
     before = before.rstrip(" ")
     if not probe or not before.strip():
         raise UserError(
@@ -285,58 +247,47 @@ def user_turn(chat: ChatFormat) -> UserTurn:
         )
     texts = [before.rsplit("\n", 1)[-1], before.strip().rsplit("\n", 1)[-1], after]
     texts += tokenizer.batch_decode([[token] for token in special])
-    markers = frozenset(text.strip() for text in texts if len(text.strip()) > 2)
-    return UserTurn(before, stops, markers)
+    return before, stops, {text.strip() for text in texts if len(text.strip()) > 2}
 
 
 @dataclass(frozen=True)
 class PromptWriter:
-    """The target, as far as it writes prompts.
+    """The target, as far as it writes prompts."""
 
-    Attributes:
-        made_from: The target's files and number format.
-        path: File of the samples.
-        load: Loads the target; called once, when a sample is missing.
-        say: Called with a line of progress after every batch.
-        together: Samples that are asked for together; None: as many as are fastest.
-    """
-
-    made_from: dict[str, Any]
-    path: Path
-    load: Callable[[], PreTrainedModel]
-    say: Callable[[str], None]
-    together: int | None = None
+    made_from: Row  # the target's files and number format
+    path: Path  # file of the samples
+    load: Callable[[], PreTrainedModel]  # loads the target; called once, when a sample is missing
+    say: Callable[[str], None]  # called with a line of progress after every batch
+    together: int | None = None  # samples that are asked for together; None: as many as are fastest
 
     def samples(self, chat: ChatFormat, settings: PromptSettings, seed: int) -> Iterator[Sample]:
         """Samples number 0, 1, 2, ..., each a function of the seed and its number."""
-        turn, tokenizer, model, together = user_turn(chat), chat.tokenizer, None, self.together or GROUP * BATCH
-        made_from = {"before": turn.text, "ends": sorted(turn.ends), "seed": seed, "openings": settings.openings}
+        (before, ends, markers), tokenizer, model = user_turn(chat), chat.tokenizer, None
+        together = self.together or GROUP * BATCH
+        made_from = {"before": before, "ends": sorted(ends), "seed": seed, "openings": settings.openings}
         file = TextFile(self.path, self.made_from | made_from)
         file.open()
         for start in count(step=together):
             numbers = range(start, start + together)
-            openings = [settings.opening(number) for number in numbers]
             if not all(number in file.texts for number in numbers):
                 if model is None:
                     self.say("the target writes prompts")
                     model = self.load()
                     current().begin(current().done)
-                began = time.monotonic()
                 texts = write_texts(
                     model,
-                    [written_ids(tokenizer, turn.text + words) for words in openings],
+                    [written_ids(tokenizer, before + settings.opening(number)) for number in numbers],
                     SAMPLING,
                     budgets=LONGEST + 1,
-                    stop_ids=turn.ends,
-                    draws=lambda i, size, numbers=numbers: uniform_draws(seed, 5, numbers[i], count=size),  # type: ignore[misc]
+                    stop_ids=ends,
+                    draws=lambda i, size, start=start: uniform_draws(seed, 5, start + i, count=size),  # type: ignore[misc]
                     batch_size=BATCH,
                 )
                 list(file.add(zip(numbers, texts), tokenizer))
-                speed = sum(map(len, texts)) / (time.monotonic() - began)
-                self.say(f"{len(file.texts)} prompts written ({speed:.0f} tokens/s)")
-            for number, opening in zip(numbers, openings):
+                self.say(f"{len(file.texts)} prompts written")
+            for number in numbers:
                 ids = file.texts[number]
-                ended = bool(ids) and ids[-1] in turn.ends
+                ended = bool(ids) and ids[-1] in ends
                 words = ids[:-1] if ended else ids
                 text = str(tokenizer.decode(words, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-                yield Sample(text, problem_of(text, len(words), ended, turn.markers), opening)
+                yield Sample(text, problem_of(text, len(words), ended, markers), settings.opening(number))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
@@ -21,20 +21,10 @@ from datasets import Dataset, Features, Value
 from datasets.data_files import DataFilesDict, get_data_patterns
 
 from decode.bench.arithmetic import problems
-from decode.bench.datasets import (
-    PRESETS,
-    Preset,
-    Row,
-    file_format,
-    held_out,
-    iter_rows,
-    load_hub,
-    messages_of,
-    text_lines,
-)
+from decode.bench.datasets import PRESETS, Preset, Row, file_format, held_out, iter_rows, load_hub, messages_of
 from decode.errors import UserError
 from distill.config import DataSettings
-from distill.data.messages import UnusableRow, clean_messages
+from distill.data.messages import UnusableRow, clean_messages, parsed
 
 SPLITS = ("train", "validation", "test")
 SPLIT_NAMES = {
@@ -51,9 +41,10 @@ TEMPLATES = (
 )
 """Prompt and response of rows with these columns, where no other template is given."""
 NO_ROWS = ("dataset_info", "dataset_infos", "dataset_dict", "state")  # files of `datasets` about a data set
-CHAT_COLUMNS = "messages", "conversations"
+CHAT_COLUMNS = "messages", "conversations", "chosen"
 HELD_OUT = 0.05  # share of the training rows that goes to each split that the source lacks
-PASSAGE = 2000  # least characters of a plain text file that go to one split together (whole paragraphs)
+KEYS = {"pairs": "prompt", "chat": "messages", "text": "text"}
+"""Column by which rows of each kind are dealt to the splits."""
 PLAIN = Features(
     {name: Value("string") for name in ("prompt", "response", "said", "text", "messages", "tools", "note")}
     | {"number": Value("int64")}
@@ -81,13 +72,10 @@ def plain_rows(rows: Sequence[Row]) -> Dataset:
 
 def sentences(split: str, left_out: LeftOut) -> list[str]:
     """One sentence for each reason why rows of a split are left out: how many it concerns, and the first of them."""
-    by_reason: dict[str, list[tuple[int, str]]] = {}
-    for reason, number, detail in left_out:
-        by_reason.setdefault(reason, []).append((number, f": {detail}" if detail else ""))
-    return [
-        f"{split}: {len(rows)} row{'s' * (len(rows) > 1)} {reason} (row {min(rows)[0]}{min(rows)[1]})"
-        for reason, rows in by_reason.items()
-    ]
+    counts, first = Counter(reason for reason, _, _ in left_out), dict[str, str]()
+    for reason, number, detail in sorted(left_out):
+        first.setdefault(reason, f"row {number}: {detail}".removesuffix(": "))
+    return [f"{split}: {count} row{'s' * (count > 1)} {reason} ({first[reason]})" for reason, count in counts.items()]
 
 
 def load_rows(settings: DataSettings, seed: int) -> SourceRows:
@@ -100,25 +88,20 @@ def load_rows(settings: DataSettings, seed: int) -> SourceRows:
     Raises:
         UserError: No such source, missing columns, or a split without rows.
     """
-    raw, preset = _raw_rows(settings, seed), PRESETS.get(settings.source)
-    if not (first := list(islice(raw.get("train", ()), 100))):
-        raise UserError(f"data.source {settings.source!r} has no training rows: give them with data.files.train")
-    kind, shape, columns = _shape(settings, preset, first)
-    rows = SourceRows(kind, {split: plain_rows([]) for split in SPLITS})
-    if unread := [name for name in first[0] if name not in columns]:
+    raw = _raw_rows(settings, seed)
+    first = list(islice(raw["train"], 100))
+    kind, shape, columns = _shape(settings, first)
+    rows = SourceRows(kind, {})
+    if unread := [name for row in first[:1] for name in row if name not in columns]:
         rows.notes.append(f"columns that are not read: {', '.join(map(repr, unread[:30]))}")
     for split in SPLITS:
         rows.splits[split], left_out = _shaped(raw.pop(split, ()), shape)
         rows.notes += sentences(split, left_out)
-    if not len(rows.splits["train"]):
-        raise UserError(
-            f"data: no training row of {settings.source!r} can be used ({'; '.join(rows.notes)}): name its columns "
-            "with data.prompt_template and data.response_template"
-        )
     _divide(rows)
     if lacking := [split for split in SPLITS if not len(rows.splits[split])]:
         raise UserError(
-            f"data.source {settings.source!r} leaves no {lacking[0]} rows: give more, or data.files.{lacking[0]}"
+            f"data.source {settings.source!r} leaves no {lacking[0]} rows ({'; '.join(rows.notes)}): give more, or "
+            f"data.files.{lacking[0]}, or name its columns with data.prompt_template and data.response_template"
         )
     return rows
 
@@ -140,63 +123,58 @@ def _shaped(rows: Iterable[Row], shape: Shape) -> tuple[Dataset, LeftOut]:
 
 def _divide(rows: SourceRows) -> None:
     """Fills empty splits with their share of the training rows, and takes rows of later splits out of earlier ones."""
-    often, kept = set[str](), rows.splits
+    kept, often = rows.splits, set[str]()
     if rows.kind == "pairs":
         counts = Counter(prompt for split in SPLITS for prompt in kept[split]["prompt"][:])
         often = {prompt for prompt, count in counts.items() if count > max(10, HELD_OUT * counts.total())}
         rows.notes += [f"{counts[text]} rows have the prompt {text[:60]!r}: it is in every split" for text in often]
+
+    def keys(split: str) -> list[str]:
+        """What keeps rows in one split: see `KEYS`; of a pair with a frequent prompt the whole pair."""
+        pairs = zip(kept[split][KEYS[rows.kind]][:], kept[split]["response"][:])
+        return [key + answer * (key in often) for key, answer in pairs]
+
     if empty := [split for split in SPLITS if not len(kept[split])]:
-        given = kept["train"]
-        named = [held_out(key, HELD_OUT) for key in _keys(rows.kind, given, often)]
+        given, named = kept["train"], [held_out(key, HELD_OUT) for key in keys("train")]
         named = [name if name in empty else "train" for name in named]
         for split in ("train", *empty):
             kept[split] = given.select([place for place, name in enumerate(named) if name == split])
     seen = set[str]()
     for split in reversed(SPLITS) if rows.kind != "text" else ():
-        keys = _keys(rows.kind, kept[split], often)
-        new = [place for place, key in enumerate(keys) if key not in seen]
-        seen.update(keys)
-        if lost := len(keys) - len(new):
+        here = keys(split)
+        new = [place for place, key in enumerate(here) if key not in seen]
+        seen.update(here)
+        if lost := len(here) - len(new):
             what = "their prompts" if rows.kind == "pairs" else "they"
             rows.notes.append(f"{split}: {lost} rows dropped, because {what} are in a later split too")
             kept[split] = kept[split].select(new)
 
 
-def _keys(kind: str, rows: Dataset, often: Collection[str]) -> list[str]:
-    """What keeps rows in one split: a whole chat, a text, a pair's prompt (if frequent: the whole pair)."""
-    keys: list[str] = rows[{"pairs": "prompt", "chat": "messages", "text": "text"}[kind]][:]
-    if not often:
-        return keys
-    return [key + answer if key in often else key for key, answer in zip(keys, rows["response"][:])]
-
-
 # -- shapes -----------------------------------------------------------------------------------------------------------
 
 
-def _shape(settings: DataSettings, preset: Preset | None, rows: Sequence[Row]) -> tuple[str, Shape, Sequence[str]]:
+def _shape(settings: DataSettings, rows: Sequence[Row]) -> tuple[str, Shape, Sequence[str]]:
     """The kind of rows like these, the function that brings one into its plain shape, and the columns that it reads."""
-    templates, columns = settings.templates(), list(dict.fromkeys(name for row in rows for name in row))
-    chats = [name for name in columns if any(messages_of(row.get(name)) for row in rows)]
-    messages = [name for name in CHAT_COLUMNS if name in columns][:1]
-    if not messages and (answers := [name for name in ("completion", "chosen") if name in chats]):
-        messages = [*(["prompt"] if "prompt" in chats else []), answers[0]]  # TRL's preferences and completions
+    templates, columns = settings.templates(), list(dict.fromkeys(chain.from_iterable(rows)))
+    preset = PRESETS.get(settings.source)
     if preset is not None and not {*preset.columns} <= {*columns}:
         preset = None  # files that are not like it
+    chats = [name for name in columns if any(messages_of(row.get(name)) for row in rows)]
+    messages = [name for name in CHAT_COLUMNS if name in (chats if name == "chosen" else columns)]
     if messages and not templates and (preset is None or preset.kind == "chat"):
-        return "chat", _chat(messages), [*messages, "tools"]
+        return "chat", partial(_chat, messages[0]), [messages[0], "tools"]
     usual: Sequence[Preset | tuple[str, str]] = [PRESETS["alpaca"], *TEMPLATES]
     for given in [templates] if templates else [preset] if preset else usual:
         needed, shape = _pairs(given)
         if {*needed} <= {*columns}:
             return "pairs", shape, columns if given is preset else [*needed, *["input"] * ("instruction" in needed)]
     if templates:
-        missing = ", ".join(column for column in needed if column not in columns)
         raise UserError(
-            f"data: the templates {' and '.join(map(repr, templates))} need the columns {', '.join(needed)}, and "
-            f"{missing} is missing from {', '.join(columns)}: correct data.prompt_template and data.response_template"
+            f"data: the templates {templates} need the columns {', '.join(needed)}, and the rows have "
+            f"{', '.join(columns)}: correct data.prompt_template and data.response_template"
         )
     if len(chats) == 1:
-        return "chat", _chat(chats), [*chats, "tools"]
+        return "chat", partial(_chat, chats[0]), [*chats, "tools"]
     if "text" in columns:
         return "text", _text, ["text"]
     raise UserError(
@@ -205,24 +183,14 @@ def _shape(settings: DataSettings, preset: Preset | None, rows: Sequence[Row]) -
     )
 
 
-def _chat(columns: Sequence[str]) -> Shape:
-    """Chats in one column, or a prompt's messages in one and the answer's in another."""
-
-    def shape(row: Row) -> Row:
-        tools, messages = row.get("tools"), row.get(columns[-1])
-        try:
-            tools = json.loads(tools) if isinstance(tools, str) else tools
-        except ValueError:
-            raise UnusableRow("whose tools are no JSON") from None
-        if columns[1:]:
-            prompt, messages = messages_of(row.get(columns[0])) or [], messages_of(messages) or []
-            messages = messages if messages[: len(prompt)] == prompt else prompt + messages
-        messages, notes = clean_messages(messages)
-        as_json = partial(json.dumps, ensure_ascii=False, default=str)
-        written = as_json(messages, sort_keys=True)
-        return {"messages": written, "tools": as_json(tools) if tools else "", "note": "".join(notes)}
-
-    return shape
+def _chat(column: str, row: Row) -> Row:
+    tools, (messages, notes) = (
+        parsed(row.get("tools") or None, "whose tools are no JSON"),
+        clean_messages(row.get(column)),
+    )
+    write = partial(json.dumps, ensure_ascii=False, default=str)
+    written = write(messages, sort_keys=True)
+    return {"messages": written, "tools": write(tools) if tools else "", "note": "".join(notes)}
 
 
 def _text(row: Row) -> Row:
@@ -233,25 +201,23 @@ def _text(row: Row) -> Row:
 
 def _pairs(source: Preset | tuple[str, str]) -> tuple[Sequence[str], Shape]:
     """The columns that a preset, or two format strings, need, and the shape of a prompt and its response."""
-    templates: dict[str, Callable[[Row], str]]
     if isinstance(source, Preset):
-        columns, templates = source.columns, {"prompt": source.prompt, "response": source.response}
-        if source.said is not None:
-            templates["said"] = source.said
+        columns, readable = source.columns, None
+        templates = {"prompt": source.prompt, "response": source.response, "said": source.said or (lambda row: "")}
     else:
         try:
             names = [name for template in source for _, name, _, _ in Formatter().parse(template)]
         except ValueError as error:
             raise UserError(f"data: a template cannot be read: {error}; write {{{{ and }}}} for a brace") from error
-        columns = [name for name in dict.fromkeys(names) if name and name.isidentifier()]
+        columns, readable = [name for name in dict.fromkeys(names) if name and name.isidentifier()], (str, int, float)
         templates = {"prompt": source[0].format_map, "response": source[1].format_map}
 
     def shape(row: Row) -> Row:
         for column in columns:
-            if row.get(column) is None or row[column] != row[column]:  # NaN, a missing value of pandas
+            if (value := row.get(column)) is None or value != value:  # NaN, a missing value of pandas
                 raise UnusableRow(f"without the column {column}")
-            if not isinstance(source, Preset) and not isinstance(row[column], str | int | float):
-                raise UnusableRow(f"whose column {column} is a {type(row[column]).__name__}, not a text")
+            if readable and not isinstance(value, readable):
+                raise UnusableRow(f"whose column {column} is a {type(value).__name__}, not a text")
         try:
             texts = {name: template(row) for name, template in templates.items()}
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -281,26 +247,13 @@ def _raw_rows(settings: DataSettings, seed: int) -> dict[str, Iterable[Row]]:
     for split, paths in files.items():
         if len(forms := {file_format(path) for path in paths}) > 1:
             raise UserError(f"data.source: {split} rows are in files of the formats {sorted(forms)}: see data.files")
-        if forms == {".txt"}:
-            raw[split] = [{"text": text} for path in paths for text in _passages("".join(text_lines(path)))]
-        else:  # not by datasets, which guesses the types of JSON and CSV values
-            raw[split] = list(chain.from_iterable(map(iter_rows, paths)))
+        raw[split] = list(chain.from_iterable(map(iter_rows, paths)))  # not by datasets, which guesses types of values
     if "train" in files and preset and preset.last_keys:  # a file that holds all splits
         named: dict[str, list[Row]] = {}
         for row in raw["train"]:
             named.setdefault(({*preset.columns} <= {*row} and preset.split_of(row)) or "train", []).append(row)
         raw = named | {split: rows for split, rows in raw.items() if split != "train"}
     return raw
-
-
-def _passages(text: str) -> list[str]:
-    """Whole paragraphs (or, in a text without empty lines, lines), joined to at least `PASSAGE` characters."""
-    gap, passages = "\n\n" if "\n\n" in text else "\n", [""]
-    for paragraph in text.split(gap):
-        passages[-1] += paragraph + gap
-        if len(passages[-1]) >= PASSAGE:
-            passages.append("")
-    return [passage for passage in passages if passage.strip()]
 
 
 def _local(path: Path) -> dict[str, list[str]]:

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from decode.models.block_head import BlockHead, block_config, mask_token
 from distill.config import StudentSettings
 from distill.data.dataset import Batch, Examples, label_mask
-from distill.drafts.eagle import computed_once, head_rows
+from distill.drafts.eagle import head_rows
 from distill.drafts.start import seeded
-from distill.lm_head import LMHead
+from distill.lm_head import LMHead, places
 from distill.losses.chunked import Rows, compare
 from distill.losses.divergences import Divergence
 from distill.signal.target import Signal
@@ -66,29 +66,26 @@ class BlockDraft:
             real: Which of them count, ``[batch, blocks]``; the others fill up.
         """
         head, mask, ids = self.model, label_mask(batch["labels"]), batch["input_ids"]
-        given, time, drafts = signal.rows(batch), mask.shape[1], head.drafts
-        assert given.features is not None
+        (target, features), time, drafts = signal.rows(batch), mask.shape[1], head.drafts
         after = anchors[..., None] + torch.arange(drafts, device=ids.device)  # the position that each token follows
         inside = (after < time) & real[..., None]
-        after = after.clamp_max(time - 1)
-        flat = (after + torch.arange(len(ids), device=ids.device)[:, None, None] * time).flatten(1)
-        live = (mask.flatten()[flat].view(after.shape) & inside).cumprod(2).bool()
-        before = ids.flatten()[flat].view(after.shape)
-        features = given.features.to(head.fc.weight.dtype)
+        place = torch.arange(len(ids), device=ids.device)[:, None, None], after.clamp_max(time - 1)
+        live, before = (mask[place] & inside).cumprod(2).bool(), ids[place]
+        features = features.to(head.fc.weight.dtype)
         table = cast(Tensor, signal.embedding.weight)
         embeds = functional.embedding(head.tokens(ids.gather(1, anchors), drafts), table)
         states = head(embeds.detach().to(features.dtype), features, anchors)
         states, confidence = head.conditions(states.flatten(0, 1), before.flatten(0, 1))
-        kept = live.flatten().nonzero()[:, 0]
-        at, slots = (mask.flatten().cumsum(0) - 1)[flat.flatten()[kept]], kept % drafts
+        kept = places(live)
+        at, slots = (mask.flatten().cumsum(0) - 1).view_as(mask)[place][live], kept % drafts
         weight = decay(slots, drafts)
         weight = weight / weight.mean()
-        markov = None if head.markov_head is None else head.markov_head.markov_w2.weight
-        output = LMHead.of(signal.head.linear, signal.head.scale, signal.head.cap, markov=markov)
-        given.target = computed_once(given.target)
-        states = states.flatten(0, 1).index_select(0, kept)
-        confidence = None if confidence is None else confidence.flatten().index_select(0, kept)
-        return head_rows(states, output, given, batch, len(kept), at, slots, weight, confidence=confidence)
+        output, states = signal.head, states.flatten(0, 1).index_select(0, kept)
+        if head.markov_head is not None:
+            output = LMHead.of(output.linear, output.scale, output.cap, head.markov_head.markov_w2.weight)
+        if confidence is not None:
+            confidence = confidence.flatten().index_select(0, kept)
+        return head_rows(states, output, target, batch, len(kept), at, slots, weight, confidence=confidence)
 
 
 def create(
@@ -104,9 +101,7 @@ def create(
         mask_id=mask_token(tokenizer, rows),
         target_layers=block.target_layers,
         draft_vocab=settings.draft_vocab,
-        from_anchor=None,
         markov_rank=(64 if spark else 0) if block.markov_rank is None else block.markov_rank,
-        markov_kind="vanilla",
         confidence=spark,
     )
     with seeded(seed):
@@ -125,21 +120,17 @@ def anchors_of(mask: Tensor, count: int | None, generator: torch.Generator | Non
         Positions ``[batch, blocks]``, ascending, and which of them are chosen ones, bool; the others fill up texts that
         have fewer labels.
     """
-    labels = mask.sum(1)
+    labels, time = mask.sum(1, keepdim=True), mask.shape[1]
     most = max(1, int(labels.max()))  # attention needs a block, also where there is no label
     most = most if count is None else min(count, most)
+    number, keys = torch.arange(most, device=mask.device).expand(len(mask), -1), torch.zeros(mask.shape)
     if generator is not None:
-        order = torch.rand(mask.shape, generator=generator).to(mask.device).masked_fill(~mask, 2.0).sort(1).indices
-        chosen = order[:, :most]
-        real = torch.arange(most, device=mask.device) < labels[:, None]
+        keys = torch.rand(mask.shape, generator=generator)
     else:
-        number = torch.arange(most, device=mask.device)[None]
-        wanted = torch.where(labels[:, None] > most, number * labels[:, None] // max(1, most), number)
-        real = wanted < labels[:, None]
-        place = (~mask).to(torch.int8).sort(dim=1, stable=True).indices  # labels first, in their order
-        chosen = place.gather(1, wanted.clamp_max(mask.shape[1] - 1))
-    chosen = chosen.masked_fill(~real, mask.shape[1]).sort(1).values
-    return chosen.clamp_max(mask.shape[1] - 1), chosen < mask.shape[1]
+        number = torch.where(labels > most, number * labels // most, number)
+    order = keys.to(mask.device).masked_fill(~mask, 2.0).sort(dim=1, stable=True).indices  # labels come first
+    chosen = order.gather(1, number.clamp_max(time - 1)).masked_fill(number >= labels, time).sort(1).values
+    return chosen.clamp_max(time - 1), chosen < time
 
 
 def decay(slots: Tensor, drafts: int) -> Tensor:
@@ -163,28 +154,24 @@ def calibration_error(probability: Tensor, outcome: Tensor) -> float:
 
 @torch.no_grad()
 def block_outcomes(draft: BlockDraft, signal: Signal, examples: Examples, device: torch.device) -> tuple[Tensor, ...]:
-    """Returns of a block at every label token its confidences, and how its tokens fare.
+    """Returns how the tokens of a block at every label token fare.
 
     Returns:
-        Log-odds, greedy agreement and acceptance rates, each ``[blocks, drafts]``; and how many of a block's tokens lie
-        within its text, ``[blocks]``.
+        The confidences' log-odds, greedy agreement and acceptance rates, each ``[blocks, drafts]``; and how many of a
+        block's tokens lie within its text, ``[blocks]``.
     """
-    tables: list[list[Tensor]] = [[], [], []]
-    counts = list[Tensor]()
+    parts = list[tuple[Tensor, ...]]()
     for numbers in examples.batches(8):
         batch = {name: values.to(device) for name, values in examples.batch(numbers).items()}
         for rows in draft.every_row(batch, signal):
-            measured = compare(rows, Divergence("forward_kl"))
-            assert rows.step is not None
+            measured = compare(rows, Divergence())
             assert rows.confidence is not None
-            agreed = measured.agreement if rows.learnable is None else measured.agreement * rows.learnable
-            block = (rows.step == 0).cumsum(0) - 1
-            for table, values in zip(tables, (rows.confidence, agreed, measured.alpha)):
-                filled = torch.zeros(int(block[-1:].sum()) + 1, draft.depth)
-                filled[block.cpu(), rows.step.cpu()] = values.float().cpu()
-                table.append(filled)
-            counts.append(torch.bincount(block.cpu(), minlength=1))
-    return *(torch.cat(table) for table in tables), torch.cat(counts)
+            block, step = ((rows.step == 0).cumsum(0) - 1).cpu(), rows.step.cpu()
+            filled = torch.zeros(3, int(block[-1:].sum()) + 1, draft.depth)
+            for table, values in zip(filled, (rows.confidence, measured.agreement, measured.alpha)):
+                table[block, step] = values.float().cpu()
+            parts.append((*filled, torch.bincount(block, minlength=1)))
+    return tuple(map(torch.cat, zip(*parts)))
 
 
 def temperatures(odds: Tensor, accepted: Tensor, counts: Tensor) -> list[float]:

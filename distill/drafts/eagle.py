@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -12,10 +14,10 @@ from decode.models.mtp import MtpHead
 from distill.config import StudentSettings
 from distill.data.dataset import Batch, label_mask
 from distill.drafts.start import seeded
-from distill.lm_head import LMHead
+from distill.lm_head import LMHead, places
 from distill.losses.chunked import Rows
 from distill.losses.divergences import TargetRows
-from distill.signal.target import Signal, SignalRows
+from distill.signal.target import Signal
 
 KEPT = 1 << 28
 """Bytes of the target's log-probabilities of a batch up to which they are computed once for all drafting steps."""
@@ -40,47 +42,42 @@ class FeatureDraft:
         self.model, self.steps, self.decay = model, model.drafts or settings.steps, decay
         self.depth = model.drafts or depth
         self.noise = settings.noise if model.version == 1 else 0.0
-        self.divergence_weight = settings.ce_weight if model.version == 1 else 1.0
+        self.divergence_weight = settings.ce_weight  # of EAGLE-1
 
     def rows(self, batch: Batch, signal: Signal, seed: int | None = None) -> Rows:
         """The rows of all drafting steps, one step after the other: see `LanguageModelDraft.rows`."""
         head, mask = self.model, label_mask(batch["labels"])
-        given, time = signal.rows(batch), mask.shape[1]
-        assert given.features is not None
-        true = given.features.to(next(head.parameters()).dtype)
+        (target, states), time = signal.rows(batch), mask.shape[1]
+        true = states.to(next(head.parameters()).dtype)
         features = true
         if self.noise and seed is not None:
             features = true + (torch.rand_like(true) - 0.5) * self.noise * 512 / time
-        place = mask.flatten().nonzero()[:, 0]  # of the label tokens
+        place = places(mask)
         position = place % time
         begins = torch.zeros_like(mask).flatten()
         for step in range(self.steps):
             begins[place[position > step] - step - 1] = True
-        starts = begins.nonzero()[:, 0]
+        starts = places(begins)
         embeds = signal.embedding(functional.pad(batch["input_ids"][:, 1:], (0, 1))).detach().to(features.dtype)
-        states, labels, steps = list[Tensor](), list[Tensor](), list[Tensor]()
+        parts = list[tuple[Tensor, ...]]()
         for step, unrolled in enumerate(head.unroll(embeds, features, self.steps, begins.view_as(mask))):
-            reached = (position > step).nonzero()[:, 0]
-            states.append(unrolled.index_select(0, torch.searchsorted(starts, place[reached] - step - 1)))
-            labels.append(reached)
-            steps.append(torch.full_like(reached, step))
-        state, at, number = torch.cat(states), torch.cat(labels), torch.cat(steps)
-        weight = self.divergence_weight * self.decay ** number.to(torch.float32)
-        distance = None
+            reached = places(position > step)
+            states = unrolled.index_select(0, torch.searchsorted(starts, place[reached] - step - 1))
+            parts.append((states, reached, torch.full_like(reached, step)))
+        state, at, number = map(torch.cat, zip(*parts))
+        weight, distance = self.decay ** number.to(torch.float32), None
         if head.version == 1:
             wanted = true.flatten(0, 1).index_select(0, place[at])
-            distance = functional.smooth_l1_loss(state.float(), wanted.float(), reduction="none").mean(-1)
-            distance = distance * self.decay ** number.to(torch.float32)
+            distance = functional.smooth_l1_loss(state.float(), wanted.float(), reduction="none").mean(-1) * weight
+            weight = weight * self.divergence_weight
         output = LMHead.of(head.lm_head) if isinstance(head, FeatureHead) and head.version == 3 else signal.head
-        if self.steps > 1:
-            given.target = computed_once(given.target)
-        return head_rows(head.output(state), output, given, batch, len(place), at, number, weight, distance=distance)
+        return head_rows(head.output(state), output, target, batch, len(place), at, number, weight, distance=distance)
 
 
 def head_rows(
     hidden: Tensor,
     head: LMHead,
-    given: SignalRows,
+    target: TargetRows,
     batch: Batch,
     count: int,
     at: Tensor,
@@ -89,18 +86,12 @@ def head_rows(
     **further: Tensor | None,
 ) -> Rows:
     """Returns the rows of a head, with what signal and reference say of them: see `Rows` for the values."""
-    mass, learnable = (None if values is None else values[at] for values in (given.mass, given.learnable))
-    weight, reference = weight if learnable is None else weight * learnable, batch.get("reference_loss")
-    reference = None if reference is None else reference[at, step]
-    return Rows(hidden, head, given.target, count, at, step, weight, reference, mass, learnable, **further)
-
-
-@torch.no_grad()
-def computed_once(target: TargetRows) -> TargetRows:
-    """Returns the rows with their log-probabilities computed, where rows are read several times and these are few."""
-    if target.head is None or target.values is None or len(target.values) * target.vocab * 4 > KEPT:
-        return target
-    return TargetRows(target.log_probs(target.vocab), target.vocab, labels=target.labels)
+    if target.head is not None and target.values is not None and len(target.values) * target.vocab * 4 <= KEPT:
+        with torch.no_grad():
+            target = replace(target, values=target.log_probs(target.vocab), head=None)
+    weight = weight if target.learnable is None else weight * target.learnable[at]
+    reference = batch["reference_loss"][at, step] if "reference_loss" in batch else None
+    return Rows(hidden, head, target, count, at, step, weight, reference, **further)
 
 
 def create(target: PreTrainedModel, version: int, draft_vocab: int | None, seed: int) -> FeatureHead:

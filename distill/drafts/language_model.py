@@ -40,18 +40,14 @@ class LanguageModelDraft:
             seed: Of what is drawn in training; None: nothing is drawn.
         """
         hidden = last_hidden(self.model, batch["input_ids"], label_mask(batch["labels"]))
-        reference = batch.get("reference_loss")
-        return Rows(
-            hidden,
-            LMHead(self.model),
-            signal.rows(batch).target,
-            len(hidden),
-            reference=None if reference is None else reference[:, 0],
-        )
+        rows = Rows(hidden, LMHead(self.model), signal.rows(batch)[0], len(hidden))
+        if "reference_loss" in batch:
+            rows.reference = batch["reference_loss"][:, 0]
+        return rows
 
 
 def kept_layers(layers: int | list[int], total: int) -> list[int]:
-    """Returns the numbers of the target's layers that a cut draft keeps.
+    """Returns the numbers of the target's layers that a cut draft keeps, in ascending order.
 
     Args:
         layers: Number of layers, spread evenly from the first to the last, or the layers themselves, counted from 0.
@@ -61,10 +57,10 @@ def kept_layers(layers: int | list[int], total: int) -> list[int]:
         UserError: The target has fewer layers, or no layer is left out.
     """
     if isinstance(layers, int):
-        kept = [0] if layers == 1 else [round(i * (total - 1) / (layers - 1)) for i in range(layers)]
+        kept = [round(i * (total - 1) / max(1, layers - 1)) for i in range(layers)]
     else:
-        kept = list(layers)
-    if kept != sorted(set(kept)) or not kept or kept[0] < 0 or kept[-1] >= total or len(kept) >= total:
+        kept = layers
+    if kept != sorted({*kept} & {*range(total)}) or not 0 < len(kept) < total:
         raise UserError(
             f"student.layers is {layers} and the target has {total} layers: wanted a number from 1 to {total - 1}, or "
             f"different layers from 0 to {total - 1} in ascending order, at least one left out"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +28,7 @@ def keep_reference(
     examples: Examples,
     divergence: Divergence,
     precision: str,
-    folder: Path | None = None,
-    name: str = "",
-    key: str = "",
+    *where: Any,
 ) -> None:
     """Adds the reference's losses to the examples: see `keep_columns`. With them ΔL needs no reference model any more.
 
@@ -40,9 +38,7 @@ def keep_reference(
         examples: With the target's columns if they are kept.
         divergence: D(p, r).
         precision: The trainer's: the draft's side of ΔL is computed in it.
-        folder: Where the losses are kept; None: in memory.
-        name: Of the file.
-        key: Fingerprint of everything that they depend on.
+        where: Folder, name and key of `keep_columns`.
     """
     device = next(reference.model.parameters()).device
     steps = reference.depth if reference.blocks else getattr(reference, "steps", 1)
@@ -54,12 +50,11 @@ def keep_reference(
         batch = {column: values.to(device) for column, values in batch.items()}
         table = torch.zeros(int((batch["labels"][:, 1:] >= 0).sum()), steps, device=device)
         with forward_precision(precision, device):
-            every = reference.every_row if isinstance(reference, BlockDraft) else lambda *b: [reference.rows(*b)]
+            every = getattr(reference, "every_row", lambda *given: [reference.rows(*given)])
             for rows in every(batch, signal):
                 values = compare(rows, divergence).losses.float()
-                at = torch.arange(len(rows), device=device) if rows.at is None else rows.at
-                table[at, 0 if rows.step is None else rows.step] = values
+                table[rows.at, rows.step] = values
         return {REFERENCE: table.cpu()}
 
     shapes: Shapes = {REFERENCE: ((steps,), "float32")}
-    keep_columns(examples, losses, shapes, folder, name, key, signal.model)
+    keep_columns(examples, losses, shapes, signal.model, *where)

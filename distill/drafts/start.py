@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from transformers import PreTrainedModel
 
@@ -39,26 +40,21 @@ def frequent(rows: Examples, count: int, vocab: int) -> tuple[Tensor, float]:
 def check_states(target: PreTrainedModel) -> None:
     """Refuses a target that keeps several states of a token between its layers, of which heads read one.
 
-    Only shapes are computed, so weights may be on the meta device.
+    Only shapes are computed, by another model without memory. A family in which that fails passes.
 
     Raises:
         UserError: With the shapes.
     """
-    out: Any = None
-    given: dict[str, Any] = {"use_cache": False, "output_hidden_states": True}
-    with torch.no_grad(), torch.device("meta"), suppress(RuntimeError, NotImplementedError, TypeError):
-        bare = type(target.base_model)(target.base_model.config)
-        out = bare(input_ids=torch.zeros(1, 2, dtype=torch.long), **given)
-    if out is None:  # a forward that looks at values
-        if any(weight.is_meta for weight in target.parameters()):
-            return
-        with torch.no_grad():
-            out = target.base_model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=target.device), **given)
-    between = out.hidden_states[0].shape
-    if between != out.last_hidden_state.shape:
+    between = last = None
+    base = target.base_model
+    with suppress(Exception), torch.no_grad(), FakeTensorMode():
+        bare = type(base)._from_config(base.config, dtype=torch.bfloat16)  # experts' shapes are known in this format
+        out = bare(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False, output_hidden_states=True)
+        between, last = out.hidden_states[0].shape, out.last_hidden_state.shape
+    if between != last:
         raise UserError(
-            f"{type(target).__name__} keeps several states of a token between its layers ({list(between)}), and heads "
-            "read one: train a draft model (student.kind scratch, finetune, lora or cut)"
+            f"{type(target).__name__} keeps several states of a token between its layers ({between}), and heads read "
+            "one: train a draft model (student.kind scratch, finetune, lora or cut)"
         )
 
 
@@ -75,18 +71,19 @@ def start_from_target(head: Any, target: PreTrainedModel) -> list[str]:
     width = int(head.config.hidden_size)
     head.fc.weight.zero_()
     head.fc.weight[:, -width:] = torch.eye(width)
-    if isinstance(head, FeatureHead):
+    eagle = isinstance(head, FeatureHead)
+    if eagle:
         ids, output = head.draft_ids(), target.get_output_embeddings().weight
         head.lm_head.weight.copy_(output[: len(head.lm_head.weight)] if ids is None else output[ids])
-    layers_of_head = [head.layer] if isinstance(head, FeatureHead) else list(head.layers)
+    layers_of_head = [head.layer] if eagle else list(head.layers)
     try:
         layers, norm = decoder_layers(target), final_norm(target)
     except UserError:
         return [name for name, _ in layers_of_head[0].named_parameters()]
 
-    def copied(module: nn.Linear | RMSNorm, source: nn.Module | None) -> bool:
+    def copied(module: nn.Linear | RMSNorm, source: Any) -> bool:
         weight = getattr(source, "weight", None)
-        if source is None or not isinstance(weight, Tensor) or weight.is_meta or len(weight) != len(module.weight):
+        if not isinstance(weight, Tensor) or weight.is_meta or len(weight) != len(module.weight):
             return False
         extra = module.weight.shape[-1] - weight.shape[-1]  # of attention, which reads the embedding before the state
         if isinstance(module, RMSNorm):  # some families add 1 to the weights, or a bias
@@ -103,7 +100,7 @@ def start_from_target(head: Any, target: PreTrainedModel) -> list[str]:
     first, left = dict(layers[0].named_modules()), list[str]()
     for layer, source in zip(layers_of_head, list(layers)[-len(layers_of_head) :]):
         last = dict(source.named_modules())
-        if isinstance(head, FeatureHead):
+        if eagle:
             last |= {"hidden_norm": last.get("input_layernorm"), "input_layernorm": first.get("input_layernorm")}
         parts = [(name, part) for name, part in layer.named_modules() if isinstance(part, nn.Linear | RMSNorm)]
         left += [name for name, part in parts if not copied(part, last.get(name)) and name not in left]

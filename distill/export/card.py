@@ -18,6 +18,8 @@ from decode.errors import read_json, write_text
 from decode.models.block_head import BlockHead
 from decode.models.heads import DraftHead, default_captured_layers
 
+Report = Mapping[str, Any]  # of a run, or a part of it
+Facts = dict[str, Any]
 HERE = Path(__file__).parent
 PROFILE = "speculation_profile.json"
 KINDS: dict[int | str, str] = {1: "eagle", 3: "eagle3", "dflash": "dflash", "dspark": "dspark", "mtp": "mtp"}
@@ -31,19 +33,20 @@ MEASURED = (
 SERVED = "<!-- served: begin -->"  # behind which serve-check has its section of the card
 
 
-def fastest_row(report: Mapping[str, Any], *drafts: str) -> dict[str, Any]:
+def fastest_row(report: Report, *drafts: str) -> Facts:
     """Returns the fastest row of some drafts at the lowest measured temperature; empty if there is none.
 
     Rows with other texts than the target's count only if all are such.
     """
     rows = [row for row in report["decoding"] if row["draft"] in drafts and row.get("speedup")]
-    coldest = min((row["temperature"] for row in rows), default=0.0)
-    rows = [row for row in rows if row["temperature"] == coldest]
-    rows = [row for row in rows if row.get("identical_to_target") is not False] or rows
-    return max(rows, key=lambda row: row["speedup"], default={})
+
+    def rank(row: Report) -> tuple[float, bool, float]:
+        return -row["temperature"], row.get("identical_to_target") is not False, row["speedup"]
+
+    return max(rows, key=rank, default={})
 
 
-def export_profile(report: Mapping[str, Any], draft: str = "adaspec") -> dict[str, Any]:
+def export_profile(report: Report, draft: str = "adaspec") -> Facts:
     """Returns the measurements of one draft in a run's report.
 
     Args:
@@ -54,7 +57,7 @@ def export_profile(report: Mapping[str, Any], draft: str = "adaspec") -> dict[st
         The numbers of the draft at its fastest measured length, greedy or at the lowest measured temperature.
         ``best_draft_length`` is absent if decoding was not measured.
     """
-    row: dict[str, Any] = next((row for row in report["drafts"] if row["name"] == draft), {})
+    row: Facts = next((row for row in report["drafts"] if row["name"] == draft), {})
     analysis, costs = report.get("analysis") or {}, report.get("profile") or {}
     profile = {key: row.get(key) for key in ("offline_alpha", "offline_alpha_se")}
     profile |= {"trained_with": report.get("trained_with"), "acceptance": (analysis.get("acceptance") or {}).get(draft)}
@@ -72,7 +75,7 @@ def export_profile(report: Mapping[str, Any], draft: str = "adaspec") -> dict[st
     }
 
 
-def speculation_profile(measured: Mapping[str, Any], length: int, method: str = "draft_model") -> dict[str, Any]:
+def speculation_profile(measured: Report, length: int, method: str = "draft_model") -> Facts:
     """Returns the portable measurements, under the field names that NVIDIA's Model-Optimizer proposes.
 
     Acceptance by position is given as conditional rates (position i accepted, if all before it were) and marginal rates
@@ -121,7 +124,7 @@ def _rounded(rate: float | None) -> float | None:
 
 def describe(
     model: PreTrainedModel | DraftHead, target: PreTrainedConfig, name: str, folder: str, gguf: Sequence[str] = ()
-) -> dict[str, Any]:
+) -> Facts:
     """Returns what the card says of an export beside measurements, as plain data that its profile keeps.
 
     Args:
@@ -161,7 +164,7 @@ def describe(
     }
 
 
-def write_card(folder: Path, facts: Mapping[str, Any], length: int, measured: Mapping[str, Any] | None = None) -> None:
+def write_card(folder: Path, facts: Report, length: int, measured: Report | None = None) -> None:
     """Writes speculation_profile.json and README.md, each renamed into place.
 
     What other commands have added to both stays: `serve-check` what was served, `profile` costs by batch size.
@@ -192,7 +195,7 @@ def write_card(folder: Path, facts: Mapping[str, Any], length: int, measured: Ma
     write_text(card, text + (f"\n{begin}{served}" if begin else ""))
 
 
-def add_measurements(export_dir: str | Path, report: Mapping[str, Any], draft: str) -> None:
+def add_measurements(export_dir: str | Path, report: Report, draft: str) -> None:
     """Adds what was measured of an export to its card, its profile, and its number of drafted tokens.
 
     Args:
@@ -210,14 +213,14 @@ def add_measurements(export_dir: str | Path, report: Mapping[str, Any], draft: s
     write_card(folder, before["export"], length, measured)
 
 
-def exported_facts(export_dir: str | Path) -> dict[str, Any]:
+def exported_facts(export_dir: str | Path) -> Facts:
     """Returns what `commands` needs to know about an export; a run's report has it as ``exported``."""
     profile = read_json(Path(export_dir) / PROFILE)
     facts = {key: profile["export"][key] for key in ("kind", "token_map", "gguf_type", "unserved")}
     return {"length": profile["num_speculative_tokens"], **facts}
 
 
-def commands(target: str, draft: str, facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def commands(target: str, draft: str, facts: Report) -> list[tuple[str, str, str]]:
     """Returns (title, language, lines to paste) for each engine that loads an export.
 
     Args:

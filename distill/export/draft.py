@@ -160,17 +160,14 @@ def fit_vocabulary(model: PreTrainedModel, size: int) -> int:
     negative. A head with a bias gets a large negative one. A head without gets the mean of the real rows, whose logit
     is the mean of the real logits, and so never above the largest of them.
     """
-    embedding = model.get_input_embeddings()
-    old = int(embedding.weight.shape[0])
+    old = int(model.get_input_embeddings().weight.shape[0])
     if old == size:
         return old
     model.resize_token_embeddings(size, mean_resizing=False)
     head = model.get_output_embeddings()
     with torch.no_grad():
-        for layer in (model.get_input_embeddings(), head):
-            weight: Tensor = layer.weight
-            if size > old:
-                weight[old:] = weight[:old].float().mean(0).to(weight.dtype)
+        for weight in (model.get_input_embeddings().weight, head.weight) if size > old else ():
+            weight[old:] = weight[:old].float().mean(0)
         if size > old and getattr(head, "bias", None) is not None:
             head.bias[old:] = NEVER
     return old
@@ -202,21 +199,20 @@ def fit_context(draft: PreTrainedConfig, target: PreTrainedConfig) -> str:
 def add_legacy_fields(path: Path) -> None:
     """Adds the fields of rope and number format to config.json that engines built on transformers 4 read."""
     config = json.loads(path.read_text())
+    rope = {**(config.get("rope_parameters") or {})}
     if "dtype" in config:
         config["torch_dtype"] = config["dtype"]
-    rope = config.get("rope_parameters")
-    if rope and "rope_theta" in rope:
-        scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "partial_rotary_factor")}
-        default = scaling.get("rope_type", "default") == "default"
-        config["rope_theta"] = rope["rope_theta"]
-        config["rope_scaling"] = None if default else {**scaling, "type": scaling["rope_type"]}
-        if "partial_rotary_factor" in rope:
-            config["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    if "rope_theta" in rope:
+        theta, share, kind = rope.pop("rope_theta"), rope.pop("partial_rotary_factor", None), rope.get("rope_type")
+        config |= {
+            "rope_theta": theta,
+            "rope_scaling": {**rope, "type": kind} if kind not in (None, "default") else None,
+        }
+        config |= {} if share is None else {"partial_rotary_factor": share}
         if config.get("model_type") == "gpt_neox":
-            config["rotary_emb_base"] = rope["rope_theta"]
-            config["rotary_pct"] = rope.get("partial_rotary_factor", 1.0)
-    elif rope and "full_attention" in rope:  # one rope per kind of layer, as in Gemma 3
-        config["rope_theta"] = rope["full_attention"]["rope_theta"]
+            config |= {"rotary_emb_base": theta, "rotary_pct": share or 1.0}
+    elif "full_attention" in rope:  # one rope per kind of layer, as in Gemma 3
+        config |= {"rope_theta": rope["full_attention"]["rope_theta"]}
         if "sliding_attention" in rope:
             config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
@@ -230,25 +226,24 @@ def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 def _check_reload(folder: Path, config: PreTrainedConfig, ids: Tensor, source: Tensor, trust: bool) -> None:
     """Loads the written folder as others will, and compares it with the model that was measured."""
     reloaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=trust)
-    logits, why = _logits(reloaded, ids), ""
+    logits = _logits(reloaded, ids)
     common = min(logits.shape[-1], source.shape[-1])
     gap = float((logits[..., :common] - source[..., :common]).abs().max())
     tied = reloaded.get_output_embeddings().weight is reloaded.get_input_embeddings().weight
-    rope, again = (dict(getattr(c, "rope_parameters", None) or {}) for c in (config, reloaded.config))
-    if not gap <= 1e-4 * (1 + float(source.abs().max())):
-        why = f"computes other logits than the draft that was measured (off by up to {gap:.3g}, wanted 1e-4)"
-    elif logits.shape[-1] > common and int(logits.argmax(-1).max()) >= common:
-        why = f"prefers a padded token id (of {common} and above)"
-    elif any(again.get(key) != value for key, value in rope.items()):
-        why = f"has rope_parameters {again} instead of {rope}"
-    elif reloaded.config.tie_word_embeddings != tied:
-        why = (
-            f"has tie_word_embeddings {not tied} in its config.json, and embedding and head are {'one' * tied or 'two'}"
-        )
-    if why:
+    rope, again = (getattr(c, "rope_parameters", None) or {} for c in (config, reloaded.config))
+    wrong = {
+        f"computes other logits than the draft that was measured (off by up to {gap:.3g}, wanted 1e-4)":
+            not gap <= 1e-4 * (1 + float(source.abs().max())),
+        f"prefers a padded token id (of {common} and above)":
+            logits.shape[-1] > common and int(logits.argmax(-1).max()) >= common,
+        f"has rope_parameters {again} instead of {rope}": not rope.items() <= again.items(),
+        f"has tie_word_embeddings {not tied} in its config.json, and embedding and head are {'one' if tied else 'two'}":
+            reloaded.config.tie_word_embeddings != tied,
+    }  # fmt: skip
+    if why := [text for text, holds in wrong.items() if holds]:
         raise UserError(
-            f"The exported draft, loaded again by transformers, {why}; it was not kept. Set export.dtype to float32, "
-            "or serve the draft's own folder."
+            f"The exported draft, loaded again by transformers, {why[0]}; it was not kept. Set export.dtype to "
+            "float32, or serve the draft's own folder."
         )
 
 

@@ -9,7 +9,7 @@ exists, neither of logits nor of their gradient. Distributions that are small ar
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,12 +48,10 @@ class Rows:
         head: The output head that they are for.
         target: The target's distributions of the batch's label tokens, over the head's ids.
         count: Number of rows over which the loss is a mean: the batch's label tokens, of a block head its slots.
-        at: The label token that each row predicts, ``[rows]``. None: row i is label token i.
-        step: Place of each row in its draft, from 0, ``[rows]``. None: 0.
+        at: The label token that each row predicts, ``[rows]``; by default row i is label token i.
+        step: Place of each row in its draft, from 0, ``[rows]``; by default 0.
         weight: Factor of each row's loss, ``[rows]``. None: 1.
         reference: The reference's divergence of each row, ``[rows]``, if tokens are selected.
-        mass: Probability that the target gives to the head's ids together, ``[rows]``. None: 1.
-        learnable: 1 where the target's most probable token is one of the head's ids, ``[rows]``. None: everywhere.
         distance: Smooth L1 distance of the states from the target's, ``[rows]`` (EAGLE-1).
         confidence: Log-odds that the rows' tokens are accepted, as the draft estimates them, ``[rows]`` (DSpark).
     """
@@ -62,14 +60,17 @@ class Rows:
     head: LMHead
     target: TargetRows
     count: int
-    at: Tensor | None = None
-    step: Tensor | None = None
+    at: Tensor = None  # type: ignore[assignment]
+    step: Tensor = None  # type: ignore[assignment]
     weight: Tensor | None = None
     reference: Tensor | None = None
-    mass: Tensor | None = None
-    learnable: Tensor | None = None
     distance: Tensor | None = None
     confidence: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.at is None:
+            self.at = torch.arange(len(self), device=self.hidden.device)
+            self.step = torch.zeros_like(self.at)
 
     def __len__(self) -> int:
         return len(self.hidden)
@@ -79,10 +80,6 @@ class Rows:
         """Number of ids that both models know."""
         return min(self.head.vocab, self.target.vocab)
 
-    def of_target(self, rows: RowIndex) -> TargetRows:
-        """The target's distributions of some rows."""
-        return self.target.at(rows if self.at is None else pick(self.at, rows))
-
 
 @dataclass
 class Compared:
@@ -91,9 +88,9 @@ class Compared:
     Attributes:
         losses: Divergence of every row, ``[rows]``.
         alpha: Σ min(p, q), ``[rows]``; not set without ``metrics``.
-        agreement: 1 where both have the same most probable token, ``[rows]``; not set without ``metrics``.
+        agreement: 1 where the draft's most probable token is the target's, ``[rows]``; not set without ``metrics``.
         divergence: Of the losses.
-        kept: Distributions of each chunk, with the derivative of the logits, for `chunked_loss`; None: too large.
+        kept: Distributions of each chunk, for `chunked_loss`; None: too large.
         chunk: Rows of a chunk.
     """
 
@@ -101,13 +98,21 @@ class Compared:
     alpha: Tensor
     agreement: Tensor
     divergence: Divergence | None = None
-    kept: list[Pair] | None = None
+    kept: list[TokenDistributions] | None = None
     chunk: int = 0
 
 
 @torch.no_grad()
 def compare(
-    rows: Rows, divergence: Divergence, only: Tensor | None = None, *, metrics: bool = True, keep: bool = False
+    rows: Rows,
+    divergence: Divergence,
+    only: Tensor | None = None,
+    compared: Compared | None = None,
+    gradients: _HeadGradients | None = None,
+    *,
+    metrics: bool = True,
+    keep: bool = False,
+    compiled: bool = False,
 ) -> Compared:
     """Measures rows in chunks.
 
@@ -115,12 +120,32 @@ def compare(
         rows: Of a batch.
         divergence: The loss.
         only: Indices of the rows, ascending; the results are of these alone. None: all.
+        compared: Of all rows, whose distributions are used if they were kept.
+        gradients: Collects the rows' gradients.
         metrics: Measure alpha and agreement too.
         keep: Keep the distributions for `chunked_loss`, where they are small.
+        compiled: Use kernels of torch.compile.
     """
-    hidden = rows.hidden.to(rows.head.linear.weight.dtype)
+    head, vocab, count = rows.head, rows.vocab, len(rows) if only is None else len(only)
+    hidden = rows.hidden.to(head.linear.weight.dtype)
+    fewest = FEWEST_NARROW if gradients is not None and gradients.narrow else FEWEST_ROWS
+    size = max(fewest, (CUDA_CHUNK if hidden.is_cuda else CPU_CHUNK) // (4 * vocab))
+    values = hidden.new_empty(3, count, dtype=torch.promote_types(hidden.dtype, torch.float32))
+    wanted = divergence, metrics, gradients is not None
+    kept: list[TokenDistributions] | None = [] if keep and count * vocab * 4 <= KEPT else None
     with loss_precision(hidden.device):
-        return _measured(rows, hidden, divergence, only, metrics=metrics, keep=keep)
+        for part, place, pair in _chunks(count, size, only, compared):
+            if pair is not None and compared is not None:
+                known = compared.losses[place] if compared.divergence == divergence else None
+                measures, gradient = _evaluated(pair, wanted, known)
+            else:
+                given = head.products(pick(hidden, place), vocab), rows.target.at(pick(rows.at, place)), head, wanted
+                measures, gradient = _compiled(*given) if compiled else _chunk(*given, kept)
+            for every, some in zip(values, measures):
+                every[part] = some
+            if gradients is not None and gradient is not None:
+                gradients.add(place, gradient if rows.weight is None else gradient * pick(rows.weight, place)[:, None])
+    return Compared(values[0], values[1], values[2], divergence, kept, size)
 
 
 def chunked_loss(
@@ -132,15 +157,7 @@ def chunked_loss(
     metrics: bool = True,
     compiled: bool = False,
 ) -> tuple[Tensor, Compared]:
-    """Computes the weighted sum of the chosen rows' losses, and measures these rows on the way.
-
-    Args:
-        rows: Of a batch.
-        divergence: The loss.
-        chosen: Indices of the rows, ascending. None: all.
-        compared: Of all rows, by `compare`, whose distributions are used if it kept them.
-        metrics: Measure alpha and agreement too.
-        compiled: Compute chunks with kernels of torch.compile, which read and write logits less often.
+    """Computes the weighted sum of the chosen rows' losses, and measures these rows on the way: see `compare`.
 
     Returns:
         The sum, which carries the gradient, and the chosen rows' measures, without.
@@ -148,23 +165,24 @@ def chunked_loss(
     Raises:
         UserError: The head is no plain linear layer, whose gradient is known here.
     """
-    head = rows.head
-    if not _can_fuse(head):
+    head, device = rows.head, rows.hidden.device
+    if type(head.linear) is not nn.Linear:
         name = type(head.linear).__name__
         raise UserError(f"the draft's output head is a {name}, expected torch.nn.Linear: choose another student")
-    narrow, hidden = autocast_to_bfloat16(rows.hidden.device), rows.hidden.to(head.linear.weight.dtype)
-    inputs = hidden, head.linear.weight, head.linear.bias, head.markov
-    with loss_precision(hidden.device):
-        gradients = _HeadGradients(inputs, rows.vocab, narrow=narrow) if torch.is_grad_enabled() else None
-        with torch.no_grad():
-            measured = _measured(
-                rows, hidden, divergence, chosen, compared, metrics=metrics, gradients=gradients, compiled=compiled
-            )
-            losses = measured.losses
-            if rows.weight is not None:
-                losses = losses * (rows.weight if chosen is None else pick(rows.weight, chosen))
-            total = losses.sum()
-        return (total if gradients is None else _WithGradients.apply(total, gradients.sums(), *inputs)), measured
+    gradients = None
+    if torch.is_grad_enabled():
+        hidden = rows.hidden.to(head.linear.weight.dtype)
+        gradients = _HeadGradients(hidden, head, rows.vocab, narrow=autocast_to_bfloat16(device))
+    measured = compare(rows, divergence, chosen, compared, gradients, metrics=metrics, compiled=compiled)
+    losses = measured.losses
+    if rows.weight is not None:
+        losses = losses * (rows.weight if chosen is None else pick(rows.weight, chosen))
+    total = losses.sum()
+    if gradients is not None:
+        with loss_precision(device):
+            gradients.update_weight()
+        total = _WithGradients.apply(total, gradients.sums, *gradients.inputs)
+    return total, measured
 
 
 def next_token_loss(hidden: Tensor, head: LMHead, labels: Tensor) -> Tensor:
@@ -180,7 +198,7 @@ def next_token_loss(hidden: Tensor, head: LMHead, labels: Tensor) -> Tensor:
         if not len(labels):
             return head(hidden).sum() * 0.0
         small = len(hidden) * head.vocab * 4 <= (AUTOGRAD_CUDA if hidden.is_cuda else AUTOGRAD_CPU)
-        if small or not _can_fuse(head):
+        if small or type(head.linear) is not nn.Linear:  # such as one with an adapter
             wide = torch.promote_types(hidden.dtype, torch.float32)
             return functional.cross_entropy(head(hidden).to(wide), labels)
     return chunked_loss(_label_rows(hidden, head, labels), Divergence("cross_entropy"))[0] / len(labels)
@@ -195,62 +213,17 @@ def _label_rows(hidden: Tensor, head: LMHead, labels: Tensor) -> Rows:
     return Rows(hidden, head, TargetRows(None, head.vocab, labels=labels), len(labels))
 
 
-def _can_fuse(head: LMHead) -> bool:
-    """Returns whether the head is a plain linear layer, whose gradient is known here. One with an adapter is not."""
-    return type(head.linear) is nn.Linear
-
-
 # -- a chunk ----------------------------------------------------------------------------------------------------------
 
-Pair = tuple[TokenDistributions, Tensor | float]
-"""Both distributions of some rows, and the derivative of the logits by the linear layer's output."""
+Wanted = tuple[Divergence, bool, bool]
+"""The loss, whether alpha and agreement are measured, and whether the gradient is computed."""
 Chunk = tuple[list[Tensor], Tensor | None]
 """Losses, with metrics alpha and agreement, each ``[rows]``; and the gradient by the linear layer's output."""
 
 
-def _measured(
-    rows: Rows,
-    hidden: Tensor,
-    divergence: Divergence,
-    chosen: Tensor | None,
-    compared: Compared | None = None,
-    *,
-    metrics: bool,
-    keep: bool = False,
-    gradients: _HeadGradients | None = None,
-    compiled: bool = False,
-) -> Compared:
-    """Measures the chosen rows chunk by chunk, and adds up their gradients if they are wanted."""
-    head, vocab, count = rows.head, rows.vocab, len(rows) if chosen is None else len(chosen)
-    fewest = FEWEST_NARROW if gradients is not None and gradients.narrow else FEWEST_ROWS
-    size = max(fewest, (CUDA_CHUNK if hidden.is_cuda else CPU_CHUNK) // (4 * vocab))
-    values = hidden.new_empty(3, count, dtype=torch.promote_types(hidden.dtype, torch.float32))
-    kept: list[Pair] | None = [] if keep and count * vocab * 4 <= KEPT else None
-    for part, place, pair in _chunks(count, size, chosen, compared):
-        wanted = divergence, None if rows.mass is None else pick(rows.mass, place), metrics, gradients is not None
-        if pair is None:
-            products, target = head.products(pick(hidden, place), vocab), rows.of_target(place)
-        if pair is None and compiled:
-            measures, gradient = _chunk_compiled(products, target, head, *wanted)
-        else:
-            both = _distributions(products, target, head) if pair is None else pair
-            at_hand = None  # the losses, where they were computed before
-            if pair is not None and compared is not None and compared.divergence == divergence:
-                at_hand = compared.losses[place]
-            measures, gradient = _evaluated(both, *wanted, losses=at_hand)
-            if kept is not None:
-                kept.append(both)
-        for every, some in zip(values, measures):
-            every[part] = some
-        if gradients is not None and gradient is not None:
-            gradients.add(place, gradient if rows.weight is None else gradient * pick(rows.weight, place)[:, None])
-    losses, alpha, agreement = values
-    return Compared(losses, alpha, agreement, divergence, kept, size)
-
-
 def _chunks(
     count: int, size: int, chosen: Tensor | None, compared: Compared | None
-) -> Iterator[tuple[slice, RowIndex, Pair | None]]:
+) -> Iterator[tuple[slice, RowIndex, TokenDistributions | None]]:
     """Yields for each chunk its place among the chosen rows, the rows, and their distributions if they were kept."""
     if chosen is None or compared is None or compared.kept is None:
         for start in range(0, count, size):
@@ -258,46 +231,43 @@ def _chunks(
             yield part, part if chosen is None else chosen[part], None
         return
     counts, start = torch.bincount(chosen // compared.chunk, minlength=len(compared.kept)).tolist(), 0
-    for number, (place, (pair, slope)) in enumerate(zip(chosen.split(counts), compared.kept)):
-        local = place - number * compared.chunk
-        slope = slope if isinstance(slope, float) else slope.index_select(0, local)
-        yield slice(start, start := start + len(place)), place, (pair.at(local), slope)
+    for number, (place, pair) in enumerate(zip(chosen.split(counts), compared.kept)):
+        yield slice(start, start := start + len(place)), place, pair.at(place - number * compared.chunk)
 
 
-def _distributions(products: Tensor, target: TargetRows, head: LMHead) -> Pair:
-    """Returns the distributions of rows for which the linear layer gave ``products [rows, vocab]``."""
-    logits = head.finish(products)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return target.compare(wide), head.slope(wide)
-
-
-def _evaluated(
-    pair: Pair,
-    divergence: Divergence,
-    mass: Tensor | None,
-    metrics: bool,
-    gradient: bool,
-    losses: Tensor | None = None,
+def _chunk(
+    products: Tensor,
+    target: TargetRows,
+    head: LMHead,
+    wanted: Wanted,
+    kept: list[TokenDistributions] | None = None,
 ) -> Chunk:
+    """Evaluates rows for which the linear layer gave ``products [rows, vocab]``; their distributions go to ``kept``."""
+    logits = head.finish(products)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    pair = target.compare(logits)
+    pair.slope = head.slope(logits)
+    if kept is not None:
+        kept.append(pair)
+    return _evaluated(pair, wanted)
+
+
+def _evaluated(pair: TokenDistributions, wanted: Wanted, losses: Tensor | None = None) -> Chunk:
     """Returns the rows' measures and gradients; ``losses`` if these are known."""
-    both, slope = pair
-    measures = [divergence.loss(both) if losses is None else losses]
+    divergence, metrics, gradient = wanted
+    measures = [divergence.loss(pair) if losses is None else losses]
     if metrics:
-        measures += [both.accepted(mass), both.agreement()]
+        measures += [pair.accepted(), pair.agreement()]
     if not gradient:
         return measures, None
-    slopes = divergence.gradient(both)
-    return measures, slopes if isinstance(slope, float) and slope == 1.0 else slopes * slope
-
-
-def _chunk(products: Tensor, target: TargetRows, head: LMHead, *wanted: Any) -> Chunk:
-    return _evaluated(_distributions(products, target, head), *wanted)
+    slopes = divergence.gradient(pair)
+    return measures, slopes if pair.slope is None else slopes * pair.slope
 
 
 _kernels: list[Callable[..., Chunk]] = []  # the compiled `_chunk`, once it is needed
 
 
-def _chunk_compiled(*chunk: Any) -> Chunk:
+def _compiled(*chunk: Any) -> Chunk:
     """Returns what `_chunk` returns, by compiled kernels, or after a warning without them where that fails."""
     from torch._dynamo.exc import TorchDynamoException
 
@@ -318,36 +288,36 @@ def _chunk_compiled(*chunk: Any) -> Chunk:
 class _HeadGradients:
     """Sums of the gradients of hidden states, head and bias; those of the head in float32 (float64 stays).
 
-    Args:
-        inputs: Hidden states of all rows ``[rows, width]``, linear weight, bias and Markov weight.
-        vocab: Number of the first ids, which have logits in the loss.
-        narrow: The factors of their matrix products are rounded to bfloat16.
+    ``narrow``: the factors of their matrix products are rounded to bfloat16. Logits are of the first ``vocab`` ids.
     """
 
-    def __init__(self, inputs: tuple[Tensor | None, ...], vocab: int, *, narrow: bool) -> None:
-        hidden, linear, _, markov = inputs
-        assert hidden is not None
-        assert linear is not None
-        wide, self.vocab, self.narrow = torch.promote_types(hidden.dtype, torch.float32), vocab, narrow
-        self.hidden, self.linear, self.bias, self.markov = (
-            None if value is None or not value.requires_grad else torch.zeros_like(value, dtype=dtype)
-            for value, dtype in zip(inputs, (hidden.dtype, wide, wide, wide))
+    def __init__(self, hidden: Tensor, head: LMHead, vocab: int, *, narrow: bool) -> None:
+        linear, markov, self.vocab, self.narrow = head.linear, head.markov, vocab, narrow
+        self.inputs = hidden, linear.weight, linear.bias, markov
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        self.sums = tuple(
+            None
+            if value is None or not value.requires_grad
+            else torch.zeros_like(value, dtype=hidden.dtype if value is hidden else wide)
+            for value in self.inputs
         )
+        self.hidden, self.weight, self.bias, _ = self.sums
         self.states = (hidden.bfloat16() if narrow else hidden).detach()
-        self.weights = [w[:vocab].detach().to(self.states.dtype) for w in (linear, markov) if w is not None]
-        self.weight = self.linear if markov is None else self.markov  # one of them is trained
-        self.columns = slice(0 if markov is None else linear.shape[1], None)
+        self.weights = [w[:vocab].detach().to(self.states.dtype) for w in (linear.weight, markov) if w is not None]
+        self.columns = slice(0, None)
+        if markov is not None:  # it is trained instead of the linear layer
+            self.weight, self.columns = self.sums[3], slice(linear.weight.shape[1], None)
         self.waiting: list[tuple[Tensor, Tensor]] = []  # gradients and states that the weight's gradient lacks
 
     def add(self, place: RowIndex, gradient: Tensor) -> None:
         """Adds the gradients ``[rows, vocab]`` of some rows with respect to the linear layer's output."""
-        rows, narrow = pick(self.states, place), gradient.to(self.states.dtype)
+        narrow = gradient.to(self.states.dtype)
         if self.bias is not None:
             self.bias[: self.vocab] += gradient.sum(0)
         if self.hidden is not None:
             self.hidden[place] = _joined([narrow @ weight for weight in self.weights], 1).to(self.hidden.dtype)
         if self.weight is not None:
-            self.waiting.append((narrow, rows[:, self.columns]))
+            self.waiting.append((narrow, pick(self.states, place)[:, self.columns]))
             if sum(part.nbytes for part, _ in self.waiting) >= max(WAITING, min(MOST_WAITING, self.weight.nbytes)):
                 self.update_weight()
 
@@ -355,7 +325,7 @@ class _HeadGradients:
         """Adds what is waiting to the weight's gradient."""
         if self.weight is None or not self.waiting:
             return
-        gradients, rows = (_joined(parts) for parts in zip(*self.waiting))
+        gradients, rows = (_joined([*parts]) for parts in zip(*self.waiting))
         self.waiting.clear()
         total = self.weight[: self.vocab]
         if rows.dtype == total.dtype:
@@ -363,14 +333,9 @@ class _HeadGradients:
         else:
             total += gradients.T @ rows
 
-    def sums(self) -> tuple[Tensor | None, ...]:
-        """The gradients of the inputs; None of those that need none."""
-        self.update_weight()
-        return self.hidden, self.linear, self.bias, self.markov
 
-
-def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+def _joined(parts: list[Tensor], dim: int = 0) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 class _WithGradients(torch.autograd.Function):
@@ -379,11 +344,9 @@ class _WithGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, total: Tensor, gradients: tuple[Tensor | None, ...], *inputs: Tensor | None) -> Tensor:
         ctx.save_for_backward(*gradients)
-        ctx.dtypes = [None if value is None else value.dtype for value in inputs]
         return total.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, by: Tensor) -> tuple[Tensor | None, ...]:
-        made = zip(ctx.saved_tensors, ctx.dtypes)
-        return None, None, *(None if value is None else (value * by).to(dtype) for value, dtype in made)
+        return None, None, *(None if value is None else value * by for value in ctx.saved_tensors)

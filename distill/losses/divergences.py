@@ -21,10 +21,10 @@ together with one (Samarin et al., 2026, arXiv:2602.23881; AdaSPEC, Table 4).
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
-from functools import reduce
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -45,7 +45,31 @@ LEAST_TAIL = 1e-7  # smallest probability of a tail: the accuracy of a float32 s
 RowIndex = slice | Tensor  # a range of rows, or indices
 
 
-class TokenDistributions:
+def once(compute: Callable[[Any], Tensor]) -> Any:
+    """A property that is computed when it is first needed; torch.compile does not support functools.cached_property."""
+    name = f"_{compute.__name__}"
+
+    def get(self: Any) -> Tensor:
+        if not hasattr(self, name):
+            setattr(self, name, compute(self))
+        return getattr(self, name)
+
+    return property(get)
+
+
+class OfRows:
+    """Fields of which each tensor has a value for every row."""
+
+    def at(self, rows: Tensor) -> Self:
+        """Returns some of the rows."""
+        part = copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(part, name, value.index_select(0, rows))
+        return part
+
+
+class TokenDistributions(OfRows):
     """Distributions of target and draft for the same rows.
 
     Args:
@@ -53,74 +77,59 @@ class TokenDistributions:
         log_q: The draft's log-probabilities.
     """
 
-    _p: Tensor | None = None  # computed when first needed; torch.compile does not support functools.cached_property
-    _q: Tensor | None = None
-    _alpha: Tensor | None = None
-    labels: Tensor | None = None  # the text's own tokens ``[rows]``, see `TargetRows`
+    best: Tensor | None = None  # the target's most probable token ``[rows]``; None: not known yet
+    best_drafted: Tensor | None = None  # the draft's
+    labels: Any = None  # of `TargetRows`, as are the next two
+    mass: Tensor | None = None
+    learnable: Tensor | None = None
+    slope: Tensor | float | None = None  # derivative of the logits by the linear layer's output; None: 1
 
     def __init__(self, log_p: Tensor, log_q: Tensor) -> None:
         self.log_p, self.log_q = log_p, log_q
 
-    @property
+    @once
     def p(self) -> Tensor:
         """The target's probabilities, ``[rows, vocab]``."""
-        if self._p is None:
-            self._p = self.log_p.exp()  # softmax would be faster on a CPU, and lose digits in saturated rows
-        return self._p
+        return self.log_p.exp()  # softmax would be faster on a CPU, and lose digits in saturated rows
 
-    @property
+    @once
     def q(self) -> Tensor:
         """The draft's probabilities, ``[rows, vocab]``."""
-        if self._q is None:
-            self._q = self.log_q.exp()
-        return self._q
+        return self.log_q.exp()
 
-    @property
+    @once
     def alpha(self) -> Tensor:
         """Σ min(p, q), ``[rows]``."""
-        if self._alpha is None:
-            self._alpha = torch.minimum(self.p, self.q).sum(-1)
-        return self._alpha
-
-    def at(self, rows: Tensor) -> TokenDistributions:
-        """Returns the distributions of some rows."""
-        part: TokenDistributions = object.__new__(type(self))
-        vars(part).update(
-            {name: value.index_select(0, rows) for name, value in vars(self).items() if value is not None}
-        )
-        return part
+        return torch.minimum(self.p, self.q).sum(-1)
 
     def label_loss(self) -> Tensor:
         """Returns −log q of the text's own tokens, ``[rows]``; 0 where the draft has no logit of it."""
-        log_q = self.log_q_of(self.text.clamp_min(0)[:, None])
-        return -log_q[:, 0].where(self.text >= 0, 0.0)
+        log_q = self.log_q_of(self.labels.clamp_min(0)[:, None])
+        return -log_q[:, 0].where(self.labels >= 0, 0.0)
 
     def log_q_of(self, ids: Tensor) -> Tensor:
         """Returns the draft's log-probabilities of some ids, ``[rows, ids]``."""
         return self.log_q.gather(1, ids)
 
-    @property
-    def text(self) -> Tensor:
-        """The text's own tokens, ``[rows]``; -1 where the draft has no logit of one."""
-        assert self.labels is not None, "the target's rows have no labels"
-        return self.labels
-
     def all_q(self) -> Tensor:
-        """Returns the draft's probabilities of all its ids, ``[rows, vocab]``, in new memory."""
-        return self.q.clone()
+        """Returns the draft's probabilities of all its ids, ``[rows, vocab]``."""
+        return self.q
 
     def label_gradient(self) -> Tensor:
         """Returns the gradient of `label_loss` with respect to the draft's logits, ``[rows, vocab]``."""
-        known = (self.text >= 0).to(self.log_q.dtype)[:, None]
-        return (self.all_q() * known).scatter_add_(1, self.text.clamp_min(0)[:, None], -known)
+        known = (self.labels >= 0).to(self.log_q.dtype)[:, None]
+        return (self.all_q() * known).scatter_add_(1, self.labels.clamp_min(0)[:, None], -known)
 
     def agreement(self) -> Tensor:
-        """Returns 1 where both have the same most probable token, ``[rows]``."""
-        return (self.log_p.argmax(-1) == self.log_q.argmax(-1)).to(self.log_p.dtype)
+        """Returns 1 where the draft's most probable token is the target's, ``[rows]``."""
+        target = self.log_p.argmax(-1) if self.best is None else self.best
+        draft = self.log_q.argmax(-1) if self.best_drafted is None else self.best_drafted
+        same = (target == draft).to(self.log_q.dtype)
+        return same if self.learnable is None else same * self.learnable
 
-    def accepted(self, mass: Tensor | None) -> Tensor:
-        """Returns α, ``[rows]``, where p holds a share ``mass [rows]`` of the target's probability. None: all of it."""
-        return self.alpha if mass is None else torch.minimum(self.p * mass[:, None], self.q).sum(-1)
+    def accepted(self) -> Tensor:
+        """Returns Σ min of the target's and the draft's probabilities, ``[rows]``, where p holds the share ``mass``."""
+        return self.alpha if self.mass is None else torch.minimum(self.p * self.mass[:, None], self.q).sum(-1)
 
     def spread(self, gradient: Tensor) -> Tensor:
         """Converts a gradient by these outcomes' logits to one by the draft's logits of all ids, ``[rows, vocab]``."""
@@ -140,20 +149,16 @@ class FoldedDistributions(TokenDistributions):
     """
 
     def __init__(self, ids: Tensor, log_p: Tensor, logits: Tensor) -> None:
-        largest, self.best = logits.max(-1)
+        largest, self.best_drafted = logits.max(-1)
         q = logits.softmax(-1)
-        self.logits, self.log_sum = logits, largest - q.gather(1, self.best[:, None])[:, 0].log()
+        self.logits, self.log_sum = logits, largest - q.gather(1, self.best_drafted[:, None])[:, 0].log()
         log_q = self.log_q_of(ids)
-        self.ids, self.others = ids, q.scatter_(1, ids, 0.0)
+        self.ids, self.best, self.others = ids, ids[:, 0], q.scatter_(1, ids, 0.0)
         self.rest = self.others.sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
         if ids.shape[1] < logits.shape[1]:
             tail = (1 - log_p.exp().sum(-1, keepdim=True)).clamp_min(LEAST_TAIL)
             log_p, log_q = torch.cat([log_p, tail.log()], -1), torch.cat([log_q, self.rest.log()], -1)
         super().__init__(log_p, log_q)
-
-    def agreement(self) -> Tensor:
-        """See `TokenDistributions.agreement`."""
-        return (self.ids[:, 0] == self.best).to(self.log_p.dtype)
 
     def log_q_of(self, ids: Tensor) -> Tensor:
         """See `TokenDistributions.log_q_of`."""
@@ -165,20 +170,8 @@ class FoldedDistributions(TokenDistributions):
 
     def spread(self, gradient: Tensor) -> Tensor:
         """See `TokenDistributions.spread`."""
-        k = self.ids.shape[1]
         spread = self.others * (gradient[:, -1:] / self.rest)
-        return spread.scatter_(1, self.ids, gradient[:, :k])
-
-
-class LabelDistributions(TokenDistributions):
-    """The draft's distributions where of the target's only the text's own tokens are known."""
-
-    def __init__(self, log_q: Tensor) -> None:
-        super().__init__(log_q, log_q)
-
-    def agreement(self) -> Tensor:
-        """Returns 1 where the text's own token is the draft's most probable one, ``[rows]``."""
-        return (self.log_q.argmax(-1) == self.text).to(self.log_q.dtype)
+        return spread.scatter_(1, self.ids, gradient[:, : self.ids.shape[1]])
 
 
 def pick(values: Tensor, place: RowIndex) -> Tensor:
@@ -187,7 +180,7 @@ def pick(values: Tensor, place: RowIndex) -> Tensor:
 
 
 @dataclass
-class TargetRows:
+class TargetRows(OfRows):
     """The target's distributions at some label rows, in the form in which its signal holds them.
 
     Attributes:
@@ -198,6 +191,8 @@ class TargetRows:
         head: The target's output head.
         ids: The k most probable ids of each row, the most probable first.
         labels: The text's own token of each row as one of the draft's ids, ``[rows]``; -1 where it has no such id.
+        mass: Probability that the target gives to the draft's ids together, ``[rows]``. None: 1.
+        learnable: 1 where the target's most probable token is one of them, ``[rows]``. None: everywhere.
     """
 
     values: Tensor | None
@@ -205,39 +200,34 @@ class TargetRows:
     head: LMHead | None = None
     ids: Tensor | None = None
     labels: Tensor | None = None
-
-    def at(self, rows: RowIndex) -> TargetRows:
-        """Returns some of the rows."""
-        values, ids, labels = (None if t is None else pick(t, rows) for t in (self.values, self.ids, self.labels))
-        return TargetRows(values, self.vocab, self.head, ids, labels)
+    mass: Tensor | None = None
+    learnable: Tensor | None = None
 
     def log_probs(self, vocab: int) -> Tensor:
         """Returns the log-probabilities of the first ``vocab`` ids, ``[rows, vocab]``, where all of them are known."""
         assert self.values is not None
         if self.head is None:
             return self.values
-        return log_probs(self.head.first(self.values.to(self.head.linear.weight.dtype), vocab), vocab)
+        return log_probs(self.head(self.values.to(self.head.linear.weight.dtype), vocab))
 
     def compare(self, logits: Tensor) -> TokenDistributions:
         """Returns the rows' distributions and the draft's ``logits [rows, vocab]`` in the cheapest form to compare."""
         if self.values is None:
-            pair: TokenDistributions = LabelDistributions(logits.log_softmax(-1))
+            log_q = logits.log_softmax(-1)
+            pair = TokenDistributions(log_q, log_q)  # of the target's the text's own tokens alone are known
+            pair.best = self.labels
         elif self.ids is not None:
             pair = FoldedDistributions(self.ids.long(), self.values.to(logits.dtype), logits)
         else:
             log_q = logits.log_softmax(-1)
             pair = TokenDistributions(self.log_probs(log_q.shape[1]).to(log_q.dtype), log_q)
-        pair.labels = self.labels
+        pair.labels, pair.mass, pair.learnable = self.labels, self.mass, self.learnable
         return pair
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """A divergence of the table above.
-
-    Attributes:
-        name: Which one.
-    """
+    """A divergence of the table above."""
 
     name: DivergenceName = "forward_kl"
 
@@ -270,9 +260,9 @@ class Divergence:
         if self.name == "neg_log_alpha":
             return pair.spread(_tv_gradient(pair) / _positive(pair.alpha)[:, None])
         kl, tv, label = (w[:, None] if isinstance(w, Tensor) else w for w in self._weights(pair))
-        if not label:
-            return pair.spread(_weighted((kl, lambda: pair.q - pair.p), (tv, lambda: _tv_gradient(pair))))
-        return _weighted((tv, lambda: pair.spread(_tv_gradient(pair))), (label, pair.label_gradient))
+        if label:
+            return _weighted((tv, lambda: pair.spread(_tv_gradient(pair))), (label, pair.label_gradient))
+        return pair.spread(_weighted((kl, lambda: pair.q - pair.p), (tv, lambda: _tv_gradient(pair))))
 
     def _weights(self, pair: TokenDistributions) -> tuple[Weight, Weight, float]:
         if self.name == "lk_hybrid":
@@ -287,7 +277,8 @@ Weight = Tensor | float
 def _weighted(*terms: tuple[Weight, Callable[[], Tensor]]) -> Tensor:
     """Returns the weighted sum of those terms whose weight is not the number 0."""
     there = [(weight, term()) for weight, term in terms if isinstance(weight, Tensor) or weight]
-    return reduce(operator.add, [t if isinstance(w, float | int) and w == 1 else w * t for w, t in there])
+    weighted = [w * t if isinstance(w, Tensor) or w != 1 else t for w, t in there]
+    return sum(weighted[1:], weighted[0])
 
 
 def _tv_gradient(pair: TokenDistributions) -> Tensor:
@@ -295,12 +286,9 @@ def _tv_gradient(pair: TokenDistributions) -> Tensor:
     return pair.q * ((pair.q * below).sum(-1, keepdim=True) - below)
 
 
-def log_probs(logits: Tensor, vocab: int) -> Tensor:
-    """Returns log-probabilities of the first ``vocab`` ids, ``[rows, vocab]``, in float32 (float64 stays).
-
-    Log-probabilities in half precision lose the differences that the selection ranks by.
-    """
-    return logits[:, :vocab].to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+def log_probs(logits: Tensor) -> Tensor:
+    """Returns log-probabilities ``[rows, vocab]`` in float32 (float64 stays): halves are too rough to rank by."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
 
 def _log_mixture(pair: TokenDistributions) -> Tensor:

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from distill.lm_head import places
 from distill.losses.chunked import Rows, compare
 from distill.losses.divergences import Divergence
 
@@ -31,12 +32,12 @@ def top_k(delta: Tensor, k: float, step: Tensor | None = None) -> Tensor:
         k: Share of the rows that is chosen, in (0, 1].
         step: Drafting step of each row, ``[n]``: each is ranked by itself. None: all rows together.
     """
-    if step is not None:
-        groups = [(step == number).nonzero()[:, 0] for number in range(int(step.max()) + 1 if len(step) else 0)]
-        parts = [rows[top_k(delta[rows], k)] for rows in groups]
-        return torch.cat([torch.empty(0, dtype=torch.long, device=delta.device), *parts]).sort().values
-    order = torch.sort(delta, descending=True, stable=True).indices[: share(k, len(delta))]
-    return order.sort().values
+    order = torch.sort(delta, descending=True, stable=True).indices
+    if step is None:
+        return order[: share(k, len(order))].sort().values
+    counts = torch.bincount(step, minlength=1).tolist()
+    groups = order[step[order].sort(stable=True).indices].split(counts)
+    return torch.cat([group[: share(k, len(group))] for group in groups]).sort().values
 
 
 def reach(alpha: Tensor, slots: Tensor) -> Tensor:
@@ -46,8 +47,8 @@ def reach(alpha: Tensor, slots: Tensor) -> Tensor:
         alpha: Acceptance rate of each row.
         slots: Place of each row in its block; rows are those of one block after the other, each from slot 0 on.
     """
-    block, count = (slots == 0).cumsum(0) - 1, int(slots.max()) + 1 if len(slots) else 0
-    table = alpha.new_ones(int(block[-1]) + 1 if len(slots) else 0, count + 1)
+    block = (slots == 0).cumsum(0) - 1
+    table = alpha.new_ones(int(block[-1]) + 1, int(slots.max()) + 2)
     table[block, slots + 1] = alpha
     return table.cumprod(1)[block, slots]
 
@@ -68,15 +69,11 @@ def accepted_rows(rows: Rows, place: Tensor, divergence: Divergence) -> Tensor:
         place: Where each label token lies among all tokens of the batch, ``[label tokens]``.
         divergence: Of which `compare` measures the rows.
     """
-    assert rows.at is not None
-    assert rows.step is not None
-    start, steps = place[rows.at] - rows.step, int(rows.step.max()) + 1 if len(rows) else 0
-    alive = (rows.step == 0).nonzero()[:, 0]
+    start, alive = place[rows.at] - rows.step, places(rows.step == 0)
     chosen = [alive]
-    for step in range(1, steps):
+    while len(following := places(rows.step == len(chosen))):
         alpha = compare(rows, divergence, alive).alpha
         accepted = start[alive[torch.rand_like(alpha) < alpha]]
-        following = (rows.step == step).nonzero()[:, 0]
         alive = following[torch.isin(start[following], accepted)]
         chosen.append(alive)
     return torch.cat(chosen).sort().values

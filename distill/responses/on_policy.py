@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
@@ -22,7 +21,7 @@ from decode.models.choose_runner import open_draft_runner, open_runner
 from decode.models.heads import DraftHead
 from decode.models.writing import Draws, uniform_draws
 from decode.sampling import LogitsWarper, TorchRng
-from decode.verify import AcceptanceRule
+from decode.verify import Fuzzy
 from distill import ranks
 from distill.config import ResponseSettings
 from distill.data.dataset import Examples, Picks, Schedule
@@ -35,56 +34,36 @@ Place = tuple[int, int]  # a step, and the place of an example in it
 
 @dataclass
 class OnPolicy:
-    """The draft's own texts for the steps that need them.
+    """The draft's own texts for the steps that need them."""
 
-    Attributes:
-        write: Writes texts with the draft in training.
-        prompts: The examples whose prompts are answered.
-        schedule: Which of them make a step.
-        steps: Optimiser steps in all.
-        settings: Sampling, and the steps between two rewritings.
-        share: Probability of each example to be the draft's own.
-        seed: Of the choice and of the texts.
-        limit: Longest prompt and response together.
-        stop_ids: End-of-text tokens.
-        add_columns: Puts the columns of frozen models into the examples of the texts.
-        label_tokens: Labels of the steps so far, over all ranks.
-        counted: The last step whose labels were counted.
-        window: Number of the rewriting that the texts are of.
-        texts: The draft's texts, by rank.
-        made: The window that ``rows`` are of.
-        rows: The examples made of the texts, by their places.
-    """
-
-    write: Writer
-    prompts: Examples
-    schedule: Schedule
-    steps: int
-    settings: ResponseSettings
-    share: float
-    seed: int
-    limit: int
-    stop_ids: Collection[int]
-    add_columns: Callable[[Examples], None]
-    label_tokens: int = 0
-    counted: int = -1
-    window: int = -1
-    texts: list[list[list[int]]] = field(default_factory=list)
-    made: int = -1
-    rows: dict[Place, tuple[Examples, int]] = field(default_factory=dict)
+    write: Writer  # writes texts with the draft in training
+    prompts: Examples  # the examples whose prompts are answered
+    schedule: Schedule  # which of them make a step
+    steps: int  # optimiser steps in all
+    settings: ResponseSettings  # sampling, and the steps between two rewritings
+    share: float  # probability of each example to be the draft's own
+    seed: int  # of the choice and of the texts
+    limit: int  # longest prompt and response together
+    stop_ids: Collection[int]  # end-of-text tokens
+    add_columns: Callable[[Examples], None]  # puts the columns of frozen models into the examples of the texts
+    label_tokens: int = 0  # labels of the steps so far, over all ranks
+    counted: int = -1  # the last step whose labels were counted
+    window: int = -1  # number of the rewriting that the texts are of
+    texts: list[list[list[int]]] = field(default_factory=list)  # the draft's texts, by rank
+    # The examples made of the texts, by their places; None: not made yet
+    rows: dict[Place, tuple[Examples, int]] | None = None
 
     def __call__(self, step: int, picks: Picks) -> Picks:
         """The examples of a step, those that are the draft's replaced by what it wrote for their prompts."""
-        window = step // self.settings.refresh_every
-        if window != self.made:
-            self._make(window)
+        if self.rows is None or step // self.settings.refresh_every != self.window:
+            self.rows = self._made(step // self.settings.refresh_every)
         replaced = [self.rows.get((step, at), pick) for at, pick in enumerate(picks)]
         if step != self.counted:  # it is asked for once for each of its micro-batches
             self.label_tokens += sum(examples.labels_of(number) for examples, number in replaced)
             self.counted = step
         return replaced
 
-    def _make(self, window: int) -> None:
+    def _made(self, window: int) -> dict[Place, tuple[Examples, int]]:
         """The examples of all steps until the next rewriting; each rank writes the texts that it trains on."""
         settings, every, here = self.settings, self.settings.refresh_every, ranks.rank()
         places: list[list[Place]] = [[] for _ in range(ranks.world())]
@@ -104,12 +83,13 @@ class OnPolicy:
                     batch_size=settings.batch_size,
                 )
             self.window, self.texts = window, ranks.exchange(texts)
-        self.made, self.rows = window, {}
+        rows: dict[Place, tuple[Examples, int]] = {}
         for rank, part in enumerate(places):
             examples = Examples.of(response_rows(prompts[rank], self.texts[rank], self.stop_ids))
             if rank == here:
                 self.add_columns(examples)
-            self.rows |= {place: (examples, number) for number, place in enumerate(part)}
+            rows |= {place: (examples, number) for number, place in enumerate(part)}
+        return rows
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds of this."""
@@ -127,16 +107,7 @@ class OnPolicy:
                 "continue with as many, or remove the stage's folder under work/ to start the stage again"
             )
         self.window, self.texts, self.label_tokens = state["window"], state["texts"], state["label_tokens"]
-        self.made = -1
-
-
-@dataclass
-class TakeAll(AcceptanceRule):
-    """Accepts every drafted token."""
-
-    def accept_prob(self, p: Tensor, q: Tensor, x: Tensor, raw: Any = None) -> Tensor:
-        """1 for every token."""
-        return torch.ones_like(x, dtype=p.dtype)
+        self.rows = None
 
 
 @torch.inference_mode()
@@ -164,12 +135,9 @@ def head_texts(
         if limit < 1:
             texts.append([])
             continue
-        method = build(
-            head.method,
-            MethodInputs(runner, warp, drafter, options=MethodOptions(draft_length=depth)),
-        )
-        method.rule = TakeAll()
+        method = build(head.method, MethodInputs(runner, warp, drafter, options=MethodOptions(draft_length=depth)))
+        method.rule = Fuzzy(threshold=1.0)  # takes every drafted token: no divergence is larger than ln 2
         rng = TorchRng(int(draws(number, 1)[0] * 2**53))
         made = decode(runner, method, warp, list(prompt), max_new_tokens=limit, stop_ids=stop_ids, rng=rng)
-        texts.append(made.ids[len(prompt) :] if made.ids[: len(prompt)] == list(prompt) else made.ids)
+        texts.append(made.new_ids)
     return texts

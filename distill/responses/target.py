@@ -10,15 +10,16 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset, Features
 from transformers import PreTrainedModel
 
+from decode.bench.datasets import Row
 from decode.errors import UserError
 from decode.models.loading import stop_ids_of
 from decode.models.tokens import REASONING, end_token, plain_ids
@@ -27,9 +28,18 @@ from decode.progress import current, working
 from decode.sampling import LogitsWarper
 from distill import ranks
 from distill.config import ResponseSettings, ServerSettings
-from distill.data.chat import IGNORE, ChatFormat, Example, Piece, Turn, joined, prompt_part, until_end
+from distill.data.chat import (
+    ChatFormat,
+    Example,
+    Piece,
+    Turn,
+    joined,
+    prompt_part,
+    refuse_control_tokens,
+    until_end,
+)
 from distill.data.corpus import COLUMNS
-from distill.data.messages import UnusableRow
+from distill.data.messages import Messages, UnusableRow
 from distill.data.prompts import TextFile
 from distill.files import files_state, fingerprint
 from distill.run import Run
@@ -37,27 +47,21 @@ from distill.run import Run
 if TYPE_CHECKING:
     import openai
 
+Ids = list[int]
 KEPT = "What is finished is kept: run the same command again to continue"
 WHERE = "teacher.responses.server"
-TIMEOUT, RETRIES = 300.0, 6  # seconds of a request; the client waits 0.5, 1, 2, ... seconds between two of them
 
 
 @dataclass(frozen=True)
 class Job:
-    """A prompt to be answered.
+    """A prompt to be answered."""
 
-    Attributes:
-        example: Its number; with the seed it decides the response.
-        ids: Its token ids.
-        budget: Longest response in tokens.
-    """
-
-    example: int
-    ids: list[int]
-    budget: int
+    example: int  # its number; with the seed it decides the response
+    ids: Ids  # its token ids
+    budget: int  # longest response in tokens
 
 
-Answer = Callable[[Sequence[Job]], Iterator[tuple[int, list[int]]]]
+Answer = Callable[[Sequence[Job]], Iterator[tuple[int, Ids]]]
 """Answers jobs in any order, each as soon as it is finished, by its number."""
 
 
@@ -76,7 +80,7 @@ def answered_texts(
     """
     settings, record = run.settings, None if original else run.record("target")
     path = settings.target.model if record is None else run.target
-    made_from: dict[str, Any] = {
+    made_from: Row = {
         "target": (files_state([str(path)]) or str(path)) if record is None else record.fingerprint,
         "corpus": run.corpus.fingerprint,
         "examples": None if original else settings.teacher.examples,
@@ -95,7 +99,7 @@ def answered_texts(
 def _answered(
     run: Run,
     splits: dict[str, Dataset],
-    made_from: dict[str, Any],
+    made_from: Row,
     folder: str,
     path: str | Path,
     target: PreTrainedModel | None,
@@ -107,7 +111,7 @@ def _answered(
 
     @cache
     def writer() -> Answer:
-        if settings.server.answers:
+        if settings.server.urls:
             end = end_token(tokenizer) if chat is None else chat.answer_end()
             return answered_by_servers(settings, run.settings.seed, ends, end)
         model = run.open_target(path) if target is None else target
@@ -117,23 +121,22 @@ def _answered(
     for split, rows in splits.items():
         file, title = run.work / folder / f"{split}.jsonl", f"the target's responses, {split}"
         about = made_from | {"split": split, "prompts": len(rows)}
-        talks, budgets, empty = _talks(rows, chat), list[int](), 0
+        talks = [_Talk(row, chat) for row in rows if not row["turn"]]
+        budgets, empty = list[int](), 0
         for turn in count():
-            if not (asked := {number: talk for number, talk in enumerate(talks) if talk.place is not None}):
+            asked = {number: talk for number, talk in enumerate(talks) if talk.places}
+            if not asked:
                 break
-            jobs = []
-            for number, talk in asked.items():
-                budget = max(0, min(settings.max_new_tokens, data.max_length - len(talk.ids)))
-                jobs.append(Job(turn * len(talks) + number, talk.ids, budget))
+            rest = [max(0, min(settings.max_new_tokens, data.max_length - len(talk.ids))) for talk in asked.values()]
+            jobs = [Job(turn * len(talks) + n, talk.ids, budget) for (n, talk), budget in zip(asked.items(), rest)]
             shown = f"{title}, turn {turn + 1}" if turn else title
             written = write_responses(run, jobs, settings, file, about, writer, shown)
             for talk, ids in zip(asked.values(), written):
-                talk.answer(ids, ends, chat, data.max_length)
-            budgets += [job.budget for job in jobs]
-            empty += sum(job.budget > 0 and not ids for job, ids in zip(jobs, written))
+                talk.answer(ids, ends, data.max_length)
+            budgets += rest
+            empty += sum(budget > 0 and not ids for budget, ids in zip(rest, written))
         for reason, chats in Counter(talk.lost for talk in talks if talk.lost).items():
-            first = next(talk.first for talk in talks if talk.lost == reason)
-            run.line(f"{title}: {chats} chats lose their later turns, {reason} (the first is example {first})")
+            run.line(f"{title}: {chats} chats lose their later turns, {reason}")
         if empty:
             run.line(f"{empty} of {len(budgets)} responses are empty, and nothing of them is learned")
         if 2 * empty > len(budgets):
@@ -145,72 +148,49 @@ def _answered(
     return answered
 
 
-@dataclass
 class _Talk:
     """A conversation, or a single prompt, whose turns of the assistant the target answers one after another.
 
     Attributes:
-        first: Number of the example that it begins with.
         messages: All turns, of which the target's take the place of the assistant's.
-        tools: Descriptions of the tools.
-        ids: Of the prompt of the next answer.
-        text: The same as text.
-        place: The turn that is answered next; None: none.
+        places: The turns that are still to be answered.
+        text: The prompt of the next one, whose token ids are ``ids``.
         pieces: Prompts with answers.
         lost: Why later turns are not answered.
     """
 
-    first: int
-    messages: list[dict[str, Any]]
-    tools: Any
-    ids: list[int]
-    text: str
-    place: int | None = None
-    pieces: list[Piece] = field(default_factory=list)
-    lost: str = ""
+    def __init__(self, row: Row, chat: ChatFormat | None) -> None:
+        messages, self.tools = json.loads(row["chat"] or '[[{"role": "assistant"}], null]')
+        self.chat = chat if row["chat"] else None
+        self.messages: Messages = messages if self.chat is None else self.chat.prepared(messages)
+        self.places = [place for place, message in enumerate(self.messages) if message["role"] == "assistant"]
+        self.text, self.ids = row["prompt"], prompt_part(row["input_ids"], row["labels"])
+        self.pieces, self.lost = list[Piece](), ""
 
-    def __post_init__(self) -> None:
-        self.place = self._next(0)
-
-    def _next(self, start: int) -> int | None:
-        turns = range(start, len(self.messages))
-        return next((place for place in turns if self.messages[place]["role"] == "assistant"), None)
-
-    def answer(self, ids: list[int], ends: Collection[int], chat: ChatFormat | None, limit: int) -> None:
+    def answer(self, ids: Ids, ends: Collection[int], limit: int) -> None:
         """Takes an answer, and makes the prompt of the next one, whose history is what the target answered."""
-        assert self.place is not None
-        ids = [token for token in until_end(ids, ends) if token != IGNORE]
+        ids, place = until_end(ids, ends), self.places.pop(0)
         self.pieces.append(Piece(self.ids, ids, Turn(self.text, "")))
-        answered, self.place = self.place, self._next(self.place + 1)
-        if self.place is None or chat is None:
+        if not self.places or self.chat is None:
             return
-        text = str(chat.tokenizer.decode(ids[:-1] if ids and ids[-1] in ends else ids))
+        text = str(self.chat.tokenizer.decode(ids[:-1] if ids and ids[-1] in ends else ids))
         thought, closed, said = text.rpartition("</think>")
-        self.messages[answered] = {"role": "assistant", "content": said.strip() if closed else text}
+        self.messages[place] = {"role": "assistant", "content": said.strip() if closed else text}
         if closed:
-            self.messages[answered][REASONING[0]] = thought.removeprefix("<think>").strip()
+            self.messages[place][REASONING[0]] = thought.removeprefix("<think>").strip()
         try:
-            if any(message["role"] == "tool" for message in self.messages[answered : self.place]):
+            since = self.messages[place : self.places[0]]
+            if any(message["role"] == "tool" for message in since):
                 raise UnusableRow("because a tool's result belongs to another call")
             if not said.strip():
                 raise UnusableRow("because an answer is empty")
-            self.text = chat.ask(self.messages[: self.place], self.tools)
-            (self.ids,) = plain_ids(chat.tokenizer, [self.text])
+            refuse_control_tokens(self.chat.tokenizer, since)
+            self.text = self.chat.ask(self.messages[: self.places[0]], self.tools)
+            (self.ids,) = plain_ids(self.chat.tokenizer, [self.text])
             if len(self.ids) >= limit:
                 raise UnusableRow(f"because they are longer than data.max_length ({limit} tokens)")
         except UnusableRow as error:
-            self.place, self.lost = None, error.reason
-
-
-def _talks(rows: Dataset, chat: ChatFormat | None) -> list[_Talk]:
-    """What is to be answered: the prompts of examples, and conversations, each of which may be several examples."""
-    talks = list[_Talk]()
-    for number, row in enumerate(rows):
-        if not row["turn"]:
-            messages, tools = json.loads(row["chat"]) if row["chat"] else ([{"role": "assistant"}], None)
-            messages = chat.prepared(messages) if chat and row["chat"] else messages
-            talks.append(_Talk(number, messages, tools, prompt_part(row["input_ids"], row["labels"]), row["prompt"]))
-    return talks
+            self.places, self.lost = [], error.reason
 
 
 def response_rows(
@@ -224,9 +204,7 @@ def response_rows(
         ends: Every end-of-text token. Padding may be one of them: it is added later, and never a label.
     """
     pairs = zip(prompts, responses, strict=True)
-    return _dataset(
-        [Example([*ids, *text], [IGNORE] * len(ids) + until_end(text, ends), "", "") for ids, text in pairs]
-    )
+    return _dataset([*chain.from_iterable(joined([Piece([*p], until_end(r, ends), Turn("", ""))]) for p, r in pairs)])
 
 
 def _dataset(examples: Sequence[Example]) -> Dataset:
@@ -242,10 +220,10 @@ def write_responses(
     jobs: Sequence[Job],
     settings: ResponseSettings,
     path: Path,
-    made_from: dict[str, Any],
+    made_from: Row,
     writer: Callable[[], Answer],
     title: str,
-) -> list[list[int]]:
+) -> list[Ids]:
     """The responses to prompts, which are kept on disk.
 
     Every process writes its share into a file of its own (servers are asked by the first one alone), and all read all
@@ -260,10 +238,10 @@ def write_responses(
         writer: Makes what writes those that are missing.
         title: Shown beside the progress.
     """
-    rank, world = ranks.rank(), 1 if settings.server.answers else ranks.world()
+    rank, world = ranks.rank(), 1 if settings.server.urls else ranks.world()
 
-    def known() -> dict[int, list[int]]:
-        texts = {job.example: list[int]() for job in jobs if not job.budget}
+    def known() -> dict[int, Ids]:
+        texts = {job.example: Ids() for job in jobs if not job.budget}
         for file in sorted(path.parent.glob(f"{path.stem}*.jsonl")):
             texts |= TextFile(file, made_from).read()
         return texts
@@ -278,10 +256,8 @@ def write_responses(
         asked = [job for group in unfinished for job in group]  # whole groups, so that bits are those of one process
         missing = [job for job in asked if job.example not in texts]
         if missing:
-            answers = writer()(missing if settings.server.answers else asked)
             with working(run.console, title, len(missing)):
-                for done, _ in enumerate(file.add(answers, run.tokenizer), 1):
-                    current().update(done=max(current().done, done))  # a writer may have counted it already
+                list(file.add(writer()(missing if settings.server.urls else asked), run.tokenizer))
             run.line(f"{title}: {len(jobs)}, {len(missing)} of them written now")
     ranks.barrier()
     texts = known()
@@ -306,7 +282,7 @@ def answered_here(
     """
     warp = warp or LogitsWarper(settings.temperature, top_p=settings.top_p)
 
-    def answers(jobs: Sequence[Job]) -> Iterator[tuple[int, list[int]]]:
+    def answers(jobs: Sequence[Job]) -> Iterator[tuple[int, Ids]]:
         size = GROUP * settings.batch_size
         for group in (jobs[start : start + size] for start in range(0, len(jobs), size)):
             texts = write_texts(
@@ -327,48 +303,35 @@ def answered_here(
 # -- servers ----------------------------------------------------------------------------------------------------------
 
 
-def open_client(url: str, **options: Any) -> tuple[openai.OpenAI, str]:
-    """A client that retries failed requests itself, and the target's name on the server.
+def _asked(url: str, ask: Callable[[], Any]) -> Any:
+    """What a server answers.
 
     Raises:
-        UserError: The server does not answer, or serves no model.
+        UserError: It does not, after all retries, or serves no model; with the next step.
     """
     import openai
 
-    key = os.environ.get("OPENAI_API_KEY") or "none"
-    how: dict[str, Any] = {"timeout": TIMEOUT, "max_retries": RETRIES} | options
-    client = openai.OpenAI(base_url=url, api_key=key, **how)
     try:
-        names = [model.id for model in client.models.list().data]
-    except openai.OpenAIError as error:
-        raise _refused(url, error) from error
-    if not names:
-        raise UserError(f"{url} serves no model: start it with the target")
-    return client, names[0]
-
-
-def _refused(url: str, error: Exception) -> UserError:
-    """The error of a request that failed after all retries."""
-    import openai
-
-    advice = f"check the server and {WHERE}"
-    if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
-        advice = "put its key into the environment variable OPENAI_API_KEY"
-    elif isinstance(error, openai.APIConnectionError):
-        advice = (
-            f"start it with the target, such as by `vllm serve`, or leave {WHERE} out to have responses written here"
-        )
-    return UserError(f"{url} failed: {type(error).__name__}: {error.__cause__ or error}: {advice}. {KEPT}")
-
-
-def _complete(url: str, client: openai.OpenAI, ids: list[int], **how: Any) -> tuple[list[int], str | None]:
-    """The token ids with which a server continues others, and why it stopped."""
-    import openai
-
-    try:
-        choice = client.completions.create(prompt=ids, **how).choices[0]
+        return ask()
     except (openai.OpenAIError, IndexError, TypeError) as error:
-        raise _refused(url, error) from error
+        raise UserError(
+            f"{url} failed: {type(error).__name__}: {error.__cause__ or error}: start it with the target (`vllm "
+            f"serve`), put its key into OPENAI_API_KEY, or leave {WHERE} out to have responses written here. {KEPT}"
+        ) from error
+
+
+def _open_client(url: str, timeout: float = 300.0, max_retries: int = 6) -> tuple[openai.OpenAI, str]:
+    """A client that retries failed requests after 0.5, 1, 2, ... seconds, and the target's name on the server."""
+    import openai
+
+    key = os.environ.get("OPENAI_API_KEY") or "none"
+    client = openai.OpenAI(base_url=url, api_key=key, timeout=timeout, max_retries=max_retries)
+    return client, _asked(url, lambda: client.models.list().data[0].id)
+
+
+def _complete(url: str, client: openai.OpenAI, ids: Ids, **how: Any) -> tuple[Ids, str | None]:
+    """The token ids with which a server continues others, and why it stopped."""
+    choice = _asked(url, lambda: client.completions.create(prompt=ids, **how).choices[0])
     tokens = (choice.model_extra or {}).get("token_ids")
     if not isinstance(tokens, list):
         raise UserError(
@@ -385,7 +348,7 @@ def check_servers(server: ServerSettings) -> None:
         UserError: With the next step.
     """
     for url in server.urls:
-        client, model = open_client(url, timeout=30, max_retries=0)
+        client, model = _open_client(url, timeout=30, max_retries=0)
         with client:
             _complete(url, client, [1], model=model, max_tokens=1, extra_body={"return_token_ids": True})
 
@@ -400,22 +363,22 @@ def answered_by_servers(settings: ResponseSettings, seed: int, ends: Sequence[in
         end: The one that answers end with, which a server may leave out.
     """
     server, extra = settings.server, {"return_token_ids": True, "stop_token_ids": sorted(ends)}
+    how: Row = {"temperature": settings.temperature, "top_p": settings.top_p, "extra_body": extra}
 
-    def ask(job: Job, url: str, client: openai.OpenAI, model: str) -> tuple[int, list[int]]:
-        how: dict[str, Any] = {"model": model, "max_tokens": job.budget, "extra_body": extra}
-        how |= {"temperature": settings.temperature, "top_p": settings.top_p}
-        how["seed"] = (seed * 1_000_003 + job.example) % (1 << 31)
-        ids, reason = _complete(url, client, job.ids, **how)
+    def ask(job: Job, url: str, client: openai.OpenAI, model: str) -> tuple[int, Ids]:
+        number = (seed * 1_000_003 + job.example) % (1 << 31)
+        ids, reason = _complete(url, client, job.ids, model=model, max_tokens=job.budget, seed=number, **how)
         if reason == "stop" and ids and not any(token in ends for token in ids):
             ids = [*ids, end]
         return job.example, ids[: job.budget]
 
-    def answers(jobs: Sequence[Job]) -> Iterator[tuple[int, list[int]]]:
-        clients = [(url, *open_client(url)) for url in server.urls]
+    def answers(jobs: Sequence[Job]) -> Iterator[tuple[int, Ids]]:
+        clients = [(url, *_open_client(url)) for url in server.urls]
         pool = ThreadPoolExecutor(server.concurrency * len(clients))
         try:
             futures = [pool.submit(ask, job, *clients[number % len(clients)]) for number, job in enumerate(jobs)]
             for future in as_completed(futures):
+                current().advance()
                 yield future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

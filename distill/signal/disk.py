@@ -46,10 +46,10 @@ def keep_columns(
     examples: Examples,
     compute: Compute,
     shapes: Shapes,
+    model: PreTrainedModel | None = None,
     folder: Path | None = None,
     name: str = "",
     key: str = "",
-    model: PreTrainedModel | None = None,
 ) -> None:
     """Adds columns to the examples: those on disk, or computed; without a folder they stay in memory.
 
@@ -57,55 +57,53 @@ def keep_columns(
         examples: The texts.
         compute: Gives the columns of a batch.
         shapes: Of the columns.
+        model: What computes them, if it is spread over all processes.
         folder: Where they are kept.
         name: Of the file.
         key: Fingerprint of everything that the values depend on.
-        model: What computes them, which may be spread over all processes.
 
     Raises:
         UserError: The disk has not enough room, or values are not finite.
     """
-    rank, world = (ranks.rank(), ranks.world()) if folder is not None else (0, 1)
     order = np.concatenate([np.zeros(0, np.int64), *examples.batches(BATCH)])
+    world = 1 if folder is None else ranks.world()
     key = fingerprint(key, name, len(examples), world)
-    files = [None if folder is None else folder / f"{name}-{key[:16]}-{n}.arrow" for n in range(world)]
-    share, made = np.array_split(order, world)[rank], None
-    if folder is not None:
+    if folder is None:
+        parts: list[Dataset | None] = [_computed(examples, order, compute, shapes, None, key)]
+    else:
+        size = size_of(examples, shapes)
+        files = {folder / f"{name}-{key[:16]}-{n}.arrow": each for n, each in enumerate(np.array_split(order, world))}
+        path, share = list(files.items())[ranks.rank()]
         folder.mkdir(parents=True, exist_ok=True)
         if ranks.is_first():
-            for path in folder.glob(f"{name}-*.arrow"):
-                if path not in files:  # made from something else
-                    path.unlink()
-        made = _open(files[rank], len(share))
-        if made is None and size_of(examples, shapes) // world > (free := shutil.disk_usage(folder).free):
+            for other in set(folder.glob(f"{name}-*.arrow")) - files.keys():  # made from something else
+                other.unlink()
+        there = _open(path, len(share)) is not None
+        if not there and size // world > (free := shutil.disk_usage(folder).free):
             raise UserError(
-                f"{name} needs {size_of(examples, shapes) / 1e9:.2f} GB and {free / 1e9:.2f} GB are free in {folder}: "
-                "free some space, use fewer teacher.examples, or set teacher.signal to topk or online"
+                f"{name} needs {size / 1e9:.2f} GB and {free / 1e9:.2f} GB are free in {folder}: free some space, use "
+                "fewer teacher.examples, or set teacher.signal to topk or online"
             )
-    with in_step(model if world > 1 else None):
-        made = made or _computed(examples, share, compute, shapes, files[rank], key)
-    if folder is not None:
+        with in_step(model if world > 1 else None):
+            if not there:
+                _computed(examples, share, compute, shapes, path, key)
         ranks.barrier()
-    parts = [made if n == rank else _open(path, None) for n, path in enumerate(files)]
+        parts = [_open(path, len(share)) for path, share in files.items()]
     if None in parts:
         raise UserError(f"{folder} is not seen alike by all processes: give all of them the same output_dir")
     table = pyarrow.concat_tables([part.data.table for part in parts if part is not None])
     back = np.argsort(table.column("example").to_numpy(), kind="stable")
     for column, (shape, _) in shapes.items():
-        values = Column.of(table.column(column), shape)
-        examples.columns[column] = Column(values.arrays, values.places[back], shape)
+        examples.columns[column] = Column(table.column(column), back, shape)
 
 
-def _open(path: Path | None, count: int | None) -> Dataset | None:
-    """Returns a file's rows, mapped into memory; None if it is not there, or not complete."""
-    if path is None or not path.exists():
-        return None
+def _open(path: Path, count: int) -> Dataset | None:
+    """Returns a file's rows, mapped into memory; None if it is not there, cut short, or has another number of rows."""
     try:
         rows = Dataset.from_file(str(path))
-    except (OSError, ValueError, pyarrow.ArrowException):  # cut short
-        path.unlink()
+    except (OSError, ValueError, pyarrow.ArrowException):
         return None
-    return rows if count in (None, len(rows)) else None
+    return rows if len(rows) == count else None
 
 
 def _computed(
@@ -114,7 +112,7 @@ def _computed(
     """Computes the columns of some examples, in batches of these numbers, into a file or in memory."""
     work = current()
     work.update(total=len(numbers), done=0)
-    lengths, labels = examples.lengths, np.diff(examples.label_offsets)
+    labels = np.diff(examples.label_offsets)
 
     def columns(batch: dict[str, list[int]]) -> dict[str, list[Any]]:
         chosen = np.array(batch["example"])
@@ -126,11 +124,11 @@ def _computed(
                     f"{name} is not finite in a batch of examples {sorted(chosen.tolist())}: if target.dtype is "
                     "float16, set it to float32 or bfloat16; otherwise the model itself is broken"
                 )
-            if name in PER_TOKEN:
-                made[name] = [text[:length].reshape(-1) for text, length in zip(array, lengths[chosen].tolist())]
-            else:
-                parts = np.split(array, np.cumsum(labels[chosen])[:-1])
-                made[name] = [part.reshape(-1) for part in parts]
+            counts = labels[chosen]
+            if name in PER_TOKEN:  # padded
+                counts = examples.lengths[chosen]
+                array = array[np.arange(array.shape[1]) < counts[:, None]]
+            made[name] = [part.reshape(-1) for part in np.split(array, np.cumsum(counts)[:-1])]
         work.advance(len(chosen))
         return made
 

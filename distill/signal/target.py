@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,6 @@ from distill.data.dataset import Batch, label_mask
 from distill.lm_head import LMHead, last_hidden
 from distill.losses.divergences import TargetRows, log_probs
 
-Module = TypeVar("Module", bound=nn.Module)
 HIDDEN, FEATURES, INSIDE = "target_hidden", "features", "target_inside"
 """Columns of batches: the target's last hidden states ``[label tokens, hidden]``; the states that a head reads,
 ``[batch, time, width]``; and ``[label tokens, 2]``, the probability that the target gives to the head's ids together,
@@ -25,23 +23,6 @@ and whether its most probable token is one of them."""
 TOPK = "target_topk"
 """The ids and log-probabilities of the k most probable ids, as int32 ``[label tokens, 2, k]``."""
 SOME_ROWS = 256  # rows whose logits over the whole vocabulary are in memory at a time
-
-
-@dataclass
-class SignalRows:
-    """What the target says of a batch.
-
-    Attributes:
-        target: Its distributions at the label tokens, over the draft's ids.
-        features: The states that a head reads, ``[batch, time, width]``, in float32 or better. None: there is no head.
-        mass: Probability that the target gives to the draft's ids together, ``[label tokens]``. None: 1.
-        learnable: 1 where its most probable token is one of them, ``[label tokens]``. None: everywhere.
-    """
-
-    target: TargetRows
-    features: Tensor | None = None
-    mass: Tensor | None = None
-    learnable: Tensor | None = None
 
 
 class Signal:
@@ -71,7 +52,7 @@ class Signal:
         stays: bool = False,
     ) -> None:
         target.eval().requires_grad_(False)
-        self.kind, self.bfloat16, self.stays = kind, bfloat16, stays
+        self.kind, self.stays = kind, stays
         self.model = target if kind == "online" else None
         self.all_ids = LMHead(target)
         self.ids = None if reader is None else reader.draft_ids()
@@ -80,21 +61,27 @@ class Signal:
         self.k = min(k, self.vocab)
         self.embedding = nn.Module() if reader is None else target.get_input_embeddings()
         self.layers: tuple[int, ...] = () if reader is None else reader.captured_layers
-        self.width = 0 if reader is None else reader.feature_width
-        self.hidden_width = int(self.head.linear.weight.shape[1])
-        self.reads_last = reader is not None and reader.version in (1, MTP)  # the last hidden state alone
+        state = "int16" if bfloat16 else "float32"
+        self.columns: dict[str, tuple[tuple[int, ...], str]] = {}  # shape of a row and number format of what is kept
+        if reader is not None:
+            self.columns[FEATURES] = (reader.feature_width,), state
+        if kind == "topk":
+            self.columns[TOPK] = (2, self.k), "int32"
+        elif reader is None or reader.version not in (1, MTP):  # these read the last hidden state alone
+            self.columns[HIDDEN] = (int(self.head.linear.weight.shape[1]),), state
+        if self.ids is not None:
+            self.columns[INSIDE] = (2,), "float32"
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What the kept values depend on beside the target and the texts."""
         ids = None if self.ids is None else self.ids.tolist()
-        form = (self.k, self.vocab) if self.kind == "topk" else (self.bfloat16,)
-        return self.kind, *form, self.layers, ids
+        return self.kind, self.vocab if self.kind == "topk" else None, self.columns, self.layers, ids
 
     def to(self, device: torch.device) -> None:
         """Moves what computes beside the draft there; of a target that stays where it is, a copy."""
 
-        def moved(part: Module) -> Module:
+        def moved(part: Any) -> Any:
             elsewhere = self.stays and any(weight.device != device for weight in part.parameters())
             return (copy.deepcopy(part) if elsewhere else part).to(device)
 
@@ -104,8 +91,12 @@ class Signal:
             self.model.to(device)
 
     @torch.no_grad()
-    def rows(self, batch: Batch) -> SignalRows:
-        """The target's distributions and features of a batch, from its columns, or by a forward pass."""
+    def rows(self, batch: Batch) -> tuple[TargetRows, Any]:
+        """The target's distributions at the label tokens, and the features that a head reads ``[batch, time, width]``.
+
+        Both come from the batch's columns, or from a forward pass. Features are in float32 or better; None without a
+        head.
+        """
         mask = label_mask(batch["labels"])
         if self.model is not None:
             values = self.forward(self.model, batch)
@@ -114,23 +105,23 @@ class Signal:
         if self.ids is not None:
             place = torch.searchsorted(self.ids, labels).clamp_max(len(self.ids) - 1)
             labels = place.where(self.ids[place] == labels, -1)
-        features = None
-        if FEATURES in batch:
-            features = _loaded(batch[FEATURES])
+        # numpy has no bfloat16, so its bits are kept as int16
+        features, hidden = (
+            values.view(torch.bfloat16) if values is not None and values.dtype == torch.int16 else values
+            for values in (batch.get(FEATURES), batch.get(HIDDEN))
+        )
+        if features is not None:
             features = features.to(torch.promote_types(features.dtype, torch.float32))
         if self.kind == "topk":
             top = batch[TOPK]
             target = TargetRows(top[:, 1].contiguous().view(torch.float32), self.vocab, ids=top[:, 0])
-        else:
-            hidden = batch.get(HIDDEN)
-            if hidden is None:  # the features are the last hidden states
-                assert features is not None
-                hidden = features[mask]
-            target = TargetRows(_loaded(hidden), self.head.vocab, self.head)
+        else:  # the features may be the last hidden states
+            hidden = features[mask] if hidden is None and features is not None else hidden
+            target = TargetRows(hidden, self.head.vocab, self.head)
         target.labels = labels.where(labels < target.vocab, -1)
-        inside = batch.get(INSIDE)
-        mass, learnable = (None, None) if inside is None else inside.unbind(1)
-        return SignalRows(target, features, mass, learnable)
+        if INSIDE in batch:
+            target.mass, target.learnable = batch[INSIDE].unbind(1)
+        return target, features
 
     def forward(self, model: PreTrainedModel, batch: Batch) -> dict[str, Tensor]:
         """Last hidden states at the label tokens, and for a reader its features and `INSIDE`, by a forward pass."""
@@ -155,21 +146,6 @@ class Signal:
 
     # -- what is kept -------------------------------------------------------------------------------------------------
 
-    @property
-    def columns(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape of a row and number format of each kept column."""
-        state = "int16" if self.bfloat16 else "float32"
-        columns: dict[str, tuple[tuple[int, ...], str]] = {}
-        if self.layers:
-            columns[FEATURES] = (self.width,), state
-        if self.kind == "topk":
-            columns[TOPK] = (2, self.k), "int32"
-        elif not self.reads_last:
-            columns[HIDDEN] = (self.hidden_width,), state
-        if self.ids is not None:
-            columns[INSIDE] = (2,), "float32"
-        return columns
-
     @torch.no_grad()
     def kept(self, model: PreTrainedModel, batch: Batch) -> dict[str, Tensor]:
         """The columns of a batch as they are kept; `FEATURES` are still padded."""
@@ -178,16 +154,12 @@ class Signal:
         if self.kind == "topk":
             parts = []
             for rows in hidden.split(SOME_ROWS):
-                top = log_probs(self.head.first(rows, self.vocab), self.vocab).float().topk(self.k, sorted=True)
+                top = log_probs(self.head(rows, self.vocab)).float().topk(self.k, sorted=True)
                 parts.append(torch.stack([top.indices.int(), top.values.view(torch.int32)], 1))
-            values[TOPK] = torch.cat(parts) if parts else hidden.new_zeros(0, 2, self.k, dtype=torch.int32)
-        for name in (HIDDEN, FEATURES):
-            if name in values:
-                states = values[name]
-                values[name] = states.bfloat16().view(torch.int16) if self.bfloat16 else states.float()
+            values[TOPK] = torch.cat(parts)
+        for name, (_, kind) in self.columns.items():
+            if kind == "int16":
+                values[name] = values[name].bfloat16().view(torch.int16)
+            elif name != TOPK:
+                values[name] = values[name].float()
         return {name: values[name].cpu() for name in self.columns}
-
-
-def _loaded(states: Tensor) -> Tensor:
-    """States from what is kept of them: numpy has no bfloat16, so its bits are stored as int16."""
-    return states.view(torch.bfloat16) if states.dtype == torch.int16 else states

@@ -68,6 +68,17 @@ def test_a_draft_stands_in_one_row_with_its_fastest_decoding_and_its_difference_
     assert (a["difference"], a["se"], a["name"], a["speedup"]) == (-0.01, 0.0004, "a", 1.3)
     assert [row.get("significance") for row in (best, a, *rest)] == [None, "***", "**", "*", "n.s.", None]
     assert not {"speedup", "difference"} & rest[-1].keys()
+    console = Console(file=io.StringIO(), width=130)
+    console.print(console_tables(changed(drafts=drafts, paired=pairs, decoding=rows)))
+    for part in (
+        "unpaired",
+        "0.9500",
+        "-0.0100 ± 0.0004  ***",
+        "* p < 0.05",
+        "(1.57–1.67) times the speed",
+        "✓ Output",
+    ):
+        assert part in console.file.getvalue()
 
 
 def test_training_offline_and_served_acceptance_stand_in_one_table(tmp_path):
@@ -97,12 +108,3 @@ def test_what_was_not_measured_is_left_out_and_the_json_is_strict(tmp_path):
     data = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"), parse_constant=int)  # NaN is no integer
     assert data["target"] == {"parameters": 5, "accuracy": None}
     assert data["profile"] == {"cost_ratio": 0.25, "costs": [1.0, None], "folder": str(tmp_path)}
-
-
-def test_the_console_shows_each_draft_in_a_row_and_cuts_no_name():
-    long = "distillspec-of-reverse-kl"
-    drafts, pairs = [draft(long, 0.9461), draft("adaspec", 0.9480)], [pair("adaspec", long, 0.0019, 0.03)]
-    console = Console(file=io.StringIO(), width=130)
-    console.print(console_tables(changed(drafts=drafts, paired=pairs)))
-    for part in (long, "0.9480", "-0.0019 ± 0.0004  * ", "* p < 0.05", "1.62 (1.57–1.67) times the speed", "✓ Output"):
-        assert part in console.file.getvalue()

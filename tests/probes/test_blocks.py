@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from blocks import make_block_head, plain_block
+from heads import make_block_head, plain_block
 
 from decode.sampling import LogitsWarper
 from probes.blocks import collect_blocks, judge

@@ -140,15 +140,11 @@ def test_the_optimiser_finds_scikit_learns_optimum_for_all_layers_at_once(l2: fl
         torch.testing.assert_close(ours.double(), torch.from_numpy(expected.decision_function(z)), atol=0.02, rtol=0.02)
 
 
-def test_soft_labels_are_estimated_as_probabilities() -> None:
+def test_soft_labels_are_estimated_as_probabilities_and_labels_of_a_single_class_are_refused() -> None:
     train, held, test = (synthetic(2000, seed=s, soft=True) for s in (1, 2, 3))
     for probe in train_probes(train, held, "accept", [1e-5]):
         error = logits(probe, test).sigmoid() - test.labels[probe.layer - 1]
         assert error.abs().mean() < 0.03
-
-
-def test_labels_of_a_single_class_are_refused() -> None:
-    train = synthetic(100, seed=1)
     train.labels[1] = 1.0
     with pytest.raises(UserError, match="exit layer 2 is accepted"):
         train_probes(train, train, "match", PENALTIES)
@@ -185,18 +181,15 @@ def test_exits_outside_the_model_are_refused(tiny) -> None:
         exit_layers(tiny("llama", num_hidden_layers=1))
 
 
-def test_a_simulated_round_accepts_up_to_the_first_rejection_and_adds_the_targets_token() -> None:
-    outcome = [1, 1, 0, 1, 1, 1, 1, 0]
+def test_a_simulated_round_accepts_up_to_the_first_rejection_or_stops_where_the_confidence_falls() -> None:
+    """And adds the target's token."""
+    outcome, confidence = [1, 1, 0, 1, 1, 1, 1, 0], [0.9, 0.9, 0.4, 0.9, 0.9, 0.9]
     assert simulate(outcome, None, 2) == ([2, 2, 2], [2, 2, 1])
     assert simulate(outcome, None, 4) == ([4, 4], [2, 4])
     assert simulate([1, 1], None, 4) == ([2], [1])
-
-
-def test_a_simulated_round_stops_with_the_token_whose_confidence_falls_below() -> None:
-    outcome, confidence = [1] * 6, [0.9, 0.9, 0.4, 0.9, 0.9, 0.9]
-    assert simulate(outcome, confidence, 9, 0.5) == ([3, 2], [3, 1])
-    assert simulate(outcome, confidence, 9, 0.85, product=True) == ([2, 2], [2, 2])
-    assert simulate(outcome, confidence, 1, 0.5) == ([1, 1, 1], [1, 1, 1])
+    assert simulate([1] * 6, confidence, 9, 0.5) == ([3, 2], [3, 1])
+    assert simulate([1] * 6, confidence, 9, 0.85, product=True) == ([2, 2], [2, 2])
+    assert simulate([1] * 6, confidence, 1, 0.5) == ([1, 1, 1], [1, 1, 1])
 
 
 def test_simulated_rounds_are_those_of_greedy_decoding(tiny) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 import noise
 import numpy as np
 import torch
-from drafts import draft_of
 from families import build_tiny, in_double
+from heads import draft_of
 from rich.console import Console
 from some_rows import TRAINING, add_column, some_rows
 from tiny_run import tiny_settings

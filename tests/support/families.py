@@ -1,16 +1,22 @@
-"""Tiny random models of many architectures, in one table."""
+"""Tiny random models of many architectures, in one table; such that also read images; such with next-token layers."""
 
 from __future__ import annotations
 
 import copy
 import types
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-import transformers
 from noise import jitter
-from torch import Generator, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from safetensors.torch import load_file, save_file
+from torch import Generator, Tensor, nn
+from transformers import MODEL_FOR_MULTIMODAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import MtpModel
+
+from decode.models.loading import load_model
+from decode.models.mtp import MtpHead
 
 VOCAB, WIDTH, CONTEXT, WINDOW = 48, 32, 64, 6
 
@@ -205,6 +211,49 @@ NOT_REPRODUCED = {"gemma2", "codegen", "gpt2", "opt"}
 RUNNER_PATHS = [(f, fast) for f in FAMILIES for fast in (True, False) if not (fast and f in NOT_REPRODUCED)]
 """Every family through every runner that serves it."""
 
+# -- models that read images or audio too, with two text and two vision layers each --------------------------------
+
+_TEXT: dict[str, Any] = _LLAMA | {"head_dim": 8, "max_position_embeddings": 256, "eos_token_id": None}
+_VISION: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "image_size": 28, "patch_size": 14}  # fmt: skip
+_QWEN_VISION = {"hidden_size": WIDTH, "intermediate_size": 48, "depth": 2, "num_heads": 4, "out_hidden_size": WIDTH}
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
+_QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+
+WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "gemma3": (_TEXT | _WINDOWED, _VISION, "Gemma3ForCausalLM"),
+    "gemma4": (_TEXT | _WINDOWED | {"global_head_dim": 16, "hidden_size_per_layer_input": 8, "pad_token_id": 0}, _VISION | {"head_dim": 8}, "Gemma4ForCausalLM"),
+    "qwen2_5_vl": (_TEXT | _ROPE, _QWEN_VISION | {"fullatt_block_indexes": [1]}, "Qwen2ForCausalLM"),
+    "qwen3_vl": (_TEXT | _ROPE, _QWEN_VISION | {"deepstack_visual_indexes": [0]}, "Qwen3ForCausalLM"),
+    "qwen3_vl_moe": (_TEXT | _ROPE | _QWEN_EXPERTS, _QWEN_VISION | {"deepstack_visual_indexes": [0]}, "Qwen3MoeForCausalLM"),
+    "glm4v": (_TEXT | {"rope_parameters": _ROPE["rope_parameters"] | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}}, _QWEN_VISION,
+              "Glm4ForCausalLM"),
+    "llama4": (_TEXT | {"num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 8, "no_rope_layers":
+               [1, 0], "attn_temperature_tuning": False}, _VISION | {"intermediate_size": 128, "vision_output_dim": WIDTH,
+               "projector_input_dim": WIDTH, "projector_output_dim": WIDTH}, "Llama4ForCausalLM"),
+    "mistral3": (_TEXT | {"sliding_window": None}, _VISION, "MistralForCausalLM"),
+    "smolvlm": (_TEXT, _VISION, "LlamaForCausalLM"),
+    "llava": (_TEXT, _VISION, "LlamaForCausalLM"),
+    "internvl": (_TEXT, _VISION, "Qwen2ForCausalLM"),
+    "qwen2_audio": (_TEXT, {}, "Qwen2ForCausalLM"),
+    "aya_vision": (_TEXT | _WINDOWED, _VISION, ""),
+}  # fmt: skip
+"""Model type → fields of its text, fields of its vision tower, and the class that its language model is opened as."""
+
+# -- targets whose files hold next-token layers (MTP) -----------------------------------------------------------------
+
+_MOE = {"n_routed_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+_GLM = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
+_WINDOW = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+OTHERS = {
+    "GLM-4.5": ("glm4_moe", ARCHITECTURES["Llama"][1] | _MOE | _GLM),
+    "Mellum": ("mellum", ARCHITECTURES["Llama"][1] | _MOE | _WINDOW),
+}
+NEEDED = pytest.mark.skipif(
+    not hasattr(MtpModel, "forward_layer"), reason="this transformers runs all next-token layers together"
+)
+LAYERED = "DeepSeek-V3", "GLM-4.5"  # their files number next-token layers behind the others
+
 
 @torch.no_grad()
 def randomise(model: PreTrainedModel, spread: float, generator: Generator | None = None, *, ones: bool = False) -> None:
@@ -220,7 +269,7 @@ def randomise(model: PreTrainedModel, spread: float, generator: Generator | None
 
 def _made(kind: str, settings: dict[str, Any]) -> PreTrainedModel:
     settings = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | settings
-    return AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **settings)).eval()
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings)).eval()
 
 
 @torch.inference_mode(False)
@@ -271,3 +320,53 @@ def resembling(model: PreTrainedModel, noise: float) -> PreTrainedModel:
                 noise * weight.std().nan_to_num() * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
             )
     return draft
+
+
+def build_wrapper(kind: str, *, vocab: int = VOCAB, **changes: Any) -> PreTrainedModel:
+    """A random model of a kind of `WRAPPERS`."""
+    text, vision, _ = WRAPPERS[kind]
+    parts: dict[str, Any] = {"text_config": {"vocab_size": vocab, "vocab_size_per_layer_input": vocab} | text | changes}
+    base = AutoConfig.for_model(kind)
+    seen = getattr(base, "vision_config", None)
+    parts["vision_config"] = {"model_type": seen.model_type if seen else f"{kind}_vision"} | vision
+    if kind == "qwen2_audio":
+        parts["audio_config"] = {"d_model": WIDTH, "encoder_layers": 1, "encoder_attention_heads": 4,
+                                 "encoder_ffn_dim": 48, "max_source_positions": 32, "num_mel_bins": 16}  # fmt: skip
+        del parts["vision_config"]
+    parts["text_config"]["model_type"] = base.get_text_config().model_type
+    config = AutoConfig.for_model(kind, **parts)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model: PreTrainedModel = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)](config).eval()
+        randomise(model, 0.4)
+    for key in ("eos_token_id", "pad_token_id", "bos_token_id"):
+        setattr(model.generation_config, key, None)
+    return model
+
+
+def written(head: MtpHead) -> dict[str, Tensor]:
+    """The layers' tensors as a file takes them."""
+    return {name: tensor.clone() for name, tensor in head.tensors().items()}
+
+
+def with_layers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layers: int = 1, dtype: str = "float32", **changes: int
+) -> PreTrainedModel:
+    """A random target whose file holds next-token layers, opened from it."""
+    if kind in OTHERS:
+        monkeypatch.setitem(ARCHITECTURES, kind, OTHERS[kind])
+    own = {"num_mtp_layers": layers, "mtp_layer_types": ["full_attention"] if kind == "Qwen3-Next" else None}
+    main = build_architecture(kind, **own, **changes)
+    main.save_pretrained(folder)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(4)
+        mtp = MtpModel(main, layers)
+        for name, weight in mtp.layers.named_parameters():
+            weight.copy_(torch.randn(weight.shape) * 0.4 + ("norm" in name and kind != "Qwen3-Next"))
+    file = folder / "model.safetensors"
+    depth = main.config.num_hidden_layers
+    save_file(load_file(file) | written(MtpHead(mtp, main.config)), file, metadata={"format": "pt"})
+    if kind in LAYERED:  # its class names the layer of the published depth
+        patterns = [rf"model\.layers\.{depth + i}\..*" for i in range(layers)]
+        monkeypatch.setattr(type(main), "_keys_to_ignore_on_load_unexpected", patterns)
+    return load_model(folder, device="cpu", dtype=dtype)

@@ -1,18 +1,24 @@
-"""Feature heads whose drafts are accepted now and then: random ones, and ones that know a few texts by heart."""
+"""Heads whose drafts are accepted now and then, a block head's plain twin, and drafts of every kind in training."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import blocks
 import torch
 import torch.nn.functional as F
+from families import build_tiny, in_double
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.models.block_head import BlockHead
+from decode.models.block_head import BlockHead, block_config
 from decode.models.heads import FeatureHead, attend, head_config
+from distill.config import StudentSettings
+from distill.drafts.block import BlockDraft
+from distill.drafts.eagle import FeatureDraft
+from distill.drafts.language_model import LanguageModelDraft
+from distill.drafts.reference import Draft
+from distill.signal.target import Signal
 
 MASK = 47  # the token in the slots of a block
 
@@ -37,8 +43,7 @@ def learned_head(
 ) -> FeatureHead:
     """An EAGLE-3 head trained on the target's greedy answers to these prompts."""
     torch.manual_seed(0)
-    head = FeatureHead(head_config(target.config, 3, captured_layers=captured_layers))
-    examples = []
+    head, examples = FeatureHead(head_config(target.config, 3, captured_layers=captured_layers)), []
     with torch.no_grad():
         for prompt in prompts:
             ids = torch.tensor([list(prompt)])
@@ -59,11 +64,68 @@ def learned_head(
     return head.eval().requires_grad_(False)
 
 
-def make_block_head(target: PreTrainedModel, version: str, **options: Any) -> BlockHead:
+def make_block_head(target: PreTrainedModel, version: str = "dspark", seed: int = 3, **shape: Any) -> BlockHead:
+    """A random head on the target, whose vocabulary is the whole one unless `shape` says otherwise."""
+    spark = version == "dspark"
+    given = {"layers": 2, "block": 4, "mask_id": 0, "markov_rank": 3 * spark, "confidence": spark} | shape
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        head = BlockHead(block_config(target.config.get_text_config(), version, **given))
+        for name, weight in head.named_parameters():  # norms and the bias by the token before are no identity
+            weight += (1.0 if "markov_w2" in name else 0.2) * torch.randn_like(weight)
+        if head.reduced:
+            head.set_vocabulary(torch.arange(0, 2 * head.config.draft_vocab_size, 2))
+    return head.to(target.dtype).eval()
+
+
+def filed_head(target: PreTrainedModel, version: str, **options: Any) -> BlockHead:
     """A random head whose files are told apart by every field; DSpark with all that it may have."""
-    given: dict[str, Any] = {"block": 5, "mask_id": MASK, "target_layers": [1, 2, 4]}
-    given |= {"markov_rank": 8} if version == "dspark" else {}
-    return blocks.make_block_head(target, version, 5, **(given | options))
+    given = {"block": 5, "mask_id": MASK, "target_layers": [1, 2, 4], "markov_rank": 8 * (version == "dspark")}
+    return make_block_head(target, version, 5, **given | options)
+
+
+def _norm(x: Tensor, module: Any) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon).sqrt() * module.weight
+
+
+@torch.no_grad()
+def plain_block(head: BlockHead, target: PreTrainedModel, ids: list[int], drafts: int) -> tuple[Tensor, Tensor]:
+    """Logits ``[drafts, draft vocab]`` without a bias, and states ``[drafts, width]``, of a block after a text.
+
+    The last id is the anchor; no mask, cache or fused attention is used.
+    """
+    states = target(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states
+    p, d = len(ids) - 1, head.config.head_dim
+    group = head.config.num_attention_heads // head.config.num_key_value_heads
+    features = torch.cat([states[layer][0, :p] for layer in head.captured_layers], -1)
+    tokens = [ids[-1]] + [head.mask_id] * (drafts - 1 if head.from_anchor else drafts)
+    x = target.get_input_embeddings().weight[torch.tensor(tokens)]
+    context = _norm(features @ head.fc.weight.T, head.hidden_norm)
+    theta = head.config.rope_parameters["rope_theta"] ** (-torch.arange(0, d, 2, dtype=x.dtype) / d)
+    angles = torch.arange(p + len(tokens), dtype=x.dtype)[:, None] * theta
+
+    def by_head(rows: Tensor, projection: Any, norm: Any = None) -> Tensor:
+        vectors = (rows @ projection.weight.T).unflatten(-1, (-1, d)).transpose(0, 1)  # [heads, rows, d]
+        if norm is None:
+            return vectors
+        a, b = _norm(vectors, norm).split(d // 2, -1)
+        cos, sin = angles[-len(rows) :].cos(), angles[-len(rows) :].sin()
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    layer: Any
+    for layer in head.layers:
+        attention, y = layer.self_attn, _norm(x, layer.input_layernorm)
+        both = torch.cat([context, y])
+        q = by_head(y, attention.q_proj, attention.q_norm)
+        k, v = by_head(both, attention.k_proj, attention.k_norm), by_head(both, attention.v_proj)
+        weights = (q @ k.repeat_interleave(group, 0).mT / d**0.5).softmax(-1)
+        x = x + (weights @ v.repeat_interleave(group, 0)).transpose(0, 1).flatten(1) @ attention.o_proj.weight.T
+        z = _norm(x, layer.post_attention_layernorm)
+        gate = z @ layer.mlp.gate_proj.weight.T
+        x = x + (gate * gate.sigmoid() * (z @ layer.mlp.up_proj.weight.T)) @ layer.mlp.down_proj.weight.T
+    hidden = _norm(x, head.norm)[-drafts:]
+    output, kept = target.get_output_embeddings().weight, head.draft_ids()
+    return hidden @ (output if kept is None else output[kept]).T, hidden
 
 
 @torch.no_grad()
@@ -75,26 +137,37 @@ def drafted(head: BlockHead, target: PreTrainedModel) -> Tensor:
     return torch.stack(head.teacher_forced(target, ids, features, head.drafts))
 
 
+def draft_of(kind: str, target: Any, steps: int = 2, **shape: Any) -> tuple[Draft, Signal]:
+    """A draft in training, from which nothing is drawn by chance, and what the target in float64 says beside it."""
+    if kind == "language model":
+        model = in_double(build_tiny("llama", seed=7, dtype=torch.float64))
+        return LanguageModelDraft(model.train(), 5), Signal(target)
+    if kind in ("dspark", "dflash"):
+        block: Any = make_block_head(target, kind, layers=1, block=3, **shape)
+        return BlockDraft(block.train(), 99), Signal(target, reader=block)  # a block at every label token
+    settings = StudentSettings(kind=kind, unroll=steps)  # type: ignore[arg-type]
+    head = make_head(target, int(settings.version or 0))
+    draft = FeatureDraft(head.train(), settings, 5, settings.decay)
+    draft.noise = 0.0
+    return draft, Signal(target, reader=head)
+
+
 def check_chain_attention(time: int = 40, device: str = "cpu", dtype: torch.dtype = torch.float64) -> int:
     """`attend` finds what one softmax over all keys finds, with its gradients; returns the bytes kept for these."""
     generator = torch.Generator().manual_seed(0)
-    heads, kv, d, steps = 4, 2, 12, 3
-
-    def some(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype).requires_grad_(True)
-
-    q, k, v = some(2, heads, time, d), some(2, kv, time, d), some(2, kv, time, d)
-    given = [q, k, v, *(some(2, kv, time, d) for _ in range(2 * steps))]
-    kept: dict[int, int] = {}
+    d, steps, kept = 12, 3, dict[int, int]()
 
     def keep(values: Tensor) -> Tensor:
         kept[values.data_ptr()] = values.nbytes
         return values
 
+    shapes = [(2, 4, time, d)] + [(2, 2, time, d)] * (2 + 2 * steps)  # queries; keys and values, then the chain's
+    plain = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    given = [values.to(device, dtype).requires_grad_(True) for values in plain]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda values: values):
-        found = attend(q, *given[1:])
+        found = attend(given[0], *given[1:])
     plain = [values.detach().cpu().double().requires_grad_(True) for values in given]
-    q, k, v, *chain = [values.repeat_interleave(heads // values.shape[1], 1) for values in plain]
+    q, k, v, *chain = [values.repeat_interleave(4 // values.shape[1], 1) for values in plain]
     scores = (q @ k.mT).masked_fill(~torch.ones(time, time).tril().bool(), -torch.inf)
     own = torch.stack([(q * key).sum(-1) for key in chain[::2]], -1)
     weights = (torch.cat([scores, own], -1) * d**-0.5).softmax(-1)

@@ -27,7 +27,7 @@ def distributions(target: TargetRows, logits: Tensor) -> TokenDistributions:
 
 def plain_loss(rows: Rows, divergence: Divergence, chosen: Tensor | None = None) -> tuple[Tensor, Compared]:
     """The twin of `chunked_loss`."""
-    head, target = rows.head, rows.of_target(slice(None))
+    head, target = rows.head, rows.target.at(rows.at)
     weight = head.linear.weight
     if head.markov is not None:
         weight = torch.cat([weight.detach(), head.markov], 1)
@@ -35,6 +35,7 @@ def plain_loss(rows: Rows, divergence: Divergence, chosen: Tensor | None = None)
     logits = head.finish(products)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     pair = distributions(target, logits)
+    pair.mass = target.mass
     if target.labels is not None:
         known = target.labels >= 0
         of_text = -logits.log_softmax(-1).gather(1, target.labels.clamp_min(0)[:, None])[:, 0] * known
@@ -44,7 +45,7 @@ def plain_loss(rows: Rows, divergence: Divergence, chosen: Tensor | None = None)
     best = target.labels if target.values is None else best
     agreement = (best == logits.argmax(-1)).to(losses.dtype)
     with torch.no_grad():
-        alpha = pair.accepted(rows.mass)
+        alpha = pair.accepted()
     picked = slice(None) if chosen is None else chosen
     total = (losses if rows.weight is None else losses * rows.weight)[picked].sum()
     return total, Compared(losses.detach()[picked], alpha[picked], agreement[picked])

@@ -34,7 +34,7 @@ FULL = {
     "created": "2025-11-21 09:40 UTC",
     "machine": {"cpu": "Some CPU", "note": "measured packing"},
     "settings": {"seed": 7},
-    "target": {"parameters": 1_938_432, "accuracy": 0.64, "accuracy_n": 400},
+    "target": {"parameters": 1_938_432, "accuracy": 0.64},
     "drafts": [draft("undistilled", 0.8751), draft("distillspec", 0.9461), draft("adaspec", 0.9480)],
     "paired": [pair("adaspec", "distillspec", 0.0019, 2e-6), pair("adaspec", "distillspec", 0.5, 0.9, "greedy")],
     "decoding": [

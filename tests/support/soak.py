@@ -37,18 +37,17 @@ def soak_settings(folder: Path, measured: bool) -> Settings:
     """A run with everything that is kept on disk: responses, signals, texts of the draft, LayerSkip's chance."""
     settings = tiny_settings(folder, name="run")
     settings.target.layerskip.enabled = True
-    responses, evaluation = settings.teacher.responses, EvaluationSettings()
+    responses, evaluation = settings.teacher.responses, EvaluationSettings(temperatures=[0.0], draft_lengths=[2])
     responses.source, responses.max_new_tokens, responses.batch_size, responses.refresh_every = "target", 8, 4, 4
     settings.drafts.append(DraftSettings(name="own-texts", on_policy=0.5, divergence="tv", kl_first=0.5, seed=3))
     settings.export.choose = "adaspec"
     evaluation.prompts = evaluation.accuracy_prompts = evaluation.max_new_tokens = 4
     evaluation.decode_prompts = 1
-    evaluation.temperatures, evaluation.draft_lengths = [0.0], [2]
     settings.evaluation = evaluation if measured else False
     return settings
 
 
-def start(settings: Settings, kill_at: int | None) -> tuple[int, int]:
+def start(settings: Settings, kill_at: int = 0) -> tuple[int, int]:
     """Runs the pipeline in a process of its own; returns its status (negative: a signal) and its moments."""
     folder = os.path.abspath(Path(settings.output_dir) / settings.name)
     counter, log = Path(f"{folder}.moments"), Path(f"{folder}.log")
@@ -68,62 +67,58 @@ def start(settings: Settings, kill_at: int | None) -> tuple[int, int]:
         if changes and os.path.abspath(str(arguments[0])).startswith(folder + os.sep):
             moment()
 
-    def step(*arguments: Any) -> None:
-        stepped(*arguments)
-        moment()
-
-    status = 70
     with log.open("w") as out:
         try:
-            ProgressLines.on_train_batch_end = step  # type: ignore[method-assign, assignment]
+            ProgressLines.on_train_batch_end = lambda *given: (stepped(*given), moment())  # type: ignore[method-assign,assignment,func-returns-value]
             sys.addaudithook(audit)
             pipeline.run_pipeline(settings, Console(file=out, width=160))
-            status = 0
         except BaseException:
             out.write(traceback.format_exc())
-    os._exit(status)
+            out.flush()
+            os._exit(70)
+    os._exit(0)
 
 
 def content(run: Path) -> dict[str, Any]:
     """What has to be alike of two runs, and what should have been cleared away."""
-    files = [path for path in run.rglob("*") if path.is_file() and path.suffix in (".safetensors", ".arrow", ".json")]
+    files = [path for path in run.rglob("*") if path.suffix in (".safetensors", ".arrow", ".json")]
     made = {str(path.relative_to(run)): path for path in files if path.name not in TIMED and path.parent != run}
     kept = {name: path.read_bytes() for name, path in made.items() if not name.startswith("work/") or ".arrow" in name}
     return kept | {str(path.relative_to(run)): b"" for name in (".tmp-*", "checkpoints-*") for path in run.rglob(name)}
 
 
-def main() -> int:
-    """Parses the arguments and does all of it; returns 1 if there were faults."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="chooses the moments")
-    parser.add_argument("--kills", type=int, default=20, help="how many")
-    parser.add_argument("--short", action="store_true", help="without the evaluation")
-    arguments = parser.parse_args()
+def main(seed: int, kills: int, short: bool) -> list[str]:
+    """Does all of it; returns the faults."""
     torch.set_num_threads(1)
-    chance, console = random.Random(arguments.seed), Console(width=150)
+    chance, faults = random.Random(seed), list[str]()
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
-        settings = [soak_settings(Path(name, part), not arguments.short) for part in ("undisturbed", "killed")]
+        settings = [soak_settings(Path(name, part), not short) for part in ("undisturbed", "killed")]
         runs = [Path(each.output_dir, each.name) for each in settings]
-        status, count = start(settings[0], None)
-        wanted, faults, ended = content(runs[0]), list[str](), status == 0
-        for number in range(arguments.kills if ended else 0):
-            status, moments = start(settings[1], chance.randint(1, 2 * count // arguments.kills + 10))
-            console.print(f"{number + 1:>3} ended with {status} after {moments} moments", highlight=False)
+        status, count = start(settings[0])
+        wanted, ended = content(runs[0]), status == 0
+        for number in range(kills if ended else 0):
+            status, moments = start(settings[1], chance.randint(1, 2 * count // kills + 10))
+            print(f"{number + 1:>3} ended with {status} after {moments} moments", flush=True)
             ended &= status in (0, -signal.SIGKILL)
         for pattern in ("", *CUT):
             for path in sorted(runs[1].glob(pattern))[:1] if pattern else ():
                 path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
                 (runs[1] / "work/adaspec.json").unlink(missing_ok=True)  # it reads what is kept for it
-            ended = ended and start(settings[1], None)[0] == 0
+            ended = ended and start(settings[1])[0] == 0
             there = content(runs[1])
             different = [file for file in sorted(wanted | there) if wanted.get(file) != there.get(file)]
             faults += [f"{file} differs or is left behind after {pattern or 'kills'}" for file in different]
         if not ended:
-            faults.append("a start failed: " + "".join(Path(f"{run}.log").read_text()[-1500:] for run in runs[:2]))
-    for fault in faults or [f"sound: after {arguments.kills} kills and cut files it ended as undisturbed"]:
-        console.print(fault, highlight=False, markup=False)
-    return 1 if faults else 0
+            faults.append("a start failed: " + "".join(Path(f"{run}.log").read_text()[-1500:] for run in runs))
+    return faults
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="chooses the moments")
+    parser.add_argument("--kills", type=int, default=20, help="how many")
+    parser.add_argument("--short", action="store_true", help="without the evaluation")
+    given = parser.parse_args()
+    wrong = main(**vars(given))
+    print("\n".join(wrong) or f"sound: after {given.kills} kills and cut files it ended as undisturbed")
+    sys.exit(bool(wrong))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
+import pyarrow
 from datasets import Dataset
 
 from distill.config import TrainingSettings
@@ -31,9 +32,9 @@ def some_rows(count: int = 6, seed: int = 0, *, prompt: int = 3, empty: Sequence
 
 def add_column(examples: Examples, name: str, values: np.ndarray) -> Examples:
     """Adds values of the label tokens ``[label tokens, ...]`` as a column that batches carry."""
-    width, starts = int(np.prod(values.shape[1:])), examples.label_offsets
-    places = np.stack([np.zeros(len(examples), np.int64), starts[:-1] * width, starts[1:] * width], 1)
-    examples.columns[name] = Column([values.reshape(-1)], places, values.shape[1:])
+    offsets = (examples.label_offsets * int(np.prod(values.shape[1:]))).astype(np.int32)
+    rows = pyarrow.chunked_array([pyarrow.ListArray.from_arrays(offsets, values.reshape(-1))])
+    examples.columns[name] = Column(rows, np.arange(len(examples)), values.shape[1:])
     return examples
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,6 +27,7 @@ from distill.config import (
     TeacherSettings,
     TrainerSettings,
     TrainingSettings,
+    change,
 )
 from distill.files import write_json
 from distill.run import Run, stage_fingerprints
@@ -35,7 +35,6 @@ from distill.stages import run_stages
 from distill.trainer import ProgressLines
 
 STAGES = ["target", "initial", "distillspec", "adaspec"]
-Change = Callable[[Settings], object]
 
 
 def tiny_settings(folder: Path, **changes: Any) -> Settings:
@@ -69,27 +68,14 @@ def tiny_settings(folder: Path, **changes: Any) -> Settings:
     return settings
 
 
-def setting(path: str, value: Any) -> Change:
-    """Sets a key such as ``training.lr``."""
-
-    def change(settings: Settings) -> None:
-        *sections, name = path.split(".")
-        place: Any = settings
-        for section in sections:
-            place = getattr(place, section)
-        assert hasattr(place, name)
-        setattr(place, name, value)
-
-    return change
-
-
-def draft(number: int, **values: Any) -> Change:
-    """Replaces values of one of the drafts."""
-
-    def change(settings: Settings) -> None:
-        settings.drafts[number] = replace(settings.drafts[number], **values)
-
-    return change
+def altered(settings: Settings, **values: Any) -> Settings:
+    """Return the settings after changes of keys, in which ``__`` is a dot; ``1__k`` is of the second draft."""
+    for key, value in values.items():
+        number, _, rest = key.partition("__")
+        place, name = (settings.drafts[int(number)], rest) if number.isdigit() else (settings, key)
+        assert not rest or hasattr(place, name.partition("__")[0])
+        change(place, **{name: value})
+    return settings
 
 
 def bench(settings: Settings) -> tuple[Run, io.StringIO]:
@@ -118,7 +104,7 @@ def begun(settings: Settings) -> Settings:
     """Return the settings; their run has the usual target and student already where they ask for these."""
     usual, run = _usual()[0], Run(settings)
     for stage in ("target", "initial"):
-        record = usual.record(stage, stage_fingerprints(settings)[stage][0])
+        record = usual.record(stage, stage_fingerprints(settings)[stage])
         if record is not None and not run.path(stage).exists():
             shutil.copytree(usual.path(stage), run.path(stage))
             run.work.mkdir(exist_ok=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from heads import make_block_head
+from heads import filed_head
 from pairs import make_tokenizer, save_pair
 from safetensors.torch import load_file, save_file
 from simulated_engine import simulated
@@ -106,7 +106,7 @@ def test_what_is_refused(folder, capsys, more, sentence) -> None:
 
 def test_a_block_head_is_checked_where_it_is_run_as_trained_and_no_longer_than_its_block(tiny) -> None:
     target = tiny("llama", num_hidden_layers=6)
-    head = make_block_head(target, "dspark", markov_kind="gated")
+    head = filed_head(target, "dspark", markov_kind="gated")
     check_block(head, "sglang", [3, 5])
     with pytest.raises(UserError, match="its Markov head is gated"):
         check_block(head, "vllm", [3])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from heads import MASK, drafted, make_block_head
+from heads import MASK, drafted, filed_head
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -98,7 +98,7 @@ HEADS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_saved_head_drafts_as_before(name: str, target: PreTrainedModel, tmp_path: Path) -> None:
-    head = make_block_head(target, **HEADS[name])
+    head = filed_head(target, **HEADS[name])
     head.temperatures = [1.5, 0.5]
     save_head(head, tmp_path)
     assert is_head(tmp_path)
@@ -128,7 +128,7 @@ def test_a_saved_head_drafts_as_before(name: str, target: PreTrainedModel, tmp_p
     ],
 )
 def test_a_published_head_drafts_as_it_does_there(format: str, name: str, target: PreTrainedModel, tmp_path) -> None:
-    head = make_block_head(target, **HEADS[name])
+    head = filed_head(target, **HEADS[name])
     publish(tmp_path, head, target, format)
     assert is_head(tmp_path)
     again = load_head(tmp_path, target)
@@ -140,7 +140,7 @@ def test_a_published_head_drafts_as_it_does_there(format: str, name: str, target
 
 
 def test_copies_of_the_target_are_read_in_either_number_format(target: PreTrainedModel, tmp_path: Path) -> None:
-    head = make_block_head(target, "dflash", draft_vocab=DRAFTED)
+    head = filed_head(target, "dflash", draft_vocab=DRAFTED)
     copies = {key: tensor.half() for key, tensor in shared(head, target).items()}
     save_head(head, tmp_path, copies)
     assert isinstance(load_head(tmp_path, target), BlockHead)
@@ -180,7 +180,7 @@ def test_copies_of_the_target_are_read_in_either_number_format(target: PreTraine
     ],
 )
 def test_what_is_not_computed_here_is_refused(format, fields, told: str, target: PreTrainedModel, tmp_path) -> None:
-    published = publish(tmp_path, make_block_head(target, "dspark"), target, format)
+    published = publish(tmp_path, filed_head(target, "dspark"), target, format)
     (tmp_path / "config.json").write_text(json.dumps(published | fields))
     assert is_head(tmp_path)
     with pytest.raises(UserError, match=told):
@@ -189,7 +189,7 @@ def test_what_is_not_computed_here_is_refused(format, fields, told: str, target:
 
 @pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight"])
 def test_an_output_head_or_embedding_of_its_own_is_refused(name: str, target: PreTrainedModel, tmp_path: Path) -> None:
-    publish(tmp_path, make_block_head(target, "dflash", draft_vocab=DRAFTED), target, "speculators")
+    publish(tmp_path, filed_head(target, "dflash", draft_vocab=DRAFTED), target, "speculators")
     file = tmp_path / "model.safetensors"
     state = load_file(file)
     save_file(state | {name: state[name] + 0.1}, file)
@@ -198,7 +198,7 @@ def test_an_output_head_or_embedding_of_its_own_is_refused(name: str, target: Pr
 
 
 def test_a_confidence_head_that_is_declared_and_absent_is_refused(target: PreTrainedModel, tmp_path: Path) -> None:
-    publish(tmp_path, make_block_head(target, "dspark"), target, "DeepSpec")
+    publish(tmp_path, filed_head(target, "dspark"), target, "DeepSpec")
     file = tmp_path / "model.safetensors"
     save_file({key: tensor for key, tensor in load_file(file).items() if "confidence" not in key}, file)
     with pytest.raises(UserError, match=r"it lacks .*confidence_head\.proj"):

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import make_block_head, plain_block
 from enumeration import Experiment, joint_bias
 from families import in_double
 from greedy import GREEDY, PROMPTS, assert_decodes, generate
+from heads import make_block_head, plain_block
 from plain_logits import response_logits
 
 from decode.bench.offline_acceptance import offline_alphas

@@ -9,7 +9,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, build_architecture
 from enumeration import Experiment
-from mtp_targets import NEEDED, with_layers, written
+from families import NEEDED, with_layers, written
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel

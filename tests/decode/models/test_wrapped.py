@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import VOCAB, WRAPPERS, build_wrapper
 from greedy import PROMPTS, assert_decodes, generate
 from pairs import make_tokenizer
 from peft import LoraConfig, get_peft_model
 from scripted import Oracle
 from transformers import AutoModelForCausalLM, Blip2Config, Blip2ForConditionalGeneration, T5Config
-from wrappers import VOCAB, WRAPPERS, build_wrapper
 
 from decode.errors import UserError
 from decode.loop import Method

@@ -47,7 +47,7 @@ def write(path: Path | str, rows: Sequence[dict[str, Any]]) -> str:
         elif path.endswith(".json"):
             json.dump(rows, file)
         elif path.endswith(".txt"):
-            file.write("\n\n".join(row["text"] for row in rows))
+            file.write("\n".join(row["text"] for row in rows))
         else:
             file.writelines(json.dumps(row) + "\n" for row in rows)
     return path
@@ -99,7 +99,7 @@ def test_rows_of_json_lines_need_not_agree_in_types(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet", "txt"])
 def test_plain_text_becomes_blocks_that_are_learned_whole(tmp_path: Path, ending: str) -> None:
-    path = write(tmp_path / f"rows.{ending}", STORIES * 8 if ending == "txt" else STORIES)
+    path = write(tmp_path / f"rows.{ending}", STORIES)
     made = corpus_of(DataSettings(source=path, max_length=32))
     for split in SPLITS:
         rows = getattr(made, split)
@@ -147,10 +147,7 @@ SHARE = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]
     [
         {"id": "1", "conversations": SHARE},
         {"messages": json.dumps(ASK + SAY), "source": "x"},
-        {"prompt": ASK, "completion": SAY},
-        {"prompt": json.dumps(ASK), "chosen": json.dumps(SAY), "rejected": json.dumps(SAY)},
         {"prompt": "Why?", "chosen": ASK + SAY, "rejected": ASK + SAY},
-        {"prompt": ASK, "chosen": ASK + SAY, "rejected": ASK + SAY},
         {"dialog": ASK + SAY, "id": 3},
         {"prompt": "Why?", "completion": "So."},
         {"prompt": "Why?", "chosen": "So.", "rejected": "No."},
@@ -159,7 +156,7 @@ SHARE = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]
     ],
 )
 def test_the_usual_columns_are_known(row: dict[str, Any]) -> None:
-    kind, shape, _ = _shape(DataSettings(), None, [row])
+    kind, shape, _ = _shape(DataSettings(), [row])
     made = shape(row)
     if kind == "chat":
         assert [message["content"] for message in json.loads(made["messages"])] == ["Why?", "So."]
@@ -181,19 +178,20 @@ def test_columns_that_cannot_be_used_are_named_with_the_next_step(tmp_path: Path
         loaded(DataSettings(source=write(tmp_path / "r.jsonl", [row] * 20)))
 
 
-def test_columns_that_are_not_read_and_missing_values_are_told(tmp_path: Path) -> None:
-    rows = [row | {"context": "It is.", "answer": row["answer"] if n else float("nan")} for n, row in enumerate(PAIRS)]
-    notes = loaded(DataSettings(source=write(tmp_path / "r.jsonl", rows))).notes
-    assert notes == ["columns that are not read: 'context'", "train: 1 row without the column answer dropped (row 1)"]
-
-
-def test_the_rows_of_the_quickstart_and_the_splits_of_pairs_stay_as_they_are(tmp_path: Path) -> None:
-    digests = []
-    for settings in (SMALL, DataSettings(source=write(tmp_path / "a.jsonl", PAIRS))):
+def test_rows_stay_in_their_splits_whatever_the_seed_and_the_order_and_notes_tell_what_is_not_read(
+    tmp_path: Path,
+) -> None:
+    digests, files = [], [write(tmp_path / "a.jsonl", PAIRS), write(tmp_path / "b.jsonl", PAIRS[::-1])]
+    for settings in (SMALL, DataSettings(source=files[0])):
         splits = loaded(settings).splits
         texts = [[row["prompt"], row["response"]] for split in SPLITS for row in splits[split]]
         digests.append(hashlib.sha256(json.dumps([*map(len, splits.values()), texts]).encode()).hexdigest()[:16])
     assert digests == DIGESTS
+    first, second = (loaded(DataSettings(source=path), seed) for seed, path in enumerate(files))
+    assert all(sorted(first.splits[split]["prompt"]) == sorted(second.splits[split]["prompt"]) for split in SPLITS)
+    rows = [row | {"context": "It is.", "answer": row["answer"] if n else float("nan")} for n, row in enumerate(PAIRS)]
+    notes = loaded(DataSettings(source=write(tmp_path / "r.jsonl", rows))).notes
+    assert notes == ["columns that are not read: 'context'", "train: 1 row without the column answer dropped (row 1)"]
 
 
 @pytest.mark.parametrize("kind", ["chat", "pairs"])
@@ -221,12 +219,6 @@ def test_rows_of_the_test_split_are_taken_out_of_training_and_reported(tmp_path:
     assert sum(int(note.split()[1]) for note in made.notes if "later split" in note) == 50
 
 
-def test_the_split_of_a_row_depends_neither_on_the_seed_nor_on_the_order(tmp_path: Path) -> None:
-    forwards, backwards = write(tmp_path / "a.jsonl", PAIRS), write(tmp_path / "b.jsonl", PAIRS[::-1])
-    first, second = corpus_of(DataSettings(source=forwards)), corpus_of(DataSettings(source=backwards), seed=5)
-    assert all(prompts(first, split) == prompts(second, split) for split in SPLITS)
-
-
 def test_overlong_examples_are_dropped_or_cut_and_counted(tmp_path: Path) -> None:
     rows = [row | {"answer": row["answer"] + " and so on" * (40 if n % 2 else 0)} for n, row in enumerate(PAIRS)]
     settings = DataSettings(source=write(tmp_path / "r.jsonl", rows), max_length=40)
@@ -237,17 +229,6 @@ def test_overlong_examples_are_dropped_or_cut_and_counted(tmp_path: Path) -> Non
     assert any("40 tokens) cut at the end" in note for note in cut.notes)
     longest = max(cut.train, key=lambda row: len(row["input_ids"]))
     assert longest["input_ids"][-1] != cut.tokenizer.eos_token_id
-
-
-def test_mbpp_rows_keep_their_official_splits(tmp_path: Path) -> None:
-    row = {"text": "Add", "code": "def add(a, b): return a + b", "test_list": ["assert add(1, 1) == 2"]}
-    rows = [row | {"task_id": n, "text": f"Add {n}"} for n in (1, 10, 11, 510, 511, 600, 601, 974)]
-    settings = DataSettings(source="mbpp", files={"train": write(tmp_path / "m.jsonl", rows)})
-    splits = loaded(settings).splits
-    names = {split: [row["prompt"].split("\n")[1] for row in splits[split]] for split in SPLITS}
-    assert names["train"] == ["Add 601", "Add 974"]
-    assert names["validation"] == ["Add 511", "Add 600"]
-    assert names["test"] == ["Add 11", "Add 510"]
 
 
 @pytest.mark.parametrize(
@@ -295,3 +276,14 @@ def test_a_hub_data_set_is_split_and_sampled_or_refused_with_the_next_step(
     write(hub / "train-2.jsonl", [{"prompt": "a", "response": "b"}])
     with pytest.raises(UserError, match=r"column names don't match.*hf download.*--local-dir"):
         loaded(few)
+
+
+def test_mbpp_rows_keep_their_official_splits(tmp_path: Path) -> None:
+    row = {"text": "Add", "code": "def add(a, b): return a + b", "test_list": ["assert add(1, 1) == 2"]}
+    rows = [row | {"task_id": n, "text": f"Add {n}"} for n in (1, 10, 11, 510, 511, 600, 601, 974)]
+    settings = DataSettings(source="mbpp", files={"train": write(tmp_path / "m.jsonl", rows)})
+    splits = loaded(settings).splits
+    names = {split: [row["prompt"].split("\n")[1] for row in splits[split]] for split in SPLITS}
+    assert names["train"] == ["Add 601", "Add 974"]
+    assert names["validation"] == ["Add 511", "Add 600"]
+    assert names["test"] == ["Add 11", "Add 510"]

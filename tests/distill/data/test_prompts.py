@@ -18,7 +18,7 @@ from decode.errors import UserError
 from distill.config import DataSettings, PromptSettings, Settings, TargetSettings
 from distill.data import prompts as prompts_module
 from distill.data.chat import ChatFormat
-from distill.data.prompts import ORDER, PromptFilter, Sample, problem_of, prompt_of, prompt_rows, user_turn
+from distill.data.prompts import ORDER, Sample, problem_of, prompt_of, prompt_rows, user_turn
 from distill.responses.target import answered_texts
 from distill.run import Run
 from distill.stages import run_stages
@@ -38,29 +38,19 @@ def chat(template: str | None, **options: str) -> ChatFormat:
 
 
 def test_the_users_turn_is_what_the_template_writes_before_the_words() -> None:
-    form = chat(CHAT_ML)
-    turn = user_turn(form)
-    assert turn.text == "<s>system\nBe kind.</s>\n<s>user\n"
-    assert turn.ends == {0}
-    assert "<s>user" in turn.markers
-    assert "Be short." in user_turn(chat(CHAT_ML, system="Be short.")).text
-
-
-@pytest.mark.parametrize(
-    ("template", "told"),
-    [
-        (None, "no chat template"),
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", "writes no user's turn"),
-    ],
-)
-def test_a_template_without_a_users_turn_is_refused_with_the_next_step(template: str | None, told: str) -> None:
-    with pytest.raises(UserError, match=rf"{told}.*teacher.responses.source target"):
-        user_turn(chat(template))
+    text, ends, markers = user_turn(chat(CHAT_ML))
+    assert (text, ends) == ("<s>system\nBe kind.</s>\n<s>user\n", {0})
+    assert "<s>user" in markers
+    assert "Be short." in user_turn(chat(CHAT_ML, system="Be short."))[0]
+    for template, told in ((None, "no chat template"), ("{{ messages[0].content }}", "writes no user's turn")):
+        with pytest.raises(UserError, match=rf"{told}.*teacher.responses.source target"):
+            user_turn(chat(template))
 
 
 # -- the filter -------------------------------------------------------------------------------------------------------
 
 GOOD = "Can you explain how rain is made in the clouds above the sea?"
+OTHERS = ["Расскажи мне о погоде в Москве", "请告诉我北京的天气", "天気はどうですか？", "12345 + 67890 = ?"]
 
 
 @pytest.mark.parametrize(
@@ -73,36 +63,18 @@ GOOD = "Can you explain how rain is made in the clouds above the sea?"
         ("What is <|im_start|>user for?", 9, True, "template markers inside"),
         ("can you explain, how rain is made in the clouds above the sea", 9, True, "repeated"),
         ("Can you explain how rain is made in the clouds? Be brief", 9, True, "repeated"),
+        *((text, 9, True, "repeated") for text in OTHERS),
     ],
 )
-def test_each_rule_drops_what_it_is_for(text: str, tokens: int, ended: bool, reason: str) -> None:
-    kept = PromptFilter()
-    assert kept.keeps(GOOD, problem_of(GOOD, 14, True))
-    assert not kept.keeps(text, problem_of(text, tokens, ended, {"<|im_start|>"}))
-    assert dict(kept.dropped) == {reason: 1}
-
-
-@pytest.mark.parametrize(
-    "text", ["Расскажи мне о погоде в Москве", "请告诉我北京的天气", "天気はどうですか？", "12345 + 67890 = ?"]
-)
-def test_prompts_in_any_language_are_kept(text: str) -> None:
-    kept = PromptFilter()
-    assert kept.keeps(text, problem_of(text, 9, True))
-    assert not kept.keeps(text, problem_of(text, 9, True))
-
-
-def test_a_prompt_is_compared_by_two_keys_however_many_were_kept() -> None:
-    class Kept(set[str]):
-        asked = 0
-
-        def __rand__(self, keys: set[str]) -> set[str]:
-            Kept.asked += len(keys)
-            return {key for key in keys if key in self}
-
-    kept = PromptFilter(seen=Kept())
-    for number in range(400):
-        assert kept.keeps(f"tell me all that you know of topic {number} and of its {number} friends in the town")
-    assert Kept.asked == 2 * 400  # its words and its first words
+def test_each_rule_drops_what_it_is_for_in_any_language(text: str, tokens: int, ended: bool, reason: str) -> None:
+    few = settings()
+    few.train_examples = few.validation_examples = 1
+    few.test_examples = len(OTHERS) + 1
+    good = [Sample(good, problem_of(good, 9, True)) for good in (GOOD, *OTHERS)]
+    bad = Sample(text, problem_of(text, tokens, ended, {"<|im_start|>"}))
+    splits, notes = prompt_rows(few, 0, iter([*good, bad, Sample("And then?"), Sample("Who?")]))
+    assert texts(splits["test"]) == [GOOD, *OTHERS]
+    assert notes[0].endswith(f"dropped: 1 {reason}")
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -128,7 +100,7 @@ def test_splits_have_as_many_prompts_as_asked_for_none_twice_and_more_training_l
     splits, notes = prompt_rows(settings(), 0, samples())
     assert [len(splits[split]) for split in ORDER] == [4, 3, 12]
     assert len({text for split in ORDER for text in texts(splits[split])}) == 19
-    assert notes == ["prompts of the target: 28 written, 19 kept (68%); dropped: 9 repeated"]
+    assert notes == ["prompts of the target: 28 written, 68% kept; dropped: 9 repeated"]
     more = settings()
     more.train_examples = 30
     grown = prompt_rows(more, 0, samples())[0]
@@ -172,7 +144,7 @@ def test_each_split_has_its_share_of_a_files_prompts_and_the_target_writes_the_r
 )
 def test_rows_of_the_usual_shapes_hold_a_prompt(row: dict[str, object], prompt: str | None) -> None:
     messages = prompt_of(row)
-    assert (None if messages is None else messages[-1]["content"]) == prompt
+    assert (messages[-1]["content"] if messages else None) == prompt
 
 
 def test_an_opening_belongs_to_the_prompt_and_makes_no_two_of_them_alike() -> None:

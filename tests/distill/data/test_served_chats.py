@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from decode.errors import UserError
 from decode.models.tokens import chat_ids, check_template, plain_ids
 from distill.config import DataSettings
 from distill.data.chat import IGNORE, ChatFormat, Example, chat_turns, label, rendered_ids
-from distill.data.corpus import load_corpus
+from distill.data.corpus import Corpus, load_corpus
 from distill.data.messages import UnusableRow, read_messages
 
 MARKERS = "<eos> <start_of_turn> <end_of_turn> <|im_start|> <|im_end|> <|user|> <|assistant|> <|end|>"
@@ -151,18 +152,30 @@ def learned(chat: ChatFormat, messages: list[dict[str, Any]]) -> list[str]:
     return [text for _, text in found]
 
 
+SYSTEM = {"role": "system", "content": "Be kind."}
+
+
 @pytest.mark.parametrize(
-    ("name", "end", "last"),
-    [("gemma", "<end_of_turn>", "<end_of_turn>"), ("phi", "<|end|>", "<|end|>"), ("harmony", "<eos>", "<eos>")],
+    ("name", "args", "written"),
+    [
+        ("gemma", {}, "{}<end_of_turn>"),
+        ("phi", {}, "{}<|end|>"),
+        ("harmony", {}, "<channel>final<message>{}<eos>"),
+        ("glm", {"enable_thinking": False}, "\n{}<|user|>"),  # ends with the next turn's beginning
+        ("glm", {}, "{}<|user|>"),  # without the empty block
+        ("mistral", {}, " {}<eos>"),
+        ("gemma4", {}, "{}<end_of_turn>"),
+        ("kimi", {}, "{}<|end|>"),
+        ("parts", {}, "{}<|im_end|>"),
+    ],
 )
-def test_an_answer_ends_at_the_targets_stop_token_and_nothing_is_appended(name: str, end: str, last: str) -> None:
-    lead = "<channel>final<message>" if name == "harmony" else ""
-    assert learned(format_of(name), CHAT) == [f"{lead}Hello{end}", f"{lead}Fine{last}"]
-
-
-def test_an_answer_without_an_end_of_its_own_ends_with_the_next_turns_beginning() -> None:
-    assert learned(format_of("glm", enable_thinking=False), CHAT) == ["\nHello<|user|>", "\nFine<|user|>"]
-    assert learned(format_of("glm"), CHAT) == ["Hello<|user|>", "Fine<|user|>"]  # without the empty block
+def test_an_answer_ends_at_the_targets_stop_token_and_nothing_is_appended(name: str, args: Any, written: str) -> None:
+    chat = format_of(name, **args)
+    messages = [SYSTEM, *CHAT] if name == "mistral" else CHAT
+    assert learned(chat, messages) == [written.format("Hello"), written.format("Fine")]
+    assert chat.tokenizer.convert_ids_to_tokens(chat.answer_end()) == written[written.rindex("<") :]
+    prompts = [turn.prompt for turn in chat_turns(chat, long_chat(5))[0]]
+    assert rendered_ids(chat.tokenizer, prompts, chat.ends) == plain_ids(chat.tokenizer, prompts)
 
 
 @pytest.mark.parametrize(
@@ -183,11 +196,8 @@ def test_every_turn_follows_its_own_prompt_without_an_empty_thought(name: str, a
     assert [("without reasoning" in note) for note in noted] == [True] * (not args)
 
 
-def test_the_last_turn_alone_is_compared_with_the_prompt() -> None:
-    system = {"role": "system", "content": "Be kind."}
-    assert learned(format_of("mistral"), [system, *CHAT]) == [" Hello<eos>", " Fine<eos>"]
-    assert learned(format_of("gemma4"), CHAT) == ["Hello<end_of_turn>", "Fine<end_of_turn>"]
-    turns, _ = chat_turns(format_of("deepseek"), [system | {"role": "developer"}, *CHAT])
+def test_a_developer_is_the_system_where_the_template_knows_no_such_role() -> None:
+    turns, _ = chat_turns(format_of("deepseek"), [SYSTEM | {"role": "developer"}, *CHAT])
     assert turns[0].prompt == "Made by developers.<|system|>Be kind.<|user|>Hi<|assistant|>"
 
 
@@ -208,12 +218,6 @@ def test_tool_calls_behind_the_stop_token_drop_the_row() -> None:
         chat_turns(format_of("nemotron"), read_messages(CALLS)[0])
 
 
-def test_reasoning_stands_in_a_block_that_the_template_leaves_empty() -> None:
-    assert learned(format_of("kimi"), CHAT) == ["Hello<|end|>", "Fine<|end|>"]
-    thinking = [USER, HELLO | {"reasoning": "hm"}, AGAIN, FINE]
-    assert learned(format_of("kimi"), thinking) == ["<think>hm</think>Hello<|end|>", "Fine<|end|>"]
-
-
 @pytest.mark.parametrize("key", ["reasoning", "reasoning_content", "thinking"])
 @pytest.mark.parametrize(
     ("name", "written"),
@@ -222,6 +226,7 @@ def test_reasoning_stands_in_a_block_that_the_template_leaves_empty() -> None:
         ("qwen3.5", "hm\n</think>\n\n{}<|im_end|>"),
         ("r1", "hm\n</think>\n\n{}<eos>"),
         ("harmony", "<channel>analysis<message>hm<|end|><|im_start|>assistant<channel>final<message>{}<eos>"),
+        ("kimi", "<think>hm</think>{}<|end|>"),
     ],
 )
 def test_reasoning_is_learned_under_every_name_in_every_turn(key: str, name: str, written: str) -> None:
@@ -273,71 +278,45 @@ def test_speakers_calls_and_keys_of_published_chats() -> None:
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
     assert messages[1]["tool_calls"][0]["function"] == {"name": "w", "arguments": {"c": 1}}
     assert notes == []
-    old: dict[str, Any] = {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [],
-        "function_call": {"name": "w", "arguments": "{}"},
-    }
+    old = {"role": "assistant", "content": None, "tool_calls": [], "function_call": {"name": "w", "arguments": "{}"}}
     assert read_messages([USER, old])[0][1]["tool_calls"][0]["function"] == {"name": "w", "arguments": {}}
     with pytest.raises(UnusableRow, match="names no function"):
         read_messages([{"from": "human", "value": "Rome?"}, {"from": "function_call", "value": "{name"}])
     _, notes = chat_turns(format_of("qwen3", enable_thinking=False), [USER, HELLO | {"mood": "good"}])
     assert notes == ["with a message's 'mood', which is not used"]
-    kept, notes = read_messages([USER, HELLO, AGAIN, {"role": "assistant", "content": None, "reasoning": "hm"}])
-    assert [message["content"] for message in kept] == ["Hi", "Hello", "And you?"]
-    assert notes == ["cut before an assistant's turn without an answer"]
 
 
-def test_contents_become_parts_for_templates_that_read_nothing_else() -> None:
+def test_a_tokenizer_may_have_several_templates() -> None:
     chat = format_of("parts")
-    assert learned(chat, CHAT) == ["Hello<|im_end|>", "Fine<|im_end|>"]
     check_template(chat.tokenizer)
     chat.tokenizer.chat_template = {"default": TEMPLATES["parts"], "tool_use": TEMPLATES["parts"]}  # as Hermes 3 has
     assert learned(chat, CHAT) == ["Hello<|im_end|>", "Fine<|im_end|>"]
 
 
-def test_a_template_may_be_a_file_and_has_to_write_the_answer(tmp_path: Any) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(f'{{"question": "{n}?", "answer": "It is {n}"}}\n' for n in range(60)))
-    file = tmp_path / "chat.jinja"
+def test_a_template_may_be_a_file_and_rows_that_fail_in_large_part_stop_the_run(tmp_path: Path) -> None:
+    rows, file, chat = tmp_path / "rows.jsonl", tmp_path / "chat.jinja", format_of("gemma")
     file.write_text(TEMPLATES["gemma"])
-    settings = DataSettings(source=str(rows), chat_template=str(file))
-    chat = format_of("gemma")
-    corpus = load_corpus(settings, seed=0, folder=None, tokenizer=chat.tokenizer, ends=chat.ends)
-    assert corpus.train[0]["prompt"].startswith("<start_of_turn>user\n")
-    assert corpus.train[0]["labels"][-1] == chat.ends[1]
-    assert settings.key()["chat_template"] == TEMPLATES["gemma"]
-    with pytest.raises(UserError, match=r"neither a Jinja template .* nor a file"):
+
+    def corpus(template: str, question: str = "?") -> Corpus:
+        rows.write_text("".join(f'{{"question": "{n}{question}", "answer": "It is {n}"}}\n' for n in range(60)))
+        settings = DataSettings(source=str(rows), chat_template=template)
+        return load_corpus(settings, seed=0, folder=None, tokenizer=chat.tokenizer, ends=chat.ends)
+
+    first = corpus(str(file)).train[0]
+    assert first["prompt"].startswith("<start_of_turn>user\n")
+    assert first["labels"][-1] == chat.ends[1]
+    with pytest.raises(UserError, match=r"Jinja template .* a file"):
         DataSettings(source=str(rows), chat_template="templates/chat.jinja").validate()
     with pytest.raises(UserError, match="does not write the assistant's turns"):
-        load_corpus(
-            DataSettings(source=str(rows), chat_template="{{ messages[0].content }}"),
-            seed=0,
-            folder=None,
-            tokenizer=chat.tokenizer,
-        )
-
-
-def test_a_run_whose_rows_fail_in_large_part_stops_with_the_first_of_them(tmp_path: Any) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(f'{{"question": "{n}<eos>?", "answer": "It is {n}"}}\n' for n in range(60)))
-    chat = format_of("gemma")
+        corpus("{{ messages[0].content }}")
     with pytest.raises(UserError, match=r"rows cannot be learned as they would be served.*control token.*row 1"):
-        load_corpus(DataSettings(source=str(rows)), seed=0, folder=None, tokenizer=chat.tokenizer, ends=chat.ends)
+        corpus(str(file), "<eos>?")
 
 
 def long_chat(turns: int) -> list[dict[str, Any]]:
     ask = [{"role": "user", "content": f"question {n} for you"} for n in range(turns)]
     say = [{"role": "assistant", "content": f"answer {n} from me"} for n in range(turns)]
     return [message for pair in zip(ask, say) for message in pair]
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_ids_of_parts_are_those_of_the_whole_prompt(name: str) -> None:
-    chat = format_of(name)
-    prompts = [turn.prompt for turn in chat_turns(chat, long_chat(5))[0]]
-    assert rendered_ids(chat.tokenizer, prompts, chat.ends) == plain_ids(chat.tokenizer, prompts)
 
 
 @pytest.mark.parametrize("name", ["gemma", "qwen3"])
@@ -357,9 +336,3 @@ def test_what_is_tokenised_of_a_chat_grows_with_its_length_and_not_with_its_squa
         return sum(map(len, seen))
 
     assert characters(48) < 4.5 * characters(12)
-
-
-def test_the_id_with_which_a_template_ends_answers() -> None:
-    for name in ("gemma", "glm", "qwen3"):
-        chat = format_of(name)
-        assert chat.answer_end() == chat.ends[1 if name in ("gemma", "glm") else 0]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from mtp_targets import NEEDED, with_layers
+from families import NEEDED, with_layers
 from pairs import make_tokenizer
 from safetensors.torch import load_file
 from tiny_run import begun, check_killed_ends_alike, run_tiny, tiny_settings

@@ -1,9 +1,10 @@
-"""Drafts compared over seeds."""
+"""Drafts compared over seeds, and the training benchmark, whose sides begin alike."""
 
 from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,54 +14,45 @@ from rich.console import Console
 from tiny_run import begun, tiny_settings
 
 from decode.bench.offline_acceptance import OfflineAlpha, paired, prompt_numbers
+from decode.errors import UserError
 from distill.ablation import AblateSettings, ablate, table
 from distill.config import DraftSettings
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from training_speed import measure
 
 
 def test_the_ablation_compares_seed_by_seed_and_goes_on_where_it_was(tmp_path: Path) -> None:
     tiny = begun(tiny_settings(tmp_path))
     tiny.drafts.append(DraftSettings(name="late-tv", divergence="tv"))
     tiny.evaluation.prompts, tiny.evaluation.max_new_tokens = 4, 6  # type: ignore[union-attr]
-    settings = AblateSettings(**vars(tiny))
+    settings, drafts = AblateSettings(**vars(tiny)), list[Any]()
     settings.ablation.seeds = [3, 4]
-    text = io.StringIO()
-    folder = ablate(settings, Console(file=text, width=200))
-    assert text.getvalue().count("up to date") == 2
-    content = json.loads((folder / "ablation.json").read_text())
-    assert [row["name"] for row in content["drafts"]] == ["distillspec", "adaspec", "late-tv"]
-    assert [row["seeds"] for row in content["drafts"]] == [2, 2, 2]
-    assert set(content["drafts"][2]["gain_by_seed"]) == {"3", "4"}
+    for finished in (2, 3 + 6):
+        text = io.StringIO()
+        folder = ablate(AblateSettings(**vars(settings)), Console(file=text, width=200))
+        assert text.getvalue().count("up to date") == finished
+        drafts.append(json.loads((folder / "ablation.json").read_text())["drafts"])
+    assert drafts[0] == drafts[1]
+    assert [(row["name"], row["seeds"]) for row in drafts[0]] == [("distillspec", 2), ("adaspec", 2), ("late-tv", 2)]
+    assert len(drafts[0][2]["gain_by_seed"]) == 2
     assert (folder / "ablation.md").read_text().count("\n| ") == 4
     weights = [(folder / f"distillspec-seed{seed}" / "model.safetensors").read_bytes() for seed in (3, 4)]
     assert weights[0] != weights[1]
-    again = io.StringIO()
-    ablate(AblateSettings(**vars(tiny), ablation=settings.ablation), Console(file=again, width=200))
-    assert again.getvalue().count("up to date") == 3 + 6
-    assert json.loads((folder / "ablation.json").read_text())["drafts"] == content["drafts"]
-
-
-def rows_of(gains: dict[str, list[float]]) -> dict[str, Any]:
-    """Rows by name of drafts whose α is 0.5 plus these gains, by seed, on four texts."""
-    noise, alphas, used = np.array([0.001, -0.001, 0.002, -0.002]), {}, {}
-    for name, by_seed in gains.items():
-        alphas[name] = {}
-        for seed, gain in enumerate(by_seed):
-            alpha = OfflineAlpha([[0.5 + gain + (gain != 0) * wiggle] * 3 for wiggle in noise])
-            alphas[name][seed] = {"sampled": [alpha], "greedy": [alpha]}
-        used[name] = [{"optimiser_steps": 1, "teacher_tokens": 2, "seconds": 3.0}] * len(by_seed)
-    return {row["name"]: row for row in table(alphas, used)}
 
 
 def test_the_gain_is_the_mean_over_seeds_with_errors_over_seeds_and_over_texts() -> None:
-    rows = rows_of({"distillspec": [0.0] * 3, "adaspec": [0.01, 0.02, 0.03]})
-    found = rows["adaspec"]
-    assert found["gain"] == pytest.approx(0.02)
-    assert found["gain_se_seeds"] == pytest.approx(0.01 / 3**0.5)
-    assert found["gain_se_texts"] == pytest.approx(np.std([0.001, -0.001, 0.002, -0.002], ddof=1) / 2)
-    assert found["gain_se"] == pytest.approx(np.hypot(found["gain_se_seeds"], found["gain_se_texts"]))
-    assert "gain" not in rows["distillspec"]
-    lengths = [row["offline_accepted_length"] for row in rows.values()]
-    assert found["length_gain"] == pytest.approx(lengths[1] - lengths[0])
+    noise, alphas, used = np.array([0.001, -0.001, 0.002, -0.002]), dict[str, Any](), dict[str, Any]()
+    for name, gains in {"distillspec": [0.0] * 3, "adaspec": [0.01, 0.02, 0.03]}.items():
+        texts = [[[0.5 + gain + (gain != 0) * wiggle] * 3 for wiggle in noise] for gain in gains]
+        alphas[name] = {mode: [[OfflineAlpha(each)] for each in texts] for mode in ("sampled", "greedy")}
+        used[name] = [{"optimiser_steps": 1, "teacher_tokens": 2, "seconds": 3.0}] * 3
+    first, row = table(alphas, used)
+    assert row["gain"] == pytest.approx(0.02)
+    assert row["gain_se"] == pytest.approx(np.hypot(0.01 / 3**0.5, np.std(noise, ddof=1) / 2))
+    assert "gain" not in first
+    assert row["length_gain"] == pytest.approx(row["offline_accepted_length"] - first["offline_accepted_length"])
 
 
 def test_texts_of_one_prompt_are_one_observation() -> None:
@@ -71,3 +63,17 @@ def test_texts_of_one_prompt_are_one_observation() -> None:
     assert [a.se for a in twice] == pytest.approx([a.se for a in once])
     assert paired(*twice)["se"] == pytest.approx(paired(*once)["se"])
     assert prompt_numbers([([1, 2, 3], 2), ([1, 3, 3], 2), ([1, 2, 4], 2)]) == [0, 1, 0]
+
+
+def test_both_sides_take_the_same_first_step(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    settings.trainer.precision, settings.teacher.signal = "64-true", "online"
+    console = Console(record=True, width=160)
+    result = measure(settings, 10, 1, console)
+    assert result["loss_difference"] < 1e-9
+    assert result["k"] == 0.4
+    assert result["sides"]["draftsmith"]["prepare_seconds"] > 0 == result["sides"]["Trainer"]["prepare_seconds"]
+    assert f"ratio {result['speedup']:.2f}" in console.export_text()
+    settings.student.kind = "eagle"
+    with pytest.raises(UserError, match=r"student.kind is eagle"):
+        measure(settings, 10, 1, console)

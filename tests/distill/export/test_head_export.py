@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import build_tiny
-from heads import drafted, make_block_head, make_head
-from mtp_targets import NEEDED, with_layers
+from families import NEEDED, build_tiny, with_layers
+from heads import drafted, filed_head, make_head
 from pairs import make_tokenizer
 from run_report import FULL
 from safetensors.torch import load_file, save_file
@@ -53,7 +52,7 @@ def export(folder: Path, version: int | str, dtype: str = "keep", **options: Any
     build_tiny("llama", num_hidden_layers=6).save_pretrained(folder / "target", max_shard_size="20KB")
     make_tokenizer().save_pretrained(folder / "target")
     target = load_model(folder / "target", device="cpu", dtype="float32")
-    head = make_head(target, version) if isinstance(version, int) else make_block_head(target, version, **options)
+    head = make_head(target, version) if isinstance(version, int) else filed_head(target, version, **options)
     (folder / "trained").mkdir()
     save_head(head, folder / "trained")
     for file in (folder / "target").glob("*.safetensors"):  # what lies between the first and the last layer is not read
@@ -124,8 +123,8 @@ def test_engines_find_what_they_read_of_a_dspark_head_of_some_tokens(tmp_path: P
 def test_a_gguf_file_of_a_head_that_llama_cpp_would_run_otherwise_is_refused(tiny, monkeypatch) -> None:
     monkeypatch.setattr("distill.export.draft.find_converter", lambda: None)
     target, settings = tiny("llama", num_hidden_layers=6), ExportSettings(gguf=["f32"])
-    check_gguf(settings, make_block_head(target, "dspark"))
-    head = make_block_head(target, "dflash", from_anchor=True)
+    check_gguf(settings, filed_head(target, "dspark"))
+    head = filed_head(target, "dflash", from_anchor=True)
     assert unserved(head).keys() == {"vllm", "sglang", "llama.cpp"}
     with pytest.raises(UserError, match=r"leave export\.gguf empty"):
         check_gguf(settings, head)

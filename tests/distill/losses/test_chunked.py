@@ -2,7 +2,7 @@
 
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 import pytest
@@ -52,18 +52,22 @@ def case(
         "labels": lambda: TargetRows(None, vocab),
     }[form]()
     target.labels = torch.randint(-1, 40, (LABELS,), generator=generator)
+    target.mass = torch.rand(LABELS, generator=generator).to(dtype)
     return Rows(
         some(rows, WIDTH + 3 * (kind == "markov")).requires_grad_(),
         head,
         target,
         LABELS,
         torch.randint(0, LABELS, (rows,), generator=generator).sort().values,
+        torch.zeros(rows, dtype=torch.long),
         weight=torch.rand(rows, generator=generator).to(dtype),
-        mass=torch.rand(rows, generator=generator).to(dtype),
     )
 
 
-def run(rows: Rows, compute: Callable[..., Any], *given: Any, **options: Any) -> tuple[Tensor, Compared, list[Tensor]]:
+Result = tuple[Tensor, Compared, list[Tensor]]
+
+
+def run(rows: Rows, compute: Callable[..., Any], *given: Any, **options: Any) -> Result:
     """The loss, the measures, and the gradients of states, weight, bias and Markov weight."""
     leaves = [rows.hidden, *rows.head.parameters(), rows.head.markov]
     leaves = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
@@ -71,24 +75,32 @@ def run(rows: Rows, compute: Callable[..., Any], *given: Any, **options: Any) ->
     return total.detach(), measured, list(torch.autograd.grad(total * 0.37, leaves))
 
 
-def check(rows: Rows, name: str, chosen: Tensor | None = None, **options: Any) -> None:
-    """Losses to 1e-6 and gradients to 1e-5 of the largest in float32, both to 1e-9 in float64, kept or not."""
-    total, plain, others = run(rows, plain_loss, Divergence(name), chosen)  # type: ignore[arg-type]
-    close, near = (1e-9, 1e-9) if total.dtype == torch.float64 else (1e-6, 1e-5)
-    scale = max(float(other.abs().max()) for other in others)
-    for keep in (False, True):
-        compared = compare(rows, Divergence(name), keep=keep) if keep or chosen is not None else None  # type: ignore[arg-type]
+def close(found: Result, wanted: Result) -> bool:
+    """Losses and measures to 1e-6 and gradients to 1e-5 of the largest in float32, both to 1e-9 in float64."""
+    losses, gradients = (1e-9, 1e-9) if wanted[0].dtype == torch.float64 else (1e-6, 1e-5)
+    scale = max(float(gradient.abs().max()) for gradient in wanted[2])
+    return (
+        found[0].item() == pytest.approx(wanted[0].item(), rel=losses)
+        and same_measures(found[1], wanted[1], losses)
+        and all((a - b).abs().max() <= gradients * scale for a, b in zip(found[2], wanted[2], strict=True))
+    )
+
+
+def same_measures(found: Compared, wanted: Compared, gap: float) -> bool:
+    fields = [(getattr(each, name) for each in (found, wanted)) for name in ("losses", "alpha", "agreement")]
+    return all(a.dtype == b.dtype and torch.allclose(a, b, rtol=gap, atol=gap) for a, b in fields)
+
+
+def results(rows: Rows, name: Any, chosen: Tensor | None = None, **options: Any) -> Iterator[tuple[Result, Result]]:
+    """The chunked loss of chosen rows beside its plain twin: alone, and after all rows were compared and kept or not."""
+    divergence = Divergence(name)
+    plain = run(rows, plain_loss, divergence, chosen)
+    for keep in (None, False, True):
+        compared = None if keep is None else compare(rows, divergence, keep=keep)
         assert compared is None or (compared.kept is not None) == keep
-        found, measured, gradients = run(rows, chunked_loss, Divergence(name), chosen, compared, **options)  # type: ignore[arg-type]
-        assert found.item() == pytest.approx(total.item(), rel=close)
-        assert measured.losses.dtype == total.dtype
-        for field in ("losses", "alpha", "agreement"):
-            wanted = getattr(plain, field)
-            assert torch.allclose(getattr(measured, field), wanted, rtol=close, atol=close)
-            whole = compare(rows, Divergence(name), chosen)  # type: ignore[arg-type]
-            assert torch.allclose(getattr(whole, field), wanted, rtol=close, atol=close)
-        for ours, other in zip(gradients, others, strict=True):
-            assert (ours - other).abs().max() <= near * scale
+        yield run(rows, chunked_loss, divergence, chosen, compared, **options), plain
+    whole = compare(rows, divergence, chosen)
+    yield (plain[0], whole, plain[2]), plain
 
 
 @pytest.fixture(autouse=True)
@@ -107,8 +119,9 @@ CHOSEN = torch.tensor([0, 3, 4, 5, 11, 12, 20, 22])  # of several chunks, one of
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_every_divergence_equals_its_plain_twin(name: str, form: str, dtype: Any) -> None:
     for chosen in (None, CHOSEN):
-        check(case("bias", form, dtype=dtype), name, chosen)
-    check(case("bias", "labels", dtype=dtype), "cross_entropy", CHOSEN)  # no target: the text's own tokens
+        assert all(close(*both) for both in results(case("bias", form, dtype=dtype), name, chosen))
+    rows = case("bias", "labels", dtype=dtype)  # no target: the text's own tokens
+    assert all(close(*both) for both in results(rows, "cross_entropy", CHOSEN))
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -119,15 +132,15 @@ def test_every_kind_of_head_equals_its_plain_twin(kind: str, size: int, monkeypa
         monkeypatch.setattr(chunked, "WAITING", waiting)
         monkeypatch.setattr(chunked, "MOST_WAITING", waiting)
         for name in ("kl_tv", "dspark"):
-            check(case(kind, dtype=torch.float64), name)
-            check(case(kind), name, CHOSEN)
+            assert all(close(*both) for both in results(case(kind, dtype=torch.float64), name))
+            assert all(close(*both) for both in results(case(kind), name, CHOSEN))
 
 
 @pytest.mark.parametrize(("vocab", "known"), [(48, 56), (56, 48)])
 @pytest.mark.parametrize("form", FORMS[:2])
 def test_ids_that_only_one_model_has_are_left_out(vocab: int, known: int, form: str) -> None:
     rows = case("bias", form, vocab=vocab, known=known)
-    check(rows, "kl_tv", CHOSEN)
+    assert all(close(*both) for both in results(rows, "kl_tv", CHOSEN))
     gradients = run(rows, chunked_loss, Divergence("kl_tv"))[2]
     assert not any(gradient[48:].any() for gradient in gradients[1:])
 
@@ -136,11 +149,8 @@ def test_one_divergence_ranks_and_another_one_trains() -> None:
     rows = case("bias")
     compared = compare(rows, Divergence("tv"), keep=True)
     found = run(rows, chunked_loss, Divergence("forward_kl"), CHOSEN, compared)
-    wanted = run(rows, plain_loss, Divergence("forward_kl"), CHOSEN)
+    assert close(found, run(rows, plain_loss, Divergence("forward_kl"), CHOSEN))
     assert torch.allclose(compared.losses, run(rows, plain_loss, Divergence("tv"))[1].losses, rtol=1e-6)
-    assert found[0].item() == pytest.approx(wanted[0].item(), rel=1e-6)
-    for ours, other in zip(found[2], wanted[2], strict=True):
-        assert torch.allclose(ours, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -173,7 +183,7 @@ def test_a_draft_that_is_the_target_is_accepted_throughout(kind: str) -> None:
     rows = case(kind)
     with torch.no_grad():
         products = rows.head.products(rows.hidden, rows.vocab)
-    rows.target, rows.at, rows.mass = TargetRows(products.log_softmax(-1), rows.vocab), None, None
+    rows.target, rows.at = TargetRows(products.log_softmax(-1), rows.vocab), torch.arange(ROWS)
     for name in LOSSES[:7]:
         compared = compare(rows, Divergence(name))
         assert torch.allclose(compared.alpha, torch.ones(ROWS), atol=1e-6)
@@ -197,7 +207,7 @@ def test_compiled_kernels_equal_the_plain_twin(kind: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(chunked, "FEWEST_ROWS", 7)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # it is compiled; PyTorch's own deprecations do not count
-        check(case(kind), "kl_tv", compiled=True)
+        assert all(close(*both) for both in results(case(kind), "kl_tv", compiled=True))
 
 
 class Largest(TorchDispatchMode):

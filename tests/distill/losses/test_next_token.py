@@ -7,20 +7,19 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.nn import functional
 
 from distill.lm_head import LMHead
 from distill.losses import chunked
 from distill.losses.chunked import next_token_hits, next_token_loss
 
 
-def case(rows: int, cap: float | None = None, dtype: Any = torch.float64) -> tuple[Tensor, LMHead, Tensor]:
+def case(rows: int, cap: float | None) -> tuple[Tensor, LMHead, Tensor]:
     generator = torch.Generator().manual_seed(rows)
-    linear = nn.Linear(6, 50, bias=cap is not None, dtype=dtype)
+    linear = nn.Linear(6, 50, bias=cap is not None, dtype=torch.float64)
     with torch.no_grad():
         for parameter in linear.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    hidden = torch.randn(rows, 6, generator=generator).to(dtype).requires_grad_()
+    hidden = torch.randn(rows, 6, generator=generator).double().requires_grad_()
     return hidden, LMHead.of(linear, 1.3, cap), torch.randint(50, (rows,), generator=generator)
 
 
@@ -48,18 +47,6 @@ def test_without_rows_the_loss_is_zero_and_connected_to_every_parameter() -> Non
     loss.backward()
     assert loss.item() == 0.0
     assert all(leaf.grad is not None for leaf in (hidden, *head.parameters()))
-
-
-def test_chunks_under_bfloat16_autocast_round_the_gradients_factors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden, head, labels = case(300, dtype=torch.float32)
-    exact = functional.cross_entropy(head(hidden), labels)
-    monkeypatch.setattr(chunked, "AUTOGRAD_CPU", 0)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = next_token_loss(hidden, head, labels)
-    assert loss.item() == pytest.approx(exact.item(), rel=1e-6)
-    gradient, rounded = (torch.autograd.grad(value, hidden)[0] for value in (exact, loss))
-    assert loss.dtype == rounded.dtype == torch.float32
-    assert 0 < (rounded - gradient).norm() < 0.01 * gradient.norm()
 
 
 def test_a_head_with_an_adapter_is_left_to_autograd(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:

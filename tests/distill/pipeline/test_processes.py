@@ -66,9 +66,6 @@ def test_from_python_several_devices_are_refused_with_what_starts_them(two_gpus:
         UserError, match=r"trainer.devices is auto .* 2 processes, and 1 were started: python -m distill"
     ):
         run_pipeline(settings)
-    settings.trainer.accelerator = "mps"
-    with pytest.raises(UserError, match=r"trainer.accelerator is 'mps', expected auto or cpu"):
-        run_pipeline(settings)
 
 
 def test_tasks_of_slurm_take_the_devices_of_their_number_on_the_machine(

@@ -1,5 +1,8 @@
 """A killed run, started again, ends with the weights of an uninterrupted one, bit by bit."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,8 +10,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_run import STAGES, begun, bench, killed, run_tiny, tiny_settings
 
-from distill.config import DraftSettings, Settings
-from distill.run import Run
+from distill.config import DraftSettings
 from distill.stages import run_stages
 
 Weights = dict[str, dict[str, torch.Tensor]]
@@ -19,14 +21,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     """The weights of the stages of a run that nothing disturbed."""
     run = run_tiny(tiny_settings(tmp_path_factory.mktemp("undisturbed")))[1]
     return {stage: load_file(run.path(stage) / "model.safetensors") for stage in STAGES}
-
-
-def finish_target(settings: Settings) -> tuple[Run, str]:
-    """Runs the target stage to its end and stops in the next one; returns the run and what was printed."""
-    run, text = bench(settings)
-    with killed("initial", 1):
-        run_stages(run)
-    return run, text.getvalue()
 
 
 def test_every_stage_continues_from_its_checkpoint(undisturbed: Weights, tmp_path: Path) -> None:
@@ -68,25 +62,19 @@ def test_what_chance_decides_goes_on_as_it_would_have(tmp_path: Path, accepted: 
     assert runs[0].draft_record("own").account == runs[1].draft_record("own").account
 
 
-def test_checkpoints_of_other_settings_are_not_continued(tmp_path: Path) -> None:
+def test_checkpoints_of_other_settings_or_of_a_finished_stage_are_not_continued(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path)
     with killed("target", 7):
         run_tiny(settings)
-    assert list((tmp_path / "tiny/work/checkpoints-target").glob("*.ckpt"))
+    left = tmp_path / "tiny/work/checkpoints-target"
+    assert list(left.glob("*.ckpt"))
     settings.seed = 1
     run, text = bench(settings)
     with killed("target", 2):
         run_stages(run)
     assert "continuing" not in text.getvalue()
-
-
-def test_checkpoints_that_a_kill_left_beside_a_finished_stage_are_cleared_away(tmp_path: Path) -> None:
-    settings = begun(tiny_settings(tmp_path))
-    run, _ = bench(settings)
-    left = run.work / "checkpoints-target"
-    left.mkdir()
-    (left / "last.ckpt").write_bytes(b"half")
-    assert run_stages(run, ("target",)) == []
+    begun(tiny_settings(tmp_path))  # whose checkpoints a kill has left
+    assert run_stages(bench(tiny_settings(tmp_path))[0], ("target",)) == []
     assert not left.exists()
 
 
@@ -96,6 +84,21 @@ def test_a_continued_run_of_summed_batches_validates_where_an_uninterrupted_one_
     for step in (7, 11):
         with killed("target", step):
             run_tiny(settings)
-    run, printed = finish_target(settings)
-    assert "continuing from step 10" in printed
+    run, text = bench(settings)
+    with killed("initial", 1):
+        run_stages(run)
+    assert "continuing from step 10" in text.getvalue()
     assert [row["step"] for row in run.record("target").history] == [0, 5, 10, 12]  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
+def test_a_run_killed_three_times_ends_bit_by_bit_as_an_undisturbed_one() -> None:
+    # in a process of its own: one that has used threads must not be forked
+    script = Path(__file__).parents[2] / "support" / "soak.py"
+    paths = os.pathsep.join([str(script.parents[2]), os.environ.get("PYTHONPATH", "")])
+    ended = subprocess.run(
+        [sys.executable, str(script), "--seed", "1", "--kills", "3", "--short"],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "sound: after 3 kills" in ended.stdout

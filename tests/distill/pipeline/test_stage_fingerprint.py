@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import STAGES, Change, draft, setting, tiny_settings
+from tiny_run import STAGES, altered, tiny_settings
 
 from decode.errors import read_json
 from distill import files, pipeline
@@ -17,44 +17,43 @@ from distill.run import Run, measurement_fingerprint, stage_fingerprints
 DISTILLED = STAGES[2:]
 
 
-def changed(settings: Settings, change: Change) -> list[str]:
+def changed(settings: Settings, **values: Any) -> list[str]:
     """Stages whose fingerprint differs after a change."""
     before = stage_fingerprints(settings)
-    change(settings)
-    after = stage_fingerprints(settings)
-    return [stage for stage in before if before[stage][0] != after[stage][0]]
+    after = stage_fingerprints(altered(settings, **values))
+    return [stage for stage in before if before[stage] != after[stage]]
 
 
 @pytest.mark.parametrize(
-    ("change", "wanted"),
+    ("key", "value", "wanted"),
     [
-        (draft(1, k=0.5), ["adaspec"]),
-        (draft(1, training={"lr": 1e-4}), ["adaspec"]),
-        (draft(0, divergence="tv"), DISTILLED),
-        (setting("training.lr", 1e-4), DISTILLED),
-        (setting("teacher.signal", "topk"), DISTILLED),
-        (setting("teacher.signal_k", 3), []),  # of hidden states
-        (setting("student.architecture.hidden_size", 8), STAGES[1:]),
-        (setting("target.dtype", "bfloat16"), DISTILLED),
-        (setting("target.training.steps", 9), STAGES),
-        (setting("seed", 5), STAGES),
-        (setting("trainer.precision", "bf16-mixed"), STAGES),
-        (setting("trainer.attention", "eager"), STAGES),  # signals too are computed by it
-        (setting("trainer.accumulate", 2), ["adaspec"]),  # each part of a step selects its own tokens
-        (setting("trainer.devices", 2), ["adaspec"]),
-        (setting("trainer.extra", {"log_every_n_steps": 1, "profiler": "simple"}), STAGES[4:]),
-        (setting("trainer.extra", {"gradient_clip_val": 0.5}), STAGES),
-        (setting("trainer.gradient_checkpointing", True), []),
-        (setting("data.test_examples", 3), []),
-        (setting("evaluation", False), []),
-        (setting("target.lora.rank", 3), []),  # not used by a target from scratch
-        (setting("teacher.responses.temperature", 0.5), []),  # the data has responses
+        ("1__k", 0.5, ["adaspec"]),
+        ("1__training", {"lr": 1e-4}, ["adaspec"]),
+        ("0__divergence", "tv", DISTILLED),
+        ("training__lr", 1e-4, DISTILLED),
+        ("teacher__signal", "topk", DISTILLED),
+        ("teacher__signal_k", 3, []),  # of hidden states
+        ("student__architecture__hidden_size", 8, STAGES[1:]),
+        ("target__dtype", "bfloat16", DISTILLED),
+        ("target__training__steps", 9, STAGES),
+        ("seed", 5, STAGES),
+        ("trainer__precision", "bf16-mixed", STAGES),
+        ("trainer__attention", "eager", STAGES),  # signals too are computed by it
+        ("trainer__accumulate", 2, ["adaspec"]),  # each part of a step selects its own tokens
+        ("trainer__devices", 2, ["adaspec"]),
+        ("trainer__extra", {"log_every_n_steps": 1, "profiler": "simple"}, STAGES[4:]),
+        ("trainer__extra", {"gradient_clip_val": 0.5}, STAGES),
+        ("trainer__gradient_checkpointing", True, []),
+        ("data__test_examples", 3, []),
+        ("evaluation", False, []),
+        ("target__lora__rank", 3, []),  # not used by a target from scratch
+        ("teacher__responses__temperature", 0.5, []),  # the data has responses
     ],
 )
 def test_a_changed_setting_makes_its_stage_and_the_later_ones_run_again(
-    tmp_path: Path, change: Change, wanted: list[str]
+    tmp_path: Path, key: str, value: Any, wanted: list[str]
 ) -> None:
-    assert changed(tiny_settings(tmp_path), change) == wanted
+    assert changed(tiny_settings(tmp_path), **{key: value}) == wanted
 
 
 def test_what_decides_written_responses_counts_and_where_they_are_written_does_not(tmp_path: Path) -> None:
@@ -63,31 +62,27 @@ def test_what_decides_written_responses_counts_and_where_they_are_written_does_n
     responses.source, responses.server.urls = "target", ["http://127.0.0.1:8000/v1"]
     for each in settings.drafts:
         each.on_policy = 0.5
-    assert changed(settings, setting("teacher.responses.server.urls", ["http://a:1/v1", "http://b:2/v1"])) == []
-    assert changed(settings, setting("teacher.responses.server.concurrency", 3)) == []
-    assert changed(settings, setting("teacher.responses.temperature", 0.5)) == DISTILLED
-    assert changed(settings, setting("teacher.responses.refresh_every", 7)) == DISTILLED
-    settings.target.kind, settings.target.model, settings.target.layerskip.enabled = "finetune", str(tmp_path), True
-    assert "target" in changed(
-        settings, setting("target.dtype", "bfloat16")
-    )  # in which it answers before it is trained
+    assert changed(settings, teacher__responses__server__urls=["http://a:1/v1", "http://b:2/v1"]) == []
+    assert changed(settings, teacher__responses__server__concurrency=3) == []
+    assert changed(settings, teacher__responses__temperature=0.5) == DISTILLED
+    assert changed(settings, teacher__responses__refresh_every=7) == DISTILLED
+    altered(settings, target__kind="finetune", target__model=str(tmp_path), target__layerskip__enabled=True)
+    assert "target" in changed(settings, target__dtype="bfloat16")  # in which it answers before it is trained
 
 
 def test_a_target_that_is_taken_as_it_is_stays_whatever_is_trained_for_it(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path)
-    settings.target.kind, settings.target.model = "as_is", str(tmp_path)
-    for change in (setting("trainer.validate_every", 7), setting("data.train_examples", 12)):
-        assert changed(settings, change) == STAGES[1:]
-    assert "target" in changed(settings, setting("data.chat_template", "{{ messages }}"))
+    settings = altered(tiny_settings(tmp_path), target__kind="as_is", target__model=str(tmp_path))
+    assert changed(settings, trainer__validate_every=7) == STAGES[1:]
+    assert changed(settings, data__train_examples=12) == STAGES[1:]
+    assert "target" in changed(settings, data__chat_template="{{ messages }}")
 
 
 def test_a_draft_depends_on_its_reference_only_where_that_selects(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path)
-    settings.drafts[1].k = 1.0
-    assert changed(settings, draft(0, divergence="tv")) == ["distillspec"]
+    settings = altered(tiny_settings(tmp_path), **{"1__k": 1.0})
+    assert changed(settings, **{"0__divergence": "tv"}) == ["distillspec"]
     settings.drafts.append(DraftSettings(name="again", reference="distillspec", k=1.0))
     keys = stage_fingerprints(settings)
-    assert keys["again"][0] == keys["adaspec"][0]  # a name is no input
+    assert keys["again"] == keys["adaspec"]  # a name is no input
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -101,11 +96,15 @@ def test_a_data_file_is_known_by_its_content_and_a_very_large_one_by_its_time(
         monkeypatch.setattr(files, "LARGE", 10)
     settings = tiny_settings(tmp_path)
     settings.data.source, settings.data.files = "gsm8k", {split: str(path) for split, path in paths.items()}
-    assert changed(settings, lambda _: os.utime(paths["train"], (1, 1))) == (STAGES if large else [])
-    measured = measurement_fingerprint(settings)
-    assert changed(settings, lambda _: paths["test"].write_text("{}")) == []  # it is only measured on
+    before, measured = stage_fingerprints(settings), measurement_fingerprint(settings)
+    os.utime(paths["train"], (1, 1))
+    assert (stage_fingerprints(settings) == before) is not large
+    before = stage_fingerprints(settings)
+    paths["test"].write_text("{}")  # it is only measured on
+    assert stage_fingerprints(settings) == before
     assert measurement_fingerprint(settings) != measured
-    assert changed(settings, lambda _: paths["train"].write_text("{}")) == STAGES
+    paths["train"].write_text("{}")
+    assert all(key != before[stage] for stage, key in stage_fingerprints(settings).items())
 
 
 def test_the_signal_that_the_disk_has_room_for_is_chosen_before_fingerprints_and_noted(
@@ -116,9 +115,9 @@ def test_the_signal_that_the_disk_has_room_for_is_chosen_before_fingerprints_and
     kinds = {}
     for name, free in {"much": 10**9, "little": 10**5, "none": 0}.items():
         settings.name = name
-        monkeypatch.setattr(pipeline.shutil, "disk_usage", lambda _, free=free: usage(free))
+        monkeypatch.setattr("shutil.disk_usage", lambda _, free=free: usage(free))
         prepared = pipeline.prepare_settings(settings)
-        kinds[name] = prepared.teacher.signal, stage_fingerprints(prepared)["distillspec"][0]
+        kinds[name] = prepared.teacher.signal, stage_fingerprints(prepared)["distillspec"]
     assert [kind for kind, _ in kinds.values()] == ["hidden", "topk", "online"]
     assert len({key for _, key in kinds.values()}) == 3
     assert settings.teacher.signal == "auto"

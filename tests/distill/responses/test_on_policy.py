@@ -79,11 +79,9 @@ def test_what_a_checkpoint_holds_gives_the_same_texts_from_other_weights(tiny: T
 
 def test_mixing_is_by_sample_in_the_share_asked_for(tiny: Tiny) -> None:
     rows = some_rows(10, prompt=2)
-    written_texts = policy(tiny("llama"), rows, 0.3, refresh_every=200, max_new_tokens=1)
-    written_texts.steps = 200
-    counts = [
-        sum(made is not rows for made, _ in written_texts(step, picks(written_texts, step))) for step in range(200)
-    ]
+    texts = policy(tiny("llama"), rows, 0.3, refresh_every=200, max_new_tokens=1)
+    texts.steps = 200
+    counts = [sum(made is not rows for made, _ in texts(step, picks(texts, step))) for step in range(200)]
     assert {0, 1, 2, 3} <= set(counts)  # within a step, some and some
     assert sum(counts) / 800 == pytest.approx(0.3, abs=0.05)
 

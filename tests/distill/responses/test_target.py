@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,8 @@ JOBS = [Job(i, [40 + i, 7], 8) for i in range(12)]
 
 
 def test_nothing_after_the_first_end_token_is_learned_whichever_of_several_it_is() -> None:
-    assert until_end([4, 5, 1, 6, 1], {1}) == [4, 5, 1, IGNORE, IGNORE]
-    assert until_end([4, 3, 5, 1], {1, 3}) == [4, 3, IGNORE, IGNORE]
+    assert until_end([4, 5, 1, 6, 1], {1}) == [4, 5, 1]
+    assert until_end([4, 3, 5, 1], {1, 3}) == [4, 3]
     assert until_end([4, 5], {1}) == [4, 5]  # cut by the budget: no end is learned
 
 
@@ -117,17 +116,15 @@ def test_several_processes_write_what_a_single_one_does_each_its_share(
 
 # -- every turn of a chat ---------------------------------------------------------------------------------------------
 
-TEMPLATES = {
-    "history as it was": "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ '</s>' if m.role == 'assistant' }}"
-    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
-    "history rewritten": "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ '</s>' if m.role == 'assistant' }}"
-    "{% endfor %}{% if add_generation_prompt %}<assistant>=>{% endif %}",
-}
+LEADS = {"as it was": "", "rewritten": "=>"}  # what the prompt of an answer ends with, which history leaves out
 
 
-def chatting(folder: Path, tiny: Tiny, template: str, turns: list[dict[str, Any]]) -> Settings:
+def chatting(folder: Path, tiny: Tiny, history: str, turns: list[dict[str, Any]]) -> Settings:
     tokenizer, model = with_start(adds=False), folder / "model"
-    tokenizer.chat_template = TEMPLATES[template]
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ '</s>' if m.role == 'assistant' }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>" + LEADS[history] + "{% endif %}"
+    )
     tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=256, eos_token_id=0).save_pretrained(model)
     tokenizer.save_pretrained(model)
     rows = [{"messages": [{"role": "user", "content": f"Hi{n}"}, *turns]} for n in range(12)]
@@ -143,13 +140,13 @@ def chatting(folder: Path, tiny: Tiny, template: str, turns: list[dict[str, Any]
     return settings
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("history", LEADS)
 def test_every_turn_of_a_chat_is_answered_behind_what_the_target_said_before(
-    tmp_path: Path, tiny: Tiny, template: str
+    tmp_path: Path, tiny: Tiny, history: str
 ) -> None:
     said = {"role": "assistant", "content": "theirs"}
     turns = [said, {"role": "user", "content": "and?"}, said, {"role": "user", "content": "then?"}, said]
-    run, _ = bench(chatting(tmp_path, tiny, template, turns))
+    run, _ = bench(chatting(tmp_path, tiny, history, turns))
     run_stages(run, only=("target",))
     train, _, _ = answered_texts(run)
     texts = [run.tokenizer.decode(row["input_ids"]) for row in train]
@@ -157,7 +154,7 @@ def test_every_turn_of_a_chat_is_answered_behind_what_the_target_said_before(
     lines = (run.work / "responses/train.jsonl").read_text().splitlines()
     written = {line["example"]: line["ids"] for line in map(json.loads, lines)}
     assert len(written) == 3 * 12
-    assert len(train) == (12 if template == "history as it was" else 36)
+    assert len(train) == (12 if history == "as it was" else 36)
     labels = [token for row in train for token in row["labels"] if token != IGNORE]
     assert sorted(labels) == sorted(token for ids in written.values() for token in ids)
     third = [text for text in texts if "then?" in text]
@@ -172,12 +169,12 @@ def test_every_turn_of_a_chat_is_answered_behind_what_the_target_said_before(
 
 def test_chats_that_lose_turns_are_counted_with_the_reason(tmp_path: Path, tiny: Tiny) -> None:
     call = {"type": "function", "function": {"name": "sky", "arguments": {}}}
-    turns: list[dict[str, Any]] = [
-        {"role": "assistant", "content": "sky", "tool_calls": [call]},
-        {"role": "tool", "content": "rain"},
-        {"role": "assistant", "content": "It rains"},
-    ]
-    run, printed = bench(chatting(tmp_path, tiny, "history as it was", turns))
+    said = {"role": "assistant", "content": "sky"}
+    run, printed = bench(
+        chatting(
+            tmp_path, tiny, "as it was", [said | {"tool_calls": [call]}, {"role": "tool", "content": "rain"}, said]
+        )
+    )
     run_stages(run, only=("target",))
     assert len(answered_texts(run)[0]) == 12
     assert "12 chats lose their later turns, because a tool's result belongs to another call" in printed.getvalue()
@@ -243,34 +240,24 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.005)
 
 
-def asked(*several: Played, **server: Any) -> dict[int, list[int]]:
-    where = ServerSettings(urls=[played.url for played in several], **server)
-    settings = ResponseSettings(source="target", temperature=0.7, top_p=0.9, server=where)
-    return dict(answered_by_servers(settings, 5, [1, 2], 2)(JOBS))
-
-
 def test_servers_share_the_prompts_as_ids_with_many_requests_in_flight() -> None:
     together = threading.Barrier(6)
 
     def slow(body: dict[str, Any], number: int) -> Reply:
         together.wait(20)  # answers nothing before six requests are there
-        return good(body, number)
+        return good(body, number, "stop")
 
     with serving(slow) as first, serving(slow) as second:
-        texts = asked(first, second, concurrency=3)
-    assert texts == {i: [7, 7, 7] for i in range(12)}
+        where = ServerSettings(urls=[first.url, second.url], concurrency=3)
+        settings = ResponseSettings(source="target", temperature=0.7, top_p=0.9, server=where)
+        texts = dict(answered_by_servers(settings, 5, [1, 2], 2)(JOBS))
+    assert texts == {i: [7, 7, 7, 2] for i in range(12)}  # an end that a server leaves out is put back
     bodies = [*first.bodies, *second.bodies]
     assert (len(first.bodies), len(second.bodies)) == (6, 6)
     assert sorted(body["prompt"] for body in bodies) == [job.ids for job in JOBS]
-    assert {(b["path"], b["temperature"], b["top_p"], b["max_tokens"]) for b in bodies} == {
-        ("/v1/completions", 0.7, 0.9, 8)
-    }
+    sampling = {(b["path"], b["temperature"], b["top_p"], b["max_tokens"]) for b in bodies}
+    assert sampling == {("/v1/completions", 0.7, 0.9, 8)}
     assert len({body["seed"] for body in bodies}) == 12
-
-
-def test_an_end_that_a_server_leaves_out_is_put_back() -> None:
-    with serving(partial(good, reason="stop")) as played:
-        assert asked(played)[0] == [7, 7, 7, 2]
 
 
 def test_servers_that_are_not_there_or_return_text_alone_are_refused_before_the_first_stage() -> None:
@@ -289,12 +276,16 @@ def test_servers_that_are_not_there_or_return_text_alone_are_refused_before_the_
 def test_a_run_goes_on_with_the_responses_that_a_server_had_given_and_stops_where_most_are_empty(
     tmp_path: Path,
 ) -> None:
-    def dying(body: dict[str, Any], number: int) -> Reply:
-        return (503, {}) if number == 1 else good(body, number) if number <= 8 else (500, {})
-
     settings = answering(tmp_path, max_new_tokens=8)
     server = settings.teacher.responses.server
     server.concurrency = 1
+
+    def dying(body: dict[str, Any], number: int) -> Reply:
+        return (503, {}) if number == 1 else good(body, number) if number <= 8 else (500, {})
+
+    def empty(body: dict[str, Any], number: int) -> Reply:
+        return 200, {"choices": [{"text": "", "token_ids": [], "finish_reason": "stop"}]}
+
     with serving(dying) as played:
         server.urls = [played.url]
         with pytest.raises(UserError, match=r"failed: InternalServerError: .*What is finished is kept"):
@@ -302,13 +293,10 @@ def test_a_run_goes_on_with_the_responses_that_a_server_had_given_and_stops_wher
     assert len((tmp_path / "tiny/work/responses/train.jsonl").read_text().splitlines()) == 7
     with serving(good) as played:
         server.urls = [played.url]
-        printed = run_tiny(settings)[2]
-    assert "train: 20, 13 of them written now" in printed
+        assert "train: 20, 13 of them written now" in run_tiny(settings)[2]
     assert len(played.bodies) == 13 + 8
     settings.name = "other"
-    with serving(
-        lambda body, number: (200, {"choices": [{"text": "", "token_ids": [], "finish_reason": "stop"}]})
-    ) as played:
+    with serving(empty) as played:
         server.urls = [played.url]
         with pytest.raises(UserError, match="20 of 20 are empty"):
             run_tiny(begun(settings))

@@ -39,7 +39,7 @@ def alone(model: PreTrainedModel, examples: Examples) -> Tensor:
 
 
 def keep(signal: Signal, model: PreTrainedModel, examples: Examples, folder: Path | None = None, key: str = "") -> None:
-    keep_columns(examples, lambda batch: signal.kept(model, batch), signal.columns, folder, "target-train", key)
+    keep_columns(examples, lambda batch: signal.kept(model, batch), signal.columns, None, folder, "target-train", key)
 
 
 def column(examples: Examples, name: str) -> np.ndarray:
@@ -54,19 +54,19 @@ def test_the_target_s_distributions_are_those_of_every_example_alone(tiny: Tiny,
     if kind != "online":
         keep(signal, model, examples)
     batch = everything(examples)
-    rows = signal.rows(batch)
+    target, features = signal.rows(batch)
     wanted = alone(model, examples)[:, :vocab].log_softmax(-1)
     if kind == "topk":  # of hidden states the draft's ids are cut off where both are compared
-        assert rows.target.vocab == vocab
-    log_p = rows.target.values if kind == "topk" else rows.target.log_probs(vocab)
+        assert target.vocab == vocab
+    log_p = target.values if kind == "topk" else target.log_probs(vocab)
     assert log_p is not None
-    if rows.target.ids is not None:
-        log_p = torch.zeros_like(wanted).scatter(1, rows.target.ids.long(), log_p)
+    if target.ids is not None:
+        log_p = torch.zeros_like(wanted).scatter(1, target.ids.long(), log_p)
     assert torch.allclose(log_p, wanted, atol=1e-4)
     following = batch["labels"].roll(-1, 1)[label_mask(batch["labels"])]
-    assert rows.target.labels is not None
-    assert torch.equal(rows.target.labels, following.where(following < rows.target.vocab, -1))
-    assert rows.features is rows.mass is rows.learnable is None
+    assert target.labels is not None
+    assert torch.equal(target.labels, following.where(following < target.vocab, -1))
+    assert features is target.mass is target.learnable is None
 
 
 def test_kept_states_take_the_bytes_that_are_announced_and_bfloat16_keeps_a_model_s_own(tiny: Tiny) -> None:
@@ -76,7 +76,7 @@ def test_kept_states_take_the_bytes_that_are_announced_and_bfloat16_keeps_a_mode
         signal = Signal(model, "hidden", bfloat16=narrow)
         keep(signal, model, examples)
         assert size_of(examples, signal.columns) == column(examples, HIDDEN).nbytes
-        target = signal.rows(everything(examples)).target
+        target = signal.rows(everything(examples))[0]
         made.append(target.log_probs(48))
     assert torch.equal(*made)
 
@@ -85,7 +85,7 @@ def test_the_top_ids_are_exact_and_all_others_one_outcome(tiny: Tiny) -> None:
     model, examples = tiny("llama", seed=2), some_rows(4)
     signal = Signal(model, "topk", vocab=40, k=5)
     keep(signal, model, examples)
-    rows = signal.rows(everything(examples)).target
+    rows = signal.rows(everything(examples))[0]
     logits = torch.randn(examples.label_count, 40, generator=torch.Generator().manual_seed(0))
     log_q, exact = logits.log_softmax(-1), alone(model, examples)[:, :40].log_softmax(-1)
     top = exact.topk(5)
@@ -135,59 +135,55 @@ def test_a_sound_file_is_used_and_one_that_does_not_fit_is_made_again(tiny: Tiny
     def made(key: str, count: int = 5) -> int:
         calls.clear()
         examples = some_rows(count)
-        keep_columns(examples, computed, signal.columns, tmp_path, "target-train", key)
+        keep_columns(examples, computed, signal.columns, None, tmp_path, "target-train", key)
         wanted = LMHead(model)(torch.from_numpy(column(examples, HIDDEN).copy())).detach()
         assert torch.allclose(wanted, alone(model, examples), atol=1e-4)
         assert len(list(tmp_path.iterdir())) == 1
         return sum(calls)
 
-    assert made("a") == 5
-    assert made("a") == 0
+    assert (made("a"), made("a")) == (5, 0)
     assert made("b") == 5  # of other inputs: the old file goes
+    (five,) = (path.read_bytes() for path in tmp_path.iterdir())
     assert made("b", 4) == 4
     (path,) = tmp_path.iterdir()
+    path.write_bytes(five)  # a whole file with another number of rows
+    assert made("b", 4) == 4
     for length in (path.stat().st_size - 40, 17, 0):
-        with path.open("rb+") as file:
-            file.truncate(length)
+        path.write_bytes(path.read_bytes()[:length])
         assert made("b", 4) == 4, length
     assert made("b", 4) == 0
 
 
-def test_a_kill_while_it_is_made_leaves_nothing_that_would_be_used(tiny: Tiny, tmp_path: Path) -> None:
-    model, signal = tiny("llama"), Signal(tiny("llama"), "hidden")
+def test_a_kill_or_a_disk_without_room_leaves_nothing_that_would_be_used(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, signal, examples = tiny("llama"), Signal(tiny("llama"), "hidden"), some_rows(40)
 
     def killed(batch: dict[str, Any]) -> dict[str, Tensor]:
         if len(list(tmp_path.iterdir())) > 0:
             raise KeyboardInterrupt
         return signal.kept(model, batch)
 
-    examples = some_rows(40)
     with pytest.raises(KeyboardInterrupt):
-        keep_columns(examples, killed, signal.columns, tmp_path, "target-train", "a")
+        keep_columns(examples, killed, signal.columns, None, tmp_path, "target-train", "a")
     assert not list(tmp_path.glob("*.arrow"))
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage)
+        with pytest.raises(UserError, match=r"target-train needs .* GB and 0.00 GB are free in"):
+            keep(signal, model, examples, tmp_path, "a")
     keep(signal, model, examples, tmp_path, "a")
     assert [path.suffix for path in tmp_path.iterdir()] == [".arrow"]
 
 
-def test_a_disk_without_room_is_noticed_before_it_starts(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(UserError, match=r"target-train needs .* GB and 0.00 GB are free in .* topk or online"):
-        keep(Signal(tiny("llama"), "hidden"), tiny("llama"), some_rows(), tmp_path)
-
-
 def test_states_that_are_not_finite_are_refused_with_their_examples(tiny: Tiny, tmp_path: Path) -> None:
     signal = Signal(tiny("llama"), "hidden")
+
+    def infinite(batch: dict[str, Any]) -> dict[str, Tensor]:
+        return {HIDDEN: torch.full((int(label_mask(batch["labels"]).sum()), 32), torch.inf)}
+
     with pytest.raises(UserError, match=r"target_hidden is not finite in a batch of examples \[0, 1, 2, 3, 4, 5\]"):
-        keep_columns(
-            some_rows(6),
-            lambda batch: {HIDDEN: torch.full((int(label_mask(batch["labels"]).sum()), 32), torch.inf)},
-            signal.columns,
-            tmp_path,
-            "target-train",
-        )
+        keep_columns(some_rows(6), infinite, signal.columns, None, tmp_path, "target-train")
     assert not list(tmp_path.glob("*.arrow"))
 
 
@@ -210,8 +206,8 @@ def test_files_of_several_processes_hold_what_one_file_does(
             continue
         keep(signal, model, parts, tmp_path)
         values = [column(examples, name) for examples in (parts, whole)]
-        assert values[0].dtype == values[1].dtype
-        assert np.allclose(*(array.view(np.float32) for array in values), atol=1e-5, equal_nan=True)
-        batches = [examples.batch(np.array([3, 0, 36]))[name] for examples in (parts, whole)]
-        assert np.allclose(*(batch.numpy().view(np.float32) for batch in batches), atol=1e-5, equal_nan=True)
+        batches = [examples.batch(np.array([3, 0, 36]))[name].numpy() for examples in (parts, whole)]
+        for ours, wanted in (values, batches):
+            assert ours.dtype == wanted.dtype
+            assert np.allclose(ours.view(np.float32), wanted.view(np.float32), atol=1e-5, equal_nan=True)
     assert len(list(tmp_path.glob("*.arrow"))) == 2

@@ -43,7 +43,7 @@ class Seen(Callback):
 
 
 class Before(Callback):
-    """Does something before a step."""
+    """Does something to the module before a step."""
 
     def __init__(self, step: int, act: Callable[[Any], object]) -> None:
         self.step, self.act = step, act
@@ -60,7 +60,6 @@ def fitted(
     examples = some_rows()
     batches = TrainingBatches(examples, Schedule(examples.lengths, size), module.steps)
     chosen = TrainerSettings(**{"accelerator": "cpu", "validate_every": 3} | settings)
-    chosen.validate()
     return fit(
         module, DistillDataModule(batches, some_rows(4)), chosen, folder / "work", name="x",
         console=Console(quiet=True), callbacks=callbacks, logger=logger,
@@ -74,9 +73,8 @@ def next_tokens(tiny: Tiny, steps: int = 9) -> CausalLMModule:
 def test_metrics_reach_callbacks_and_loggers_and_further_arguments_the_trainer(tiny: Tiny, tmp_path: Path) -> None:
     seen = Seen()
     logger = CSVLogger(tmp_path / "csv")
-    history = fitted(
-        next_tokens(tiny), tmp_path, seen, logger=logger, extra={"log_every_n_steps": 2, "limit_val_batches": 1}
-    )
+    extra = {"log_every_n_steps": 2, "limit_val_batches": 1}
+    history = fitted(next_tokens(tiny), tmp_path, seen, logger=logger, extra=extra)
     assert [row["step"] for row in history] == [0, 3, 6, 9]
     for metrics, row in zip(seen.metrics, history, strict=True):
         assert metrics["validation_loss"] == pytest.approx(row["loss"])
@@ -102,31 +100,22 @@ def test_the_best_validation_s_weights_are_kept_and_two_checkpoints(tiny: Tiny, 
     assert history[-1]["loss"] > 2 * min(row["loss"] for row in history)
     weights = module.model.state_dict()
     assert all(torch.equal(weights[name], value) for name, value in seen.weights[int(best)].items())
-    assert sorted(path.name for path in (tmp_path / "work").glob("*.ckpt")) == [
-        f"best-step={best}.ckpt",
-        "last-step=9.ckpt",
-    ]
+    kept = {path.name for path in (tmp_path / "work").glob("*.ckpt")}
+    assert kept == {f"best-step={best}.ckpt", "last-step=9.ckpt"}
     saved = torch.load(tmp_path / "work" / "last-step=9.ckpt", weights_only=False)["state_dict"]
     assert saved.keys() == {f"model.{name}" for name in weights if name != "model.embed_tokens.weight"}
 
 
 def test_a_target_that_is_run_every_step_is_on_the_device_before_the_first_validation(
-    tiny: Tiny, tmp_path: Path
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    events: list[str] = []
-
-    class Watched(Signal):
-        def to(self, device: torch.device) -> None:
-            events.append(f"moved to {device}")
-            super().to(device)
-
-        def rows(self, batch: Any) -> Any:
-            events.append("used")
-            return super().rows(batch)
-
+    events = list[str]()
+    for name in ("to", "rows"):
+        usual = getattr(Signal, name)
+        monkeypatch.setattr(Signal, name, lambda *a, name=name, usual=usual: events.append(name) or usual(*a))
     draft = LanguageModelDraft(copy.deepcopy(tiny("llama")).requires_grad_(True), 5)
-    fitted(DistillModule(draft, Watched(tiny("llama", seed=4)), TRAINING, 1), tmp_path)
-    assert events[:2] == ["moved to cpu", "used"]
+    fitted(DistillModule(draft, Signal(tiny("llama", seed=4)), TRAINING, 1), tmp_path)
+    assert events[:2] == ["to", "rows"]
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
@@ -135,19 +124,13 @@ def test_a_draft_equal_to_its_reference_has_no_loss_difference(tiny: Tiny, tmp_p
     model.set_attn_implementation("eager")  # SDPA in bfloat16 depends on the padding on some CPUs
     signal, deltas = Signal(tiny("llama", seed=4)), list[Tensor]()
     keep_reference(LanguageModelDraft(model, 5), signal, examples, Divergence(), precision)
-    module = DistillModule(
-        LanguageModelDraft(model.train(), 5), signal, TRAINING, 1, settings=DraftSettings(name="x", reference="y")
-    )
+    settings = DraftSettings(name="x", reference="y")
+    module = DistillModule(LanguageModelDraft(model.train(), 5), signal, TRAINING, 1, settings=settings)
     choose = module.choose
-
-    def noting(rows: Any, compared: Any) -> Tensor:
-        deltas.append(compared.losses - rows.reference)
-        return choose(rows, compared)
-
-    module.choose = noting  # type: ignore[method-assign]
+    module.choose = lambda rows, compared: deltas.append(compared.losses - rows.reference) or choose(rows, compared)  # type: ignore[method-assign,func-returns-value]
     batches = TrainingBatches(examples, Schedule(examples.lengths, 5), 1)
-    settings = TrainerSettings(accelerator="cpu", precision=precision, attention="eager")
-    fit(module, DistillDataModule(batches, some_rows(2)), settings, tmp_path, name="x", console=Console(quiet=True))
+    trainer = TrainerSettings(accelerator="cpu", precision=precision, attention="eager")
+    fit(module, DistillDataModule(batches, some_rows(2)), trainer, tmp_path, name="x", console=Console(quiet=True))
     largest = max(abs(examples.columns["reference_loss"][number]).max() for number in range(6))
     assert deltas[0].abs().max() <= 1e-6 * largest
 
@@ -168,10 +151,9 @@ def poison(module: Any) -> None:
 def test_a_step_between_logged_ones_is_named_with_its_examples_and_the_segment_leaves_no_checkpoint(
     tiny: Tiny, tmp_path: Path
 ) -> None:
-    examples = ", ".join(str(i) for i in sorted(Schedule(some_rows().lengths, 2).batch(4).tolist()))
-    with pytest.raises(
-        UserError, match=rf"NaN or infinite at step 4 \(training examples {examples}\), .*: lower the learn"
-    ):
+    examples = ", ".join(map(str, sorted(Schedule(some_rows().lengths, 2).batch(4).tolist())))
+    words = rf"NaN or infinite at step 4 \(training examples {examples}\), .*: lower the learn"
+    with pytest.raises(UserError, match=words):
         fitted(next_tokens(tiny), tmp_path, Before(4, poison), size=2, extra={"log_every_n_steps": 100})
     assert {path.name.split("=")[1] for path in (tmp_path / "work").glob("*.ckpt")} <= {"0.ckpt", "3.ckpt"}
 

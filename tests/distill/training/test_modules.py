@@ -1,15 +1,15 @@
 """The two Lightning modules: what a step computes, how parts of it add up, what validation counts, on tiny models."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning as L
 import numpy as np
 import pytest
 import torch
-from drafts import draft_of
 from families import build_tiny, in_double
+from heads import draft_of
 from plain_losses import plain_loss
 from some_rows import TRAINING, add_column, attached, everything, some_rows
 from torch import Tensor, nn
@@ -41,6 +41,13 @@ def loss_and_gradients(module: L.LightningModule, *batches: dict[str, Any]) -> t
     return sum(loss.item() for loss in losses), [p.grad.clone() for p in module.parameters() if p.grad is not None]
 
 
+def close(found: Sequence[Any], wanted: Sequence[Any], gap: float) -> bool:
+    """Whether gradients differ by no more than a share of the largest one, and those that are missing are the same."""
+    largest = max(float(other.abs().max()) for other in wanted if other is not None)
+    pairs = zip(found, wanted, strict=True)
+    return all(a is b is None or (a - b).abs().max() <= gap * largest for a, b in pairs)
+
+
 def distilling(draft: PreTrainedModel, target: PreTrainedModel | Signal, **settings: Any) -> DistillModule:
     signal = target if isinstance(target, Signal) else Signal(target)
     chosen = DraftSettings(name="x", **settings)
@@ -69,8 +76,7 @@ def test_the_head_on_label_rows_gives_the_models_own_logits_and_gradients(family
     single = [model(ids[None, :n]).logits[0][at[:n]] for ids, n, at in zip(batch["input_ids"], lengths, mask)]
     wanted = torch.cat(single)
     assert torch.allclose(logits, wanted, atol=1e-5)
-    for ours, other in zip(gradients(logits), gradients(wanted), strict=True):
-        assert ours is other is None or torch.allclose(ours, other, atol=1e-5 * max(1.0, float(other.abs().max())))
+    assert close(gradients(logits), gradients(wanted), 1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "opt", "phi"])
@@ -90,8 +96,7 @@ def test_gradient_checkpointing_computes_every_layer_again_and_the_gradients_sta
     loss, gradients = computed()
     assert len(calls) == 2
     assert loss == pytest.approx(wanted_loss, rel=1e-9)
-    for ours, other in zip(gradients, wanted, strict=True):
-        assert torch.allclose(ours, other, atol=1e-9 * max(1.0, float(other.abs().max())))
+    assert close(gradients, wanted, 1e-9)
 
 
 def test_next_token_loss_is_the_models_own_and_distillspec_the_mean_divergence_also_with_k_one(tiny: Tiny) -> None:
@@ -101,8 +106,7 @@ def test_next_token_loss_is_the_models_own_and_distillspec_the_mean_divergence_a
     loss, gradients = loss_and_gradients(distilling(draft, target), batch)
     wanted = differences(draft, target, batch).mean()
     assert loss == pytest.approx(wanted.item(), rel=1e-5)
-    for ours, other in zip(gradients, torch.autograd.grad(wanted, list(draft.parameters())), strict=True):
-        assert (ours - other).abs().max() <= 1e-5 * other.abs().max()
+    assert close(gradients, torch.autograd.grad(wanted, list(draft.parameters())), 1e-5)
     batch["reference_loss"] = torch.rand(int(label_mask(batch["labels"]).sum()), 1)
     again, chosen = loss_and_gradients(distilling(draft, target, reference="y", k=1.0), batch)
     assert again == loss
@@ -124,12 +128,11 @@ def test_a_step_takes_loss_and_gradient_of_the_chosen_rows_alone(tiny: Tiny, kin
     loss, rows, _ = module(batch, training=True)
     measured, chosen = compare(rows, Divergence("tv")), torch.arange(len(rows))
     if k < 1:
-        step = torch.zeros(len(rows), dtype=torch.long) if rows.step is None else rows.step
-        assert torch.equal(rows.reference, batch["reference_loss"].flatten() if rows.at is None else
-                           batch["reference_loss"][rows.at, step])  # fmt: skip
+        step, learnable = rows.step, rows.target.learnable
+        assert torch.equal(rows.reference, batch["reference_loss"][rows.at, step])
         delta = measured.losses - rows.reference
         delta = by_reach(delta, measured.alpha, step) if kind == "dspark" else delta
-        delta = delta if rows.learnable is None else delta.where(rows.learnable > 0, -torch.inf)
+        delta = delta if learnable is None else delta.where(learnable[rows.at] > 0, -torch.inf)
         groups = [step == n for n in range(3)] if kind.startswith("eagle") else [torch.ones_like(delta).bool()]
         best = [group.nonzero()[:, 0][delta[group].argsort(descending=True)] for group in groups]
         most = share(k, rows.count) if kind == "dspark" else None
@@ -144,9 +147,7 @@ def test_a_step_takes_loss_and_gradient_of_the_chosen_rows_alone(tiny: Tiny, kin
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
     weights = [weight for weight in module.parameters() if weight.requires_grad]
     ours, plain = (torch.autograd.grad(x, weights, retain_graph=True, allow_unused=True) for x in (loss, wanted))
-    largest = max(float(other.abs().max()) for other in plain if other is not None)
-    for one, other in zip(ours, plain, strict=True):
-        assert one is other is None or (one - other).abs().max() <= 1e-6 * largest
+    assert close(ours, plain, 1e-6)
 
 
 def test_the_loss_switches_after_the_share_of_forward_kl_and_the_ranking_does_not(tiny: Tiny) -> None:
@@ -182,8 +183,7 @@ def test_the_parts_gradients_average_to_the_whole_step_s(world: int, micros: int
     assert sum(batch["weight"] for batch in parts) == pytest.approx(world * micros)
     loss, gradients = loss_and_gradients(module, *parts)
     assert loss == pytest.approx(whole[0], rel=1e-9)
-    for ours, other in zip(gradients, whole[1], strict=True):
-        assert torch.allclose(ours, other, atol=1e-9)
+    assert close(gradients, whole[1], 1e-9)
 
 
 # -- validation -------------------------------------------------------------------------------------------------------

@@ -1,57 +1,71 @@
-"""EAGLE-1, EAGLE-3 and next-token layers in training: rows and their plain twin, losses, selections, how heads begin."""
+"""Heads in training: rows and their plain twins, losses, selections, confidence, how heads begin."""
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from drafts import draft_of
-from families import in_double
-from mtp_targets import NEEDED, with_layers
+from families import NEEDED, build_architecture, in_double, with_layers
+from heads import draft_of, plain_block
 from plain_logits import head_logits
 from some_rows import TRAINING, attached, everything, from_lists, some_rows
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from decode.errors import UserError
 from decode.models.heads import FeatureHead, head_config
 from decode.models.mtp import load_mtp
 from distill.config import DraftSettings, StudentSettings
 from distill.data.dataset import label_mask
+from distill.drafts import block
+from distill.drafts.block import anchors_of, calibration_error, decay, temperatures
 from distill.drafts.eagle import FeatureDraft
 from distill.drafts.reference import keep_reference
-from distill.drafts.start import frequent, start_from_target
+from distill.drafts.start import check_states, frequent, start_from_target
 from distill.losses.chunked import Rows, compare
 from distill.losses.divergences import Divergence
 from distill.modules import DistillModule
 from distill.signal.disk import keep_columns
 from distill.signal.target import Signal
 
-KINDS = ["eagle", "eagle3", pytest.param("mtp", marks=NEEDED), pytest.param("mtp of two layers", marks=NEEDED)]
-Made = tuple[PreTrainedModel, FeatureDraft, Signal]
+MTP = [pytest.param("mtp", marks=NEEDED), pytest.param("mtp of two layers", marks=NEEDED)]
+UNROLLED = ["eagle", "eagle3", *MTP]
+Made = tuple[PreTrainedModel, Any, Signal]
 
 
 @pytest.fixture
 def make(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes a head of a kind, of half of the ids where it has an output head of its own, on a target in float64."""
+    """Makes a draft of a kind on a target in float64; an output head of its own and blocks have half of the ids."""
 
-    def made(kind: str, steps: int = 3, *, target: PreTrainedModel | None = None) -> Made:
-        settings: Any = StudentSettings(kind=kind.split()[0], unroll=steps)  # type: ignore[arg-type]
-        if kind.startswith("mtp"):
-            layers = 2 if "two" in kind else 1
-            opened = with_layers(tmp_path, monkeypatch, "DeepSeek-V3" if layers > 1 else "Mellum", layers)
-            head: Any = load_mtp(opened)
-        else:
+    def made(kind: str, steps: int = 3, *, target: PreTrainedModel | None = None, **shape: Any) -> Made:
+        if not kind.startswith("mtp"):
             opened = target or in_double(tiny("llama", num_hidden_layers=4, dtype=torch.float64))
-            return opened, *draft_of(kind, opened, steps)
+            return opened, *draft_of(kind, opened, steps, **shape)
+        settings: Any = StudentSettings(kind="mtp", unroll=steps)
+        layers = 2 if "two" in kind else 1
+        opened = with_layers(tmp_path, monkeypatch, "DeepSeek-V3" if layers > 1 else "Mellum", layers)
+        head: Any = load_mtp(opened)
         return opened, FeatureDraft(head.train(), settings, 5, settings.decay), Signal(opened, reader=head)
 
     return made
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def texts() -> Any:
+    """With labels that a prompt interrupts, and a text without one."""
+    ids = [[3, 4, 5, 6, 7, 2, 9, 8], [2, 9, 5, 1], [4, 4, 3], [7, 1, 11, 0, 5, 10]]
+    labels = [[-100, *ids[0][1:5], -100, 9, 8], [-100, -100, 5, 1], [-100] * 3, [-100, -100, *ids[3][2:]]]
+    return from_lists(ids, labels)
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", UNROLLED)
 def test_rows_are_what_the_head_drafts_when_each_step_is_read_after_the_other(make: Any, kind: str) -> None:
     """Of each text alone, with the target's true features: states, the target's distribution, and what both give."""
     target, draft, signal = make(kind)
@@ -59,14 +73,11 @@ def test_rows_are_what_the_head_drafts_when_each_step_is_read_after_the_other(ma
     batch = everything(examples)
     rows, mask = draft.rows(batch, signal), label_mask(batch["labels"])
     assert rows.count == int(mask.sum())
-    if kind == "eagle":
-        assert rows.weight is not None
-        rows.weight = rows.weight / 0.1
-    close = {"rtol": 1e-6, "atol": 1e-8} if rows.hidden.dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
+    rows.weight = rows.weight / (0.1 if kind == "eagle" else 1.0)
+    exact = rows.hidden.dtype == torch.float64
+    close = {"rtol": 1e-6, "atol": 1e-8} if exact else {"rtol": 1e-4, "atol": 1e-5}
     measured, starts = compare(rows, Divergence()), (mask.sum(1).cumsum(0) - mask.sum(1)).tolist()
-    steps = min(3, head.drafts or 3)
-    assert set(rows.step.tolist()) == set(range(steps))  # type: ignore[union-attr]
-    seen = 0
+    steps, ids_of_head, seen = min(3, head.drafts or 3), head.draft_ids(), 0
     for step in range(steps):
         mine = (rows.step == step).nonzero()[:, 0]
         for text, (ids, places) in enumerate(zip(batch["input_ids"].tolist(), mask)):
@@ -77,23 +88,104 @@ def test_rows_are_what_the_head_drafts_when_each_step_is_read_after_the_other(ma
             q, p = logits.softmax(-1), target(input_ids=torch.tensor([ids])).logits[0].softmax(-1).detach()
             for at in positions:
                 number = starts[text] + int(places[:at].sum())
-                (row,) = mine[rows.at[mine] == number].tolist()  # type: ignore[index]
+                (row,) = mine[rows.at[mine] == number].tolist()
                 same = q[at - positions[0]]
                 torch.testing.assert_close(measured.alpha[row], torch.minimum(p[at], same).sum(), **close)
                 own = rows.head(rows.hidden[row : row + 1]).softmax(-1)[0]
-                drafted = same if head.draft_ids() is None else same[head.draft_ids()]
-                torch.testing.assert_close(own.detach(), drafted, **close)
-                if rows.learnable is not None:
-                    assert bool(rows.learnable[row]) == bool((head.draft_ids() == p[at].argmax()).any())
-                assert rows.weight is not None
-                wanted = signal_decay(kind) ** step * (1.0 if rows.learnable is None else float(rows.learnable[row]))
+                torch.testing.assert_close(own.detach(), same if ids_of_head is None else same[ids_of_head], **close)
+                learnable = True if ids_of_head is None else bool((ids_of_head == p[at].argmax()).any())
+                wanted = (0.6 if kind.startswith("mtp") else 0.8) ** step * learnable
                 assert float(rows.weight[row]) == pytest.approx(wanted)
                 seen += 1
     assert seen == len(rows) > 20
 
 
-def signal_decay(kind: str) -> float:
-    return 0.6 if kind.startswith("mtp") else 0.8
+@pytest.mark.parametrize("kind", ["dspark", "dflash"])
+@pytest.mark.parametrize("vocab", [None, 24])
+def test_rows_are_those_of_every_block_read_alone(make: Any, kind: str, vocab: int | None) -> None:
+    """Slot by slot, with the text's own tokens before it, up to the first token that is no label."""
+    target, draft, signal = make(kind, draft_vocab=vocab)
+    batch, head = everything(texts()), draft.model
+    rows = draft.rows(batch, signal)
+    mask, ids, markov = label_mask(batch["labels"]), head.draft_ids(), head.markov_head
+    logits, measured, number = rows.head(rows.hidden), compare(rows, Divergence("kl_tv")), 0
+    learnable, following = torch.ones(len(rows)), batch["labels"].roll(-1, 1)[mask][rows.at]
+    for text in range(len(mask)):
+        tokens = batch["input_ids"][text].tolist()
+        p = target(input_ids=torch.tensor([tokens])).logits[0].softmax(-1).detach()
+        for anchor in mask[text].nonzero()[:, 0].tolist():
+            wanted, hidden = plain_block(head, target, tokens[: anchor + 1], head.drafts)
+            for slot in range(head.drafts):
+                at = anchor + slot
+                if at >= mask.shape[1] or not mask[text, anchor : at + 1].all():
+                    break
+                plain = wanted[slot]
+                if markov is not None:
+                    m, _ = markov.step(hidden[slot : slot + 1], markov.markov_w1(torch.tensor([tokens[at]])), None)
+                    plain = plain + markov.markov_w2(m)[0]
+                torch.testing.assert_close(logits[number], plain, rtol=1e-5, atol=1e-6)
+                q = plain.softmax(-1)
+                if ids is not None:  # the head drafts every second id
+                    q, learnable[number] = torch.zeros_like(p[at]).index_copy(0, ids, q), 1 - p[at].argmax() % 2
+                overlap = torch.minimum(p[at], q).sum().detach()
+                torch.testing.assert_close(measured.alpha[number], overlap, rtol=1e-5, atol=1e-6)
+                assert (rows.step[number], rows.at[number]) == (slot, mask[:text].sum() + mask[text, :at].sum())
+                number += 1
+    assert number == len(rows) == rows.count > 10
+    weights = decay(rows.step, 3)
+    torch.testing.assert_close(
+        rows.weight, weights / weights.mean() * learnable
+    )  # what cannot be drafted is not learnt
+    labels = following if ids is None else torch.where(following % 2 == 0, following // 2, -1)
+    assert rows.target.labels[rows.at].tolist() == labels.tolist()
+
+
+def test_every_row_in_parts_is_every_row_at_once(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference's losses do not depend on how many blocks a mask of attention holds, and no mask is larger."""
+    _, draft, signal = make("dspark")
+    cells, examples = list[int](), [texts(), texts()]
+    attention = functional.scaled_dot_product_attention
+
+    def counted(*given: Any, attn_mask: Any = None, **options: Any) -> torch.Tensor:
+        cells.extend([] if attn_mask is None else [attn_mask.numel()])
+        return attention(*given, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", counted)
+    for made, most in zip(examples, (1 << 26, 4 * 2 * 3 * (8 + 6) - 1)):
+        cells.clear()
+        monkeypatch.setattr(block, "CELLS", most)
+        keep_reference(draft, signal, made, Divergence("kl_tv"), "64-true")
+        assert max(cells) <= most
+    assert len(cells) > 2
+    whole, parts = (np.concatenate([made.columns["reference_loss"][i] for i in range(4)]) for made in examples)
+    assert whole.any(0).all()
+    assert np.allclose(whole, parts, rtol=1e-6)
+    rows = draft.rows(everything(texts()), signal)
+    assert np.allclose(whole[rows.at, rows.step], compare(rows, Divergence("kl_tv")).losses.numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("drafts", "gamma"), [(7, 4), (8, 4), (9, 5), (15, 7), (16, 7)])
+def test_weights_fall_along_a_block_as_published(drafts: int, gamma: int) -> None:
+    weights = decay(torch.arange(3), drafts)
+    assert weights.log().tolist() == pytest.approx([0, -1 / gamma, -2 / gamma])
+
+
+def test_blocks_begin_before_labels_each_once() -> None:
+    mask = torch.tensor([[0, 1, 1, 0, 1, 1], [1, 0, 0, 0, 0, 0], [0] * 6]).bool()
+    for generator in (None, torch.Generator().manual_seed(1)):
+        for count in (1, 3, None):
+            at, real = anchors_of(mask, count, generator)
+            for row in range(3):
+                chosen = at[row][real[row]].tolist()
+                assert len(chosen) == len(set(chosen)) == min(count or 9, int(mask[row].sum()))
+                assert bool(mask[row, chosen].all())
+    assert anchors_of(mask, None, None)[0][0].tolist() == [1, 2, 4, 5]
+    drawn = [anchors_of(mask, 2, torch.Generator().manual_seed(seed))[0][0].tolist() for seed in (1, 1, 2, 3, 4)]
+    assert drawn[0] == drawn[1]  # of the seed alone
+    assert len(set(map(tuple, drawn))) > 1
+
+
+# -- losses -----------------------------------------------------------------------------------------------------------
 
 
 def test_eagle_1_learns_the_target_s_states_and_a_tenth_of_the_divergence(make: Any) -> None:
@@ -106,7 +198,7 @@ def test_eagle_1_learns_the_target_s_states_and_a_tenth_of_the_divergence(make: 
     wanted = torch.zeros(())
     for row, (at, step) in enumerate(zip(rows.at.tolist(), rows.step.tolist())):
         distance = functional.smooth_l1_loss(rows.hidden[row], states[mask][at])  # the state that the next step reads
-        divergence = 0.1 * compare(rows, Divergence(), torch.tensor([row])).losses[0] * rows.learnable[row]
+        divergence = 0.1 * compare(rows, Divergence(), torch.tensor([row])).losses[0] * rows.target.learnable[at]
         wanted = wanted + 0.8**step * (distance + divergence)
     assert loss.item() == pytest.approx(wanted.item() / int(mask.sum()), rel=1e-5)
 
@@ -134,7 +226,7 @@ def test_noise_is_a_function_of_the_seed_and_absent_without_one(make: Any) -> No
     assert torch.equal(losses, compare(rows, Divergence()).losses)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["dspark", *UNROLLED])
 def test_every_weight_learns_and_one_gradient_of_the_output_head_is_kept_for_all_steps(make: Any, kind: str) -> None:
     """Seven copies of it are 17 GB for a vocabulary of 150,000 ids. The target learns nothing."""
     batch, eagle3 = everything(some_rows(8)), kind == "eagle3"
@@ -149,7 +241,8 @@ def test_every_weight_learns_and_one_gradient_of_the_output_head_is_kept_for_all
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda values: values):
             loss = module(batch, training=True)[0]
-        assert sum(shape == weight.shape for at, shape in sizes.items() if at != weight.data_ptr()) == int(eagle3)
+        gradients = sum(shape == weight.shape for at, shape in sizes.items() if at != weight.data_ptr())
+        assert kind == "dspark" or gradients == int(eagle3)
         loss.backward()
         assert weight.requires_grad == eagle3
         assert dict(module.named_parameters()).keys() == {f"model.{n}" for n, _ in draft.model.named_parameters()}
@@ -158,7 +251,7 @@ def test_every_weight_learns_and_one_gradient_of_the_output_head_is_kept_for_all
         assert not any(w.grad is not None or w.requires_grad for w in target.parameters())
 
 
-@pytest.mark.parametrize("kind", ["language model", "dspark", *KINDS])
+@pytest.mark.parametrize("kind", ["language model", "dspark", *UNROLLED])
 @pytest.mark.parametrize("selects", [False, True])
 def test_a_part_without_a_label_leaves_a_zero_and_a_whole_graph(make: Any, kind: str, selects: bool) -> None:
     """DDP waits for a gradient of every weight from every process."""
@@ -187,13 +280,33 @@ def test_kept_signals_give_the_rows_of_the_target_beside_the_head(make: Any, kin
     model = target
     keep_columns(batches[0], lambda batch: signal.kept(model, batch), signal.columns)
     found, wanted = (draft.rows(everything(e), s) for e, s in zip(batches, (signal, online)))
-    for name in ("hidden", "at", "step", "weight", "reference", "mass", "learnable", "distance"):
-        ours, theirs = getattr(found, name), getattr(wanted, name)
+    for name in ("hidden", "at", "step", "weight", "reference", "target.mass", "target.learnable", "distance"):
+        ours, theirs = (attrgetter(name)(rows) for rows in (found, wanted))
         assert (ours is None and theirs is None) or torch.allclose(ours, theirs, atol=1e-5), name
     ours, theirs = (compare(rows, Divergence("tv")) for rows in (found, wanted))
     assert torch.allclose(ours.losses, theirs.losses, atol=1e-5)
     assert torch.allclose(ours.alpha, theirs.alpha, atol=1e-5)
-    assert torch.allclose(wanted.reference, theirs.losses, atol=1e-5)  # type: ignore[arg-type]
+    assert torch.allclose(wanted.reference, theirs.losses, atol=1e-5)
+
+
+# -- the confidence ---------------------------------------------------------------------------------------------------
+
+
+def test_temperatures_calibrate_the_product_of_the_confidences() -> None:
+    generator = torch.Generator().manual_seed(0)
+    true = torch.randn(4000, 3, generator=generator)
+    hits = (torch.rand(true.shape, generator=generator) < true.sigmoid()).float()
+    odds, counts = true * torch.tensor([2.0, 0.5, 3.0]), torch.full((4000,), 3)  # each off by a factor of its own
+    made = temperatures(odds, hits, counts)
+    assert made == pytest.approx([2.0, 0.5, 3.0], rel=0.25)
+    product = (odds / torch.tensor(made)).sigmoid().cumprod(1)
+    for slot in range(3):
+        after = calibration_error(product[:, slot], hits.cumprod(1)[:, slot])
+        assert after < 0.03
+        assert after < calibration_error(odds.sigmoid().cumprod(1)[:, slot], hits.cumprod(1)[:, slot])
+    counts[2000:] = 1  # of blocks that a text's end cut short only the slots within it count
+    odds[2000:, 1:] = 100.0
+    assert temperatures(odds, hits, counts) == pytest.approx([2.0, 0.5, 3.0], rel=0.3)
 
 
 # -- the network ------------------------------------------------------------------------------------------------------
@@ -258,3 +371,11 @@ def test_the_reduced_vocabulary_is_the_most_frequent_label_tokens() -> None:
     assert (ids.tolist(), covered) == ([2, 3, 9], 1.0)
     assert frequent(rows, 2, 12)[1] == 5 / 6
     assert frequent(rows, 5, 12)[0].tolist() == [0, 1, 2, 3, 9]  # never seen: the lowest ids
+
+
+def test_a_target_with_several_states_of_a_token_between_its_layers_is_refused() -> None:
+    """Also where its files are read in part, and its forward looks at values."""
+    for name in ("Gemma 3n", "DeepSeek-V4"):
+        with pytest.raises(UserError, match="keeps several states of a token between its layers"):
+            check_states(build_architecture(name).to("meta"))
+    check_states(build_architecture("Qwen3-MoE").to("meta"))

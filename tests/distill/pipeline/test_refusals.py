@@ -1,0 +1,112 @@
+"""What is refused before the first step: settings that do not fit, what the machine lacks, a disk without room."""
+
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from tiny_run import altered, bench, tiny_settings
+
+from decode.errors import UserError
+from distill.checks import check_inputs
+from distill.config import Settings, StudentSettings
+from distill.pipeline import prepare_settings, run_pipeline
+from distill.run import Run
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"1__k": 0.0}, r"drafts\[1\].k is 0.0, expected a number >0 and <=1"),
+        ({"1__kl_first": 1.0}, r"drafts\[1\].kl_first is 1.0"),
+        ({"1__reference": "b"}, r"reference is 'b', expected an earlier draft, one of \['distillspec'\]"),
+        ({"1__training": {"epoch": 2}}, r"drafts\[1\].training is {'epoch': 2}, expected keys"),
+        ({"1__training": {"steps": 3, "epochs": 1.0}}, r"training.steps is 3, .*epochs 1.0: give exactly one"),
+        ({"1__name": "export"}, r"a file or folder of every run"),
+        ({"1__name": "distillspec"}, r"used twice"),
+        ({"drafts": []}, r"drafts is \[\], expected at least one"),
+        ({"export__choose": "adaspek"}, r"export.choose is 'adaspek'.*adaspec"),
+        ({"target__training__steps": None}, r"target.training.steps is None, .*give exactly one"),
+        ({"target__kind": "finetune"}, r"target.model is None, and kind is finetune"),
+        ({"target__round_to": "float16"}, r"target.round_to is 'float16', for kind as_is"),
+        ({"training__optimizer": "muon"}, r"training.optimizer is 'muon', expected adamw or {class_path"),
+        ({"training__optimizer": {"class_path": "torch.optim.Mu"}}, r"has no attribute 'Mu'"),
+        ({"trainer__extra": {"max_steps": 3}}, r"trainer.extra is {'max_steps': 3}, .*gradient_clip_val"),
+        ({"trainer__strategy": "fsdp", "student__kind": "eagle"}, r"does not support \['student.kind eagle'\]"),
+        ({"trainer__accelerator": "mps"}, r"trainer.accelerator is 'mps', expected auto or cpu"),
+        ({"trainer__accelerator": "cuda"}, r"is cuda and PyTorch finds no GPU: set it to auto or cpu"),
+        ({"trainer__attention": "flash_attention_2"}, r"is flash_attention_2, which \w+ cannot use here"),
+        ({"trainer__accumulate": 5}, r"target.training.batch_size is 4, expected at least 5"),
+        ({"training__batch_size": 21}, r"drafts.distillspec.training.batch_size is 21, .*at most 20"),
+        ({"target__sharded": True, "teacher__responses__source": "target"}, r"sharded target cannot generate text"),
+        ({"target__sharded": True}, r"spreads the target over processes, and one was started"),
+        ({"student": StudentSettings(kind="mtp")}, r"set target.kind to as_is"),
+        ({"student__kind": "dflash", "student__block__markov_rank": 8}, r"markov_rank is 8, and only dspark"),
+        ({"student__kind": "dflash", "student__block__size": 1}, r"student.block.size is 1, which leaves no token"),
+        ({"student__architecture__positions": 16}, r"student.architecture.positions is 16"),
+        ({"student__architecture__model_type": "lama"}, r"architecture.model_type 'lama' cannot be built"),
+        ({"student__architecture__layers": 9}, r"the draft has [\d,]+ parameters and the target [\d,]+"),
+        ({"data__source": "target"}, r"set teacher.responses.source to target"),
+        ({"data__source": "target", "teacher__responses__source": "target"}, r"set target.kind to as_is"),
+        ({"data__chat_template": "none.jinja"}, r"expected a Jinja template .* or a file"),
+        ({"teacher__responses__server__urls": ["http://x/v1"]}, r"source is dataset: set it to target"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_settings_that_cannot_work_are_refused_before_anything_is_trained(
+    tmp_path: Path, values: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        run_pipeline(altered(tiny_settings(tmp_path), **values), Console(quiet=True))
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_a_gpu_without_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, _ = bench(altered(tiny_settings(tmp_path), trainer__precision="bf16-mixed"))
+    check_inputs(run)
+    monkeypatch.setattr(Run, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla V100")
+    with pytest.raises(UserError, match=r"Tesla V100 has no bfloat16: set trainer.precision to 16-mixed"):
+        check_inputs(run)
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_formats_that_are_auto_are_bfloat16_where_the_processor_multiplies_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can: bool
+) -> None:
+    for module in ("pipeline", "checks"):
+        monkeypatch.setattr(f"distill.{module}.multiplies_bfloat16", lambda device: can)
+    settings = altered(tiny_settings(tmp_path), trainer__precision="auto", target__dtype="auto")
+    prepared = prepare_settings(settings)
+    wanted = ("bf16-mixed", "bfloat16") if can else ("32-true", "float32")
+    assert (prepared.trainer.precision, prepared.target.dtype) == wanted
+    assert settings.target.dtype == "auto"  # the user's settings stay as they were given
+    run, printed = bench(altered(settings, trainer__precision="bf16-mixed"))  # asked for by name
+    check_inputs(run)
+    assert ("slower in bfloat16" in printed.getvalue()) is not can
+
+
+def test_servers_of_which_none_answers(tmp_path: Path) -> None:
+    urls = ["http://127.0.0.1:9/v1", "http://127.0.0.1:1/v1"]
+    settings = tiny_settings(tmp_path)
+    responses = {"teacher__responses__source": "target", "teacher__responses__server__urls": urls}
+    run, _ = bench(altered(settings, **responses))
+    check_inputs(run)  # the target that they serve has to be trained first
+    settings.target.kind = "as_is"
+    with pytest.raises(UserError, match=r"http://127.0.0.1:9/v1"):
+        check_inputs(run)
+
+
+@pytest.mark.parametrize("kind", ["scratch", "eagle3"])
+def test_a_disk_that_will_not_hold_the_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    settings: Settings = altered(tiny_settings(tmp_path), target__architecture__layers=4, student__kind=kind)
+    run, _ = bench(settings)
+    check_inputs(run)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(1 << 50, 0, 1000))
+    with pytest.raises(UserError, match=r"signal \(hidden\) will take .* GB, and 0.00 GB are free in .*auto"):
+        check_inputs(run)
