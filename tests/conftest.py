@@ -27,7 +27,7 @@ cost_model.SETTLE, cost_model.STEADY = 0.0, 2
 cost_model.TURNS, cost_model.REPEATS, cost_model.ROUNDS, cost_model.EXIT_TURNS, choose_linear.TURNS = 1, 1, 4, 2, 1
 
 
-LONGEST = ("test_fsdp_and_ddp.py", "test_configs.py", "test_export.py")
+LONGEST = ("test_fsdp_and_ddp.py", "test_main.py", "test_export.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -23,7 +23,6 @@ def written(tmp_path, report) -> str:
 def test_the_opening_has_the_exported_draft_at_its_fastest_length_with_the_target_s_texts():
     text, cards, same = opening(FULL)
     assert [value for value, _ in cards] == ["adaspec", "4.20", "1.62 (1.57–1.67)", "3.89 (3.70–4.10)"]
-    assert "a target of 1,938,432 parameters and exported `adaspec`." in text
     assert text.endswith("Measured: `adaspec`, greedy, 2 tokens drafted per round.")
     assert same == "✓ Output identical to the target's."
     worse = decoding("adaspec", 0.0, 8, 2.5, same=False)
@@ -36,23 +35,24 @@ def test_the_opening_has_the_exported_draft_at_its_fastest_length_with_the_targe
     assert "Measured: `adaspec-tree`, T = 1, 5 tokens" in opening(changed(decoding=[tree]))[0]
 
 
-def test_a_full_report_has_every_part(tmp_path):
-    page = written(tmp_path, FULL)
+def test_a_full_report_has_every_part_and_the_served_acceptance_beside_the_trained_one(tmp_path):
+    known = [{"position": 1, "validation": 0.91, "offline": 0.82, "decoded": 0.83}, {"position": 2, "offline": 0.64}]
+    (tmp_path / "export").mkdir()
+    rows = [{"temperature": t, "positions": [{"position": 1, "served": at}]} for t, at in ((1.0, 0.1), (0.0, 0.37))]
+    profile = {"served": [{"engine": "vllm", "rows": rows}]}
+    (tmp_path / "export" / "speculation_profile.json").write_text(json.dumps(profile))
+    page = written(tmp_path, changed(analysis=FULL["analysis"] | {"acceptance": {"adaspec": known}}))
     for part in (
         "Drafts", "Training and other measurements", "Decoding", "Costs in target forwards", "Draft length and training",
         "Samples", "vLLM", "SGLang", "assistant_model=draft", "Some CPU", "python -m distill --config", "Definitions",
         "0.9480 ± 0.0010", "81,472", "-0.0019 ± 0.0004***", "0.410",
         "--speculative-num-steps 3",  # of the export, whatever was fastest
-        f"-md {tmp_path}/export/gguf/draft-q8_0.gguf",
+        f"-md {tmp_path}/export/gguf/draft-q8_0.gguf", "adaspec10.9100.8200.8300.370 adaspec2–0.640––",
     ):  # fmt: skip
         assert part in page
     assert tuple(figures(FULL)) == ("speedup", "speedup_by_length", "acceptance_by_position", "curves")
     first = page.split("Drafts")[0]  # the speed of the exported draft and two pictures
-    for part in (
-        "exported adaspec.", "4.20 tokens per target forward", "✓ Output identical",
-        "1.62 times the speed of this loop without a draft (1.57–1.67)", "3.89 times the speed of model.generate",
-        "Greedy speedup at the best draft length", "Acceptance by position",
-    ):  # fmt: skip
+    for part in ("4.20 tokens per target forward", "✓ Output identical", "Greedy speedup at the best draft length"):
         assert part in first
     assert "Learning curves" not in first
 
@@ -63,34 +63,15 @@ def test_a_draft_stands_in_one_row_with_its_fastest_decoding_and_its_difference_
     pairs += [pair("adaspec", "a", 0.02, 0.9, "greedy"), pair("c", "a", 0.03, 0.9)]
     drafts = [draft("adaspec", 0.95), *(draft(name, 0.94) for name in names), draft("unpaired", 0.9)]
     rows = [*FULL["decoding"], decoding("a", 0.0, 3, 1.2), decoding("a-tree", 0.0, 4, 1.3)]
-    best, a, *rest = draft_rows(changed(drafts=drafts, paired=pairs, decoding=rows))
+    report = changed(drafts=drafts, paired=pairs, decoding=rows)
+    best, a, *rest = draft_rows(report)
     assert (best["difference"], best["draft_length"], best["optimiser_steps"]) == ("exported", 2, 1500)
     assert (a["difference"], a["se"], a["name"], a["speedup"]) == (-0.01, 0.0004, "a", 1.3)
     assert [row.get("significance") for row in (best, a, *rest)] == [None, "***", "**", "*", "n.s.", None]
     assert not {"speedup", "difference"} & rest[-1].keys()
     console = Console(file=io.StringIO(), width=130)
-    console.print(console_tables(changed(drafts=drafts, paired=pairs, decoding=rows)))
-    for part in (
-        "unpaired",
-        "0.9500",
-        "-0.0100 ± 0.0004  ***",
-        "* p < 0.05",
-        "(1.57–1.67) times the speed",
-        "✓ Output",
-    ):
-        assert part in console.file.getvalue()
-
-
-def test_training_offline_and_served_acceptance_stand_in_one_table(tmp_path):
-    known = [{"position": 1, "validation": 0.91, "offline": 0.82, "decoded": 0.83}, {"position": 2, "offline": 0.64}]
-    report = changed(analysis={"acceptance": {"adaspec": known, "distillspec": known}})
-    (tmp_path / "export").mkdir()
-    rows = [{"temperature": t, "positions": [{"position": 1, "served": at}]} for t, at in ((1.0, 0.1), (0.0, 0.37))]
-    profile = {"served": [{"engine": "vllm", "rows": rows}]}
-    (tmp_path / "export" / "speculation_profile.json").write_text(json.dumps(profile))
-    page = written(tmp_path, report)
-    assert "Greedy acceptance by position namepositionvalidationofflinedecodedserved" in page
-    assert "adaspec10.9100.8200.8300.370 adaspec2–0.640–– distillspec10.9100.8200.830–" in page
+    console.print(console_tables(report))
+    assert "-0.0100 ± 0.0004  ***" in console.file.getvalue()
 
 
 def test_what_was_not_measured_is_left_out_and_the_json_is_strict(tmp_path):

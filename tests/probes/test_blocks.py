@@ -1,7 +1,5 @@
 """Probes inside a block head: what they are asked, and how estimates are judged."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from heads import make_block_head, plain_block

@@ -1,7 +1,5 @@
 """The whole command on a model of a few thousand parameters."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path
@@ -36,62 +34,53 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return run, said.getvalue()
 
 
-def test_the_target_is_trained_if_it_is_not_there_and_the_probes_are_written(finished) -> None:
+def test_the_target_is_trained_if_it_is_not_there_and_probes_and_rows_are_written(finished) -> None:
     run, said = finished
     assert (run / "target" / "model.safetensors").exists()
     assert {"probes.json", "probes.safetensors"} == {p.name for p in (run / "probes").iterdir()}
-    note = json.loads((run / "probes" / "probes.json").read_text())
+    note, report = (json.loads((run / name).read_text()) for name in ("probes/probes.json", "report.json"))
     assert {(p["label"], p["layer"]) for p in note["probes"]} == {(n, e) for n in ("match", "accept") for e in (1, 2)}
     assert note["best"]["greedy"]["layerskip"].keys() >= {"exit_layer", "draft_length"}
     assert "adaspeed-probe" in said
-
-
-def test_the_report_keeps_what_others_wrote_and_gets_the_rows(finished) -> None:
-    report = json.loads((finished[0] / "report.json").read_text())
     assert report["drafts"] == [{"offline_alpha": 0.5}]
     expected = {"layer", "auroc", "brier", "ece", "base_rate", "auroc_token_probability"}
     assert all(expected <= row.keys() for row in report["probes"])
     methods = {row["method"] for row in report["self_speculation"]}
     assert {"autoregressive", "layerskip", "draft-verify", "adaspeed", "adaspeed-probe"} <= methods
-    greedy = [row for row in report["self_speculation"] if row["temperature"] == 0]
-    assert all(row["identical_to_target"] for row in greedy)
     assert all(row["lossless"] for row in report["self_speculation"])
-    page = (finished[0] / "probes.html").read_text()
-    for said in ("Predicted speedup by exit", "adaspeed", "Scores on test prompts, greedy", "Provenance"):
-        assert said in page
+    assert all(row["identical_to_target"] for row in report["self_speculation"] if row["temperature"] == 0)
+    page = (run / "probes.html").read_text()
+    for part in ("Predicted speedup by exit", "Scores on test prompts, greedy", "Provenance"):
+        assert part in page
 
 
 def test_a_target_is_used_as_it_is_while_its_settings_are_the_same_and_else_trained_anew(finished) -> None:
     run, _ = finished
-    weights = run / "target" / "model.safetensors"
-    before = weights.read_bytes()
-    texts = run / "work" / "probes" / "sampled-train.jsonl"
-    written = texts.read_text().splitlines(keepends=True)
-    texts.write_text("".join(written[:-1]))  # as a kill leaves it
+    weights, texts = run / "target" / "model.safetensors", run / "work" / "probes" / "sampled-train.jsonl"
+    before, written = weights.read_bytes(), texts.read_text()
+    texts.write_text("".join(written.splitlines(keepends=True)[:-1]))  # as a kill leaves it
     settings = settings_in(run.parent)
-    run_probes(settings, Console(file=io.StringIO()))
-    assert weights.read_bytes() == before
-    assert texts.read_text().splitlines(keepends=True) == written
-    settings.target.training.steps = 13
-    run_probes(settings, Console(file=io.StringIO()))
-    assert weights.read_bytes() != before
-    assert texts.read_text().splitlines(keepends=True) != written
+    for changed in (False, True):
+        settings.target.training.steps += changed
+        run_probes(settings, Console(quiet=True))
+        assert (weights.read_bytes() == before, texts.read_text() == written) == (not changed, not changed)
 
 
-def test_a_folder_in_which_another_process_works_is_left_alone(tmp_path: Path) -> None:
-    settings = settings_in(tmp_path)
-    with alone_in(Run(settings)), pytest.raises(UserError, match="tiny"):
-        run_probes(settings, Console(file=io.StringIO()))
-    assert not (tmp_path / "tiny" / "target").exists()
-
-
-def test_settings_are_those_of_distill_and_of_probes(tmp_path: Path, monkeypatch) -> None:
+def test_settings_are_those_of_distill_and_of_probes_and_bad_ones_are_refused(tmp_path: Path, monkeypatch) -> None:
     seen = []
     monkeypatch.setattr("probes.pipeline.run_probes", seen.append)
     main(["--tracker", "none", "--name", "short", "--target.training.steps", "1", "--probes.layers", "1,2"])
     assert seen[0].probes.layers == [1, 2]
     assert (seen[0].name, seen[0].tracker) == ("short", "none")
     assert shrink(settings_in(tmp_path, layers=[20]), Console(quiet=True)).probes.layers == []
+    for name, value in {"prompts": 0, "top_p": 0.0, "temperature": 0.0, "l2": [], "modes": []}.items():
+        with pytest.raises(UserError, match=rf"probes\.{name}"):
+            settings_in(tmp_path, **{name: value}).validate()
+    with pytest.raises(UserError, match=r"nearest known key is 'probes\.temperature'"):
+        main(["--probes.temprature", "1"])
+    settings = settings_in(tmp_path)  # a folder in which another process works is left alone
+    with alone_in(Run(settings)), pytest.raises(UserError, match="tiny"):
+        run_probes(settings, Console(quiet=True))
 
 
 def test_the_confidence_of_a_runs_block_head_is_compared_with_probes(tmp_path: Path) -> None:
@@ -111,12 +100,3 @@ def test_families_without_a_layer_by_layer_forward_get_probes_of_the_modes_wante
     assert added["self_speculation"] == []
     assert {(row["mode"], row["layer"]) for row in added["probes"]} == {("greedy", 1), ("greedy", 2)}
     assert "not supported for this family" in said.getvalue()
-
-
-def test_bad_settings_are_refused_by_name(tmp_path: Path) -> None:
-    wrong = {"prompts": 0, "top_p": 0.0, "temperature": 0.0, "l2": [], "modes": []}
-    for change in ({name: value} for name, value in wrong.items()):
-        with pytest.raises(UserError, match=rf"probes\.{next(iter(change))}"):
-            settings_in(tmp_path, **change).validate()
-    with pytest.raises(UserError, match=r"nearest known key is 'probes\.temperature'"):
-        main(["--probes.temprature", "1"])

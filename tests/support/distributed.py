@@ -3,13 +3,9 @@
 Started by `test_fsdp_and_ddp` once for every process, whose rank stands in its environment: FOLDER WAYS.
 """
 
-from __future__ import annotations
-
-import io
 import json
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import noise
@@ -19,56 +15,46 @@ from families import build_tiny, in_double
 from heads import draft_of
 from rich.console import Console
 from some_rows import TRAINING, add_column, some_rows
-from tiny_run import tiny_settings
+from tiny_run import altered, tiny_settings
 
 from distill import ranks
-from distill.config import DraftSettings, Settings, Signal, StudentSettings, TrainerSettings
+from distill.config import DraftSettings, Settings, StudentSettings, TrainerSettings
 from distill.data.dataset import DistillDataModule, Schedule, TrainingBatches
 from distill.modules import DistillModule
 from distill.run import Run, alone_in
 from distill.stages import run_stages
 from distill.trainer import fit
 
-
-@dataclass
-class Way:
-    """How several processes train, and in how many micro-batches."""
-
-    strategy: str = "ddp"
-    accumulate: int = 1
-    head: bool = False
-    signal: Signal = "hidden"
-    sharded: bool = False
-    on_policy: float = 0.0
-
-
-WAYS = {"ddp": Way(accumulate=2, on_policy=0.5), "fsdp": Way("fsdp", signal="online")}
-SLOW = {"heads": Way(head=True, signal="online"), "sharded": Way(signal="online", sharded=True)}
+WAYS = {  # changes of a run's settings
+    "ddp": {"trainer__accumulate": 8, "0__on_policy": 0.5, "trainer__precision": "64-true"},
+    "fsdp": {"trainer__strategy": "fsdp", "teacher__signal": "online"},
+    "heads": {"student": StudentSettings(kind="eagle3", unroll=2, draft_vocab=64), "target__architecture__layers": 4},
+    "sharded": {"target__sharded": True},
+}
+for slow in ("heads", "sharded"):
+    WAYS[slow] |= {"teacher__signal": "online", "trainer__precision": "64-true"}
+FAST = ("ddp", "fsdp")
+"""Trained by two processes; the others by four, in `make test-slow`."""
 """Trained by four processes beside the others, in `make test-slow`."""
 
 
 def settings_of(way: str, folder: Path, processes: int = 1) -> Settings:
-    """A short run; so many processes train the same micro-batches as one, among whose tokens AdaSPEC selects."""
-    chosen = (WAYS | SLOW)[way]
-    settings = tiny_settings(folder, name=way)
-    settings.drafts[0].on_policy = chosen.on_policy
+    """A short run; so many processes train the same micro-batches as one, among whose tokens AdaSPEC selects.
+
+    In float64 rounding alone never decides which token is selected.
+    """
+    changes = {"trainer__accumulate": 4, "trainer__strategy": "ddp", "trainer__devices": processes} | WAYS[way]
+    changes["trainer__accumulate"] //= processes
+    if processes == 1:
+        changes |= {"trainer__strategy": "auto", "trainer__devices": 1, "target__sharded": False}
+    settings = altered(tiny_settings(folder, name=way), trainer__validate_every=2, **changes)
+    settings.teacher.responses.max_new_tokens = 8
     for training in (settings.target.training, settings.student.training, settings.training):
         training.steps, training.batch_size = 4, 8
-    trainer = settings.trainer
-    trainer.validate_every, trainer.accumulate = 2, chosen.accumulate * (4 // processes)
-    if chosen.strategy == "ddp":  # rounding alone then never decides which token is selected
-        trainer.precision = "64-true"
-    settings.teacher.signal, settings.teacher.responses.max_new_tokens = chosen.signal, 8
-    if chosen.head:
-        settings.target.architecture.layers = 4
-        settings.student = StudentSettings(kind="eagle3", unroll=2, draft_vocab=64)
-    if processes > 1:
-        trainer.devices, trainer.strategy, settings.target.sharded = processes, chosen.strategy, chosen.sharded
     return settings
 
 
 PARTS = ("language model", "eagle", "eagle3", "dspark")
-SIZE, STEPS = 4, 4
 
 
 def train_part(kind: str, folder: Path, world: int) -> None:
@@ -77,21 +63,21 @@ def train_part(kind: str, folder: Path, world: int) -> None:
     A second process has no label in the first step, and no process in the second.
     """
     target = in_double(build_tiny("llama", num_hidden_layers=4, seed=4, dtype=torch.float64))
-    schedule = Schedule(some_rows(16).lengths, SIZE, seed=1)
+    schedule = Schedule(some_rows(16).lengths, 4, seed=1)
     for k in (1.0, 0.4):
         examples = some_rows(16, empty=[*schedule.batch(0)[1::2].tolist(), *schedule.batch(1).tolist()])
         draft, signal = draft_of(kind, target)
         reference = np.random.default_rng(0).random((examples.label_count, getattr(draft, "steps", draft.depth)))
         add_column(examples, "reference_loss", reference)
         settings = DraftSettings(name="x", divergence="kl_tv", reference="y" if k < 1 else None, k=k)
-        module = DistillModule(draft, signal, TRAINING, STEPS, settings=settings)
+        module = DistillModule(draft, signal, TRAINING, 4, settings=settings)
         trainer = TrainerSettings(
             accelerator="cpu", devices=world, strategy="ddp" if world > 1 else "auto", accumulate=2 // world,
             precision="64-true", validate_every=2,
         )  # fmt: skip
-        data = DistillDataModule(TrainingBatches(examples, schedule, STEPS), some_rows(5, seed=3, empty=[1]))
+        data = DistillDataModule(TrainingBatches(examples, schedule, 4), some_rows(5, seed=3, empty=[1]))
         work = folder / f"checkpoints-{kind}-{k}-{world}"
-        history, _, _ = fit(module, data, trainer, work, name=kind, console=Console(file=io.StringIO()))
+        history, _, _ = fit(module, data, trainer, work, name=kind, console=Console(quiet=True))
         torch.save((history, module.model.state_dict()), folder / f"{kind}-{k}-{world}-{module.global_rank}.pt")
 
 

@@ -1,7 +1,5 @@
 """Losses of rows as one writes them down first, with all logits and autograd: what the chunked ones must equal."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional

@@ -1,7 +1,5 @@
 """SGLang's EAGLE classes, as they stand in its wheel, on plain layers: its own import GPU kernels and need a GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import zipfile

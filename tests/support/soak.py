@@ -4,8 +4,6 @@ Moments are every training step and every change of a file below the run's folde
 many there are. The same run is killed at moments drawn from the seed and started again. Each start is a forked process.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random
@@ -22,7 +20,7 @@ from tiny_run import tiny_settings
 
 import distill.evaluate  # noqa: F401  (the pipeline loads it late)
 from distill import pipeline
-from distill.config import DraftSettings, EvaluationSettings, Settings
+from distill.config import DraftSettings, EvaluationSettings, ResponseSettings, Settings
 from distill.trainer import ProgressLines
 
 TIMED = ("README.md", "speculation_profile.json", "generation_config.json")
@@ -35,15 +33,14 @@ CUT = (
 
 def soak_settings(folder: Path, measured: bool) -> Settings:
     """A run with everything that is kept on disk: responses, signals, texts of the draft, LayerSkip's chance."""
-    settings = tiny_settings(folder, name="run")
-    settings.target.layerskip.enabled = True
-    responses, evaluation = settings.teacher.responses, EvaluationSettings(temperatures=[0.0], draft_lengths=[2])
-    responses.source, responses.max_new_tokens, responses.batch_size, responses.refresh_every = "target", 8, 4, 4
-    settings.drafts.append(DraftSettings(name="own-texts", on_policy=0.5, divergence="tv", kl_first=0.5, seed=3))
-    settings.export.choose = "adaspec"
-    evaluation.prompts = evaluation.accuracy_prompts = evaluation.max_new_tokens = 4
-    evaluation.decode_prompts = 1
-    settings.evaluation = evaluation if measured else False
+    settings = tiny_settings(folder, name="run", evaluation=False)
+    own = DraftSettings(name="own-texts", on_policy=0.5, divergence="tv", kl_first=0.5, seed=3)
+    settings.target.layerskip.enabled, settings.export.choose = True, "adaspec"
+    settings.drafts.append(own)
+    settings.teacher.responses = ResponseSettings(source="target", max_new_tokens=8, batch_size=4, refresh_every=4)
+    if measured:
+        few = {"prompts": 4, "accuracy_prompts": 4, "max_new_tokens": 4, "decode_prompts": 1}
+        settings.evaluation = EvaluationSettings(temperatures=[0.0], draft_lengths=[2], **few)
     return settings
 
 
@@ -115,8 +112,8 @@ def main(seed: int, kills: int, short: bool) -> list[str]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="chooses the moments")
-    parser.add_argument("--kills", type=int, default=20, help="how many")
+    for name, count in (("--seed", 0), ("--kills", 20)):
+        parser.add_argument(name, type=int, default=count)
     parser.add_argument("--short", action="store_true", help="without the evaluation")
     given = parser.parse_args()
     wrong = main(**vars(given))

@@ -1,7 +1,5 @@
 """A few examples of random ids, and settings to train on them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar

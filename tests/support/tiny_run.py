@@ -1,7 +1,5 @@
 """A whole run in seconds, for tests: arithmetic, models of a few thousand parameters, a few steps."""
 
-from __future__ import annotations
-
 import copy
 import io
 import shutil
@@ -39,28 +37,24 @@ STAGES = ["target", "initial", "distillspec", "adaspec"]
 
 def tiny_settings(folder: Path, **changes: Any) -> Settings:
     """Settings of a run under ``folder``; ``changes`` are top-level fields."""
-    training = TrainingSettings(steps=12, batch_size=4, lr=3e-3, warmup_steps=2, schedule="cosine", length_bucket=4)
+    training = [
+        TrainingSettings(steps=12, batch_size=4, lr=3e-3, warmup_steps=2, schedule="cosine", length_bucket=4)
+        for _ in range(3)
+    ]
+    large, small = (Architecture(hidden_size=n * 8, layers=n - 1, heads=2, positions=256) for n in (3, 2))
+    trainer = TrainerSettings(
+        accelerator="cpu", validate_every=5, validation_examples=8, extra={"log_every_n_steps": 3}
+    )
     settings = Settings(
         name="tiny",
         output_dir=str(folder),
         data=DataSettings(train_examples=48, validation_examples=8, test_examples=8, max_length=256),
-        target=TargetSettings(
-            architecture=Architecture(hidden_size=24, layers=2, heads=2, positions=256),
-            training=copy.copy(training),
-        ),
-        student=StudentSettings(
-            architecture=Architecture(hidden_size=16, layers=1, heads=2, positions=256),
-            training=copy.copy(training),
-        ),
+        target=TargetSettings(architecture=large, training=training[0]),
+        student=StudentSettings(architecture=small, training=training[1]),
         teacher=TeacherSettings(examples=20, signal="hidden"),
-        training=copy.copy(training),
-        drafts=[
-            DraftSettings(name="distillspec"),
-            DraftSettings(name="adaspec", reference="distillspec"),
-        ],
-        trainer=TrainerSettings(
-            accelerator="cpu", validate_every=5, validation_examples=8, extra={"log_every_n_steps": 3}
-        ),
+        training=training[2],
+        drafts=[DraftSettings(name="distillspec"), DraftSettings(name="adaspec", reference="distillspec")],
+        trainer=trainer,
         tracker="none",
     )
     for key, value in changes.items():
@@ -76,6 +70,13 @@ def altered(settings: Settings, **values: Any) -> Settings:
         assert not rest or hasattr(place, name.partition("__")[0])
         change(place, **{name: value})
     return settings
+
+
+def given(folder: Path, *parts: Any) -> TargetSettings:
+    """The settings of a target whose model and tokenizer are laid into the folder."""
+    for part in parts:
+        part.save_pretrained(folder)
+    return TargetSettings(kind="as_is", model=str(folder))
 
 
 def bench(settings: Settings) -> tuple[Run, io.StringIO]:
@@ -133,13 +134,17 @@ def killed(stage: str, step: int) -> Iterator[None]:
 
 
 def check_killed_ends_alike(settings: Settings, folder: Path, kills: dict[str, int]) -> None:
-    """Stages that are killed after these steps end, once continued, with the weights of the finished run."""
+    """Stages that are killed after these steps end, once continued, with weights and account of the finished run."""
     again = copy.deepcopy(settings)
     again.output_dir = str(folder)
+    begun(again)
     for stage, step in kills.items():
         with killed(stage, step):
             run_tiny(again)
     run_tiny(again)
+    runs = Run(settings), Run(again)
     for stage in kills:
-        undisturbed, killed_one = (load_file(Run(s).path(stage) / "model.safetensors") for s in (settings, again))
-        assert all(torch.equal(undisturbed[name], killed_one[name]) for name in undisturbed), stage
+        undisturbed, continued = (load_file(run.path(stage) / "model.safetensors") for run in runs)
+        assert all(torch.equal(undisturbed[name], continued[name]) for name in undisturbed), stage
+        records = [run.record(stage) for run in runs]
+        assert records[0].account == records[1].account, stage

@@ -1,7 +1,5 @@
 """Rows as they occur in other people's data, each with the outcome that it must have."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -71,35 +69,25 @@ def test_a_row_has_the_outcome_that_it_must_have(case: dict[str, Any], tmp_path:
         assert example["prompt"] == case["prompt"]
 
 
-def test_rows_are_counted_by_their_reason_with_the_first_ones_number(tmp_path: Path) -> None:
-    bad: list[dict[str, Any]] = [{"messages": [{"role": "user", "content": f"bad {n}"}]} for n in range(3)]
-    notes = load(tmp_path, bad, "plain").notes
-    assert "train: 3 rows without an assistant's turn dropped (row 1)" in notes
-
-
 PAIR = {"question": "1+1?", "answer": "2"}
 
 
-def test_pairs_are_put_into_the_chat_template_where_there_is_one(tmp_path: Path) -> None:
-    corpus = load(tmp_path, [PAIR], "plain")
-    (example,) = others(corpus)
-    assert example["prompt"] == "<user>1+1?<assistant>"
-    assert any("chat template" in note for note in corpus.notes)
-
-
-@pytest.mark.parametrize(("template", "chat"), [("plain", False), (None, "auto")])
-def test_pairs_stay_plain_without_a_template_or_by_the_setting(tmp_path: Path, template: str | None, chat: Any) -> None:
-    corpus = load(tmp_path, [PAIR], template, chat=chat)
-    assert [row["prompt"] for row in others(corpus)] == ["1+1?\n"]
-    assert corpus.notes == []
-
-
-def test_pairs_for_a_chat_template_that_is_not_there_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("template", "settings", "prompt"),
+    [
+        ("plain", {}, "<user>1+1?<assistant>"),
+        ("plain", {"chat": False}, "1+1?\n"),
+        (None, {}, "1+1?\n"),
+        (
+            "thinking",
+            {"system": "Be brief", "template_args": {"enable_thinking": False}},
+            "<system>Be brief<user>1+1?<assistant><think></think>",
+        ),
+    ],
+)
+def test_pairs_follow_the_chat_template(tmp_path: Path, template: str | None, settings: Any, prompt: str) -> None:
+    corpus = load(tmp_path, [PAIR], template, **settings)
+    assert [row["prompt"] for row in others(corpus)] == [prompt]
+    assert any("chat template" in note for note in corpus.notes) == prompt.startswith("<")
     with pytest.raises(UserError, match=r"has no chat template.*data\.chat_template"):
         load(tmp_path, [PAIR], None, chat=True)
-
-
-def test_system_message_and_variables_of_the_template_are_settings(tmp_path: Path) -> None:
-    corpus = load(tmp_path, [PAIR], "thinking", system="Be brief", template_args={"enable_thinking": False})
-    (example,) = others(corpus)
-    assert example["prompt"] == "<system>Be brief<user>1+1?<assistant><think></think>"

@@ -1,20 +1,24 @@
-"""The tokenised corpus: the same from several processes, kept on disk, made again when anything of it has changed."""
-
-from __future__ import annotations
+"""The tokenised corpus, kept on disk; batches, in an order that is a pure function of seed and step."""
 
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from some_rows import add_column, from_lists
+from torch.utils.data import DataLoader
 
 from decode.bench.arithmetic import problems
 from decode.errors import UserError
 from distill import ranks
 from distill.config import DataSettings
 from distill.data import corpus as corpus_module
+from distill.data.chat import IGNORE
 from distill.data.corpus import Corpus, load_corpus, train_tokenizer
+from distill.data.dataset import Batch, Examples, From, Schedule, TrainingBatches, label_mask
 
 ROWS = [{"question": f"What is {n} plus {n}?" + " Say it." * (n % 7), "answer": f"It is {2 * n}."} for n in range(90)]
 TEXTS = [f"{p.question}\n{p.solution}" for p in problems(0, "train", 300)]
@@ -33,57 +37,37 @@ def rows_of(corpus: Corpus) -> list[Any]:
     return [getattr(corpus, split)[:] for split in ("train", "validation", "test")]
 
 
-@pytest.fixture
-def makings(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The folders that a corpus was made in."""
-    made, make = list[Path](), corpus_module._make
-
-    def counted(folder: Path, *rest: Any) -> None:
-        made.append(folder)
-        make(folder, *rest)
-
-    monkeypatch.setattr(corpus_module, "_make", counted)
-    return made
-
-
-def test_a_later_process_reads_what_the_first_has_made_or_says_that_its_data_are_others(
-    tmp_path: Path, makings: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_later_process_reads_the_same_or_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings, folder = written(tmp_path), tmp_path / "corpus"
     first = load_corpus(settings, seed=0, folder=folder)
     monkeypatch.setattr(ranks, "rank", lambda: 1)
+    monkeypatch.setattr(corpus_module, "_make", lambda *_: pytest.fail("it is made again"))
     second = load_corpus(settings, seed=0, folder=folder)
     assert rows_of(first) == rows_of(second)
     assert (first.fingerprint, first.notes) == (second.fingerprint, second.notes)
     assert first.tokenizer("12 pens")["input_ids"] == second.tokenizer("12 pens")["input_ids"]
     with pytest.raises(UserError, match=r"process 1 has other data than process 0, which made .*corpus"):
         load_corpus(settings, seed=1, folder=folder)
-    assert len(makings) == 1
 
 
-@pytest.mark.parametrize("change", ["seed", "max_length", "rows", "a file cut short", "loader_workers", "nothing"])
-def test_a_corpus_made_from_something_else_or_cut_short_is_made_again(
-    tmp_path: Path, makings: list[Path], change: str
-) -> None:
-    settings, folder, seed = written(tmp_path), tmp_path / "corpus", 0
+@pytest.mark.parametrize("change", ["seed", "max_length", "rows", "a file cut short", "loader_workers"])
+def test_a_corpus_made_from_something_else_or_cut_short_is_made_again(tmp_path: Path, change: str) -> None:
+    settings, folder = written(tmp_path), tmp_path / "corpus"
     before = rows_of(load_corpus(settings, seed=0, folder=folder))
-    if change == "seed":
-        seed = 5
-    elif change in ("max_length", "loader_workers"):
+    file = next((folder / "train").glob("*.arrow"))
+    number = file.stat().st_ino
+    if change in ("max_length", "loader_workers"):
         setattr(settings, change, 255)
     elif change == "rows":
         Path(settings.source).write_text("".join(json.dumps(row) + "\n" for row in ROWS[:80]))
-    elif change != "nothing":
-        file = next((folder / "train").glob("*.arrow"))
+    elif change == "a file cut short":
         file.write_bytes(file.read_bytes()[:-9])
-    after = rows_of(load_corpus(settings, seed=seed, folder=folder))
-    assert len(makings) == (1 if change in ("loader_workers", "nothing") else 2)
+    after = rows_of(load_corpus(settings, seed=5 if change == "seed" else 0, folder=folder))
+    assert (next((folder / "train").glob("*.arrow")).stat().st_ino == number) == (change == "loader_workers")
     assert (after == before) == (change not in ("seed", "rows"))
 
 
-def test_several_processes_tokenise_the_same_examples_and_notes_as_a_single_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_processes_tokenise_as_a_single_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = replace(written(tmp_path), max_length=70, train_examples=20)
     alone = load_corpus(settings, seed=0, folder=None, tokenizer=LETTERS)
     monkeypatch.setattr(corpus_module, "A_PROCESS", 40)
@@ -101,3 +85,64 @@ def test_a_trained_tokenizer_changes_no_text_and_has_a_token_for_every_digit() -
     assert [piece for piece in pieces if any(c.isdigit() for c in piece)] == list("12305317")
     assert len(tokenizer) == 600
     assert len(train_tokenizer(["aa aa"], 600)) == 259
+
+
+def examples() -> Examples:
+    labels = [[IGNORE, 6, 7], [8, 9], [IGNORE, IGNORE, 12, 13]]
+    made = from_lists([[5, 6, 7], [8, 9], [10, 11, 12, 13]], labels)
+    return add_column(made, "value", np.arange(5, dtype=np.float32))
+
+
+def test_labels_that_can_be_predicted_are_counted_and_a_batch_s_columns_are_in_their_order() -> None:
+    rows = examples()
+    assert rows.lengths.tolist() == [3, 2, 4]
+    assert rows.label_offsets.tolist() == [0, 2, 3, 5]  # the first token of a text has nothing to be predicted from
+    assert rows.labels_of(np.array([0, 2, 2])) == 6
+    assert [rows.prompt(i) for i in range(3)] == [[5], [8], [10, 11]]
+    batch = rows.batch(np.array([2, 0]))
+    assert batch["input_ids"].tolist() == [[10, 11, 12, 13], [5, 6, 7, 0]]
+    assert batch["labels"].tolist() == [[IGNORE, IGNORE, 12, 13], [IGNORE, 6, 7, IGNORE]]
+    assert batch["value"].flatten().tolist() == [3.0, 4.0, 0.0, 1.0]
+    assert int(label_mask(batch["labels"]).sum()) == 4
+
+
+@pytest.mark.parametrize(("bucket", "size"), [(1, 6), (4, 6), (16, 16), (3, 7)])
+def test_an_example_occurs_once_in_every_epoch(bucket: int, size: int) -> None:
+    """Fault 4: several epochs were sorted together, and a batch held an example four times."""
+    schedule = Schedule(np.arange(20), batch_size=size, bucket=bucket, seed=3)
+    seen = np.concatenate([schedule.batch(step) for step in range(40)])
+    for epoch in range(len(seen) // 20):
+        assert sorted(seen[20 * epoch : 20 * epoch + 20]) == list(range(20))
+
+
+def test_a_batch_depends_on_seed_and_step_only() -> None:
+    forwards, backwards = (Schedule(np.arange(17), batch_size=4, bucket=3, seed=1) for _ in range(2))
+    expected = [forwards.batch(step).tolist() for step in range(12)]
+    assert [backwards.batch(step).tolist() for step in reversed(range(12))] == expected[::-1]
+    assert [Schedule(np.arange(17), 4, 3, seed=2).batch(step).tolist() for step in range(12)] != expected
+
+
+def test_buckets_put_examples_of_like_length_together() -> None:
+    lengths = np.random.default_rng(0).integers(1, 100, 400)
+
+    def padding(bucket: int) -> float:
+        batches = [lengths[Schedule(lengths, 10, bucket).batch(step)] for step in range(40)]
+        return sum(int(batch.max() * len(batch) - batch.sum()) for batch in batches)
+
+    assert padding(20) < padding(1) / 4
+
+
+def test_processes_that_make_batches_ahead_make_the_same_from_any_step_on() -> None:
+    rows = examples()
+    batches = TrainingBatches(rows, Schedule(rows.lengths, 3, seed=0), 6, micros=2)
+
+    def content(loader: DataLoader[Batch]) -> list[Any]:
+        return [{n: v.tolist() if torch.is_tensor(v) else v for n, v in batch.items()} for batch in loader]
+
+    def loader(first: int, workers: int) -> DataLoader[Batch]:
+        context = "fork" if workers else None
+        return DataLoader(batches, None, sampler=From(first, 12), num_workers=workers, multiprocessing_context=context)
+
+    undisturbed = content(loader(0, 0))
+    assert content(loader(0, 2)) == undisturbed
+    assert content(loader(4, 2)) == undisturbed[4:]

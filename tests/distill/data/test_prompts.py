@@ -1,7 +1,5 @@
 """Prompts that the target writes: the user's turn of a template, the filter's rules, splits, seeds, kills, errors."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable, Iterator
@@ -10,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import bench, tiny_settings
+from tiny_run import STAGES, Killed, bench, given, tiny_settings
 from tokenizers_of_kinds import with_start
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from distill.config import DataSettings, PromptSettings, Settings, TargetSettings
+from distill.config import DataSettings, PromptSettings, ResponseSettings
 from distill.data import prompts as prompts_module
 from distill.data.chat import ChatFormat
 from distill.data.prompts import ORDER, Sample, problem_of, prompt_of, prompt_rows, user_turn
@@ -58,7 +56,6 @@ OTHERS = ["Расскажи мне о погоде в Москве", "请告诉�
     [
         (GOOD, 160, False, "unfinished after 160 tokens"),
         ("Hi", 1, True, "shorter than 4 tokens"),
-        ("  \n  ", 9, True, "shorter than 4 tokens"),
         ("What is this \ufffd sign for?", 9, True, "broken characters"),
         ("What is <|im_start|>user for?", 9, True, "template markers inside"),
         ("can you explain, how rain is made in the clouds above the sea", 9, True, "repeated"),
@@ -116,14 +113,13 @@ def test_each_split_has_its_share_of_a_files_prompts_and_the_target_writes_the_r
     assert [len(splits[split]) for split in ORDER] == [4, 3, 12]
     of_file = [sum("wood" in text or text.endswith("!") for text in texts(splits[split])) for split in ORDER]
     assert of_file == [2, 2, 6]
-    everything = [text for split in ORDER for text in texts(splits[split])]
-    assert sum("topic0 " in text for text in everything) <= 1
+    assert sum("topic0 " in text for split in ORDER for text in texts(splits[split])) <= 1
     assert notes[0] == f"prompts from {path}: 10 used, 1 dropped as repetitions, 1 rows without a prompt"
     few = settings(file=str(path))
     few.train_examples, few.validation_examples, few.test_examples = 4, 2, 2
-    alone, _ = prompt_rows(few, 0, None)
+    alone, other = (prompt_rows(few, seed, None)[0] for seed in (0, 1))
     assert [len(alone[split]) for split in ORDER] == [2, 2, 4]
-    assert texts(prompt_rows(few, 1, None)[0]["train"]) != texts(alone["train"])
+    assert texts(other["train"]) != texts(alone["train"])
     with pytest.raises(UserError, match=r"no target is named: give target\.model"):
         prompt_rows(settings(file=str(path)), 0, None)
 
@@ -134,11 +130,10 @@ def test_each_split_has_its_share_of_a_files_prompts_and_the_target_writes_the_r
         ({"instruction": "Add.", "input": "1 2", "output": "3"}, "Add.\n\n1 2"),
         ({"question": "Why? "}, "Why?"),
         ({"prompt": "Why?"}, "Why?"),
+        ({"conversations": [{"from": "human", "value": "Why?"}]}, "Why?"),
         ({"turns": ["Why?", "And then?"]}, "Why?"),
         ({"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}, "Why?"),
-        ({"conversations": [{"from": "human", "value": "Why?"}]}, "Why?"),
         ({"messages": [{"role": "assistant", "content": "So."}]}, None),
-        ({"prompt": "  "}, None),
         ({"text": "Why?"}, None),
     ],
 )
@@ -159,33 +154,26 @@ def test_an_opening_belongs_to_the_prompt_and_makes_no_two_of_them_alike() -> No
 
 
 @pytest.fixture
-def run_of_target(
-    tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str], tuple[Run, io.StringIO]]:
+def run_of_target(tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Runs whose target, a random model over characters, writes prompts."""
     for name, value in {"SHORTEST": 2, "LONGEST": 60, "BATCH": 8, "TRIES": 60, "GROUP": 1}.items():
         monkeypatch.setattr(prompts_module, name, value)
-    tokenizer, model = with_start(adds=False), tmp_path / "model"
-    tokenizer.chat_template = CHAT_ML
-    tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=256, eos_token_id=0).save_pretrained(model)
-    tokenizer.save_pretrained(model)
+    tokenizer = chat(CHAT_ML).tokenizer
+    model = tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=256, eos_token_id=0)
+    target = given(tmp_path / "model", model, tokenizer)
 
-    def settings(name: str, **changes: Any) -> tuple[Run, io.StringIO]:
-        made: Settings = tiny_settings(tmp_path, target=TargetSettings(kind="as_is", model=str(model)), name=name)
-        made.data = DataSettings(
-            source="target", train_examples=16, validation_examples=8, test_examples=4, max_length=128
-        )
-        made.teacher.responses.source, made.teacher.responses.max_new_tokens = "target", 12
-        made.teacher.examples = None
-        for key, value in changes.items():
-            setattr(made, key, value)
-        return bench(made)
+    def made(name: str, **changes: Any) -> tuple[Run, io.StringIO]:
+        run = tiny_settings(tmp_path, target=target, name=name, data=settings(), **changes)
+        run.data.train_examples, run.data.validation_examples, run.data.max_length = 16, 8, 128
+        run.teacher.responses = ResponseSettings(source="target", max_new_tokens=12)
+        run.teacher.examples, run.training.steps, run.student.training.steps = None, 2, 2
+        return bench(run)
 
-    return settings
+    return made
 
 
-def test_the_same_seed_gives_the_same_prompts_and_a_killed_run_goes_on_with_them(
-    run_of_target: Callable[..., tuple[Run, io.StringIO]], monkeypatch: pytest.MonkeyPatch
+def test_the_same_seed_gives_the_same_prompts_a_killed_run_goes_on_with_them_and_every_stage_trains_on_their_answers(
+    run_of_target: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, said = run_of_target("first")
     corpus = run.corpus
@@ -195,10 +183,6 @@ def test_the_same_seed_gives_the_same_prompts_and_a_killed_run_goes_on_with_them
     prompts = {*corpus.train["prompt"], *corpus.validation["prompt"], *corpus.test["prompt"]}
     assert len(prompts) == 28
     assert all(prompt.startswith("<s>system\nBe kind.") and prompt.endswith("<s>assistant\n") for prompt in prompts)
-
-    class Killed(Exception):
-        pass
-
     calls = list[int]()
 
     def dying(*args: Any, write: Any = prompts_module.write_texts, **options: Any) -> list[list[int]]:
@@ -218,15 +202,8 @@ def test_the_same_seed_gives_the_same_prompts_and_a_killed_run_goes_on_with_them
     assert run_of_target("second")[0].corpus.fingerprint == corpus.fingerprint
     assert file.read_bytes() == (run.work / "prompts" / "samples.jsonl").read_bytes()
     assert len({*run_of_target("third", seed=1)[0].corpus.train["prompt"]} - prompts) > 12
-
-
-def test_a_run_on_prompts_of_the_target_trains_every_stage_on_its_answers(
-    run_of_target: Callable[..., tuple[Run, io.StringIO]],
-) -> None:
-    run, said = run_of_target("whole")
     run.settings.validate()
-    run.settings.training.steps = run.settings.student.training.steps = 2
-    assert run_stages(run) == ["target", "initial", "distillspec", "adaspec"]
+    assert run_stages(run) == STAGES
     train, validation, _ = answered_texts(run)
     assert (len(train), len(validation)) == (16, 8)
     assert "the target's responses, train: 16, 16 of them written now" in said.getvalue()

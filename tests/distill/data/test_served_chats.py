@@ -1,7 +1,5 @@
 """Training sees what serving sees: chat templates of the structure that published models have, and rows as found."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,7 @@ from tokenizers import AddedToken
 from tokenizers_of_kinds import byte_level
 
 from decode.errors import UserError
-from decode.models.tokens import chat_ids, check_template, plain_ids
+from decode.models.tokens import chat_ids, plain_ids
 from distill.config import DataSettings
 from distill.data.chat import IGNORE, ChatFormat, Example, chat_turns, label, rendered_ids
 from distill.data.corpus import Corpus, load_corpus
@@ -107,13 +105,20 @@ HELLO, FINE = {"role": "assistant", "content": "Hello"}, {"role": "assistant", "
 CHAT: list[dict[str, Any]] = [USER, HELLO, AGAIN, FINE]
 
 
-CALL = {"type": "function", "function": {"name": "sky", "arguments": {"city": "Köln"}}}
 CALLS: list[dict[str, Any]] = [
     USER,
-    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": {"name": "sky", "arguments": {"city": "Köln"}}}],
+    },
     {"role": "tool", "content": "rain"},
     FINE,
 ]
+
+
+def long_chat(turns: int) -> list[dict[str, Any]]:
+    pairs = ((f"question {n} for you", f"answer {n} from me") for n in range(turns))
+    return [{"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair)]
 
 
 def format_of(name: str, **args: Any) -> ChatFormat:
@@ -167,38 +172,26 @@ SYSTEM = {"role": "system", "content": "Be kind."}
         ("gemma4", {}, "{}<end_of_turn>"),
         ("kimi", {}, "{}<|end|>"),
         ("parts", {}, "{}<|im_end|>"),
+        ("qwen3", {"enable_thinking": False}, "{}<|im_end|>"),
+        ("qwen3", {}, "{}<|im_end|>"),
+        ("qwen3.5", {"enable_thinking": False}, "{}<|im_end|>"),
+        ("qwen3.5", {}, "\n</think>\n\n{}<|im_end|>"),  # the prompt opens the reasoning
+        ("r1", {}, "\n</think>\n\n{}<eos>"),
     ],
 )
-def test_an_answer_ends_at_the_targets_stop_token_and_nothing_is_appended(name: str, args: Any, written: str) -> None:
+def test_every_turn_follows_its_prompt_and_ends_at_the_stop_token(name: str, args: Any, written: str) -> None:
+    """Without an empty thought where the prompt asks for one: this is noted."""
     chat = format_of(name, **args)
-    messages = [SYSTEM, *CHAT] if name == "mistral" else CHAT
-    assert learned(chat, messages) == [written.format("Hello"), written.format("Fine")]
+    messages = [*[SYSTEM][: name == "mistral"], *CHAT, AGAIN, HELLO]
+    assert learned(chat, messages) == [written.format(text) for text in ("Hello", "Fine", "Hello")]
+    turns, notes = chat_turns(chat, messages)
+    thinks = not args and name in ("glm", "qwen3", "qwen3.5", "r1", "kimi")
+    assert sum("without reasoning" in note for note in notes) == thinks
     assert chat.tokenizer.convert_ids_to_tokens(chat.answer_end()) == written[written.rindex("<") :]
-    prompts = [turn.prompt for turn in chat_turns(chat, long_chat(5))[0]]
+    prompts = [turn.prompt for turn in turns]
     assert rendered_ids(chat.tokenizer, prompts, chat.ends) == plain_ids(chat.tokenizer, prompts)
-
-
-@pytest.mark.parametrize(
-    ("name", "args", "lead"),
-    [
-        ("qwen3", {"enable_thinking": False}, ""),
-        ("qwen3", {}, ""),
-        ("qwen3.5", {"enable_thinking": False}, ""),
-        ("qwen3.5", {}, "\n</think>\n\n"),
-        ("r1", {}, "\n</think>\n\n"),
-    ],
-)
-def test_every_turn_follows_its_own_prompt_without_an_empty_thought(name: str, args: Any, lead: str) -> None:
-    end = "<eos>" if name == "r1" else "<|im_end|>"
-    three = [*CHAT, {"role": "user", "content": "Good"}, {"role": "assistant", "content": "Bye"}]
-    assert learned(format_of(name, **args), three) == [f"{lead}{text}{end}" for text in ("Hello", "Fine", "Bye")]
-    noted = chat_turns(format_of(name, **args), three)[1]
-    assert [("without reasoning" in note) for note in noted] == [True] * (not args)
-
-
-def test_a_developer_is_the_system_where_the_template_knows_no_such_role() -> None:
-    turns, _ = chat_turns(format_of("deepseek"), [SYSTEM | {"role": "developer"}, *CHAT])
-    assert turns[0].prompt == "Made by developers.<|system|>Be kind.<|user|>Hi<|assistant|>"
+    chat.tokenizer.chat_template = {"default": TEMPLATES[name], "tool_use": TEMPLATES[name]}  # as Hermes 3 has
+    assert [turn.prompt for turn in chat_turns(chat, messages)[0]] == prompts
 
 
 @pytest.mark.parametrize(
@@ -213,11 +206,6 @@ def test_tool_calls_are_learned_as_the_template_writes_them(name: str, call: str
     assert [text.strip() for text in learned(format_of(name), CALLS)] == [f"{call}{end}", f"Fine{end}"]
 
 
-def test_tool_calls_behind_the_stop_token_drop_the_row() -> None:
-    with pytest.raises(UnusableRow, match="with tool calls that the chat template does not write"):
-        chat_turns(format_of("nemotron"), read_messages(CALLS)[0])
-
-
 @pytest.mark.parametrize("key", ["reasoning", "reasoning_content", "thinking"])
 @pytest.mark.parametrize(
     ("name", "written"),
@@ -229,48 +217,41 @@ def test_tool_calls_behind_the_stop_token_drop_the_row() -> None:
         ("kimi", "<think>hm</think>{}<|end|>"),
     ],
 )
-def test_reasoning_is_learned_under_every_name_in_every_turn(key: str, name: str, written: str) -> None:
-    thinking = [USER, HELLO | {key: "hm"}, AGAIN, FINE | {key: "hm"}]
-    assert learned(format_of(name), thinking) == [written.format("Hello"), written.format("Fine")]
-
-
-def test_reasoning_inside_the_answer_is_that_of_its_own_key() -> None:
-    inline = [USER, {"role": "assistant", "content": "<think>hm</think>Hello"}]
-    for name in ("qwen3", "r1"):
-        chat = format_of(name)
-        assert learned(chat, inline) == learned(chat, [USER, HELLO | {"reasoning": "hm"}])
+def test_reasoning_is_learned_under_every_name_and_in_every_turn(key: str, name: str, written: str) -> None:
+    ways = [{key: "hm"}] + [{}] * (name in ("qwen3", "r1"))
+    for way in ways:
+        said = [{"content": "<think>hm</think>" * (not way) + turn["content"]} | way for turn in (HELLO, FINE)]
+        messages = [USER, HELLO | said[0], AGAIN, FINE | said[1]]
+        assert learned(format_of(name), messages) == [written.format("Hello"), written.format("Fine")]
 
 
 @pytest.mark.parametrize(
-    ("messages", "reason"),
+    ("name", "messages", "reason"),
     [
-        ([USER, HELLO | {"thinking": "hm"}], "with reasoning that the chat template does not write"),
-        ([{"role": "user", "content": "Hi<|im_end|>\n<|im_start|>system"}, HELLO], "with a control token"),
-        ([USER, {"role": "assistant", "content": "It ends with <|im_end|>."}], "with a control token"),
-        ([USER, {"role": "narrator", "content": "Rain."}, HELLO], "with a turn that the chat template does not write"),
+        ("parts", [USER, HELLO | {"thinking": "hm"}], "with reasoning that the chat template does not write"),
+        ("parts", [{"role": "user", "content": "Hi<|im_end|>\n<|im_start|>system"}, HELLO], "with a control token"),
+        ("parts", [USER, {"role": "assistant", "content": "It ends with <|im_end|>."}], "with a control token"),
+        ("parts", [USER, {"role": "narrator", "content": "Rain."}, HELLO], "with a turn that the chat template does"),
+        ("nemotron", CALLS, "with tool calls that the chat template does not write"),
+        ("qwen3", [USER, {"role": "assistant", "content": "Stop"}], "whose answer is not learned whole, up to one"),
     ],
 )
-def test_what_cannot_be_learned_as_it_is_served_is_refused(messages: list[dict[str, Any]], reason: str) -> None:
-    chat = format_of("parts")
+def test_what_would_not_be_learned_as_served_is_refused(name: str, messages: list[dict[str, Any]], reason: str) -> None:
+    chat = format_of(name)
     chat.tokenizer.chat_template = chat.tokenizer.chat_template.replace(
-        "{% for m in messages %}", "{% for m in messages if m.role in ('system', 'user', 'assistant', 'tool') %}"
-    )
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for", "{% for m in messages if m.role != 'narrator' %}"
+        "<|im_start|>{{ m.role }}\n{% for",
+    )  # fmt: skip
+    stops = [*chat.ends, chat.tokenizer("Stop")["input_ids"][0]]
     with pytest.raises(UnusableRow, match=reason):
-        chat_turns(chat, read_messages(messages)[0])
+        raise label(chat.tokenizer, [chat_turns(chat, read_messages(messages)[0])[0]], stops, chat=True)[0]
     with pytest.raises(UserError, match="control token"):
-        chat_ids(chat.tokenizer, [{"role": "user", "content": "<|im_end|>"}])
-
-
-def test_a_stop_token_within_the_answer_drops_the_row() -> None:
-    chat = format_of("qwen3")
-    stops = [*chat.ends, chat.tokenizer("Hello")["input_ids"][0]]
-    turns, _ = chat_turns(chat, [USER, HELLO])
-    (found,) = label(chat.tokenizer, [turns], stops, chat=True)
-    assert isinstance(found, UnusableRow)
-    assert found.reason == "whose answer is not learned whole, up to one stop token"
+        chat_ids(chat.tokenizer, [{"role": "user", "content": "<eos>"}])
 
 
 def test_speakers_calls_and_keys_of_published_chats() -> None:
+    turns, _ = chat_turns(format_of("deepseek"), [SYSTEM | {"role": "developer"}, *CHAT])
+    assert turns[0].prompt == "Made by developers.<|system|>Be kind.<|user|>Hi<|assistant|>"
     messages, notes = read_messages([
         {"from": "human", "value": "Rome?"}, {"from": "function_call", "value": '{"name": "w", "arguments": {"c": 1}}'},
         {"from": "observation", "value": "sun"}, {"from": "chatgpt", "value": "Sunny"},
@@ -284,13 +265,6 @@ def test_speakers_calls_and_keys_of_published_chats() -> None:
         read_messages([{"from": "human", "value": "Rome?"}, {"from": "function_call", "value": "{name"}])
     _, notes = chat_turns(format_of("qwen3", enable_thinking=False), [USER, HELLO | {"mood": "good"}])
     assert notes == ["with a message's 'mood', which is not used"]
-
-
-def test_a_tokenizer_may_have_several_templates() -> None:
-    chat = format_of("parts")
-    check_template(chat.tokenizer)
-    chat.tokenizer.chat_template = {"default": TEMPLATES["parts"], "tool_use": TEMPLATES["parts"]}  # as Hermes 3 has
-    assert learned(chat, CHAT) == ["Hello<|im_end|>", "Fine<|im_end|>"]
 
 
 def test_a_template_may_be_a_file_and_rows_that_fail_in_large_part_stop_the_run(tmp_path: Path) -> None:
@@ -313,26 +287,15 @@ def test_a_template_may_be_a_file_and_rows_that_fail_in_large_part_stop_the_run(
         corpus(str(file), "<eos>?")
 
 
-def long_chat(turns: int) -> list[dict[str, Any]]:
-    ask = [{"role": "user", "content": f"question {n} for you"} for n in range(turns)]
-    say = [{"role": "assistant", "content": f"answer {n} from me"} for n in range(turns)]
-    return [message for pair in zip(ask, say) for message in pair]
-
-
 @pytest.mark.parametrize("name", ["gemma", "qwen3"])
-def test_what_is_tokenised_of_a_chat_grows_with_its_length_and_not_with_its_square(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def characters(turns: int) -> int:
-        chat, seen = format_of(name), list[str]()
-
-        def counted(tokenizer: Any, texts: Any) -> list[list[int]]:
-            seen.extend(texts)
-            return plain_ids(tokenizer, texts)
-
-        monkeypatch.setattr("distill.data.chat.plain_ids", counted)
+def test_what_is_tokenised_of_a_chat_grows_with_its_length(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat, counts = format_of(name), list[int]()
+    for turns in (12, 48):
+        seen = list[str]()
+        monkeypatch.setattr(
+            "distill.data.chat.plain_ids", lambda to, texts, seen=seen: seen.extend(texts) or plain_ids(to, texts)
+        )
         (examples,) = label(chat.tokenizer, [chat_turns(chat, long_chat(turns))[0]], chat.ends, chat=True)
         assert isinstance(examples, list)
-        return sum(map(len, seen))
-
-    assert characters(48) < 4.5 * characters(12)
+        counts.append(sum(map(len, seen)))
+    assert counts[1] < 4.5 * counts[0]

@@ -1,19 +1,29 @@
-"""Runs of heads from settings to saved weights: each one learns, is continued after a kill, and is made once."""
-
-from __future__ import annotations
+"""Drafts from settings to saved weights: each one learns, is continued after a kill, and is made once; those cut from a target."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import NEEDED, with_layers
+from families import FAMILIES, NEEDED, build_tiny, in_double, with_layers
 from pairs import make_tokenizer
 from safetensors.torch import load_file
-from tiny_run import begun, check_killed_ends_alike, run_tiny, tiny_settings
+from tiny_run import STAGES, begun, check_killed_ends_alike, run_tiny, tiny_settings
+from transformers import AutoModelForCausalLM
 
+from decode.models.families import decoder_layers, final_norm
 from decode.models.head_files import load_head
-from distill.config import BlockSettings, DraftSettings, ResponseSettings, Settings, StudentSettings, TargetSettings
+from distill.config import (
+    BlockSettings,
+    DraftSettings,
+    ResponseSettings,
+    Settings,
+    StudentSettings,
+    TargetSettings,
+    TrainingSettings,
+)
+from distill.drafts.language_model import cut, kept_layers
+from distill.lm_head import LMHead, check_head
 
 STUDENTS = {
     "dspark": StudentSettings(kind="dspark", draft_vocab=64, block=BlockSettings(size=3, anchors=6, markov_rank=4)),
@@ -67,32 +77,32 @@ def test_a_run_makes_every_head_and_learns(run: Any) -> None:
 
 
 def test_a_killed_training_ends_with_the_weights_of_an_undisturbed_one(run: Any, tmp_path: Path) -> None:
-    check_killed_ends_alike(run[0], tmp_path, {"distillspec": 5, "adaspec": 6})
+    kills = {"distillspec": 5, "adaspec": 6, "own": 7}  # the last one between two refreshes of its texts
+    check_killed_ends_alike(run[0], tmp_path, {draft.name: kills[draft.name] for draft in run[0].drafts})
 
 
 # -- next-token layers ------------------------------------------------------------------------------------------------
 
 
-def mtp_settings(folder: Path, kind: str, layers: int = 1) -> Settings:
-    """A run that tunes the layers of a target made below the folder."""
+def mtp_settings(folder: Path, patch: pytest.MonkeyPatch, kind: str, layers: int = 1) -> Settings:
+    """A run that tunes the layers of a target made below the folder, in bfloat16 where there are several."""
     tokenizer = make_tokenizer()
-    with pytest.MonkeyPatch.context() as patch:
-        with_layers(folder / "given", patch, kind, layers, vocab_size=len(tokenizer), max_position_embeddings=256)
+    with_layers(folder / "given", patch, kind, layers, vocab_size=len(tokenizer), max_position_embeddings=256)
     tokenizer.save_pretrained(folder / "given")
     target = TargetSettings(kind="as_is", model=str(folder / "given"))
     settings = tiny_settings(folder, target=target, student=StudentSettings(kind="mtp"))
     settings.data.max_length, settings.data.overlong = 96, "cut"
-    settings.training.steps, settings.training.lr, settings.trainer.validate_every = 12, 1e-2, 6
+    settings.training.lr, settings.trainer.validate_every = 1e-2, 6
     settings.drafts = settings.drafts[:1]
     return settings
 
 
 @NEEDED
-def test_a_target_s_layer_is_tuned_and_learns(tmp_path: Path) -> None:
-    settings = mtp_settings(tmp_path, "Mellum")
+def test_a_target_s_layer_is_tuned_and_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = mtp_settings(tmp_path, monkeypatch, "Mellum")
     settings.teacher.responses = ResponseSettings(source="target", max_new_tokens=16)
     _, made, _ = run_tiny(settings)
-    history = made.record("distillspec").history  # type: ignore[union-attr]
+    history = made.draft_record("distillspec").history
     assert history[-1]["accepted_length"] > history[0]["accepted_length"]
     assert run_tiny(settings)[0] == []
 
@@ -100,18 +110,59 @@ def test_a_target_s_layer_is_tuned_and_learns(tmp_path: Path) -> None:
 @NEEDED
 def test_several_layers_are_trained_for_one_token_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mixed precision, accepted tokens alone, the target's own states beside it, on texts of the draft's own."""
-    settings = mtp_settings(tmp_path, "DeepSeek-V3", 2)
-    with_layers(tmp_path / "given", monkeypatch, "DeepSeek-V3", 2, vocab_size=280, max_position_embeddings=256)
+    settings = mtp_settings(tmp_path, monkeypatch, "DeepSeek-V3", 2)
     settings.drafts = [DraftSettings(name="accepted", accepted_only=True, on_policy=0.5)]
-    settings.teacher.responses = ResponseSettings(max_new_tokens=8)
-    settings.student.unroll = 5
+    settings.teacher.responses, settings.student.unroll = ResponseSettings(max_new_tokens=8), 5
     settings.training.steps, settings.trainer.precision, settings.teacher.signal = 4, "bf16-mixed", "online"
     _, made, _ = run_tiny(settings)
-    last = made.record("accepted").history[-1]  # type: ignore[union-attr]
-    assert "alpha_2" in last
-    assert "alpha_3" not in last
+    last = made.draft_record("accepted").history[-1]
+    assert [f"alpha_{n}" in last for n in (2, 3)] == [True, False]
     tuned, given = (load_file(folder / "model.safetensors") for folder in (made.path("accepted"), tmp_path / "given"))
     assert {name.split(".")[2] for name in tuned} == {"2", "3"}
     router = [name for name in tuned if name.endswith("e_score_correction_bias")]  # its state is no weight
     assert router
     assert all(torch.equal(tuned[name], given[name]) for name in router)
+
+
+LAYERS = {"gpt2": "n_layer", "codegen": "n_layer"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cut_draft_is_the_target_with_the_other_layers_passed_over(family: str, tmp_path: Path) -> None:
+    model = build_tiny(family, dtype=torch.float64, **{LAYERS.get(family, "num_hidden_layers"): 4})
+    draft, ids = in_double(cut(in_double(model), [1, 3])), torch.arange(2, 12)[None]  # longer than the sliding windows
+    check_head(draft, LMHead(draft))
+    assert draft.config.get_text_config().num_hidden_layers == 2
+
+    def pass_over(layer: object, args: tuple, kwargs: dict, output: object) -> object:
+        state = args[0] if args else kwargs["hidden_states"]
+        return (state, *output[1:]) if isinstance(output, tuple) else state
+
+    whole = model(input_ids=ids, use_cache=False).logits
+    hooks = [decoder_layers(model)[i].register_forward_hook(pass_over, with_kwargs=True) for i in (0, 2)]
+    wanted = model(input_ids=ids, use_cache=False).logits
+    assert torch.allclose(draft(input_ids=ids, use_cache=False).logits, wanted, atol=1e-5)
+    assert not torch.allclose(wanted, whole, atol=1e-2)
+    for hook in hooks:
+        hook.remove()
+    next(iter(decoder_layers(draft).parameters())).data.fill_(0)  # the draft's own, not the target's
+    assert torch.equal(model(input_ids=ids, use_cache=False).logits, whole)
+    draft.save_pretrained(tmp_path)
+    assert len(decoder_layers(AutoModelForCausalLM.from_pretrained(tmp_path))) == 2
+    assert final_norm(draft) is not final_norm(model)
+
+
+def test_a_cut_draft_is_distilled_with_or_without_training_of_its_own(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path, student=StudentSettings(kind="cut"))
+    ran, run, _ = run_tiny(settings)
+    assert ran == STAGES
+    spread = {1: [0], 2: [0, 7], 3: [0, 4, 7], 4: [0, 2, 5, 7]}
+    assert [kept_layers(n, 8) for n in (*spread, [1, 6])] == [*spread.values(), [1, 6]]
+    target, initial = (load_file(run.path(stage) / "model.safetensors") for stage in ("target", "initial"))
+    kept = [name for name in initial if "layers.1." not in name]
+    assert all(torch.equal(initial[name], target[name]) for name in kept)
+    assert run.record("initial").history == []
+    settings.student.training = TrainingSettings(steps=2, batch_size=4)
+    ran, run, _ = run_tiny(settings)
+    assert ran == ["initial", "distillspec", "adaspec"]
+    assert [row["step"] for row in run.record("initial").history] == [0, 2]

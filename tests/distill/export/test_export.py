@@ -63,23 +63,17 @@ def test_the_folder_holds_what_engines_read(tmp_path):
     scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}
     draft = make(tmp_path / "draft", max_position_embeddings=48, rope_parameters=scaled)
     folder = export_draft(draft, make(tmp_path / "target"), draft, ExportSettings())  # a draft may be put onto itself
-    names = {path.name for path in folder.iterdir()}
-    assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"} <= names
-    assert {"speculation_profile.json", "README.md", "tokenizer_config.json"} <= names
-    generation = json.loads((folder / "generation_config.json").read_text())
-    assert (generation["num_assistant_tokens"], generation["eos_token_id"], generation["pad_token_id"]) == (4, 1, 0)
-    assert (generation["num_assistant_tokens_schedule"], generation["assistant_confidence_threshold"]) == (
-        "constant",
-        0,
+    assert {"README.md", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
+    generation, written, fields = (
+        json.loads((folder / f"{name}_config.json".lstrip("_")).read_text()) for name in ("generation", "", "tokenizer")
     )
-    written = json.loads((folder / "config.json").read_text())
+    wanted = {"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant", "eos_token_id": 1}
+    assert generation.items() >= (wanted | {"pad_token_id": 0, "assistant_confidence_threshold": 0}).items()
     assert written["dtype"] == written["torch_dtype"] == "float32"
     assert (written["eos_token_id"], written["max_position_embeddings"]) == (1, 64)  # the target's
     assert (written["rope_parameters"], written["rope_theta"]) == (scaled, 5000.0)
     assert written["rope_scaling"] == {"rope_type": "linear", "type": "linear", "factor": 2.0}
-    fields = json.loads((folder / "tokenizer_config.json").read_text())
     assert fields["tokenizer_class"] == "PreTrainedTokenizerFast"  # older engines know it
-    assert not list(tmp_path.glob(".draft*"))
     target = make(tmp_path / "neox", "gpt_neox")
     neox = json.loads((run_export(target, target, "other") / "config.json").read_text())
     assert (neox["rotary_emb_base"], neox["rotary_pct"], neox["rope_scaling"]) == (10000, 0.5, None)
@@ -148,24 +142,24 @@ def test_a_path_that_vllm_takes_for_another_method_and_another_tokenizer_are_ref
     for name in ("eagle-arithmetic", "runs-dspark"):
         with pytest.raises(UserError, match="Choose a name"):  # before anything is loaded
             export_draft(tmp_path / "no", tmp_path / "no", tmp_path / name / "draft", ExportSettings())
-    draft, target, other = make(tmp_path / "trained"), make(tmp_path / "target"), make_tokenizer()
+    other, lower = make_tokenizer(), make_tokenizer()
     fields = json.loads(other.backend_tokenizer.to_str())
     ids = fields["model"]["vocab"]
     ids["e"], ids["f"] = ids["f"], ids["e"]
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(fields))).save_pretrained(draft)
-    with pytest.raises(UserError, match=r"is 'e' for the target and 'f' for the draft"):
-        run_export(draft, target)
-    assert not (tmp_path / "draft").exists()
-    other.backend_tokenizer.normalizer = normalizers.Lowercase()
-    with pytest.raises(UserError, match="splits text differently"):
-        export.check_same_tokenizer(make_tokenizer(), other)
+    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(fields)))
+    lower.backend_tokenizer.normalizer = normalizers.Lowercase()
+    for theirs, words in ((other, r"is 'e' for the target and 'f' for the draft"), (lower, "splits text differently")):
+        draft, target = make(tmp_path / "trained"), make(tmp_path / "target")
+        theirs.save_pretrained(draft)
+        with pytest.raises(UserError, match=words):
+            run_export(draft, target)
+        assert not (tmp_path / "draft").exists()
 
 
 def test_a_report_becomes_the_profile_of_its_fastest_identical_greedy_row():
     other = [decoding("adaspec", 0.0, 8, 2.0, same=False), decoding("adaspec", 1.0, 9, 3.0, same=None)]
     measured = export_profile(changed(decoding=[*FULL["decoding"], *other]))
     assert (measured["best_draft_length"], measured["speedup"], measured["cost_ratio"]) == (2, 1.62, 0.14)
-    assert measured["conditions"]["cpu"] == "Some CPU"
     profile = speculation_profile(measured, 2)
     # 100 rounds; 90 accepted at least one token, 72 two
     assert profile["conditional_accept_rates"] == [0.9, 0.8]
@@ -183,35 +177,29 @@ def test_an_export_is_complete_before_it_is_measured_and_tells_the_best_length_a
     """The draft is a plain model for a target of one layer, from which no head could take three states."""
     draft, target = make(tmp_path / "trained", "llama", 280), make(tmp_path / "target", num_hidden_layers=1)
     folder = run_export(draft, target)
-    card, path = (folder / "README.md").read_text(), folder / "speculation_profile.json"
-    assert "Nothing was measured yet" in card
-    assert f'"num_speculative_tokens": {DRAFTED}' in card
-    assert "280 to 287 are padding" in card
-    before = json.loads(path.read_text())
+    readme, path, weights = (folder / name for name in ("README.md", "speculation_profile.json", "model.safetensors"))
+    card, before, made = readme.read_text(), json.loads(path.read_text()), weights.stat().st_mtime_ns
+    for text in ("Nothing was measured yet", f'"num_speculative_tokens": {DRAFTED}', "280 to 287 are padding"):
+        assert text in card
     assert (before["measured"], before["num_speculative_tokens"], before["export"]["name"]) == (False, 4, "adaspec")
-    # other commands add to it
-    served = "<!-- served: begin -->\n## Served\n<!-- served: end -->\n"
-    (folder / "README.md").write_text(f"{card}\n{served}")
+    served = "<!-- served: begin -->\n## Served\n<!-- served: end -->\n"  # other commands add to it
+    readme.write_text(f"{card}\n{served}")
     path.write_text(json.dumps(before | {"served": [1], "round_costs": {}}))
-    weights = (folder / "model.safetensors").stat().st_mtime_ns
-
     for _ in range(2):
         add_measurements(folder, FULL, "adaspec")
     assert json.loads((folder / "generation_config.json").read_text())["num_assistant_tokens"] == 2
-    assert (folder / "model.safetensors").stat().st_mtime_ns == weights
-    after = json.loads(path.read_text())
+    assert weights.stat().st_mtime_ns == made
+    after, card = json.loads(path.read_text()), readme.read_text()
     assert (after["measured"], after["served"], after["round_costs"]) == (True, [1], {})
     assert after["weights"] == before["weights"]
     assert exported_facts(folder)["length"] == 2
-    card = (folder / "README.md").read_text()
     assert card.endswith(served)
     assert card.count("## Served") == 1
     line = card.split("--speculative-config '")[1].split("'")[0]
     assert json.loads(line) == {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 2}
     for text in (
-        "**1.62 times**", "0.9480 ± 0.0010", "assistant_model=draft", "--speculative-algorithm STANDALONE",
-        "--speculative-num-steps 2", "--speculative-num-draft-tokens 3", "| α | 0.940 | 0 |", "| acc. length | 4.20 | 0 |",
-        "| position | validation | offline |\n| --- | ---: | ---: |\n| 1 | 0.910 | 0.920 |",
+        "**1.62 times**", "assistant_model=draft", "--speculative-algorithm STANDALONE",
+        "--speculative-num-steps 2", "--speculative-num-draft-tokens 3", "| 1 | 0.910 | 0.920 |",
     ):  # fmt: skip
         assert text in card
     add_measurements(folder, changed(decoding=[]), "adaspec")  # decoding was not measured

@@ -1,7 +1,5 @@
 """Exported heads: what vLLM and SGLang read, who is told that an engine reads otherwise, and tuned layers in FP8 files."""
 
-from __future__ import annotations
-
 import json
 import re
 import warnings
@@ -59,7 +57,7 @@ def export(folder: Path, version: int | str, dtype: str = "keep", **options: Any
         if all(re.search(r"layers\.[1-4]\.", name) for name in load_file(file)):
             file.unlink()
     paths = folder / "trained", folder / "target", folder / "out"
-    return head, target, export_head(*paths, ExportSettings(dtype=dtype), length=7)  # type: ignore[arg-type]
+    return head, target, export_head(*paths, ExportSettings(dtype=dtype), length=7)
 
 
 def read(out: Path) -> tuple[dict[str, Any], dict[str, Tensor], str]:
@@ -99,7 +97,7 @@ def test_vllm_and_sglang_find_what_they_read_of_a_dflash_head(tmp_path: Path) ->
     assert config["layer_types"] == ["full_attention"] * 2
     assert state.keys() == BACKBONE
     assert (out / "tokenizer.json").exists()
-    assert drafted(load_head(out, target), target).equal(drafted(head, target))  # type: ignore[arg-type]
+    assert drafted(load_head(out, target), target).equal(drafted(head, target))
     assert '"method": "dflash"' in card
     assert '"num_speculative_tokens": 4}' in card  # as many as a block drafts
     assert "--speculative-dflash-block-size 5" in card

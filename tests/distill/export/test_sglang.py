@@ -1,7 +1,5 @@
 """Exported heads in SGLang's own model classes: every tensor of the file is read, and nothing stays unfilled."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

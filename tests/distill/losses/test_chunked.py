@@ -1,5 +1,7 @@
-"""The chunked loss and its plain twin: the same numbers and gradients for every divergence, head and signal."""
+"""Every divergence by hand; the chunked loss and its plain twin: the same numbers and gradients for every head and signal."""
 
+import copy
+import math
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -7,6 +9,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from plain_losses import plain_loss
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,8 +18,8 @@ from decode.errors import UserError
 from distill.config import DivergenceName
 from distill.lm_head import LMHead
 from distill.losses import chunked
-from distill.losses.chunked import Compared, Rows, chunked_loss, compare
-from distill.losses.divergences import Divergence, TargetRows
+from distill.losses.chunked import Compared, Rows, chunked_loss, compare, next_token_hits, next_token_loss
+from distill.losses.divergences import Divergence, TargetRows, TokenDistributions
 
 LOSSES = get_args(DivergenceName)
 HEADS = ["plain", "bias", "capped", "scaled", "markov"]
@@ -81,14 +84,16 @@ def close(found: Result, wanted: Result) -> bool:
     scale = max(float(gradient.abs().max()) for gradient in wanted[2])
     return (
         found[0].item() == pytest.approx(wanted[0].item(), rel=losses)
-        and same_measures(found[1], wanted[1], losses)
+        and all(
+            a.dtype == b.dtype and torch.allclose(a, b, rtol=losses, atol=losses)
+            for a, b in zip(*map(measures, (found, wanted)))
+        )
         and all((a - b).abs().max() <= gradients * scale for a, b in zip(found[2], wanted[2], strict=True))
     )
 
 
-def same_measures(found: Compared, wanted: Compared, gap: float) -> bool:
-    fields = [(getattr(each, name) for each in (found, wanted)) for name in ("losses", "alpha", "agreement")]
-    return all(a.dtype == b.dtype and torch.allclose(a, b, rtol=gap, atol=gap) for a, b in fields)
+def measures(found: Result) -> list[Tensor]:
+    return [found[1].losses, found[1].alpha, found[1].agreement]
 
 
 def results(rows: Rows, name: Any, chosen: Tensor | None = None, **options: Any) -> Iterator[tuple[Result, Result]]:
@@ -106,9 +111,8 @@ def results(rows: Rows, name: Any, chosen: Tensor | None = None, **options: Any)
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of five rows."""
-    monkeypatch.setattr(chunked, "CPU_CHUNK", 0)
-    monkeypatch.setattr(chunked, "FEWEST_ROWS", 5)
-    monkeypatch.setattr(chunked, "FEWEST_NARROW", 5)
+    for name, value in {"CPU_CHUNK": 0, "FEWEST_ROWS": 5, "FEWEST_NARROW": 5, "AUTOGRAD_CPU": 0}.items():
+        monkeypatch.setattr(chunked, name, value)
 
 
 CHOSEN = torch.tensor([0, 3, 4, 5, 11, 12, 20, 22])  # of several chunks, one of which has none
@@ -145,26 +149,6 @@ def test_ids_that_only_one_model_has_are_left_out(vocab: int, known: int, form: 
     assert not any(gradient[48:].any() for gradient in gradients[1:])
 
 
-def test_one_divergence_ranks_and_another_one_trains() -> None:
-    rows = case("bias")
-    compared = compare(rows, Divergence("tv"), keep=True)
-    found = run(rows, chunked_loss, Divergence("forward_kl"), CHOSEN, compared)
-    assert close(found, run(rows, plain_loss, Divergence("forward_kl"), CHOSEN))
-    assert torch.allclose(compared.losses, run(rows, plain_loss, Divergence("tv"))[1].losses, rtol=1e-6)
-
-
-@pytest.mark.parametrize("kind", HEADS)
-@pytest.mark.parametrize(("rows", "chosen"), [(0, None), (0, torch.tensor([], dtype=torch.long)), (ROWS, CHOSEN[:0])])
-def test_a_part_without_rows_gives_a_zero_connected_to_every_weight(kind: str, rows: int, chosen: Any) -> None:
-    made = case(kind, rows=rows)
-    compared = compare(made, Divergence(), keep=True)
-    assert len(compared.losses) == rows
-    total, measured, gradients = run(made, chunked_loss, Divergence(), chosen, compared)
-    assert total.item() == 0.0
-    assert len(measured.losses) == 0
-    assert not any(gradient.any() for gradient in gradients)
-
-
 @pytest.mark.parametrize("form", FORMS[:2])
 @pytest.mark.parametrize("name", LOSSES)
 def test_saturated_rows_stay_finite_and_as_exact_as_autograd(name: Any, form: str) -> None:
@@ -176,19 +160,6 @@ def test_saturated_rows_stay_finite_and_as_exact_as_autograd(name: Any, form: st
     scale = max(float(gradient.abs().max()) for gradient in wanted)
     for ours, plain, best in zip(gradients, run(made, plain_loss, Divergence(name))[2], wanted, strict=True):
         assert (ours - best).abs().max() <= 5 * (plain - best).abs().max() + 1e-5 * scale
-
-
-@pytest.mark.parametrize("kind", ["plain", "markov"])
-def test_a_draft_that_is_the_target_is_accepted_throughout(kind: str) -> None:
-    rows = case(kind)
-    with torch.no_grad():
-        products = rows.head.products(rows.hidden, rows.vocab)
-    rows.target, rows.at = TargetRows(products.log_softmax(-1), rows.vocab), torch.arange(ROWS)
-    for name in LOSSES[:7]:
-        compared = compare(rows, Divergence(name))
-        assert torch.allclose(compared.alpha, torch.ones(ROWS), atol=1e-6)
-        assert torch.allclose(compared.losses, torch.zeros(ROWS), atol=2e-6)
-        assert compared.agreement.eq(1).all()
 
 
 def test_a_loss_without_a_compiler_is_computed_all_the_same_after_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,15 +184,12 @@ def test_compiled_kernels_equal_the_plain_twin(kind: str, monkeypatch: pytest.Mo
 class Largest(TorchDispatchMode):
     """Notes the size of the largest tensor that any operation makes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
+    numel = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for value in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(value, torch.Tensor):
-                self.numel = max(self.numel, value.numel())
+        tensors = [value for value in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(value, Tensor)]
+        self.numel = max([self.numel, *(value.numel() for value in tensors)])
         return out
 
 
@@ -253,7 +221,7 @@ def test_under_bfloat16_autocast_losses_are_those_of_float32_and_gradients_close
         assert 0 < float((ours - other).norm() / other.norm()) < 0.01
 
 
-def test_what_needs_no_gradient_gets_none() -> None:
+def test_what_needs_no_gradient_gets_none_and_a_head_whose_gradient_is_not_known_is_refused() -> None:
     rows = case("bias")
     with torch.no_grad():
         assert not chunked_loss(rows, Divergence())[0].requires_grad
@@ -264,13 +232,76 @@ def test_what_needs_no_gradient_gets_none() -> None:
     rows = case("markov")
     chunked_loss(rows, Divergence())[0].backward()
     assert rows.head.linear.weight.grad is None  # the target's, beside a bias that is trained
-
-
-def test_a_head_whose_gradient_is_not_known_is_refused() -> None:
-    class Adapted(nn.Linear):
-        pass
-
-    rows = case()
-    rows.head.linear.__class__ = Adapted
+    rows.head.linear.__class__ = type("Adapted", (nn.Linear,), {})
     with pytest.raises(UserError, match="output head is a Adapted, expected"):
         chunked_loss(rows, Divergence())
+
+
+# -- cross-entropy of the next tokens ---------------------------------------------------------------------------------
+
+
+def test_chunks_of_the_next_token_loss_give_that_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = case("capped", dtype=torch.float64, rows=150)
+    hidden, head, labels, widest = rows.hidden, rows.head, torch.arange(150) % 48, list[int]()
+
+    def computed() -> list[Tensor]:
+        loss, hits = next_token_loss(hidden, head, labels), next_token_hits(hidden, head, labels)
+        return [loss.detach(), hits, *torch.autograd.grad(3 * loss, [hidden, *head.parameters()])]
+
+    monkeypatch.setattr(chunked, "CPU_CHUNK", 64 * 4 * 48)
+    with head.linear.register_forward_hook(lambda module, given, made: widest.append(len(made))):
+        parts = computed()
+    assert max(widest) == 64  # logits of all rows are never made
+    monkeypatch.setattr(chunked, "AUTOGRAD_CPU", 1 << 30)
+    for ours, plain in zip(parts, computed(), strict=True):
+        assert torch.allclose(ours.double(), plain.double(), rtol=1e-9, atol=1e-9)
+    none = next_token_loss(hidden[:0], head, labels[:0])
+    none.backward()
+    assert none.item() == 0.0
+    assert all(leaf.grad is not None for leaf in (hidden, *head.parameters()))
+
+
+def test_a_head_with_an_adapter_is_left_to_autograd(tiny: Any) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    get_peft_model(model, LoraConfig(r=2, target_modules=["lm_head"], task_type="CAUSAL_LM"))
+    head = LMHead(model)
+    next_token_loss(torch.ones(3, 32), head, torch.tensor([1, 2, 3])).backward()
+    trained = [name for name, weight in head.named_parameters() if weight.grad is not None]
+    assert trained
+    assert all("lora" in name for name in trained)
+
+
+KL, ALPHA = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75), 0.75
+HAND = {
+    "forward_kl": KL,
+    "reverse_kl": 0.25 * math.log(0.25 / 0.5) + 0.75 * math.log(0.75 / 0.5),
+    "jsd": 0.25 * (math.log(0.5 / 0.375) + math.log(0.5 / 0.625))
+    + 0.125 * (math.log(0.25 / 0.375) + 3 * math.log(0.75 / 0.625)),
+    "tv": 1 - ALPHA,
+    "neg_log_alpha": -math.log(ALPHA),
+    "lk_hybrid": math.exp(-3 * ALPHA) * KL + (1 - math.exp(-3 * ALPHA)) * (1 - ALPHA),
+    "kl_tv": KL + 2 * (1 - ALPHA),
+    "cross_entropy": -math.log(0.75),
+    "dspark": -0.1 * math.log(0.75) + 1.8 * (1 - ALPHA),
+}
+
+
+@pytest.mark.parametrize("name", HAND)
+def test_a_divergence_agrees_with_its_formula_by_hand(name: Any) -> None:
+    """Of different and of equal distributions, of which the text's token is the second, then unknown to the draft."""
+    rows = TokenDistributions(*(torch.tensor([row, [0.9, 0.1]]).log() for row in ([0.5, 0.5], [0.25, 0.75])))
+    rows.labels = torch.tensor([1, -1])
+    assert Divergence(name).loss(rows).tolist() == pytest.approx([HAND[name], 0.0], abs=1e-6)
+    if name not in ("cross_entropy", "dspark"):
+        assert Divergence(name).gradient(rows)[1].tolist() == pytest.approx([0.0, 0.0], abs=1e-7)
+    assert rows.alpha.tolist() == pytest.approx([ALPHA, 1.0])
+
+
+def test_alpha_and_agreement_by_hand() -> None:
+    p, q = ([0.7, 0.2, 0.1], [0.3, 0.6, 0.1]), ([0.5, 0.5, 1e-9], [0.8, 0.2, 1e-9])
+    rows = TokenDistributions(torch.tensor(q).log(), torch.tensor(p).log())
+    assert rows.accepted().tolist() == pytest.approx([0.7, 0.5], abs=1e-5)
+    assert rows.agreement().tolist() == [1.0, 0.0]
+    rows.mass, rows.learnable = torch.tensor([0.5, 1.0]), torch.tensor([0.0, 1.0])  # the head drafts a part of the ids
+    assert rows.accepted().tolist() == pytest.approx([0.45, 0.5], abs=1e-5)
+    assert rows.agreement().tolist() == [0.0, 0.0]

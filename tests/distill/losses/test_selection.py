@@ -14,11 +14,6 @@ from distill.losses.selection import accepted_rows, by_reach, reach, share, top_
 NAN = float("nan")
 
 
-def test_share_is_the_ceiling_of_k_times_n_despite_binary_fractions() -> None:
-    given = [(0.07, 100), (0.28, 25), (0.4, 5), (0.4, 6), (0.1, 30), (0.3, 10), (1.0, 7), (0.001, 3), (0.4, 0)]
-    assert [share(k, n) for k, n in given] == [7, 7, 2, 3, 3, 3, 7, 1, 0]
-
-
 @pytest.mark.parametrize(
     ("delta", "k", "wanted"),
     [
@@ -30,26 +25,13 @@ def test_share_is_the_ceiling_of_k_times_n_despite_binary_fractions() -> None:
     ],
 )
 def test_the_largest_differences_are_chosen_in_ascending_order_of_place(delta: Any, k: float, wanted: Any) -> None:
-    assert top_k(torch.tensor(delta), k).tolist() == wanted
-    assert top_k(torch.tensor(delta), k, torch.zeros(len(delta), dtype=torch.long)).tolist() == wanted
-
-
-def test_each_drafting_step_has_a_share_of_its_own() -> None:
-    generator = torch.Generator().manual_seed(0)
-    delta = torch.randint(0, 4, (40,), generator=generator).float()  # many ties
-    step = torch.randint(0, 3, (40,), generator=generator)
-    chosen = top_k(delta, 0.4, step)
-    assert chosen.tolist() == sorted(chosen.tolist())
-    for number in range(3):
-        rows = (step == number).nonzero()[:, 0]
-        assert chosen[step[chosen] == number].tolist() == rows[top_k(delta[rows], 0.4)].tolist()
-
-
-def test_the_official_quantile_selects_at_most_one_token_more_or_less() -> None:
-    for values in (torch.arange(n, dtype=torch.float64) for n in range(2, 65)):
-        for k in (i / 20 for i in range(1, 20)):
-            official = int((values >= torch.quantile(values, 1 - k)).sum())
-            assert abs(official - len(top_k(values, k))) <= 1
+    """Their number is the ceiling of k·n, despite binary fractions; each drafting step has a share of its own."""
+    given, steps = torch.tensor(delta), torch.zeros(len(delta), dtype=torch.long)
+    assert top_k(given, k).tolist() == top_k(given, k, steps).tolist() == wanted
+    both = top_k(torch.cat([given, given + 9]), k, torch.cat([steps, steps + 1])).tolist()
+    assert both == [*wanted, *(len(delta) + place for place in wanted)]
+    counts = [(0.07, 100), (0.28, 25), (0.4, 5), (0.4, 6), (0.1, 30), (1.0, 7), (0.001, 3), (0.4, 0)]
+    assert [share(k, n) for k, n in counts] == [7, 7, 2, 3, 3, 7, 1, 0]
 
 
 # -- blocks -----------------------------------------------------------------------------------------------------------
@@ -95,11 +77,3 @@ def test_a_drafting_step_goes_on_where_every_token_before_it_was_accepted(monkey
     assert chosen.tolist() == [0, 1, 2, 3, 4, 5, 6, 8, 9, 10]
     empty: Any = Rows(rows.hidden[:0], rows.head, rows.target, 0, rows.at[:0], rows.step[:0])  # type: ignore[index]
     assert accepted_rows(empty, place[:0], Divergence()).tolist() == []
-
-
-def test_tokens_are_accepted_as_often_as_their_rate_says() -> None:
-    torch.manual_seed(0)
-    count = 4000
-    rows = unrolled([[0.3] * count, [1.0] * count], [list(range(count)), list(range(1, count + 1))])
-    chosen = accepted_rows(rows, torch.arange(count + 1), Divergence())
-    assert (len(chosen) - count) / count == pytest.approx(0.3, abs=0.03)

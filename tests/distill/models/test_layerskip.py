@@ -1,8 +1,7 @@
 """LayerSkip's recipe: its schedules by their formulas, on families whose layers can be found."""
 
-from __future__ import annotations
-
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -27,16 +26,9 @@ BATCH = {
 }
 
 
-def module_of(model: PreTrainedModel, settings: LayerSkipSettings) -> CausalLMModule:
-    recipe = LayerSkip(model, settings, 100, scratch=False)
-    return CausalLMModule(model, TrainingSettings(steps=100), 100, layerskip=recipe).train()
-
-
-def loss_at(module: CausalLMModule, step: int) -> Tensor:
-    """The training loss of a step, without a trainer."""
-    assert module.layerskip is not None
-    module.layerskip.begin(step)
-    return module(BATCH)[0]
+def module_of(model: PreTrainedModel, **settings: Any) -> tuple[CausalLMModule, LayerSkip]:
+    recipe = LayerSkip(model, LayerSkipSettings(enabled=True, **settings), 100, scratch=False)
+    return CausalLMModule(model, TrainingSettings(steps=100), 100, layerskip=recipe).train(), recipe
 
 
 def test_dropout_rates_exits_and_weights_are_the_papers() -> None:
@@ -53,20 +45,17 @@ def test_dropout_rates_exits_and_weights_are_the_papers() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2", "gemma2"])
 def test_the_loss_is_the_weighted_sum_of_the_exits_losses(family: str) -> None:
-    model = in_double(build_tiny(family, **{"n_layer" if family == "gpt2" else "num_hidden_layers": 3}))
-    module = module_of(model, LayerSkipSettings(enabled=True, dropout=0.0, early_exit_scale=0.5))
-    for part in model.modules():
-        if isinstance(part, torch.nn.Dropout):
-            part.p = 0.0
-        elif isinstance(getattr(part, "dropout", None), float):
-            part.dropout = 0.0
+    none = {f"{name}_pdrop": 0.0 for name in ("attn", "embd", "resid")} | {"n_layer": 3}
+    model = in_double(build_tiny(family, **none if family == "gpt2" else {"num_hidden_layers": 3}))
+    module, recipe = module_of(model, dropout=0.0, early_exit_scale=0.5)
     mask = label_mask(BATCH["labels"])
     labels, head = BATCH["labels"].roll(-1, 1)[mask], LMHead(model)
     out = model.base_model(BATCH["input_ids"], use_cache=False, output_hidden_states=True)
     losses = [next_token_loss(final_norm(model)(out.hidden_states[e + 1][mask]), head, labels) for e in (0, 1)]
     last = next_token_loss(out.last_hidden_state[mask], head, labels)
-    for step, early in ((0, losses[0]), (1, losses[1]), (2, losses[0])):
-        torch.testing.assert_close(loss_at(module, step), (last + 0.5 * early) / 1.5, atol=0, rtol=1e-6)
+    for step in range(3):
+        recipe.begin(step)
+        torch.testing.assert_close(module(BATCH)[0], (last + 0.5 * losses[step % 2]) / 1.5, atol=0, rtol=1e-6)
 
 
 def test_a_layer_is_dropped_for_single_samples_and_never_in_evaluation() -> None:
@@ -94,30 +83,27 @@ def test_a_layer_is_dropped_for_single_samples_and_never_in_evaluation() -> None
 
 def test_gradient_checkpointing_drops_the_same_layers_again() -> None:
     model = in_double(build_tiny("llama", num_hidden_layers=3))
-    module = module_of(model, LayerSkipSettings(enabled=True, dropout=0.6))
+    module, recipe = module_of(model, dropout=0.6)
 
     def gradients(seed: int) -> list[Tensor]:
-        model.zero_grad()
         torch.manual_seed(seed)
-        loss_at(module, 1).backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        recipe.begin(1)
+        return list(torch.autograd.grad(module(BATCH)[0], list(model.parameters()), materialize_grads=True))
 
     expected = [gradients(seed) for seed in range(4)]
     checkpoint_layers(model)
     for seed, before in enumerate(expected):
-        for gradient, same in zip(gradients(seed), before, strict=True):
-            assert torch.allclose(gradient, same, atol=1e-6)
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(gradients(seed), before, strict=True))
 
 
 def test_checkpoints_are_compared_by_the_loss_of_the_recipe_over_the_same_exits() -> None:
-    module = module_of(build_tiny("llama", num_hidden_layers=3), LayerSkipSettings(enabled=True, dropout=0.5))
+    module, recipe = module_of(build_tiny("llama", num_hidden_layers=3), dropout=0.5)
     assert module.monitor == "validation_recipe_loss"
-    assert module.layerskip is not None
     module.eval()
     totals = []
     for step in range(2):  # what the last training step trained and dropped makes no difference
-        module.layerskip.begin(step)
-        module.layerskip.watch()
+        recipe.begin(step)
+        recipe.watch()
         total, last, _ = module(BATCH)
         totals.append(total)
     assert totals[0] == totals[1] != last

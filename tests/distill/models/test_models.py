@@ -1,19 +1,31 @@
-"""Adapters, groups of the optimiser, schedules, output heads; models that are refused; where the frozen target is."""
+"""Adapters, optimisers, schedules, output heads; what is refused; what a head reads of its target's files."""
 
-from __future__ import annotations
-
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import build_tiny
+from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import PreTrainedModel
 
 from decode.errors import UserError
+from decode.models.families import final_norm
+from decode.models.loading import load_model
 from distill import models
 from distill.config import LoraSettings, TargetSettings, TrainingSettings
 from distill.lm_head import LMHead, check_head
-from distill.models import adapted, make_optimizer, make_schedule, open_placed, quantization_config, share_of
+from distill.models import (
+    adapted,
+    hollow_target,
+    make_optimizer,
+    make_schedule,
+    open_placed,
+    quantization_config,
+    share_of,
+)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -40,23 +52,17 @@ def test_an_adapter_is_merged_into_the_weights_that_it_was_trained_beside(family
     assert not [name for name in changed if "embed" in name or "lm_head" in name or "norm" in name or "wte" in name]
 
 
-def decayed(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
-    names = {id(weight): name for name, weight in model.named_parameters()}
-    return {names[id(p)] for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", {"class_path": "torch.optim.RAdam", "init_args": {"eps": 1e-7}}])
-def test_matrices_inside_the_layers_and_a_feature_heads_output_head_are_decayed(optimizer: object) -> None:
-    settings = TrainingSettings(steps=1, optimizer=optimizer, weight_decay=0.3, lr=0.02)  # type: ignore[arg-type]
-    for family in ("llama", "llama-tied"):
-        model = build_tiny(family)
-        made = make_optimizer(model, settings)
-        inside = {name for name, weight in model.named_parameters() if "layers" in name and weight.ndim == 2}
-        assert decayed(model, made) == inside
-        assert sum(len(group["params"]) for group in made.param_groups) == len(list(model.parameters()))
-    assert made.defaults["lr"] == 0.02
-    head = nn.ModuleDict({"lm_head": nn.Linear(4, 6, bias=False), "norm": nn.LayerNorm(4)})  # a feature head's
-    assert decayed(head, make_optimizer(head, settings)) == {"lm_head.weight"}
+def test_matrices_inside_the_layers_and_a_feature_heads_output_head_are_decayed(optimizer: Any) -> None:
+    head: Any = nn.ModuleDict({"lm_head": nn.Linear(4, 6, bias=False), "norm": nn.LayerNorm(4)})  # a feature head's
+    for model in (build_tiny("llama"), build_tiny("llama-tied"), head):
+        made = make_optimizer(model, TrainingSettings(steps=1, optimizer=optimizer, weight_decay=0.3, lr=0.02))
+        names = {id(weight): name for name, weight in model.named_parameters()}
+        groups = [({names[id(p)] for p in group["params"]}, group["weight_decay"]) for group in made.param_groups]
+        inside = {n for n, w in model.named_parameters() if w.ndim == 2 and ("layers" in n or model is head)}
+        assert [decayed for decayed, rate in groups if rate] == [inside]
+        assert set().union(*(group for group, _ in groups)) == set(names.values())
+        assert made.defaults["lr"] == 0.02
 
 
 def test_adamw_is_fused_where_lightning_clips_its_gradients_and_unknown_arguments_are_refused() -> None:
@@ -94,24 +100,90 @@ def test_weights_that_are_not_numbers_and_other_output_heads_are_refused() -> No
         check_head(model, LMHead(model))
 
 
-def test_a_markov_head_multiplies_states_and_conditions_by_its_two_weights() -> None:
-    linear, markov = nn.Linear(4, 6), torch.randn(6, 2, requires_grad=True)
-    head, hidden = LMHead.of(linear, scale=0.5, cap=3.0, markov=markov), torch.randn(5, 6)
-    both = torch.cat([linear.weight, markov], 1)
-    expected = torch.tanh((hidden @ both.T + linear.bias) * 0.5 / 3.0) * 3.0
-    assert torch.allclose(head(hidden), expected, atol=1e-6)
-    assert torch.allclose(head(hidden, 4), expected[:, :4], atol=1e-6)
-    assert dict(head.named_parameters()).keys() == {"linear.weight", "linear.bias"}
-
-
 def test_devices_are_dealt_out_and_quantisation_is_asked_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     for count, shares in ((0, [[], []]), (1, [[0], [0]]), (3, [[0], [1, 2]]), (4, [[0, 1], [2, 3]])):
         assert [share_of(range(count), rank, 2) for rank in range(2)] == shares
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(models, "load_model", lambda *_, **options: given.update(options))
-    settings = TargetSettings(quantization={"quant_method": "bitsandbytes", "load_in_8bit": True})
-    open_placed(settings, "x", torch.device("cpu"))
+    monkeypatch.setattr(models, "load_model", lambda *_, **options: options)
+    settings, cpu = (
+        TargetSettings(quantization={"quant_method": "bitsandbytes", "load_in_8bit": True}),
+        torch.device("cpu"),
+    )
+    given: Any = open_placed(settings, "x", cpu)
     assert given["quantization_config"].load_in_8bit
-    assert given["device"] == torch.device("cpu")
+    assert given["device"] == cpu
     with pytest.raises(UserError, match=r"target\.quantization is .*'nothing'"):
         quantization_config({"quant_method": "nothing"}, "cpu")
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the tensors that are read from safetensors files."""
+    names, usual = list[str](), models._read
+
+    def watched(files: dict[str, Path], name: str, like: torch.Tensor) -> torch.Tensor | None:
+        tensor = usual(files, name, like)
+        names.extend([name] * (tensor is not None))
+        return tensor
+
+    monkeypatch.setattr(models, "_read", watched)
+    monkeypatch.setattr(models, "load_model", lambda *_, **__: pytest.fail("the target is loaded as a whole"))
+    return names
+
+
+@pytest.mark.parametrize("shards", ["1GB", "10KB"])
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "gemma3", "gpt2", "opt"])
+def test_parts_equal_the_target_and_nothing_else_is_read(
+    family: str, shards: str, tmp_path: Path, read: list[str]
+) -> None:
+    layers = {"n_layer" if family == "gpt2" else "num_hidden_layers": 4}
+    build_tiny(family, **layers).save_pretrained(tmp_path, max_shard_size=shards)
+    hollow, whole = hollow_target(tmp_path), load_model(tmp_path, device="cpu", dtype="float32")
+    parts = hollow.state_dict()
+    real = {name for name, weight in parts.items() if not weight.is_meta}
+    assert len(read) == len(set(read)) == len(real) - whole.config.tie_word_embeddings
+    for name, weight in whole.state_dict().items():
+        outside = not any(f".{layer}." in name for layer in range(4)) and "position" not in name and "wpe" not in name
+        assert (name in real) == (outside or ".0." in name or ".3." in name), name
+        assert name not in real or weight.equal(parts[name])
+    states, ids = torch.randn(3, whole.config.hidden_size), torch.arange(5)
+    for part, given in ((LMHead, states), (final_norm, states), (PreTrainedModel.get_input_embeddings, ids)):
+        assert part(hollow)(given).equal(part(whole)(given))
+    tied = hollow.get_output_embeddings().weight is hollow.get_input_embeddings().weight
+    assert tied == whole.config.tie_word_embeddings == hollow.config.tie_word_embeddings
+    assert (hollow.name_or_path, hollow.dtype, hollow.training) == (str(tmp_path), torch.float32, False)
+    assert hollow.generation_config.to_dict() == whole.generation_config.to_dict()
+
+
+def test_further_last_layers_are_read_and_quantised_weights_are_not(tmp_path: Path, read: list[str]) -> None:
+    build_tiny("llama", num_hidden_layers=4).save_pretrained(tmp_path)
+    names = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(4)]
+    assert [hollow_target(tmp_path, last=2).get_parameter(name).is_meta for name in names] == [
+        False,
+        True,
+        False,
+        False,
+    ]
+    config, file = json.loads((tmp_path / "config.json").read_text()), tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    quantised = tensors[names[3]].to(torch.float8_e4m3fn)
+    save_file(tensors | {names[3]: quantised}, file, metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    hollow = hollow_target(tmp_path)
+    assert hollow.get_parameter(names[3]).is_meta  # without its scales it would be another one
+    assert not hollow.get_parameter(names[3].replace("q_proj", "k_proj")).is_meta
+
+
+def test_a_head_in_the_file_beside_a_tied_configuration_is_kept(tmp_path: Path, read: list[str]) -> None:
+    build_tiny("llama-tied").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    other = torch.randn_like(tensors["model.embed_tokens.weight"])
+    save_file(tensors | {"lm_head.weight": other}, file, metadata={"format": "pt"})
+    hollow = hollow_target(tmp_path)
+    assert hollow.get_output_embeddings().weight.equal(other)
+    assert not hollow.config.tie_word_embeddings
+
+
+def test_files_with_other_names_are_loaded_as_a_whole(tmp_path: Path) -> None:
+    build_tiny("gpt_neox").save_pretrained(tmp_path)  # whose output head transformers renames
+    assert not any(weight.is_meta for weight in hollow_target(tmp_path).parameters())

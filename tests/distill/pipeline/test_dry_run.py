@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 from pairs import make_tokenizer
 from rich.console import Console
-from tiny_run import bench, tiny_settings
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from tiny_run import bench, given, tiny_settings
+from transformers import PreTrainedModel
 
 from distill.config import (
-    Architecture,
     DataSettings,
     DraftSettings,
+    ResponseSettings,
     Settings,
     StudentSettings,
     TargetSettings,
@@ -23,9 +22,10 @@ from distill.config import (
 from distill.data import prompts
 from distill.dry_run import PLAIN_CHAT, shrink
 from distill.estimate import estimate
-from distill.models import build_model
 from distill.pipeline import show_example
 from distill.stages import run_stages
+
+Tiny = Callable[..., PreTrainedModel]
 
 
 @pytest.fixture(autouse=True)
@@ -35,13 +35,14 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["finetune", "lora", "as_is"])
-def test_models_from_the_hub_take_the_path_of_their_kind(kind: str, tmp_path: Path) -> None:
+def test_models_from_the_hub_take_the_path_of_their_kind(kind: Any, tmp_path: Path) -> None:
+    once = TrainingSettings(epochs=1)
     settings = Settings(
         output_dir=str(tmp_path),
-        target=TargetSettings(kind=kind, model="lmsys/vicuna-7b-v1.3", training=TrainingSettings(epochs=1)),  # type: ignore[arg-type]
-        student=StudentSettings(kind=kind, model="double7/vicuna-68m", training=TrainingSettings(epochs=1)),  # type: ignore[arg-type]
+        target=TargetSettings(kind=kind, model="lmsys/vicuna-7b-v1.3", training=once),
+        student=StudentSettings(kind=kind, model="double7/vicuna-68m", training=once),
         drafts=[DraftSettings(name="longer", training={"epochs": 3, "batch_size": 64})],
-        training=TrainingSettings(epochs=1),
+        training=once,
     )
     small = shrink(settings, Console(quiet=True))
     assert small.target.kind == kind
@@ -49,20 +50,17 @@ def test_models_from_the_hub_take_the_path_of_their_kind(kind: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("source", ["ultrachat", "target"])
-def test_chats_are_rendered_by_the_template_of_a_local_target(source: str, tmp_path: Path) -> None:
+def test_chats_are_rendered_by_the_template_of_a_local_target(source: str, tmp_path: Path, tiny: Tiny) -> None:
     settings = Settings(output_dir=str(tmp_path), data=DataSettings(source=source), training=TrainingSettings(steps=1))
     settings.target, settings.drafts = TargetSettings(kind="as_is", model="some/chat-model"), [DraftSettings(name="a")]
     settings.student, settings.teacher.responses.source = StudentSettings(kind="eagle"), "target"
     assert shrink(settings, Console(quiet=True)).data.chat_template == PLAIN_CHAT
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, "a")))
-    tokenizer.eos_token, tokenizer.chat_template = "</s>", PLAIN_CHAT.replace("<", "[").replace(">", "]")
-    tokenizer.save_pretrained(tmp_path / "target")
-    build_model(Architecture(), 2, tokenizer, 0).save_pretrained(tmp_path / "target")
-    settings.target.model = str(tmp_path / "target")
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = PLAIN_CHAT.replace("<", "[").replace(">", "]")
+    settings.target = given(tmp_path / "target", tokenizer, tiny("llama", vocab_size=len(tokenizer), eos_token_id=0))
     small = shrink(settings, Console(quiet=True))
     assert small.data.chat_template == tokenizer.chat_template
-    run, _ = bench(small)
-    assert "[assistant]" in run.corpus.train[0]["prompt"]
+    assert "[assistant]" in bench(small)[0].corpus.train[0]["prompt"]
 
 
 def test_every_part_is_estimated_in_a_folder_that_is_removed(tmp_path: Path) -> None:
@@ -78,12 +76,9 @@ def test_every_part_is_estimated_in_a_folder_that_is_removed(tmp_path: Path) -> 
     assert [path.name for path in (tmp_path / "tiny/work").iterdir()] == ["corpus"]
 
 
-def test_of_prompts_that_the_target_writes_no_more_than_a_batch_is_written(
-    tmp_path: Path, tiny: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given, tokenizer, written = tmp_path / "given", make_tokenizer(chat=True), list[int]()
-    tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=256, eos_token_id=0).save_pretrained(given)
-    tokenizer.save_pretrained(given)
+def test_no_more_prompts_than_a_batch_are_written(tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, written = make_tokenizer(chat=True), list[int]()
+    model = tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=256, eos_token_id=0)
 
     def sample(model: Any, asked: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
         written.append(len(asked))
@@ -91,14 +86,12 @@ def test_of_prompts_that_the_target_writes_no_more_than_a_batch_is_written(
         return [[*tokenizer.encode(text), 0] for text in texts]
 
     monkeypatch.setattr(prompts, "write_texts", sample)
-    settings = tiny_settings(tmp_path, target=TargetSettings(kind="as_is", model=str(given)))
+    settings = tiny_settings(tmp_path, target=given(tmp_path / "given", model, tokenizer))
     settings.data = DataSettings(source="target", train_examples=1000, max_length=128)
-    settings.teacher.responses.source, settings.teacher.responses.max_new_tokens = "target", 4
+    settings.teacher.responses = ResponseSettings(source="target", max_new_tokens=4)
     settings.student.architecture.hidden_size = 8
-    console = Console(record=True, width=120)
-    show_example(settings, console)
+    show_example(settings, console := Console(record=True, width=120))
     assert "0 of them learned" not in console.export_text()
     assert written == [8]
-    parts = estimate(settings, console)
+    assert list(estimate(settings, console)) == ["the data", "answers", "initial", "distillspec", "adaspec"]
     assert written == [8, 64]
-    assert list(parts) == ["the data", "answers", "initial", "distillspec", "adaspec"]

@@ -1,17 +1,25 @@
-"""``python -m distill``: what the command accepts, prints and returns; the quickstart's dry run, to its end."""
+"""``python -m distill``: what the command accepts, prints and returns; every file in ``configs/``, sweeps included."""
 
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
 from tiny_run import tiny_settings
+from wandb.sdk.launch.sweeps import utils
 
-from decode.commands.parsing import parse, run_main
+from decode.commands import bench as compare
+from decode.commands.parsing import parse, read_config, run_main
+from decode.commands.settings import bench_settings
 from distill import __main__ as command
+from distill.ablation import AblateSettings
 from distill.config import Settings
 from distill.pipeline import write_settings
+from distill.tracking import log_report
+from probes.settings import ProbesSettings
 
 QUICKSTART = str(Path(__file__).parents[3] / "configs" / "quickstart.yaml")
 
@@ -56,16 +64,6 @@ def test_a_dry_run_goes_on_to_report_and_export_and_a_second_run_changes_nothing
     assert "report.html" not in out
 
 
-def test_show_example_prints_one_example_and_trains_nothing(
-    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, out, _ = run(capsys, "--config", config, "--show-example")
-    assert status == 0
-    assert "####" in out
-    assert "learned" in out
-    assert not (tmp_path / "runs").exists()
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -74,9 +72,8 @@ def test_show_example_prints_one_example_and_trains_nothing(
         (("--drafts.adaspek.k=0.5",), "'adaspek' is not one of distillspec, adaspec"),
         (("--data.files", "{train: no.jsonl}"), "no.jsonl"),
         (("--seed", "-1"), "seed"),
-        (("--tracker=nonsense",), "Got value: nonsense"),
-        (("--trainer.accelerator", "mps"), "'cpu', 'gpu', 'cuda']. Got value: mps"),
         (("--evaluation", "3"), "evaluation"),
+        (("--tracker=nonsense",), "Got value: nonsense"),
         (("--trainer.packing", "9"), "'--trainer.packing'; the nearest known key is 'trainer.precision'"),
     ],
 )
@@ -89,10 +86,15 @@ def test_mistakes_end_with_one_line_and_status_two(
     assert err.count("\n") == 1
 
 
-def test_the_settings_written_beside_a_report_are_a_configuration_of_the_same_run(tmp_path: Path) -> None:
+def test_written_settings_are_a_configuration(tmp_path: Path, config: str, capsys: pytest.CaptureFixture[str]) -> None:
     for settings in (tiny_settings(tmp_path), tiny_settings(tmp_path, evaluation=False)):
         write_settings(settings, tmp_path / "again.yaml")
         assert parse(Settings, ["--config", str(tmp_path / "again.yaml")], prog="") == settings
+    status, out, _ = run(capsys, "--config", config, "--show-example")
+    assert status == 0
+    assert "[[" in out
+    assert "learned" in out
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("name", ["ablate", "--dry-run", "--estimate"])
@@ -104,3 +106,45 @@ def test_a_command_of_one_process_is_refused_in_several(
     status, _, err = run(capsys, name, "--config", config)
     assert status == 2
     assert f"python -m distill {name} runs in one process, but 2 were started" in err
+
+
+ROOT = Path(__file__).parents[3] / "configs"
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.yaml")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_is_read_by_its_commands(path: Path) -> None:
+    content, argv = read_config([path]), ["--config", str(path)]
+    commands = {"ablation": AblateSettings, "drafts": Settings, "probes": ProbesSettings}
+    for section in commands.keys() & content.keys():
+        parse(commands[section], argv, prog="", foreign=command.FOREIGN - {section}).validate()
+    if not commands.keys() & content.keys() or "bench" in content:
+        settings = bench_settings(argv)
+        assert settings.target
+        compare.check_methods(
+            settings, settings.methods, has_draft="drafts" in content or bool(settings.draft), has_corpus=True
+        )
+
+
+def sweep(name: str, choice: int) -> tuple[dict[str, Any], list[str]]:
+    """What the file says, and the command line of one of its points."""
+    content = yaml.safe_load((ROOT / "sweeps" / f"{name}.yaml").read_text())
+    values = {key: {"value": choices["values"][choice]} for key, choices in content["parameters"].items()}
+    flags = utils.create_sweep_command_args({"args": values})["args"]
+    return content, [part for part in content["command"] if part not in ("${env}", "${args}")] + flags
+
+
+def test_sweeps_give_commands_that_are_accepted_and_name_a_metric_that_is_logged() -> None:
+    content, argv = sweep("distill", 0)
+    options = command.take_draft_options(argv := argv[3:])
+    settings = parse(Settings, argv, prog="", foreign=command.FOREIGN)
+    settings.validate()
+    assert [draft.name for draft in settings.drafts] == ["distillspec", "adaspec"]
+    assert options == {"--drafts.adaspec.k": ("adaspec", "k", "0.2")}
+    logger = Mock()
+    log_report(logger, {"drafts": [{"name": "adaspec", "offline_alpha": 0.5}], "decoding": []}, dict)
+    assert content["metric"]["name"] in logger.log_metrics.call_args.args[0]
+    content, argv = sweep("decode", -1)
+    bench = bench_settings(argv[4:])
+    assert (bench.draft_length, bench.beta, bench.methods, bench.baselines) == (11, 0.2, ["ears"], False)
+    row = {"method": "ears", "baseline": False, "lossless": False, "speedup": 0.9, "tv_spent": 0.0, "accuracy": None}
+    assert compare.sweep_summary([row]) == {content["metric"]["name"]: 0.9, "tv_spent": 0.0}

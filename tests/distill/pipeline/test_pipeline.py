@@ -1,9 +1,11 @@
-"""A run's stages and folders; what a failure leaves behind; export without evaluation."""
+"""A run's stages and folders; what a failure leaves behind; targets that are given, of every kind; export without evaluation."""
 
+import copy
 import errno
 import gc
 import json
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,19 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from families import WRAPPERS, build_wrapper
+from gguf_files import write_gguf
+from pairs import make_tokenizer
+from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from safetensors.torch import load_file
-from tiny_run import STAGES, begun, bench, run_tiny, tiny_settings
+from tiny_run import STAGES, altered, begun, bench, given, run_tiny, tiny_settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from decode.errors import UserError
+from decode.models.loading import load_model
 from distill import pipeline, stages
-from distill.config import DraftSettings, TargetSettings
+from distill.config import DraftSettings, LayerSkipSettings, StudentSettings, TargetSettings, TrainingSettings
 from distill.files import only_one
 from distill.models import checkpoint_layers
 from distill.pipeline import measure, run_pipeline
@@ -49,34 +56,26 @@ def test_nothing_runs_again_but_a_folder_that_was_cut_short(finished: tuple[Path
     assert files["adaspec"].read_bytes() == sound
 
 
-def test_gradient_checkpointing_trains_the_same_draft(
-    finished: tuple[Path, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changed: list[str] = []
-
-    def checkpoint(model: PreTrainedModel) -> None:
-        changed.append(type(model).__name__)
-        checkpoint_layers(model)
-
-    monkeypatch.setattr("distill.trainer.checkpoint_layers", checkpoint)
-    settings = tiny_settings(tmp_path, drafts=[DraftSettings(name="distillspec")])
-    settings.trainer.gradient_checkpointing = True
-    _, run, _ = run_tiny(begun(settings))
-    assert changed == ["LlamaForCausalLM"]
-    ours, theirs = (load_file(each.path("distillspec") / "model.safetensors") for each in (run, finished[1]))
-    assert all(torch.allclose(ours[name], theirs[name], atol=2e-3) for name in theirs)
-
-
-def test_every_stage_is_a_plain_folder_that_transformers_loads(finished: tuple[Path, Run]) -> None:
+def test_every_stage_is_a_plain_folder_that_a_full_disk_leaves(finished: tuple[Path, Run], tmp_path: Path) -> None:
     _, run = finished
     for stage in STAGES:
         folder = run.path(stage)
         model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-        ids = tokenizer("Mia has 3 pens.", return_tensors="pt")["input_ids"]
-        written = model.generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False)
-        assert written.shape[1] == ids.shape[1] + 3
+        assert model(**tokenizer("Mia has 3 pens.", return_tensors="pt")).logits.isfinite().all()
         assert model.generation_config.eos_token_id == tokenizer.eos_token_id
         assert not [path for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".ckpt")]
+
+    def fail(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    kept = run.record("target")
+    for each, stage in ((Run(tiny_settings(tmp_path)), "adaspec"), (run, "target")):
+        with pytest.raises(OSError, match="No space left"):
+            each.put(stage, StageRecord("other"), fail)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert run.record("target") == kept
 
 
 def test_records_hold_the_account_of_every_draft_and_the_best_validation_is_chosen(finished: tuple[Path, Run]) -> None:
@@ -94,35 +93,23 @@ def test_records_hold_the_account_of_every_draft_and_the_best_validation_is_chos
     assert run.draft_record("undistilled").account["teacher_tokens"] == 0
 
 
-def test_a_draft_may_have_its_own_training_texts_and_order(tmp_path: Path) -> None:
+def test_a_draft_may_have_its_own_training_texts_and_order(
+    finished: tuple[Path, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And gradient checkpointing trains the same."""
     drafts = [DraftSettings(name="own", on_policy=1.0), DraftSettings(name="seeded", seed=7)]
-    drafts.append(DraftSettings(name="short", training={"epochs": 1.0}))
-    settings = tiny_settings(tmp_path, drafts=drafts)
-    settings.teacher.responses.max_new_tokens = 4
+    drafts += [DraftSettings(name="short", training={"epochs": 1.0}), DraftSettings(name="distillspec")]
+    settings, checkpoint = tiny_settings(tmp_path, drafts=drafts), Mock(side_effect=checkpoint_layers)
+    settings.teacher.responses.max_new_tokens, settings.trainer.gradient_checkpointing = 4, True
+    monkeypatch.setattr("distill.trainer.checkpoint_layers", checkpoint)
     _, run, _ = run_tiny(begun(settings))
+    assert len(checkpoint.mock_calls) == 4
     accounts = {name: run.draft_record(name).account for name in run.trained}
     assert accounts["own"]["teacher_tokens"] <= 4 * accounts["own"]["examples"] < accounts["seeded"]["teacher_tokens"]
     assert accounts["short"]["optimiser_steps"] == 5  # of 20 examples in batches of 4
-    assert len({(run.path(name) / "model.safetensors").read_bytes() for name in run.trained}) == 3
-
-
-def test_a_full_disk_leaves_no_half_written_folder(finished: tuple[Path, Run], tmp_path: Path) -> None:
-    _, run = finished
-    other = Run(tiny_settings(tmp_path))
-
-    def fail(folder: Path) -> None:
-        folder.mkdir()
-        (folder / "model.safetensors").write_bytes(b"half")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.raises(OSError, match="No space left"):
-        other.put("adaspec", StageRecord("key"), fail)
-    assert other.record("adaspec") is None
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-    kept = run.record("target")
-    with pytest.raises(OSError, match="No space left"):
-        run.put("target", StageRecord("other"), fail)
-    assert run.record("target") == kept
+    assert len({(run.path(name) / "model.safetensors").read_bytes() for name in run.trained}) == 4
+    ours, theirs = (load_file(each.path("distillspec") / "model.safetensors") for each in (run, finished[1]))
+    assert all(torch.allclose(ours[name], theirs[name], atol=2e-3) for name in theirs)
 
 
 def test_a_model_taken_as_it_is_becomes_a_link(finished: tuple[Path, Run], tmp_path: Path) -> None:
@@ -150,11 +137,8 @@ def test_two_processes_cannot_work_in_one_folder(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("signal", ["hidden", "topk", "online"])
-def test_every_signal_trains_and_a_target_whose_values_are_kept_leaves_memory(
-    signal: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    opened: list[weakref.ref[Any]] = []
-    original, present = Run.open_target, list[bool]()
+def test_every_signal_trains_and_frees_the_target(signal: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    opened, present, original, train = [], list[bool](), Run.open_target, stages.fit
 
     def open_target(run: Run, *arguments: Any) -> PreTrainedModel:
         model = original(run, *arguments)
@@ -166,11 +150,9 @@ def test_every_signal_trains_and_a_target_whose_values_are_kept_leaves_memory(
         present.append(any(reference() is not None for reference in opened))
         return train(*arguments, **options)
 
-    settings = begun(tiny_settings(tmp_path))
-    settings.teacher.signal, train = signal, stages.fit
     monkeypatch.setattr(Run, "open_target", open_target)
     monkeypatch.setattr(stages, "fit", fit)
-    made, _, printed = run_tiny(settings)
+    made, _, printed = run_tiny(begun(altered(tiny_settings(tmp_path), teacher__signal=signal)))
     assert made == STAGES[2:]
     assert present == [signal == "online"] * 2
     assert ("alpha is off by at most" in printed) == (signal == "topk")
@@ -203,3 +185,59 @@ def test_without_evaluation_the_draft_is_exported_and_once(tmp_path: Path) -> No
     assert json.loads((run.work / "report.json").read_text())["export"]["model.safetensors"] == weights.stat().st_size
     changed = replace(settings, evaluation=tiny_settings(tmp_path).evaluation)
     assert pipeline.measurement_fingerprint(changed) != pipeline.measurement_fingerprint(settings)
+
+
+@pytest.mark.parametrize("round_to", [None, "float16"])
+def test_a_gguf_file_becomes_a_plain_folder(
+    round_to: Any, tmp_path: Path, tiny: Callable[..., PreTrainedModel]
+) -> None:
+    model = copy.deepcopy(tiny("llama-tied", vocab_size=280, intermediate_size=64, max_position_embeddings=256))
+    model.generation_config.eos_token_id = model.config.eos_token_id = 0
+    file = write_gguf(tmp_path / "model.gguf", model, make_tokenizer(chat=True), "Q8_0")
+    target = TargetSettings(kind="as_is", model=str(file), round_to=round_to)
+    settings = tiny_settings(tmp_path, target=target, drafts=[DraftSettings(name="distillspec")])
+    settings.student.architecture.hidden_size = 8
+    run = bench(settings)[0]
+    made = run_stages(run, ("target",) if round_to else None)
+    assert made == ["target", "initial", "distillspec"][: 1 if round_to else 3]
+    saved, whole = (load_model(path, device="cpu", dtype="float32") for path in (run.target, file))
+    assert not run.target.is_symlink()
+    assert "quantization_config" not in saved.config.to_dict()
+    pairs = list(zip(saved.parameters(), whole.parameters(), strict=True))
+    assert all(torch.equal(a, b.half().float() if round_to else b) for a, b in pairs)
+    assert all(torch.equal(a, b) for a, b in pairs) == (not round_to)
+    assert AutoTokenizer.from_pretrained(run.target).chat_template == make_tokenizer(chat=True).chat_template
+    assert round_to or run_tiny(settings)[0] == []
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
+def test_drafts_are_trained_for_the_language_model_of_one_that_sees(kind: str, tmp_path: Path) -> None:
+    """Cut from its layers, for the model as it is or trained by LayerSkip's recipe, and as a head."""
+    model = build_wrapper(kind, vocab=280)
+    model.generation_config.eos_token_id = 0
+    frozen, text = given(tmp_path / "given", model, make_tokenizer(chat=True)), WRAPPERS[kind][2]
+    few = TrainingSettings(steps=2, batch_size=4)
+    recipe = replace(frozen, kind="finetune", training=few, layerskip=LayerSkipSettings(enabled=True))
+    for target, student, made in (
+        (frozen, StudentSettings(kind="cut"), text),
+        (recipe, StudentSettings(kind="cut"), text),
+        (frozen, StudentSettings(kind="eagle3"), "LlamaForCausalLMEagle3"),
+    ):
+        settings = tiny_settings(tmp_path, target=target, student=student, drafts=[DraftSettings(name="distillspec")])
+        settings.training.steps = 2
+        names, run, _ = run_tiny(settings)
+        assert names[-2:] == ["initial", "distillspec"]
+        for stage in ("initial", "distillspec"):
+            assert json.loads((run.path(stage) / "config.json").read_text())["architectures"] == [made]
+
+
+def test_an_adapter_becomes_a_plain_folder(tmp_path: Path, tiny: Callable[..., PreTrainedModel]) -> None:
+    base = copy.deepcopy(tiny("llama", vocab_size=280, max_position_embeddings=256))
+    base.generation_config.eos_token_id = 0
+    given(tmp_path / "base", base, make_tokenizer(chat=True))
+    adapted = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    run, _ = bench(tiny_settings(tmp_path, target=given(tmp_path / "adapter", adapted)))
+    assert run_stages(run, ("target",)) == ["target"]
+    saved, ids = AutoModelForCausalLM.from_pretrained(run.target), torch.arange(3, 19)[None]
+    torch.testing.assert_close(saved(ids).logits, adapted.eval()(input_ids=ids).logits, atol=1e-4, rtol=1e-4)

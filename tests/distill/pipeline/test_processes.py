@@ -3,12 +3,13 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from tiny_run import tiny_settings
+from tiny_run import altered, tiny_settings
 
 from decode.errors import UserError
 from distill import ranks
@@ -40,37 +41,25 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_first_command_starts_a_process_for_every_gpu(
     two_gpus: None, monkeypatch: pytest.MonkeyPatch, arguments: list[str], processes: int
 ) -> None:
-    started, ran = list[list[str]](), list[Any]()
-
-    def execute(program: str, command: list[str]) -> None:
-        started.append(command)
-        raise SystemExit
-
+    execute, here = Mock(side_effect=SystemExit), Mock()
     monkeypatch.setattr(os, "execv", execute)
-    monkeypatch.setattr("distill.pipeline.run_pipeline", lambda settings: ran.append(settings))
+    monkeypatch.setattr("distill.pipeline.run_pipeline", here)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     command = ["--config", "configs/quickstart.yaml", *arguments]
-    try:
+    with pytest.raises(SystemExit) if processes > 1 else nullcontext():
         main(list(command))
-    except SystemExit:
-        assert processes > 1
     launched = [*TORCHRUN, f"--nproc-per-node={processes}", "-m", "distill", *command]
-    assert started == ([launched] if processes > 1 else [])
-    assert len(ran) == (processes == 1)
+    assert [call.args[1] for call in execute.mock_calls] == [launched] * (processes > 1)
+    assert here.called == (processes == 1)
 
 
 def test_from_python_several_devices_are_refused_with_what_starts_them(two_gpus: None, tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path)
-    settings.trainer.accelerator = "auto"
-    with pytest.raises(
-        UserError, match=r"trainer.devices is auto .* 2 processes, and 1 were started: python -m distill"
-    ):
+    settings = altered(tiny_settings(tmp_path), trainer__accelerator="auto")
+    with pytest.raises(UserError, match=r"devices is auto .* 2 processes, and 1 were started: python -m distill"):
         run_pipeline(settings)
 
 
-def test_tasks_of_slurm_take_the_devices_of_their_number_on_the_machine(
-    two_gpus: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tasks_of_slurm_take_the_devices_of_their_number(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = {"NTASKS": "4", "NTASKS_PER_NODE": "2", "PROCID": "3", "LOCALID": "1", "NODEID": "1", "JOB_NAME": "train"}
     for name, value in slurm.items():
         monkeypatch.setenv(f"SLURM_{name}", value)

@@ -52,33 +52,22 @@ Usage = namedtuple("Usage", "total used free")
         ({"student__architecture__layers": 9}, r"the draft has [\d,]+ parameters and the target [\d,]+"),
         ({"data__source": "target"}, r"set teacher.responses.source to target"),
         ({"data__source": "target", "teacher__responses__source": "target"}, r"set target.kind to as_is"),
+        ({"data__source": "missing.jsonl"}, r"there is no file 'missing.jsonl'"),
+        ({"data__source": "spec_bench"}, r"data.files.train"),
+        ({"data__prompt_template": "{question}"}, r"give both or neither"),
         ({"data__chat_template": "none.jinja"}, r"expected a Jinja template .* or a file"),
         ({"teacher__responses__server__urls": ["http://x/v1"]}, r"source is dataset: set it to target"),
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_settings_that_cannot_work_are_refused_before_anything_is_trained(
-    tmp_path: Path, values: dict[str, Any], words: str
-) -> None:
+def test_settings_that_cannot_work_are_refused_at_once(tmp_path: Path, values: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         run_pipeline(altered(tiny_settings(tmp_path), **values), Console(quiet=True))
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-def test_a_gpu_without_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, _ = bench(altered(tiny_settings(tmp_path), trainer__precision="bf16-mixed"))
-    check_inputs(run)
-    monkeypatch.setattr(Run, "device", torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla V100")
-    with pytest.raises(UserError, match=r"Tesla V100 has no bfloat16: set trainer.precision to 16-mixed"):
-        check_inputs(run)
-
-
 @pytest.mark.parametrize("can", [True, False])
-def test_formats_that_are_auto_are_bfloat16_where_the_processor_multiplies_in_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can: bool
-) -> None:
+def test_auto_is_bfloat16_where_that_is_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can: bool) -> None:
     for module in ("pipeline", "checks"):
         monkeypatch.setattr(f"distill.{module}.multiplies_bfloat16", lambda device: can)
     settings = altered(tiny_settings(tmp_path), trainer__precision="auto", target__dtype="auto")
@@ -89,13 +78,17 @@ def test_formats_that_are_auto_are_bfloat16_where_the_processor_multiplies_in_it
     run, printed = bench(altered(settings, trainer__precision="bf16-mixed"))  # asked for by name
     check_inputs(run)
     assert ("slower in bfloat16" in printed.getvalue()) is not can
+    monkeypatch.setattr(Run, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla V100")
+    with pytest.raises(UserError, match=r"Tesla V100 has no bfloat16: set trainer.precision to 16-mixed"):
+        check_inputs(run)
 
 
 def test_servers_of_which_none_answers(tmp_path: Path) -> None:
-    urls = ["http://127.0.0.1:9/v1", "http://127.0.0.1:1/v1"]
-    settings = tiny_settings(tmp_path)
-    responses = {"teacher__responses__source": "target", "teacher__responses__server__urls": urls}
-    run, _ = bench(altered(settings, **responses))
+    settings = altered(tiny_settings(tmp_path), teacher__responses__source="target")
+    settings.teacher.responses.server.urls = ["http://127.0.0.1:9/v1", "http://127.0.0.1:1/v1"]
+    run, _ = bench(settings)
     check_inputs(run)  # the target that they serve has to be trained first
     settings.target.kind = "as_is"
     with pytest.raises(UserError, match=r"http://127.0.0.1:9/v1"):

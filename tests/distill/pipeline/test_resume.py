@@ -10,56 +10,24 @@ import torch
 from safetensors.torch import load_file
 from tiny_run import STAGES, begun, bench, killed, run_tiny, tiny_settings
 
-from distill.config import DraftSettings
 from distill.stages import run_stages
 
-Weights = dict[str, dict[str, torch.Tensor]]
 
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Weights:
-    """The weights of the stages of a run that nothing disturbed."""
-    run = run_tiny(tiny_settings(tmp_path_factory.mktemp("undisturbed")))[1]
-    return {stage: load_file(run.path(stage) / "model.safetensors") for stage in STAGES}
-
-
-def test_every_stage_continues_from_its_checkpoint(undisturbed: Weights, tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path)
-    steps = {"target": 7, "initial": 11, "distillspec": 5, "adaspec": 9}
-    for stage, step in steps.items():
+def test_every_stage_continues_from_its_checkpoint(tmp_path: Path) -> None:
+    settings, undisturbed = (tiny_settings(tmp_path / name) for name in ("killed", "undisturbed"))
+    for stage, step in {"target": 7, "initial": 11, "distillspec": 5, "adaspec": 9}.items():
         with killed(stage, step):
             run_tiny(settings)
     made, run, printed = run_tiny(settings)
     assert made == ["adaspec"]
     assert "continuing from step 5" in printed
+    wanted = run_tiny(undisturbed)[1]
     for stage in STAGES:
-        weights = load_file(run.path(stage) / "model.safetensors")
-        assert weights.keys() == undisturbed[stage].keys()
-        assert all(torch.equal(weights[name], undisturbed[stage][name]) for name in weights), stage
-        record = run.record(stage)
-        assert record is not None
-        assert [row["step"] for row in record.history] == [0, 5, 10, 12], stage
+        weights, others = (load_file(each.path(stage) / "model.safetensors") for each in (run, wanted))
+        assert weights.keys() == others.keys()
+        assert all(torch.equal(weights[name], others[name]) for name in weights), stage
+        assert [row["step"] for row in run.record(stage).history] == [0, 5, 10, 12], stage
     assert not list(run.work.glob("checkpoints-*"))
-
-
-@pytest.mark.parametrize("accepted", [False, True], ids=["texts of its own", "steps after accepted tokens"])
-def test_what_chance_decides_goes_on_as_it_would_have(tmp_path: Path, accepted: bool) -> None:
-    """Texts that the draft writes, and the drafting steps of a head, come out alike after a kill."""
-    draft = DraftSettings(name="own", on_policy=0.0 if accepted else 0.5, accepted_only=accepted)
-    runs = []
-    for name in ("undisturbed", "killed"):
-        settings = tiny_settings(tmp_path / name, drafts=[draft])
-        settings.teacher.responses.max_new_tokens, settings.teacher.responses.refresh_every = 4, 3
-        if accepted:
-            settings.target.architecture.layers = 4
-            settings.student.kind, settings.student.unroll = "eagle3", 2
-        if name == "killed":
-            with killed("own", 8):
-                run_tiny(begun(settings))
-        runs.append(run_tiny(begun(settings))[1])
-    weights = [load_file(run.path("own") / "model.safetensors") for run in runs]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    assert runs[0].draft_record("own").account == runs[1].draft_record("own").account
 
 
 def test_checkpoints_of_other_settings_or_of_a_finished_stage_are_not_continued(tmp_path: Path) -> None:
@@ -88,7 +56,7 @@ def test_a_continued_run_of_summed_batches_validates_where_an_uninterrupted_one_
     with killed("initial", 1):
         run_stages(run)
     assert "continuing from step 10" in text.getvalue()
-    assert [row["step"] for row in run.record("target").history] == [0, 5, 10, 12]  # type: ignore[union-attr]
+    assert [row["step"] for row in run.record("target").history] == [0, 5, 10, 12]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import json
 import os
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from tiny_run import STAGES, altered, tiny_settings
 
 from decode.errors import read_json
 from distill import files, pipeline
-from distill.config import DraftSettings, Settings
+from distill.config import Settings
 from distill.run import Run, measurement_fingerprint, stage_fingerprints
 
 DISTILLED = STAGES[2:]
@@ -29,8 +30,9 @@ def changed(settings: Settings, **values: Any) -> list[str]:
     [
         ("1__k", 0.5, ["adaspec"]),
         ("1__training", {"lr": 1e-4}, ["adaspec"]),
+        ("trainer__devices", 2, ["adaspec"]),
+        ("data__test_examples", 3, []),
         ("0__divergence", "tv", DISTILLED),
-        ("training__lr", 1e-4, DISTILLED),
         ("teacher__signal", "topk", DISTILLED),
         ("teacher__signal_k", 3, []),  # of hidden states
         ("student__architecture__hidden_size", 8, STAGES[1:]),
@@ -40,55 +42,50 @@ def changed(settings: Settings, **values: Any) -> list[str]:
         ("trainer__precision", "bf16-mixed", STAGES),
         ("trainer__attention", "eager", STAGES),  # signals too are computed by it
         ("trainer__accumulate", 2, ["adaspec"]),  # each part of a step selects its own tokens
-        ("trainer__devices", 2, ["adaspec"]),
         ("trainer__extra", {"log_every_n_steps": 1, "profiler": "simple"}, STAGES[4:]),
         ("trainer__extra", {"gradient_clip_val": 0.5}, STAGES),
         ("trainer__gradient_checkpointing", True, []),
-        ("data__test_examples", 3, []),
-        ("evaluation", False, []),
         ("target__lora__rank", 3, []),  # not used by a target from scratch
         ("teacher__responses__temperature", 0.5, []),  # the data has responses
     ],
 )
-def test_a_changed_setting_makes_its_stage_and_the_later_ones_run_again(
-    tmp_path: Path, key: str, value: Any, wanted: list[str]
-) -> None:
+def test_a_changed_setting_runs_its_stage_again(tmp_path: Path, key: str, value: Any, wanted: list[str]) -> None:
     assert changed(tiny_settings(tmp_path), **{key: value}) == wanted
 
 
-def test_what_decides_written_responses_counts_and_where_they_are_written_does_not(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path)
-    responses = settings.teacher.responses
-    responses.source, responses.server.urls = "target", ["http://127.0.0.1:8000/v1"]
-    for each in settings.drafts:
-        each.on_policy = 0.5
-    assert changed(settings, teacher__responses__server__urls=["http://a:1/v1", "http://b:2/v1"]) == []
-    assert changed(settings, teacher__responses__server__concurrency=3) == []
-    assert changed(settings, teacher__responses__temperature=0.5) == DISTILLED
-    assert changed(settings, teacher__responses__refresh_every=7) == DISTILLED
-    altered(settings, target__kind="finetune", target__model=str(tmp_path), target__layerskip__enabled=True)
-    assert "target" in changed(settings, target__dtype="bfloat16")  # in which it answers before it is trained
+WRITTEN = {"teacher__responses__source": "target", "teacher__responses__server__urls": ["http://a/v1"]}
+WRITTEN |= {"0__on_policy": 0.5, "1__on_policy": 0.5}
+RECIPE = {"target__kind": "finetune", "target__layerskip__enabled": True}
+AS_IS = {"target__kind": "as_is"}
 
 
-def test_a_target_that_is_taken_as_it_is_stays_whatever_is_trained_for_it(tmp_path: Path) -> None:
-    settings = altered(tiny_settings(tmp_path), target__kind="as_is", target__model=str(tmp_path))
-    assert changed(settings, trainer__validate_every=7) == STAGES[1:]
-    assert changed(settings, data__train_examples=12) == STAGES[1:]
-    assert "target" in changed(settings, data__chat_template="{{ messages }}")
-
-
-def test_a_draft_depends_on_its_reference_only_where_that_selects(tmp_path: Path) -> None:
-    settings = altered(tiny_settings(tmp_path), **{"1__k": 1.0})
-    assert changed(settings, **{"0__divergence": "tv"}) == ["distillspec"]
-    settings.drafts.append(DraftSettings(name="again", reference="distillspec", k=1.0))
+@pytest.mark.parametrize(
+    ("given", "key", "value", "wanted"),
+    [
+        # what decides written responses, and not where they are written
+        (WRITTEN, "teacher__responses__server__urls", ["http://b/v1", "http://c/v1"], []),
+        (WRITTEN, "teacher__responses__server__concurrency", 3, []),
+        (WRITTEN, "teacher__responses__temperature", 0.5, DISTILLED),
+        (WRITTEN, "teacher__responses__refresh_every", 7, DISTILLED),
+        (WRITTEN | RECIPE, "target__dtype", "bfloat16", STAGES),  # in which it answers before it is trained
+        # a target that is taken as it is stays whatever is trained for it
+        (AS_IS, "trainer__validate_every", 7, STAGES[1:]),
+        (AS_IS, "data__train_examples", 12, STAGES[1:]),
+        (AS_IS, "data__chat_template", "{{ messages }}", STAGES),
+        # a draft depends on its reference only where that selects
+        ({"1__k": 1.0}, "0__divergence", "tv", ["distillspec"]),
+    ],
+)
+def test_what_else_counts(tmp_path: Path, given: dict[str, Any], key: str, value: Any, wanted: list[str]) -> None:
+    settings = altered(tiny_settings(tmp_path), target__model=str(tmp_path), **given)
+    assert changed(settings, **{key: value}) == wanted
+    settings.drafts.append(replace(settings.drafts[1], name="again"))
     keys = stage_fingerprints(settings)
     assert keys["again"] == keys["adaspec"]  # a name is no input
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_a_data_file_is_known_by_its_content_and_a_very_large_one_by_its_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
-) -> None:
+def test_a_data_file_is_known_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool) -> None:
     paths: dict[Any, Path] = {split: tmp_path / f"{split}.jsonl" for split in ("train", "test")}
     for path in paths.values():
         path.write_text(json.dumps({"question": "1 + 1?", "answer": "2"}) + "\n")
@@ -107,9 +104,7 @@ def test_a_data_file_is_known_by_its_content_and_a_very_large_one_by_its_time(
     assert all(key != before[stage] for stage, key in stage_fingerprints(settings).items())
 
 
-def test_the_signal_that_the_disk_has_room_for_is_chosen_before_fingerprints_and_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_signal_that_the_disk_has_room_for_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage, settings = namedtuple("usage", "free"), tiny_settings(tmp_path)
     settings.teacher.signal, settings.teacher.signal_k = "auto", 2
     kinds = {}

@@ -1,34 +1,37 @@
-"""Responses that the target writes, here or on servers: every turn of a chat, kept line by line, the same after a kill."""
-
-from __future__ import annotations
+"""Texts that the target writes, here or on servers, and the draft's own: the same ones again after a kill."""
 
 import http.server
 import json
-import socket
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from tiny_run import begun, bench, run_tiny, tiny_settings
+import torch
+from some_rows import some_rows
+from tiny_run import begun, bench, check_killed_ends_alike, given, run_tiny, tiny_settings
 from tokenizers_of_kinds import with_start
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
+from decode.models.writing import write_texts
 from distill import ranks
-from distill.config import DataSettings, ResponseSettings, ServerSettings, Settings, TargetSettings
+from distill.config import DataSettings, ResponseSettings, ServerSettings, Settings
 from distill.data.chat import IGNORE, until_end
+from distill.data.dataset import Examples, Picks, Schedule
 from distill.data.prompts import TextFile
 from distill.responses import target as target_module
+from distill.responses.on_policy import OnPolicy
 from distill.responses.target import Job, answered_by_servers, answered_texts, check_servers
 from distill.stages import run_stages
 
 Tiny = Callable[..., PreTrainedModel]
 Reply = tuple[int, Any]
-JOBS = [Job(i, [40 + i, 7], 8) for i in range(12)]
 
 
 def test_nothing_after_the_first_end_token_is_learned_whichever_of_several_it_is() -> None:
@@ -37,31 +40,15 @@ def test_nothing_after_the_first_end_token_is_learned_whichever_of_several_it_is
     assert until_end([4, 5], {1}) == [4, 5]  # cut by the budget: no end is learned
 
 
-def test_a_kill_costs_the_line_being_written_and_what_was_made_from_something_else_is_set_aside(tmp_path: Path) -> None:
-    path, tokenizer = tmp_path / "train.jsonl", with_start()
-
-    def opened(made_from: dict[str, Any]) -> TextFile:
-        file = TextFile(path, made_from)
+def test_responses_made_from_something_else_are_set_aside_under_names_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    for number in range(3):
+        file = TextFile(path, {"made from": number})
         file.open()
-        return file
-
-    def texts() -> Iterator[tuple[int, list[int]]]:
-        return ((number, [number + 3, 0]) for number in range(5))
-
-    writing = opened({"a": 1}).add(texts(), tokenizer)
-    for _ in range(3):
-        next(writing)
-    assert len(path.read_bytes().splitlines()) == 3  # written at once, not when all are done
-    path.write_bytes(path.read_bytes()[:-9])
-    file = opened({"a": 1})
-    assert list(file.texts) == [0, 1]
-    assert list(file.add(texts(), tokenizer)) == [2, 3, 4]
-    for number in (2, 3):
-        assert not opened({"a": number}).texts
-        path.write_text(f'{{"example": 0, "ids": [{number}]}}\n')
-    opened({"a": 4})
-    kept = [path.with_suffix(f".old-{number}.jsonl").read_text() for number in (1, 2, 3)]
-    assert [len(text.splitlines()) for text in kept] == [5, 1, 1]  # each under a name of its own
+        assert not file.texts
+        assert list(file.add(((i, [i + 3, 0]) for i in range(3 - number)), with_start())) == [*range(3 - number)]
+    kept = [path.with_suffix(f".old-{number}.jsonl").read_text() for number in (1, 2)]
+    assert [len(text.splitlines()) for text in kept] == [3, 2]
 
 
 # -- a whole run ------------------------------------------------------------------------------------------------------
@@ -73,9 +60,7 @@ def answering(folder: Path, **responses: Any) -> Settings:
     return settings
 
 
-def test_a_draft_learns_what_the_target_wrote_and_a_torn_line_is_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_torn_line_of_what_a_draft_learns_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target_module, "GROUP", 1)
     settings = answering(tmp_path, max_new_tokens=10)
     _, run, printed = run_tiny(begun(settings))
@@ -90,91 +75,77 @@ def test_a_draft_learns_what_the_target_wrote_and_a_torn_line_is_written_again(
     assert sorted(path.read_bytes().splitlines()) == sorted(before.splitlines())
 
 
-def test_several_processes_write_what_a_single_one_does_each_its_share(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_processes_write_what_a_single_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target_module, "GROUP", 1)
-    settings = begun(answering(tmp_path, max_new_tokens=4))
-    alone = answered_texts(bench(settings)[0])[0][:]
-    folder = tmp_path / "tiny" / "work" / "responses"
-    lines = {line for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()}
-    for path in folder.iterdir():
-        path.unlink()
+    settings, folder = begun(answering(tmp_path, max_new_tokens=4)), tmp_path / "tiny/work/responses"
+
+    def lines() -> set[str]:
+        return {line for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()}
+
+    alone, wanted = answered_texts(bench(settings)[0])[0][:], lines()
+    shutil.rmtree(folder)
     run = bench(settings)[0]
     _ = run.corpus  # before there are two processes
     monkeypatch.setattr(ranks, "world", lambda: 2)
     monkeypatch.setattr(ranks, "barrier", lambda: None)
-    for rank in (1, 0):
-        monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
-        if rank:
-            with pytest.raises(KeyError):  # process 0 has yet to write
-                answered_texts(run)
+    monkeypatch.setattr(ranks, "rank", lambda: 1)
+    with pytest.raises(KeyError):  # process 0 has yet to write
+        answered_texts(run)
+    monkeypatch.setattr(ranks, "rank", lambda: 0)
     assert answered_texts(run)[0][:] == alone
     assert len((folder / "train-1.jsonl").read_text().splitlines()) == 8  # the second of the groups of 8, 8 and 4
-    assert {line for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()} == lines
+    assert lines() == wanted
 
 
 # -- every turn of a chat ---------------------------------------------------------------------------------------------
 
+SAID = {"role": "assistant", "content": "theirs"}
 LEADS = {"as it was": "", "rewritten": "=>"}  # what the prompt of an answer ends with, which history leaves out
 
 
-def chatting(folder: Path, tiny: Tiny, history: str, turns: list[dict[str, Any]]) -> Settings:
-    tokenizer, model = with_start(adds=False), folder / "model"
+def chatting(folder: Path, tiny: Tiny, history: str, *turns: dict[str, Any]) -> Settings:
+    tokenizer = with_start(adds=False)
     tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ '</s>' if m.role == 'assistant' }}{% endfor %}"
         "{% if add_generation_prompt %}<assistant>" + LEADS[history] + "{% endif %}"
     )
-    tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=256, eos_token_id=0).save_pretrained(model)
-    tokenizer.save_pretrained(model)
-    rows = [{"messages": [{"role": "user", "content": f"Hi{n}"}, *turns]} for n in range(12)]
-    for split in ("train", "validation", "test"):
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        rows = [{"messages": [{"role": "user", "content": f"{split}{n}"}, *turns]} for n in range(2)]
+    model = tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=256, eos_token_id=0)
     settings = answering(folder, max_new_tokens=5, temperature=0.0)
-    settings.teacher.examples = None
-    settings.target = TargetSettings(kind="as_is", model=str(model))
-    settings.data = DataSettings(
-        files={split: str(folder / f"{split}.jsonl") for split in ("train", "validation", "test")}, max_length=200
-    )
+    settings.teacher.examples, settings.target = None, given(folder / "model", model, tokenizer)
+    files = {split: str(folder / f"{split}.jsonl") for split in ("train", "validation", "test")}
+    for split, path in files.items():
+        rows = [[{"role": "user", "content": f"{split}{n}"}, *turns] for n in range(12 if split == "train" else 2)]
+        Path(path).write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    settings.data = DataSettings(files=files, max_length=200)
     return settings
 
 
 @pytest.mark.parametrize("history", LEADS)
-def test_every_turn_of_a_chat_is_answered_behind_what_the_target_said_before(
-    tmp_path: Path, tiny: Tiny, history: str
-) -> None:
-    said = {"role": "assistant", "content": "theirs"}
-    turns = [said, {"role": "user", "content": "and?"}, said, {"role": "user", "content": "then?"}, said]
-    run, _ = bench(chatting(tmp_path, tiny, history, turns))
+def test_every_turn_of_a_chat_is_answered_behind_the_others(tmp_path: Path, tiny: Tiny, history: str) -> None:
+    asked = [{"role": "user", "content": "and?"}, SAID, {"role": "user", "content": "then?"}, SAID]
+    run, _ = bench(chatting(tmp_path, tiny, history, SAID, *asked))
     run_stages(run, only=("target",))
     train, _, _ = answered_texts(run)
     texts = [run.tokenizer.decode(row["input_ids"]) for row in train]
     assert not any("theirs" in text for text in texts)
-    lines = (run.work / "responses/train.jsonl").read_text().splitlines()
-    written = {line["example"]: line["ids"] for line in map(json.loads, lines)}
+    file = run.work / "responses/train.jsonl"
+    written = {line["example"]: line["ids"] for line in map(json.loads, file.read_text().splitlines())}
     assert len(written) == 3 * 12
     assert len(train) == (12 if history == "as it was" else 36)
     labels = [token for row in train for token in row["labels"] if token != IGNORE]
     assert sorted(labels) == sorted(token for ids in written.values() for token in ids)
-    third = [text for text in texts if "then?" in text]
-    for number, text in enumerate(third):
+    for number, text in enumerate(text for text in texts if "then?" in text):
         first, second = (run.tokenizer.decode([i for i in written[number + turn] if i]) for turn in (0, 12))
         assert f"{first}</s><user>and?" in text
         assert f"{second}</s><user>then?" in text
-    again = [path.read_bytes() for path in (run.work / "responses").glob("*.jsonl")]
+    before = file.read_bytes()
     assert answered_texts(bench(run.settings)[0])[0][:] == train[:]
-    assert again == [path.read_bytes() for path in (run.work / "responses").glob("*.jsonl")]
+    assert file.read_bytes() == before
 
 
 def test_chats_that_lose_turns_are_counted_with_the_reason(tmp_path: Path, tiny: Tiny) -> None:
-    call = {"type": "function", "function": {"name": "sky", "arguments": {}}}
-    said = {"role": "assistant", "content": "sky"}
-    run, printed = bench(
-        chatting(
-            tmp_path, tiny, "as it was", [said | {"tool_calls": [call]}, {"role": "tool", "content": "rain"}, said]
-        )
-    )
+    call = SAID | {"content": "sky", "tool_calls": [{"type": "function", "function": {"name": "sky", "arguments": {}}}]}
+    run, printed = bench(chatting(tmp_path, tiny, "as it was", call, {"role": "tool", "content": "rain"}, SAID))
     run_stages(run, only=("target",))
     assert len(answered_texts(run)[0]) == 12
     assert "12 chats lose their later turns, because a tool's result belongs to another call" in printed.getvalue()
@@ -183,19 +154,10 @@ def test_chats_that_lose_turns_are_counted_with_the_reason(tmp_path: Path, tiny:
 # -- servers ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Played:
-    """What the server saw, and how it answers: a function of the request's body and its number."""
-
-    answer: Callable[[dict[str, Any], int], Reply]
-    bodies: list[dict[str, Any]] = field(default_factory=list)
-    url: str = ""
-    lock: Any = field(default_factory=threading.Lock)
-
-
 @contextmanager
-def serving(answer: Callable[[dict[str, Any], int], Reply]) -> Iterator[Played]:
-    played = Played(answer)
+def serving(answer: Callable[[dict[str, Any], int], Reply]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A server that answers by a request's body and its number: its address, and the bodies."""
+    bodies, lock = list[dict[str, Any]](), threading.Lock()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -203,16 +165,16 @@ def serving(answer: Callable[[dict[str, Any], int], Reply]) -> Iterator[Played]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"]))) | {"path": self.path}
-            with played.lock:
-                played.bodies.append(body)
-                number = len(played.bodies)
-            self.reply(*played.answer(body, number))
+            with lock:
+                bodies.append(body)
+                number = len(bodies)
+            self.reply(*answer(body, number))
 
         def reply(self, status: int, value: Any) -> None:
             data = json.dumps(value).encode()
             self.send_response(status)
-            for name, text in {"content-length": str(len(data)), "content-type": "application/json"}.items():
-                self.send_header(name, text)
+            self.send_header("content-length", str(len(data)))
+            self.send_header("content-type", "application/json")
             self.end_headers()
             self.wfile.write(data)
 
@@ -221,18 +183,20 @@ def serving(answer: Callable[[dict[str, Any], int], Reply]) -> Iterator[Played]:
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    played.url = f"http://127.0.0.1:{server.server_port}/v1"
     try:
-        yield played
+        yield f"http://127.0.0.1:{server.server_port}/v1", bodies
     finally:
         server.shutdown()
         server.server_close()
 
 
-def good(body: dict[str, Any], number: int, reason: str = "length") -> Reply:
+def said(ids: list[int] | None, reason: str = "stop") -> Reply:
+    return 200, {"choices": [{"text": "Hi", "token_ids": ids, "finish_reason": reason}]}
+
+
+def good(body: dict[str, Any], number: int) -> Reply:
     """Says the last id of the prompt three times."""
-    ids = body["prompt"][-1:] * 3 if body["return_token_ids"] else None
-    return 200, {"choices": [{"text": "", "token_ids": ids, "finish_reason": reason}]}
+    return said(body["prompt"][-1:] * 3 if body["return_token_ids"] else None, "length")
 
 
 @pytest.fixture(autouse=True)
@@ -241,41 +205,34 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_servers_share_the_prompts_as_ids_with_many_requests_in_flight() -> None:
-    together = threading.Barrier(6)
+    together, jobs = threading.Barrier(6), [Job(i, [40 + i, 7], 8) for i in range(12)]
 
     def slow(body: dict[str, Any], number: int) -> Reply:
         together.wait(20)  # answers nothing before six requests are there
-        return good(body, number, "stop")
+        return said([7, 7, 7])
 
-    with serving(slow) as first, serving(slow) as second:
-        where = ServerSettings(urls=[first.url, second.url], concurrency=3)
+    with serving(slow) as (first, asked), serving(slow) as (second, others):
+        where = ServerSettings(urls=[first, second], concurrency=3)
         settings = ResponseSettings(source="target", temperature=0.7, top_p=0.9, server=where)
-        texts = dict(answered_by_servers(settings, 5, [1, 2], 2)(JOBS))
+        texts = dict(answered_by_servers(settings, 5, [1, 2], 2)(jobs))
     assert texts == {i: [7, 7, 7, 2] for i in range(12)}  # an end that a server leaves out is put back
-    bodies = [*first.bodies, *second.bodies]
-    assert (len(first.bodies), len(second.bodies)) == (6, 6)
-    assert sorted(body["prompt"] for body in bodies) == [job.ids for job in JOBS]
-    sampling = {(b["path"], b["temperature"], b["top_p"], b["max_tokens"]) for b in bodies}
-    assert sampling == {("/v1/completions", 0.7, 0.9, 8)}
+    assert (len(asked), len(others)) == (6, 6)
+    bodies = [*asked, *others]
+    assert sorted(body["prompt"] for body in bodies) == [job.ids for job in jobs]
+    sampling = {(b["path"], b["temperature"], b["top_p"], b["max_tokens"], b["return_token_ids"]) for b in bodies}
+    assert sampling == {("/v1/completions", 0.7, 0.9, 8, True)}
     assert len({body["seed"] for body in bodies}) == 12
 
 
 def test_servers_that_are_not_there_or_return_text_alone_are_refused_before_the_first_stage() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
-        with pytest.raises(UserError, match=r"failed: APIConnectionError.*start it with the target"):
-            check_servers(ServerSettings(urls=[url]))
-    with (
-        serving(lambda body, number: (200, {"choices": [{"text": "Hi", "finish_reason": "stop"}]})) as played,
-        pytest.raises(UserError, match=r"no token ids.*vLLM \(0\.10\.2 or later\)"),
-    ):
-        check_servers(ServerSettings(urls=[played.url]))
+    refused = pytest.raises(UserError, match=r"no token ids.*vLLM \(0\.10\.2 or later\)")
+    with serving(lambda *_: said(None)) as (url, _), refused:
+        check_servers(ServerSettings(urls=[url]))
+    with pytest.raises(UserError, match=r"failed: APIConnectionError.*start it with the target"):
+        check_servers(ServerSettings(urls=[url]))
 
 
-def test_a_run_goes_on_with_the_responses_that_a_server_had_given_and_stops_where_most_are_empty(
-    tmp_path: Path,
-) -> None:
+def test_a_run_goes_on_with_what_a_server_had_given_and_stops_where_most_is_empty(tmp_path: Path) -> None:
     settings = answering(tmp_path, max_new_tokens=8)
     server = settings.teacher.responses.server
     server.concurrency = 1
@@ -283,20 +240,89 @@ def test_a_run_goes_on_with_the_responses_that_a_server_had_given_and_stops_wher
     def dying(body: dict[str, Any], number: int) -> Reply:
         return (503, {}) if number == 1 else good(body, number) if number <= 8 else (500, {})
 
-    def empty(body: dict[str, Any], number: int) -> Reply:
-        return 200, {"choices": [{"text": "", "token_ids": [], "finish_reason": "stop"}]}
-
-    with serving(dying) as played:
-        server.urls = [played.url]
+    with serving(dying) as (url, _):
+        server.urls = [url]
         with pytest.raises(UserError, match=r"failed: InternalServerError: .*What is finished is kept"):
             run_tiny(begun(settings))
     assert len((tmp_path / "tiny/work/responses/train.jsonl").read_text().splitlines()) == 7
-    with serving(good) as played:
-        server.urls = [played.url]
+    with serving(good) as (url, bodies):
+        server.urls = [url]
         assert "train: 20, 13 of them written now" in run_tiny(settings)[2]
-    assert len(played.bodies) == 13 + 8
+    assert len(bodies) == 13 + 8
     settings.name = "other"
-    with serving(empty) as played:
-        server.urls = [played.url]
+    with serving(lambda *_: said([])) as (url, _):
+        server.urls = [url]
         with pytest.raises(UserError, match="20 of 20 are empty"):
             run_tiny(begun(settings))
+
+
+def policy(model: PreTrainedModel, rows: Examples, share: float = 1.0, **settings: Any) -> OnPolicy:
+    responses = ResponseSettings(**{"max_new_tokens": 5, "refresh_every": 3, "batch_size": 4} | settings)
+    schedule, write = Schedule(rows.lengths, 4, seed=1), partial(write_texts, model)
+    return OnPolicy(write, rows, schedule, 12, responses, share, 7, 64, {1}, lambda made: None)
+
+
+def picks(written_texts: OnPolicy, step: int) -> Picks:
+    return [(written_texts.prompts, int(example)) for example in written_texts.schedule.batch(step)]
+
+
+def content(picked: Picks) -> list[list[int]]:
+    return [rows.ids[rows.offsets[i] : rows.offsets[i + 1]].tolist() for rows, i in picked]
+
+
+def test_every_prompt_of_a_step_is_answered_by_the_draft_and_no_other_chance_is_drawn(tiny: Tiny) -> None:
+    rows, written = some_rows(10, prompt=2), 0
+    written_texts, chance = policy(tiny("llama"), rows), torch.get_rng_state()
+    for step in range(4):
+        wanted = picks(written_texts, step)
+        picked = written_texts(step, wanted)
+        for (_, example), text, (made, i) in zip(wanted, content(picked), picked):
+            prompt = rows.prompt(example)
+            assert text[: len(prompt)] == prompt
+            assert made.labels_of(np.array([i])) == len(text) - len(prompt)
+            assert 1 <= len(text) - len(prompt) <= 5
+            written += len(text) - len(prompt)
+    assert written_texts.label_tokens == written
+    assert torch.equal(torch.get_rng_state(), chance)
+
+
+def test_texts_are_written_again_with_the_weights_of_the_refresh_and_not_between(tiny: Tiny) -> None:
+    rows = some_rows(10, prompt=2)
+    both = [policy(tiny("llama"), rows, temperature=0.0) for _ in range(2)]
+    for step, alike in ((0, True), (2, True), (3, False)):
+        first, second = (content(each(step, picks(each, step))) for each in both)
+        assert (first == second) == alike
+        both[1].write = partial(write_texts, tiny("llama", seed=5))
+
+
+def test_what_a_checkpoint_holds_gives_the_same_texts_from_other_weights(tiny: Tiny) -> None:
+    rows = some_rows(10, prompt=2)
+    written_texts, continued = policy(tiny("llama"), rows), policy(tiny("llama", seed=5), rows)
+    written_texts(3, picks(written_texts, 3))
+    continued.load_state_dict(written_texts.state_dict())
+    assert content(written_texts(4, picks(written_texts, 4))) == content(continued(4, picks(continued, 4)))
+    assert written_texts.label_tokens == continued.label_tokens
+    state = written_texts.state_dict()
+    with pytest.raises(UserError, match="holds texts of 2 processes and this run has 1"):
+        written_texts.load_state_dict(state | {"texts": state["texts"] * 2})
+
+
+def test_mixing_is_by_sample_in_the_share_asked_for(tiny: Tiny) -> None:
+    rows = some_rows(10, prompt=2)
+    texts = policy(tiny("llama"), rows, 0.3, refresh_every=200, max_new_tokens=1)
+    texts.steps = 200
+    counts = [sum(made is not rows for made, _ in texts(step, picks(texts, step))) for step in range(200)]
+    assert {0, 1, 2, 3} <= set(counts)  # within a step, some and some
+    assert sum(counts) / 800 == pytest.approx(0.3, abs=0.05)
+
+
+@pytest.mark.parametrize(("share", "source", "signal"), [(1.0, "dataset", "hidden"), (0.5, "target", "online")])
+def test_a_killed_run_ends_with_the_same_weights(tmp_path: Path, share: float, source: Any, signal: Any) -> None:
+    settings = begun(tiny_settings(tmp_path / "undisturbed"))
+    responses = {"source": source, "max_new_tokens": 8, "refresh_every": 4, "batch_size": 8}
+    settings.teacher.responses, settings.teacher.signal = ResponseSettings(**responses), signal
+    for draft in settings.drafts:
+        draft.on_policy = share
+    run_tiny(settings)
+    # between two refreshes, and after the last one
+    check_killed_ends_alike(settings, tmp_path / "killed", {"distillspec": 7, "adaspec": 11})

@@ -75,17 +75,20 @@ def test_a_run_is_online_with_a_key_and_otherwise_as_the_environment_says(monkey
     assert is_offline()
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password " + "a" * 40)
     assert not is_offline()
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    assert is_offline()
-    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-    assert not is_offline()
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    assert is_offline()
+    key = {"WANDB_API_KEY": "a" * 40}
+    for change, offline in (
+        ({"WANDB_BASE_URL": "http://127.0.0.1:9"}, True),
+        (key, False),
+        ({"WANDB_MODE": "offline"}, True),
+    ):
+        for name, value in change.items():
+            monkeypatch.setenv(name, value)
+        assert is_offline() == offline
     monkeypatch.setenv("WANDB_MODE", "online")
-    with monkeypatch.context() as patch:
-        patch.delenv("WANDB_API_KEY")
-        with pytest.raises(UserError, match="wandb login"):
-            make_logger("wandb", tmp_path, "quick", {})
+    monkeypatch.delenv("WANDB_API_KEY")
+    with pytest.raises(UserError, match="wandb login"):
+        make_logger("wandb", tmp_path, "quick", {})
+    monkeypatch.setenv(*key.popitem())
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
     logger = make_logger("wandb", tmp_path, "quick", {})
     with pytest.raises(UserError, match="set WANDB_MODE=offline"):  # the server does not answer

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from decode.errors import UserError
 from distill.config import DraftSettings, TrainerSettings
-from distill.data.dataset import DistillDataModule, Schedule, TrainingBatches
+from distill.data.dataset import DistillDataModule, Examples, Schedule, TrainingBatches
 from distill.drafts.language_model import LanguageModelDraft
 from distill.drafts.reference import keep_reference
 from distill.losses.divergences import Divergence
@@ -28,11 +28,15 @@ Tiny = Callable[..., PreTrainedModel]
 
 
 class Seen(Callback):
-    """The metrics that other callbacks could monitor after each validation, the weights, and the sizes of batches."""
+    """Notes what callbacks see after each validation, and does something to the module before a step."""
 
-    def __init__(self) -> None:
-        self.metrics, self.validated = list[dict[str, float]](), list[int]()
-        self.weights = dict[int, dict[str, Tensor]]()
+    def __init__(self, step: int = -1, act: Callable[[Any], object] = id) -> None:
+        self.step, self.act, self.validated = step, act, list[int]()
+        self.metrics, self.weights = list[dict[str, float]](), dict[int, dict[str, Tensor]]()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            self.act(pl_module)
 
     def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
         self.validated.append(len(batch["labels"]))
@@ -42,22 +46,16 @@ class Seen(Callback):
         self.weights[trainer.global_step] = copy.deepcopy(pl_module.model.state_dict())
 
 
-class Before(Callback):
-    """Does something to the module before a step."""
-
-    def __init__(self, step: int, act: Callable[[Any], object]) -> None:
-        self.step, self.act = step, act
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            self.act(pl_module)
+def poison(module: Any) -> None:
+    next(module.parameters()).data.fill_(torch.nan)
 
 
 def fitted(
-    module: TrainingModule, folder: Path, *callbacks: Callback, size: int = 4, logger: Any = None, **settings: Any
-) -> list[dict[str, float]]:
+    module: TrainingModule, folder: Path, *callbacks: Callback, size: int = 4, logger: Any = None,
+    examples: Examples | None = None, **settings: Any,
+) -> list[dict[str, float]]:  # fmt: skip
     """The learning curve; the module's model ends with the best weights."""
-    examples = some_rows()
+    examples = examples or some_rows()
     batches = TrainingBatches(examples, Schedule(examples.lengths, size), module.steps)
     chosen = TrainerSettings(**{"accelerator": "cpu", "validate_every": 3} | settings)
     return fit(
@@ -83,18 +81,16 @@ def test_metrics_reach_callbacks_and_loggers_and_further_arguments_the_trainer(t
     assert len(seen.validated) == len(seen.metrics)  # one batch each
     text = next(tmp_path.glob("csv/**/metrics.csv")).read_text()
     assert {"loss", "lr", "validation_loss", "step"} <= set(text.splitlines()[0].split(","))
+    with pytest.raises(UserError, match=r"begun with trainer.accumulate 1 and is continued with 2"):
+        fitted(next_tokens(tiny, 12), tmp_path, accumulate=2)
 
 
 def test_the_best_validation_s_weights_are_kept_and_two_checkpoints(tiny: Tiny, tmp_path: Path) -> None:
     """Of a model with frozen weights the checkpoints hold the others alone."""
-    module, seen = next_tokens(tiny), Seen()
+    module, seen = next_tokens(tiny), Seen(6, lambda pl_module: pl_module.model.lm_head.weight.data.mul_(20))
     module.model.model.embed_tokens.requires_grad_(False)
     module.strict_loading = False
-
-    def spoil(pl_module: Any) -> None:
-        pl_module.model.lm_head.weight.data.mul_(20)
-
-    history = fitted(module, tmp_path, seen, Before(6, spoil))
+    history = fitted(module, tmp_path, seen)
     best = min(history[1:], key=lambda row: row["loss"])["step"]
     assert best in (3, 6)
     assert history[-1]["loss"] > 2 * min(row["loss"] for row in history)
@@ -106,7 +102,7 @@ def test_the_best_validation_s_weights_are_kept_and_two_checkpoints(tiny: Tiny, 
     assert saved.keys() == {f"model.{name}" for name in weights if name != "model.embed_tokens.weight"}
 
 
-def test_a_target_that_is_run_every_step_is_on_the_device_before_the_first_validation(
+def test_a_target_is_on_the_device_before_validation(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = list[str]()
@@ -119,47 +115,33 @@ def test_a_target_that_is_run_every_step_is_on_the_device_before_the_first_valid
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
-def test_a_draft_equal_to_its_reference_has_no_loss_difference(tiny: Tiny, tmp_path: Path, precision: Any) -> None:
+def test_a_draft_equal_to_its_reference(
+    tiny: Tiny, tmp_path: Path, precision: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     examples, model = some_rows(), copy.deepcopy(tiny("llama", seed=5)).requires_grad_(True)
     model.set_attn_implementation("eager")  # SDPA in bfloat16 depends on the padding on some CPUs
-    signal, deltas = Signal(tiny("llama", seed=4)), list[Tensor]()
-    keep_reference(LanguageModelDraft(model, 5), signal, examples, Divergence(), precision)
-    settings = DraftSettings(name="x", reference="y")
-    module = DistillModule(LanguageModelDraft(model.train(), 5), signal, TRAINING, 1, settings=settings)
+    draft, signal, deltas = LanguageModelDraft(model.train(), 5), Signal(tiny("llama", seed=4)), list[Tensor]()
+    keep_reference(draft, signal, examples, Divergence(), precision)
+    module = DistillModule(draft, signal, TRAINING, 1, settings=DraftSettings(name="x", reference="y"))
     choose = module.choose
-    module.choose = lambda rows, compared: deltas.append(compared.losses - rows.reference) or choose(rows, compared)  # type: ignore[method-assign,func-returns-value]
-    batches = TrainingBatches(examples, Schedule(examples.lengths, 5), 1)
-    trainer = TrainerSettings(accelerator="cpu", precision=precision, attention="eager")
-    fit(module, DistillDataModule(batches, some_rows(2)), trainer, tmp_path, name="x", console=Console(quiet=True))
+
+    def seen(rows: Any, compared: Any) -> Any:
+        deltas.append(compared.losses - rows.reference)
+        return choose(rows, compared)
+
+    monkeypatch.setattr(module, "choose", seen)
+    fitted(module, tmp_path, examples=examples, size=5, precision=precision, attention="eager")
     largest = max(abs(examples.columns["reference_loss"][number]).max() for number in range(6))
     assert deltas[0].abs().max() <= 1e-6 * largest
 
 
-def test_a_training_that_is_continued_with_other_parts_of_a_step_is_refused(tiny: Tiny, tmp_path: Path) -> None:
-    fitted(next_tokens(tiny, 6), tmp_path)
-    with pytest.raises(UserError, match=r"begun with trainer.accumulate 1 and is continued with 2"):
-        fitted(next_tokens(tiny), tmp_path, accumulate=2)
-
-
-# -- losses that are no numbers ---------------------------------------------------------------------------------------
-
-
-def poison(module: Any) -> None:
-    next(module.parameters()).data.fill_(torch.nan)
-
-
-def test_a_step_between_logged_ones_is_named_with_its_examples_and_the_segment_leaves_no_checkpoint(
-    tiny: Tiny, tmp_path: Path
-) -> None:
+def test_losses_that_are_no_numbers_end_the_training(tiny: Tiny, tmp_path: Path) -> None:
+    """A step between logged ones is named with its examples and leaves no checkpoint; so is a model broken as loaded."""
     examples = ", ".join(map(str, sorted(Schedule(some_rows().lengths, 2).batch(4).tolist())))
     words = rf"NaN or infinite at step 4 \(training examples {examples}\), .*: lower the learn"
     with pytest.raises(UserError, match=words):
-        fitted(next_tokens(tiny), tmp_path, Before(4, poison), size=2, extra={"log_every_n_steps": 100})
+        fitted(next_tokens(tiny), tmp_path, Seen(4, poison), size=2, extra={"log_every_n_steps": 100})
     assert {path.name.split("=")[1] for path in (tmp_path / "work").glob("*.ckpt")} <= {"0.ckpt", "3.ckpt"}
-
-
-def test_a_model_that_is_broken_from_the_start_is_found_by_the_first_validation(tiny: Tiny, tmp_path: Path) -> None:
-    module = next_tokens(tiny)
-    poison(module)
+    poison(module := next_tokens(tiny))
     with pytest.raises(UserError, match=r"validation at step 0 gave \{.*nan.*the model as loaded: try another dtype"):
-        fitted(module, tmp_path)
+        fitted(module, tmp_path / "broken")

@@ -1,7 +1,7 @@
 """The two Lightning modules: what a step computes, how parts of it add up, what validation counts, on tiny models."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import lightning as L
@@ -81,20 +81,14 @@ def test_the_head_on_label_rows_gives_the_models_own_logits_and_gradients(family
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "opt", "phi"])
 def test_gradient_checkpointing_computes_every_layer_again_and_the_gradients_stay_the_same(family: str) -> None:
-    model = in_double(build_tiny(family, dtype=torch.float64)).train()
-    batch, calls = everything(some_rows(4)), list[int]()
+    model, calls, made = in_double(build_tiny(family, dtype=torch.float64)).train(), list[int](), []
     next(decoder_layers(model)[-1].children()).register_forward_pre_hook(lambda *_: calls.append(0))
-
-    def computed() -> tuple[float, list[Tensor]]:
-        calls.clear()
+    for count in (1, 3):
         torch.manual_seed(0)
-        return loss_and_gradients(attached(CausalLMModule(model, TRAINING, 4)), batch)
-
-    wanted_loss, wanted = computed()
-    assert len(calls) == 1
-    checkpoint_layers(model)
-    loss, gradients = computed()
-    assert len(calls) == 2
+        made.append(loss_and_gradients(attached(CausalLMModule(model, TRAINING, 4)), everything(some_rows(4))))
+        assert len(calls) == count
+        checkpoint_layers(model)
+    (wanted_loss, wanted), (loss, gradients) = made
     assert loss == pytest.approx(wanted_loss, rel=1e-9)
     assert close(gradients, wanted, 1e-9)
 
@@ -157,7 +151,7 @@ def test_the_loss_switches_after_the_share_of_forward_kl_and_the_ranking_does_no
     _, _, kept = DistillModule.forward(distilling(draft, target, divergence="tv"), batch, training=False)
     chosen, kl = top_k(kept.losses - batch["reference_loss"][:, 0], 0.4), differences(draft, target, batch)
     for step, losses in enumerate((kl, kl, kept.losses, kept.losses)):  # of four
-        module.trainer.global_step = step  # type: ignore[misc]
+        module.trainer.global_step = step
         loss = module.training_step(batch, 0).item()
         assert loss == pytest.approx(losses[chosen].mean().item(), rel=1e-5)
 
@@ -172,31 +166,30 @@ def test_the_parts_gradients_average_to_the_whole_step_s(world: int, micros: int
     examples, model = some_rows(7, empty=[3, 5]), in_double(build_tiny("llama", seed=5, dtype=torch.float64))
     schedule, module = Schedule(examples.lengths, 7, seed=1), attached(CausalLMModule(model, TRAINING, 4))
     if kind == "distillspec":
-        module = distilling(model, in_double(build_tiny("llama", seed=4, dtype=torch.float64)))  # type: ignore[assignment]
-    whole = loss_and_gradients(module, TrainingBatches(examples, schedule, 1)[0])
-    parts = [
-        TrainingBatches(examples, schedule, 2, rank=rank, world=world, micros=micros)[micro]
-        for rank in range(world)
-        for micro in range(micros)
-    ]
+        module = distilling(model, in_double(build_tiny("llama", seed=4, dtype=torch.float64)))
+    wanted_loss, wanted = loss_and_gradients(module, TrainingBatches(examples, schedule, 1)[0])
+    ranks = [TrainingBatches(examples, schedule, 2, rank=rank, world=world, micros=micros) for rank in range(world)]
+    parts = [batches[micro] for batches in ranks for micro in range(micros)]
     assert sorted(batch["part"] for batch in parts) == list(range(world * micros))
     assert sum(batch["weight"] for batch in parts) == pytest.approx(world * micros)
     loss, gradients = loss_and_gradients(module, *parts)
-    assert loss == pytest.approx(whole[0], rel=1e-9)
-    assert close(gradients, whole[1], 1e-9)
+    assert loss == pytest.approx(wanted_loss, rel=1e-9)
+    assert close(gradients, wanted, 1e-9)
 
 
 # -- validation -------------------------------------------------------------------------------------------------------
 
 
-def with_rows(rows: Rows, measured: Compared, depth: int = 5) -> tuple[DistillModule, dict[str, float]]:
-    """A module whose forward gives these, and what it logs."""
-    draft, logged = LanguageModelDraft(nn.Linear(1, 1), depth), dict[str, float]()  # type: ignore[arg-type]
-    module = attached(DistillModule(draft, Signal(build_tiny("llama")), TRAINING, 1))
-    module.log = lambda name, value, **_: logged.update({name: float(value)})  # type: ignore[method-assign,assignment,misc]
-    module.forward = lambda batch, training: (torch.zeros(()), rows, measured)  # type: ignore[method-assign,assignment,misc]
+def validated(module: Any, batches: Iterable[dict[str, Any]]) -> list[dict[str, float]]:
+    """The learning curve of one validation, which is what is logged."""
+    logged = dict[str, float]()
+    module.log = lambda name, value, **_: logged.update({name.removeprefix("validation_"): float(value)})
     module.on_validation_epoch_start()
-    return module, logged
+    for batch in batches:
+        module.validation_step(batch, 0)
+    module.on_validation_epoch_end()
+    assert module.history == [{"step": 0} | logged]
+    return module.history
 
 
 @pytest.mark.parametrize(
@@ -211,26 +204,20 @@ def with_rows(rows: Rows, measured: Compared, depth: int = 5) -> tuple[DistillMo
     ],
 )
 def test_the_accepted_length_in_validation_is_the_product_of_acceptances_along_each_draft(
-    at: Any, values: list[float], position_2: float, length: float | None
+    at: Any, values: list[float], position_2: float, length: float | None, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     labels = torch.full((2, 6), IGNORE)
     labels[0, 2:5], labels[1, 1:3] = 7, 7  # three label rows, then two of another text
-    alpha, target = torch.tensor(values), TargetRows(None, 1)
-    rows = Rows(torch.zeros(len(alpha), 1), LMHead.of(nn.Linear(1, 1)), target, 5)
+    alpha, module = torch.tensor(values), distilling(tiny("llama"), tiny("llama"))
+    rows = Rows(torch.zeros(len(alpha), 1), LMHead.of(nn.Linear(1, 1)), TargetRows(None, 1), 5)
     if at is not None:
         rows.at, rows.step = torch.tensor([0, 1, 2, 3, 4, *at]), torch.tensor([0] * 5 + [1] * len(at))
-    module, logged = with_rows(rows, Compared(alpha, alpha, alpha))
-    module.validation_step({"labels": labels}, 0)
-    module.on_validation_epoch_end()
-    assert logged["validation_alpha"] == pytest.approx(sum(values[:5]) / 5)
-    assert logged["validation_alpha_2"] == logged["validation_agreement_2"] == pytest.approx(position_2)
-    reached, wanted = 1.0, 1.0
-    for name in ("alpha", "alpha_2", "alpha_3", "alpha_4", "alpha_5"):
-        reached *= logged[f"validation_{name}"]
-        wanted += reached
-    assert logged["validation_accepted_length"] == pytest.approx(wanted if length is None else length, abs=1e-6)
-    history = {name.removeprefix("validation_"): value for name, value in logged.items()}
-    assert module.history == [{"step": 0} | history]
+    monkeypatch.setattr(module, "forward", lambda *_, **__: (torch.zeros(()), rows, Compared(alpha, alpha, alpha)))
+    (history,) = validated(module, [{"labels": labels}])
+    assert history["alpha"] == pytest.approx(sum(values[:5]) / 5)
+    assert history["alpha_2"] == history["agreement_2"] == pytest.approx(position_2)
+    reached = np.cumprod([history[name] for name in ("alpha", "alpha_2", "alpha_3", "alpha_4", "alpha_5")])
+    assert history["accepted_length"] == pytest.approx(length or 1 + sum(reached), abs=1e-6)
 
 
 def test_validation_means_are_over_label_tokens_whatever_the_batches(tiny: Tiny) -> None:
@@ -238,13 +225,7 @@ def test_validation_means_are_over_label_tokens_whatever_the_batches(tiny: Tiny)
     histories = []
     for size in (1, 2, 7):
         for module in (distilling(draft, target), attached(CausalLMModule(draft, TRAINING, 4))):
-            module.eval()
-            module.log = lambda *_, **__: None  # type: ignore[method-assign,assignment,misc]
-            module.on_validation_epoch_start()
-            for numbers in examples.batches(size):
-                module.validation_step(examples.batch(numbers), 0)
-            module.on_validation_epoch_end()
-            histories.append(module.history[0])
+            histories += validated(module.eval(), map(examples.batch, examples.batches(size)))
     for plain, same in zip(histories[:2] * 2, histories[2:]):
         assert same == pytest.approx(plain, rel=1e-5)
     batch = everything(examples)
