@@ -188,12 +188,14 @@ class TrainingSettings:
         return self.steps or max(1, round((self.epochs or 0) * examples / self.batch_size))
 
     def validate(self, where: str) -> None:
-        """Check that the length of the training is given exactly once, and that the optimiser can be imported."""
+        """Check that the length of the training is given exactly once, and that the optimiser takes its arguments."""
         both = (self.steps is None) == (self.epochs is None)
         refuse(self, (both, "steps", f"and {where}.epochs {self.epochs}: give exactly one of them"), where=f"{where}.")
         try:
             if self.optimizer != "adamw":
-                pkgutil.resolve_name(cast("dict[str, str]", self.optimizer)["class_path"])
+                chosen = cast("dict[str, Any]", self.optimizer)
+                kind = pkgutil.resolve_name(chosen["class_path"])
+                inspect.signature(kind).bind([], lr=self.lr, **chosen.get("init_args", {}))
         except (ImportError, AttributeError, TypeError, KeyError, ValueError) as error:
             expected = f"expected adamw or {{class_path: torch.optim.Adafactor, init_args: {{d: 2.0}}}} ({error})"
             raise UserError(f"{where}.optimizer is {self.optimizer!r}, {expected}") from error

@@ -35,6 +35,7 @@ Usage = namedtuple("Usage", "total used free")
         ({"target__round_to": "float16"}, r"target.round_to is 'float16', for kind as_is"),
         ({"training__optimizer": "muon"}, r"training.optimizer is 'muon', expected adamw or {class_path"),
         ({"training__optimizer": {"class_path": "torch.optim.Mu"}}, r"has no attribute 'Mu'"),
+        ({"training__optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lrr": 1.0}}}, "argument 'lrr'"),
         ({"trainer__extra": {"max_steps": 3}}, r"trainer.extra is {'max_steps': 3}, .*gradient_clip_val"),
         ({"trainer__strategy": "fsdp", "student__kind": "eagle"}, r"does not support \['student.kind eagle'\]"),
         ({"trainer__accelerator": "mps"}, r"trainer.accelerator is 'mps', expected auto or cpu"),
