@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from decode.commands.generate import Generation, generate
     from decode.commands.profile import profile
     from decode.errors import UserError
-    from decode.models.pair import Pair, load
+    from decode.models.open import Pair, load
 
 __all__ = ["Generation", "Pair", "UserError", "bench", "generate", "load", "profile"]
 
-# A thread that waits for the others of a parallel region spins before it sleeps. OpenMP's default is milliseconds of
-# spinning, which takes a core from the work itself wherever another process runs; a short spin is faster there.
-# It is set here because every command and worker imports this package before torch, which reads it when it is loaded.
+# OpenMP's threads spin for milliseconds before they sleep, which takes a core from the work wherever another process
+# runs. Every command and worker imports this package before torch, which reads the variable when it is loaded.
+# The second variable says that the first is ours, so that engines do not inherit it.
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
-    os.environ["GOMP_SPINCOUNT"] = "200"
+    os.environ |= {"GOMP_SPINCOUNT": "200", "DRAFTSMITH_SPINCOUNT": "200"}
 
 _HOMES = {
     "Generation": "decode.commands.generate",
-    "Pair": "decode.models.pair",
+    "Pair": "decode.models.open",
     "UserError": "decode.errors",
     "bench": "decode.commands.bench",
     "generate": "decode.commands.generate",
-    "load": "decode.models.pair",
+    "load": "decode.models.open",
     "profile": "decode.commands.profile",
 }
 
@@ -44,7 +44,3 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'decode' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

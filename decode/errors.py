@@ -21,9 +21,8 @@ class UserError(ValueError):
 
 def unknown(kind: str, name: str, known: Collection[str]) -> str:
     """The message for a name that is not among the known ones: the nearest of them, then all."""
-    near = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"unknown {kind} {name!r}; {hint}choose one of {', '.join(known)}"
+    near = "".join(f"did you mean {other!r}? " for other in difflib.get_close_matches(name, known, 1))
+    return f"unknown {kind} {name!r}; {near}choose one of {', '.join(known)}"
 
 
 def choose(kind: str, name: str, known: Mapping[str, Entry]) -> Entry:
@@ -66,14 +65,6 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def write_section(path: Path, name: str, text: str) -> None:
-    """Put a section into a Markdown file: in place of the one of this name, else at the end."""
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    before, found, rest = path.read_text(encoding="utf-8").partition(begin)
-    after = rest.partition(end)[2] if found else ""
-    write_text(path, f"{before.rstrip()}\n\n{begin}\n{text}\n{end}\n{after.lstrip()}")
 
 
 @contextmanager

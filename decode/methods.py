@@ -8,40 +8,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from decode.drafters.adaptix import NgramTable, TrigramDrafter
-from decode.drafters.base import Drafter, NoDrafter
-from decode.drafters.block import BlockDrafter, BlockTreeDrafter
-from decode.drafters.corpus_files import tokenizer_fingerprint
-from decode.drafters.draft_model import ModelDrafter
-from decode.drafters.eagle import FeatureDrafter, FeatureTreeDrafter, head_of
-from decode.drafters.early_exit import EarlyExitDrafter
-from decode.drafters.hybrid import HybridDrafter
-from decode.drafters.lookahead import LookaheadDrafter
-from decode.drafters.probe import advised, load_probe
-from decode.drafters.prompt_lookup import LookupDrafter
-from decode.drafters.rest import Datastore, RetrievalDrafter
-from decode.drafters.suffix import SuffixDrafter
-from decode.errors import UserError, choose
-from decode.loop import Method, tree_error
-from decode.method_options import MethodOptions
-from decode.models.block_runner import BlockRunner
-from decode.models.fast_forward import LayerSubset
-from decode.models.fast_runner import FastRunner, self_speculating
-from decode.models.head_runner import HeadRunner
-from decode.models.mtp import MtpRunner
-from decode.models.runner import Runner
-from decode.sampling import LogitsWarper
-from decode.stopping import (
+from decode.core.lengths import DraftLengths, RoundCosts
+from decode.core.loop import Method, tree_error
+from decode.core.sampling import LogitsWarper
+from decode.core.stop import (
     Confidence,
     CostOptimal,
-    DraftLengths,
     Fixed,
     MeanOfRejected,
     Roc,
-    RoundCosts,
     StopRule,
     TargetAcceptance,
     max_probability,
@@ -50,7 +29,27 @@ from decode.stopping import (
     token_probability,
     warped_token_probability,
 )
-from decode.verify import AcceptanceRule, Ears, Exact, Fuzzy, JensenShannon, Typical
+from decode.core.verify import AcceptanceRule, Ears, Exact, Fuzzy, JensenShannon, Typical
+from decode.drafters.adaptix import NgramTable, TrigramDrafter
+from decode.drafters.base import Drafter, NoDrafter
+from decode.drafters.block import BlockDrafter
+from decode.drafters.corpus import tokenizer_fingerprint
+from decode.drafters.early_exit import EarlyExitDrafter
+from decode.drafters.hybrid import HybridDrafter
+from decode.drafters.lookahead import LookaheadDrafter
+from decode.drafters.lookup import LookupDrafter, SuffixDrafter
+from decode.drafters.model import FeatureDrafter, ModelDrafter
+from decode.drafters.probe import advised, load_probe
+from decode.drafters.rest import Datastore, RetrievalDrafter
+from decode.drafters.trees import BlockTreeDrafter, FeatureTreeDrafter, head_of
+from decode.errors import UserError, choose
+from decode.models.api import Model
+from decode.models.fast.forward import FastRunner, self_speculating
+from decode.models.heads.block import BlockRunner
+from decode.models.heads.eagle import DraftHead
+from decode.models.heads.mtp import MtpRunner
+from decode.models.heads.runner import HeadRunner
+from decode.options import MethodOptions
 
 METHODS: dict[str, tuple[str, str, str]] = {
     # name               drafter                stop rule           acceptance rule
@@ -82,11 +81,10 @@ METHODS: dict[str, tuple[str, str, str]] = {
     "adaptix":           ("adaptix",             "length",           "exact"),
     "lookahead":         ("lookahead",           "length",           "exact"),
     "layerskip":         ("early-exit",          "length",           "exact"),
-    "draft-verify":      ("layer-subset",        "draft-verify",     "exact"),
+    "draft-verify":      ("early-exit",          "draft-verify",     "exact"),
     "adaspeed":          ("early-exit",          "product",          "exact"),
     "adaspeed-probe":    ("early-exit",          "probe",            "exact"),
     "confidence-probe":  ("early-exit",          "confidence-probe", "exact"),
-    "draft-probe":       ("model",               "probe",            "exact"),
 }  # fmt: skip
 
 
@@ -96,9 +94,10 @@ def _drafting_with(*drafters: str) -> set[str]:
 
 HEADED = _drafting_with("feature", "feature-tree", "hybrid-tree")  # methods that only a feature head can draft for
 DRAFTED = HEADED | _drafting_with("model", "hybrid")  # methods in which a draft model or a feature head takes part
-SELF_SPECULATIVE = _drafting_with("early-exit", "layer-subset")
+SELF_SPECULATIVE = _drafting_with("early-exit")
 CHAINS_BY_MODEL = SELF_SPECULATIVE | _drafting_with("model", "feature")  # methods whose drafts have a cost model
 PROBED = {name for name, (_, stop, _) in METHODS.items() if stop.endswith("probe")}  # methods that need a probe folder
+PRICED = {"cost-optimal", "confidence-head"}  # stop rules that weigh a token against its cost
 TREE_DRAFTERS = {"feature-tree", "hybrid-tree", "rest", "adaptix", "lookahead"}
 
 
@@ -106,14 +105,14 @@ TREE_DRAFTERS = {"feature-tree", "hybrid-tree", "rest", "adaptix", "lookahead"}
 class MethodInputs:
     """What a method is built from: the models with their tokenizer, the sampling settings, and the open options."""
 
-    target: Runner
+    target: Model
     warp: LogitsWarper  # logits to probabilities, for target and draft
-    draft: Runner | None = None
+    draft: Model | None = None
     tokenizer: PreTrainedTokenizerBase | None = None  # of the target, for methods that read text files
     datastore: Path | None = None  # folder of a REST datastore
     trigrams: Path | None = None  # folder of an Adaptix table
     options: MethodOptions = field(default_factory=MethodOptions)
-    costs: RoundCosts | None = None  # measured costs of rounds by batch size
+    costs: RoundCosts | None = None  # measured seconds of rounds
 
     def window(self, default: int) -> int:
         """The draft length of the options, or the method's own."""
@@ -139,19 +138,18 @@ def round_costs(inputs: MethodInputs) -> RoundCosts:
     """Measured costs of rounds, else c from the weights that are read, or from the layers that draft."""
     if inputs.costs is not None:
         return inputs.costs
-    target, draft, skipped = inputs.target, inputs.draft, (inputs.options.skip_attention, inputs.options.skip_mlp)
-    c = CostOptimal.cost
+    target, draft, c = inputs.target, inputs.draft, CostOptimal.cost
     if draft is not None and draft.weight_bytes and target.weight_bytes:
         c = draft.weight_bytes / target.weight_bytes
     elif draft is None and isinstance(target, FastRunner):
-        part = LayerSubset.skipping(target.depth, *skipped) if any(skipped) else LayerSubset(inputs.exit_layer)
-        c = part.sublayers / (2 * target.depth)
+        c = inputs.exit_layer / target.depth
     return RoundCosts.of_ratios(c, block=isinstance(draft, BlockRunner))
 
 
-def smaller_store(folder: Path, texts: int | None) -> Path:
-    """The folder of the tables made from a part of the corpus, below that of all of it."""
-    return folder if texts is None else folder / f"texts-{texts}"
+def exported_length(draft: Any) -> int | None:
+    """The draft length in the draft's generation config (of a head, its configuration), if any."""
+    source = draft.config if isinstance(draft, DraftHead) else draft.generation_config
+    return getattr(source, "num_assistant_tokens", None) or None
 
 
 def store_of(inputs: MethodInputs) -> Datastore | None:
@@ -159,76 +157,93 @@ def store_of(inputs: MethodInputs) -> Datastore | None:
     return None if inputs.datastore is None else Datastore(inputs.datastore, tokenizer_fingerprint(inputs.tokenizer))
 
 
-def make_drafter(name: str, inputs: MethodInputs) -> Drafter:
-    """The drafter of a line of `METHODS`.
+def _chain(inputs: MethodInputs) -> ModelDrafter:
+    """A draft model, or a head that drafts a chain."""
+    target, draft, warp = inputs.target, inputs.draft, inputs.warp
+    if isinstance(draft, BlockRunner):
+        return BlockDrafter(draft, target, warp, sample=inputs.options.sample_block)
+    if isinstance(draft, HeadRunner | MtpRunner):
+        return FeatureDrafter(draft, target, warp)
+    assert draft is not None  # `decode.commands.checks.check_methods` refuses missing models and stores by name
+    return ModelDrafter(draft, warp, target.vocab_size)
 
-    Raises:
-        UserError: a model or file that it needs is missing.
-    """
+
+def _feature(inputs: MethodInputs) -> ModelDrafter:
+    """A head that drafts a chain; draft models are refused."""
+    if not isinstance(inputs.draft, BlockRunner | MtpRunner):
+        head_of(inputs.draft)
+    return _chain(inputs)
+
+
+def _tree(inputs: MethodInputs) -> ModelDrafter:
+    """A head that drafts a tree."""
     target, draft, warp, options = inputs.target, inputs.draft, inputs.warp, inputs.options
-    if name in ("feature-tree", "hybrid-tree"):
-        shape = {"width": options.tree_width, "nodes": options.tree_nodes}
-        if isinstance(draft, BlockRunner):
-            drafter: ModelDrafter = BlockTreeDrafter(draft, target, warp, **shape, threshold=options.tree_threshold)
-        else:
-            drafter = FeatureTreeDrafter(head_of(draft), target, warp, **shape, threshold=options.tree_threshold)
-    elif isinstance(draft, BlockRunner) and name in ("feature", "model", "hybrid"):
-        drafter = BlockDrafter(draft, target, warp, sample=options.sample_block)
-    elif name == "feature" or (name in ("model", "hybrid") and isinstance(draft, HeadRunner | MtpRunner)):
-        drafter = FeatureDrafter(draft if isinstance(draft, MtpRunner) else head_of(draft), target, warp)
-    elif name in ("model", "hybrid"):
-        assert draft is not None  # `decode.commands.checks.check_methods` refuses missing models and stores by name
-        drafter = ModelDrafter(draft, warp, target.vocab_size)
-    elif name == "prompt-lookup":
-        return LookupDrafter(length=inputs.window(10))
-    elif name == "suffix":
-        return SuffixDrafter()
-    elif name == "lookahead":
-        return LookaheadDrafter()
-    elif name == "rest":
-        store = store_of(inputs)
-        assert store is not None
-        return RetrievalDrafter(store)
-    elif name == "adaptix":
-        assert inputs.trigrams is not None
-        folder = smaller_store(inputs.trigrams, options.texts)
-        table = NgramTable(folder, tokenizer_fingerprint(inputs.tokenizer), order=options.order)
-        return TrigramDrafter(table, searches=options.searches, gain=TrigramDrafter.gain if options.adaptive else 0.0)
-    elif name == "none":
-        return NoDrafter()
-    else:  # the target's own layers
-        assert name in ("early-exit", "layer-subset"), name
-        runner, skipped = self_speculating(target), (options.skip_attention, options.skip_mlp)
-        if name == "layer-subset" and any(skipped):
-            return EarlyExitDrafter(runner, warp, LayerSubset.skipping(runner.depth, *skipped))
-        return EarlyExitDrafter(runner, warp, LayerSubset.early_exit(runner.depth, inputs.exit_layer))
-    if name.startswith("hybrid"):
-        branch = options.copy_branch if name == "hybrid-tree" else 0  # chains stay chains
-        return HybridDrafter(drafter, store_of(inputs), length=options.copy_length, branch=branch)
-    return drafter
+    shape = {"width": options.tree_width, "nodes": options.tree_nodes, "threshold": options.tree_threshold}
+    if isinstance(draft, BlockRunner):
+        return BlockTreeDrafter(draft, target, warp, **shape)
+    return FeatureTreeDrafter(head_of(draft), target, warp, **shape)
+
+
+def _rest(inputs: MethodInputs) -> Drafter:
+    store = store_of(inputs)
+    assert store is not None
+    return RetrievalDrafter(store)
+
+
+def _adaptix(inputs: MethodInputs) -> Drafter:
+    assert inputs.trigrams is not None
+    table, options = NgramTable(inputs.trigrams, tokenizer_fingerprint(inputs.tokenizer)), inputs.options
+    return TrigramDrafter(table, searches=options.searches, gain=TrigramDrafter.gain if options.adaptive else 0.0)
+
+
+def _early_exit(inputs: MethodInputs) -> Drafter:
+    return EarlyExitDrafter(inputs.target, inputs.warp, inputs.exit_layer)
+
+
+def _hybrid(inputs: MethodInputs, head: ModelDrafter, branch: int) -> Drafter:
+    return HybridDrafter(head, store_of(inputs), length=inputs.options.copy_length, branch=branch)
+
+
+DRAFTERS: dict[str, Callable[[MethodInputs], Drafter]] = {
+    "none": lambda i: NoDrafter(),
+    "model": _chain,
+    "feature": _feature,
+    "feature-tree": _tree,
+    "hybrid": lambda i: _hybrid(i, _chain(i), 0),  # chains stay chains
+    "hybrid-tree": lambda i: _hybrid(i, _tree(i), i.options.copy_branch),
+    "prompt-lookup": lambda i: LookupDrafter(length=i.window(10)),
+    "suffix": lambda i: SuffixDrafter(),
+    "rest": _rest,
+    "adaptix": _adaptix,
+    "lookahead": lambda i: LookaheadDrafter(),
+    "early-exit": _early_exit,
+}
 
 
 def _cost_optimal(
     inputs: MethodInputs, confidence: Confidence = token_probability, *, refuse: bool = False
 ) -> StopRule:
     """Costs are fixed before decoding, so that a seed gives one text."""
-    costs = round_costs(inputs)
-    threshold = CostOptimal(costs.drafting(1) / costs.plain(1))
+    threshold = CostOptimal(round_costs(inputs).prices(1)[0])
     return StopRule(inputs.window(20), confidence, product=True, threshold=threshold, refuse=refuse)
 
 
 def _probed(inputs: MethodInputs, kind: str) -> StopRule:
-    """AdaSPEED's rule on acceptances that a probe estimates instead of token probabilities."""
+    """AdaSPEED's rule on acceptances that a probe of the target's exit layer estimates."""
     if inputs.options.probes is None:
         raise UserError(f"stopping on a {kind} needs one; train it with python -m probes, give --probes DIR")
-    drafting = inputs.target if inputs.draft is None else inputs.draft
-    if drafting.model is None:
-        raise UserError(f"{drafting.name} drafts without the layers that a {kind} reads; choose another stop rule")
-    last = int(drafting.model.config.get_text_config().num_hidden_layers)
-    layer = inputs.exit_layer if inputs.draft is None else last
+    if inputs.draft is not None or inputs.target.model is None:
+        who = (inputs.draft or inputs.target).name
+        raise UserError(f"a {kind} reads the target's own layers, not those of {who}; choose another stop rule")
     labels = ("match",) if inputs.warp.greedy else ("accept", "top-p", "match")
-    probe = load_probe(inputs.options.probes, drafting.model, layer, kind, labels)
+    probe = load_probe(inputs.options.probes, inputs.target.model, inputs.exit_layer, kind, labels)
     return StopRule(inputs.window(12), probe, product=True, threshold=inputs.controller(0.8))
+
+
+def _hugging_face(inputs: MethodInputs, threshold: Callable[[float], Any], *, heuristic: bool = False) -> StopRule:
+    """A threshold for single tokens, as transformers has them."""
+    start = threshold(inputs.start(0.4))
+    return StopRule(inputs.window(20), warped_token_probability, False, start, heuristic=heuristic)
 
 
 STOPS: dict[str, Callable[[MethodInputs], StopRule]] = {
@@ -237,11 +252,9 @@ STOPS: dict[str, Callable[[MethodInputs], StopRule]] = {
     "suffix": lambda i: StopRule(i.window(24)),
     # compares before a token is drawn: where the head is unsure nothing is drafted
     "unsure": lambda i: StopRule(i.window(8), max_probability, True, Fixed(i.start(0.2)), refuse=True),
-    "hf-dynamic": lambda i: StopRule(i.window(20), warped_token_probability, False, Roc(i.start(0.4))),
-    "hf-constant": lambda i: StopRule(i.window(20), warped_token_probability, False, Fixed(i.start(0.4))),
-    "hf-heuristic": lambda i: StopRule(
-        i.window(20), warped_token_probability, False, Roc(i.start(0.4)), heuristic=True
-    ),
+    "hf-dynamic": lambda i: _hugging_face(i, Roc),
+    "hf-constant": lambda i: _hugging_face(i, Fixed),
+    "hf-heuristic": lambda i: _hugging_face(i, Roc, heuristic=True),
     "draft-verify": lambda i: StopRule(i.window(12), token_probability, False, i.controller(0.6, i.window(12))),
     "product": lambda i: StopRule(i.window(12), token_probability, True, i.controller(0.8)),
     "entropy": lambda i: StopRule(i.window(20), negative_entropy, threshold=MeanOfRejected()),
@@ -255,13 +268,16 @@ PROBE_STOPS: dict[str, Callable[[MethodInputs], StopRule]] = {
 }
 """Stop rules that need a folder of probes, or a block head that has a confidence head."""
 
+
+def _adasd(inputs: MethodInputs, variant: str = JensenShannon.variant) -> AcceptanceRule:
+    return JensenShannon(variant, unwarped=inputs.warp.greedy)
+
+
 RULES: dict[str, Callable[[MethodInputs], AcceptanceRule]] = {
     "exact": lambda i: Exact(),
     "ears": lambda i: Ears(i.options.beta),
-    "adasd": lambda i: JensenShannon(unwarped=i.warp.greedy),
-    "adasd-a": lambda i: JensenShannon("a", unwarped=i.warp.greedy),
-    "adasd-b": lambda i: JensenShannon("b", unwarped=i.warp.greedy),
-    "adasd-c": lambda i: JensenShannon("c", unwarped=i.warp.greedy),
+    "adasd": _adasd,
+    **{f"adasd-{variant}": partial(_adasd, variant=variant) for variant in "abc"},
     "fuzzy": lambda i: Fuzzy(i.options.fuzzy_threshold),
     "typical": lambda i: Typical(i.options.typical_epsilon, i.options.typical_delta),
 }
@@ -284,9 +300,10 @@ def build(method: str, inputs: MethodInputs, *, stop: str | None = None, rule: s
         rule: another acceptance rule of `RULES` in place of the method's own.
 
     Raises:
-        UserError: unknown names, a model or file that the method needs is missing, or a target that reads no trees.
+        UserError: unknown names, a model or file that the method needs is missing, a target that reads no trees, or a
+            relaxed rule on trees.
     """
-    drafter_name, stop_name, rule_name = choose("method", method, METHODS)
+    drafter, stop_name, rule_name = choose("method", method, METHODS)
     stop_name, rule_name, options = stop or stop_name, rule or rule_name, inputs.options
     if options.probes is not None and method in SELF_SPECULATIVE | PROBED:
         advice = advised(options.probes, method, greedy=inputs.warp.greedy)
@@ -296,16 +313,16 @@ def build(method: str, inputs: MethodInputs, *, stop: str | None = None, rule: s
             inputs = replace(inputs, options=options)
     stop_rule = choose("stop rule", stop_name, STOPS | PROBE_STOPS)(inputs)
     acceptance = choose("acceptance rule", rule_name, RULES)(inputs)
-    if drafter_name in TREE_DRAFTERS and not inputs.target.supports_trees:
+    if drafter in TREE_DRAFTERS and not inputs.target.supports_trees:
         raise tree_error(inputs.target)
-    drafter = make_drafter(drafter_name, inputs)
-    drawing = drafter.head if isinstance(drafter, HybridDrafter) else drafter
-    if isinstance(drawing, ModelDrafter):
-        drawing.keep_logits, drawing.keep_probs = acceptance.needs_raw, not acceptance.exact
+    if drafter in TREE_DRAFTERS and not acceptance.exact:
+        raise UserError(
+            f"{method} drafts trees, which {rule_name} does not verify; use exact, or vanilla, eagle, block"
+        )
     lengths = None
-    if method in CHAINS_BY_MODEL and (options.never_slower or stop_name in ("cost-optimal", "confidence-head")):
+    if method in CHAINS_BY_MODEL and (options.never_slower or stop_name in PRICED):
         lengths = DraftLengths(round_costs(inputs), stop_rule.window)
-    elif options.never_slower and drafter_name != "none":
+    elif options.never_slower and drafter != "none":
         known = ", ".join(name for name in METHODS if name in CHAINS_BY_MODEL)
         raise UserError(f"never_slower has no cost model for {method}: leave the option out, or use one of {known}")
-    return Method(method, drafter, stop_rule, acceptance, lengths)
+    return Method(method, DRAFTERS[drafter](inputs), stop_rule, acceptance, lengths)

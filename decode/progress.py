@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bars
 
 EVERY = 20.0  # seconds between two lines
+RECENT = 3600.0  # seconds whose speed tells how long the rest will take
 
 
 def output_console(width: int = 130, **options: Any) -> Console:
@@ -28,50 +28,41 @@ def output_console(width: int = 130, **options: Any) -> Console:
 
 
 class Work:
-    """A piece of work and how much of it is done.
-
-    Attributes:
-        name: the work, for people.
-        total: its extent; None: unknown.
-        done: how much is done.
-        detail: shown after it in lines, such as the current loss.
-    """
+    """A piece of work and how much of it is done; lines show its `detail` too, such as the current loss."""
 
     def __init__(self, name: str = "", total: float | None = None, bars: Bars | None = None) -> None:
-        self.name, self.total, self.done, self.detail = name, total, 0.0, ""
-        self._started, self._first = time.monotonic(), 0.0
-        self._bars = bars
-        self._task = None if bars is None else bars.add_task(name.strip(), total=total)
+        self._bars, self.detail = bars or Bars(disable=True), ""
+        number = self._bars.add_task(name.strip(), total=total)
+        self.task = self._bars.tasks[number]
+
+    @property
+    def done(self) -> float:
+        """How much is done."""
+        return self.task.completed
 
     def advance(self, count: float = 1) -> None:
         """Adds to what is done."""
         self.update(done=self.done + count)
 
     def update(self, *, done: float | None = None, total: float | None = None, name: str | None = None) -> None:
-        """Sets what is given; another name removes the detail."""
-        if name is not None and name != self.name:
-            self.name, self.detail = name, ""
-        self.total = self.total if total is None else total
-        self.done = self.done if done is None else done
-        if self._bars is not None and self._task is not None:
-            self._bars.update(self._task, completed=self.done, total=self.total, description=self.name.strip())
+        """Sets what is given; a name removes the detail."""
+        if name is not None:
+            self.detail = ""
+        self._bars.update(self.task.id, completed=done, total=total, description=name)
 
     def begin(self, done: float, total: float | None = None) -> None:
         """Counts time from here, with `done` finished before."""
-        self._started, self._first = time.monotonic(), done
-        self.update(done=done, total=total)
+        self._bars.reset(self.task.id, completed=int(done), total=total)
 
     def line(self) -> str:
         """What is done, how much of it, and how long the rest will take."""
-        spent, gained = time.monotonic() - self._started, self.done - self._first
-        share, when = "", f"{duration(spent)} so far"
-        if self.total is not None:
-            share = f" {self.done:.0f}/{self.total:.0f}"
-            when = f"{duration((self.total - self.done) * spent / gained)} left" if gained > 0 else when
-        return f"  {self.name.strip()}{share}{self.detail and ' ' + self.detail} ({when})"
+        task, left = self.task, self.task.time_remaining
+        share = "" if task.total is None else f" {task.completed:.0f}/{task.total:.0f}"
+        when = f"{duration(task.elapsed or 0.0)} so far" if left is None else f"{duration(left)} left"
+        return f"  {task.description}{share}{self.detail and ' ' + self.detail} ({when})"
 
 
-class Progress:
+class Progress(Bars):
     """Shows pieces of work: as bars on a terminal; elsewhere a line about the newest one every `EVERY` seconds.
 
     Args:
@@ -83,48 +74,49 @@ class Progress:
     _open: ClassVar[list[Progress]] = []
 
     def __init__(self, console: Console | None = None, *, transient: bool = False, bars: bool = True) -> None:
-        self.console = console or Console(stderr=True)
-        self._bars: Bars | None = None
-        if self.console.is_terminal and bars and not self.console.quiet:
-            columns = TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn()
-            times = TimeElapsedColumn(), TimeRemainingColumn()
-            self._bars = Bars(*columns, *times, console=self.console, transient=transient)
+        console = console or Console(stderr=True)
+        super().__init__(
+            TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TimeRemainingColumn(), console=console, transient=transient, speed_estimate_period=RECENT,
+            disable=not (console.is_terminal and bars and not console.quiet),
+        )  # fmt: skip
         self._works: list[Work] = []
         self._end = threading.Event()
 
-    def __enter__(self) -> Progress:
-        if self._bars is not None:
-            self._bars.start()
-        elif not self.console.is_terminal and not self.console.quiet:  # in a quiet one, the outer one prints lines
+    def start(self) -> None:
+        """Begins to show; in a quiet console, an outer one goes on printing lines."""
+        super().start()
+        if not self.console.is_terminal and not self.console.quiet:
             self._open.append(self)
             threading.Thread(target=self._print_lines, daemon=True).start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def stop(self) -> None:
+        """Ends the lines, or the bars."""
         self._end.set()
         if self in self._open:
             self._open.remove(self)
-        if self._bars is not None:
-            self._bars.stop()
+        if not self.disable:
+            super().stop()
 
     def add(self, name: str, total: float | None = None) -> Work:
         """A piece of work that begins now."""
-        self._works.append(Work(name, total, self._bars))
+        self._works.append(Work(name, total, self))
         return self._works[-1]
 
     def _print_lines(self) -> None:
         while not self._end.wait(EVERY):
-            going = [work for work in self._works if work.total is None or work.done < work.total]
+            going = [work for work in self._works if work.task.total is None or work.done < work.task.total]
             if going and self._open[-1:] == [self]:
                 self.console.print(going[-1].line(), highlight=False, markup=False, soft_wrap=True)
 
 
-_current: ContextVar[Work | None] = ContextVar("work", default=None)
+UNSHOWN = Work()
+_current: ContextVar[Work] = ContextVar("work", default=UNSHOWN)
 
 
 def current() -> Work:
     """The innermost piece of work begun with `working`; where there is none, one that is not shown."""
-    return _current.get() or Work()
+    return _current.get()
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import sys
 
 import yaml
 
-from decode.commands.parsing import config_paths, parse, run_main, take_flag
+from decode.commands.cli import config_paths, parse, run_main, take_flag
 from decode.errors import UserError
 from decode.progress import output_console
 
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     """Parse the arguments and run."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv:
-        raise UserError("give a configuration, such as --config configs/quickstart.yaml; --help all explains every key")
+        raise UserError("give a configuration, such as --config configs/quickstart.yaml; --help explains every key")
     from distill import ranks
 
     if argv[0] == "ablate":

@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from decode.bench import machine
-from decode.bench.offline_acceptance import OfflineAlpha, paired
-from decode.bench.page import COLUMNS, console_table, markdown
-from decode.bench.prediction import offline_accepted_length, paired_lengths
-from decode.bench.session import BenchOptions, Session
 from decode.errors import UserError, write_text
-from decode.method_options import Seed
-from decode.models.loading import open_draft
+from decode.measure import machine
+from decode.measure.acceptance import OfflineAlpha, offline_accepted_length, paired, paired_lengths
+from decode.measure.report import COLUMNS, console_table, markdown
+from decode.measure.session import BenchOptions, Session
+from decode.models.open import open_draft
+from decode.options import Seed
 from decode.progress import output_console, working
 from distill.config import EvaluationSettings, ExportSettings, Settings
 from distill.data.corpus import test_suite
@@ -134,8 +133,7 @@ def _mean(alphas: Sequence[OfflineAlpha]) -> OfflineAlpha:
     def mean(several: Sequence[list[list[float]]]) -> list[list[float]]:
         return [[statistics.fmean(place) for place in zip(*text)] for text in zip(*several)]
 
-    kept = mean([a.kept for a in alphas if a.kept is not None]) or None
-    return OfflineAlpha(mean([a.texts for a in alphas]), alphas[0].prompts, kept)
+    return OfflineAlpha(mean([a.texts for a in alphas]), alphas[0].prompts, mean([a.kept for a in alphas]))
 
 
 def write_table(path: Path, rows: Sequence[Row], console: Console) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from decode.errors import UserError
-from decode.models.loading import choose_device
+from decode.models.open import choose_device
 from distill import ranks
 from distill.config import ModelSettings
 from distill.data.dataset import Examples

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, cast
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from decode.errors import UserError
-from decode.method_options import Seed, Share, Temperature, check_numbers
+from decode.options import Seed, Share, Temperature, check_numbers
 
 Attention = Literal["auto", "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"]
 DivergenceName = Literal[

@@ -14,13 +14,14 @@ from typing import Any, cast
 
 import torch
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
-from decode.bench.arithmetic import problems
-from decode.bench.datasets import PRESETS
 from decode.errors import UserError
-from decode.models.loading import family_of, load_tokenizer
+from decode.measure.arithmetic import problems
+from decode.measure.suites import PRESETS
+from decode.models.open import load_tokenizer
+from decode.models.sources import language_config, located
 from decode.progress import output_console
 from distill.config import ModelSettings, Settings, Split, change
 from distill.data.corpus import load_corpus
@@ -108,7 +109,7 @@ def _shrink_model(
     shape = model.architecture
     grouped = "num_key_value_heads" in shape.extra
     if model.model is not None:
-        shape.model_type, grouped, note = family_of(model.model)
+        shape.model_type, grouped, note = _family_of(model.model)
         shape.extra = {"tie_word_embeddings": tied}
         if note:
             console.print(f"  {note}", highlight=False)
@@ -153,3 +154,19 @@ def _shrink_data(small: Settings, folder: Path, console: Console) -> None:
             data.files[cast(Split, split)] = str(file)
     if data.from_target:  # which random models cannot be: the prompts are those of the rows
         data.source = str(folder)
+
+
+def _family_of(model: str) -> tuple[str, bool, str]:
+    """The family of a model by its configuration, where that is on this machine; else Llama's.
+
+    Returns:
+        ``model_type``, whether several query heads share a key head, and a note where the model is not here.
+    """
+    try:
+        folder, at = located(model)
+        config = AutoConfig.from_pretrained(folder, **at | {"local_files_only": True})
+    except (OSError, ValueError):
+        return "llama", True, f"{model} is not on this machine; a tiny llama stands for it"
+    layer = language_config(config).per_layer_config[0]
+    heads = int(layer.num_attention_heads)
+    return str(layer.model_type), heads > int(getattr(layer, "num_key_value_heads", None) or heads), ""

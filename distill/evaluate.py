@@ -10,19 +10,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from decode.bench import machine
-from decode.bench.benchmark import BenchEntry, Benchmark
-from decode.bench.costs import LONGEST
-from decode.bench.offline_acceptance import DEPTH, OfflineAlpha, offline_alphas, paired
-from decode.bench.prediction import best_length, break_even, offline_accepted_length, speedups_by_length
-from decode.bench.session import BenchOptions, Session
-from decode.bench.suites import Prompt, Suite
-from decode.engines.gap_causes import serving_facts
-from decode.method_options import MethodOptions
-from decode.models.block_head import BlockHead
-from decode.models.loading import open_draft
-from decode.models.other_tokenizer import DraftModel
-from decode.models.pair import described, own_warp
+from decode.engines.check import serving_facts
+from decode.measure import machine
+from decode.measure.acceptance import DEPTH, OfflineAlpha, offline_accepted_length, offline_alphas, paired
+from decode.measure.benchmark import BenchEntry, Benchmark
+from decode.measure.costs import LONGEST, best_length, break_even, speedups_by_length
+from decode.measure.session import BenchOptions, Session
+from decode.measure.suites import Prompt, Suite
+from decode.models.heads.block import BlockHead
+from decode.models.open import DraftModel, described, open_draft, own_warp
+from decode.options import MethodOptions
 from decode.progress import Progress, as_current, current
 from distill.config import START, EvaluationSettings
 from distill.data.corpus import test_suite
@@ -88,7 +85,6 @@ class Evaluation:
             repeats=1,
             seed=self.settings.seed,
             threads=1,  # small models are faster with one
-            samples=2,
             costs=False,  # they are measured before, for the predictions
             warp=own_warp(self.target, 0.0, {}),
         )
@@ -101,7 +97,7 @@ class Evaluation:
 
         Returns:
             The run's report but for its name and settings: ``target``, ``drafts``, ``paired``, ``decoding``,
-            ``profile``, ``analysis``, ``samples``, ``machine``, ``created``.
+            ``profile``, ``analysis``, ``machine``, ``created``.
         """
         run, measured = self.run, self.measured
         try:
@@ -113,7 +109,7 @@ class Evaluation:
                 texts, greedy = self._offline(0.0, max(measured.prompts, measured.accuracy_prompts))
                 torch.set_num_threads(1)
                 profile, lengths = self._profile(greedy)
-                decoding, analysis, samples = self._decoding(lengths)
+                decoding, analysis = self._decoding(lengths)
                 if warning := machine.load_warning():
                     self.bar.console.print(f"  {warning}", soft_wrap=True)
         finally:
@@ -133,7 +129,6 @@ class Evaluation:
             "decoding": decoding,
             "profile": profile,
             "analysis": analysis,
-            "samples": samples,
             "machine": self.session.facts() | {"dtype": str(self.target.dtype).removeprefix("torch.")},
             "trained_with": serving_facts(self.target, run.target, run.tokenizer, chat=run.corpus.chat),
         }
@@ -191,16 +186,16 @@ class Evaluation:
         """Returns the exported draft's costs with the speedups that they predict, and the best length of each draft."""
         student = self.settings.student
         longest = student.steps if student.is_block else max(LONGEST, *self.measured.draft_lengths)
-        with as_current(self.bar.add("costs of forwards")):
+        with as_current(self.bar.add("costs of rounds")):
             items = self.session.items(self.suite)
-            self.session.measure_costs(items, self.decoded, longest=longest, trees=self.trees)
-        cost = self.session.costs[self.best][1]
-        predicted = {name: speedups_by_length(alphas, cost, longest) for name, alphas in greedy.items()}
+            self.session.measure_costs(items, [*self.decoded, *[None] * self.trees], longest=longest)
+        costs = self.session.costs[self.best]
+        predicted = {name: speedups_by_length(alphas, costs.rounds, longest) for name, alphas in greedy.items()}
         lengths = {name: best_length(speedups) for name, speedups in predicted.items()}
-        needed = [least for k in predicted[self.best] if (least := break_even(k, cost)) is not None]
+        needed = [least for k in predicted[self.best] if (least := break_even(k, costs.rounds)) is not None]
         profile = {
             "draft": self.best,
-            "cost_ratio": cost.cost_ratio,
+            "cost_ratio": costs.cost_ratio,
             "alpha": greedy[self.best][0].mean,
             "best_draft_length": lengths[self.best],
             "break_even_alpha": min(needed, default=None),
@@ -230,20 +225,18 @@ class Evaluation:
             for method, name, options, label in timed
         ]
 
-    def _decoding(self, lengths: Mapping[str, int]) -> tuple[list[Row], Row, list[Any]]:
-        """Returns the rows of the benchmark, its analysis, and samples of the exported draft."""
+    def _decoding(self, lengths: Mapping[str, int]) -> tuple[list[Row], Row]:
+        """Returns the rows of the benchmark, and its analysis."""
         benchmark = Benchmark(self.session)
         with as_current(self.bar.add("decoding")):
             rows = benchmark.run([self.suite], self._entries(lengths))
-        details = {(entry["name"], entry["temperature"]): entry for entry in benchmark.analysis}
         for row in rows:
             row["draft"] = (row["draft"] or row["name"]) + "-tree" * row["method"].endswith("-tree")
-            row["draft_lengths"] = details.get((row["name"], row["temperature"]), {}).get("draft_lengths")
         greedy = {"decoding": [row for row in rows if row["temperature"] == 0]}
         names = [name + form for form in ("", "-tree") for name in self.decoded]
-        shown = {name: details[row["name"], 0] for name in names if (row := fastest_row(greedy, name))}
+        fastest = {name: row for name in names if (row := fastest_row(greedy, name))}
         analysis = {
-            "acceptance_by_position": {name: detail["acceptance_by_position"] for name, detail in shown.items()},
-            "costs": {name or "": costs[1].to_dict() for name, costs in self.session.costs.items()},
+            "acceptance_by_position": {name: row["acceptance_by_position"] for name, row in fastest.items()},
+            "costs": {name or "": costs.to_dict() for name, costs in self.session.costs.items()},
         }
-        return rows, analysis, shown.get(self.best, {}).get("samples", [])
+        return rows, analysis

@@ -8,7 +8,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from decode.models.heads import some_outputs
+from decode.models.heads.eagle import some_outputs
 
 
 class LMHead(nn.Module):

@@ -19,6 +19,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.overrides import TorchFunctionMode
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
     PretrainedConfig,
@@ -29,12 +30,11 @@ from transformers import (
 from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 
 from decode.errors import UserError, read_json
-from decode.models.families import decoder_layers, final_norm
-from decode.models.gguf_files import gguf_file
-from decode.models.loading import config_for, load_config, load_model, unreadable
-from decode.models.wrapped import adapter_base, pinned
+from decode.models.open import load_config, load_model
+from decode.models.sources import gguf_file, located, unreadable
 from distill import ranks
 from distill.config import Architecture, Attention, LoraSettings, ModelSettings, TargetSettings, TrainingSettings
+from distill.layers import decoder_layers, final_norm
 
 Item = TypeVar("Item")
 
@@ -45,11 +45,43 @@ HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 # -- built or loaded ---------------------------------------------------------------------------------------------------
 
 
+def config_for(shape: Architecture, vocab: int, tokenizer: PreTrainedTokenizerBase | None = None) -> PretrainedConfig:
+    """Return the configuration of a model of this shape, with the tokenizer's special tokens.
+
+    Raises:
+        UserError: A family that transformers does not know, or fields that it refuses.
+    """
+    family, width, heads = shape.model_type, shape.hidden_size, shape.heads
+    values: dict[str, Any] = {
+        "hidden_size": width,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "intermediate_size": shape.intermediate_size or -(-width * 8 // 96) * 32,
+        "max_position_embeddings": shape.positions,
+        "tie_word_embeddings": True,
+        "vocab_size": vocab,
+        **{name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    }
+    if family in ("gpt2", "codegen", "gptj"):  # the other names are mapped by transformers
+        values["n_inner"] = values.pop("intermediate_size")
+        del values["num_key_value_heads"]
+        if family != "gpt2":
+            values["rotary_dim"] = width // heads
+    elif family.startswith(("qwen3", "gemma")):
+        values["head_dim"] = width // heads
+    try:
+        return AutoConfig.for_model(family, **(values | shape.extra))
+    except (ValueError, TypeError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(f"architecture.model_type {family!r} cannot be built: {first}") from error
+
+
 def build_model(
     shape: Architecture, vocab: int, tokenizer: PreTrainedTokenizerBase | None, seed: int
 ) -> PreTrainedModel:
     """Return a model with random float32 weights that depend on the seed alone."""
-    config = config_for(**vars(shape), vocab=vocab, tokenizer=tokenizer)
+    config = config_for(shape, vocab, tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -76,9 +108,9 @@ def source_folder(model: str) -> Path:
     """
     if Path(model).is_dir():
         return Path(model)
-    name, revision = pinned(model)
+    name, at = located(model)
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES, revision=revision.get("revision")))
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES, **at))
     except (OSError, ValueError) as error:  # those of the Hub's client among them
         raise unreadable(model, "model", error) from error
 
@@ -86,7 +118,7 @@ def source_folder(model: str) -> Path:
 def config_of(settings: ModelSettings, vocab: int) -> PretrainedConfig:
     """Return the configuration of a model that is not loaded; ``vocab`` is for one from scratch."""
     if settings.model is None:
-        return config_for(**vars(settings.architecture), vocab=vocab, tokenizer=None)
+        return config_for(settings.architecture, vocab)
     return load_config(settings.model, trust_remote_code=settings.trust_remote_code)
 
 
@@ -181,7 +213,7 @@ def hollow_target(folder: str | Path, *, last: int = 1, trust_remote_code: bool 
         UserError: It cannot be read.
     """
     trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    if not gguf_file(folder) and not adapter_base(folder):
+    if not gguf_file(folder):
         source = source_folder(str(folder))
         config = load_config(source, **trust)
         with _HollowModules():

@@ -14,12 +14,12 @@ from torch.nn import functional
 from torchmetrics import MeanMetric
 
 from decode.errors import UserError
-from decode.models.families import decoder_layers
 from distill import ranks
 from distill.config import DraftSettings, TrainingSettings
 from distill.data.dataset import Batch, label_mask
 from distill.drafts.block import decay
 from distill.drafts.reference import Draft
+from distill.layers import decoder_layers
 from distill.layerskip import LayerSkip
 from distill.lm_head import LMHead, last_hidden, places
 from distill.losses.chunked import Compared, Rows, chunked_loss, compare, next_token_hits, next_token_loss

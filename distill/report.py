@@ -7,11 +7,10 @@ from typing import Any
 
 from rich.console import Group
 
-from decode.bench import plots
-from decode.bench.page import Figure, Sample, Section, Table, cell, console_table, write_page
-from decode.bench.report import mode
-from decode.bench.statistics import plain
 from decode.errors import read_json, write_text
+from decode.measure import plots
+from decode.measure.report import Figure, Section, Table, cell, console_table, mode, write_page
+from decode.measure.statistics import plain
 from distill.export import card
 
 Row = Mapping[str, Any]
@@ -121,9 +120,6 @@ def sections(report: Row, run_dir: Path) -> Iterable[Section]:
         yield Section("Decoding", "Each draft at its fastest draft length.", tables=tables)
     if curves := [figure for key, figure in drawn.items() if key not in FIRST_SCREEN]:
         yield Section("Draft length and training", figures=curves)
-    if samples := report.get("samples"):
-        shown = [Sample(sample["tokens"], sample.get("prompt", "")) for sample in samples]
-        yield Section("Samples", "The mark of a token shows which model generated it.", samples=shown)
     if export := report.get("exported"):
         draft = str(run_dir / "export")
         lines = {title: text for title, _, text in card.commands(str(run_dir / "target"), draft, export)}
@@ -161,7 +157,7 @@ def figures(report: Row) -> dict[str, Figure]:
     }
     if sum(map(len, points.values())) > 1:
         axes = "Speedup by draft length", "draft length k (tokens)", "speedup (×)"
-        caption = f"{name}, greedy. Predicted: tokens per round ÷ (c·k + v(k + 1))."
+        caption = f"{name}, greedy. Predicted from the seconds of real rounds of each length."
         drawn["speedup_by_length"] = (plots.lines(points, *axes, at_one=True), caption)
     if positions := analysis.get("acceptance_by_position"):
         drawn["acceptance_by_position"] = (plots.acceptance_by_position(positions, colours), "")

@@ -21,11 +21,11 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
-from decode.bench.datasets import quiet_datasets
 from decode.errors import read_json
-from decode.models.head_files import load_head
-from decode.models.heads import DraftHead
-from decode.models.loading import load_model, load_tokenizer, stop_ids_of
+from decode.measure.suites import quiet_datasets
+from decode.models.heads.eagle import DraftHead
+from decode.models.heads.files import load_head
+from decode.models.open import load_model, load_tokenizer, stop_ids_of
 from decode.progress import output_console, working
 from distill import ranks
 from distill.config import START, ModelSettings, Settings

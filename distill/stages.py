@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.bench.offline_acceptance import DEPTH
 from decode.errors import UserError, read_json
-from decode.models.block_head import BlockHead
-from decode.models.head_files import save_head
-from decode.models.heads import DraftHead, output_head
-from decode.models.loading import DTYPES, check_tokenizers, gguf_file, load_model, load_tokenizer, stop_ids
-from decode.models.mtp import MTP, load_mtp
-from decode.models.wrapped import adapter_base
-from decode.models.writing import write_texts
+from decode.measure.acceptance import DEPTH
+from decode.models.heads.block import BlockHead
+from decode.models.heads.eagle import DraftHead, output_head
+from decode.models.heads.files import save_head
+from decode.models.heads.mtp import MTP, load_mtp
+from decode.models.open import DTYPES, check_tokenizers, load_model, load_tokenizer, stop_ids
+from decode.models.sources import gguf_file
+from decode.models.texts import write_texts
 from decode.progress import working
 from distill import ranks
 from distill.checks import check_inputs
@@ -131,7 +131,7 @@ def language_model(run: Run, stage: str, key: str) -> StageResult:
     if settings.kind == "as_is":
         assert settings.model is not None
         round_to = settings.round_to if isinstance(settings, TargetSettings) else None
-        if not (gguf_file(settings.model) or adapter_base(settings.model) or round_to):
+        if not (gguf_file(settings.model) or round_to):
             return StageResult(StageRecord(key), source_folder(settings.model))
         model = load_model(settings.model, device="cpu", dtype=settings.dtype, trust_remote_code=trust)
         model = model if round_to is None else model.to(DTYPES[round_to])

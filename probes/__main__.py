@@ -2,7 +2,7 @@
 
 import sys
 
-from decode.commands.parsing import parse, run_main, take_flag
+from decode.commands.cli import parse, run_main, take_flag
 from decode.errors import UserError
 
 ABOUT = """Trains linear probes that predict, at every layer of a run's target, whether the token drafted there will be
@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> None:
 
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv:
-        raise UserError("give a configuration, such as --config configs/quickstart.yaml; --help all explains every key")
+        raise UserError("give a configuration, such as --config configs/quickstart.yaml; --help explains every key")
     dry_run, given = take_flag(argv, "--dry-run"), list(argv)
     foreign = {"bench", "ablation"}
     settings = parse(

@@ -16,23 +16,22 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from decode.bench.benchmark import BenchEntry
-from decode.bench.statistics import plain
-from decode.drafters.early_exit import Text
+from decode.core.verify import pick
 from decode.drafters.probe import confidence_features
-from decode.method_options import MethodOptions
-from decode.models.block_head import BlockHead
-from decode.models.head_files import load_head
-from decode.models.heads import output_head
+from decode.measure.benchmark import BenchEntry
+from decode.measure.statistics import plain
+from decode.models.heads.block import BlockHead
+from decode.models.heads.eagle import output_head
+from decode.models.heads.files import load_head
+from decode.options import MethodOptions
 from decode.progress import current, working
-from decode.verify import pick
 from distill.drafts.block import calibration_error
 from distill.lm_head import LMHead
 from distill.run import Run
 from probes.exit_search import bench
 from probes.features import Features
 from probes.fit import judged, scores_of, train_probes
-from probes.labels import Mode
+from probes.labels import Mode, Text
 from probes.settings import ProbeSettings
 
 Seen = tuple[Features, Tensor]

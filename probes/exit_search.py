@@ -2,26 +2,25 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.bench import machine
-from decode.bench.benchmark import BenchEntry, Benchmark
-from decode.bench.costs import CostModel, exit_costs
-from decode.bench.prediction import speedup
-from decode.bench.records import Record, paired_ratios
-from decode.bench.session import BenchOptions, Session
-from decode.bench.statistics import median_interval, plain
+from decode.core.lengths import RoundCosts
 from decode.drafters.probe import KINDS, AcceptanceProbe, save_probes
-from decode.method_options import MethodOptions
+from decode.measure import machine
+from decode.measure.benchmark import BenchEntry, Benchmark, Record, paired_ratios
+from decode.measure.costs import exit_costs, speedup
+from decode.measure.session import BenchOptions, Session
+from decode.measure.statistics import median_interval, plain
 from decode.methods import SELF_SPECULATIVE
-from decode.models.choose_runner import open_runner
-from decode.models.fast_runner import FastRunner
-from decode.models.other_tokenizer import DraftModel
+from decode.models.check import open_runner
+from decode.models.fast.forward import FastRunner
+from decode.models.open import DraftModel
+from decode.options import MethodOptions
 from decode.progress import working
 from distill.data.corpus import test_suite
 from distill.run import Run
@@ -81,7 +80,7 @@ def predict(
     outcomes: Sequence[Sequence[float]],
     confidences: Mapping[str, Sequence[Sequence[float]]],
     exit_layer: int,
-    cost: CostModel,
+    costs: RoundCosts,
     reading: Mapping[str, float],
     window: int,
 ) -> list[Choice]:
@@ -91,8 +90,8 @@ def predict(
         outcomes: Acceptance at every position, by text.
         confidences: The same for ``token`` and the kinds of probes.
         exit_layer: The exit.
-        cost: Of drafting and verifying with it.
-        reading: What a confidence adds to the cost of a drafted token: see `decode.bench.costs.exit_costs`.
+        costs: Of rounds, by exit layer.
+        reading: Seconds that a confidence adds to a drafted token: see `decode.measure.costs.exit_costs`.
         window: Longest draft.
     """
     settings: list[tuple[str, int, float | None]] = [("layerskip", k, None) for k in range(1, window + 1)]
@@ -106,8 +105,8 @@ def predict(
             d, a = simulate(outcome, confidence, length, threshold or 0.0, product=method != "draft-verify")
             drafted += d
             accepted += a
-        priced = replace(cost, draft_overhead=cost.draft_overhead + reading.get(rule, 0.0))
-        speed = speedup(sum(accepted) + len(accepted), Counter(drafted), priced)
+        more = sum(drafted) * reading.get(rule, 0.0)
+        speed = speedup(sum(accepted) + len(accepted), Counter(drafted), costs, exit_layer, more=more)
         choices.append(Choice(method, exit_layer, length, threshold, speed, sum(accepted) / max(1, sum(drafted))))
     return choices
 
@@ -136,9 +135,8 @@ def predict_all(
         scores = {"token": held.token_probability[i]}
         scores |= {kind: logits(by_place[layer, kind], held).sigmoid() for kind in KINDS}
         confidences = {name: by_text(values, held.text) for name, values in scores.items()}
-        choices += predict(by_text(held.outcome[i], held.text), confidences, layer, costs[layer], reading, WINDOW)
-    exits = {layer: cost.to_dict() for layer, cost in costs.items()}
-    return choices, {"step_seconds": costs[held.exits[0]].target_seconds, "exits": exits, "confidence": reading}
+        choices += predict(by_text(held.outcome[i], held.text), confidences, layer, costs, reading, WINDOW)
+    return choices, {"exits": costs.to_dict(), "confidence": reading}
 
 
 def bench(
@@ -153,7 +151,7 @@ def bench(
 
     One thread decodes, which is the fastest for small models. With drafts their costs are measured too.
     """
-    how = BenchOptions(options.max_new_tokens, 1, run.settings.seed, warp=mode.warp, threads=1, samples=0)
+    how = BenchOptions(options.max_new_tokens, 1, run.settings.seed, warp=mode.warp, threads=1)
     how.costs = bool(drafts)
     benchmark = Benchmark(Session(model, drafts, run.tokenizer, how))
     suite = test_suite(run.corpus, run.settings.data.source, options.bench_prompts)
@@ -188,8 +186,7 @@ def run_best(
         row |= {"title": row["method"], "top_p": mode.warp.top_p} | empty | chosen.get(row["name"], {})
         row["best"] = row["name"] == fastest[row["method"]]
         if records[row["name"]].texts and reference.texts:
-            ratios = paired_ratios(records[row["name"]], reference)
-            middle, *interval = median_interval(ratios, seed=run.settings.seed)
+            middle, interval = median_interval(paired_ratios(records[row["name"]], reference))
             row |= {"speedup_vs_layerskip": middle, "speedup_vs_layerskip_ci95": interval}
     return [plain(row) for row in rows]
 

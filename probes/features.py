@@ -8,13 +8,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from decode.drafters.early_exit import Text
 from decode.drafters.probe import FEATURES, confidence_features
 from decode.errors import UserError
-from decode.models.families import check_structure, final_norm
 from decode.progress import current
+from distill.layers import check_structure, final_norm
 from distill.lm_head import LMHead
-from probes.labels import Mode, label_drafts
+from probes.labels import Mode, Text, label_drafts
 
 EXTRAS = len(FEATURES)
 TOKENS = 1 << 13  # read in a forward, unless one text has more

@@ -9,9 +9,9 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
+from decode.core.round import clustered_ratio
 from decode.drafters.probe import KINDS, AcceptanceProbe
 from decode.errors import UserError
-from decode.trace import clustered_ratio
 from distill.drafts.block import calibration_error
 from probes.features import EXTRAS, Features
 

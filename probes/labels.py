@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.drafters.early_exit import Text
+from decode.core.sampling import LogitsWarper
+from decode.core.verify import pick, ratio
 from decode.errors import UserError
-from decode.models.loading import stop_ids
-from decode.models.pair import NEUTRAL, described, own_warp
-from decode.sampling import LogitsWarper
-from decode.verify import pick, ratio
+from decode.models.open import NEUTRAL, described, own_warp, stop_ids
 from distill.config import ResponseSettings
 from distill.data.dataset import Examples
 from distill.files import fingerprint
 from distill.responses.target import Job, answered_here, write_responses
 from distill.run import Run
 from probes.settings import ProbeSettings
+
+Text = tuple[list[int], int]  # token ids, and how many of them are the prompt
 
 
 @dataclass

@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.console import Console
 
-from decode.bench import machine, plots
-from decode.bench.page import Figure, Section, Table, console_table, write_page
+from decode.measure import machine, plots
+from decode.measure.report import Figure, Section, Table, console_table, write_page
 
 Row = Mapping[str, Any]
 SCORED = ("", "_confidence_head", "_confidence_probe", "_token_probability", "_entropy")
@@ -91,4 +91,4 @@ def predictions(added: Row) -> Iterator[Figure]:
             series.setdefault(choice["method"], []).append((choice["exit_layer"], choice["speedup"]))
         axes = "layers before the exit", "predicted speedup (×)"
         svg = plots.lines(series, f"Predicted speedup by exit, {mode}", *axes)
-        yield svg, "tokens / (c·drafted + v(drafted + 1) + o), each method at its best setting for that exit"
+        yield svg, "tokens over the seconds of real rounds, each method at its best setting for that exit"

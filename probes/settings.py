@@ -9,7 +9,7 @@ from jsonargparse.typing import NonNegativeFloat, PositiveInt, restricted_number
 from rich.console import Console
 
 from decode.errors import UserError
-from decode.method_options import COLDEST, Share
+from decode.options import COLDEST, Share
 from distill.config import Settings
 
 if TYPE_CHECKING:

@@ -1,74 +1,61 @@
 """Settings are checked before anything is loaded, and converted to warpers, method options, stores and suites."""
 
 import dataclasses
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.bench.baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
-from decode.bench.session import BenchOptions
-from decode.bench.suites import Suite, load_suite
 from decode.commands.settings import (
     ChatSettings,
     LoadSettings,
     MethodSettings,
     SamplingSettings,
     SuiteSettings,
-    required,
 )
-from decode.errors import UserError, choose, read_json
-from decode.method_options import MethodOptions, split_spec
-from decode.methods import DRAFTED, METHODS, PROBE_STOPS, PROBED, RULES, STOPS
-from decode.models.loading import choose_device, choose_dtype
-from decode.models.pair import NEUTRAL, Pair, load, own_warp
+from decode.core.lengths import RoundCosts
+from decode.core.sampling import LogitsWarper
+from decode.errors import UserError, choose
+from decode.measure import machine
+from decode.measure.baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
+from decode.methods import DRAFTED, METHODS
+from decode.models.open import NEUTRAL, Pair, load, own_warp
 from decode.models.tokens import check_template
-from decode.sampling import LogitsWarper
-from decode.stopping import RoundCosts
+from decode.options import split_spec
+
+if TYPE_CHECKING:
+    from decode.measure.suites import Suite
 
 Settings = TypeVar("Settings", bound=LoadSettings)
+Options = TypeVar("Options")
 
 PLACED = {f.name for f in dataclasses.fields(LoadSettings)} - {"threads"}
 """Settings that are fixed once the models are open."""
+DRAFTING = NEEDS_DRAFT | DRAFTED
+"""Methods that draft with a model."""
 STORES = {"rest": "datastore", "adaptix": "trigrams"}
 """Methods that draft from a store, and which one."""
-
-
-def needs_draft(method: str) -> bool:
-    """Whether a method drafts with a model."""
-    return method in NEEDS_DRAFT or method in DRAFTED
 
 
 def check_methods(
     settings: MethodSettings, methods: Sequence[str], *, has_draft: bool, has_corpus: bool = False
 ) -> None:
-    """Refuse unknown methods and rules, and methods whose draft, probes or store is missing."""
+    """Refuse unknown methods, and methods whose draft or store is missing."""
     for spec in methods:
-        method, own = split_spec(spec)
+        method, _ = split_spec(spec)
         choose("method", method, dict.fromkeys([*METHODS, *TRANSFORMERS_BASELINES]))
-        if needs_draft(method) and not has_draft:
+        if method in DRAFTING and not has_draft:
             raise UserError(f"{method} drafts with a model; give one with --draft (a folder or hub name)")
-        if method in PROBED and own.get("probes", settings.probes) is None:
-            raise UserError(f"{method} stops on a probe; train one with python -m probes, give --probes DIR")
         store = STORES.get(method)
         if store and not (has_corpus or settings.datastore or getattr(settings, store)):
             raise UserError(
                 f"{method} drafts from a {store} folder; build one with python -m decode {store} build and give it "
                 f"with --{store} DIR"
             )
-    if settings.stop_rule is not None:
-        choose("stop rule", settings.stop_rule, STOPS | PROBE_STOPS)
-    if settings.rule is not None:
-        choose("acceptance rule", settings.rule, RULES)
-
-
-def check_models(settings: LoadSettings) -> None:
-    """Refuse a missing target, and a device or number format that cannot be used."""
-    required(settings, "target")
-    device = choose_device(settings.device)
-    choose_dtype(settings.dtype, device)
 
 
 def use_chat(settings: ChatSettings, tokenizer: PreTrainedTokenizerBase, *, tell: bool = False) -> bool:
@@ -100,32 +87,34 @@ def make_warp(settings: SamplingSettings, target: PreTrainedModel, temperature: 
     return own_warp(target, temperature, {name: getattr(settings, name) for name in NEUTRAL})
 
 
-def method_options(settings: MethodSettings) -> MethodOptions:
-    """The options of the method, without those of models and sampling."""
-    return MethodOptions(**{f.name: getattr(settings, f.name) for f in dataclasses.fields(MethodOptions)})
+def picked(kind: type[Options], settings: LoadSettings, **more: Any) -> Options:
+    """A dataclass from the settings of the same names, and from `more`."""
+    shared = {f.name for f in dataclasses.fields(kind)} & vars(settings).keys()  # type: ignore[arg-type]
+    return kind(**{name: getattr(settings, name) for name in shared} | more)
 
 
 def store_folders(settings: MethodSettings) -> tuple[Path | None, Path | None]:
     """Folders of the datastore and of the tri-grams, which may be the same."""
-    trigrams = settings.trigrams or settings.datastore
-    return (Path(settings.datastore) if settings.datastore else None), (Path(trigrams) if trigrams else None)
+    datastore, trigrams = settings.datastore, settings.trigrams or settings.datastore
+    return (Path(datastore) if datastore else None), (Path(trigrams) if trigrams else None)
 
 
-def open_suites(settings: SuiteSettings) -> list[Suite]:
+def open_suites(settings: SuiteSettings) -> "list[Suite]":
     """The suites of the settings (see `load_suite`); their names are the specs without paths where that is unique.
 
     Raises:
         UserError: there is no spec, or a suite cannot be read.
     """
-    specs = settings.suite
-    if not specs:
+    from decode.measure.suites import load_suite
+
+    if not settings.suite:
         raise UserError("no suite is given; --suite arithmetic needs no download")
-    short = [Path(spec).stem if "=" not in spec and "/" in spec else spec.partition("=")[0] for spec in specs]
-    found = [load_suite(spec, limit=settings.limit, seed=settings.seed, split=settings.split) for spec in specs]
-    return [
-        dataclasses.replace(suite, name=name if short.count(name) == 1 else suite.name)
-        for suite, name in zip(found, short)
-    ]
+    short = [Path(spec.partition("=")[0]).stem for spec in settings.suite]
+    suites = []
+    for name, spec in zip(short, settings.suite):
+        suite = load_suite(spec, limit=settings.limit, seed=settings.seed, split=settings.split)
+        suites.append(dataclasses.replace(suite, name=name if short.count(name) == 1 else spec))
+    return suites
 
 
 def open_pair(settings: LoadSettings, draft: str | None = None) -> Pair:
@@ -142,17 +131,28 @@ def api_settings(settings_class: type[Settings], pair: Pair, **options: Any) -> 
     known = {f.name: f for f in dataclasses.fields(settings_class) if f.name not in PLACED}
     for name in options:
         choose("option", name, known)
-    opened: dict[str, Any] = {"pack": pair.pack}
-    return settings_class(target=pair.target_name or "the given model", **opened, **options)
+    return settings_class(**{"target": pair.target_name or "the given model", "pack": pair.pack} | options)
 
 
-def measure_options(settings: LoadSettings, **more: Any) -> BenchOptions:
-    """`BenchOptions` from the settings of the same names, and from `more`."""
-    shared = {f.name for f in dataclasses.fields(BenchOptions)} & vars(settings).keys()
-    return BenchOptions(**{name: getattr(settings, name) for name in shared} | more)
+def recorded_costs(draft: str | None, device: torch.device) -> RoundCosts | None:
+    """Costs that ``profile --batch-sizes`` wrote into the draft's speculation_profile.json on this machine, if it did.
 
-
-def recorded_costs(draft: str | None) -> RoundCosts | None:
-    """Costs that ``profile --batch-sizes`` wrote into the draft's speculation_profile.json, if it did."""
-    found = read_json(Path(draft) / "speculation_profile.json").get("round_costs") if draft else None
-    return RoundCosts.from_dict(found) if found else None
+    Raises:
+        UserError: the file is damaged.
+    """
+    path = Path(draft or "") / "speculation_profile.json"
+    if draft is None or not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        costs = RoundCosts.from_dict(content["round_costs"]) if "round_costs" in content else None
+        there = content.get("batch_size_conditions") or {}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); export the draft again") from error
+    here = machine.describe(device)
+    other = [f"{there.get(key)}, not {here.get(key)}" for key in machine.HARDWARE if there.get(key) != here.get(key)]
+    if costs is None or not other:
+        return costs
+    again = "measure them here with python -m decode profile --batch-sizes"
+    print(f"the costs in {path} are not used: they were measured on {other[0]}; {again}", file=sys.stderr)
+    return None

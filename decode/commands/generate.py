@@ -1,43 +1,43 @@
-"""``python -m decode generate``: stream a text, and show who wrote which token."""
+"""``python -m decode generate``: stream a text, show who wrote which token, compare with decoding without a draft."""
 
 import json
 import random
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from rich.text import Text as Coloured
 
-from decode.bench import machine
-from decode.bench.benchmark import exported_length
-from decode.bench.page import WRITERS
-from decode.bench.statistics import plain
 from decode.commands.checks import (
+    DRAFTING,
     api_settings,
     check_methods,
-    check_models,
     make_warp,
-    method_options,
-    needs_draft,
     open_pair,
+    picked,
     recorded_costs,
     store_folders,
     use_chat,
 )
-from decode.commands.settings import GenerateSettings
+from decode.commands.settings import GenerateSettings, required
+from decode.core.loop import Method, Text
+from decode.core.loop import run as decode_rounds
+from decode.core.round import FORMULAS, metrics
+from decode.core.sampling import TorchRng
 from decode.errors import UserError
-from decode.loop import steps
-from decode.methods import METHODS, Method, MethodInputs, build, is_lossless
-from decode.models.loading import placement, stop_ids
-from decode.models.other_tokenizer import ForeignDraft
-from decode.models.pair import Pair, described
-from decode.models.tokens import Detokenizer, chat_ids, marked, prompt_ids, stop_at, user_says
-from decode.sampling import LogitsWarper, TorchRng
-from decode.trace import FORMULAS, Trace
+from decode.measure import machine
+from decode.measure.statistics import plain
+from decode.methods import METHODS, PRICED, MethodInputs, build, exported_length, is_lossless
+from decode.models.open import Pair, described, placement, stop_ids
+from decode.models.tokens import Detokenizer, StopStrings, chat_ids, marked, prompt_ids, user_says
+from decode.options import MethodOptions
+
+Pieces = list[dict[str, str]]
+"""Tokens as marked text (`decode.models.tokens.marked`)."""
 
 
 @dataclass
@@ -48,19 +48,32 @@ class Generation:
     method: str
     lossless: bool  # whether the output distribution is the target's
     seed: int
-    # steps as marked text (`decode.models.tokens.marked`); iterating over them generates the text, once
-    pieces: Iterator[list[dict[str, str]]] = field(default_factory=lambda: iter(()), repr=False)
-    ids: list[int] = field(default_factory=list)  # tokens generated so far
-    trace: Trace = field(default_factory=Trace, repr=False)
-    text: str = ""  # text so far
-    tokens: list[dict[str, str]] = field(default_factory=list, repr=False)  # marked tokens so far
-    # what ended the text: eos, stop (a stop string), length (max_new_tokens) or context (it is full); None before
-    finish_reason: str | None = None
+    decoded: Text = field(repr=False)  # its ``rounds`` are the trace
+    # the tokens of each round; iterating over them generates the text, once
+    pieces: Iterator[Pieces] = field(default_factory=lambda: iter(()), repr=False)
+    tokens: Pieces = field(default_factory=list, repr=False)  # marked tokens so far
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return written(self.tokens)
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens generated so far."""
+        return self.decoded.new_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        """What ended the text: eos, stop (a stop string), length (max_new_tokens) or context (full); None before."""
+        return self.decoded.finish or None
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Acceptance, accepted length and times; their formulas are in `decode.trace.FORMULAS`."""
-        return dict(plain(self.trace.metrics()))
+        """Acceptance, accepted length and times; their formulas are in `decode.core.round.FORMULAS`."""
+        seconds = {"prefill_seconds": self.decoded.prefill_seconds, "total_seconds": self.decoded.total_seconds}
+        speed = len(self.ids) / (self.decoded.total_seconds or float("nan"))
+        return dict(plain(metrics([self.decoded.rounds]) | seconds | {"tokens_per_second": speed}))
 
     def to_dict(self) -> dict[str, Any]:
         """The object that ``--json`` prints."""
@@ -70,24 +83,12 @@ class Generation:
 
 STYLES = {"accepted": "green", "rejected": "red strike", "corrected": "yellow", "bonus": "cyan", "target": "default"}
 """Colours of tokens in the terminal, by who wrote them."""
-LEGEND = Text("  ").join(Text(WRITERS[who], STYLES[who]) for who in ("accepted", "rejected", "corrected", "bonus"))
-STATISTICS = FORMULAS | {
-    "tokens": "generated, the end-of-text token included",
-    "rounds": "target forwards after the prompt was read",
-    "tokens_per_second": "tokens / total_seconds, including the time for the prompt",
-    "drafted_per_round": "Σk / rounds",
-    "prefill_seconds": "time for the prompt, by target and draft",
-    "draft_seconds": "time for drafting",
-    "verify_seconds": "time for the target's forwards, verification and bookkeeping",
-    "total_seconds": "wall time",
-}
-"""Formulas of the statistics that ``--show`` prints."""
+WARM_UP = 8  # tokens of the text that is written before those that are compared
 
 
-def colored(pieces: Sequence[dict[str, str]]) -> Text:
-    """Marked text in the colours of those who wrote it; a rejected line end is shown as a sign."""
-    shown = ((p["text"].replace("\n", "⏎") if p["who"] == "rejected" else p["text"], p["who"]) for p in pieces)
-    return Text.assemble(*((text, STYLES[who]) for text, who in shown))
+def written(pieces: Pieces) -> str:
+    """Marked text without what was rejected."""
+    return "".join(piece["text"] for piece in pieces if piece["who"] != "rejected")
 
 
 def generate(
@@ -117,80 +118,81 @@ def generate(
     """
     given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     settings = api_settings(GenerateSettings, pair, draft=pair.draft_name, method=method, **given, **options)
-    generation = start(settings, prompt, pair)
-    for _ in generation.pieces:
-        pass
+    with machine.using_threads(settings.threads or torch.get_num_threads()):
+        return finished(start(settings, prompt, pair))
+
+
+def finished(generation: Generation) -> Generation:
+    """The same after its text has been generated."""
+    deque(generation.pieces, maxlen=0)
     return generation
 
 
+def chosen_method(settings: GenerateSettings) -> str:
+    """The method of the settings; unknown ones, and those for which something is missing, are refused."""
+    method = settings.method or ("vanilla" if settings.draft else "autoregressive")
+    required(settings, "target")
+    check_methods(settings, [method], has_draft=settings.draft is not None)
+    if method not in METHODS:
+        raise UserError(f"{method} is transformers' own and only for comparison in bench; choose another method")
+    return method
+
+
 def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> Generation:
-    """Load everything and prepare a generation; nothing is generated before ``pieces`` is iterated.
+    """Load everything, unless it is open, and prepare a generation; iterating over its ``pieces`` generates the text.
 
     Raises:
         UserError: an unknown or incomplete method, models that do not fit, a prompt that cannot be decoded.
     """
-    method = settings.method or ("vanilla" if settings.draft else "autoregressive")
-    check_models(settings)
-    check_methods(settings, [method], has_draft=settings.draft is not None)
-    if method not in METHODS:
-        raise UserError(f"{method} is transformers' own and only for comparison in bench; choose another method")
-    opened = pair is None
+    method = chosen_method(settings)
     if pair is None:
-        pair = open_pair(settings, settings.draft if needs_draft(method) else None)
+        pair = opened(settings, settings.draft if method in DRAFTING else None)
     tokenizer, warp = pair.tokenizer, make_warp(settings, pair.target, settings.temperature)
-    chat = use_chat(settings, tokenizer, tell=opened)
-    if settings.threads is not None:  # before the layout of weights is chosen by measurement
-        torch.set_num_threads(settings.threads)
-    if opened:
-        machine.set_threads(pair.runner, settings.threads)
-        notices = f"{settings.target} {placement(pair.target)}", described(pair.target, warp)
-        print("\n".join(filter(None, notices)), file=sys.stderr)
+    chat = use_chat(settings, tokenizer)
     ids = chat_ids(tokenizer, user_says(prompt, settings.system)) if chat else prompt_ids(tokenizer, prompt)
-    options, draft, costs = method_options(settings), None, None
-    if needs_draft(method):
-        draft, costs = pair.draft_runner, recorded_costs(pair.draft_name)
-        if isinstance(pair.draft, ForeignDraft):
-            print(pair.draft.vocabulary.sentence(ids), file=sys.stderr)
-        if pair.draft and options.draft_length is None and (settings.stop_rule or METHODS[method][1]) == "length":
+    options, draft, costs = picked(MethodOptions, settings), None, None
+    stop = settings.stop_rule or METHODS[method][1]
+    if method in DRAFTING:
+        draft = pair.draft_runner
+        if options.never_slower or stop in PRICED:
+            costs = recorded_costs(pair.draft_name, pair.runner.device)
+        if options.draft_length is None and stop == "length":
             options.draft_length = exported_length(pair.draft)
     inputs = MethodInputs(pair.runner, warp, draft, tokenizer, *store_folders(settings), options, costs)
     system = build(method, inputs, stop=settings.stop_rule, rule=settings.rule)
     seed = random.SystemRandom().randrange(1 << 31) if settings.seed is None else settings.seed
-    generation = Generation(ids, method, is_lossless(method, settings.rule), seed)
-    generation.pieces = _pieces(generation, settings, pair, system, warp)
+    ends = set() if settings.ignore_eos else stop_ids(pair.target, tokenizer)
+    strings = StopStrings(tokenizer, settings.stop) if settings.stop else None
+    text = Text(
+        pair.runner, system, warp, ids, max_new_tokens=settings.max_new_tokens, stop_ids=ends, stop_strings=strings,
+        rng=TorchRng(seed, pair.runner.device),
+    )  # fmt: skip
+    generation = Generation(ids, method, is_lossless(method, settings.rule), seed, text)
+    generation.pieces = _pieces(generation, pair, system)
     return generation
 
 
-def _pieces(
-    generation: Generation, settings: GenerateSettings, pair: Pair, system: Method, warp: LogitsWarper
-) -> Iterator[list[dict[str, str]]]:
-    """Generate the text and keep it in `generation`; yields the tokens of each step with those who wrote them."""
-    tokenizer, rng = pair.tokenizer, TorchRng(generation.seed, pair.runner.device)
-    ends = set() if settings.ignore_eos else stop_ids(pair.target, tokenizer)
-    alone, detokenizer = METHODS[generation.method][0] == "none", Detokenizer(tokenizer)
+def opened(settings: GenerateSettings, draft: str | None) -> Pair:
+    """Load the models, choose the number of threads, and say on standard error how they are run."""
+    pair = open_pair(settings, draft)
+    torch.set_num_threads(machine.choose_threads(pair.target, settings.threads)[0])
+    use_chat(settings, pair.tokenizer, tell=True)
+    warp = make_warp(settings, pair.target, settings.temperature)
+    notices = f"{settings.target} {placement(pair.target)}", described(pair.target, warp)
+    print("\n".join(filter(None, notices)), file=sys.stderr)
+    return pair
 
-    def stopped(dropped: int) -> None:
-        generation.finish_reason = "stop"
-        generation.trace.tokens -= dropped
 
-    def noted(pieces: list[dict[str, str]]) -> list[dict[str, str]]:
+def _pieces(generation: Generation, pair: Pair, method: Method) -> Iterator[Pieces]:
+    """Generate the text and keep it in `generation`; yields the tokens of each round with those who wrote them."""
+    alone, detokenizer = METHODS[generation.method][0] == "none", Detokenizer(pair.tokenizer)
+    for _, r in decode_rounds(pair.runner, method, [generation.decoded]):
+        pieces = marked(detokenizer, r.new, r.written_by, r.rejected, alone)
         generation.tokens += pieces
-        generation.text += "".join(piece["text"] for piece in pieces if piece["who"] != "rejected")
-        return pieces
-
-    source = steps(
-        pair.runner, system, warp, generation.prompt, max_new_tokens=settings.max_new_tokens, stop_ids=ends, rng=rng,
-        trace=generation.trace,
-    )  # fmt: skip
-    for step in stop_at(source, generation.prompt, tokenizer, settings.stop, stopped):
-        generation.ids += step.new
-        yield noted(marked(detokenizer, step.new, step.written_by, step.rejected, alone))
+        yield pieces
     if rest := detokenizer.finish():
-        yield noted([{"text": rest, "who": generation.tokens[-1]["who"] if generation.tokens else "target"}])
-    if generation.ids and generation.ids[-1] in ends:
-        generation.finish_reason = "eos"
-    elif generation.finish_reason != "stop":
-        generation.finish_reason = "length" if len(generation.ids) >= settings.max_new_tokens else "context"
+        generation.tokens.append({"text": rest, "who": (generation.tokens or [{"who": "target"}])[-1]["who"]})
+        yield generation.tokens[-1:]
 
 
 def run(settings: GenerateSettings) -> None:
@@ -204,31 +206,53 @@ def run(settings: GenerateSettings) -> None:
             print("reading the prompt from the terminal; Ctrl-D ends it", file=sys.stderr)
         if not (prompt := sys.stdin.read()):
             raise UserError("the prompt is empty; give --prompt TEXT, or text on standard input")
-    generation = start(settings, prompt)
-    if settings.json:
-        for _ in generation.pieces:
-            pass
-        print(json.dumps(generation.to_dict(), ensure_ascii=False))
-        return
+    if settings.compare:
+        compare(settings, prompt)
+    elif settings.json:
+        print(json.dumps(finished(start(settings, prompt)).to_dict(), ensure_ascii=False))
+    else:
+        stream(start(settings, prompt), settings.show)
+
+
+def stream(generation: Generation, show: bool) -> None:
+    """Print a text while it is generated; with `show` in the colours of those who wrote it, and with statistics."""
     console = Console(highlight=False, soft_wrap=True)
     try:
         for pieces in generation.pieces:
-            if settings.show:
-                console.print(colored(pieces), end="")
+            if show:
+                console.print(coloured(pieces), end="")
             else:
-                print("".join(p["text"] for p in pieces if p["who"] != "rejected"), end="", flush=True)
+                print(written(pieces), end="", flush=True)
     finally:
         print(flush=True)
         if generation.finish_reason == "context":
             used = len(generation.prompt) + len(generation.ids)
             print(f"the text ends here because the model's context is full: {used} tokens", file=sys.stderr)
-        if settings.show and generation.trace.rounds:
+        if show and generation.ids:
             kind = "lossless" if generation.lossless else "relaxed: the output is not distributed as the target's"
-            table = Table(title=f"{generation.method} ({kind})", title_justify="left", box=None, pad_edge=False)
-            table.add_column("")
-            table.add_column("", justify="right")
-            table.add_column("formula", style="dim")
-            for name, value in generation.trace.metrics().items():
-                if name in STATISTICS and value == value:
-                    table.add_row(name, f"{value:d}" if isinstance(value, int) else f"{value:.3f}", STATISTICS[name])
-            console.print("", LEGEND, table, sep="\n")
+            console.print("", Coloured("  ").join(Coloured(who, STYLES[who]) for who in list(STYLES)[:-1]), sep="\n")
+            console.print(f"{generation.method} ({kind})")
+            for name, value in generation.metrics.items():
+                if value is not None:
+                    console.print(f"{name:<20}{value:10.4g}  {FORMULAS.get(name, '')}", markup=False)
+
+
+def coloured(pieces: Pieces) -> Coloured:
+    """Marked text in the colours of those who wrote it; a rejected line end is shown as a sign."""
+    shown = ((p["text"].replace("\n", "⏎") if p["who"] == "rejected" else p["text"], p["who"]) for p in pieces)
+    return Coloured.assemble(*((text, STYLES[who]) for text, who in shown))
+
+
+def compare(settings: GenerateSettings, prompt: str) -> None:
+    """Write the text without a draft, then with it, and print how much faster that was, and whether it is the same."""
+    if METHODS[chosen_method(settings)][0] == "none":
+        raise UserError("--compare needs a method that drafts; give --draft D, or --method prompt-lookup")
+    pair = opened(settings, settings.draft)
+    without = replace(settings, draft=None, method="autoregressive", stop_rule=None, rule=None)
+    finished(start(replace(settings, max_new_tokens=WARM_UP), prompt, pair))
+    plain, drafted = texts = [start(some, prompt, pair) for some in (without, settings)]
+    for text in texts:
+        stream(text, show=True)
+    same = "the same text, token by token" if plain.ids == drafted.ids else "another text"
+    faster = drafted.metrics["tokens_per_second"] / plain.metrics["tokens_per_second"]
+    print(f"\n{faster:.2f} times as fast as without a draft; {same}")

@@ -12,69 +12,56 @@ from random import Random
 
 import numpy as np
 
-from decode.draft import Draft, Trie
+from decode.core.draft import Draft, Trie
 from decode.drafters.base import Drafter, DraftRequest, Prompt
-from decode.drafters.corpus_files import map_arrays, save_arrays
+from decode.drafters.corpus import map_arrays, save_arrays
 from decode.errors import UserError
 
 KIND = "n-gram table"
+FILE = "ngrams-3.safetensors"
 SUCCESSORS = 12
+BITS = 21  # of a token, so that a trigram is one 64-bit key
+MASK = (1 << 2 * BITS) - 1  # of a context, two tokens
 
 
-def save_ngram_table(text: np.ndarray, path: Path, fingerprint: str, *, order: int = 3) -> Path:
-    """Count the n-grams of a corpus (as `join_documents` returns it), and write the table to the folder ``path``.
+def save_ngram_table(text: np.ndarray, path: Path, fingerprint: str) -> Path:
+    """Count the trigrams of a corpus (as `join_documents` returns it), and write the table to the folder ``path``.
 
     P(w | context) = C(context, w) / C(context), over all successors of the context, of which the 12 most frequent are
-    kept (ties: the smaller id). N-grams never span two documents.
-
-    Args:
-        text: unsigned ``[n]``, id + 1 of each token, 0 after each document.
-        path: the folder to write to.
-        fingerprint: of the tokenizer.
-        order: n of the n-grams, 2 to 4.
+    kept (ties: the smaller id). Trigrams never span two documents.
 
     Raises:
-        UserError: ids too large for the order (order 4 takes ids below 65,536).
+        UserError: ids of 2^21 or more.
     """
-    bits = min(31, 64 // order)  # of a token, so that an n-gram is one 64-bit key
-    if int(text.max()) > 1 << bits:
-        raise UserError(
-            f"order {order} takes token ids below {1 << bits:,}, the corpus holds {int(text.max()) - 1:,}: "
-            "take a lower order"
-        )
-    size = max(0, len(text) - order + 1)
+    if int(text.max()) > 1 << BITS:
+        raise UserError(f"the table takes token ids below {1 << BITS:,}, the corpus holds {int(text.max()) - 1:,}")
+    size = max(0, len(text) - 2)
     key, inside = np.zeros(size, dtype=np.uint64), np.ones(size, dtype=bool)
-    for i in range(order):
+    for i in range(3):
         tokens = text[i : i + size]
         inside &= tokens > 0
-        key = key << np.uint64(bits) | tokens - (tokens > 0)
+        key = key << np.uint64(BITS) | tokens - (tokens > 0)
     grams, counts = np.unique(key[inside], return_counts=True)
-    contexts, heads, sizes = np.unique(grams >> np.uint64(bits), return_index=True, return_counts=True)
-    first = np.repeat(heads, sizes)  # of each n-gram, the first one of its context
+    contexts, heads, sizes = np.unique(grams >> np.uint64(BITS), return_index=True, return_counts=True)
+    first = np.repeat(heads, sizes)  # of each trigram, the first one of its context
     share = counts / np.bincount(first, counts)[first] if len(grams) else np.empty(0)
     ranked = np.lexsort((-counts, first))
     kept = ranked[np.arange(len(grams)) - first < SUCCESSORS]
     arrays = {
         "contexts": contexts,
         "offsets": np.append(0, np.cumsum(np.minimum(sizes, SUCCESSORS))),
-        "tokens": (grams[kept] & np.uint64((1 << bits) - 1)).astype(np.int32),
+        "tokens": (grams[kept] & np.uint64((1 << BITS) - 1)).astype(np.int32),
         "probabilities": share[kept].astype(np.float32),
     }
-    file = path / f"ngrams-{order}.safetensors"
-    save_arrays(file, arrays, kind=KIND, fingerprint=fingerprint)
-    return file
+    save_arrays(path / FILE, arrays, kind=KIND, fingerprint=fingerprint)
+    return path / FILE
 
 
 class NgramTable:
-    """A memory-mapped n-gram table.
+    """A memory-mapped table of trigrams.
 
-    A context is one integer, the tokens of the last ``order − 1`` positions packed ``bits`` bits each;
-    appending a token is ``((context << bits) | token) & mask``.
-
-    Args:
-        path: the folder of the table.
-        fingerprint: of the tokenizer in use.
-        order: n of the n-grams.
+    A context is one integer, the last two tokens packed in `BITS` bits each; appending a token is
+    ``((context << BITS) | token) & MASK``.
 
     Attributes:
         successors: of a packed context the tokens that follow it, most frequent first, and their probabilities, whose
@@ -84,11 +71,8 @@ class NgramTable:
         UserError: the table is missing, truncated, or of another tokenizer.
     """
 
-    def __init__(self, path: str | Path, fingerprint: str, *, order: int = 3) -> None:
-        file, command = Path(path) / f"ngrams-{order}.safetensors", f"trigrams build --order {order}"
-        _, arrays = map_arrays(file, kind=KIND, fingerprint=fingerprint, command=command)
-        self.order, self.bits = order, min(31, 64 // order)
-        self.mask = (1 << self.bits * (order - 1)) - 1
+    def __init__(self, path: str | Path, fingerprint: str) -> None:
+        _, arrays = map_arrays(Path(path) / FILE, kind=KIND, fingerprint=fingerprint, command="trigrams build")
         contexts, offsets = arrays["contexts"].data, arrays["offsets"].data
         tokens, probabilities = arrays["tokens"].data, arrays["probabilities"].data
 
@@ -101,15 +85,12 @@ class NgramTable:
 
         self.successors: Successors = lru_cache(maxsize=1 << 16)(successors)
 
-    def context(self, ids: Sequence[int]) -> int | None:
-        """The packed last ``order − 1`` tokens; None where there are too few, or an id is out of range."""
-        tail = ids[len(ids) - self.order + 1 :] if len(ids) >= self.order - 1 else ()
-        if not tail or max(tail) >> self.bits:
-            return None
-        key = 0
-        for token in tail:
-            key = (key << self.bits) | token
-        return key
+
+def packed(ids: Sequence[int]) -> int | None:
+    """The context of the last two tokens; None where there are too few, or an id is out of range."""
+    if len(ids) < 2 or max(ids[-2:]) >> BITS:
+        return None
+    return ids[-2] << BITS | ids[-1]
 
 
 Successors = Callable[[int], tuple[list[int], list[float]]]
@@ -118,7 +99,7 @@ C1, C2 = 32.0, 8.0
 
 
 def search(
-    root: int, successors: Successors, table: NgramTable, *, iterations: int, depth: int, random: Random
+    root: int, successors: Successors, *, iterations: int, depth: int, random: Random
 ) -> tuple[list[int], list[int], list[int], list[int]]:
     """Adaptix's Monte Carlo tree search (Eqs. 2 and 3).
 
@@ -130,7 +111,6 @@ def search(
     Args:
         root: the packed context.
         successors: tokens and weights that follow a packed context.
-        table: packs contexts.
         iterations: number of searches.
         depth: deepest node.
         random: for the samples.
@@ -140,7 +120,7 @@ def search(
     """
     # One function over flat lists: node objects and calls would cost more than the search itself.
     # Node 0 is the root. The children of n are first[n] .. last[n] - 1; fresh[n] is its next unvisited one.
-    bits, mask = table.bits, table.mask
+    bits, mask = BITS, MASK
     token, context, parent, weight_of = [-1], [root], [-1], [0.0]
     first, last, fresh, visits = [0], [0], [0], [0]
     total, mean, bonus = [0.0], [0.0], [0.0]
@@ -209,31 +189,39 @@ Learned = dict[int, tuple[list[int], list[float]]]  # by packed context: tokens 
 
 
 @dataclass
+class Memory:
+    """What a text reads and writes of the learned weights, and the generator of its searches."""
+
+    random: Random
+    learned: Learned  # written to
+    shared: Learned  # of earlier texts, read where `learned` says nothing
+
+
+@dataclass
 class TrigramDrafter(Drafter):
     """Drafts a tree of likely continuations under an n-gram model.
 
-    Before each search every n-gram of the last ``recent`` tokens gains ``gain`` in weight, so the model moves
-    towards what the target writes. What is learned stays for later texts.
+    Before each search every trigram of the last ``recent`` tokens gains ``gain`` in weight, so the model moves towards
+    what the target writes. What is learned stays for later texts; in a batch each text keeps it to itself.
     """
 
-    table: NgramTable  # the corpus's n-grams
+    table: NgramTable  # the corpus's trigrams
     nodes: int = 64  # most nodes in the tree
     searches: int = 150  # Monte Carlo iterations
     depth: int = 3  # deepest node searched; the sequences grow by one more token
     sequences: int = 24  # most visited sequences, each then extended
-    gain: float = 0.04  # weight added to a recent n-gram; 0 turns learning off
+    gain: float = 0.04  # weight added to a recent trigram; 0 turns learning off
     ceiling: float = 3.0  # the weight that learning stops at
-    recent: int = 16  # tokens of the text whose n-grams are learned each time
+    recent: int = 16  # tokens of the text whose trigrams are learned each time
     memory: int = 1 << 16  # contexts whose learned weights are kept, those met last
     widest: int = 64  # successors that a context keeps while it learns; the lightest leaves first
     seed: int = 0  # of the search's own generator, which restarts with every text and never touches the decoder's
     learned: Learned = field(default_factory=dict, init=False, repr=False)
 
-    def start(self, prompt: Prompt) -> tuple[Random, Learned]:
-        """A search's generator, and the learned weights: those of the drafter, or a copy for this sequence alone."""
-        if prompt.alone:
-            return Random(self.seed), self.learned
-        return Random(self.seed), {context: (list(t), list(w)) for context, (t, w) in self.learned.items()}
+    def start(self, prompt: Prompt) -> Memory:
+        """A text that stands alone writes the drafter's weights, others their additions to them."""
+        random = Random(self.seed)
+        return Memory(random, self.learned, {}) if prompt.alone else Memory(random, {}, self.learned)
 
     def draft(self, request: DraftRequest) -> Draft:
         """The most visited nodes of a search, each extended by its likeliest successor; at most ``max_depth`` deep.
@@ -241,18 +229,18 @@ class TrigramDrafter(Drafter):
         A parent has at least the visits of its child and comes first, so any number of the most visited form a tree.
         The draft is empty where the context is unknown.
         """
-        table, (random, learned), most = self.table, request.state, request.max_depth
-        self.learn(learned, request.ids)
-        root = table.context(request.ids)
+        state, root, most = request.state, packed(request.ids), request.max_depth
+        self.learn(state, request.ids)
         if root is None or most < 1:
             return Draft.empty()
+        learned, shared, known = state.learned, state.shared, self.table.successors
 
         def after(context: int) -> tuple[list[int], list[float]]:
-            return learned.get(context) or table.successors(context)
+            return learned.get(context) or shared.get(context) or known(context)
 
         levels = min(self.depth, most)
         token, parent, visits, context = search(
-            root, after, table, iterations=self.searches, depth=levels, random=random
+            root, after, iterations=self.searches, depth=levels, random=state.random
         )
         tree, place, depth = Trie(), {0: -1}, {0: 0}
         best = sorted((i for i in range(1, len(token)) if visits[i]), key=lambda i: -visits[i])
@@ -265,18 +253,18 @@ class TrigramDrafter(Drafter):
                 tree.add(place[i], tokens[weights.index(max(weights))])
         return tree.draft()
 
-    def learn(self, known: Learned, ids: list[int]) -> None:
-        """Raise the weight of each n-gram among the last ``recent`` tokens."""
-        size, window = self.table.order - 1, ids[-self.recent :]
-        for end in range(size, len(window)) if self.gain else ():
-            context, token = self.table.context(window[end - size : end]), window[end]
-            if context is None or token >> self.table.bits:
+    def learn(self, state: Memory, ids: list[int]) -> None:
+        """Raise the weight of each trigram among the last ``recent`` tokens."""
+        learned, window = state.learned, ids[-self.recent :]
+        for end in range(2, len(window)) if self.gain else ():
+            context, token = packed(window[:end]), window[end]
+            if context is None or token >> BITS:
                 continue
-            if context in known:
-                tokens, weights = known.pop(context)
-            else:
-                tokens, weights = map(list, self.table.successors(context))  # type: ignore[arg-type]
-            known[context] = tokens, weights  # the latest at the end
+            found = learned.pop(context, None)
+            if found is None:
+                known, values = state.shared.get(context) or self.table.successors(context)
+                found = list(known), list(values)
+            tokens, weights = learned[context] = found  # the latest at the end
             if token not in tokens:
                 if len(tokens) >= self.widest:
                     lightest = weights.index(min(weights))
@@ -285,5 +273,5 @@ class TrigramDrafter(Drafter):
                 weights.append(0.0)
             at = tokens.index(token)
             weights[at] = min(self.ceiling, weights[at] + self.gain)
-        while len(known) > self.memory:
-            del known[next(iter(known))]
+        while len(learned) > self.memory:
+            del learned[next(iter(learned))]

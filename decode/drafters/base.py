@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from decode.draft import Draft
-from decode.sampling import Rng
-from decode.stopping import StopRule
-from decode.trace import Step
+from decode.core.draft import Draft
+from decode.core.round import Round
+from decode.core.sampling import Rng
+from decode.core.stop import StopRule
+from decode.models.api import Out
 
 
 @dataclass
@@ -23,7 +24,7 @@ class Prompt:
     captured: Tensor | None = None  # `Drafter.capture` states of all tokens that the target has read
     stop_ids: Collection[int] = ()  # tokens that end the text
     defer_prefill: bool = False  # the first steps have no draft, so that the prompt may be read later
-    alone: bool = True  # what the drafter learns from this sequence serves later ones
+    alone: bool = True  # see `decode.core.loop.Text`
 
 
 @dataclass
@@ -35,6 +36,7 @@ class DraftRequest:
     stop: StopRule  # asked after each drafted token whether to go on
     max_depth: int  # the deepest node allowed: the tokens that the text may still grow by, less one
     rng: Rng  # source of every random choice
+    keep_logits: bool = False  # the acceptance rule reads the draft's unwarped logits
 
 
 class Drafter:
@@ -44,7 +46,7 @@ class Drafter:
     """
 
     capture: tuple[int, ...] = ()
-    """Hidden states of the target that the drafter reads; see `Runner.forward`."""
+    """Hidden states of the target that the drafter reads; see `Model.forward`."""
     cache_bytes_per_token: int = 0
     """Bytes that a token of a sequence takes in caches of the drafter."""
 
@@ -59,8 +61,11 @@ class Drafter:
         """A draft for each of several sequences."""
         return [self.draft(request) for request in requests]
 
-    def update(self, state: Any, ids: list[int], step: Step) -> None:
-        """Learn from a verified step, after which the sequence is `ids`; its last token is pending."""
+    def update(self, state: Any, ids: list[int], round: Round, out: Out) -> None:
+        """Learn from a verified round, after which the text is `ids`; its last token is pending.
+
+        `out` is the target's, row 0 after the token that was pending and row i + 1 after node i of the draft.
+        """
 
     def close(self, state: Any) -> None:
         """Free the memory of a sequence that has ended."""

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from decode.draft import Draft
+from decode.core.draft import Draft
+from decode.core.round import Round
 from decode.drafters.base import Drafter, DraftRequest, Prompt
-from decode.drafters.draft_model import ModelDrafter
-from decode.drafters.prompt_lookup import copy_from
+from decode.drafters.lookup import SuffixIndex, commonest, copy_from
+from decode.drafters.model import ModelDrafter
 from decode.drafters.rest import Datastore
-from decode.drafters.suffix import SuffixIndex, commonest
-from decode.trace import Step
+from decode.models.api import Out
 
 LONGEST, SHORTEST = 8, 2  # tokens of the text's end that are looked up
 OCCURRENCES = 256  # most occurrences in the corpus whose continuations are read
@@ -86,9 +86,9 @@ class HybridDrafter(Drafter):
         )
         return commonest(rows.tolist(), SUPPORT)[0]
 
-    def update(self, state: HybridState, ids: list[int], step: Step) -> None:
+    def update(self, state: HybridState, ids: list[int], round: Round, out: Out) -> None:
         """The head learns from copies too: it drafts on from their features."""
-        self.head.update(state.head, ids, step)
+        self.head.update(state.head, ids, round, out)
 
     def close(self, state: HybridState) -> None:
         """See `Drafter.close`."""

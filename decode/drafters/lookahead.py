@@ -10,9 +10,10 @@ exact verification may accept any part of it.
 from dataclasses import dataclass, field
 from random import Random
 
-from decode.draft import Draft, Trie
+from decode.core.draft import Draft, Trie
+from decode.core.round import Round
 from decode.drafters.base import Drafter, DraftRequest, Prompt
-from decode.trace import Step
+from decode.models.api import Out
 
 
 @dataclass
@@ -62,7 +63,7 @@ class LookaheadDrafter(Drafter):
                 node = tree.add(node, token)
         return tree.draft()
 
-    def update(self, state: LookaheadState, ids: list[int], step: Step) -> None:
+    def update(self, state: LookaheadState, ids: list[int], round: Round, out: Out) -> None:
         """Read the target's answers after the window, pool finished n-grams and move the window on.
 
         A window that `max_depth` has cut stays as it is: the text is about to end.
@@ -70,7 +71,7 @@ class LookaheadDrafter(Drafter):
         bottom = [node for node in state.bottom if node is not None]
         if not bottom or len(bottom) < len(state.bottom):
             return
-        answers: list[int] = step.logits[[node + 1 for node in bottom]].argmax(-1).tolist()
+        answers: list[int] = out.logits[[node + 1 for node in bottom]].argmax(-1).tolist()
         levels = [*state.levels, answers]
         if len(state.levels) < self.level - 1:  # still filling: every level loses the column that the text has passed
             state.levels = [row[1:] for row in levels]

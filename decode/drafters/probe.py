@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.core.stop import DraftedToken
 from decode.errors import UserError, write_safely, write_text
-from decode.stopping import DraftedToken
 
 KINDS = ("probe", "confidence-probe")
 """`probe` sees the hidden state alone (AdaSPEED); `confidence-probe` also the exit's `confidence_features`."""
@@ -30,11 +30,7 @@ SAMPLES = 4  # values kept of each weight of the model that probes belong to
 
 
 def confidence_features(logits: Tensor, tokens: Tensor) -> Tensor:
-    """What an exit's unwarped distribution says of a drafted token.
-
-    Args:
-        logits: ``[n, vocab]``.
-        tokens: ``[n]``.
+    """What an exit's unwarped distributions, of ``logits [n, vocab]``, say of drafted ``tokens [n]``.
 
     Returns:
         ``[n, 3]``: log q(x), the entropy of q in bits, and the difference of the two largest logits.
@@ -73,7 +69,7 @@ class AcceptanceProbe:
         return (z + self.bias) / self.temperature
 
     def __call__(self, step: DraftedToken) -> float:
-        """Confidence of a drafted token, for `decode.stopping.StopRule`."""
+        """Confidence of a drafted token, for `decode.core.stop.StopRule`."""
         assert step.token is not None
         self.weight = self.weight.to(step.hidden.device)  # itself after the first time
         z = torch.dot(step.hidden.float(), self.weight).item() + self.bias
@@ -113,18 +109,14 @@ def save_probes(
 ) -> None:
     """Write a folder of probes; the description is replaced last, so that it never describes older weights.
 
-    Args:
-        folder: where to.
-        model: the model whose states they read.
-        probes: all of them.
-        best: for ``greedy`` and ``sampled`` the fastest `decode.methods.MethodOptions` of each method.
+    `best` holds for ``greedy`` and ``sampled`` the fastest `decode.methods.MethodOptions` of each method.
     """
-    tensors: dict[str, Tensor] = {}
-    described: list[dict[str, Any]] = []
+    tensors = dict[str, Tensor]()
     for p in probes:
-        weights = {"weight": p.weight, "extra": p.extra, "bias": torch.tensor([p.bias])}
-        tensors |= {f"{p.name}/{name}": tensor.contiguous().clone() for name, tensor in weights.items()}
-        described.append({key: getattr(p, key) for key in ("label", "kind", "layer", "temperature", "metrics")})
+        for name, values in (("weight", p.weight), ("extra", p.extra), ("bias", torch.tensor([p.bias]))):
+            tensors[f"{p.name}/{name}"] = values.contiguous().clone()
+    fields = ("label", "kind", "layer", "temperature", "metrics")
+    described = [{key: getattr(p, key) for key in fields} for p in probes]
     note: dict[str, Any] = {"model": weight_sample(model), "class": type(model).__name__, "features": FEATURES}
     note |= {"best": dict(best or {}), "probes": described}
     write_safely(folder / "probes.safetensors", lambda path: save_file(tensors, path))

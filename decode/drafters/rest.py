@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from decode.draft import Draft, heaviest_tree
+from decode.core.draft import Draft
 from decode.drafters.base import Drafter, DraftRequest
-from decode.drafters.corpus_files import map_arrays, save_arrays
+from decode.drafters.corpus import map_arrays, save_arrays
 from decode.errors import UserError
 
 KIND = "datastore"
@@ -25,12 +25,8 @@ def suffix_array(text: np.ndarray, depth: int = DEPTH) -> np.ndarray:
     Prefix doubling (Manber & Myers): the first pass packs as many tokens as fit into one 64-bit key, each later one
     doubles the depth, until no two suffixes are tied.
 
-    Args:
-        text: unsigned ``[n]``, n < 2^31, as `join_documents` returns it: it ends with a separator.
-        depth: how many tokens decide; suffixes equal that far keep an arbitrary order.
-
-    Returns:
-        int32 ``[n]``.
+    ``text`` is unsigned ``[n]``, n < 2^31, as `join_documents` returns it; suffixes that are equal so far keep an
+    arbitrary order. The result is int32 ``[n]``.
     """
     n, bits = len(text), 8 * text.dtype.itemsize
     known = 64 // bits  # tokens by which the suffixes are ordered
@@ -52,12 +48,9 @@ def suffix_array(text: np.ndarray, depth: int = DEPTH) -> np.ndarray:
 
 
 def save_datastore(text: np.ndarray, path: Path, fingerprint: str) -> Path:
-    """Build a datastore of a corpus in the folder ``path``, and return its file.
+    """Build a datastore of a corpus (as `join_documents` returns it) in the folder ``path``, and return its file.
 
-    Args:
-        text: unsigned ``[n]``, as `join_documents` returns it.
-        path: the folder to write to.
-        fingerprint: of the tokenizer (`tokenizer_fingerprint`); opening with another one is refused.
+    Opening it with a tokenizer of another `tokenizer_fingerprint` is refused.
 
     Raises:
         UserError: more than 2^31 tokens.
@@ -72,11 +65,7 @@ def save_datastore(text: np.ndarray, path: Path, fingerprint: str) -> Path:
 
 
 class Datastore:
-    """A corpus in suffix order, memory-mapped.
-
-    Args:
-        path: the folder that ``python -m decode datastore build`` wrote.
-        fingerprint: of the tokenizer in use.
+    """A corpus in suffix order, memory-mapped from the folder that ``python -m decode datastore build`` wrote.
 
     Raises:
         UserError: the datastore is missing, truncated, or of another tokenizer.
@@ -133,6 +122,33 @@ class Datastore:
         for column in range(1, length):  # nothing follows the end of a document
             rows[rows[:, column - 1] < 0, column] = -1
         return rows
+
+
+def heaviest_tree(rows: np.ndarray, nodes: int) -> Draft:
+    """The heaviest nodes of the prefix tree of ``rows [rows, length]``, sorted lexicographically; -1 ends a row early.
+
+    The weight of a node is the number of rows that start with its path. A parent is never lighter than its child, and
+    ties go to the shallower node, so the result is a tree.
+    """
+    count, length = rows.shape
+    if not rows.size:
+        return Draft.empty()
+    columns = np.ascontiguousarray(rows.T)
+    # Sorted rows make every node a run of its column: a run starts where this column or one above it changes.
+    starts = np.ones((length, count), dtype=bool)
+    np.not_equal(columns[:, 1:], columns[:, :-1], out=starts[:, 1:])
+    for level in range(1, length):
+        starts[level] |= starts[level - 1]
+    start = np.flatnonzero(starts)
+    weight = np.diff(start, append=count * length)
+    token = columns.ravel()[start]
+    real = np.flatnonzero((weight > 1) & (token >= 0))
+    if len(real) < nodes:  # most nodes occur once and are seldom needed
+        real = np.flatnonzero(token >= 0)
+    best = real[np.argsort(-weight[real], kind="stable")[:nodes]]  # stable: shallower nodes come first
+    above = np.searchsorted(start, start[best] - count, side="right") - 1  # the run one column up; -1 at the top
+    place = {node: i for i, node in enumerate(best.tolist())} | {-1: -1}
+    return Draft.tree(token[best].tolist(), [place[node] for node in above.tolist()])
 
 
 @dataclass

@@ -11,7 +11,6 @@ from decode.engines.server import CHECKOUT
 from decode.errors import UserError
 
 CONVERTER = Path(".engines/llama.cpp/src/convert_hf_to_gguf.py")
-TYPES = ("f32", "f16", "bf16", "q8_0")  # number formats that the converter writes
 WITH_SPLIT = """
 import pathlib, runpy, sys
 split, script = sys.argv[1:3]
@@ -66,26 +65,23 @@ def convert(folder: str | Path, file: str | Path, kind: str = "f32", *, target: 
     Args:
         folder: a model as transformers saves it, or an EAGLE-3 or block head.
         file: to write.
-        kind: one of `TYPES`.
+        kind: number format: f32, f16, bf16 or q8_0.
         target: folder of the target, for a head.
 
     Returns:
         The file.
 
     Raises:
-        UserError: there is no converter, or it does not take the number format or the model.
+        UserError: there is no converter, or it does not take the model.
     """
     folder, file = Path(folder), Path(file)
-    if kind not in TYPES:
-        raise UserError(f"the GGUF number format is {kind!r}; choose one of {', '.join(TYPES)}")
     script = find_converter()
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{file.name}.", dir=file.parent) as partial:
         made = Path(partial) / file.name
         command = [sys.executable, "-c", WITH_SPLIT, split_of(target or folder), str(script), str(folder)]
         command += ["--outfile", str(made), "--outtype", kind]
-        if target is not None:
-            command += ["--target-model-dir", str(target)]
+        command += [] if target is None else ["--target-model-dir", str(target)]
         paths = [str(script.parents[1] / "python"), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)

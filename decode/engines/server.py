@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,15 @@ import httpx
 from packaging.version import Version
 from prometheus_client.parser import text_string_to_metric_families
 
-from decode.engines.acceptance import Drafts, ServedText
+from decode.engines.check import Drafts, ServedText
 from decode.errors import UserError, scratch_folder
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Where `make engines` installs the engines, unless that is the working directory."""
 VLLM_PYTHON = Path(".venv-vllm/bin/python")
 LLAMA_SERVER = Path(".engines/llama.cpp/build/bin/llama-server")
-ENGINES = {"vllm": ("--python", VLLM_PYTHON), "llama.cpp": ("--binary", LLAMA_SERVER)}
-"""The engines, each with the option of serve-check that names its program, and its place as `make engines` installs it.
-"""
+ENGINES = {"vllm": VLLM_PYTHON, "llama.cpp": LLAMA_SERVER}
+"""The engines' programs as `make engines` installs them."""
 OLDEST_VLLM = Version("0.32")
 COMMANDS = {
     "vllm": "-m vllm.entrypoints.cli.main serve {target} --host 127.0.0.1 --port {port} --dtype {dtype} "
@@ -45,7 +45,9 @@ COMMANDS = {
 """Options of the engines' servers, and those of llama.cpp's with a draft."""
 LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
 """Environment variables by which torchrun's processes find each other; an engine must not see them."""
-LAST_LINES = 15  # lines of a failed engine that are shown
+SPIN = {"GOMP_SPINCOUNT", "DRAFTSMITH_SPINCOUNT"}  # set by `decode` itself, the first only where the user did not
+ANSWER = 120  # seconds in which a program has to print its version
+LAST = 2000  # characters of a failed engine's log that are shown
 SETTLED, READINGS = 0.05, 200  # seconds between two readings of the counters, and the largest number of readings
 WATCHER = """
 import os, signal, sys, time
@@ -82,45 +84,34 @@ def check_engine(name: str, given: str | None = None) -> str:
     """The path of an engine's program: the one given, or as `make engines` installs it.
 
     Raises:
-        UserError: it is missing or older than the one that is tested; with the next step.
+        UserError: it is missing, does not answer, or is older than what is tested; with the next step.
     """
-    option, installed = ENGINES[name]
-    places = [Path(given)] if given else [folder / installed for folder in (Path.cwd(), CHECKOUT)]
+    places = [Path(given)] if given else [folder / ENGINES[name] for folder in (Path.cwd(), CHECKOUT)]
     program = next((str(path) for path in places if path.is_file() and os.access(path, os.X_OK)), None)
+    following = "run `make engines`, or give serve-check another one with --program"
     if program is None:
+        raise UserError(f"there is no program {places[0]} that can be run; {following}")
+    version = ("-c", "import importlib.metadata as m; print('version', m.version('vllm'))")
+    asked = [program, *(version if name == "vllm" else ("--help",))]
+    try:
+        done = subprocess.run(asked, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{program} printed no version within {ANSWER} s; {following}") from None
+    printed = done.stdout + done.stderr
+    if name == "llama.cpp" and "--spec-draft-sampling" not in printed:
         raise UserError(
-            f"there is no program {given or installed} that can be run; run `make engines`, or give serve-check its "
-            f"path with {option}"
+            f"{program} has no option --spec-draft-sampling, so it is older or another program; {following}"
         )
-    asked = ("-c", "import importlib.metadata as m; print('version', m.version('vllm'))")
-    done = subprocess.run(
-        [program, *(asked if name == "vllm" else ("--help",))],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    if name == "llama.cpp":
-        if "--spec-draft-sampling" not in done.stdout + done.stderr:
-            raise UserError(
-                f"{program} has no option --spec-draft-sampling: it is older than the llama.cpp of `make engines`, or "
-                "another program; run `make engines`, or give another program with --binary"
-            )
-        return program
-    found = next((line.split()[1] for line in done.stdout.splitlines() if line.startswith("version ")), None)
-    if found is None or Version(found) < OLDEST_VLLM:
-        raise UserError(
-            f"{program} has {f'vLLM {found}' if found else 'no vLLM'}; {OLDEST_VLLM} or newer can be started: run "
-            "`make engines`, or start the server yourself and give its address"
-        )
+    if name == "vllm":
+        vllm = re.search(r"^version (\S+)", printed, re.MULTILINE)
+        if vllm is None or Version(vllm[1]) < OLDEST_VLLM:
+            seen = f"vLLM {vllm[1]}" if vllm else "no vLLM"
+            raise UserError(f"{program} has {seen}, expected {OLDEST_VLLM} or newer; {following}")
     return program
 
 
 def start_command(engine: Engine, draft_length: int | None, port: int) -> tuple[list[str], dict[str, str]]:
-    """The command that starts an engine's server, and the environment variables that it adds.
-
-    Args:
-        engine: what to start.
-        draft_length: tokens drafted per round; None starts it without the draft.
-        port: to listen on.
-    """
+    """The command that starts a server, without the draft if `draft_length` is None, and the variables that it adds."""
     llama, options = engine.name == "llama.cpp", COMMANDS[engine.name]
     if llama and engine.threads:
         options += " -t {threads} -tb {threads}"
@@ -154,6 +145,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def inherited_environment() -> dict[str, str]:
+    """This process's environment without what it or torchrun has set for itself, which an engine must not see."""
+    hidden = LAUNCHER | (SPIN if "DRAFTSMITH_SPINCOUNT" in os.environ else set())
+    return {name: value for name, value in os.environ.items() if name not in hidden}
+
+
 @contextmanager
 def running(
     command: Sequence[str],
@@ -172,16 +169,15 @@ def running(
         ready: called twice a second; whether the server answers.
         name: of the engine, for messages.
         seconds: time limit for becoming ready.
-        environment: variables added to those of this process.
+        environment: variables added to `inherited_environment`.
 
     Raises:
         UserError: it ends before it is ready, or is not ready in time; with its last lines.
     """
-    kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     with scratch_folder() as folder, (folder / "log").open("wb") as out:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-            env={**kept, **(environment or {})}, start_new_session=True,
+            env=inherited_environment() | dict(environment or {}), start_new_session=True,
         )  # fmt: skip
         watcher = subprocess.Popen(
             [sys.executable, "-ISc", WATCHER, str(process.pid)], stdin=subprocess.PIPE, start_new_session=True
@@ -194,9 +190,8 @@ def running(
                     what = f"was not ready after {seconds:.0f} s; give it longer with --timeout"
                     if ended:
                         what = f"ended with status {process.returncode} while loading"
-                    lines = (folder / "log").read_text(encoding="utf-8", errors="replace").splitlines()
-                    last = "\n".join(f"  | {line[:240]}" for line in list(filter(str.strip, lines))[-LAST_LINES:])
-                    raise UserError(f"{name} {what}. Its last lines:\n{last}\nThe command was: {' '.join(command)}")
+                    log = (folder / "log").read_text(encoding="utf-8", errors="replace")[-LAST:]
+                    raise UserError(f"{name} {what}. Its last lines:\n{log}\nThe command was: {' '.join(command)}")
                 time.sleep(0.5)
             yield folder / "log"
         finally:
@@ -213,18 +208,17 @@ def opened(engine: Engine, draft_length: int | None) -> Iterator[Server]:
     Raises:
         UserError: it is not installed, does not start (see `running`), or does not answer at its address.
     """
-    if engine.url is not None:
-        server = Server(engine.url, engine.name, engine.seconds)
-        if not server.ready():
-            raise UserError(f"nothing answers at {engine.url}/health; start the server first, or leave out --url")
-        yield server
-        return
-    engine.program = engine.program or check_engine(engine.name)
     port = free_port()
-    command, environment = start_command(engine, draft_length, port)
-    server = Server(f"http://127.0.0.1:{port}", engine.name, engine.seconds)
-    with running(command, server.ready, name=engine.name, seconds=engine.seconds, environment=environment):
-        yield server
+    with closing(Server(engine.url or f"http://127.0.0.1:{port}", engine.name, engine.seconds)) as server:
+        if engine.url is None:
+            engine.program = engine.program or check_engine(engine.name)
+            command, more = start_command(engine, draft_length, port)
+            with running(command, server.ready, name=engine.name, seconds=engine.seconds, environment=more):
+                yield server
+        elif server.ready():
+            yield server
+        else:
+            raise UserError(f"nothing answers at {engine.url}/health; start the server first, or leave out --url")
 
 
 @dataclass
@@ -272,8 +266,10 @@ class Server:
     def __init__(self, url: str, name: str, seconds: float = 300.0) -> None:
         self.url, self.name, self.seconds = url.rstrip("/"), name, seconds
         self.client = httpx.Client(base_url=self.url, timeout=seconds, trust_env=False)
-        self.model: str | None = None
-        self.pieces: dict[int, str] = {}  # text of stop tokens
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.client.close()
 
     def ready(self) -> bool:
         """Whether the server reports that it is healthy."""
@@ -283,43 +279,23 @@ class Server:
             return False
 
     def write(
-        self,
-        ids: Sequence[int],
-        *,
-        temperature: float,
-        seed: int,
-        max_new_tokens: int,
-        stop_ids: Sequence[int] = (),
-        ignore_eos: bool = False,
+        self, ids: Sequence[int], *, temperature: float, seed: int, max_new_tokens: int, stop_ids: Sequence[int] = ()
     ) -> ServedText:
-        """Write one text and count its drafts.
-
-        Args:
-            ids: the prompt.
-            temperature: 0 is greedy; the distribution is not cut otherwise.
-            seed: of sampling.
-            max_new_tokens: most tokens.
-            stop_ids: tokens that end the text.
-            ignore_eos: continue after every stop token.
-        """
-        body: dict[str, Any] = {"prompt": list(ids), "temperature": temperature, "seed": seed, "ignore_eos": ignore_eos}
+        """Write one text after a prompt of token ids and count its drafts; the distribution is not cut."""
+        body: dict[str, Any] = {"prompt": list(ids), "temperature": temperature, "seed": seed}
         body |= {"top_p": 1.0, "min_p": 0.0}  # not as the model's generation_config has them
         if self.name == "llama.cpp":
-            for i in stop_ids:
-                if i not in self.pieces:
-                    self.pieces[i] = str(self._call("POST", "/detokenize", json={"tokens": [i]}).json()["content"])
             # llama-server stops at strings, not at ids, and shows special tokens only where they are preserved
-            stop = [self.pieces[i] for i in stop_ids if self.pieces[i]]
+            texts = [self._call("POST", "/detokenize", json={"tokens": [i]}).json()["content"] for i in stop_ids]
+            stop = list(filter(None, texts))
             path, body = "/completion", body | {
                 "n_predict": max_new_tokens, "top_k": 0, "samplers": ["temperature"], "return_tokens": True,
                 "cache_prompt": False, "stop": stop, "preserved_tokens": stop,
             }  # fmt: skip
         else:
-            if self.model is None:
-                self.model = str(self._call("GET", "/v1/models").json()["data"][0]["id"])
             path, body = "/v1/completions", body | {
                 "max_tokens": max_new_tokens, "top_k": -1, "repetition_penalty": 1.0, "stop_token_ids": list(stop_ids),
-                "return_token_ids": True, "model": self.model,
+                "return_token_ids": True, "model": self._call("GET", "/v1/models").json()["data"][0]["id"],
             }  # fmt: skip
         before, began = self._settled(), time.perf_counter()
         answer = self._call("POST", path, json=body).json()
@@ -335,28 +311,30 @@ class Server:
         return ServedText(list(new[:end]), seconds, decode_seconds, after.drafts - before.drafts)
 
     def differs_in_ids(self, text: str, ids: Sequence[int]) -> str | None:
-        """Where the server's token ids of a text differ from these; None where they do not."""
+        """The server's token ids of a text beside these; None where they do not differ."""
         body = {"content": text, "add_special": True} if self.name == "llama.cpp" else {"prompt": text}
         theirs = [int(i) for i in self._call("POST", "/tokenize", json=body).json()["tokens"]]
         if not theirs or theirs == list(ids):
             return None
-        at = next((i for i, (a, b) in enumerate(zip(theirs, ids)) if a != b), min(len(theirs), len(ids)))
-        return f"of {text[:40]!r}, token {at} is {theirs[at : at + 3]} there and {list(ids[at : at + 3])} here"
+        return f"of {text[:40]!r}: {theirs[:8]} there, {list(ids[:8])} here"
 
     def _settled(self, tokens: float = 0.0) -> Metrics:
-        """Metrics that count at least `tokens` and no longer change; engines publish them after the answer."""
-        now, before = parse_metrics(self._call("GET", "/metrics").text), None
+        """Counters that no longer change and have reached `tokens`; engines publish them after the answer."""
+        before = now = None
         for _ in range(READINGS):
             time.sleep(SETTLED)
-            now, before = parse_metrics(self._call("GET", "/metrics").text), now
+            before, now = now, parse_metrics(self._call("GET", "/metrics").text)
             if now == before and now.tokens >= tokens:
                 return now
-        if now != before:
+        if now is not None and now == before:
             raise UserError(
-                f"the counters of {self.name} at {self.url} do not stop changing, so other clients are sending "
-                "requests; stop them and run the command again"
+                f"{self.name} at {self.url} counts {now.tokens:.0f} written tokens, expected at least {tokens:.0f} "
+                "after its answer; restart the server, with its statistics turned on"
             )
-        return now
+        raise UserError(
+            f"the counters of {self.name} at {self.url} do not stop changing, so other clients are sending requests; "
+            "stop them and run the command again"
+        )
 
     def _call(self, method: str, path: str, **options: Any) -> httpx.Response:
         try:

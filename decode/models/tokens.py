@@ -6,7 +6,8 @@ its template and nothing more, as in transformers and the engines: it has a star
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -16,19 +17,18 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from decode.errors import UserError
-from decode.trace import Step
 
 Message = Mapping[str, Any]
 """One turn of a chat as OpenAI and chat templates write it: ``role``, ``content``, possibly ``tool_calls``."""
 REASONING = "reasoning_content", "reasoning", "thinking"
 """The names under which templates read what an assistant thought before it answered; they mean the same."""
+REFUSALS = jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError  # what rendering a chat may raise
 
 
 def start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Ids that the tokenizer itself puts before every text: one start token, or none."""
-    whole, bare = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
-    before = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
-    return [int(i) for i in whole[:before]]
+    ids, bare = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
+    return next((ids[:i] for i in range(len(ids)) if ids[i : i + len(bare)] == bare), [])
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -45,12 +45,12 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def batch_prompt_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     """Ids of prompts. Where the tokenizer has a start token they begin with exactly one, also if the text has it."""
-    start, found = start_ids(tokenizer), []
+    start, prompts = start_ids(tokenizer), []
     for ids in plain_ids(tokenizer, texts):
         while start and ids[: len(start)] == start:
             ids = ids[len(start) :]
-        found.append(start + ids)
-    return found
+        prompts.append(start + ids)
+    return prompts
 
 
 def chat_ids(
@@ -58,18 +58,13 @@ def chat_ids(
 ) -> list[int]:
     """Ids of a chat up to the beginning of the assistant's turn, equal to transformers' ``apply_chat_template``.
 
-    Args:
-        tokenizer: the target's tokenizer, with a chat template.
-        messages: the turns so far.
-        template_args: further variables of the template, such as ``enable_thinking``.
-
     Raises:
         UserError: the tokenizer has no chat template, the template refuses the messages, or a message spells a control
             token.
     """
-    if found := control_token(tokenizer, [message for message in messages if message["role"] != "assistant"]):
+    if token := control_token(tokenizer, [message for message in messages if message["role"] != "assistant"]):
         raise UserError(
-            f"a message holds the text {found!r}, which the tokenizer would read as a control token (it can end the "
+            f"a message holds the text {token!r}, which the tokenizer would read as a control token (it can end the "
             "turn or begin another one): leave it out, or continue plain text (--chat false)"
         )
     return written_ids(tokenizer, render_chat(tokenizer, messages, ask=True, template_args=template_args))
@@ -151,7 +146,7 @@ def render_chat(
         tokenizer: the target's tokenizer, with a chat template.
         messages: the turns.
         ask: end with the beginning of the assistant's next turn (``add_generation_prompt``).
-        template_args: further variables of the template.
+        template_args: further variables of the template, such as ``enable_thinking``.
 
     Raises:
         UserError: no chat template, or one that does not accept these messages.
@@ -170,7 +165,7 @@ def render_chat(
             for function in (call["function"] for message in texts for call in message.get("tool_calls") or ()):
                 function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
             return _render(tokenizer, texts, parts, ask, args)
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+    except REFUSALS as error:
         raise UserError(f"the chat template does not accept these messages: {error}") from error
 
 
@@ -191,22 +186,21 @@ def _render(
 def _reads_parts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     """Whether a template writes contents only where they are lists of parts (``template`` is the cache's key)."""
     chat = [{"role": "user", "content": "MARKED QUESTION"}, {"role": "assistant", "content": "MARKED ANSWER"}]
-    found = []
-    for parts in (False, True):
-        written = ""
+
+    def written(parts: bool) -> int:
+        texts = []
         for turns in (chat[:1], chat):  # a template may refuse a chat that ends with the answer
-            try:
-                written += _render(tokenizer, turns, parts, len(turns) == 1, {})
-            except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError):
-                continue
-        found.append(sum(turn["content"] in written for turn in chat))
-    return found[1] > found[0]
+            with suppress(*REFUSALS):
+                texts.append(_render(tokenizer, turns, parts, len(turns) == 1, {}))
+        return sum(turn["content"] in "".join(texts) for turn in chat)
+
+    return written(True) > written(False)
 
 
 def plain_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     """Ids of texts, without start and end tokens."""
-    found: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-    return found
+    ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
 
 
 def continuation_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
@@ -249,16 +243,15 @@ class Detokenizer:
     the same for fast tokenizers only, and does not return what it holds back at the end.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self.skip = skip_special_tokens
         self.ids: list[int] = []
         self._before = 0  # first id of the last piece
         self._shown = 0  # ids whose text has been returned
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of some ids on their own."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=self.skip, clean_up_tokenization_spaces=False))
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def push(self, ids: Iterable[int], *, last: bool = False) -> str:
         """Add ids; returns the text that is certain by now, possibly none, or all of it after the last ids."""
@@ -275,6 +268,18 @@ class Detokenizer:
         return self.push([], last=True)
 
 
+class StopStrings:
+    """Strings that end a text, by transformers' own criterion."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
+        self._met = StopStringCriteria(tokenizer, list(strings))
+
+    def ends(self, ids: list[int]) -> bool:
+        """Whether the last token completes a string; tokens before the longest string are not read."""
+        recent = torch.tensor([ids[-self._met.maximum_token_len :]])
+        return bool(self._met(recent, torch.empty(0))[0])
+
+
 def marked(
     detokenizer: Detokenizer,
     tokens: Sequence[int],
@@ -287,7 +292,7 @@ def marked(
     Args:
         detokenizer: has read the text before.
         tokens: the next tokens.
-        written_by: `Step.written_by`.
+        written_by: `decode.core.round.Round.written_by`.
         rejected: for each token the drafted ones that were rejected in its place; at most three are shown.
         alone: there is no drafter, so the target's tokens are no bonus.
     """
@@ -297,37 +302,3 @@ def marked(
         pieces += [{"text": detokenizer.text([r]), "who": "rejected"} for r in instead[:3]]
         pieces.append({"text": detokenizer.push([token]), "who": names[writer]})
     return pieces
-
-
-def stop_at(
-    steps: Iterable[Step],
-    prompt: Sequence[int],
-    tokenizer: PreTrainedTokenizerBase,
-    strings: Sequence[str],
-    found: Callable[[int], None] = lambda dropped: None,
-) -> Iterator[Step]:
-    """Cut steps after the first token that completes one of the strings, by transformers' own criterion.
-
-    A step emits several tokens, so the text may end inside it; the rest of the step is dropped.
-
-    Args:
-        steps: from `decode.loop.steps`.
-        prompt: token ids before the first step.
-        tokenizer: the target's tokenizer.
-        strings: the stop strings; with none, steps are passed through.
-        found: called with the number of dropped tokens once a string is complete.
-    """
-    if not strings:
-        yield from steps
-        return
-    met = StopStringCriteria(tokenizer, list(strings))
-    ids = list(prompt)
-    for step in steps:
-        for i, token in enumerate(step.new):
-            ids.append(token)
-            if bool(met(torch.tensor([ids]), torch.empty(0))[0]):
-                found(len(step.new) - i - 1)
-                step.new = step.new[: i + 1]
-                yield step
-                return
-        yield step

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from decode.bench.datasets import Row
 from decode.errors import UserError
+from decode.measure.suites import Row
 from decode.models.tokens import (
     REASONING,
     Message,

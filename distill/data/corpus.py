@@ -22,10 +22,9 @@ from datasets import Dataset, Features, List, Value, concatenate_datasets, load_
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from decode.bench.datasets import PRESETS, Row, quiet_datasets
-from decode.bench.suites import SCORERS, Prompt, Suite
 from decode.errors import UserError, read_json
-from decode.models.loading import load_tokenizer
+from decode.measure.suites import PRESETS, Prompt, Row, Suite, quiet_datasets
+from decode.models.open import load_tokenizer
 from decode.models.tokens import check_template
 from decode.progress import current
 from distill import ranks
@@ -332,11 +331,10 @@ def _identity(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def test_suite(corpus: Corpus, source: str, count: int) -> Suite:
     """The first test prompts of a corpus, with the scorer of their task where it has one."""
-    preset = PRESETS.get(source)
-    score = SCORERS.get(preset.scorer) if preset is not None and preset.scorer else None
     rows = corpus.test.select(range(min(count, len(corpus.test))))
     prompts = [
         Prompt(f"test/{i}", row["prompt"], row["response"], ids=tuple(prompt_part(row["input_ids"], row["labels"])))
         for i, row in enumerate(rows)
     ]
-    return Suite(source, prompts, None if score is None else (lambda p, text: score(text, p.reference or "")))
+    preset = PRESETS.get(source)
+    return Suite(source, prompts, preset.score if preset else None)

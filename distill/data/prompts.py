@@ -16,12 +16,12 @@ from typing import NamedTuple
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.bench.datasets import Row, messages_of, read_rows
+from decode.core.sampling import LogitsWarper
 from decode.errors import UserError, read_json
+from decode.measure.suites import Row, iter_rows, messages_of
+from decode.models.texts import GROUP, uniform_draws, write_texts
 from decode.models.tokens import plain_ids, written_ids
-from decode.models.writing import GROUP, uniform_draws, write_texts
 from decode.progress import current
-from decode.sampling import LogitsWarper
 from distill.config import DataSettings, PromptSettings
 from distill.data.chat import ChatFormat
 from distill.data.messages import Messages, UnusableRow, read_messages
@@ -144,7 +144,7 @@ def prompt_rows(
         return ", ".join(f"{count} {reason}" for reason, count in dropped.most_common()) or "none"
 
     if path is not None:
-        read = read_rows(path)
+        read = list(iter_rows(path))
         given = [messages for messages in map(prompt_of, read) if messages]
         if not given:
             raise UserError(

@@ -20,9 +20,9 @@ from string import Formatter
 from datasets import Dataset, Features, Value
 from datasets.data_files import DataFilesDict, get_data_patterns
 
-from decode.bench.arithmetic import problems
-from decode.bench.datasets import PRESETS, Preset, Row, file_format, held_out, iter_rows, load_hub, messages_of
 from decode.errors import UserError
+from decode.measure.arithmetic import problems
+from decode.measure.suites import PRESETS, Preset, Row, file_format, held_out, iter_rows, load_hub, messages_of
 from distill.config import DataSettings
 from distill.data.messages import UnusableRow, clean_messages, parsed
 
@@ -203,7 +203,8 @@ def _pairs(source: Preset | tuple[str, str]) -> tuple[Sequence[str], Shape]:
     """The columns that a preset, or two format strings, need, and the shape of a prompt and its response."""
     if isinstance(source, Preset):
         columns, readable = source.columns, None
-        templates = {"prompt": source.prompt, "response": source.response, "said": source.said or (lambda row: "")}
+        said = source.said if source.said_template else lambda row: ""
+        templates = {"prompt": source.prompt, "response": source.response, "said": said}
     else:
         try:
             names = [name for template in source for _, name, _, _ in Formatter().parse(template)]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.models.block_head import BlockHead, block_config, mask_token
+from decode.models.heads.block import BlockHead, block_config, mask_token
 from distill.config import StudentSettings
 from distill.data.dataset import Batch, Examples, label_mask
 from distill.drafts.eagle import head_rows

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from decode.models.heads import FeatureHead, head_config
-from decode.models.mtp import MtpHead
+from decode.models.heads.eagle import FeatureHead, head_config
+from decode.models.heads.mtp import MtpHead
 from distill.config import StudentSettings
 from distill.data.dataset import Batch, label_mask
 from distill.drafts.start import seeded

@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from decode.errors import UserError
-from decode.models.families import check_structure, decoder_layers
-from decode.models.wrapped import language_model
+from decode.models.sources import language_model
 from distill.data.dataset import Batch, label_mask
+from distill.layers import check_structure, decoder_layers
 from distill.lm_head import LMHead, last_hidden
 from distill.losses.chunked import Rows
 from distill.signal.target import Signal

@@ -14,9 +14,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from decode.models.families import decoder_layers, final_norm
-from decode.models.heads import FeatureHead, RMSNorm
+from decode.models.heads.eagle import FeatureHead, RMSNorm
 from distill.data.dataset import Examples
+from distill.layers import decoder_layers, final_norm
 
 
 @contextmanager

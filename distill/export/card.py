@@ -12,11 +12,11 @@ import yaml
 from jinja2 import Template
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from decode.bench.page import COLUMNS, cell, markdown
-from decode.engines.gap_causes import weight_fingerprints
+from decode.engines.check import weight_fingerprints
 from decode.errors import read_json, write_text
-from decode.models.block_head import BlockHead
-from decode.models.heads import DraftHead, default_captured_layers
+from decode.measure.report import COLUMNS, cell, markdown
+from decode.models.heads.block import BlockHead
+from decode.models.heads.eagle import DraftHead, default_captured_layers
 
 Report = Mapping[str, Any]  # of a run, or a part of it
 Facts = dict[str, Any]

@@ -20,11 +20,10 @@ from transformers import (
 
 from decode.engines.gguf import convert, find_converter
 from decode.errors import UserError
-from decode.models.head_configs import unserved
-from decode.models.head_files import is_head
-from decode.models.heads import DraftHead
-from decode.models.loading import check_tokenizers, load_config, load_model, load_tokenizer
-from decode.models.mtp import MTP, MtpHead
+from decode.models.heads.eagle import DraftHead
+from decode.models.heads.files import is_head, unserved
+from decode.models.heads.mtp import MTP, MtpHead
+from decode.models.open import check_tokenizers, load_config, load_model, load_tokenizer
 from distill.config import ExportSettings
 from distill.export.card import describe, write_card
 from distill.files import replaced, save_tokenizer

@@ -1,10 +1,10 @@
 """Export of a trained head in the layout that vLLM and SGLang load.
 
 Both load an EAGLE-3 head from ``config.json`` (architectures ``LlamaForCausalLMEagle3``, ``draft_vocab_size``) and the
-tensors of `decode.models.heads`. Their loaders skip unknown names, so the files are read again here. The embedding is
-the target's. EAGLE-1 heads keep the names of the official checkpoints, which SGLang loads. Of block heads the output
-head is the target's too; where they draft some tokens only, engines need a copy of its rows. Next-token layers
-keep the names of the target's own files, into which `replace_layers` puts them.
+tensors of `decode.models.heads.eagle`. Their loaders skip unknown names, so the files are read again here. The
+embedding is the target's. EAGLE-1 heads keep the names of the official checkpoints, which SGLang loads. Of block heads
+the output head is the target's too; where they draft some tokens only, engines need a copy of its rows. Next-token
+layers keep the names of the target's own files, into which `replace_layers` puts them.
 """
 
 import json
@@ -18,11 +18,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.errors import UserError, read_json, write_text
-from decode.models.block_head import BlockHead
-from decode.models.head_configs import unserved
-from decode.models.head_files import HEAD, load_head, save_head
-from decode.models.heads import DraftHead, output_head
-from decode.models.loading import load_tokenizer
+from decode.models.heads.block import BlockHead
+from decode.models.heads.eagle import DraftHead, output_head
+from decode.models.heads.files import HEAD, load_head, save_head, unserved
+from decode.models.open import load_tokenizer
 from distill.config import ExportSettings
 from distill.export.card import TOKEN_MAP, describe, write_card
 from distill.export.draft import DRAFTED, add_legacy_fields, check_export_path, check_gguf

@@ -13,22 +13,22 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from decode.core.loop import decode
+from decode.core.sampling import LogitsWarper, TorchRng
+from decode.core.verify import Fuzzy
 from decode.errors import UserError
-from decode.loop import decode
-from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
-from decode.models.choose_runner import open_draft_runner, open_runner
-from decode.models.heads import DraftHead
-from decode.models.writing import Draws, uniform_draws
-from decode.sampling import LogitsWarper, TorchRng
-from decode.verify import Fuzzy
+from decode.models.check import open_draft_runner, open_runner
+from decode.models.heads.eagle import DraftHead
+from decode.models.texts import Draws, uniform_draws
+from decode.options import MethodOptions
 from distill import ranks
 from distill.config import ResponseSettings
 from distill.data.dataset import Examples, Picks, Schedule
 from distill.responses.target import response_rows
 
 Writer = Callable[..., list[list[int]]]
-"""Continues prompts with the draft's weights of the moment; called as `decode.models.writing.write_texts`."""
+"""Continues prompts with the draft's weights of the moment; called as `decode.models.texts.write_texts`."""
 Place = tuple[int, int]  # a step, and the place of an example in it
 
 
@@ -127,7 +127,7 @@ def head_texts(
 
     These are the texts that decoding visits while the head is drafting. The target reads them for its features.
 
-    The arguments after ``depth``, the tokens of a draft, are those of `decode.models.writing.write_texts`; texts are
+    The arguments after ``depth``, the tokens of a draft, are those of `decode.models.texts.write_texts`; texts are
     written one at a time.
     """
     runner, drafter, texts = open_runner(target), open_draft_runner(head, target), list[list[int]]()

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 from datasets import Dataset, Features
 from transformers import PreTrainedModel
 
-from decode.bench.datasets import Row
+from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
-from decode.models.loading import stop_ids_of
+from decode.measure.suites import Row
+from decode.models.open import stop_ids_of
+from decode.models.texts import GROUP, uniform_draws, write_texts
 from decode.models.tokens import REASONING, end_token, plain_ids
-from decode.models.writing import GROUP, uniform_draws, write_texts
 from decode.progress import current, working
-from decode.sampling import LogitsWarper
 from distill import ranks
 from distill.config import ResponseSettings, ServerSettings
 from distill.data.chat import (

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decode.models.heads import DraftHead
-from decode.models.mtp import MTP
+from decode.models.heads.eagle import DraftHead
+from decode.models.heads.mtp import MTP
 from distill.config import Signal as SignalKind
 from distill.data.dataset import Batch, label_mask
 from distill.lm_head import LMHead, last_hidden

@@ -1,0 +1,302 @@
+"""Settings of every command: dataclasses, read from YAML files and overridden on the command line.
+
+jsonargparse converts and checks the values, and its help shows the texts below each attribute. One YAML file serves
+several commands, so that a command skips the sections of the others; any other unknown key is an error that names the
+nearest known one. A file may build on another one: ``base: other.yaml`` (relative to itself) is read first.
+"""
+
+import dataclasses
+import difflib
+import errno
+import functools
+import itertools
+import os
+import re
+import signal
+import sys
+import tempfile
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jsonargparse
+import yaml
+
+from decode.errors import UserError
+
+Settings = TypeVar("Settings")
+
+VERBATIM = {"stop", "input"}  # list options whose values are not split at commas
+SWITCHES = (bool, bool | None)
+
+
+def parse(
+    settings_class: type[Settings],
+    argv: Sequence[str],
+    prog: str = "",
+    description: str = "",
+    examples: str = "",
+    *,
+    foreign: Collection[str] = (),
+    section: str | None = None,
+) -> Settings:
+    """Read ``--config FILE`` and ``--key.subkey value`` overrides into an instance of a settings dataclass.
+
+    Later files override earlier ones key by key, and options override files. Names of options may be typed with hyphens
+    or underscores; a switch needs no value (``--no-KEY`` turns it off); lists are ``1,2``, ``1 2`` or ``[1,2]``; a text
+    that begins with hyphens follows an equals sign.
+
+    Args:
+        settings_class: A dataclass whose fields are plain values, dataclasses or lists of dataclasses.
+        argv: Arguments without the program's name.
+        prog: The command as the user types it, for the usage line.
+        description: A paragraph above the help.
+        examples: Command lines below the help.
+        foreign: Top-level sections of a shared YAML file that belong to other commands; skipped.
+        section: Section of the file that holds the settings; ``None``: they are at its top level.
+
+    Raises:
+        UserError: A missing file, malformed YAML, an unknown key, a wrong value, or a refusal by ``__post_init__``.
+    """
+    kind: Any = settings_class
+    parser = _parser(kind, prog, description)
+    if {"-h", "--help"} & set(argv):  # also beside arguments that are wrong
+        text = re.sub(r", --\S+\+ \S+", "", parser.format_help())  # jsonargparse's options that extend a list
+        text = re.sub(r"--[\w.]+", lambda name: name[0].replace("_", "-"), text)
+        print(text + (f"\nexamples:\n{examples}" if examples else ""))
+        raise SystemExit(0)
+    for word in argv:
+        if word.endswith(".help"):  # of a section
+            parser.parse_args(["--" + word[2:].replace("-", "_")])
+    paths, given = config_paths(argv), _read_options(known_keys(kind), argv, prog)
+    content, source = read_config(paths), " and ".join([*map(str, paths), *(["the command line"] if given else [])])
+    if section is not None:
+        if near := difflib.get_close_matches(section, content.keys() - {section}, 1, 0.75):
+            raise UserError(f"{source}: unknown key '{near[0]}'; the nearest known key is '{section}'")
+        content, source = content.get(section) or {}, f"{source}, section {section}"
+    content = {key: value for key, value in content.items() if key not in foreign}
+    _check_keys(content, known_keys(kind), "", source)
+    try:
+        return settings_class(**vars(parser.instantiate(parser.parse_object(merge(content, given)))))
+    except UserError:
+        raise
+    except (jsonargparse.ArgumentError, ValueError, TypeError) as error:
+        raise UserError(f"{source or prog}: {' '.join(str(error).split())}") from error
+
+
+@functools.cache
+def _parser(settings_class: type, prog: str, description: str) -> jsonargparse.ArgumentParser:
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = jsonargparse.ArgumentParser(
+        prog=prog,
+        usage=f"{prog} [options]",
+        description=f"{description} --config FILE reads options from YAML and may be repeated.",
+        exit_on_error=False,
+        default_env=False,
+    )
+    parser.add_class_arguments(settings_class, None)
+    return parser
+
+
+# -- configuration files -----------------------------------------------------------------------------------------------
+
+
+def config_paths(argv: Sequence[str]) -> list[Path]:
+    """The files that ``--config`` names."""
+    words = [word for item in argv for word in (item.split("=", 1) if item.startswith("--config=") else [item])]
+    return [Path(value) for name, value in itertools.pairwise(words) if name == "--config"]
+
+
+def read_config(paths: Sequence[Path]) -> dict[str, Any]:
+    """The content of configuration files and of those that they build on; later files override earlier ones.
+
+    Raises:
+        UserError: A file that is missing, is not valid YAML, or builds on itself.
+    """
+    return functools.reduce(merge, map(_read_file, paths), {})
+
+
+def _read_file(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    if not path.is_file():
+        raise UserError(f"{Path.cwd()} has no configuration file {str(path)!r}; the repository's configs/ has some")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds a {type(content).__name__}, expected one 'key: value' a line")
+    base, above = content.pop("base", None), (*above, path.resolve())
+    if base is None:
+        return content
+    below = path.parent / str(base)
+    if below.resolve() in above:
+        raise UserError(f"{path}: 'base' is {base!r}, expected the path of another file, relative to this one")
+    return merge(_read_file(below, above), content)
+
+
+def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Two configurations as one: sections are merged key by key; any other value of `above` wins, as does ``{}``."""
+    both = {
+        k: merge(below[k], v) if v and isinstance(v, dict) and isinstance(below.get(k), dict) else v
+        for k, v in above.items()
+    }
+    return below | both
+
+
+# -- keys and options --------------------------------------------------------------------------------------------------
+
+
+def _types(hint: Any) -> Iterator[Any]:
+    """A type and those in it, such as list[C] | None, list[C], C, None."""
+    yield hint
+    for inner in typing.get_args(hint):
+        yield from _types(inner)
+
+
+@functools.cache
+def known_keys(settings_class: type, prefix: str = "") -> dict[str, Any]:
+    """Dotted names and types of all fields, those of sections and of lists of sections included."""
+    keys: dict[str, Any] = {}
+    hints = typing.get_type_hints(settings_class)
+    for name in (field.name for field in dataclasses.fields(settings_class) if field.init):
+        keys[prefix + name] = hints[name]
+        sections: Iterator[Any] = filter(dataclasses.is_dataclass, _types(hints[name]))
+        for section in sections:
+            keys |= known_keys(section, f"{prefix}{name}.")
+    return keys
+
+
+def _check_keys(content: Mapping[str, Any], known: Mapping[str, Any], prefix: str, source: str) -> None:
+    """Refuse the first key of nested mappings that is not known, and a value in place of a section."""
+    for key, value in content.items():
+        name = f"{prefix}{key}"
+        if name not in known:
+            raise UserError(f"{source}: unknown key '{name}'; {_nearest(name, known)}")
+        if any(other.startswith(f"{name}.") for other in known):
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, dict):
+                    _check_keys(item, known, f"{name}.", source)
+                elif item:  # null and false turn a section off where its type allows them
+                    raise UserError(f"{source}: '{name}' is {item!r}, expected a section of 'key: value' lines")
+
+
+def _nearest(key: str, known: Collection[str]) -> str:
+    """The known key that looks most like `key`."""
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f"the nearest known key is '{close[0]}'" if close else f"known keys are {', '.join(list(known)[:40])}"
+
+
+def _read_options(known: Mapping[str, Any], argv: Sequence[str], prog: str) -> dict[str, Any]:
+    """The options but ``--config`` as a nested mapping of texts and lists of texts."""
+    groups: list[tuple[str, list[str]]] = []  # options with their values
+    for word in argv:
+        if word.startswith("--") or not groups:
+            option, equals, text = word.partition("=")
+            groups.append((option, [text] if equals else []))
+        else:
+            groups[-1][1].append(word)
+    given = jsonargparse.Namespace()
+    for option, texts in groups:
+        key = option.lstrip("-").replace("-", "_")
+        if key.startswith("no_") and known.get(key[3:]) in SWITCHES:
+            key, texts = key[3:], ["false", *texts]
+        if not option.startswith("--") or key not in {*known, "config"}:
+            raise UserError(f"unknown option {option!r}; {_nearest(key, known)}. `{prog} --help` lists them all")
+        if not texts and known.get(key) in SWITCHES:
+            texts = ["true"]
+        is_list = any(typing.get_origin(inner) is list for inner in _types(known.get(key)))
+        if not texts or (len(texts) > 1 and not is_list):
+            raise UserError(f"{option} has the values {texts}, expected one; `{prog} --help` explains it")
+        if not is_list or texts[0] == "null" or texts[0].startswith("["):
+            given[key] = texts[0]
+            continue
+        if key not in VERBATIM:
+            texts = [part.strip() for text in texts for part in text.split(",") if part.strip()]
+        given[key] = [*(given.get(key) or []), *texts]
+    return {key: value for key, value in given.as_dict().items() if key != "config"}
+
+
+def take_flag(argv: list[str], flag: str) -> bool:
+    """Remove a switch that is no settings key, such as ``--dry-run``; returns whether it was there."""
+    given = flag in argv
+    argv[:] = [item for item in argv if item != flag]
+    return given
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
+
+WRITING = (
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR,
+    errno.EEXIST,
+)  # fmt: skip
+"""Errors of the system by which writing a file fails."""
+NEXT = "free some space (`df -h .`, `ulimit -f`) or choose another output folder, then run the same command again"
+
+
+def run_main(function: Callable[[], object]) -> int:
+    """Run a command; an error that the user can correct, an interrupt or a full disk is reported in one line.
+
+    Returns:
+        0 on success, 2 after a `UserError` or where files cannot be written, 130 after Ctrl-C or SIGTERM. Other
+        exceptions pass through.
+    """
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        function()
+        sys.stdout.flush()
+        return 0
+    except UserError as error:
+        line, status = f"error: {error}", 2
+    except SystemExit as error:  # after --help
+        return int(error.code or 0)
+    except KeyboardInterrupt:
+        line, status = "stopped; a training continues if the same command is run again", 130
+    except BrokenPipeError:  # `... | head` closed the pipe
+        _close_stdout()
+        return 0
+    except Exception as error:
+        reason = writing_error(error)
+        if reason is None:
+            raise
+        try:
+            sys.stdout.flush()
+        except OSError:  # standard output itself cannot be written
+            _close_stdout()
+        line, status = f"error: {reason}; {NEXT}", 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    print(line, file=sys.stderr, flush=True)
+    return status
+
+
+def writing_error(error: BaseException | None) -> str | None:
+    """Why a file could not be written, if that is the cause of an exception; libraries wrap it in their own errors."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in WRITING:
+            return f"{error.filename2 or error.filename or 'a file'} cannot be written: {error.strerror}"
+        # safetensors and tokenizers, which are written in Rust, name the number; torch.save does not
+        number = next((number for number in WRITING if f"(os error {number})" in str(error)), None)
+        if number or "PytorchStreamWriter failed" in str(error) or "inline_container" in str(error):
+            return f"a file cannot be written{f': {os.strerror(number)}' if number else ''}"
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def check_writable(folder: str | Path) -> Path:
+    """Refuse a folder that results cannot be written to, before hours are spent on them.
+
+    Raises:
+        UserError: it cannot be made, or no file can be made in it.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return Path(folder)
+    except OSError as error:
+        raise UserError(f"output {str(folder)!r}: {error.strerror}; choose another output folder") from error
+
+
+def _close_stdout() -> None:
+    """Discard what is still buffered, so that the interpreter does not fail on it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

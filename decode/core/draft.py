@@ -1,0 +1,129 @@
+"""What a drafter hands to the target: a token tree below the pending token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Draft:
+    """A proposed token tree; a chain is the tree with parents ``-1, 0, 1, …``."""
+
+    tokens: Tensor  # token ids, long ``[n]``; ``n`` may be 0
+    parents: list[int]  # for each node the index of its parent, smaller than its own; -1 is the pending token
+    # float ``[n, vocab]``, the warped distribution that each token was drawn from, the very tensor that was sampled.
+    # ``None`` means that the draft is deterministic.
+    probs: Tensor | None = None
+    logits: Tensor | None = None  # the raw draft logits ``[n, vocab]``, for rules that look at unwarped distributions
+    confidence: list[float] = field(default_factory=list)  # what the stop rule read at each token
+
+    @classmethod
+    def chain(
+        cls,
+        tokens: Tensor,
+        probs: Tensor | None = None,
+        logits: Tensor | None = None,
+        confidence: list[float] | None = None,
+    ) -> Draft:
+        """A chain below the pending token."""
+        return cls(tokens, list(range(-1, tokens.shape[0] - 1)), probs, logits, confidence or [])
+
+    @classmethod
+    def tree(cls, tokens: Sequence[int], parents: Sequence[int]) -> Draft:
+        """A deterministic tree. Raises ValueError where a parent does not precede its child."""
+        if len(tokens) != len(parents) or any(not -1 <= p < i for i, p in enumerate(parents)):
+            raise ValueError(f"parents must precede their children, got {list(parents)}")
+        return cls(torch.tensor(list(tokens), dtype=torch.long), list(parents))
+
+    @classmethod
+    def empty(cls) -> Draft:
+        """Nothing proposed: the round becomes a plain autoregressive step."""
+        return cls(torch.empty(0, dtype=torch.long), [])
+
+    def with_branch(self, tokens: Sequence[int]) -> Draft:
+        """This deterministic tree and a chain below the pending token; what both hold is drafted once."""
+        parents, node = list(self.parents), -1
+        new: list[int] = []
+        for token in tokens:
+            below = self.children[node + 1].get(token) if not new else None
+            if below is None:
+                new.append(token)
+                parents.append(node)
+                below = len(parents) - 1
+            node = below
+        return Draft(torch.cat([self.tokens, self.tokens.new_tensor(new)]), parents) if new else self
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether every node is the only child of the one before it."""
+        return self.parents == list(range(-1, len(self.parents) - 1))
+
+    @cached_property
+    def ids(self) -> list[int]:
+        """The tokens on the host, fetched once."""
+        return self.tokens.tolist()
+
+    @cached_property
+    def depth(self) -> int:
+        """Length of the longest path; the number of tokens of a chain."""
+        return len(self) if self.is_chain else max(self.depths(), default=0)
+
+    def depths(self) -> list[int]:
+        """Distance of every node from the pending token (a root-level node has depth 1)."""
+        depths: list[int] = []
+        for p in self.parents:
+            depths.append(1 if p < 0 else depths[p] + 1)
+        return depths
+
+    @cached_property
+    def children(self) -> list[dict[int, int]]:
+        """``children[i + 1][token]`` is the child of node i with that token (index 0: the pending token)."""
+        table: list[dict[int, int]] = [{} for _ in range(len(self) + 1)]
+        for node, (token, parent) in enumerate(zip(self.ids, self.parents)):
+            table[parent + 1].setdefault(token, node)
+        return table
+
+    def visible(self) -> Tensor:
+        """bool ``[n + 1, n + 1]`` of the pending token and the nodes: which of them each attends to."""
+        seen = np.eye(len(self) + 1, dtype=bool)
+        seen[:, 0] = True
+        for i, p in enumerate(self.parents):
+            seen[i + 1] |= seen[p + 1]
+        return torch.from_numpy(seen)
+
+    def prefixes(self, ids: list[int]) -> list[Tensor]:
+        """The text before each row of the target: of the pending token `ids`, of a node also the path down to it."""
+        texts = [torch.from_numpy(np.asarray(ids, dtype=np.int64))]
+        for token, parent in zip(self.tokens.cpu().split(1), self.parents):
+            texts.append(torch.cat([texts[parent + 1], token]))
+        return texts
+
+
+class Trie:
+    """A token tree under construction; node -1 is the pending token, siblings carry different tokens."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self._index: dict[tuple[int, int], int] = {}
+
+    def add(self, parent: int, token: int) -> int:
+        """The child of ``parent`` that carries ``token``, made if it is missing."""
+        node = self._index.setdefault((parent, token), len(self.tokens))
+        if node == len(self.tokens):
+            self.tokens.append(token)
+            self.parents.append(parent)
+        return node
+
+    def draft(self) -> Draft:
+        """The deterministic draft of this tree."""
+        return Draft.tree(self.tokens, self.parents)

@@ -1,0 +1,374 @@
+"""The loop of every decoding method: propose, score, verify, commit, learn; for one text or several.
+
+In each round the drafter proposes a token tree, the target scores it in one forward, verification keeps a path of it
+and adds one token, the caches roll back to that path, and the adaptive parts learn from the round. Between rounds the
+target's cache holds one position less than the text: the last token is pending, chosen but not yet read.
+"""
+
+import copy
+import math
+import time
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from decode.core.draft import Draft
+from decode.core.lengths import DraftLengths
+from decode.core.round import Round
+from decode.core.sampling import LogitsWarper, Rng, Rows, TorchRng, WarpedRows, argmax
+from decode.core.stop import StopRule
+from decode.core.verify import AcceptanceRule, Exact, Measured, verify, verify_greedy
+from decode.drafters.base import Drafter, DraftRequest, Prompt
+from decode.errors import UserError
+from decode.models.api import Model, Out, Read, read_prompt, synchronize
+from decode.models.huggingface import rows_that_fit
+
+
+@dataclass
+class Method:
+    """A decoding method: a drafter, a stop rule and an acceptance rule."""
+
+    name: str
+    drafter: Drafter
+    stop: StopRule
+    rule: AcceptanceRule = field(default_factory=Exact)
+    # limits the drafts of all texts of a round to what pays; None: the stop rule alone ends them
+    lengths: DraftLengths | None = None
+
+
+class Ends(Protocol):
+    """Strings that end a text, such as `decode.models.tokens.StopStrings`."""
+
+    def ends(self, ids: list[int]) -> bool:
+        """Whether the last of these tokens completes a string."""
+        ...
+
+
+def tree_error(target: Model) -> UserError:
+    """The error for a method that drafts trees on a target that verifies chains only."""
+    return UserError(
+        f"{target.name} cannot verify token trees: {target.tree_refusal}; use a method that drafts chains (vanilla, "
+        "eagle, prompt-lookup, layerskip)"
+    )
+
+
+class Text:
+    """A text that is decoded: its ids, caches, chance and rounds.
+
+    Args:
+        target: the model to decode from.
+        method: the method.
+        warp: logits to probabilities, for target and draft alike.
+        prompt: token ids; the last one is the first pending token.
+        max_new_tokens: budget; a context that is too short for it ends the text earlier.
+        stop_ids: tokens that end the text; the ending token is part of it.
+        stop_strings: strings that end the text; the token that completes one is its last.
+        rng: source of every random choice; seeded from entropy if not given.
+        alone: True: later texts reuse what the method learns here. False: the text starts from the method's current
+            state and discards what it learns.
+
+    Attributes:
+        ids: prompt and generated tokens.
+        rounds: the trace.
+        finish: why the text ended (``eos``, ``stop``, ``length``, ``context``); empty while it goes on.
+        error: why the prompt cannot be decoded, or None.
+    """
+
+    def __init__(
+        self,
+        target: Model,
+        method: Method,
+        warp: LogitsWarper,
+        prompt: list[int],
+        *,
+        max_new_tokens: int = 128,
+        stop_ids: Collection[int] = (),
+        stop_strings: Ends | None = None,
+        rng: Rng | None = None,
+        alone: bool = True,
+    ) -> None:
+        self.warp, self.ids, self.stop_ids, self.prompt_length = warp, list(prompt), stop_ids, len(prompt)
+        self.stop, self.rule, self.alone, self.stop_strings = method.stop, method.rule, alone, stop_strings
+        if not alone:
+            self.stop, self.rule = copy.copy(method.stop), copy.deepcopy(method.rule)
+            self.stop.threshold = copy.deepcopy(self.stop.threshold)
+        self.rng = rng or TorchRng(device=target.device)
+        self.compares_tokens = warp.greedy and self.rule.exact
+        self.budget = len(prompt) + max_new_tokens
+        # the last generated token is never read, so the text may be one longer than the context
+        self.end = min(self.budget, target.limit + 1)
+        self.cache: Any = None
+        self.state: Any = None
+        self.rounds: list[Round] = []
+        self.prefill_seconds = self.total_seconds = 0.0
+        self.finish = ""
+        error, foreign = "", [i for i in prompt if not 0 <= i < target.vocab_size]
+        if not prompt:
+            error = "the prompt is empty; give at least one token (a BOS token will do)"
+        elif max_new_tokens < 1:
+            error = f"max_new_tokens is {max_new_tokens}; it has to be at least 1"
+        elif foreign:
+            error = (
+                f"the prompt holds token id {foreign[0]}, but the target's ids are 0 to {target.vocab_size - 1}; "
+                "was it tokenised with another model's tokenizer?"
+            )
+        elif len(prompt) > target.limit:
+            error = f"the prompt has {len(prompt)} tokens, the target's context holds {target.limit}; shorten it"
+        self.error = UserError(error) if error else None
+
+    @property
+    def new_ids(self) -> list[int]:
+        """The generated tokens."""
+        return self.ids[self.prompt_length :]
+
+    @property
+    def written_by(self) -> list[str]:
+        """Who wrote each generated token; see `Round.written_by`."""
+        return [writer for r in self.rounds for writer in r.written_by]
+
+    @property
+    def rejected(self) -> list[list[int]]:
+        """For each generated token the drafted tokens rejected in its place."""
+        return [tokens for r in self.rounds for tokens in r.rejected]
+
+    def start(self, target: Model, method: Method) -> None:
+        """Open the caches and read the prompt, all but its pending token.
+
+        Raises:
+            UserError: a prompt that cannot be decoded.
+        """
+        if self.error is not None:
+            raise self.error
+        drafter, ids, began = method.drafter, self.ids, time.perf_counter()
+        self.cache = target.new_cache()
+        captured = read_prompt(target, self.cache, ids[:-1], capture=drafter.capture)
+        deferred = method.lengths is not None and not method.lengths.chosen
+        self.state = drafter.start(Prompt(ids, self.cache, captured, self.stop_ids, deferred, self.alone))
+        self.rule.start()
+        synchronize(target.device)
+        self.prefill_seconds = time.perf_counter() - began
+        self.total_seconds += self.prefill_seconds
+
+    def close(self, drafter: Drafter) -> None:
+        """Free the caches."""
+        if self.state is not None:
+            drafter.close(self.state)
+        if self.cache is not None:
+            self.cache.close()
+        self.state = self.cache = None
+
+    def verify(self, draft: Draft, out: Out) -> tuple[list[int], int, Measured]:
+        """Keep a path of the draft, choose the token that follows it, and roll the target's cache back to the path.
+
+        Args:
+            draft: of n tokens.
+            out: of the target, row 0 after the pending token and row i + 1 after node i.
+
+        Raises:
+            UserError: logits of NaN or +inf.
+        """
+        warp, logits = self.warp, out.logits
+        top = argmax(logits)
+        if not math.isfinite(logits.gather(-1, top[:, None]).sum(dtype=torch.float32).item()):
+            raise UserError(
+                f"the target's logits are NaN or +inf after {len(self.ids)} tokens; check its weights, or load it in "
+                "bfloat16 or float32"
+            )
+        prefixes = draft.prefixes(self.ids) if warp.needs_prefix else None
+        if self.compares_tokens:
+            path, token, agreed = verify_greedy(draft, top if prefixes is None else warp.top(logits, prefixes))
+            measured: Measured = (agreed or None, None, None)
+        else:
+            # of a deterministic draft on a CPU, rows are warped where verification goes
+            few = draft.probs is None and self.rule.exact and logits.is_cpu
+            p: Rows = WarpedRows(warp, logits, prefixes) if few else warp(logits, prefixes)
+            path, token, measured = verify(draft, p, logits, self.rule, self.rng)
+        base = self.cache.length - len(draft) - 1
+        self.cache.keep(base, [base, *(base + 1 + i for i in path)])
+        return path, token, measured
+
+    def accept(self, emitted: list[int]) -> list[int]:
+        """Grow by these tokens up to the text's end: a stop id, a stop string, the budget or the context.
+
+        Returns:
+            The tokens that were added.
+        """
+        new = emitted[: self.end - len(self.ids)]
+        for count, token in enumerate(new, 1):
+            self.ids.append(token)
+            if token in self.stop_ids:
+                self.finish = "eos"
+            elif self.stop_strings is not None and self.stop_strings.ends(self.ids):
+                self.finish = "stop"
+            if self.finish:
+                return new[:count]
+        if len(self.ids) >= self.end:
+            self.finish = "length" if self.end == self.budget else "context"
+        return new
+
+    def learn(self, drafter: Drafter, r: Round, out: Out) -> None:
+        """Add the round to the trace; every adaptive part learns from it."""
+        if len(r.new) <= len(r.path):
+            self.cache.truncate(len(self.ids) - 1)
+        self.rounds.append(r)
+        self.stop.observe(r)
+        self.rule.observe(r)
+        drafter.update(self.state, self.ids, r, out)
+
+
+def step(target: Model, method: Method, texts: Sequence[Text]) -> list[Round]:
+    """Decode one round of every text: a draft each, one forward of the target over all of them, verification.
+
+    Seconds that the texts spend together count in equal parts for each.
+
+    Raises:
+        UserError: a target that gives logits of NaN or +inf, or reads no trees.
+    """
+    began, device, share, lengths = time.perf_counter(), target.device, 1 / len(texts), method.lengths
+    drafter, t0 = method.drafter, _mark(device)
+    limit = None if lengths is None else lengths.limit(len(texts))
+    requests = []
+    for text in texts:
+        if lengths is not None:
+            text.stop.threshold.price(lengths.token_cost, lengths.block_cost)
+        remaining = text.end - len(text.ids) - 1  # one token is left for the correction or the bonus
+        most = remaining if limit is None else min(limit, remaining)
+        requests.append(DraftRequest(text.state, text.ids, text.stop, most, text.rng, text.rule.needs_raw))
+    drafts = drafter.propose(requests) if limit != 0 else [Draft.empty() for _ in texts]
+    t1 = _mark(device)
+    reads = []
+    for text, draft in zip(texts, drafts):
+        pending = torch.full((1,), text.ids[-1], device=device)
+        tokens = torch.cat([pending, draft.tokens.to(device)]) if len(draft) else pending
+        reads.append(Read(text.cache, tokens, None if draft.is_chain else draft))
+    if not target.supports_trees and any(read.tree is not None for read in reads):
+        raise tree_error(target)
+    outs = target.forward(reads, capture=drafter.capture)
+    verified = [text.verify(draft, out) for text, draft, out in zip(texts, drafts, outs)]
+    t2 = _mark(device)
+    seconds, together = (share * _seconds(t0, t1), share * _seconds(t1, t2)), tuple(map(len, drafts))
+    rounds = []
+    for text, draft, out, (path, token, measured) in zip(texts, drafts, outs, verified):
+        draft.probs = draft.logits = None  # a trace of whole distributions would fill the memory
+        cut = draft.depth >= text.end - len(text.ids) - 1 or any(drafted in text.stop_ids for drafted in draft.ids)
+        new = text.accept([*(draft.ids[i] for i in path), token])
+        r = Round(draft, path, token, new, cut, seconds, together, *measured)
+        rounds.append(r)
+        text.learn(drafter, r, out)
+    if lengths is not None and limit:
+        # a draft that a stop id ended could not have been longer
+        ended_by_id = [any(token in text.stop_ids for token in draft.ids) for text, draft in zip(texts, drafts)]
+        longest = [len(d) if end else asked.max_depth for d, end, asked in zip(drafts, ended_by_id, requests)]
+        lengths.observe(zip(rounds, longest))
+    spent = share * (time.perf_counter() - began)
+    for text in texts:
+        text.total_seconds += spent
+    return rounds
+
+
+@torch.inference_mode()
+def run(target: Model, method: Method, texts: Iterable[Text], rows: int = 1) -> Iterator[tuple[Text, Round]]:
+    """Decode texts to their ends, at most `rows` at once; a waiting one begins when another one has ended.
+
+    Yields:
+        After every round, each text that took part, and its record.
+    """
+    waiting, live = deque(texts), list[Text]()
+
+    def reserve(rows: int) -> None:
+        target.reserve(rows)
+        method.drafter.reserve(rows)
+
+    if rows > 1:
+        reserve(rows)
+    try:
+        while waiting or live:
+            while waiting and len(live) < rows:
+                live.append(waiting.popleft())
+                live[-1].start(target, method)
+            if rows > 1 and not waiting:  # from now on texts that end give their memory back
+                reserve(1)
+            live.sort(key=lambda text: text.cache.row)
+            yield from zip(live, step(target, method, live))
+            for text in live:
+                if text.finish:
+                    text.close(method.drafter)
+            live = [text for text in live if not text.finish]
+    finally:
+        for text in live:
+            text.close(method.drafter)
+        if rows > 1:
+            reserve(1)
+
+
+def decode(target: Model, method: Method, warp: LogitsWarper, prompt: list[int], **options: Any) -> Text:
+    """Decode one prompt to its end; arguments are those of `Text`.
+
+    Raises:
+        UserError: a bad prompt, or a target that gives logits of NaN or +inf.
+    """
+    text = Text(target, method, warp, prompt, **options)
+    for _ in run(target, method, [text]):
+        pass
+    return text
+
+
+def decode_texts(
+    target: Model,
+    method: Method,
+    warp: LogitsWarper,
+    prompts: Sequence[list[int]],
+    *,
+    rngs: Sequence[Rng],
+    batch_size: int | None = None,
+    **options: Any,
+) -> list[Text]:
+    """Decode many prompts, at most `batch_size` at once.
+
+    Every text begins with what the method has learned so far and keeps what it learns to itself, so that it depends on
+    its prompt and its `Rng` alone, not on its neighbours (in exact arithmetic; rounding may decide ties otherwise).
+    With `Method.lengths` all texts share what was learned of acceptances: exact rules stay exact, but a sampled text
+    then depends on its neighbours.
+
+    Args:
+        target: the model to decode from.
+        method: the method; its rules and its drafter learn nothing, its `lengths` do.
+        warp: logits to probabilities.
+        prompts: token ids.
+        rngs: of each text.
+        batch_size: texts at once; None: all. Where memory does not hold so many, fewer are taken, with a warning.
+        options: see `Text`.
+
+    Returns:
+        The texts in the order of the prompts; one that cannot be decoded has an `error` and no new token.
+
+    Raises:
+        UserError: logits of NaN or +inf.
+    """
+    texts = [Text(target, method, warp, p, rng=rng, alone=False, **options) for p, rng in zip(prompts, rngs)]
+    waiting = [text for text in texts if text.error is None]
+    bytes_per_token = target.cache_bytes_per_token + method.drafter.cache_bytes_per_token
+    rows = rows_that_fit(target.device, bytes_per_token, [min(text.end, target.limit) for text in waiting], batch_size)
+    for _ in run(target, method, waiting, rows):
+        pass
+    return texts
+
+
+def _mark(device: torch.device) -> Any:
+    """A point in time, on the GPU's own stream where there is one, so that the host need not wait for it."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _seconds(begin: Any, end: Any) -> float:
+    """Time between two marks, of which the last has passed."""
+    if isinstance(end, float):
+        return end - begin
+    end.synchronize()
+    return 1e-3 * float(begin.elapsed_time(end))

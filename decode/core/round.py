@@ -1,0 +1,211 @@
+"""What happened in a round of decoding, and every metric as a function of rounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from decode.core.draft import Draft
+
+Values = Tensor | list[float]  # one number for each tested position
+
+
+@dataclass(frozen=True)
+class Round:
+    """A verified round. It is made once and never changed; the list of a text's rounds is its trace."""
+
+    draft: Draft  # what was proposed, without its probabilities
+    path: list[int]  # accepted nodes, root to leaf
+    token: int  # the token after the path: a correction, or the bonus token
+    new: list[int]  # what the text grew by: `emitted`, cut where the text ended
+    cut: bool = False  # the draft was shortened by the budget, the context or the text's end
+    seconds: tuple[float, float] = (0.0, 0.0)  # drafting and verifying; of texts decoded together, an equal share
+    together: tuple[int, ...] = ()  # drafted tokens of every text of the same forward, this one included
+    # measured at the tested positions; None where nothing was
+    overlap: Values | None = None  # Σ min(p, q)
+    spent: Values | None = None  # total variation spent by a relaxed rule
+    distance: Values | None = None  # Jensen–Shannon distance, as the acceptance rule measures it
+
+    @property
+    def drafted(self) -> int:
+        """Number of drafted tokens k."""
+        return len(self.draft)
+
+    @property
+    def depth(self) -> int:
+        """Length of the draft's longest path; k on a chain."""
+        return self.draft.depth
+
+    @property
+    def accepted(self) -> int:
+        """Number of accepted tokens m."""
+        return len(self.path)
+
+    @property
+    def tested(self) -> int:
+        """t = min(m + 1, k) on a chain; on a tree the depth reached, plus one if the node left had children."""
+        if self.draft.is_chain:
+            return min(self.accepted + 1, self.drafted)
+        last = self.path[-1] if self.path else -1
+        return self.accepted + (last in self.draft.parents)
+
+    @property
+    def emitted(self) -> list[int]:
+        """The accepted tokens and the one after them."""
+        return [*(self.draft.ids[i] for i in self.path), self.token]
+
+    @property
+    def rejected_at_end(self) -> list[int]:
+        """The drafted tokens that were proposed for the place of the last emitted token."""
+        last = self.path[-1] if self.path else -1
+        return [token for token, parent in zip(self.draft.ids, self.draft.parents) if parent == last]
+
+    @property
+    def rejected(self) -> list[list[int]]:
+        """For each token of `new` the drafted tokens that were rejected in its place."""
+        at_end = self.rejected_at_end if len(self.new) == len(self.path) + 1 else []
+        return [[] for _ in self.new[:-1]] + [at_end] * bool(self.new)
+
+    @property
+    def written_by(self) -> list[str]:
+        """``draft``, ``correction`` (of a rejected draft) or ``target`` for each token of `new`."""
+        return (["draft"] * self.accepted + ["correction" if self.rejected_at_end else "target"])[: len(self.new)]
+
+
+def clustered_ratio(
+    sums: Sequence[float], counts: Sequence[float], clusters: Sequence[int] | None = None
+) -> tuple[float, float]:
+    """Σsums / Σcounts over independent clusters (texts, or all texts of a prompt), and its linearised standard error.
+
+    The positions of a text depend on each other, so a text is one observation; so do the texts of a prompt, so that a
+    repeat of a deterministic text adds nothing.
+
+    Args:
+        sums: sum of the averaged values of each part.
+        counts: number of positions of each part.
+        clusters: the cluster that each part belongs to; each is its own if not given.
+
+    Returns:
+        The mean and its standard error; NaN where nothing was counted, or for the error of fewer than two clusters.
+    """
+    totals: dict[int, list[float]] = {}
+    for cluster, s, c in zip(range(len(sums)) if clusters is None else clusters, sums, counts):
+        total = totals.setdefault(cluster, [0.0, 0])
+        total[0], total[1] = total[0] + s, total[1] + c
+    kept = [(s, c) for s, c in totals.values() if c]
+    n, positions = len(kept), sum(c for _, c in kept)
+    if not positions:
+        return math.nan, math.nan
+    mean = sum(s for s, _ in kept) / positions
+    if n < 2:
+        return mean, math.nan
+    spread = sum((s - mean * c) ** 2 for s, c in kept)
+    return mean, math.sqrt(n / (n - 1) * spread) / positions
+
+
+Texts = Sequence[Sequence[Round]]
+"""The rounds of each text."""
+
+
+def _numbered(texts: Texts, clusters: Sequence[int] | None) -> list[tuple[int, Round]]:
+    """Every round with the cluster of its text."""
+    numbers = range(len(texts)) if clusters is None else clusters
+    return [(cluster, r) for cluster, rounds in zip(numbers, texts, strict=True) for r in rounds]
+
+
+def _mean(measured: Sequence[tuple[int, Values | None]]) -> tuple[float, float]:
+    """Mean over positions, and its standard error over clusters; one transfer from the device."""
+    parts = [(cluster, torch.as_tensor(part)) for cluster, part in measured if part is not None]
+    if not parts:
+        return math.nan, math.nan
+    device = parts[-1][1].device
+    place = iter(torch.cat([part.flatten().to(device) for _, part in parts]).double().tolist())
+    sums = [sum(islice(place, part.numel())) for _, part in parts]
+    return clustered_ratio(sums, [part.numel() for _, part in parts], [cluster for cluster, _ in parts])
+
+
+def accepted_length(texts: Texts) -> float:
+    """Tokens written per target forward, Σe / rounds: accepted tokens behind the end of a text do not count."""
+    rounds = sum(map(len, texts))
+    return sum(len(r.new) for text in texts for r in text) / rounds if rounds else math.nan
+
+
+def metrics(texts: Texts, clusters: Sequence[int] | None = None) -> dict[str, float]:
+    """The numbers of reports, by their defined names (the formulas stand in `FORMULAS`).
+
+    Args:
+        texts: the rounds of each text.
+        clusters: the unit of standard errors that each text belongs to; each is its own if not given.
+    """
+    rows = _numbered(texts, clusters)
+    rounds = [r for _, r in rows]
+    k, m, t = (sum(getattr(r, name) for r in rounds) for name in ("drafted", "accepted", "tested"))
+    alpha, alpha_se = _mean([(cluster, r.overlap) for cluster, r in rows])
+    spent, _ = _mean([(cluster, r.spent) for cluster, r in rows])
+    distance, _ = _mean([(cluster, r.distance) for cluster, r in rows])
+    return {
+        "rounds": len(rounds),
+        "tokens": sum(len(r.new) for r in rounds),
+        "alpha": alpha,
+        "alpha_se": alpha_se,
+        "accepted_per_tested": m / t if t else math.nan,
+        "accepted_per_drafted": m / k if k else math.nan,
+        "accepted_length": accepted_length(texts),
+        "drafted_per_round": k / len(rounds) if rounds else math.nan,
+        "tv_spent": 0.0 if math.isnan(spent) else spent,
+        "js_distance": distance,
+        "draft_seconds": sum(r.seconds[0] for r in rounds),
+        "verify_seconds": sum(r.seconds[1] for r in rounds),
+    }
+
+
+def acceptance_by_position(texts: Texts, clusters: Sequence[int] | None = None) -> list[dict[str, float]]:
+    """Acceptance at each draft position i, over the rounds whose draft neither budget nor text's end cut short.
+
+    ``marginal`` is the share of these rounds (those that drafted anything) that accept i tokens or more, so that
+    1 + Σ marginal is their mean number of tokens, the target's own included; ``conditional`` the share of those
+    accepted among the ``tested`` ones, which drafted position i and accepted all before it. Errors are over clusters.
+    """
+    full = [(cluster, r.accepted, r.depth) for cluster, r in _numbered(texts, clusters) if r.drafted and not r.cut]
+
+    def share(kept: list[tuple[int, bool]]) -> tuple[float, float]:
+        return clustered_ratio([float(hit) for _, hit in kept], [1] * len(kept), [cluster for cluster, _ in kept])
+
+    rows = []
+    for i in range(max((depth for *_, depth in full), default=0)):
+        tested = [(cluster, m > i) for cluster, m, depth in full if m >= i and depth > i]
+        conditional, conditional_se = share(tested)
+        marginal, marginal_se = share([(cluster, m > i) for cluster, m, _ in full])
+        rows.append(
+            {
+                "position": i + 1,
+                "rounds": len(full),
+                "tested": len(tested),
+                "conditional": conditional,
+                "conditional_se": conditional_se,
+                "marginal": marginal,
+                "marginal_se": marginal_se,
+            }
+        )
+    return rows
+
+
+FORMULAS = {
+    "alpha": "mean of Σₓ min(p(x), q(x)) over tested positions (greedy: agreement of the argmax)",
+    "offline_alpha": "mean of Σₓ min(p(x), q(x)) over every response position of texts the target generated",
+    "accepted_per_tested": "Σm / Σt",
+    "accepted_per_drafted": "Σm / Σk",
+    "accepted_length": "Σe / rounds: tokens written per target forward, bonus included",
+    "tv_spent": "mean of a(x) − min(1, p(x)/q(x)) at the tested token, a(x) the rule's acceptance; 0 for exact rules",
+    "js_distance": "mean of √JSD (base 2) between p and q at tested positions",
+    "speedup": "tokens/s over the same loop without a drafter: median of the ratios paired by prompt",
+    "speedup_vs_generate": "tokens/s over model.generate, paired by prompt, median",
+    "cost_ratio": "c: one draft forward, in one-token target forwards",
+    "verify_cost": "v(n): an n-token target forward, in one-token target forwards",
+    "predicted_speedup": "tokens per round over the seconds of a real round, in those of a round without a draft",
+}

@@ -1,0 +1,87 @@
+"""What drafters built from a corpus share: documents as one array, tokenizer fingerprints, mapped files."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+from transformers import PreTrainedTokenizerBase
+
+from decode.errors import UserError, write_safely
+
+FORMAT = "2"
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """A digest of every token with its id: equal fingerprints mean that ids stand for the same tokens.
+
+    Raises:
+        UserError: there is no tokenizer.
+    """
+    if tokenizer is None:
+        raise UserError(
+            "a method that drafts from a corpus needs the target's tokenizer: the target has none; save the tokenizer "
+            "in the target's folder"
+        )
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
+
+
+def join_documents(documents: Iterable[Sequence[int] | np.ndarray]) -> np.ndarray:
+    """Join all documents to one array of ``id + 1`` with a 0 after each, so that no match runs across documents.
+
+    Returns:
+        uint16 ``[n]``, or uint32 where an id does not fit.
+
+    Raises:
+        UserError: an id is negative, or there is no token at all.
+    """
+    parts = [
+        np.append(np.asarray(document, dtype=np.int32) + 1, np.int32(0)) for document in documents if len(document)
+    ]
+    if not parts:
+        raise UserError("the corpus holds no tokens: give at least one file or document with text in it")
+    text = np.concatenate(parts)
+    if text.min() < 0 or np.count_nonzero(text == 0) != len(parts):
+        raise UserError("a document holds a negative token id: give ids as the tokenizer returns them")
+    return text.astype(np.uint32 if text.max() > np.iinfo(np.uint16).max else np.uint16)
+
+
+def save_arrays(path: Path, arrays: dict[str, np.ndarray], *, kind: str, fingerprint: str, **facts: int) -> None:
+    """Write arrays and their manifest as one safetensors file, whole or not at all."""
+    arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    # one entry, since safetensors writes several in random order and equal stores should be equal files
+    manifest = json.dumps({"kind": kind, "format": FORMAT, "tokenizer": fingerprint} | facts)
+    write_safely(path, lambda file: save_file(arrays, file, metadata={"manifest": manifest}))
+
+
+def map_arrays(
+    path: Path, *, kind: str, fingerprint: str, command: str
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The manifest and the memory-mapped arrays of a file that `save_arrays` wrote, as `command` does.
+
+    Raises:
+        UserError: the file is missing, truncated, of another kind, or of another tokenizer.
+    """
+    again = f"build it again with `python -m decode {command}`"
+    try:
+        with safe_open(path, "pt") as file:
+            manifest = json.loads((file.metadata() or {}).get("manifest", "{}"))
+            arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise UserError(f"no {kind} at {path}: build one with `python -m decode {command}`") from None
+    except SafetensorError as error:
+        raise UserError(f"{path} is no {kind}, truncated or damaged ({error}): {again}") from None
+    if (manifest.get("kind"), manifest.get("format")) != (kind, FORMAT):
+        seen = f"{manifest.get('kind')} of format {manifest.get('format')}"
+        raise UserError(f"{path} holds a {seen}, expected a {kind} of format {FORMAT}: {again}")
+    if manifest["tokenizer"] != fingerprint:
+        raise UserError(
+            f"{path} was built with another tokenizer ({manifest['tokenizer']}; this one is {fingerprint}): "
+            f"{again} and the target's tokenizer"
+        )
+    return manifest, arrays

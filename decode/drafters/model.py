@@ -1,0 +1,207 @@
+"""A smaller language model of the same vocabulary drafts, or a head on the target's hidden states, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from decode.core.draft import Draft
+from decode.core.round import Round
+from decode.core.sampling import LogitsWarper, argmax
+from decode.core.stop import DraftedToken
+from decode.drafters.base import Drafter, DraftRequest, Prompt
+from decode.models.api import PIECE, Model, Out, Read, read_prompt
+from decode.models.heads.mtp import MtpRunner
+from decode.models.heads.runner import DraftHeadRunner
+
+Drafting = Generator[Any, Out, Draft]
+"""Yields what `ModelDrafter.read` is to read next, is sent the output for it, and returns the draft."""
+
+
+@dataclass
+class ModelState:
+    """The draft model's cache of a sequence, and the tokens that end the text."""
+
+    cache: Any
+    stop_ids: Collection[int] = ()
+
+
+class ModelDrafter(Drafter):
+    """Draws from q, warped exactly as the target is, until the stop rule or the window ends the draft.
+
+    A drafted token that ends the text is kept and ends the draft.
+
+    Attributes:
+        runner: the draft model.
+        warp: the same object that warps the target.
+        vocab: the target's vocabulary size. Padded vocabularies of one family differ after the ids they share: a
+            longer draft row is cut, a shorter one filled with probability 0, which the residual makes up for.
+        sample: draw tokens; else the likeliest are drafted, as they are in greedy decoding.
+    """
+
+    sample = True
+
+    def __init__(self, runner: Model, warp: LogitsWarper, vocab: int) -> None:
+        self.runner, self.warp, self.vocab = runner, warp, vocab
+        self.padded = vocab != runner.vocab_size
+        self.cache_bytes_per_token = runner.cache_bytes_per_token
+
+    def start(self, prompt: Prompt) -> ModelState:
+        """Read the prompt but for its pending token, unless the draft's context cannot hold it."""
+        state = ModelState(self.runner.new_cache(), prompt.stop_ids)
+        if not prompt.defer_prefill and self.room(state, prompt.ids) >= 0:
+            read_prompt(self.runner, state.cache, self.ids(prompt.ids[:-1]))
+        return state
+
+    def room(self, state: ModelState, ids: list[int]) -> int:
+        """How many tokens may be drafted after a text."""
+        return self.runner.remaining(state.cache, ids)
+
+    def limit(self, request: DraftRequest) -> int:
+        """The longest draft that the stop rule, the text's budget and the draft model allow."""
+        return min(request.stop.window, request.max_depth, self.room(request.state, request.ids))
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """See `Drafter.propose`: the draft model reads the next token of all sequences in one forward."""
+        drafts = [Draft.empty()] * len(requests)
+        drafting = [self.drafting(request) for request in requests]
+        results: dict[int, Any] = dict.fromkeys(range(len(requests)))
+        while results:
+            feeds: dict[int, Any] = {}
+            for i, result in results.items():
+                try:
+                    feeds[i] = drafting[i].send(result)
+                except StopIteration as end:
+                    drafts[i] = end.value
+            caches = [requests[i].state.cache for i in feeds]
+            results = dict(zip(feeds, self.read(caches, list(feeds.values())))) if feeds else {}
+        return drafts
+
+    def read(self, caches: list[Any], feeds: list[Any]) -> list[Out]:
+        """The output for the last of the tokens that each sequence feeds, all at the same step of their drafts."""
+        return self.runner.forward(list(map(Read, caches, feeds)), last=1)
+
+    def drafting(self, request: DraftRequest) -> Drafting:
+        """One draft, token by token."""
+        state, ids, warp, stop = request.state, request.ids, self.warp, request.stop
+        limit, prefixed = self.limit(request), warp.needs_prefix
+        watch = None if stop.confidence is None else stop.watch()
+        certain = warp.greedy or not self.sample
+        plain = certain and not (watch or prefixed or request.keep_logits)
+        # what follows the end of the text is never used; where nobody waits for the token anyway, looking is free
+        looks = bool(state.stop_ids) and (watch is not None or self.runner.device.type == "cpu")
+        tokens, probs, logits = list[Tensor](), list[Tensor](), list[Tensor]()
+        feed = self.unread(request) if limit > 0 else None
+        for _ in range(limit):
+            out = yield feed
+            row = self.widened(out.logits) if self.padded else out.logits
+            if plain:
+                feed = argmax(row)
+            else:
+                prefix = [ids + [int(token) for token in tokens]] if prefixed else None
+                q = row if certain else warp(row, prefix)
+                drafted = DraftedToken(q[0], None, row[0], out.hidden[-1], certain, out.accepted)
+                if watch and watch.before(drafted):
+                    break
+                if certain:  # a deterministic draft: a draw from one-hot weights is their argmax
+                    feed = warp.top(row, prefix)
+                else:
+                    feed = request.rng.draw(q[0]).view(1)
+                    probs.append(q)
+                if request.keep_logits:
+                    logits.append(row)
+            tokens.append(feed)
+            if watch:
+                drafted.token = feed[0]
+                if watch.after(drafted):
+                    break
+            if looks and int(feed) in state.stop_ids:
+                break
+        if not tokens:
+            return Draft.empty()
+        drawn, raw = (torch.cat(rows) if rows else None for rows in (probs, logits))
+        return Draft.chain(torch.cat(tokens), drawn, raw, watch.seen if watch else None)
+
+    def widened(self, row: Tensor) -> Tensor:
+        """Logits ``[1, ..]`` of another vocabulary's size, cut or filled to the target's."""
+        missing = self.vocab - row.shape[-1]
+        return F.pad(row, (0, missing), value=-torch.inf) if missing > 0 else row[:, : self.vocab]
+
+    def ids(self, ids: list[int]) -> list[int]:
+        """Ids as the draft reads them; one that only the target knows is read as the draft's last."""
+        last = self.runner.vocab_size - 1
+        return [min(i, last) for i in ids] if self.vocab > self.runner.vocab_size else ids
+
+    def unread(self, request: DraftRequest) -> Tensor:
+        """The tokens that a text's cache lacks, two after a fully accepted round; of many, only the last."""
+        cache, ids = request.state.cache, request.ids
+        if len(ids) - cache.length > PIECE:  # as a prompt is read
+            read_prompt(self.runner, cache, self.ids(ids[cache.length : -1]))
+        # in half of torch.tensor's time
+        return torch.from_numpy(np.asarray(self.ids(ids[cache.length :]), dtype=np.int64)).to(self.runner.device)
+
+    def update(self, state: ModelState, ids: list[int], round: Round, out: Out) -> None:
+        """Drop what was rejected; an unread tail is fed by the next proposal."""
+        state.cache.truncate(len(ids) - 1)
+
+    def close(self, state: ModelState) -> None:
+        """See `Drafter.close`."""
+        state.cache.close()
+
+    def reserve(self, rows: int) -> None:
+        """See `Drafter.reserve`."""
+        self.runner.reserve(rows)
+
+
+class HeadDrafter(ModelDrafter):
+    """Drafts with a head, which the loop gives the target's hidden states that `capture` names."""
+
+    def __init__(self, runner: DraftHeadRunner | MtpRunner, target: Model, warp: LogitsWarper) -> None:
+        super().__init__(runner, warp, target.vocab_size)
+        self.capture = runner.head.captured_layers
+
+    def start(self, prompt: Prompt) -> ModelState:
+        """Queue the features that the target's prefill returned, and read them unless that may wait."""
+        state = ModelState(self.runner.new_cache(), prompt.stop_ids)
+        if prompt.captured is not None:
+            self._queue(state, prompt.ids, prompt.captured)
+            if len(state.cache.unread) > 1 and not prompt.defer_prefill:
+                self._read_text(state, prompt.ids)
+        return state
+
+    def _queue(self, state: ModelState, ids: list[int], features: Tensor) -> None:
+        """Queue the target's features of a text's last tokens; in a full context none is ever read again."""
+        if self.runner.remaining(state.cache, ids) > 0:
+            state.cache.settle(features)
+        else:
+            state.cache.truncate(0)
+
+    def _read_text(self, state: ModelState, ids: list[int]) -> None:
+        """Read a text but for its pending token."""
+        raise NotImplementedError
+
+    def update(self, state: ModelState, ids: list[int], round: Round, out: Out) -> None:
+        """Queue the target's features of the token that was pending and of the accepted ones."""
+        assert out.captured is not None
+        rows = torch.tensor([0, *(node + 1 for node in round.path)], device=out.captured.device)
+        self._queue(state, ids, out.captured.index_select(0, rows))
+
+
+class FeatureDrafter(HeadDrafter):
+    """Drafts a chain with a feature head, drawn from the head's warped distribution like any draft model's.
+
+    After every round the pairs that were drafted from the head's own states are replaced by pairs with the target's.
+    """
+
+    def _read_text(self, state: ModelState, ids: list[int]) -> None:
+        read_prompt(self.runner, state.cache, self.ids(ids[:-1]))
+
+    def room(self, state: ModelState, ids: list[int]) -> int:
+        """See `ModelDrafter.room`; a text of one token has no feature yet."""
+        return super().room(state, ids) if len(state.cache.unread) else 0

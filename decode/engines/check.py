@@ -1,0 +1,240 @@
+"""What an engine accepts of drafts, as it counts it and as predicted for the same texts, and why the two differ."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise, zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from decode.core.round import clustered_ratio
+from decode.errors import read_json
+from decode.measure.baselines import using_config
+from decode.models.open import DraftModel, stop_ids
+from decode.models.texts import teacher_forced
+
+Text = tuple[Sequence[int], Sequence[int]]  # ids of a prompt, and of the tokens that follow it
+
+
+# -- what an engine counts ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Drafts:
+    """Counts of verified drafts."""
+
+    rounds: float = 0  # target forwards that verified a draft
+    accepted: list[float] = field(default_factory=list)  # [i]: rounds that accepted at least i + 1 tokens
+
+    def __sub__(self, earlier: Drafts) -> Drafts:
+        pairs = zip_longest(self.accepted, earlier.accepted, fillvalue=0.0)
+        return Drafts(self.rounds - earlier.rounds, [now - then for now, then in pairs])
+
+
+@dataclass
+class ServedText:
+    """One text that an engine wrote."""
+
+    ids: list[int]  # new tokens, including the stop token
+    seconds: float  # wall time of the request
+    decode_seconds: float = 0.0  # time after the first token by the engine's clock; 0 if it reports none
+    drafts: Drafts = field(default_factory=Drafts)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """After the first token, if the engine reports that time."""
+        if self.decode_seconds and len(self.ids) > 1:
+            return (len(self.ids) - 1) / self.decode_seconds
+        return len(self.ids) / (self.seconds or math.nan)
+
+
+def acceptance_rates(texts: Sequence[Drafts], length: int) -> list[float | None]:
+    """Accepted ÷ reached at each of `length` positions of the drafts; None where none was reached."""
+    reached = [sum(text.rounds for text in texts)]
+    reached += [sum(sum(text.accepted[i : i + 1]) for text in texts) for i in range(length)]
+    return [accepted / before if before else None for before, accepted in pairwise(reached)]
+
+
+def mean_length(texts: Sequence[Drafts]) -> tuple[float, float]:
+    """Accepted length 1 + Σ accepted / Σ rounds, which includes the target's own token, and its standard error."""
+    mean, se = clustered_ratio([sum(text.accepted) for text in texts], [text.rounds for text in texts])
+    return 1 + mean, se
+
+
+def difference_error(served: Sequence[Drafts], predicted: Sequence[Drafts]) -> float:
+    """Standard error of served minus predicted accepted length of the same texts, paired by text."""
+    mean = mean_length(predicted)[0] - 1
+    more = [sum(a.accepted) - sum(b.accepted) - mean * (a.rounds - b.rounds) for a, b in zip(served, predicted)]
+    return clustered_ratio(more, [text.rounds for text in served])[1]
+
+
+# -- what is predicted -------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def acceptance(
+    target: PreTrainedModel, draft: DraftModel, texts: Sequence[Text], depth: int
+) -> tuple[list[list[list[bool]]], float]:
+    """Which tokens of texts that the target wrote a draft proposes, by teacher forcing.
+
+    vLLM and llama.cpp draft the most probable token at every temperature. Exact verification accepts it with
+    probability p(argmax q), so given the text exactly where the text has that token.
+
+    Args:
+        target: p.
+        draft: q.
+        texts: prompt and new tokens of each text.
+        depth: longest draft; as many greedy tokens of the target are appended to each text, since drafts reach
+            beyond its end.
+
+    Returns:
+        By text, depth and position whether a drafted token is accepted, the last depth standing for all deeper ones
+        (heads have several: their first token is drafted from the target's states, others from their own); and the
+        share of the texts' tokens that are the target's argmax, which is 1 for greedy texts of this target.
+    """
+    limit = getattr(target.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    read = []
+    for prompt, new in texts:
+        ids = [*prompt, *new]
+        if new and len(ids) + depth <= limit:
+            given = torch.tensor([ids], device=target.device)
+            with using_config(target, GenerationConfig(max_new_tokens=depth, do_sample=False, pad_token_id=0)):
+                ids = target.generate(given, attention_mask=torch.ones_like(given))[0].tolist()
+        read.append((ids, len(prompt)))
+    accepted: list[list[list[bool]]] = [[[]] for _ in texts]
+    right = 0
+    for forced in teacher_forced(target, {"": draft}, read, depth=depth):
+        ids, start = read[forced.number]
+        y = torch.tensor(ids[start:], device=forced.p.device)
+        accepted[forced.number] = [(logits.argmax(-1) == y).tolist() for logits in forced.q[""]]
+        right += int((forced.p.argmax(-1) == y)[: len(texts[forced.number][1])].sum())
+    return accepted, right / max(1, sum(len(new) for _, new in texts))
+
+
+def predicted_drafts(
+    accept: Sequence[Sequence[bool]], length: int, draft_length: int, *, budget: int | None = None
+) -> Drafts:
+    """Counts of drafts in one text whose first token came from the prompt, as every token after a draft does.
+
+    Args:
+        accept: whether a drafted token is accepted, by depth and position (see `acceptance`).
+        length: tokens of the text.
+        draft_length: tokens drafted per round; tokens accepted after the end of the text count too.
+        budget: most tokens that the text could have had, if the engine limits drafts to what is left of it, less one.
+    """
+    counted, start = Drafts(0, [0] * draft_length), 1
+    while start < length:
+        k, n = min(draft_length, len(accept[0]) - start, math.inf if budget is None else budget - start - 1), 0
+        while n < k and accept[min(n, len(accept) - 1)][start + n]:
+            counted.accepted[n] += 1
+            n += 1
+        counted.rounds += k > 0
+        start += n + 1
+    return counted
+
+
+# -- why they differ ---------------------------------------------------------------------------------------------------
+
+SHAPE = (
+    "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "rope_parameters", "rms_norm_eps", "sliding_window", "tie_word_embeddings",
+)  # fmt: skip
+"""Settings of a target that its drafts depend on."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A known cause of a difference between served and predicted acceptance."""
+
+    name: str  # in a few words
+    evidence: str
+    remedy: str
+
+
+def weight_fingerprints(folder: str | Path) -> dict[str, str]:
+    """Hashes of a folder's safetensors files, by name."""
+    hashes = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with path.open("rb") as file:
+            hashes[path.name] = hashlib.file_digest(file, "blake2b").hexdigest()[:16]
+    return hashes
+
+
+def serving_facts(
+    target: PreTrainedModel, folder: str | Path, tokenizer: PreTrainedTokenizerBase, *, chat: bool
+) -> dict[str, Any]:
+    """What a draft is trained with and has to be served with: noted in its profile, compared by `causes_in_files`.
+
+    It is about a loaded target, the folder of its files, and its tokenizer's template if texts are chats.
+    """
+
+    def short(value: object) -> str:
+        return hashlib.blake2b(str(value).encode(), digest_size=8).hexdigest()
+
+    weights, config = weight_fingerprints(folder), target.config.get_text_config().to_dict()
+    facts = {
+        "chat template": short(tokenizer.chat_template) if chat else "none (plain text)",
+        "stop ids": sorted(stop_ids(target, tokenizer)),
+        "number format": str(target.dtype).removeprefix("torch."),
+        "weights of the target": short(weights) if weights else None,
+        **{f"{key} of the target": config[key] for key in SHAPE if key in config},
+    }
+    return dict(json.loads(json.dumps(facts, default=str)))
+
+
+def causes_in_files(target: Path, draft: Path, facts: Mapping[str, Any] | None = None) -> list[Cause]:
+    """Causes that the folders of target and draft show before anything is started.
+
+    Args:
+        target: folder of the target.
+        draft: folder of the draft or head.
+        facts: `serving_facts` of the target, compared with those of the draft's training.
+    """
+    profile, config = read_json(draft / "speculation_profile.json"), read_json(draft / "config.json")
+    trained, again = profile.get("trained_with") or {}, "export the draft again"
+    remedy = "serve the draft with what it was trained with, or train it for what is served"
+    causes = [
+        Cause(f"other {name}", f"training had {trained[name]}, served is {value}", remedy)
+        for name, value in (facts or {}).items()
+        if None not in (trained.get(name), value) and trained[name] != value
+    ]
+    if profile.get("weights") not in (None, weight_fingerprints(draft)):
+        evidence = "the safetensors files differ from those that speculation_profile.json was measured on"
+        causes.append(Cause("other weights than measured", evidence, again))
+    served = config.get("eagle_aux_hidden_state_layer_ids")
+    states, layers = config.get("captured_layers") or served, read_json(target / "config.json").get("num_hidden_layers")
+    if states and max(states) == layers:
+        evidence = f"the head reads state {layers} of {layers} layers, which engines give before the last norm"
+        causes.append(Cause("last state captured", evidence, f"train it on three states below {layers}"))
+    if served and served != states:
+        evidence = f"the head was trained on {states}, and eagle_aux_hidden_state_layer_ids is {served}"
+        causes.append(Cause("captured layers off by one", evidence, again))
+    return causes
+
+
+def causes_in_numbers(other_ids: str | None, agreement: float | None) -> list[Cause]:
+    """Causes that the engine's answers show.
+
+    Args:
+        other_ids: the first prompt that the engine splits into other token ids, if any.
+        agreement: share of the tokens of the engine's greedy texts that are the argmax of the target here.
+    """
+    causes: list[Cause] = []
+    if other_ids:
+        remedy = "give the engine the target's own tokenizer files"
+        causes.append(Cause("another template or start token", f"the engine makes other ids: {other_ids}", remedy))
+    if agreement is not None and agreement < 0.98:
+        evidence = (
+            f"{agreement:.1%} of the tokens that the engine writes greedily are the most probable ones of the target "
+            "in transformers, expected more than 98 %"
+        )
+        remedy = "compare the target's files; a quantised target needs a prediction of its own"
+        causes.append(Cause("another target", evidence, remedy))
+    return causes

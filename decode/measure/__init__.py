@@ -1,0 +1,1 @@
+"""Measuring: prompt suites, the benchmark, costs, statistics, reports."""

@@ -1,0 +1,189 @@
+"""Acceptance at every response position of texts that the target generated, by teacher forcing; rounds over them."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from decode.core.round import clustered_ratio
+from decode.core.sampling import LogitsWarper
+from decode.core.verify import overlap
+from decode.measure.statistics import p_value
+from decode.models.open import DraftModel
+from decode.models.texts import ForcedText, TeacherForcedLogits, teacher_forced
+
+DEPTH = 5  # drafted tokens of a feature head whose acceptance is measured; deeper ones are assumed to equal the last
+
+
+@dataclass
+class OfflineAlpha:
+    """Acceptance at every response position."""
+
+    texts: list[list[float]]  # Σₓ min(p(x), q(x)) at each response position, one list for each text
+    # the number of each text's prompt: texts of one prompt are one observation; empty: all prompts differ
+    prompts: list[int] = field(default_factory=list)
+    # min(1, q(x) / p(x)) of the token x that stands there: the probability that a draft which led to it was accepted,
+    # so that products of it are unbiased where α varies with the token; empty: as `texts`, the same if greedy
+    kept: list[list[float]] = field(default_factory=list)
+
+    @property
+    def sums(self) -> list[float]:
+        """Summed acceptance of each text."""
+        return [sum(text) for text in self.texts]
+
+    @property
+    def counts(self) -> list[int]:
+        """Response positions of each text."""
+        return [len(text) for text in self.texts]
+
+    @property
+    def mean(self) -> float:
+        """offline_alpha: the mean over all positions."""
+        return sum(self.sums) / max(1, sum(self.counts))
+
+    @property
+    def se(self) -> float:
+        """Standard error with prompts as the unit of sampling (positions of one text are not independent)."""
+        return clustered_ratio(self.sums, self.counts, self.prompts or None)[1]
+
+
+def paired(a: OfflineAlpha, b: OfflineAlpha) -> dict[str, float]:
+    """Difference b − a over the same texts, its standard error and two-sided p-value, with prompts as observations."""
+    if a.counts != b.counts:
+        raise ValueError("the two measurements are not over the same texts")
+    sums, numbers = [y - x for x, y in zip(a.sums, b.sums)], a.prompts or list(range(len(a.texts)))
+    difference, se = clustered_ratio(sums, a.counts, numbers)
+    prompts = len({number for number, count in zip(numbers, a.counts) if count})
+    return {"difference": difference, "se": se, "p_value": p_value(difference, se, prompts), "n": len(sums)}
+
+
+def offline_alpha(
+    target: PreTrainedModel, draft: DraftModel, texts: Iterable[ForcedText], warp: LogitsWarper
+) -> OfflineAlpha:
+    """`offline_alphas` of one draft, as first drafted token."""
+    return offline_alphas(target, {"": draft}, texts, warp)[""][0]
+
+
+def offline_alphas(
+    target: PreTrainedModel,
+    drafts: Mapping[str, DraftModel],
+    texts: Iterable[ForcedText],
+    warp: LogitsWarper,
+    *,
+    depth: int = 1,
+    seen: Callable[[TeacherForcedLogits], None] | None = None,
+) -> dict[str, list[OfflineAlpha]]:
+    """Measure drafts on texts that the target generated, with one forward of the target for all drafts.
+
+    Args:
+        target: p.
+        drafts: q, by name.
+        texts: (token ids, prompt length) of each text; those without a response are left out.
+        warp: logits to probabilities.
+        depth: number of drafted tokens of feature heads.
+        seen: called with the logits of every text.
+
+    Returns:
+        For each draft the acceptance as first drafted token; of feature heads then as second, third, ….
+    """
+    texts = [(ids, prompt_length) for ids, prompt_length in texts if len(ids) > prompt_length]
+    numbers, known = prompt_numbers(texts), dict[str, list[OfflineAlpha]]()
+    for forced in teacher_forced(target, drafts, texts, depth=depth):
+        place, (ids, start) = forced.number, texts[forced.number]
+        before = prefixes(warp, ids, start)
+        p, written = warp(forced.p, before), torch.tensor([*ids[start:]], device=forced.p.device)[:, None]
+        for draft, logits in forced.q.items():
+            if draft not in known:
+                known[draft] = [OfflineAlpha([[] for _ in texts], numbers, [[] for _ in texts]) for _ in logits]
+            for alpha, row in zip(known[draft], logits):
+                q = warp(row, before)
+                kept = (q.gather(-1, written) / p.gather(-1, written)).nan_to_num_(0.0).clamp_(max=1.0)[:, 0]
+                alpha.texts[place], alpha.kept[place] = overlap(p, q).double().tolist(), kept.double().tolist()
+        if seen is not None:
+            seen(forced)
+    return {draft: known.get(draft, [OfflineAlpha([])]) for draft in drafts}
+
+
+def prefixes(warp: LogitsWarper, ids: Sequence[int], prompt_length: int) -> list[Sequence[int]] | None:
+    """The tokens before each response token, for a warp that reads them; otherwise None."""
+    return [ids[:i] for i in range(prompt_length, len(ids))] if warp.needs_prefix else None
+
+
+def prompt_numbers(texts: Iterable[tuple[Sequence[int], int]]) -> list[int]:
+    """The number of the distinct prompt of each text (token ids, prompt length)."""
+    seen: dict[tuple[int, ...], int] = {}
+    return [seen.setdefault(tuple(ids[:prompt_length]), len(seen)) for ids, prompt_length in texts]
+
+
+def replay(
+    accept: Sequence[float], draft_length: int, deeper: Sequence[Sequence[float]] = ()
+) -> tuple[float, dict[int, float]]:
+    """Expected rounds over a text whose position i is accepted with probability ``accept[i]`` once it is reached.
+
+    Greedy acceptances are 0 or 1, and the result is then exactly the rounds that decode this text.
+
+    Args:
+        accept: acceptance of each position as the first token of a draft.
+        draft_length: of the drafts.
+        deeper: the same as the second, third, … token; deeper tokens have the last one's acceptance.
+
+    Returns:
+        The expected number of rounds, and the expected number of rounds that draft k tokens, for each k (fewer than
+        `draft_length` only where the text ends).
+    """
+    n, rows = len(accept), [accept, *deeper]
+    reach = [0.0] * (n + 1)  # probability that a round starts at this position
+    reach[0] = 1.0
+    lengths: dict[int, float] = {}
+    for s in range(n):
+        here = reach[s]
+        if not here:
+            continue
+        k = min(draft_length, n - s - 1)
+        lengths[k] = lengths.get(k, 0.0) + here
+        alive = here
+        for depth in range(k):
+            i, chance = s + depth, rows[min(depth, len(rows) - 1)]
+            reach[i + 1] += alive * (1 - chance[i])  # the correction is token i
+            alive *= chance[i]
+        reach[s + k + 1] += alive  # the bonus is token s + k
+    return sum(lengths.values()), lengths
+
+
+def rounds_of_texts(alphas: Sequence[OfflineAlpha], draft_length: int) -> list[dict[int, float]]:
+    """Rounds by drafted tokens of each text; `alphas` by depth in the draft (see `replay`)."""
+    by_depth = [alpha.kept or alpha.texts for alpha in alphas]
+    return [replay(first, draft_length, deeper)[1] for first, *deeper in zip(*by_depth)]
+
+
+def replayed(alphas: Sequence[OfflineAlpha], draft_length: int) -> tuple[int, dict[int, float]]:
+    """Tokens of all texts and their rounds by drafted tokens."""
+    rounds: Any = Counter()  # of expected counts, which are no integers
+    for text in rounds_of_texts(alphas, draft_length):
+        rounds.update(text)
+    return sum(alphas[0].counts), dict(rounds)
+
+
+def offline_accepted_length(alphas: Sequence[OfflineAlpha], draft_length: int | None = None) -> float:
+    """Tokens per round of texts that are `replayed`, the target's own token included.
+
+    Args:
+        alphas: by depth in the draft.
+        draft_length: None: as many as `alphas`, at least `DEPTH`.
+    """
+    tokens, rounds = replayed(alphas, draft_length or max(DEPTH, len(alphas)))
+    return tokens / max(1, sum(rounds.values()))
+
+
+def paired_lengths(a: Sequence[OfflineAlpha], b: Sequence[OfflineAlpha]) -> dict[str, float]:
+    """Difference in `offline_accepted_length` of b over a on the same texts, with its standard error.
+
+    It is the difference in rounds per token times both lengths, and its error that of the rounds, paired by text.
+    """
+    draft_length, product = max(DEPTH, len(a)), offline_accepted_length(a) * offline_accepted_length(b)
+    rounds = [[sum(text.values()) for text in rounds_of_texts(alphas, draft_length)] for alphas in (a, b)]
+    fewer, se = clustered_ratio([x - y for x, y in zip(*rounds)], a[0].counts, a[0].prompts or None)
+    return {"difference": product * fewer, "se": product * se}

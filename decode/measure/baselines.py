@@ -1,0 +1,115 @@
+"""Transformers' own generation as baselines of a benchmark."""
+
+import copy
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from decode.core.sampling import LogitsWarper
+from decode.models.api import synchronize
+
+TRANSFORMERS_BASELINES: dict[str, int | None] = {
+    "generate": None,
+    "generate-assistant": 5,
+    "generate-assistant-dynamic": 20,
+    "generate-prompt-lookup": 10,
+}
+"""Baselines with their draft lengths where none is given.
+
+``generate-assistant`` drafts a fixed number of tokens as `vanilla` does; ``generate-assistant-dynamic`` has
+transformers' defaults, up to 20 tokens and a confidence of 0.4.
+"""
+
+NEEDS_DRAFT = {"generate-assistant", "generate-assistant-dynamic"}
+
+
+def generate(
+    name: str,
+    target: PreTrainedModel,
+    draft: Any,
+    warp: LogitsWarper,
+    prompts: Sequence[list[int]],
+    *,
+    max_new_tokens: int,
+    seed: int,
+    stop_ids: Collection[int] = (),
+    draft_length: int | None = None,
+) -> tuple[list[list[int]], float, int]:
+    """Call ``generate`` once for several prompts, padded on the left; several prompts only for ``generate`` itself.
+
+    Args:
+        name: a key of `TRANSFORMERS_BASELINES`.
+        target: the model.
+        draft: the assistant, for the methods that take one.
+        warp: sampling settings; further processors are those of the model's own generation_config.
+        prompts: token ids.
+        max_new_tokens: of each text.
+        seed: of sampling.
+        stop_ids: tokens that end a text; none generates to the full length.
+        draft_length: tokens drafted in a round or looked up.
+
+    Returns:
+        The new tokens of each up to its end, the seconds it took (prompts included), and the target's forwards.
+    """
+    model: Any = target
+    device, ends, longest = model.get_input_embeddings().weight.device, sorted(stop_ids), max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
+    config, extra, forwards = copy.deepcopy(model.generation_config), dict[str, Any](), list[None]()
+    sampling = {key: getattr(warp, key) or None for key in ("temperature", "top_k", "top_p", "min_p")}
+    config.update(
+        max_new_tokens=max_new_tokens, max_length=None, do_sample=not warp.greedy, num_beams=1,
+        repetition_penalty=warp.repetition_penalty, eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0,
+        **(dict.fromkeys(sampling) if warp.greedy else sampling),
+    )  # fmt: skip
+    draft_config = GenerationConfig(
+        num_assistant_tokens=draft_length, num_assistant_tokens_schedule="constant", pad_token_id=0,
+        assistant_confidence_threshold=0.0 if name == "generate-assistant" else 0.4,
+    )  # fmt: skip
+    if name in NEEDS_DRAFT:
+        extra["assistant_model"] = draft
+    if name == "generate-prompt-lookup":
+        extra["prompt_lookup_num_tokens"] = draft_length
+    hook = model.register_forward_pre_hook(lambda *_: forwards.append(None))
+    try:
+        with using_config(model, config), using_config(draft, draft_config):
+            torch.manual_seed(seed)
+            synchronize(device)
+            began = time.perf_counter()
+            out = model.generate(ids, attention_mask=mask, **extra)
+            synchronize(device)
+            seconds = time.perf_counter() - began
+    finally:
+        hook.remove()
+    new = out[:, longest:].tolist()
+    lengths = [next((i + 1 for i, token in enumerate(row) if token in ends), len(row)) for row in new]
+    return [row[:length] for row, length in zip(new, lengths)], seconds, len(forwards)
+
+
+@contextmanager
+def using_config(model: Any, config: GenerationConfig) -> Iterator[None]:
+    """Replace the generation config of a model, if there is one, inside the block."""
+    if model is None:
+        yield
+        return
+    own, model.generation_config = model.generation_config, config
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress transformers' warnings about its own arguments."""
+    level = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)

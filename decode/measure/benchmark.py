@@ -1,0 +1,424 @@
+"""Benchmarks: methods × suites × temperatures × batch sizes on one machine, all methods side by side.
+
+- `speedup` compares with this project's own loop without a drafter, on the same forward and cache, and
+  `speedup_vs_generate` with `model.generate`. A slow baseline would overstate a method.
+- At batch size 1 all methods decode a prompt (of a chat all turns) before the next prompt comes. At batch size B a
+  method decodes all prompts with B texts at once, where a waiting prompt takes the place of a finished one; there are
+  at least 2·B prompts. The order of the methods rotates with each repeat, so that a change in the machine's load
+  affects all of them, and ratios are taken between runs of the same repeat.
+- An adaptive method keeps what it learned from prompt to prompt, but every repeat has its own copy of it, so that no
+  method has seen a prompt before.
+- Time is wall time of the whole text, reading the prompt included; token ids are counted, not words.
+- Texts end at their natural end, so that accuracy is meaningful.
+"""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from itertools import chain, groupby, islice, product
+from operator import add
+from typing import Any, NamedTuple
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from decode.core.loop import Method, decode, decode_texts
+from decode.core.round import Round, acceptance_by_position, clustered_ratio, metrics
+from decode.core.sampling import TorchRng
+from decode.core.verify import JensenShannon
+from decode.measure import machine
+from decode.measure.acceptance import prompt_numbers
+from decode.measure.baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES, generate, quiet
+from decode.measure.costs import speedup_of_rounds
+from decode.measure.session import Item, Session
+from decode.measure.statistics import median_interval, plain, ratio_interval
+from decode.measure.suites import Suite
+from decode.methods import DRAFTED, HEADED, METHODS, MethodInputs, build, exported_length, is_lossless
+from decode.models.heads.block import BlockHead
+from decode.models.heads.eagle import FeatureHead
+from decode.models.heads.mtp import MtpHead
+from decode.models.open import DraftModel
+from decode.options import MethodOptions, split_spec
+from decode.progress import current
+
+BASELINE = "autoregressive"  # the loop without a drafter, the baseline of `speedup`
+REFERENCE = "generate"  # the method of `speedup_vs_generate`, whose texts greedy ones have to equal
+RATIOS = {"speedup": BASELINE, "speedup_vs_generate": REFERENCE, "speedup_vs_assistant": "generate-assistant"}
+"""The method that each ratio of a row divides by."""
+FILLED = 2  # least number of prompts for each place of a batch
+WARM_UP = 24  # most tokens of the text that every method writes before it is timed
+COLUMNS = (
+    "tokens_per_second", "speedup", "speedup_ci95", "speedup_vs_generate", "speedup_vs_generate_ci95",
+    "speedup_vs_assistant", "speedup_vs_assistant_ci95", "predicted_speedup", "accepted_length", "accepted_length_ci95",
+    "alpha", "alpha_se", "accepted_per_tested", "accepted_per_drafted", "tv_spent", "js_distance", "accuracy",
+    "accuracy_se", "identical_to_target", "identical_share", "drafted_per_round", "rounds", "tokens", "draft_lengths",
+    "acceptance_by_position", "verification_threshold",
+)  # fmt: skip
+"""Measured fields of a row; every row has all of them, null if they do not apply."""
+Chat = Sequence[Item]  # the turns of one prompt
+
+# -- what is measured -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BenchEntry:
+    """One line of the table: a method with its draft, options and temperature."""
+
+    method: str  # a name of `decode.methods.METHODS` or of `decode.measure.baselines.TRANSFORMERS_BASELINES`
+    draft: str | None = None  # name of a draft of the session
+    options: MethodOptions = field(default_factory=MethodOptions)
+    stop: str | None = None  # another stop rule than the method's own
+    rule: str | None = None  # another acceptance rule than the method's own
+    temperature: float = 0.0  # 0 is greedy
+    name: str = ""  # name in rows; empty: the method's name
+
+    @property
+    def label(self) -> str:
+        """The name in rows."""
+        return self.name or self.method
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether transformers' own generation runs."""
+        return self.method in TRANSFORMERS_BASELINES
+
+    @property
+    def needs_draft(self) -> bool:
+        """Whether a draft model takes part."""
+        return self.method in NEEDS_DRAFT or self.method in DRAFTED
+
+    @property
+    def priced_draft(self) -> str | None:
+        """The draft whose rounds were timed as this method's; None: what it drafts is not, and its time is added."""
+        return self.draft if METHODS[self.method][0] in ("model", "feature") else None
+
+
+def plan(
+    methods: Sequence[str],
+    drafts: Mapping[str, DraftModel],
+    temperatures: Sequence[float] = (0.0,),
+    *,
+    draft_lengths: Sequence[int] = (),
+    options: MethodOptions | None = None,
+    stop: str | None = None,
+    rule: str | None = None,
+) -> list[BenchEntry]:
+    """Entries for all combinations, with unique names.
+
+    Methods may carry options of their own (`split_spec`). Methods of a fixed length get one entry for each of
+    `draft_lengths`; without any, the length that the draft was exported with, or the method's own.
+    """
+    entries = []
+    for temperature, spec in product(temperatures, methods):
+        method, given = split_spec(spec)
+        base = replace(options or MethodOptions(), **given)
+        rules = (stop, rule) if method in METHODS and method != BASELINE else (None, None)
+        entry = BenchEntry(method, None, base, *rules, temperature)
+        fitting: list[str | None] = [None]
+        if entry.needs_draft and drafts:
+            fitting = [name for name, draft in drafts.items() if isinstance(draft, kind_of_draft(method))]
+        fixed = method == "generate-assistant" or (method in DRAFTED and (stop or METHODS[method][1]) == "length")
+        several = draft_lengths and fixed and "draft_length" not in given
+        lengths: Sequence[int | None] = draft_lengths if several else [base.draft_length]
+        for draft, length in product(fitting, lengths):
+            name = spec.replace(":", " ") + (f" k={length}" if len(lengths) > 1 else "")
+            name += f" ({draft})" if draft and len(drafts) > 1 else ""
+            length = length or (exported_length(drafts[draft]) if draft and fixed else None)
+            entries.append(replace(entry, draft=draft, options=replace(base, draft_length=length), name=name))
+    return entries
+
+
+def kind_of_draft(method: str) -> Any:
+    """The kind of draft that a method is for; `object` where it is for none in particular."""
+    if method in NEEDS_DRAFT:  # transformers takes plain models only
+        return PreTrainedModel
+    if method.startswith("block"):
+        return BlockHead
+    fitting = {"eagle": FeatureHead | MtpHead, "hybrid-tree": FeatureHead | BlockHead}
+    return fitting.get(method, FeatureHead) if method in HEADED else object
+
+
+# -- what was measured ------------------------------------------------------------------------------------------------
+
+
+class Written(NamedTuple):
+    """One text (of a chat all turns) as one method wrote it once."""
+
+    new_ids: list[int]  # the generated tokens
+    seconds: float  # from the prompt on; of texts decoded together, an equal share of each round
+    forwards: int  # target forwards that gave the tokens
+    rounds: list[Round]  # none of transformers' own generation
+
+
+@dataclass
+class Record:
+    """All texts of one method in one suite at one temperature and batch size."""
+
+    texts: list[list[Written]] = field(default_factory=list)  # by prompt and repeat
+    batch_size: int = 1
+    clusters: Sequence[int] = ()  # the number of each prompt among the distinct ones: its texts are one observation
+
+    @property
+    def rounds(self) -> list[list[Round]]:
+        """The rounds of all texts of each prompt: repeats of a greedy text change no rate and no error."""
+        return [[r for text in repeats for r in text.rounds] for repeats in self.texts]
+
+    def numbers(self) -> np.ndarray:
+        """Tokens, seconds and forwards: ``[3, prompts, repeats]``."""
+        rows = [[(len(text.new_ids), *text[1:3]) for text in repeats] for repeats in self.texts]
+        return np.moveaxis(np.array(rows), -1, 0)
+
+
+def paired_ratios(record: Record, base: Record) -> list[float]:
+    """For each prompt the median over repeats of this method's speed over the other's in the same repeat."""
+    ours, theirs = (tokens / seconds for tokens, seconds, _ in (record.numbers(), base.numbers()))
+    ratios: list[float] = np.median(ours / theirs, 1).tolist()
+    return ratios
+
+
+def measured(record: Record, bases: Mapping[str, Record]) -> dict[str, Any]:
+    """The columns of a row that come from the timed texts: speeds, acceptance and counts.
+
+    At batch size 1 a ratio of speeds is the median over prompts of `paired_ratios`; above, it is the ratio of
+    throughputs Σ tokens / Σ seconds. Intervals are over prompts. `bases` are records of the same block by method.
+    """
+    rounds, clusters, row = record.rounds, record.clusters, dict[str, Any]()
+    if any(rounds):
+        row |= metrics(rounds, clusters)
+        row["draft_lengths"] = dict(sorted(Counter(r.drafted for r in chain(*rounds)).items()))
+        row["acceptance_by_position"] = acceptance_by_position(rounds, clusters)
+    numbers = record.numbers()
+    tokens, seconds, _ = numbers
+    row |= {"tokens": int(tokens.sum()), "tokens_per_second": np.median(tokens.sum(0) / seconds.sum(0))}
+    sums = numbers.sum(-1).T
+    row["accepted_length"], row["accepted_length_ci95"] = ratio_interval(clusters, sums[:, ::2])
+    for key in (key for key, method in RATIOS.items() if method in bases):
+        base = bases[RATIOS[key]]
+        if record.batch_size > 1:
+            speeds = np.concatenate([sums[:, :2], base.numbers().sum(-1).T[:, :2]], 1)
+            row[key], row[f"{key}_ci95"] = ratio_interval(clusters, speeds)
+        else:
+            row[key], row[f"{key}_ci95"] = median_interval(paired_ratios(record, base))
+    return row
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+class EntryRun:
+    """An entry ready to run: one copy of its method for each repeat, so that no repeat has learned from another.
+
+    Attributes:
+        methods: the copies; the last one warms up.
+        record: the timed texts.
+        draft_length: the largest draft length at the start, if there is one.
+        note: why transformers refused the entry; empty if it ran.
+    """
+
+    def __init__(self, session: Session, entry: BenchEntry, batch_size: int = 1) -> None:
+        self.entry, self.session, self.batch_size, self.note = entry, session, batch_size, ""
+        self.warp, options = replace(session.options.warp, temperature=entry.temperature), entry.options
+        self.record = Record(batch_size=batch_size)
+        self.methods: list[Method] = []
+        if entry.is_baseline:
+            default = TRANSFORMERS_BASELINES[entry.method]
+            self.draft_length = default and (options.draft_length or default)
+            return
+        costs, stores = session.costs.get(entry.draft or ""), (session.options.datastore, session.options.trigrams)
+        draft = session.drafts[entry.draft or ""] if entry.needs_draft else None
+        inputs = MethodInputs(
+            session.runner, self.warp, draft, session.tokenizer, *stores, options, costs.rounds if costs else None
+        )
+        for _ in range(session.options.repeats + 1):
+            self.methods.append(build(entry.method, inputs, stop=entry.stop, rule=entry.rule))
+        self.draft_length = None if entry.method == BASELINE else int(self.methods[0].stop.window)
+
+    def write(self, chats: Sequence[Chat], repeat: int, first: int, budget: int) -> list[Written]:
+        """Decode chats, whose first is number `first`, once with the method's copy of this repeat (-1 warms up)."""
+        prompts = [item.ids for item in chain(*chats)]
+        seed = self.session.options.seed + repeat
+        seeds = [seed + 1009 * (first + i) + turn for i, chat in enumerate(chats) for turn in range(len(chat))]
+        how = {"max_new_tokens": budget, "stop_ids": self.session.stop_ids}
+        if self.entry.is_baseline:
+            turns = iter(self._generate(prompts, seeds, how))
+        else:
+            turns = iter(self._decode(self.methods[repeat], prompts, seeds, how))
+        return [Written(*(reduce(add, values) for values in zip(*islice(turns, len(chat))))) for chat in chats]
+
+    def _decode(
+        self, method: Method, prompts: Sequence[list[int]], seeds: Sequence[int], how: Mapping[str, Any]
+    ) -> list[Written]:
+        """The prompts' texts by this project's loop."""
+        models = self.session.runner, method, self.warp
+        rngs = [TorchRng(seed, self.session.runner.device) for seed in seeds]
+        if self.batch_size == 1:  # what the method learns it keeps for the next prompt
+            outs = [decode(*models, ids, rng=rng, **how) for ids, rng in zip(prompts, rngs)]
+        else:
+            outs = decode_texts(*models, prompts, rngs=rngs, batch_size=self.batch_size, **how)
+        return [Written(out.new_ids, out.total_seconds, len(out.rounds), out.rounds) for out in outs]
+
+    def _generate(self, prompts: Sequence[list[int]], seeds: Sequence[int], how: Mapping[str, Any]) -> list[Written]:
+        """The prompts' texts by transformers, those of similar length together."""
+        order, texts = sorted(range(len(prompts)), key=lambda i: len(prompts[i])), dict[int, Written]()
+        draft = self.session.draft_models.get(self.entry.draft or "")
+        while some := order[len(texts) : len(texts) + self.batch_size]:
+            new, seconds, forwards = generate(
+                self.entry.method, self.session.model, draft, self.warp, [prompts[i] for i in some],
+                seed=seeds[some[0]], draft_length=self.draft_length, **how,
+            )  # fmt: skip
+            texts |= {i: Written(ids, seconds / len(some), forwards, []) for i, ids in zip(some, new)}
+        return [texts[i] for i in range(len(prompts))]
+
+
+def time_texts(runs: Sequence[EntryRun], groups: Sequence[Sequence[Chat]], name: str) -> None:
+    """Time all entries on all prompts, entry beside entry; the texts are added to the entries' records.
+
+    An entry decodes a group of chats before the next entry does; after a KeyboardInterrupt the records hold the groups
+    that all entries had finished.
+    """
+    options, work = runs[0].session.options, current()
+    for run in runs:
+        some = [chat[:1] for chat in groups[0][: run.batch_size]]
+        try:
+            run.write(some, -1, 0, min(WARM_UP, options.max_new_tokens))
+        except Exception as error:
+            if not run.entry.is_baseline:
+                raise
+            run.note = f"transformers refused: {type(error).__name__}: {str(error).splitlines()[0][:160]}"
+    running = [run for run in runs if not run.note]
+    for i, chats in enumerate(groups):
+        written: list[list[list[Written]]] = [[] for _ in running]  # by entry and repeat
+        for repeat in range(options.repeats):
+            for turn in range(len(running)):
+                place = (i * options.repeats + repeat + turn) % len(running)
+                work.update(name=f"{name} {running[place].entry.label}")
+                written[place].append(running[place].write(chats, repeat, i, options.max_new_tokens))
+                work.advance()
+        for run, repeats in zip(running, written):
+            run.record.texts += map(list, zip(*repeats))
+
+
+class Benchmark:
+    """Measures entries on suites.
+
+    Attributes:
+        rows: a row for each entry, suite, temperature and batch size, ready for JSON.
+        records: the timed texts by suite, temperature, batch size and label.
+        stopped: what an interrupt ended, whose rows then cover the prompts that all methods had finished.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.stopped = session, ""
+        self.rows: list[dict[str, Any]] = []
+        self.records: dict[tuple[str, float, int, str], Record] = {}
+
+    def run(
+        self, suites: Iterable[Suite], entries: Iterable[BenchEntry], *, batch_sizes: Iterable[int] = (1,)
+    ) -> list[dict[str, Any]]:
+        """Measure all entries on all suites at all batch sizes; the baselines are added at every temperature.
+
+        Args:
+            suites: prompts with their scorers; a batch that needs more prompts takes them again from the start.
+            entries: in the order of the table; of transformers' methods only ``generate`` decodes batches.
+            batch_sizes: texts at once.
+
+        Returns:
+            `rows`.
+
+        Raises:
+            UserError: a store is missing, or no prompt fits the context.
+            KeyboardInterrupt: passed on after `rows` has been brought up to date.
+        """
+        entries, session, sizes = list(entries), self.session, sorted(set(batch_sizes))
+        for entry in entries:
+            EntryRun(session, entry)
+        items = [(suite, session.items(suite)) for suite in suites]
+        temperatures = dict.fromkeys(e.temperature for e in entries)
+        if session.options.costs:
+            current().update(name="costs of rounds")
+            session.measure_costs(
+                [item for _, some in items for item in some],
+                dict.fromkeys(e.priced_draft for e in entries if not e.is_baseline and e.method != BASELINE),
+                batch_sizes=sizes,
+                temperature=min(temperatures, default=0.0),
+            )
+        blocks = []
+        for (suite, some), temperature, size in product(items, temperatures, sizes):
+            groups = [[list(turns)] for _, turns in groupby(some, key=lambda item: id(item.prompt))]
+            if size > 1:
+                groups = [[[some[i % len(some)]] for i in range(max(len(some), FILLED * size))]]
+            table = [e for e in entries if e.temperature == temperature]
+            table = [e for e in table if size == 1 or not e.is_baseline or e.method == REFERENCE]
+            first = [m for m in (BASELINE, REFERENCE) if all(e.method != m for e in table)]
+            table += [BenchEntry(m, temperature=temperature) for m in first]
+            table.sort(key=lambda e: (e.method not in (BASELINE, REFERENCE), e.method == REFERENCE))
+            blocks.append((suite, size, table, groups))
+        rounds = sum(len(table) * len(groups) for *_, table, groups in blocks)
+        current().update(done=0, total=session.options.repeats * rounds)
+        for suite, size, table, groups in blocks:
+            runs = [EntryRun(session, entry, size) for entry in table]
+            name = f"{suite.name} T={table[0].temperature:g}" + (f" batch {size}" if size > 1 else "")
+            try:
+                with quiet(), machine.using_threads(session.threads):
+                    time_texts(runs, groups, name)
+            except KeyboardInterrupt:
+                self.stopped = name
+                raise
+            finally:
+                if runs[0].record.texts:
+                    self._add_rows(suite, runs, [turns[0] for turns in chain(*groups)])
+        return self.rows
+
+    def _add_rows(self, suite: Suite, runs: Sequence[EntryRun], items: Sequence[Item]) -> None:
+        """Make the rows of one suite, temperature and batch size, whose prompts begin with these items."""
+        session, generated = self.session, next(run.record.texts for run in runs if run.entry.method == REFERENCE)
+        numbers = prompt_numbers([(item.ids, len(item.ids)) for item in items])
+        for run in runs:
+            entry, record = run.entry, run.record
+            record.clusters = numbers[: len(record.texts)]
+            self.records[suite.name, entry.temperature, run.batch_size, entry.label] = record
+            lossless = entry.is_baseline or is_lossless(entry.method, entry.rule)
+            row: dict[str, Any] = dict.fromkeys(COLUMNS) | {
+                "suite": suite.name,
+                "temperature": entry.temperature,
+                "batch_size": run.batch_size,
+                "name": entry.label,
+                "method": entry.method,
+                "draft": entry.draft,
+                "draft_length": run.draft_length,
+                "kind": "baseline" if entry.is_baseline else "lossless" if lossless else "relaxed",
+                "lossless": lossless,
+                "baseline": entry.is_baseline,
+                "repeats": session.options.repeats,
+                "prompts": len(record.texts),
+                "note": run.note,
+            }
+            self.rows.append(row)
+            if run.note:
+                continue
+            # of several assistants the last is the one most like this entry
+            alike = sorted(runs, key=lambda o: (o.entry.draft == entry.draft, o.draft_length == run.draft_length))
+            row |= measured(record, {other.entry.method: other.record for other in alike if not other.note})
+            thetas = [method.rule.theta for method in run.methods[:-1] if isinstance(method.rule, JensenShannon)]
+            if thetas:
+                row["verification_threshold"] = statistics.fmean(thetas)
+            if not entry.is_baseline and (costs := session.costs.get(entry.priced_draft)):
+                rounds, free = record.rounds, entry.priced_draft is None
+                row["predicted_speedup"] = speedup_of_rounds(rounds, costs.rounds, run.batch_size, drafts_free=free)
+            if suite.score is not None:
+                marks = [
+                    statistics.fmean(suite.score(item.prompt, session.text(text.new_ids)) for text in repeats)
+                    for item, repeats in zip(items, record.texts)
+                ]
+                row["accuracy"], row["accuracy_se"] = clustered_ratio(marks, [1] * len(marks), record.clusters)
+            # where generate was refused there are none of its texts
+            same = [
+                text.new_ids == expected.new_ids
+                for (expected, *_), repeats in zip(generated, record.texts)
+                for text in repeats
+            ]
+            if same and not entry.temperature:
+                row |= {"identical_share": statistics.fmean(same), "identical_to_target": all(same)}
+        self.rows[-len(runs) :] = map(plain, self.rows[-len(runs) :])

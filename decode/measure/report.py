@@ -1,0 +1,256 @@
+"""Tables and pages of all reports, with one definition of every column; and the report of ``bench``.
+
+A page is one file that loads nothing from elsewhere, has no script, and follows the reader's light or dark scheme. The
+template ``html_page.html`` escapes all text (pairs of backticks become code); only figures hold markup, the SVG of
+`plots`.
+"""
+
+import csv
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+from rich.table import Table as RichTable
+
+from decode.core.round import FORMULAS
+from decode.errors import read_json, write_text
+from decode.measure import plots
+from decode.measure.benchmark import BASELINE, Benchmark
+from decode.measure.machine import sentence
+from decode.measure.statistics import finite
+
+Row = Mapping[str, Any]
+Figure = tuple[str, str]
+"""A plot as SVG, and its caption."""
+
+# -- tables and pages -------------------------------------------------------------------------------------------------
+
+
+class Column(NamedTuple):
+    """How the values under one key of a row are shown."""
+
+    label: str
+    format: str  # format specification of numbers, which are aligned to the right; empty: text
+    error: str  # key of the standard error, or of the interval ``[low, high]``, that is shown beside the value
+    formula: str  # definition, listed at the end of a page
+
+
+with Path(__file__).with_name("columns.csv").open(newline="", encoding="utf-8") as file:
+    COLUMNS = {
+        row.pop("key"): Column(**row | {"formula": row["formula"].format_map(FORMULAS)}) for row in csv.DictReader(file)
+    }
+"""The columns of all tables by the key of their values, as ``columns.csv`` defines them."""
+
+
+def present(value: Any) -> bool:
+    """Whether a value is neither None nor an empty text nor a number that is not finite."""
+    return value not in (None, "") and (not isinstance(value, float) or finite(value))
+
+
+def cell(row: Row, key: str) -> str:
+    """The value of a row as text, with its standard error or interval; a dash if there is none."""
+    value, column = row.get(key), COLUMNS[key]
+    if not present(value):
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not finite(value):
+        return str(value)
+    text, error = format(value, column.format), row.get(column.error)
+    if finite(error):
+        return f"{text} ± {error:{column.format.removeprefix('+')}}"
+    return f"{text} ({error[0]:{column.format}}–{error[1]:{column.format}})" if error else text
+
+
+def filled(keys: Iterable[str], rows: Sequence[Row]) -> list[str]:
+    """The keys under which any row has a value."""
+    return [key for key in keys if any(present(row.get(key)) for row in rows)]
+
+
+def console_table(title: str, keys: Iterable[str], rows: Sequence[Row]) -> RichTable:
+    """A table for a terminal; columns without values are left out, and ``style`` of a row is its style."""
+    grid = RichTable(title=title or None, title_justify="left", box=None, pad_edge=False)
+    keys = filled(keys, rows)
+    for key in keys:
+        label, spec, _, _ = COLUMNS[key]
+        # if the table is too wide, words are wrapped, or folded, before numbers are cut
+        grid.add_column(label, justify="right" if spec else "left", no_wrap=bool(spec), min_width=1, overflow="fold")
+    for row in rows:
+        grid.add_row(*(cell(row, key) for key in keys), style=row.get("style", ""))
+    return grid
+
+
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of texts as Markdown; the first column is aligned left, the others right."""
+    rule = ["---", *["---:"] * (len(headings) - 1)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (headings, rule, *rows))
+
+
+def markdown(keys: Iterable[str], rows: Sequence[Row]) -> str:
+    """`console_table` as Markdown."""
+    keys = filled(keys, rows)
+    return markdown_table([COLUMNS[key].label for key in keys], [[cell(row, key) for key in keys] for row in rows])
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a page; columns that are empty in every row are left out."""
+
+    keys: Sequence[str]  # of `COLUMNS`
+    rows: Sequence[Row]
+    title: str = ""
+    folded: bool = False  # hide it below its title until that is clicked
+    note: str = ""  # line below it
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page; its parts are shown in the order of the fields."""
+
+    heading: str = ""
+    text: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)  # only values that are `present`
+    tables: Sequence[Table] = ()
+    figures: Sequence[Figure] = ()
+    code: Mapping[str, str] = field(default_factory=dict)  # preformatted texts by their captions
+    cards: Sequence[tuple[str, str]] = ()  # values in large type, with what they are: shown above the text
+    folded: bool = False  # hide all of it below its heading until that is clicked
+
+
+def write_page(path: Path, title: str, headline: str, sections: Sequence[Section]) -> None:
+    """Write a page with its answer in a sentence as headline; an existing file is replaced only by a complete one."""
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    templates.filters["code"] = lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+    templates.globals |= {"cell": cell, "columns": COLUMNS, "filled": filled, "present": present}
+    page = templates.get_template("html_page.html").render(title=title, headline=headline, sections=sections)
+    write_text(path, page.lstrip())
+
+
+# -- the report of a benchmark ----------------------------------------------------------------------------------------
+
+KEYS = (
+    "name", "kind", "draft_length", "tokens_per_second", "speedup", "speedup_vs_generate", "speedup_vs_assistant",
+    "predicted_speedup", "accepted_length", "alpha", "accepted_per_tested", "accepted_per_drafted", "tv_spent",
+    "js_distance", "accuracy", "identical_to_target", "note",
+)  # fmt: skip
+"""Columns of the page's tables."""
+LONG = {"speedup_vs_assistant", "accepted_per_tested", "accepted_per_drafted", "js_distance", "note"}
+SHORT = [key for key in KEYS if key not in LONG]
+"""Columns of the terminal's tables."""
+STYLES = {"lossless": "", "relaxed": "yellow", "baseline": "dim"}
+
+
+def mode(temperature: float) -> str:
+    """``greedy``, or the temperature."""
+    return "greedy" if temperature == 0 else f"T = {temperature:g}"
+
+
+def by_block(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows by suite, temperature and batch size as a title."""
+    blocks: dict[str, list[Row]] = {}
+    for row in rows:
+        size = f", batch size {row['batch_size']}" if row["batch_size"] > 1 else ""
+        blocks.setdefault(f"{row['suite']}, {mode(row['temperature'])}{size}", []).append(row)
+    return blocks
+
+
+def drafting(rows: Iterable[Row]) -> list[Row]:
+    """Our own methods that draft and have a speedup, the fastest first."""
+    ours = [r for r in rows if r["speedup"] and not r["baseline"] and r["method"] != BASELINE]
+    return sorted(ours, key=lambda r: -r["speedup"])
+
+
+def console_tables(rows: Sequence[Row]) -> Iterable[RichTable]:
+    """The rows of each block for a terminal."""
+    for title, block in by_block(rows).items():
+        keys = [key for key in SHORT if key != "kind" or any(row["kind"] == "relaxed" for row in block)]
+        without = {"alpha_se": None, "accuracy_se": None}  # the page shows them
+        grid = console_table(title, keys, [{**row, **without, "style": STYLES[row["kind"]]} for row in block])
+        for row in block:
+            if row["note"]:
+                grid.add_row(f"{row['name']}: {row['note']}", style="red")
+        yield grid
+
+
+def answers(rows: Sequence[Row]) -> list[str]:
+    """For each block the fastest lossless method, and the lossless methods whose greedy texts differ.
+
+    The latter are not called the fastest, at any temperature: only greedy texts show whether a method is lossless. If
+    the loop without a draft is one of them, its forward itself gives other logits, and no method is called the fastest.
+    """
+
+    def place(row: Row) -> tuple[Any, ...]:
+        return row["suite"], row["batch_size"], row["name"]
+
+    lines, wrong = [], {place(r) for r in rows if r["kind"] == "lossless" and r["identical_to_target"] is False}
+    for title, block in by_block(rows).items():
+        differ, parts = [r for r in block if place(r) in wrong], list[str]()
+        best = [r for r in drafting(block) if r["kind"] == "lossless" and r not in differ]
+        if best and all(r["method"] != BASELINE for r in differ):
+            parts.append(f"fastest lossless method {best[0]['name']}: speedup {cell(best[0], 'speedup')}")
+            if over := best[0]["speedup_vs_generate"]:
+                parts[0] += f", {over:.2f} over model.generate"
+        if differ and not block[0]["temperature"]:
+            parts.append(f"texts differ from model.generate's: {', '.join(r['name'] for r in differ)}")
+        if parts:
+            lines.append(f"{title}: {'; '.join(parts)}")
+    return lines
+
+
+def write_report(bench: Benchmark, settings: Mapping[str, Any], folder: Path) -> tuple[Path, Path]:
+    """Write report.json and the page.
+
+    Other keys of an existing report.json are kept; ``methods``, ``bench`` and ``machine`` are set. The page is
+    report.html, or bench.html if report.json is that of another command.
+    """
+    session, path = bench.session, folder / "report.json"
+    ours: dict[str, Any] = {
+        "methods": bench.rows,
+        "machine": session.facts(),
+        "bench": {
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "settings": dict(settings),
+            "costs": {name or "": costs.to_dict() for name, costs in session.costs.items()},
+            "stopped": bench.stopped,
+            "notes": session.notes,
+        },
+    }
+    content = read_json(path)
+    page = folder / ("bench.html" if content.keys() - ours else "report.html")
+    write_text(path, json.dumps(content | ours, indent=1, ensure_ascii=False) + "\n")
+    headline, *others = answers(bench.rows) or [""]
+    write_page(page, "Decoding methods compared", headline, [Section(text=" ".join(others)), *sections(**ours)])
+    return path, page
+
+
+def sections(methods: Sequence[Row], machine: Row, bench: Row) -> Iterable[Section]:
+    """The page of a benchmark, from the keys of report.json."""
+    by_size: dict[str, list[tuple[float, ...]]] = {}  # speedups by batch size
+    for title, rows in by_block(methods).items():
+        fastest = drafting(rows)
+        figures = [(plots.speedup_bars(rows), "Relaxed methods are orange.")]
+        if positions := {
+            row["name"]: row["acceptance_by_position"] for row in fastest[:5] if row["acceptance_by_position"]
+        }:
+            figures.append((plots.acceptance_by_position(positions), ""))
+        text = (
+            f"{rows[0]['prompts']} prompts, repeats: {rows[0]['repeats']}. {bench['notes'].get(rows[0]['suite'], '')}"
+        )
+        yield Section(title, text, tables=[Table(KEYS, rows)], figures=figures)
+        for row in fastest:
+            name = f"{row['name']}, {row['suite']}, {mode(row['temperature'])}"
+            by_size.setdefault(name, []).append((row["batch_size"], row["speedup"], *(row["speedup_ci95"] or ())))
+    if curves := {name: points for name, points in by_size.items() if len(points) > 1}:
+        axes = "texts at once (batch size)", "tokens/s ÷ without a draft (×)"
+        yield Section(figures=[(plots.lines(curves, "Speedup by batch size", *axes, log_x=True, at_one=True), "")])
+    where = {"machine": sentence(machine), "threads": machine["note"]}
+    yield Section("Machine and settings", facts=where | bench["settings"], folded=True)

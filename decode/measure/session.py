@@ -1,0 +1,188 @@
+"""The models, prompts and costs that a benchmark works with."""
+
+import statistics
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from decode.core.loop import Method, decode_texts
+from decode.core.sampling import LogitsWarper, TorchRng
+from decode.core.stop import StopRule
+from decode.drafters.base import NoDrafter
+from decode.errors import UserError
+from decode.measure import machine
+from decode.measure.costs import LENGTHS, WIDE, Costs, measure_costs
+from decode.measure.suites import Prompt, Suite
+from decode.models.check import open_draft_runner, open_runner
+from decode.models.open import DraftModel, stop_ids
+from decode.models.texts import draws_of_loop, write_texts
+from decode.models.tokens import Detokenizer, Message, chat_ids, control_token, prompt_ids, user_says
+
+ANSWERED_AT_ONCE = 16  # first turns of chats that the target answers in a batch
+TIMED = 6  # prompts of middle length whose texts costs are timed in, unless a batch needs more
+
+
+@dataclass
+class BenchOptions:
+    """How a benchmark is run."""
+
+    max_new_tokens: int = 128  # budget of each text
+    repeats: int = 3  # runs of each method on each prompt
+    seed: int = 0  # of sampling
+    # put prompts into the chat template; later turns of a prompt follow the target's own greedy answers
+    chat: bool = False
+    system: str | None = None  # system message of the chats
+    warp: LogitsWarper = field(default_factory=LogitsWarper)  # sampling settings except the temperature
+    threads: int | None = None  # of torch while speed is measured; None measures one against all
+    datastore: Path | None = None  # folder of a REST datastore
+    trigrams: Path | None = None  # folder of an Adaptix table
+    samples: int = 1  # prompts of each suite whose annotated texts are kept
+    costs: bool = True  # measure the costs that `predicted_speedup` needs
+    pack: str = "auto"  # see `decode.models.check.open_runner`
+
+
+@dataclass
+class Item:
+    """One prompt, or one turn of a chat, as token ids."""
+
+    prompt: Prompt
+    ids: list[int]
+
+
+class Session:
+    """A target and its drafts, opened for measurement on this machine.
+
+    Attributes:
+        runner: the target's runner.
+        drafts: the drafts' runners by name.
+        threads: the number of threads while speed is measured; torch's own stays as it was.
+        costs: costs by draft name; None is the target alone.
+        notes: remarks on a suite's prompts, by suite.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        drafts: Mapping[str, DraftModel] | None,
+        tokenizer: PreTrainedTokenizerBase,
+        options: BenchOptions | None = None,
+    ) -> None:
+        self.options = options or BenchOptions()
+        self.model, self.tokenizer = model, tokenizer
+        self.draft_models: dict[str, DraftModel] = dict(drafts or {})
+        self.threads, reason = machine.choose_threads(model, self.options.threads)
+        pack = self.options.pack
+        with machine.using_threads(self.threads):  # layouts of weights are chosen by measurement
+            self.runner = open_runner(model, pack=pack)
+            self.drafts = {name: open_draft_runner(draft, model, pack) for name, draft in self.draft_models.items()}
+        opened = {"target": self.runner} | self.drafts
+        self.how = [reason, *(f"{name}: {runner.packing}" for name, runner in opened.items() if runner.packing)]
+        self.stop_ids: Collection[int] = stop_ids(model, tokenizer)
+        self.costs: dict[str | None, Costs] = {}
+        self.notes: dict[str, str] = {}
+
+    def facts(self) -> dict[str, Any]:
+        """The machine, the threads and the weight layouts, for reports."""
+        return machine.describe(self.runner.device) | {"threads": self.threads, "note": "; ".join(self.how)}
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of generated tokens."""
+        return Detokenizer(self.tokenizer).text(ids)
+
+    def items(self, suite: Suite) -> list[Item]:
+        """All prompts (of chats, all turns) that fit the contexts together with their answers."""
+        notes, prompts = list[str](), suite.prompts
+        if self.options.chat:
+            texts = [[{"content": text} for text in prompt.turns or (prompt.text,)] for prompt in prompts]
+            asked = [p for p, said in zip(prompts, texts) if not control_token(self.tokenizer, said)]
+            if spelt := len(prompts) - len(asked):
+                notes.append(f"{spelt} prompts are left out, whose text spells a control token of the tokenizer")
+            items = self._turns(asked)
+        else:
+            items = [Item(p, list(p.ids) or prompt_ids(self.tokenizer, p.text)) for p in prompts]
+            if several := sum(len(prompt.turns) > 1 for prompt in prompts):
+                notes.append(f"of {several} prompts the first turn alone is asked, since later ones need a template")
+        room = min(r.limit for r in [self.runner, *self.drafts.values()])
+        fitting = [item for item in items if len(item.ids) + self.options.max_new_tokens <= room + 1]
+        if not fitting:
+            raise UserError(
+                f"no prompt of {suite.name} fits: the shortest of {len(items)} has "
+                f"{min((len(item.ids) for item in items), default=0)} tokens, the context holds {room}, "
+                f"{self.options.max_new_tokens} new ones among them; lower max_new_tokens or take another suite"
+            )
+        if len(fitting) < len(items):
+            notes.append(f"{len(items) - len(fitting)} of {len(items)} prompts do not fit the context of {room} tokens")
+        if notes:
+            self.notes[suite.name] = "; ".join(notes)
+        return fitting
+
+    def _turns(self, prompts: Sequence[Prompt]) -> list[Item]:
+        """The turns of chats, each after the target's greedy answers to the earlier ones."""
+        chats = [(prompt.turns or (prompt.text,), list[Message](), list[Item]()) for prompt in prompts]
+        for turn in range(max((len(said) for said, *_ in chats), default=0)):
+            going = [chat for chat in zip(prompts, chats) if turn < len(chat[1][0])]
+            if turn:
+                asked = [items[-1].ids for _, (_, _, items) in going]
+                answers = self.written(asked, replace(self.options.warp, temperature=0.0))
+                for (_, (_, history, _)), answer in zip(going, answers):
+                    history.append({"role": "assistant", "content": self.text(answer)})
+            for prompt, (said, history, items) in going:
+                history += user_says(said[turn], None if turn else self.options.system)
+                items.append(Item(prompt, chat_ids(self.tokenizer, history)))
+        return [item for *_, items in chats for item in items]
+
+    def written(
+        self,
+        prompts: Sequence[list[int]],
+        warp: LogitsWarper,
+        batch_size: int = ANSWERED_AT_ONCE,
+        progress: Callable[[int], None] | None = None,
+    ) -> list[list[int]]:
+        """New tokens that the target writes after each prompt; none if the prompt fills the context."""
+        longest, limit = self.options.max_new_tokens, self.runner.limit
+        return write_texts(
+            self.runner,
+            prompts,
+            warp,
+            budgets=[min(longest, limit - len(ids)) for ids in prompts],
+            stop_ids=self.stop_ids,
+            draws=draws_of_loop(self.options.seed),
+            batch_size=batch_size,
+            progress=progress,
+        )
+
+    def measure_costs(
+        self,
+        items: Sequence[Item],
+        drafts: Iterable[str | None],
+        *,
+        longest: int = 1,
+        batch_sizes: Collection[int] = (1,),
+        temperature: float = 0.0,
+    ) -> None:
+        """Measure `costs` of drafts (None: of a target that is given drafts for nothing).
+
+        Rounds are timed in the middle of the target's texts for the items of middle length; `longest` is the largest
+        draft length in use.
+        """
+        count, warp = max(TIMED, *batch_sizes), replace(self.options.warp, temperature=temperature)
+        middle = statistics.median(len(item.ids) for item in items)
+        ids = sorted((item.ids for item in items), key=lambda ids: abs(len(ids) - middle))[:count]
+        rngs = [TorchRng(self.options.seed, self.runner.device) for _ in ids]
+        with machine.using_threads(self.threads):
+            begun = decode_texts(
+                self.runner, Method("", NoDrafter(), StopRule(1)), warp, ids, rngs=rngs, batch_size=1,
+                max_new_tokens=max(1, self.options.max_new_tokens // 2),
+            )  # fmt: skip
+            texts, alike = [text.ids for text in begun], dict[Any, Costs]()
+            for name in drafts:
+                draft = self.drafts[name] if name else None
+                # drafts of one shape cost the same, so one of them is timed
+                shape = draft and (draft.name, draft.weight_bytes or name, draft.packing)
+                if shape not in alike:
+                    lengths = {*LENGTHS, longest} if draft else WIDE
+                    alike[shape] = measure_costs(self.runner, draft, warp, texts, lengths, batch_sizes)
+                self.costs[name] = alike[shape]

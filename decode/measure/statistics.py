@@ -1,0 +1,73 @@
+"""Intervals over independent observations (prompts), and values for JSON."""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeGuard
+
+import numpy as np
+from scipy import special
+
+LEAST = 6
+"""Fewest observations with an interval: of five, even the range misses the median in more than 5 % of all cases."""
+Interval = list[float] | None  # the ends of a 95 % interval; None below `LEAST` observations
+
+
+def finite(value: Any) -> TypeGuard[float]:
+    """Whether a value is a finite number and not a truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def median_interval(values: Iterable[float]) -> tuple[float, Interval]:
+    """Median of the finite values (NaN without any), and its interval between two of the values in order.
+
+    The number of values below the true median is binomial, so the interval holds it in 95 % of all cases or more,
+    whatever the distribution.
+    """
+    known = sorted(value for value in values if finite(value))
+    n = len(known)
+    if n < LEAST:
+        return (statistics.median(known) if known else math.nan), None
+    outside = int(np.flatnonzero(special.bdtr(np.arange(n // 2), n, 0.5) <= 0.025)[-1])  # values left out at each end
+    return statistics.median(known), [known[outside], known[-1 - outside]]
+
+
+def ratio_interval(clusters: Iterable[int], sums: Iterable[Sequence[float]]) -> tuple[float, Interval]:
+    """Σa / Σb, or (Σa / Σb) / (Σc / Σd), and its interval by Student's t on the linearised logarithm.
+
+    Args:
+        clusters: the cluster of each observation; all texts of a prompt are one observation.
+        sums: a and b, or a, b, c and d of each.
+    """
+    parts, numbers = np.array(list(sums), float), np.array(list(clusters))
+    values = np.stack([parts[numbers == number].sum(0) for number in np.unique(numbers)])
+    n = len(values)
+    signs, totals = np.array([1, -1, -1, 1][: values.shape[1]]), values.sum(0)
+    ratio = float(np.prod(totals**signs))
+    if n < LEAST:
+        return ratio, None
+    error = math.sqrt(n / (n - 1) * float((((values / totals) @ signs) ** 2).sum()))
+    factor = math.exp(special.stdtrit(n - 1, 0.975) * error)
+    return ratio, [ratio / factor, ratio * factor]
+
+
+def p_value(difference: float, se: float, n: int) -> float:
+    """Two-sided p-value of a mean difference over n observations by Student's t; 1 where its error is unknown."""
+    if difference == 0 or math.isnan(se):
+        return 1.0
+    if se == 0:
+        return 0.0
+    return float(2 * special.stdtr(n - 1, -abs(difference) / se))
+
+
+def plain(value: Any) -> Any:
+    """The same value for JSON: numbers that are not finite become null, arrays and tensors lists."""
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,432 @@
+"""Prompt suites: rows of files and of the Hugging Face Hub as prompts, and scores of the answers to them.
+
+A suite is named by a spec: ``arithmetic``, ``arithmetic:3`` (difficulty), ``open``, ``chat`` (96 prompts in the six
+categories of Spec-Bench), a preset of ``datasets.yaml`` such as ``gsm8k`` from the Hub or ``gsm8k=PATH`` from a local
+file; ``chat:qa``, ``mmlu:astronomy=PATH`` or ``spec_bench:qa=PATH`` for one category; ``prompts=PATH``, or just PATH,
+for other prompts (txt: one prompt per line; otherwise a column prompt, turns, text or question).
+"""
+
+import bz2
+import csv
+import gzip
+import hashlib
+import io
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import yaml
+from jinja2 import Environment, StrictUndefined, Template, TemplateError
+
+from decode.errors import UserError, unknown
+from decode.measure.arithmetic import problems
+
+Row = dict[str, Any]
+
+# -- rows of files and of the Hub -------------------------------------------------------------------------------------
+
+FORMATS = (".csv", ".json", ".jsonl", ".parquet", ".arrow", ".txt")
+"""File name suffixes of `iter_rows`. JSON and CSV are not read by ``datasets``, which changes values: in version 5 the
+JSON text "2020-01-01" becomes a datetime, and the CSV text "1.50" becomes 1.5."""
+PACKED: dict[str, Any] = {".gz": gzip, ".bz2": bz2}
+csv.field_size_limit(2**31 - 1)  # a chat in one field may be long
+
+
+def file_format(path: str | Path) -> str:
+    """The suffix among `FORMATS` of a file, which may be compressed (rows.jsonl.gz); empty if it has none of them."""
+    suffixes = [suffix.lower() for suffix in Path(path).suffixes]
+    if suffixes and suffixes[-1] in PACKED:
+        suffixes.pop()
+    return suffixes[-1] if suffixes and suffixes[-1] in FORMATS else ""
+
+
+def text_lines(path: str | Path, newline: str | None = None) -> Iterator[str]:
+    """The lines of a text file, which may be compressed; in UTF-8, or UTF-16 or 32 by its byte order mark.
+
+    Raises:
+        UserError: a byte that is not UTF-8, with its line, or a damaged file.
+    """
+    try:
+        packed = PACKED.get(Path(path).suffix.lower())
+        with io.BufferedReader(packed.open(path) if packed else io.FileIO(path), 1 << 20) as binary:
+            encoding = json.detect_encoding(binary.peek(4)[:4])
+            for number, line in enumerate(io.TextIOWrapper(binary, encoding, "surrogateescape", newline), 1):
+                try:
+                    line.encode()
+                except UnicodeEncodeError as bad:
+                    where = f"line {number}: its character {bad.start + 1}, the byte 0x{ord(line[bad.start]) & 255:02x}"
+                    raise ValueError(f"{where}, is not UTF-8; save it as UTF-8 (iconv -f latin1 -t utf-8)") from bad
+                yield line
+    except (OSError, EOFError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+
+
+def _read(path: Path) -> Iterator[Any]:
+    """The rows of a file of a known format."""
+    match file_format(path):
+        case ".parquet":
+            import pyarrow.parquet
+
+            for batch in pyarrow.parquet.ParquetFile(path).iter_batches():  # ArrowInvalid is a ValueError
+                yield from batch.to_pylist()
+        case ".arrow":  # as `datasets` saves them
+            import datasets
+
+            yield from datasets.Dataset.from_file(str(path))
+        case ".csv":
+            reader = csv.DictReader(text_lines(path, ""), strict=True)
+            for row in reader:
+                if None in row or len(row) < len(reader.fieldnames or ()):
+                    raise ValueError(f"its {len(row)} fields are not the header's: quote fields with a comma inside")
+                yield row
+        case ".txt":
+            yield from ({"text": line.rstrip("\r\n")} for line in text_lines(path) if line.strip())
+        case ".json" if (text := "".join(text_lines(path))).lstrip().startswith("["):  # else JSON Lines under that name
+            yield from json.loads(text)
+        case _:
+            yield from map(json.loads, filter(str.strip, text_lines(path)))
+
+
+def iter_rows(path: str | Path) -> Iterator[Row]:
+    """The rows of a local file of one of `FORMATS`; text formats may be compressed with gzip or bz2.
+
+    Raises:
+        UserError: no such file, an unknown suffix, a file that is unreadable or has no rows.
+    """
+    path, number = Path(path), 0
+    if not path.is_file():
+        raise UserError(f"there is no file {str(path)!r}: check the path (it is relative to {Path.cwd()})")
+    if not file_format(path):
+        raise UserError(f"{path} ends in {path.suffix!r}: rows are read from {', '.join(FORMATS)}")
+    try:
+        for row in _read(path):
+            if not isinstance(row, dict):
+                raise ValueError("a row must be an object with named columns, such as {'question': '...'}")
+            number += 1
+            yield row
+    except UserError:
+        raise
+    except (ValueError, TypeError, OSError, csv.Error) as error:
+        raise UserError(f"{path} cannot be read as {file_format(path)} near row {number + 1}: {error}") from error
+    if not number:
+        raise UserError(f"{path} has no rows: give a file with at least one")
+
+
+def messages_of(value: Any) -> list[Any] | None:
+    """The messages in a value that is a list of them, or the JSON text of one; None for other values."""
+    try:
+        messages = json.loads(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
+    except ValueError:
+        return None
+    roles = {"role", "from"}
+    chat = isinstance(messages, list) and all(isinstance(item, dict) and roles & item.keys() for item in messages)
+    return messages if chat and messages else None
+
+
+def load_hub(name: str, config: str | None = None, split: str | None = None) -> Any:
+    """Load a data set from the Hugging Face Hub (its branch, tag or commit behind an @) or its local cache.
+
+    Returns:
+        A ``DatasetDict``, or the ``Dataset`` of one split.
+
+    Raises:
+        UserError: not reachable and not cached, no such data set, configuration or split.
+    """
+    import datasets
+
+    from decode.models.sources import hub_offline, pinned
+
+    quiet_datasets()
+    repository, revision = pinned(name)
+    before, offline = datasets.config.HF_HUB_OFFLINE, not Path(repository).exists() and hub_offline()
+    datasets.config.HF_HUB_OFFLINE = offline
+    try:
+        return datasets.load_dataset(repository, config, split=split, **revision)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        reason = " ".join(str(error.__cause__ or error).split())
+        if offline:
+            reason = "it is not in the local cache, and the Hub is switched off (HF_HUB_OFFLINE) or does not answer"
+        raise UserError(
+            f"the data set {name!r} (configuration {config!r}, split {split!r}) cannot be loaded from the Hugging "
+            f"Face Hub: {reason}. Check the name and the network, or give a local file"
+        ) from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
+
+
+def quiet_datasets() -> None:
+    """Switch off the progress bars and messages of ``datasets``."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    for noisy in ("datasets", "huggingface_hub", "httpx", "fsspec"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+
+
+def held_out(key: Any, fraction: float = 0.05) -> str:
+    """The split of a row whose source has no validation and test splits, by a hash of its prompt, or of a chat.
+
+    ``fraction`` of all keys go to validation, as many to test, the rest to train; rows of equal keys share a split.
+    """
+    key = key if isinstance(key, str) else json.dumps(key, sort_keys=True, default=str)
+    place = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=6).digest(), "big") / 2**48
+    return "validation" if place < fraction else "test" if place < 2 * fraction else "train"
+
+
+# -- presets ----------------------------------------------------------------------------------------------------------
+
+ASKED = "turns", "prompt", "text", "question"
+"""Columns in which a row's prompt may stand where a data set has no template."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt."""
+
+    id: str  # unique in the suite where the data set's keys are
+    text: str  # for a model that continues text
+    reference: str | None  # the expected answer
+    category: str = ""  # results are also reported by category
+    turns: tuple[str, ...] = ()  # the user's turns for a chat model; empty: the text is the only turn
+    ids: tuple[int, ...] = ()  # token ids of the prompt, if they are known; text and turns are then for display only
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Templates of one data set and its place on the Hub; ``datasets.yaml`` documents each key."""
+
+    columns: Sequence[str]
+    prompt_template: str | None = None
+    response_template: str = ""
+    said_template: str | None = None
+    hub: str | None = None
+    config: str | None = None
+    file: str = ""
+    splits: Mapping[str, str] = field(default_factory=lambda: {"train": "train", "test": "test"})
+    kind: str = "pairs"
+    scorer: str = ""
+    key: str = ""
+    category: str = ""
+    groups: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    last_keys: Mapping[str, int] = field(default_factory=dict)
+
+    def prompt(self, row: Row) -> str:
+        """The text that a model continues; a ValueError for a row that does not fit the template."""
+        return _filled(self.prompt_template, row) if self.prompt_template else self.turns(row)[0]
+
+    def response(self, row: Row) -> str:
+        """The expected answer, as text to train on; raises as `prompt` does."""
+        return _filled(self.response_template, row)
+
+    def said(self, row: Row) -> str:
+        """The user's turn for a chat model, where that is not the prompt; raises as `prompt` does."""
+        return _filled(self.said_template or "", row)
+
+    def turns(self, row: Row) -> tuple[str, ...]:
+        """The user's turns for a chat model; empty where the prompt is the turn."""
+        if self.prompt_template:
+            return (self.said(row),) if self.said_template else ()
+        turns = [message["content"] for message in row.get("messages") or () if message["role"] == "user"]
+        turns = turns or next((row[name] for name in ASKED if row.get(name)), [])
+        turns = [turns] if isinstance(turns, str) else turns
+        if not turns or not all(isinstance(turn, str) for turn in turns):
+            raise ValueError(f"its prompt has to be a text, or several, in messages, {', '.join(ASKED)}")
+        return tuple(turns)
+
+    def split_of(self, row: Row) -> str | None:
+        """The official split of a row, for files that hold all splits; None where a file is one split."""
+        return next((split for split, last in self.last_keys.items() if row[self.key] <= last), None)
+
+    @property
+    def score(self) -> Callable[[Prompt, str], float] | None:
+        """A function from a prompt and an answer to 0..1, if the data set has a scorer."""
+        scorer = SCORERS.get(self.scorer)
+        return scorer and (lambda prompt, output: scorer(prompt.reference or "", output))
+
+
+def _filled(template: str, row: Mapping[str, Any]) -> str:
+    try:
+        return _template(template).render(row)
+    except TemplateError as error:
+        raise ValueError(str(error)) from error
+
+
+@cache
+def _template(source: str) -> Template:
+    def innermost(value: Any) -> str:  # the first text of a list that a data set nests to any depth
+        while isinstance(value, list):
+            value = value[0] if value else ""
+        return str(value or "")
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list | dict):
+            raise ValueError(f"a {type(value).__name__} where a text is expected: {str(value)[:60]}")
+        return value
+
+    environment = Environment(keep_trailing_newline=True, undefined=StrictUndefined, finalize=plain)
+    environment.filters["innermost"] = innermost
+    return environment.from_string(source)
+
+
+PRESETS = {
+    name: Preset(**entry)
+    for name, entry in yaml.safe_load(Path(__file__).with_name("datasets.yaml").read_text(encoding="utf-8")).items()
+}
+"""All known data sets by their names in ``data.source`` and ``--suite``."""
+
+# -- suites -----------------------------------------------------------------------------------------------------------
+
+OTHER = Preset(["prompt"], response_template="{{ reference | default('') | innermost }}", category="category")
+SHIPPED = {
+    name: str(Path(__file__).with_name(file))
+    for name, file in (("chat", "chat_prompts.jsonl"), ("open", "open_prompts.txt"))
+}
+"""Prompts written for this project: 16 in each of Spec-Bench's categories, in its format; and open questions."""
+BESIDES = {"chat": PRESETS["spec_bench"], "open": OTHER, "prompts": OTHER}
+"""The presets of suites that are no data sets."""
+DEFAULT_LIMIT = 100  # problems of the arithmetic suite, which is unlimited, if no limit is given
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Prompts of one spec; ``score`` maps an answer to 0..1 and is None without a scorer."""
+
+    name: str
+    prompts: list[Prompt]
+    score: Callable[[Prompt, str], float] | None
+
+
+def load_suite(spec: str, *, limit: int | None = None, seed: int = 0, split: str = "test") -> Suite:
+    """Load the prompts of a spec.
+
+    Args:
+        spec: see the module's docstring.
+        limit: maximum number of prompts: a sample chosen by the seed, in the file's order, balanced over categories.
+        seed: chooses the sample, and the problems of arithmetic.
+        split: train, validation or test of sources that have several.
+
+    Raises:
+        UserError: unknown suite or option, no such file, rows or columns, or the Hub does not answer.
+    """
+    if "=" not in spec and file_format(spec):  # the name of a suite wins over a file's
+        spec = f"prompts={spec}"
+    head, _, path = spec.partition("=")
+    name, _, option = head.partition(":")
+    if name not in (known := PRESETS | BESIDES):
+        raise UserError(f"{unknown('suite', name, known)}, or give a file's prompts with --suite prompts=PATH")
+    if spec in ("prompts", f"{head}="):
+        raise UserError(f"the suite {spec!r} names no file: give --suite {name}=PATH")
+    preset = OTHER if file_format(path) == ".txt" else known[name]
+    if name == "arithmetic" and not path:
+        made = problems(seed, split, limit or DEFAULT_LIMIT, option or 1)
+        rows = [{"question": p.question, "answer": p.solution, "steps": p.steps} for p in made]
+        name, option = f"{name}/{option or 1}/{seed}/{split}", ""
+    else:
+        rows = _rows(name, preset, path or SHIPPED.get(name, ""), split)
+    try:
+        prompts = _prompts(name, preset, rows, option, limit, seed)
+    except UserError:
+        raise
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"the suite {spec!r} has rows with {', '.join(rows[0])} that are not as those of {name}, which need "
+            f"{', '.join(preset.columns)} ({type(error).__name__}: {error}): correct it, or name the column of its "
+            "prompts prompt and use --suite prompts=PATH"
+        ) from error
+    return Suite(spec, prompts, preset.score)
+
+
+def _rows(name: str, preset: Preset, path: str, split: str) -> list[Row]:
+    """Rows of one split; for a split that the Hub lacks, the share of the training rows that is held out for it."""
+    if path:
+        rows = [row for row in iter_rows(path) if preset.split_of(row) in (None, split)]
+        if not rows:
+            raise UserError(f"{path} has no row of the split {split!r} of {name}: give a file that has some")
+        return rows
+    theirs = preset.splits.get(split, preset.splits.get("train"))
+    if preset.hub is None or theirs is None:
+        file = preset.file and f", a copy of {preset.file}"
+        has = ", ".join(preset.splits) or "none"
+        raise UserError(f"{name} has no split {split!r} on the Hub (it has {has}): give --suite {name}=PATH{file}")
+    try:
+        rows = list(load_hub(preset.hub, preset.config, theirs))
+    except UserError as error:
+        raise UserError(f"suite {name!r}: {error}: --suite {name}=PATH") from error
+    if theirs != preset.splits.get("train"):
+        return rows
+    held = ((row, held_out(row["messages"] if preset.kind == "chat" else preset.prompt(row))) for row in rows)
+    return [row for row, part in held if (part if part not in preset.splits else "train") == split]
+
+
+def _prompts(name: str, preset: Preset, rows: Sequence[Row], option: str, limit: int | None, seed: int) -> list[Prompt]:
+    """The prompts of a preset's rows: of one category or all, and at most ``limit`` of them.
+
+    They are chosen by the seed; the numbers of two categories differ by at most one.
+    """
+    group = {category: name for name, several in preset.groups.items() for category in several}
+    named = [str(row.get(preset.category, "")) for row in rows]
+    places = [n for n, category in enumerate(named) if option in ("", category, group.get(category))]
+    if not places:
+        known = ", ".join(sorted({*preset.groups, *named}))
+        raise UserError(f"the suite {name!r} has no {preset.category or 'option'} {option!r}: choose one of {known}")
+    named, seen = [group.get(category, category) for category in named], Counter[str]()
+
+    def turn(place: int) -> int:  # the first of every category, then the second ones, …
+        seen[named[place]] += 1
+        return seen[named[place]]
+
+    chosen = sorted(sorted(Random(seed).sample(places, len(places)), key=turn)[:limit])
+    return [
+        Prompt(
+            f"{name}/{rows[n].get(preset.key, n)}",
+            preset.prompt(rows[n]),
+            preset.response(rows[n]) or None,
+            named[n],
+            preset.turns(rows[n]),
+        )
+        for n in chosen
+    ]
+
+
+# -- scores of an answer against a reference text ---------------------------------------------------------------------
+
+NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+")
+FINAL = re.compile(r"####|the final answer is:?", re.IGNORECASE)
+
+
+def final_number(text: str) -> Decimal | None:
+    """The number after the last ``####`` or ``The final answer is:``, otherwise the last number of the text."""
+    marks = list(FINAL.finditer(text))
+    after = NUMBER.search(text[marks[-1].end() :] if marks else "")
+    numbers = [after.group()] if after else NUMBER.findall(text)
+    return Decimal(re.sub("[$,]", "", numbers[-1])) if numbers else None
+
+
+def number_score(reference: str, output: str) -> float:
+    """1.0 if both texts end in the same number (3.0 equals 3)."""
+    wanted = final_number(reference)
+    return float(wanted is not None and final_number(output) == wanted)
+
+
+def letter_score(reference: str, output: str) -> float:
+    """1.0 if the chosen letter is the reference's: a stated answer, otherwise the first A to D that stands alone."""
+
+    def letter(text: str) -> str | None:
+        stated = re.search(r"(?i:answer(?:\s+is)?)\s*:?\s*\(?([A-D]\b|[a-d](?=[).,:;!]|\s*(?:\n|$)))", text)
+        chosen = stated or re.search(r"(?<![\w'])([A-D])(?![\w'])", text)
+        return chosen.group(1).upper() if chosen else None
+
+    wanted = letter(reference)
+    return float(wanted is not None and letter(output) == wanted)
+
+
+SCORERS: dict[str, Callable[[str, str], float]] = {"number": number_score, "letter": letter_score}
+"""Scorers by the name that a preset gives: (reference, output) to 0..1."""

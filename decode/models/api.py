@@ -1,0 +1,146 @@
+"""The interface between a model and decoding: caches of sequences, and one forward over one or several of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decode.core.draft import Draft
+
+
+@dataclass
+class Read:
+    """Tokens to append to a text."""
+
+    cache: Any
+    tokens: Tensor  # long ``[n]``, n at least 1; with a tree, the pending token followed by the tree's nodes
+    tree: Draft | None = None  # gives positions (by depth) and mask (by ancestry) of tokens that are no chain
+
+
+@dataclass
+class Out:
+    """What a forward gives for the tokens of one text."""
+
+    logits: Tensor  # ``[rows, vocab]``
+    hidden: Tensor  # ``[rows, width]``, the last hidden states that the output head reads
+    captured: Tensor | None = None  # ``[tokens, captured layers · width]`` of all tokens read, if any
+    accepted: float | None = None  # a block head's own estimate that the target accepts the token drawn from `logits`
+
+    def split(self, counts: Sequence[int]) -> list[Out]:
+        """The outputs of several texts with so many tokens each, of rows for all tokens or for one of each text."""
+        if len(counts) == 1:
+            return [self]
+        captured: Any = repeat(None) if self.captured is None else self.captured.split(list(counts))
+        rows = list(counts) if len(self.logits) == sum(counts) else [1] * len(counts)
+        return [Out(*parts) for parts in zip(self.logits.split(rows), self.hidden.split(rows), captured)]
+
+
+def joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Concatenate tensors; a single one is returned without a copy."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
+
+
+class Cache(ABC):
+    """The key-value cache of one sequence.
+
+    Attributes:
+        length: positions held.
+        row: place among the sequences that share memory; sequences in this order are read together fastest.
+    """
+
+    length: int = 0
+    row: int = 0
+
+    @abstractmethod
+    def truncate(self, length: int) -> None:
+        """Hold the first `length` positions only (no effect if fewer are held)."""
+
+    def keep(self, base: int, slots: list[int]) -> None:
+        """Keep the first `base` positions and those at `slots` (ascending), drop the rest."""
+        if slots != list(range(base, base + len(slots))):
+            self.gather(base, slots)
+        self.truncate(base + len(slots))
+
+    def gather(self, base: int, slots: list[int]) -> None:
+        """Move the entries at `slots` (ascending) to the slots from `base` on; only trees need it."""
+        raise NotImplementedError("this cache holds chains only")
+
+    def close(self) -> None:  # noqa: B027 (most caches share no memory)
+        """Free the memory of a cache that shares memory with others."""
+
+
+@dataclass(eq=False, repr=False)
+class Model(ABC):
+    """A causal language model that reads tokens of one or several sequences into their caches."""
+
+    name: str  # class and architecture of the model, for messages
+    device: torch.device
+    dtype: torch.dtype  # of its weights and hidden states
+    vocab_size: int  # ids that it reads, and columns of its logits
+    limit: int  # positions of its context
+    model: Any = None  # the Hugging Face model, or None
+    weight_bytes: int = 0  # of weights that reading one token takes; 0 where that is unknown
+    cache_bytes_per_token: int = 0  # of cache that a position takes; 0 where that is unknown
+    packing: str = ""  # how the weights were laid out for the processor; empty where there was nothing to choose
+    tree_refusal: str = ""  # why it cannot read token trees; empty where it can
+    recurrent: bool = False  # it keeps a state: after a rejection it reads the accepted tokens again
+
+    @abstractmethod
+    def new_cache(self) -> Any:
+        """An empty cache of a sequence; `Cache.close` frees it."""
+
+    def reserve(self, rows: int) -> None:  # noqa: B027 (most models share no memory between texts)
+        """Keep memory for so many texts at once until another number is asked for; 1 gives the rest back."""
+
+    def forward(self, reads: Sequence[Read], *, capture: tuple[int, ...] = (), last: int | None = None) -> list[Out]:
+        """Append tokens to texts, each of which occurs once.
+
+        Args:
+            reads: the tokens of each text.
+            capture: hidden states to return of all tokens, ascending; i is the state that enters layer i, the number
+                of layers is the state after the final norm.
+            last: compute logits of the last `last` tokens of each text (0 or 1 for several texts); None: of all.
+        """
+        return [self._read(read, capture, last) for read in reads]
+
+    def _read(self, read: Read, capture: tuple[int, ...], last: int | None) -> Out:
+        """`forward` of one text, for models that read one at a time."""
+        raise NotImplementedError
+
+    def remaining(self, cache: Any, ids: Sequence[int]) -> int:
+        """How many tokens fit after `ids`, of which the cache holds the first; negative if `ids` do not fit."""
+        return self.limit - len(ids)
+
+    @property
+    def supports_trees(self) -> bool:
+        """Whether `forward` takes token trees."""
+        return not self.tree_refusal
+
+
+PIECE = 512  # most tokens of a prompt that are read in one forward
+
+
+def read_prompt(model: Model, cache: Any, ids: list[int], *, capture: tuple[int, ...] = ()) -> Tensor | None:
+    """Read the start of a text in pieces, so that memory does not grow with the square of its length.
+
+    Returns:
+        The captured states ``[tokens, captured layers · width]`` of all tokens, if any.
+    """
+    states = []
+    for at in range(0, len(ids), PIECE):
+        tokens = torch.from_numpy(np.asarray(ids[at : at + PIECE], dtype=np.int64)).to(model.device)
+        states.append(model.forward([Read(cache, tokens)], capture=capture, last=0)[0].captured)
+    return joined([part for part in states if part is not None]) if capture and states else None
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, so that a clock read on the host is meaningful."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

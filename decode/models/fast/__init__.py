@@ -1,0 +1,1 @@
+"""A hand-written forward of the common families."""

@@ -1,0 +1,1 @@
+"""Feature heads and block heads: networks, decoding forwards, files."""

@@ -1,0 +1,451 @@
+"""Block heads: a few decoder layers that draft a whole block in one forward (DFlash 2602.06036, DSpark 2607.05147).
+
+A block is the last verified token, the anchor at position p, followed by mask tokens. Its slots attend to each other in
+both directions, and to the target's features of all positions before p. Slot k predicts token p + k + 1 where the head
+samples from the anchor, else token p + k, and slot 0 predicts nothing. Embedding and output head are the target's own.
+DSpark adds a low-rank bias by the token before (Markov head), and an estimate of each token's acceptance (confidence
+head). Parameters are named as in the published checkpoints.
+
+`BlockHead` is the network; its `forward` reads many blocks of texts in training, `BlockRunner` one a text in decoding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from decode.errors import UserError
+from decode.models.api import PIECE, Out, joined
+from decode.models.fast.cache import NewTokens
+from decode.models.fast.weights import norm
+from decode.models.heads.eagle import DraftHead, HeadLayer, RMSNorm, output_head, shape_of
+from decode.models.heads.runner import DraftHeadRunner, FeatureRow
+
+BLOCK_ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
+MARKOV_KINDS = ("vanilla", "gated", "rnn")
+
+# -- the network -------------------------------------------------------------------------------------------------------
+
+
+class MarkovHead(nn.Module):
+    """A bias of the logits by the token before: W2·m, with m made of W1's row of that token (DSpark, section 3).
+
+    vanilla: m = W1[x]. gated: m = σ(G[h; W1[x]]) ⊙ W1[x]. rnn: a state s, 0 at the anchor, is updated by gates of
+    [s; W1[x]; h], and m = tanh o.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        rank, width = config.markov_rank, config.hidden_size
+        self.kind: str = getattr(config, "markov_head_type", None) or "vanilla"
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
+        nn.init.zeros_(self.markov_w2.weight)
+        if self.kind == "gated":
+            self.gate_proj = nn.Linear(width + rank, rank)
+        elif self.kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
+
+    def step(self, hidden: Tensor, before: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """One slot's m ``[n, rank]`` and the new state, from ``hidden [n, width]`` and W1's ``before [n, rank]``."""
+        if self.kind == "vanilla":
+            return before, None
+        if self.kind == "gated":
+            return torch.sigmoid(self.gate_proj(torch.cat([hidden, before], -1))) * before, None
+        state = torch.zeros_like(before) if state is None else state
+        gate, new, out = self.joint_proj(torch.cat([state, before, hidden], -1)).chunk(3, -1)
+        gate = torch.sigmoid(gate)
+        return torch.tanh(out), gate * state + (1 - gate) * torch.tanh(new)
+
+    def forward(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """m of all slots of blocks, ``[blocks, slots, rank]``, by teacher forcing (see `step`)."""
+        if self.kind != "rnn":
+            return self.step(hidden, before, None)[0]
+        made, state = [], None
+        for h, w in zip(hidden.unbind(1), before.unbind(1)):
+            m, state = self.step(h, w, state)
+            made.append(m)
+        return torch.stack(made, 1)
+
+
+class ConfidenceHead(nn.Module):
+    """The log-odds that a drafted token is accepted, from h or [h; W1[x]] of its slot and the token before."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """``[.., width]``, or more elements of which only these are read, to ``[..]``."""
+        return self.proj(states[..., : self.proj.in_features]).squeeze(-1)
+
+
+class BlockHead(DraftHead):
+    """A DFlash or DSpark head, without the embedding and the output head, which are the target's.
+
+    Attributes:
+        version: ``dflash`` or ``dspark``, the format that it is saved in.
+        block: slots of a block, the anchor's included.
+        from_anchor: slot 0 predicts the token after the anchor.
+        drafts: tokens that a block drafts at most.
+        mask_id: the token in all slots but the first.
+        temperatures: by which the confidence's log-odds at each position are divided in greedy decoding (STS); empty:
+            not calibrated.
+        sampled_temperatures: the same at temperature 1.
+    """
+
+    drafts: int
+    method = "block"
+
+    def __init__(self, config: Qwen3Config) -> None:
+        config.mlp_bias = False  # LlamaMLP reads it, Qwen3Config has none
+        super().__init__(config)
+        width, eps, fields = config.hidden_size, config.rms_norm_eps, vars(config)
+        self.version = "dspark" if config.architectures[0] == BLOCK_ARCHITECTURES["dspark"] else "dflash"
+        self.block, self.mask_id = int(fields["block_size"]), int(fields["mask_token_id"])
+        self.from_anchor = bool(fields["sample_from_anchor"])
+        self.drafts = self.block - (not self.from_anchor)
+        self.temperatures: list[float] = list(fields.get("confidence_temperatures") or ())
+        self.sampled_temperatures: list[float] = list(
+            fields.get("confidence_sampled_temperatures") or self.temperatures
+        )
+        self.rotary = LlamaRotaryEmbedding(config)
+        self.fc = nn.Linear(self.feature_width, width, bias=False)
+        self.hidden_norm, self.norm = RMSNorm(width, eps), RMSNorm(width, eps)
+        self.layers = nn.ModuleList(
+            HeadLayer(config, norms=["input_layernorm"], qk_norm=True) for _ in range(config.num_hidden_layers)
+        )
+        self.markov_head = MarkovHead(config) if fields.get("markov_rank") else None
+        self.confidence_head: ConfidenceHead | None = None
+        if fields.get("enable_confidence_head"):
+            extra = config.markov_rank if fields.get("confidence_head_with_markov") else 0
+            self.confidence_head = ConfidenceHead(width + extra)
+        if self.reduced:
+            self._add_tables()
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The weight that makes logits, which optimisers treat as they do output heads."""
+        return None if self.markov_head is None else self.markov_head.markov_w2
+
+    def tokens(self, anchors: Tensor, drafts: int) -> Tensor:
+        """Blocks ``[.., slots]`` that draft so many tokens after these anchors ``[..]``."""
+        block = anchors.new_full((*anchors.shape, drafts + (not self.from_anchor)), self.mask_id)
+        block[..., 0] = anchors
+        return block
+
+    def drafting(self, states: Tensor) -> Tensor:
+        """Of the slots of blocks ``[.., slots, width]`` those that draft."""
+        return states if self.from_anchor else states[..., 1:, :]
+
+    def forward(self, embeds: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
+        """States of blocks at any positions of texts, each as if it were alone.
+
+        Args:
+            embeds: of the blocks' tokens, ``[batch, blocks, slots, width]``.
+            features: the target's, of the texts' tokens, ``[batch, time, feature width]``.
+            anchors: positions of the blocks, ``[batch, blocks]``; a block sees the features before it.
+
+        Returns:
+            ``[batch, blocks, drafts, width]``, after the final norm.
+        """
+        (batch, blocks, slots), time, device = embeds.shape[:3], features.shape[1], anchors.device
+        places = (anchors[..., None] + torch.arange(slots, device=device)).flatten(1)
+        every = torch.cat([torch.arange(time, device=device).expand(batch, -1), places], 1)
+        rotation = self.rotary(embeds, position_ids=every)
+        turns = [factors[:, time:] for factors in rotation]
+        context, x = self.hidden_norm(self.fc(features)), embeds.flatten(1, 2)
+        attend = block_attention(anchors, slots, time)
+        layer: Any
+        for layer in self.layers:
+            y = layer.input_layernorm(x)
+            both = torch.cat([context, y], 1)
+            heads = layer.heads("q", y, turns), layer.heads("k", both, rotation), layer.heads("v", both)
+            x = layer.finish(x, attend(*(part.transpose(1, 2) for part in heads)).transpose(1, 2))
+        return self.drafting(self.norm(x).unflatten(1, (blocks, slots)))
+
+    def conditions(self, states: Tensor, before: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the tokens before add to states ``[blocks, drafts, width]``, by teacher forcing.
+
+        Args:
+            states: of the slots that draft.
+            before: the token before each drafted one, ``[blocks, drafts]``; the first is the anchor.
+
+        Returns:
+            The states, with m of the Markov head behind them, to be read by `outputs`; and the confidence's log-odds,
+            ``[blocks, drafts]``, where there is a confidence head.
+        """
+        inputs = states
+        if self.markov_head is not None:
+            rows = self.markov_head.markov_w1(before)
+            inputs = torch.cat([states, rows], -1)
+            states = torch.cat([states, self.markov_head(states, rows)], -1)
+        return states, None if self.confidence_head is None else self.confidence_head(inputs)
+
+    def outputs(self, head: Any) -> Tensor:
+        """The weight ``[draft vocab, ..]`` that maps what `conditions` returns to logits; `head`: the target's."""
+        weight: Tensor = head.weight.detach()
+        return weight if self.markov_head is None else torch.cat([weight, self.markov_head.markov_w2.weight], 1)
+
+    @torch.no_grad()
+    def teacher_forced(self, model: PreTrainedModel, tokens: Tensor, features: Tensor, depth: int) -> list[Tensor]:
+        """Logits of the first `depth` drafted tokens of blocks at every position of texts, given the text before each.
+
+        Args:
+            model: the target.
+            tokens: ``[batch, time]``.
+            features: ``[batch, time, feature width]``.
+            depth: at most `drafts` of them are returned.
+
+        Returns:
+            For each drafted token ``[batch, time, draft vocab]``; row t of the i-th predicts token t + i + 1.
+        """
+        depth, table = min(depth, self.drafts), model.get_input_embeddings().weight
+        weight, parts = self.outputs(output_head(model, self.draft_ids())), []
+        every = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        before = F.pad(tokens, (0, depth)).unfold(1, depth, 1)[:, :-1]
+        for places, anchors, known in zip(*(x.split(64, 1) for x in (every, tokens, before))):  # few scores in memory
+            states = self(F.embedding(self.tokens(anchors, self.drafts), table), features, places)[:, :, :depth]
+            rows, _ = self.conditions(states.flatten(0, 1), known.flatten(0, 1))
+            parts.append((rows @ weight.T).unflatten(0, places.shape))
+        return list(torch.cat(parts, 1).unbind(2))
+
+
+def seen_by_blocks(anchors: Tensor, slots: int, time: int) -> Any:
+    """What a slot of blocks ``[batch, blocks · slots]`` sees of ``time`` positions of context and then of all slots."""
+    owner = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(slots)
+    before = anchors.repeat_interleave(slots, 1)
+
+    def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same_block = owner[query] == owner[(key - time).clamp_min(0)]
+        return torch.where(key < time, key < before[b, query], same_block)
+
+    return seen
+
+
+def block_attention(anchors: Tensor, slots: int, time: int) -> Any:
+    """Attention of blocks ``[batch, heads, blocks · slots, d]`` to ``time`` positions of context, then the blocks.
+
+    A GPU computes it by flex_attention, which skips what no block sees; a CPU with one mask.
+    """
+    seen, batch, count = seen_by_blocks(anchors, slots, time), len(anchors), anchors.shape[1] * slots
+    if anchors.device.type == "cuda":
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        mask = torch.compile(create_block_mask)(seen, batch, None, count, time + count, device=str(anchors.device))
+        return lambda q, k, v: torch.compile(flex_attention)(q, k, v, block_mask=mask, enable_gqa=True)
+    at = torch.arange(time + count, device=anchors.device)
+    visible = seen(torch.arange(batch)[:, None, None], at, at[None, :count, None], at[None, None])[:, None]
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
+
+
+# -- configuration -----------------------------------------------------------------------------------------------------
+
+
+def default_layers(layers: int, count: int) -> tuple[int, ...]:
+    """DFlash's target layers, counted from 0 as it counts them: spread evenly from layer 1 to layer N − 3.
+
+    Raises:
+        UserError: a target of too few layers.
+    """
+    if layers < 2:
+        raise UserError(f"a block head reads states between the target's layers, and a target of {layers} has none")
+    first = min(1, layers - 2)
+    last = max(first, layers - 3)
+    return tuple(sorted({round(first + i * (last - first) / (count - 1)) for i in range(count)}))
+
+
+def block_config(
+    target: Any,
+    version: str,
+    *,
+    layers: int,
+    block: int,
+    mask_id: int,
+    target_layers: list[int] | None = None,
+    draft_vocab: int | None = None,
+    markov_rank: int = 0,
+    confidence: bool = False,
+) -> Qwen3Config:
+    """The configuration of a block head of the target's width; its target layers are as published if not given.
+
+    Raises:
+        UserError: a number that does not fit the target.
+    """
+    depth = int(target.num_hidden_layers)
+    ids = target_layers or list(default_layers(depth, max(3, layers)))
+    if sorted(set(ids)) != list(ids) or ids[0] < 0 or ids[-1] >= depth - 1:
+        raise UserError(
+            f"the target layers of a block head are {list(ids)}; expected ascending numbers from 0 to {depth - 2} (the "
+            f"last layer, {depth - 1}, is left out: its state is normed before heads can read it)"
+        )
+    if block < 2:
+        raise UserError(f"a block has {block} slot, expected 2 or more: the anchor's and those of drafted tokens")
+    return Qwen3Config(
+        **shape_of(target),
+        architectures=[BLOCK_ARCHITECTURES[version]],
+        num_target_layers=depth,
+        num_hidden_layers=layers,
+        layer_types=["full_attention"] * layers,
+        draft_vocab_size=min(draft_vocab or target.vocab_size, target.vocab_size),
+        captured_layers=[layer + 1 for layer in ids],
+        block_size=block,
+        mask_token_id=mask_id,
+        sample_from_anchor=version == "dspark",
+        is_causal=False,
+        markov_rank=markov_rank,
+        markov_head_type="vanilla",
+        enable_confidence_head=confidence,
+        confidence_head_with_markov=confidence and markov_rank > 0,
+    )
+
+
+RESERVED = ("reserved", "unused", "extra_token", "placeholder", "<|extra", "[mask]", "<mask>", "<|mask")
+"""Parts of the names of tokens that a tokenizer keeps for later use."""
+UNWRITTEN = ("ÿ", "<0xFF>")  # the names of a byte that no text in UTF-8 holds
+
+
+def mask_token(tokenizer: PreTrainedTokenizerBase, rows: int) -> int:
+    """The id that stands in the slots of a block: one that no text holds, and neither pad nor the end of a text.
+
+    In this order: a mask token of the tokenizer, a reserved token, a row of the embedding behind the tokenizer's ids,
+    or the byte 0xFF of a byte-level vocabulary.
+
+    Args:
+        tokenizer: the target's.
+        rows: of the target's embedding.
+
+    Raises:
+        UserError: there is none.
+    """
+    known: dict[str, int] = tokenizer.get_vocab()
+    special = tokenizer.all_special_tokens
+    taken = {None, tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}
+    named = {i: token for token, i in known.items() if any(part in token.lower() for part in RESERVED)}
+    reserved = sorted(i for i, token in named.items() if token[:1] in "<[" or token in special)
+    behind = max(known.values(), default=-1) + 1
+    for choice in (tokenizer.mask_token_id, *reserved, behind, *map(known.get, UNWRITTEN)):
+        if choice not in taken and choice < rows:
+            return int(choice)
+    raise UserError(
+        "the target's vocabulary has no reserved token for the masked slots of a block, no row behind its ids and no "
+        "unused byte: add a special token to its tokenizer that no text holds, or set student.kind to eagle3"
+    )
+
+
+# -- decoding ----------------------------------------------------------------------------------------------------------
+
+
+class BlockRunner(DraftHeadRunner):
+    """Drafts blocks after sequences.
+
+    The cache of a sequence holds keys and values that the head made of the target's features; they are never rolled
+    back. A feature passes no layer: every layer's keys and values are linear maps of it, all computed by one product.
+    """
+
+    head: BlockHead
+
+    @torch.no_grad()
+    def __init__(self, head: BlockHead, target: PreTrainedModel, pack: str = "off") -> None:
+        name = "the DSpark head" if head.version == "dspark" else "the DFlash head"
+        super().__init__(head, target, list(head.layers), pack, name, "a block head drafts blocks")
+        make, kv_heads, d = self.make, self.shape.kv_heads, self.shape.width
+        attention: list[Any] = [layer.self_attn for layer in head.layers]
+        # elements of a head in the order of `FastForward`'s rotation
+        order = torch.arange(d).view(2, -1).T.flatten() if self.shape.tuned else torch.arange(d)
+        rows = torch.arange(kv_heads * d).view(-1, d)[:, order].flatten()
+        parts = [weight for own in attention for weight in (own.k_proj.weight[rows], own.v_proj.weight)]
+        self.norms = torch.stack([own.k_norm.weight[order] for own in attention])
+        self.fuse, self.norm_context, self.context = (
+            make(head.fc.weight),
+            norm(head.hidden_norm),
+            make(torch.cat(parts)),
+        )
+        self.bias = None if head.markov_head is None else make(head.markov_head.markov_w2.weight)
+        self.packing = make.sentence()
+
+    def new_cache(self) -> FeatureRow:
+        """See `Model.new_cache`."""
+        made: FeatureRow = self.network.cache.new_row(FeatureRow, self.queue())
+        return made
+
+    def remaining(self, cache: Any, ids: Sequence[int]) -> int:
+        """See `Model.remaining`; no more than a block drafts."""
+        return min(self.head.drafts, self.limit - len(ids) + self.head.from_anchor)
+
+    def read(self, caches: Sequence[FeatureRow]) -> None:
+        """Read the features that wait, a piece of each sequence at a time."""
+        network, shape = self.network, self.shape
+        kv_heads, d = shape.kv_heads, shape.width
+        while waiting := [cache for cache in caches if len(cache.unread)]:
+            new = [NewTokens(cache, cache.length, min(PIECE, len(cache.unread))) for cache in waiting]
+            factors = network.place(new).rotary[0]
+            features = joined([own.cache.unread.take(own.count) for own in new])
+            made = self.context(self.norm_context(self.fuse(features)))
+            made = made.view(len(made), len(network.layers), 2 * kv_heads, d)
+            keys = made[:, :, :kv_heads]
+            keys.copy_(F.rms_norm(keys, (d,), eps=self.head.config.rms_norm_eps) * self.norms[:, None])
+            if shape.tuned:  # the factors of values are 1
+                torch.view_as_complex(made.view(*made.shape[:2], -1, 2)).mul_(factors[:, None, -kv_heads * d :])
+            else:
+                rolled = keys.roll(d // 2, -1)
+                cos, sin = factors[:, None, None].unbind(3)
+                keys.mul_(cos).add_(rolled.mul_(sin))
+            for own, values in zip(new, made.permute(1, 2, 0, 3).split([own.count for own in new], 2)):
+                network.cache.tensor[:, own.cache.row, :, own.start : own.end] = values
+                own.cache.length = own.end
+
+    def draft(self, caches: Sequence[FeatureRow], pending: Sequence[int], drafts: Sequence[int]) -> list[Out]:
+        """Run a block after each sequence, whose pending token is the anchor.
+
+        Args:
+            caches: one of each sequence, each once; those of the same memory in the order of their rows.
+            pending: the anchors.
+            drafts: tokens to draft of each.
+
+        Returns:
+            Of each the logits ``[drafts, draft vocab]`` without a Markov head's bias, and the states that give them.
+        """
+        self.read(caches)
+        network, head = self.network, self.head
+        blocks = [head.tokens(torch.tensor(anchor), count) for anchor, count in zip(pending, drafts)]
+        counts = list(map(len, blocks))
+        new = [
+            NewTokens(cache, cache.length, n, None, torch.ones(n, n, dtype=torch.bool))
+            for cache, n in zip(caches, counts)
+        ]
+        embeds = network.embed(joined(blocks).to(self.device))
+        x = network.run(embeds, 0, len(network.layers), network.place(new))
+        logits, hidden = network.project(joined([head.drafting(own) for own in x.split(counts)]))
+        return Out(logits, hidden).split(list(drafts))
+
+    def condition(
+        self, out: Out, slot: int, token: Tensor, state: Tensor | None, *, greedy: bool | None = None
+    ) -> tuple[Out, Tensor | None]:
+        """A slot after the token before it, and the Markov head's next state.
+
+        Args:
+            out: of the block.
+            slot: of those that draft.
+            token: before it, of one element.
+            state: the Markov head's.
+            greedy: whether the confidence head's estimate is calibrated for greedy decoding; None: it is not asked. It
+                does not look at the token that is drafted.
+        """
+        head, logits, hidden = self.head, out.logits[slot : slot + 1], out.hidden[slot : slot + 1]
+        inputs, accepted = hidden, None
+        if head.markov_head is not None and self.bias is not None:
+            row = head.markov_head.markov_w1.weight.index_select(0, token.view(1))
+            m, state = head.markov_head.step(hidden, row, state)
+            logits, inputs = self.bias.add_to(logits, m), torch.cat([hidden, row], -1)
+        if greedy is not None and head.confidence_head is not None:
+            temperatures = head.temperatures if greedy else head.sampled_temperatures
+            odds = head.confidence_head(inputs).item() / (temperatures[slot] if slot < len(temperatures) else 1.0)
+            accepted = 1 / (1 + math.exp(-max(-50.0, min(50.0, odds))))
+        return Out(logits, hidden, accepted=accepted), state

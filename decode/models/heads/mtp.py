@@ -1,0 +1,242 @@
+"""A target's own next-token layers (MTP, DeepSeek-V3 2412.19437, section 2.2) as its draft.
+
+Layer i reads in slot t the state of the layer before it (layer 0: the target's last hidden state of token t) and the
+embedding of token t + 1 + i, and its state predicts token t + 2 + i. A single layer is applied again to its own states,
+as EAGLE's is; of several layers each drafts one token. transformers loads the layers from the target's files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from textwrap import shorten
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import MtpModel
+
+from decode.errors import UserError
+from decode.models.api import Cache, Model, Out, Read
+from decode.models.heads.eagle import DraftHead
+from decode.models.heads.runner import Features
+from decode.models.huggingface import RollbackCache
+
+MTP = "mtp"  # the name of the draft, and its version among heads
+QWEN = "qwen3_next", "qwen3_5"
+"""Model types whose files hold one layer, named as Mellum's, which their configurations do not tell transformers."""
+OUTER = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
+"""Names in such files of what lies around the decoder layer."""
+
+
+class MtpHead(DraftHead):
+    """Next-token layers in the role of a head, whose parameters are theirs alone.
+
+    Attributes:
+        mtp: transformers' model, which holds the target's embedding and output head beside the layers.
+        target_config: the target's configuration.
+    """
+
+    version = MTP
+    mtp: MtpModel
+
+    def __init__(self, mtp: MtpModel, target_config: PreTrainedConfig) -> None:
+        of_target: Any = target_config.get_text_config()
+        mtp.config.captured_layers = [of_target.num_hidden_layers]
+        mtp.config.target_hidden_size = of_target.hidden_size
+        super().__init__(mtp.config)
+        object.__setattr__(self, "mtp", mtp)  # as a submodule it would add the target's tables to the parameters
+        self.layers, self.target_config = mtp.layers, target_config
+        self.drafts = len(self.layers) if len(self.layers) > 1 else None
+
+    @property
+    def embed_tokens(self) -> Any:
+        """The embedding that the layers read."""
+        return self.mtp.embed_tokens
+
+    def logits(self, states: Tensor, target_head: Any = None) -> Tensor:
+        """Logits ``[..., vocab]`` of states, by the target's output head."""
+        logits: Tensor = self.mtp._project_to_logits(states)
+        return logits
+
+    def output(self, states: Tensor) -> Tensor:
+        """States as the output head reads them."""
+        return states
+
+    def unroll(self, embeds: Tensor, features: Tensor, steps: int, rows: Tensor | None = None) -> Iterator[Tensor]:
+        """States of each step, or of each of several layers: see `FeatureHead.unroll`; all positions are computed.
+
+        A position sees the text's slots up to its own, and the slots that the same layer made of its earlier steps.
+        """
+        mtp, time, layers = self.mtp, embeds.shape[1], len(self.layers)
+        cache, hidden, turn = DynamicCache(), features, torch.arange(time, device=embeds.device)
+        before = turn[:, None] - turn
+        types = getattr(self.config, "layer_types", None) or ["full_attention"] * layers
+        for step in range(min(steps, self.drafts or steps)):
+            at = step % layers
+            window = self.config.sliding_window if types[at] == "sliding_attention" else time + steps
+            ages = range(step - 1, -1, -1) if layers == 1 else ()  # how far back the slots of earlier steps are
+            seen = [(before >= 0) & (before < window - len(ages)), *((before == 0) & (age < window) for age in ages)]
+            hidden_from = torch.cat(seen, -1).logical_not()
+            mask = embeds.new_zeros(hidden_from.shape).masked_fill_(hidden_from, torch.finfo(embeds.dtype).min)
+            place, e = (turn + 1 + step)[None], embeds.roll(-step, 1)
+            rope = {"layer_type": types[at]} if mtp.has_per_layer_rope else {}
+            hidden = self.layers[at](
+                e,
+                hidden,
+                position_embeddings=mtp.rotary_emb(e, position_ids=place, **rope),
+                position_ids=place,
+                attention_mask=mask[None, None],
+                past_key_values=cache,
+            )
+            yield hidden if rows is None else hidden[rows]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The layers' tensors under the names of the target's files."""
+        family, found = self.config.model_type, dict[str, Tensor]()
+        for name, tensor in self.layers.state_dict().items():
+            layer, part, rest = name.split(".", 2)
+            if family.startswith(("mellum", *QWEN)):
+                name = f"mtp.layers.{layer}.{rest}" if part == "mtp_block" else f"mtp.{OUTER[part]}.{rest}"
+            else:  # numbered behind the target's own
+                part = {"mtp_block": "", "post_norm": "shared_head.norm."}.get(part, f"{part}.")
+                name = f"model.layers.{self.captured_layers[0] + int(layer)}.{part}{rest}"
+            base, _, fused = name.rpartition(".")
+            if not base.endswith(".experts") or family.startswith("qwen3_5"):  # whose files have the experts in one
+                found[name] = tensor
+                continue
+            parts = ("gate_proj", "up_proj") if fused == "gate_up_proj" else (fused,)
+            for expert, weight in enumerate(tensor):
+                for part, rows in zip(parts, weight.chunk(len(parts)), strict=True):
+                    found[f"{base}.{expert}.{part}.weight"] = rows
+        return found
+
+
+def load_mtp(target: PreTrainedModel, folder: str | os.PathLike[str] | None = None) -> MtpHead:
+    """The next-token layers in the files that a target was loaded from, or tuned ones of it in another folder.
+
+    Raises:
+        UserError: there are none, or transformers does not load them.
+    """
+    config: Any = target.config.get_text_config()
+    origin = target.config.name_or_path
+    if config.model_type.startswith(QWEN):
+        config.num_mtp_layers, config.mtp_layer_types = 1, ["full_attention"]
+        target._keys_to_ignore_on_load_unexpected = [r"^mtp\."]  # by which the layers are found, without a vision tower
+    try:
+        if not hasattr(MtpModel, "forward_layer"):
+            raise ValueError("this version runs all of its layers together; install a newer one")
+        if not getattr(config, "num_mtp_layers", None):
+            raise ValueError("its configuration names none that it knows (num_mtp_layers)")
+        target.config.name_or_path = str(folder or origin)
+        mtp = MtpModel.from_pretrained(target, device_map={"": target.get_output_embeddings().weight.device})
+        if RollbackCache(mtp.config).recurrent:
+            raise ValueError("they keep a recurrent state")
+    except Exception as error:  # a family's layers may be stored in many ways that are not known
+        reason = shorten(str(error) or type(error).__name__, 200)
+        raise UserError(
+            f"the next-token layers (MTP) of {type(target).__name__} ({target.config.model_type}) are not loaded by "
+            f"transformers {transformers.__version__}: {reason}. Loaded are those of DeepSeek-V3, GLM-4.5, Mellum, "
+            "Qwen3-Next and Qwen3.5, where the target's files hold them; or give another draft"
+        ) from error
+    finally:
+        target.config.name_or_path = origin
+    return MtpHead(mtp, target.config).eval()
+
+
+class MtpCache(Cache):
+    """The slots of one sequence.
+
+    Attributes:
+        length: tokens that are known; the first one makes no slot.
+        unread: features ``[n, hidden]`` of the target that wait for the tokens after theirs.
+        settled: number of tokens whose slots depend on verified tokens only.
+        recent: features of the slots after these, which are read again.
+        tokens: those that the latest layer has read, ``[slots]``.
+        states: its states, ``[slots, hidden]``.
+        layer: the one that reads next.
+    """
+
+    def __init__(self, keys: RollbackCache, none: Tensor) -> None:
+        self.keys, self.unread, self.recent = keys, Features(none, none.shape[1]), none
+        self.states = none.new_zeros(1, none.shape[1])
+        self.settled = self.layer = 0
+        self.tokens = torch.empty(0, dtype=torch.long, device=none.device)
+
+    def settle(self, features: Tensor) -> None:
+        """Drop the slots that depend on drafted tokens, and queue the target's features, ``[n, hidden]``."""
+        if len(self.recent):
+            self.unread.put(self.recent, first=True)
+            self.recent = self.recent[:0]
+        self._drop(self.settled)
+        self.unread.put(features)
+
+    def truncate(self, length: int) -> None:
+        """Know the first `length` tokens only; 0 forgets the queued features too."""
+        self._drop(length)
+        if not length:
+            self.settled, self.recent = 0, self.recent[:0]
+            self.unread.clear()
+
+    def _drop(self, length: int) -> None:
+        self.length, self.layer = length, 0
+        self.keys.truncate(max(0, length - 1))
+
+
+class MtpRunner(Model):
+    """Reads tokens as `HeadRunner` does."""
+
+    def __init__(self, head: MtpHead, target: PreTrainedModel) -> None:
+        head.mtp.tie_with_main_model(target)  # layers in training were loaded with another copy of its tables
+        table, self.head, self.layers = target.get_output_embeddings().weight, head, len(head.layers)
+        read = sum(p.numel() for p in head.parameters()) // self.layers + table.numel()
+        super().__init__(
+            "the target's next-token layers",
+            device=table.device,
+            dtype=target.dtype,
+            vocab_size=len(table),
+            limit=head.config.max_position_embeddings,
+            model=head,
+            weight_bytes=read * target.dtype.itemsize,
+            tree_refusal="next-token layers draft chains",
+        )
+
+    def new_cache(self) -> MtpCache:
+        """See `Model.new_cache`."""
+        none = torch.empty(0, self.head.config.hidden_size, dtype=self.dtype, device=self.device)
+        return MtpCache(RollbackCache(self.head.config), none)
+
+    def remaining(self, cache: Any, ids: Any) -> int:
+        """See `Model.remaining`; several layers draft no more than a token each."""
+        return min(super().remaining(cache, ids), self.head.drafts or self.limit)
+
+    def _read(self, read: Read, capture: tuple[int, ...], last: int | None) -> Out:
+        """With features in the queue the first layer reads the tokens that they are paired with."""
+        cache, tokens = read.cache, read.tokens
+        true, layer, keys = len(cache.unread) > 0, cache.layer, cache.keys
+        if true and last == 0 and self.layers > 1:  # every layer reads the text in the first draft
+            return Out(tokens.new_empty(0, self.vocab_size), cache.states[:0])
+        if not cache.length:
+            tokens, cache.length = tokens[1:], 1
+        n = len(tokens)
+        cache.length += n
+        if true:
+            x = cache.recent = cache.unread.take(n)
+        elif layer:  # of the layer before, in the same slots
+            x, tokens = cache.states, torch.cat([cache.tokens[1:], tokens])
+        else:
+            x = cache.states[-1:].expand(n, -1)
+        start = keys.get_seq_length(layer) + layer + 1
+        position = torch.arange(start, start + len(tokens), device=self.device)[None]
+        states = self.head.mtp.forward_layer(layer, x[None], position, keys, input_ids=tokens[None])[0]
+        cache.tokens, cache.states = tokens, states
+        if not layer:
+            keys.end(tokens)
+        if len(cache.recent) and layer == self.layers - 1:
+            final = max(0, keys.read - layer)
+            cache.settled, cache.recent = final + 1, cache.recent[len(cache.recent) - keys.read + final :]
+        cache.layer = 0 if last == 0 else (layer + 1) % self.layers
+        states = states if last is None else states[len(states) - last :]
+        return Out(self.head.logits(states), states)

@@ -1,0 +1,263 @@
+"""Heads in decoding: features of the target that wait to be read, caches, and the runner of an EAGLE head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from decode.models.api import Out, Read, joined
+from decode.models.fast.cache import KVCache, NewTokens, Row
+from decode.models.fast.forward import FastForward, RowRunner
+from decode.models.fast.layout import Kind, Shape, Weights, decoder_layer, tunable
+from decode.models.fast.weights import Function, Linears, norm
+from decode.models.heads.eagle import FeatureHead, output_head
+
+
+class Features:
+    """The target's features of a text ``[n, width]`` that wait to be read, in the pieces that came.
+
+    They are joined when they are read: a text may be decoded for long without a draft.
+    """
+
+    def __init__(self, like: Tensor, width: int) -> None:
+        self._none, self._pieces, self._count = like.new_zeros(0, width), list[Tensor](), 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def put(self, features: Tensor, *, first: bool = False) -> None:
+        """Add features at the end, or before all others."""
+        self._pieces.insert(0 if first else len(self._pieces), features)
+        self._count += len(features)
+
+    def take(self, count: int) -> Tensor:
+        """The first `count` features, which wait no longer."""
+        every = joined(self._pieces) if self._pieces else self._none
+        self.clear()
+        if count < len(every):
+            self.put(every[count:])
+        return every[:count]
+
+    def clear(self) -> None:
+        """Drop all features."""
+        self._pieces, self._count = [], 0
+
+
+class FeatureRow(Row):
+    """The cache of a head's sequence, and the features of the target ``[n, feature width]`` that it has not read."""
+
+    def __init__(self, memory: KVCache, row: int, unread: Features) -> None:
+        super().__init__(memory, row)
+        self.unread = unread
+
+    def settle(self, features: Tensor) -> None:
+        """Queue the target's features of tokens that the sequence will keep."""
+        self.unread.put(features)
+
+    def truncate(self, length: int) -> None:
+        """See `Cache.truncate`; 0 forgets the queued features too."""
+        super().truncate(length)
+        if not length:
+            self.unread.clear()
+
+
+class HeadCache(FeatureRow):
+    """Pairs of a token x(t + 1) and the feature of x(t), the target's or an estimate.
+
+    Attributes:
+        length: tokens that are known; the first one makes no pair.
+        settled: how many of them are paired with features of the target.
+        state: the head's latest state ``[1, hidden]``, the estimate that the next token is paired with.
+    """
+
+    def __init__(self, memory: KVCache, row: int, unread: Features, state: Tensor) -> None:
+        super().__init__(memory, row, unread)
+        self.state, self.settled = state, 0
+
+    def settle(self, features: Tensor) -> None:
+        """Drop all pairs with estimated features, and queue these features of the target."""
+        self.length = self.settled
+        super().settle(features)
+
+    def truncate(self, length: int) -> None:
+        """See `Cache.truncate`."""
+        super().truncate(length)
+        self.settled = min(self.settled, length)
+
+
+def in_target(logits: Tensor, ids: Tensor | None, vocab: int) -> Tensor:
+    """Logits of a head ``[rows, draft vocab]`` over the target's vocabulary; tokens outside of `ids` are impossible."""
+    if ids is not None:
+        return logits.new_full((len(logits), vocab), -torch.inf).index_copy_(1, ids, logits)
+    missing = vocab - logits.shape[1]
+    return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+
+
+class DraftHeadRunner(RowRunner):
+    """The layers of a head in the role of a draft model: `FastForward` on the target's embedding and output head.
+
+    Args:
+        head: the head.
+        target: the model that it drafts for.
+        layers: of the head.
+        pack: see `decode.models.check.open_runner`.
+        name: of the head, for messages.
+        refusal: see `Model.tree_refusal`.
+
+    Attributes:
+        head: the head.
+        make: makes the products of what lies around the layers.
+        draft_ids: see `DraftHead.draft_ids`.
+    """
+
+    def __init__(
+        self, head: Any, target: PreTrainedModel, layers: Sequence[Any], pack: str, name: str, refusal: str
+    ) -> None:
+        config, self.head, self.draft_ids = head.config, head, head.draft_ids()
+        linear = head.lm_head if hasattr(head, "lm_head") else output_head(target, self.draft_ids)
+        final = hasattr(head, "norm") and not getattr(head, "normed_states", False)
+        tuned, heads, d = tunable(head), config.num_attention_heads, config.head_dim
+        self.shape = Shape(heads, config.num_key_value_heads, d, d, tuned=tuned, folded=tuned)
+        self.make = make = Linears(pack, len(layers), copies=tuned, half=pack == "auto")
+        bare = isinstance(head, FeatureHead)  # `FeatureHead.pairs` norms what attention reads
+        self.network = FastForward(
+            Weights(
+                self.shape,
+                [decoder_layer("llama", layer, self.shape, make, normed=bare) for layer in layers],
+                F.silu if config.hidden_act == "silu" else layers[0].mlp.act_fn,
+                gated=True,
+                parallel=False,
+                kinds=[Kind()],
+                embedding=(getattr(head, "embed_tokens", None) or target.get_input_embeddings()).weight,
+                final_norm=norm(head.norm) if final else lambda x: x,
+                head=make(linear.weight, linear.bias),
+            ),
+            head.rotary,
+        )
+        read = sum(p.numel() for layer in layers for p in layer.parameters()) + linear.weight.numel()
+        super().__init__(
+            name,
+            device=self.network.device,
+            dtype=self.network.dtype,
+            vocab_size=len(target.get_output_embeddings().weight),
+            limit=config.max_position_embeddings,
+            model=head,
+            weight_bytes=read * self.network.dtype.itemsize - make.bytes["in float16"],
+            cache_bytes_per_token=self.network.cache.bytes_per_token,
+            tree_refusal=refusal,
+        )
+
+    def queue(self) -> Features:
+        """An empty queue of features."""
+        return Features(self.network.weights.embedding, self.head.feature_width)
+
+    def expand(self, logits: Tensor) -> Tensor:
+        """Logits from the head's vocabulary to the target's."""
+        return in_target(logits, self.draft_ids, self.vocab_size)
+
+    def target_ids(self, tokens: Tensor) -> Tensor:
+        """Tokens from the head's vocabulary to the target's."""
+        return tokens if self.draft_ids is None else self.draft_ids[tokens]
+
+
+@dataclass
+class Level:
+    """A level of one text's draft tree."""
+
+    tokens: Tensor  # long ``[n]``
+    states: Tensor  # that drafted them, ``[n, hidden]``
+    seen: Tensor  # which of the earlier levels' slots are ancestors of each, bool ``[n, drafted]`` on the host
+    above: int  # number of levels
+
+
+class HeadRunner(DraftHeadRunner):
+    """Reads tokens as a draft model does.
+
+    A token is paired with the target's feature where it is among `HeadCache.unread`, otherwise with the head's own
+    latest state. `HeadCache.settle` drops what the head drafted and queues the target's features instead.
+    """
+
+    head: FeatureHead
+
+    def __init__(self, head: FeatureHead, target: PreTrainedModel, pack: str = "off") -> None:
+        refusal = "levels of a tree are read by `read_levels`"
+        super().__init__(head, target, [head.layer], pack, f"the EAGLE-{head.version} head", refusal)
+        self.fc = self.make(head.fc.weight, head.fc.bias)
+        self.parts: tuple[Function, ...] = (self.fc,) if head.version == 1 else tuple(map(norm, head.parts))
+        # EAGLE-1 reads its fusion for each token, EAGLE-3 for the text's only
+        self.weight_bytes += self.fc.bytes if head.version == 1 else 0
+        self.packing = self.make.sentence()
+        embedding = head.embed_tokens or target.get_input_embeddings()
+        # Gemma's embedding is more than its table
+        self._embed = self.network.embed if type(embedding) is nn.Embedding else embedding
+        self._norm = norm(head.norm) if head.normed_states else None
+
+    def new_cache(self) -> HeadCache:
+        """See `Model.new_cache`."""
+        state = self.network.weights.embedding.new_zeros(1, self.head.config.hidden_size)
+        made: HeadCache = self.network.cache.new_row(HeadCache, self.queue(), state)
+        return made
+
+    def forward(self, reads: Sequence[Read], *, capture: tuple[int, ...] = (), last: int | None = None) -> list[Out]:
+        """See `Model.forward`; with features in the queue, as many as tokens have to be there."""
+        outs = self.read_pairs([read.cache for read in reads], [read.tokens for read in reads], last)
+        if outs[0].logits.shape[1] == self.vocab_size:
+            return outs
+        return [Out(self.expand(out.logits), out.hidden) for out in outs]
+
+    def read_pairs(self, caches: Sequence[HeadCache], tokens: Sequence[Tensor], last: int | None = None) -> list[Out]:
+        """`forward` with logits over the head's own vocabulary ``[rows, draft vocab]``.
+
+        Features wait for all of the texts or for none.
+        """
+        true, new, read, states = len(caches[0].unread) > 0, list[NewTokens](), list[Tensor](), list[Tensor]()
+        for cache, ids in zip(caches, tokens):
+            if not cache.length:
+                ids, cache.length = ids[1:], 1
+            n = ids.shape[0]
+            new.append(NewTokens(cache, cache.length - 1, n))
+            read.append(ids)
+            states.append(cache.unread.take(n) if true else cache.state.expand(n, -1))
+        x = self.head.fuse(joined(states), self.fc) if true else joined(states)
+        every = self._layer(joined(read), x, new)
+        ends = [every] if len(new) == 1 else list(every.split([text.count for text in new]))
+        for i, text in enumerate(new):
+            cache, n = text.cache, text.count
+            cache.length, cache.state = cache.length + n, ends[i][-1:]
+            if true:
+                cache.settled = cache.length
+            if last is not None and last < n:
+                ends[i] = ends[i][n - last :]
+        return self._outs(ends)
+
+    def read_levels(self, caches: Sequence[HeadCache], levels: Sequence[Level]) -> list[Out]:
+        """Read a level of a tree of each text, which follows its pairs; logits as of `read_pairs`."""
+        new = []
+        for cache, level in zip(caches, levels):
+            n, slot = len(level.tokens), cache.length - 1
+            seen = torch.cat([level.seen, torch.eye(n, dtype=torch.bool)], 1)
+            new.append(NewTokens(cache, slot, n, [cache.settled - 1 + level.above - slot] * n, seen))
+        tokens, states = (joined(part) for part in zip(*((level.tokens, level.states) for level in levels)))
+        hidden = self._layer(tokens, states, new)
+        for text in new:
+            text.cache.length += text.count
+        return self._outs(hidden.split([text.count for text in new]))
+
+    def _layer(self, tokens: Tensor, x: Tensor, new: Sequence[NewTokens]) -> Tensor:
+        """The states of tokens that are paired with states ``x [n, hidden]``."""
+        network = self.network
+        x, y = self.head.pairs(self._embed(tokens), x, self.parts)
+        x = network.run(x, 0, 1, network.place(new), network.layers[0].qkv(y))
+        return x if self._norm is None else self._norm(x)
+
+    def _outs(self, ends: Sequence[Tensor]) -> list[Out]:
+        """The outputs of texts with these states."""
+        hidden = joined(ends)
+        out = Out(self.network.project(hidden)[0], hidden)
+        return [out] if len(ends) == 1 else out.split(list(map(len, ends)))

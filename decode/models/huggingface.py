@@ -1,0 +1,407 @@
+"""Any Hugging Face causal language model through its own forward, over a cache that rolls back."""
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import psutil
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Cache as TransformersCache
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from decode.core.draft import Draft
+from decode.models.api import Cache, Model, Out, Read
+
+# -- the cache ---------------------------------------------------------------------------------------------------------
+
+OTHERS = ("LinearAttentionLayer", "DummyLayer")
+"""transformers' layers that are taken as they are, beside those that a layer of this module stands for."""
+LEAST = 256  # positions that a layer has memory for at first
+UNLIMITED = 1 << 60  # a window that is never full
+
+
+class RollbackLayer(DynamicLayer):
+    """transformers' growing layer over memory that is allocated in advance, so that appending copies nothing held.
+
+    Sliding-window layers keep everything too: the mask hides what lies outside the window, so that any rollback stays
+    possible. `keys` and `values` are views ``[batch, heads, length, width]`` of the first positions of `memory`.
+    """
+
+    keys: Any
+    values: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: list[Any] = [None, None]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append, and return views of all that is held."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start = self.get_seq_length()
+        end = start + key_states.shape[2]
+        for i, states in enumerate((key_states, value_states)):
+            held = self.memory[i]
+            if held is None or held.shape[2] < end:
+                self.memory[i] = states.new_empty(*states.shape[:2], max(end, 2 * start, LEAST), states.shape[3])
+                if start:
+                    self.memory[i][:, :, :start] = held[:, :, :start]
+            self.memory[i][:, :, start:end] = states
+        self.keys, self.values = (memory[:, :, :end] for memory in self.memory)
+        return self.keys, self.values
+
+
+class HybridLayer(LinearAttentionLayer, RollbackLayer):
+    """A layer that has keys and values beside a state."""
+
+    is_compileable = False
+
+    def __init__(self, states: int) -> None:
+        RollbackLayer.__init__(self)
+        LinearAttentionLayer.__init__(self, number_of_states=states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Of keys and values, which come without names, or of states, which have some."""
+        (RollbackLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Cut keys and values."""
+        RollbackLayer.crop(self, tokens_to_remove)
+
+
+class RollbackCache(TransformersCache, Cache):
+    """A cache of which any rollback is possible; its layers hold keys and values, a state, both, or nothing.
+
+    Keys and values are cut. A recurrent or convolutional state cannot be: it is saved before tokens are read that may
+    be rejected, a rollback restores it, and accepted tokens are read again with the next input. So a rejection costs
+    the reading of the accepted tokens, not another forward.
+
+    Attributes:
+        length: positions held; an interrupted forward may have left more in some layers.
+        read: positions whose keys, values and states the layers hold; fewer than `length` after some rollbacks.
+        recurrent: layers with a state.
+
+    Raises:
+        NotImplementedError: layers that are not known here.
+    """
+
+    def __init__(self, config: Any) -> None:
+        TransformersCache.__init__(self, layers=list(map(_rolling, DynamicCache(config=config).layers)))
+        self.recurrent = [layer for layer in self.layers if _states(layer)]
+        self.length = self.read = self._saved_at = 0
+        self._ids, self._saved = torch.empty(0, dtype=torch.long), list[dict[str, dict[Any, Any]]]()
+
+    @property
+    def unread(self) -> Tensor:
+        """Tokens that a rollback left to be read again, ``[n]``."""
+        return self._ids[self.read : self.length]
+
+    def begin(self, tokens: Tensor) -> None:
+        """Prepare for a forward that appends ``tokens [n]`` behind `unread`."""
+        if not self.recurrent:
+            return
+        if len(tokens) > 1:
+            self.save()
+        self._ids = torch.cat([self._ids[: self.length].to(tokens.device), tokens])
+
+    def save(self) -> None:
+        """Copy the states, if they are those of `length`."""
+        if self.recurrent and self.read == self.length:
+            self._saved_at = self.read
+            self._saved = [_states(layer, copied=True) for layer in self.recurrent]
+
+    def end(self, tokens: Tensor) -> None:
+        """Hold ``tokens [n]``, which the forward has read."""
+        self.length += len(tokens)
+        self.read = self.length
+
+    def truncate(self, length: int) -> None:
+        """See `Cache.truncate`."""
+        self.length = min(length, self.length)
+        if self.recurrent and self.length < self.read:
+            self.rewind(self.length)
+        self.read = min(self.read, self.length)
+        self._crop(self.read)
+
+    def rewind(self, length: int) -> None:
+        """Restore the saved states, or none if they are of a position after `length`; the rest is `unread`."""
+        if length < self._saved_at:
+            self._saved_at = 0
+        self.read = self._saved_at
+        for i, layer in enumerate(self.recurrent):
+            if self.read:
+                _restore(layer, self._saved[i])
+            else:
+                layer.reset()
+        self._crop(self.read)
+
+    def _crop(self, length: int) -> None:
+        for layer in self.layers:
+            if isinstance(layer, DynamicLayer) and layer.get_seq_length() > length:
+                layer.crop(length - layer.get_seq_length())
+
+    def gather(self, base: int, slots: list[int]) -> None:
+        """See `Cache.gather`."""
+        for layer in self.layers:
+            if isinstance(layer, RollbackLayer) and layer.is_initialized:
+                for states in (layer.keys, layer.values):
+                    states[:, :, base : base + len(slots)] = states[:, :, slots]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions held in a layer; in one without keys, those that were read."""
+        layer = self.layers[layer_idx]
+        return int(layer.get_seq_length()) if isinstance(layer, DynamicLayer) else self.read
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Keys of a forward over `query_length` tokens, and the first one's position."""
+        return self.get_seq_length(layer_idx) + query_length, 0
+
+
+def _states(layer: Any, *, copied: bool = False) -> dict[str, dict[Any, Any]]:
+    """The states of a layer beside keys and values, which transformers keeps in dictionaries.
+
+    `LinearAttentionLayer` changes them in place; others replace them, so holding them is a copy.
+    """
+    states = {name: dict(value) for name, value in vars(layer).items() if isinstance(value, dict)}
+    if copied and isinstance(layer, LinearAttentionLayer):
+        for values in states.values():
+            values.update({i: state.clone() for i, state in values.items() if isinstance(state, Tensor)})
+    return states
+
+
+def _restore(layer: Any, saved: dict[str, dict[Any, Any]]) -> None:
+    """Put back what `_states` has copied."""
+    for name, states in saved.items():
+        values = getattr(layer, name)
+        for i, state in states.items():
+            if isinstance(layer, LinearAttentionLayer) and isinstance(state, Tensor):
+                values[i].copy_(state)
+            else:
+                values[i] = state
+
+
+def _rolling(layer: Any) -> Any:
+    """The layer that rolls back in place of one that transformers would make."""
+    kind = type(layer).__name__
+    if kind in ("DynamicLayer", "DynamicSlidingWindowLayer"):
+        return RollbackLayer()
+    if isinstance(layer, LinearAttentionLayer) and isinstance(layer, DynamicLayer):
+        return HybridLayer(layer.number_of_states)
+    if isinstance(layer, DynamicSlidingWindowLayer) and _states(layer):  # a window's keys, and earlier ones compressed
+        layer.sliding_window = UNLIMITED
+        return layer
+    if kind not in OTHERS:
+        raise NotImplementedError(f"layers of kind {kind} hold something that is not known here")
+    return layer
+
+
+# -- trees -------------------------------------------------------------------------------------------------------------
+
+IMPLEMENTATIONS = ("sdpa", "eager")  # attention implementations that take any mask
+RECURRENT = "it keeps a recurrent state, which is that of one branch"
+
+_TREE: ContextVar[tuple[Tensor, Tensor] | None] = ContextVar("tree", default=None)
+"""Of this thread's forward over a tree: what its tokens may see ``[1, 1, n, past + n]``, and all positions."""
+
+
+@contextmanager
+def masks_of_tree(tree: Draft, past: int, device: torch.device) -> Iterator[None]:
+    """Within it, masks of this thread are those of a pending token and a tree that follow `past` tokens."""
+    allowed = F.pad(tree.visible(), (past, 0), value=True).to(device)[None, None]
+    positions = torch.cat([torch.arange(past), past + torch.tensor([0, *tree.depths()])]).to(device)
+    before = _TREE.set((allowed, positions))
+    try:
+        yield
+    finally:
+        _TREE.reset(before)
+
+
+def _reading_trees(implementation: str) -> Callable[..., Any]:
+    """transformers' function that makes masks, which makes those of trees within `masks_of_tree`."""
+    plain: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
+
+    def masks(**given: Any) -> Any:
+        if (tree := _TREE.get()) is None:
+            return plain(**given)
+        allowed, positions = tree
+        zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=allowed.device)
+        queries, keys = positions[-allowed.shape[2] :].view(1, 1, -1, 1), positions.view(1, 1, 1, -1)
+        seen = given["mask_function"](zero, zero, queries, keys) & allowed  # the family's windows and chunks
+        if implementation == "sdpa":
+            return seen
+        dtype = given.get("dtype", torch.float32)
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
+
+    return masks
+
+
+for _name in IMPLEMENTATIONS:
+    ALL_MASK_ATTENTION_FUNCTIONS[_name] = _reading_trees(_name)
+
+
+def tree_refusal(config: PreTrainedConfig, arguments: set[str]) -> str:
+    """Why trees cannot be read, as far as the configuration says; empty if they can."""
+    implementation = getattr(config, "_attn_implementation", None)
+    if implementation not in IMPLEMENTATIONS:
+        return f"its attention implementation {implementation} takes no tree mask; load it with sdpa or eager"
+    if "position_ids" not in arguments or getattr(config, "alibi", False):
+        return "it takes a token's position from its place in the cache (no position_ids)"
+    if getattr(config, "attn_temperature_tuning", False):
+        return "it scales attention by a token's place in the cache (attn_temperature_tuning)"
+    window = getattr(config, "window_size", None)
+    if isinstance(window, int) and "local" in str(getattr(config, "attention_layers", "")):
+        return f"its local attention (window_size {window}) counts places in the cache, not positions"
+    return ""
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+CACHES = ("past_key_values", "cache_params")  # arguments of forwards that take what is kept between them
+AGAIN = 8  # more tokens to be read again have a forward of their own; states are copied after so many at the latest
+
+
+class HuggingFaceRunner(Model):
+    """Calls the model as it is; `decode.models.fast.forward.FastRunner` does the same with less overhead.
+
+    The weights are the model's own, so changes to them are seen.
+
+    Raises:
+        NotImplementedError: see `RollbackCache`.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.config: Any = model.config.get_text_config()
+        super().__init__(**facts_of(model))
+        self._arguments = arguments_of(model)
+        self._cache_argument = next(name for name in CACHES if name in self._arguments)
+        self.recurrent = bool(self.new_cache().recurrent)
+        self.tree_refusal = RECURRENT if self.recurrent else tree_refusal(self.config, self._arguments)
+
+    def new_cache(self) -> RollbackCache:
+        """See `Model.new_cache`."""
+        return RollbackCache(self.config)
+
+    def _read(self, read: Read, capture: tuple[int, ...], last: int | None) -> Out:
+        if len(read.cache.unread) > AGAIN:
+            self._append(Read(read.cache, read.tokens[:0]), (), 1)
+        return self._append(read, capture, last)
+
+    def _append(self, read: Read, capture: tuple[int, ...], last: int | None) -> Out:
+        """Read the unread tokens and these; the output has rows of these."""
+        cache, tokens, tree = read.cache, read.tokens, read.tree
+        n, past, rows = len(tokens), cache.read, len(tokens) if last is None else last
+        cache.begin(tokens)
+        feed = torch.cat([cache.unread, tokens]) if past < cache.length else tokens
+        # a list keeps the states of these layers alone (before transformers 5.23, of all)
+        extra = {"use_cache": True, "output_hidden_states": list(capture) or False, self._cache_argument: cache}
+        if "logits_to_keep" in self._arguments:
+            extra["logits_to_keep"] = max(1, rows)
+        if "position_ids" in self._arguments:
+            depths = torch.arange(len(feed)) if tree is None else torch.tensor([0, *tree.depths()])
+            extra["position_ids"] = (past + depths).to(self.device)[None]
+        head_inputs: list[Tensor] = []
+        hook = self.model.get_output_embeddings().register_forward_pre_hook(
+            lambda module, inputs: head_inputs.append(inputs[0][0])
+        )
+        try:
+            with nullcontext() if tree is None else masks_of_tree(tree, past, self.device):
+                out = self.model(input_ids=feed[None], **extra)
+        except BaseException:
+            if self.recurrent:  # some layers have read the tokens, some have not
+                cache.rewind(cache.length)
+            raise
+        finally:
+            hook.remove()
+        cache.end(tokens)
+        if last is not None and len(feed) > AGAIN:  # a prompt, not a draft that may be rejected
+            cache.save()
+        logits, (hidden,) = out.logits[0], head_inputs
+        captured = torch.cat([out.hidden_states[i][0] for i in capture], -1)[-n:] if capture else None
+        return Out(logits[len(logits) - rows :], hidden[len(hidden) - rows :], captured)
+
+
+def facts_of(model: PreTrainedModel) -> dict[str, Any]:
+    """What every `Model` of a model is constructed with."""
+    config: Any = model.config.get_text_config()
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    weights = {id(p): p for p in model.parameters()}
+    if embedding.weight is not head.weight:  # reading one token takes all weights but the embedding, of which a row
+        weights.pop(id(embedding.weight), None)
+    limit, cached = getattr(config, "max_position_embeddings", 0) or 1 << 30, 0
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *(value for value in ropes.values() if isinstance(value, dict))):
+        if rope.get("rope_type") == "longrope":  # behind the boundary all keys would have to be rotated anew
+            short = rope.get("original_max_position_embeddings")
+            limit = min(limit, short or getattr(config, "original_max_position_embeddings", None) or limit)
+    for layer in config.per_layer_config:  # which may differ, as in Gemma 4
+        heads = getattr(layer, "num_attention_heads", 0)
+        groups = getattr(layer, "num_key_value_heads", None) or heads
+        cached += groups * (getattr(layer, "head_dim", None) or layer.hidden_size // max(1, heads))
+    return {
+        "model": model,
+        "name": f"{type(model).__name__} ({model.config.model_type})",
+        "device": embedding.weight.device,
+        "dtype": model.dtype,
+        "vocab_size": len(head.weight),
+        "limit": limit,
+        "weight_bytes": sum(p.nbytes for p in weights.values()),
+        "cache_bytes_per_token": 2 * cached * model.dtype.itemsize,
+    }
+
+
+def arguments_of(model: PreTrainedModel) -> set[str]:
+    """The named arguments that a model's forward takes; of an adapted model (peft), the adapted one's."""
+    adapted: Any = model if isinstance(model, PreTrainedModel) else model.get_base_model()
+    return set(inspect.signature(adapted.forward).parameters)
+
+
+def last_logits(model: PreTrainedModel, count: int, **inputs: Any) -> Any:
+    """The output of a model, its logits ``[batch, count, vocab]`` those of the last positions.
+
+    Only a model that names `logits_to_keep` among its arguments computes no others.
+    """
+    keep = {"logits_to_keep": count} if "logits_to_keep" in arguments_of(model) else {}
+    out = model(**inputs, **keep)
+    out.logits = out.logits[:, -count:]
+    return out
+
+
+GROWTH = 2.5  # memory that caches take for a moment while they grow, in caches
+
+
+def rows_that_fit(
+    device: torch.device, bytes_per_token: int, lengths: Sequence[int], batch_size: int | None = None
+) -> int:
+    """How many texts to have at once: as many as asked for, unless memory holds fewer, which a warning says.
+
+    Args:
+        device: that holds the caches.
+        bytes_per_token: of the caches; 0 where that is unknown.
+        lengths: tokens of the texts.
+        batch_size: texts asked for; None: all.
+    """
+    longest, wanted = max(lengths, default=1), max(1, min(batch_size or len(lengths), len(lengths)))
+    most = free_memory(device) / (GROWTH * longest * max(1, bytes_per_token))
+    if most >= wanted:
+        return wanted
+    rows = max(1, int(most))
+    warnings.warn(
+        f"memory holds {rows} texts of {longest} tokens; writing {rows} instead of {wanted} at once", stacklevel=3
+    )
+    return rows
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that can still be allocated on a device."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return float(psutil.virtual_memory().available)

@@ -1,0 +1,385 @@
+"""Opening models, tokenizers, drafts and pairs: the only place that decides device and number format.
+
+Errors are `UserError`s with transformers' own message, and the next step where that message leaves it open.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from transformers import (
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
+
+from decode.core.sampling import LogitsWarper
+from decode.errors import UserError
+from decode.models.api import Model
+from decode.models.check import open_draft_runner, open_runner
+from decode.models.heads.eagle import DraftHead
+from decode.models.heads.files import is_head, load_head
+from decode.models.heads.mtp import MTP, load_mtp
+from decode.models.sources import language_config, language_model, located, read_weights, unreadable
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
+"""Number formats by their names in settings; `choose_dtype` decides ``auto``."""
+
+SIXTEEN_BITS = (
+    "in 16 bits a forward of several tokens rounds otherwise than one of a single token, so lossless means the "
+    "distribution up to that rounding: where two tokens are nearly equally probable, greedy texts may differ from "
+    "generate's; --dtype float32 makes them identical"
+)
+
+
+def choose_device(name: str | torch.device = "auto") -> torch.device:
+    """The device for a setting: ``auto`` is the first CUDA device, without one the CPU.
+
+    Raises:
+        UserError: no such device here, or one that exact sampling cannot run on.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"device is {name!r}; choose auto, cpu, cuda or cuda:1") from error
+    if device.type == "mps":
+        raise UserError("device is 'mps', which has no float64, and tokens are drawn in float64; choose cpu")
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise UserError(
+            f"device is {str(name)!r}, but torch {torch.__version__} finds {count} CUDA devices; choose cpu or auto"
+        )
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> str:
+    """The number format for a setting: a key of `DTYPES`, or ``auto``.
+
+    ``auto`` is float32 on a CPU; on a GPU it stays ``auto`` and `load_model` takes the format of the checkpoint.
+
+    Raises:
+        UserError: an unknown name.
+    """
+    if name not in (*DTYPES, "auto"):
+        raise UserError(f"dtype is {name!r}; choose auto or one of {', '.join(DTYPES)}")
+    return "float32" if name == "auto" and device.type == "cpu" else name
+
+
+def placement(model: PreTrainedModel) -> str:
+    """The device and number format of an opened model, in a sentence for the terminal; with what 16 bits mean."""
+    device, name = model.get_input_embeddings().weight.device, str(model.dtype).removeprefix("torch.")
+    where = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+    return f"on {where}, {name}" + (f": {SIXTEEN_BITS}" if model.dtype.itemsize == 2 else "")
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def load_model(
+    name: str | os.PathLike[str],
+    *,
+    device: str | torch.device,
+    dtype: str,
+    device_map: str | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> PreTrainedModel:
+    """A causal language model in evaluation mode; of a model that reads images or audio too, the language model alone.
+
+    Args:
+        name: folder, Hub name (with its revision after an @) or GGUF file.
+        device: the model's device; ignored with a `device_map`.
+        dtype: one of `DTYPES`, or ``auto`` (see `choose_dtype`).
+        device_map: passed to transformers, to spread a model over several devices.
+        trust_remote_code: run code of the Hub repository.
+        options: further arguments of transformers' ``from_pretrained``.
+
+    Raises:
+        UserError: the model cannot be found or read, its files do not fit each other, or the device or number format
+            is unknown.
+    """
+    device, extra = choose_device(device), dict(options)
+    number_format = choose_dtype(dtype, device)
+    auto, inside = AutoModelForCausalLM, False
+    try:
+        folder, at = located(name)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **at)
+        quantised = getattr(config, "quantization_config", None)
+        if device_map:
+            extra["device_map"] = device_map
+        elif quantised or "quantization_config" in options:
+            extra["device_map"] = {"": device}  # quantised weights are placed while loading and do not move later
+        if language_config(config) is not config and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+            auto, inside = AutoModelForMultimodalLM, not quantised
+        options = at | {"dtype": DTYPES.get(number_format, number_format), "trust_remote_code": trust_remote_code}
+        model = read_weights(auto, folder, name, **options, **({} if inside else extra))
+        if inside:
+            model = language_model(model, **extra)
+        if "device_map" not in extra:
+            model = model.to(device)
+    except UserError:
+        raise
+    except Exception as error:  # damaged files raise whatever the bytes lead to
+        raise unreadable(name, "model", error) from error
+    if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
+        model.base_model_prefix = "model"  # Llama 4's class names another
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    if model.config.tie_word_embeddings and getattr(head, "weight", None) is not table.weight:
+        model.config.tie_word_embeddings = False  # the file holds two: transformers keeps both, an engine would tie
+    return model.eval()
+
+
+def load_tokenizer(name: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or Hub name, or of a GGUF file.
+
+    Raises:
+        UserError: it cannot be found or read.
+    """
+    try:
+        folder, at = located(name)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **at)
+    except UserError:
+        raise
+    except Exception as error:  # the tokenizers package raises bare Exceptions for damaged files
+        raise unreadable(name, "tokenizer", error) from error
+
+
+def load_config(name: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The configuration of the model that `load_model` opens, without its weights.
+
+    Raises:
+        UserError: it cannot be found or read.
+    """
+    try:
+        folder, at = located(name)
+        return language_config(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **at))
+    except UserError:
+        raise
+    except Exception as error:
+        raise unreadable(name, "model", error) from error
+
+
+def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> set[int]:
+    """Every token id that ends a text: generation config first, then config, then tokenizer."""
+    return set(_ends_of(model.generation_config, model.config, tokenizer))
+
+
+def stop_ids_of(name: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase, trust: bool = False) -> list[int]:
+    """The `stop_ids` of a model that is not loaded, in the order in which its files name them."""
+    folder, at = located(name)
+    try:
+        generation = GenerationConfig.from_pretrained(folder, **at)
+    except OSError:  # it has none
+        generation = None
+    return _ends_of(generation, load_config(name, trust_remote_code=trust), tokenizer)
+
+
+def _ends_of(*sources: Any) -> list[int]:
+    for source in sources:
+        if (eos := getattr(source, "eos_token_id", None)) is not None:
+            return list(eos) if isinstance(eos, (list, tuple)) else [int(eos)]
+    return []
+
+
+# -- drafts ------------------------------------------------------------------------------------------------------------
+
+DraftModel: TypeAlias = PreTrainedModel | DraftHead  # what can draft for a target, besides its own layers
+
+
+def open_draft(
+    name: str | os.PathLike[str],
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    trust_remote_code: bool = False,
+) -> DraftModel:
+    """A draft model, on the target's device and in its number format, after their tokenizers have been compared.
+
+    Args:
+        name: folder or Hub name of a language model, or of a head of this target; or ``mtp``, the target's own
+            next-token layers.
+        target: the target.
+        tokenizer: the target's tokenizer.
+        trust_remote_code: run code of the Hub repository.
+
+    Raises:
+        UserError: it or its tokenizer cannot be read, or its token ids mean other strings.
+    """
+    if name == MTP:
+        return load_mtp(target)
+    if is_head(name):
+        return load_head(name, target)
+    folder, kinds = Path(name), ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")
+    without = folder.is_dir() and not any(file.name.startswith(kinds) for file in folder.iterdir())
+    if not without:  # one that is there has to be readable
+        check_tokenizers(tokenizer, load_tokenizer(name, trust_remote_code=trust_remote_code))
+    device, dtype = target.get_input_embeddings().weight.device, str(target.dtype).removeprefix("torch.")
+    model = load_model(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    known = int(model.get_output_embeddings().weight.shape[0])
+    if without and known < 0.9 * len(tokenizer):
+        raise UserError(
+            f"the draft {str(name)!r} knows {known} tokens and has no tokenizer, the target's tokenizer has "
+            f"{len(tokenizer)}; use a draft of the same model family"
+        )
+    return model
+
+
+def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
+    """Refuse a draft whose token ids mean other strings than the target's.
+
+    Padded vocabularies of one family pass: only ids that both tokenizers name are compared.
+
+    Raises:
+        UserError: with the first id that differs.
+    """
+    cure = (
+        "use a draft of the same model family, or train one with python -m distill; transformers' own assisted "
+        "generation takes a draft of another tokenizer (generate with assistant_model and assistant_tokenizer)"
+    )
+    ours = {i: t for t, i in target.get_vocab().items()}
+    theirs = {i: t for t, i in draft.get_vocab().items()}
+    for i in sorted(ours.keys() & theirs.keys()):
+        if ours[i] != theirs[i]:
+            raise UserError(
+                f"the draft's tokenizer is not the target's: id {i} is {ours[i]!r} for the target and {theirs[i]!r} "
+                f"for the draft; {cure}"
+            )
+    if min(len(ours), len(theirs)) < 0.9 * max(len(ours), len(theirs)):
+        raise UserError(
+            f"the tokenizers know {len(ours)} (target) and {len(theirs)} (draft) tokens; they have to be the same "
+            f"except for padding; {cure}"
+        )
+
+
+# -- pairs -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Pair:
+    """A target and, where there is one, the draft model or feature head that drafts for it."""
+
+    target: PreTrainedModel  # the target
+    tokenizer: PreTrainedTokenizerBase  # the target's
+    draft: DraftModel | None = None  # the draft
+    target_name: str = ""  # the folder or Hub name that the target was loaded from
+    draft_name: str | None = None  # the draft's
+    pack: str = "auto"  # see `decode.models.check.open_runner`
+
+    @cached_property
+    def runner(self) -> Model:
+        """The target's forward with its cache."""
+        return open_runner(self.target, pack=self.pack)
+
+    @cached_property
+    def draft_runner(self) -> Model | None:
+        """The draft's."""
+        return None if self.draft is None else open_draft_runner(self.draft, self.target, self.pack)
+
+
+def load(
+    target: str | os.PathLike[str],
+    draft: str | os.PathLike[str] | None = None,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    device_map: str | None = None,
+    trust_remote_code: bool = False,
+    pack: str = "auto",
+) -> Pair:
+    """Open a target and, if given, a draft for it.
+
+    Args:
+        target: folder, Hub name or GGUF file.
+        draft: the same of a draft model, or the folder of a feature head; ``None`` for methods without one.
+        device: ``auto`` is the first GPU, without one the CPU.
+        dtype: ``auto`` is the checkpoint's on a GPU, float32 on a CPU.
+        device_map: passed to transformers, to spread the target over several devices.
+        trust_remote_code: run the Python code that a Hub repository brings.
+        pack: see `decode.models.check.open_runner`.
+
+    Raises:
+        UserError: a model that cannot be read, or two that do not fit each other.
+    """
+    tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code)
+    model = load_model(target, device=device, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code)
+    pair = Pair(model, tokenizer, target_name=str(target), pack=pack)
+    if draft is not None:
+        pair.draft_name = str(draft)
+        pair.draft = open_draft(draft, model, tokenizer, trust_remote_code=trust_remote_code)
+    return pair
+
+
+# -- sampling ----------------------------------------------------------------------------------------------------------
+
+NEUTRAL: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Sampling settings that change nothing."""
+
+UNSUPPORTED: dict[Any, tuple[str, ...]] = {
+    1: ("num_beams", "typical_p", "top_h", "encoder_repetition_penalty", "guidance_scale"),
+    0: ("epsilon_cutoff", "eta_cutoff", "penalty_alpha", "min_length", "min_new_tokens",
+        "encoder_no_repeat_ngram_size"),
+    None: ("exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id", "begin_suppress_tokens",
+           "sequence_bias", "watermarking_config", "stop_strings"),
+}  # fmt: skip
+"""Fields that change the texts of `generate` and are not followed here, by their neutral value besides None."""
+
+
+def own_sampling(model: PreTrainedModel) -> dict[str, Any]:
+    """The settings of the model's ``generation_config`` that are in `NEUTRAL` and not neutral."""
+    given = {name: getattr(model.generation_config, name, None) for name in NEUTRAL}
+    return {name: value for name, value in given.items() if value not in (None, NEUTRAL[name])}
+
+
+def own_processors(model: PreTrainedModel) -> list[LogitsProcessor]:
+    """Further processors that the model's ``generation_config`` asks for, in the order of `generate`."""
+    config, device = model.generation_config, model.get_input_embeddings().weight.device
+    processors: list[LogitsProcessor] = []
+    if size := getattr(config, "no_repeat_ngram_size", None):
+        processors.append(NoRepeatNGramLogitsProcessor(size))
+    if bad := getattr(config, "bad_words_ids", None):
+        ends = None if config.eos_token_id is None else torch.tensor(config.eos_token_id, device=device).view(-1)
+        processors.append(NoBadWordsLogitsProcessor(bad, ends))
+    if suppressed := getattr(config, "suppress_tokens", None):
+        processors.append(SuppressTokensLogitsProcessor(suppressed, device=device))
+    return processors
+
+
+def own_warp(model: PreTrainedModel, temperature: float, given: Mapping[str, Any]) -> LogitsWarper:
+    """The sampling of a target: given settings first, then those of its ``generation_config``.
+
+    Args:
+        model: the target.
+        temperature: 0 is greedy.
+        given: values for names in `NEUTRAL`; None leaves one to the model.
+    """
+    settings = NEUTRAL | own_sampling(model) | {name: value for name, value in given.items() if value is not None}
+    return LogitsWarper(temperature, **settings, processors=own_processors(model))
+
+
+def described(model: PreTrainedModel, warp: LogitsWarper) -> str:
+    """Which fields of the model's ``generation_config`` are followed and which are not; empty without any."""
+    followed = [f"{name} {value:g}" for name, value in own_sampling(model).items() if getattr(warp, name) == value]
+    followed += [type(processor).__name__.removesuffix("LogitsProcessor") for processor in own_processors(model)]
+    config, parts = model.generation_config, [f"follows {', '.join(followed)}"] if followed else []
+    fields = [(name, neutral) for neutral, names in UNSUPPORTED.items() for name in names]
+    if missing := [name for name, neutral in fields if getattr(config, name, None) not in (None, neutral)]:
+        parts.append(f"does not follow {', '.join(missing)}, so texts differ from the model's own generate")
+    return f"the model's generation_config: decoding {'; '.join(parts)}" if parts else ""

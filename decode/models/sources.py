@@ -1,0 +1,298 @@
+"""Where a model is read: a folder, a name on the Hub, a GGUF file; or inside a model that reads images or audio too."""
+
+import copy
+import hashlib
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import constants, get_session
+from safetensors import SafetensorError
+from tokenizers.pre_tokenizers import Digits, Sequence
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as hf_logging
+from transformers.utils import quantization_config
+
+from decode.errors import UserError
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+MEMORY = 60.0  # seconds for which the answer of `hub_offline` is kept
+_asked: dict[str, tuple[float, bool]] = {}
+
+
+def located(name: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
+    """The folder or Hub name that transformers reads, and arguments for it; a GGUF file is converted first.
+
+    Raises:
+        UserError: a GGUF file that cannot be read.
+    """
+    if file := gguf_file(name):
+        return str(unpacked(file)), {}
+    repository, at = pinned(name)
+    local = {"local_files_only": True} if not Path(name).exists() and hub_offline() else {}
+    return repository, at | local
+
+
+def pinned(name: str | os.PathLike[str]) -> tuple[str, dict[str, str]]:
+    """A Hub name, and the revision after its @ as an argument of the Hub's libraries; folders stay as they are."""
+    repository, at, revision = str(name).rpartition("@")
+    return (repository, {"revision": revision}) if at and not Path(name).exists() else (str(name), {})
+
+
+def hub_offline() -> bool:
+    """Whether the Hub is switched off, or does not answer within five seconds.
+
+    Asked here, because the Hub's libraries would repeat each request for 20 seconds.
+    """
+    endpoint, now = constants.ENDPOINT, time.monotonic()
+    if constants.HF_HUB_OFFLINE:
+        return True
+    when, silent = _asked.get(endpoint, (-MEMORY, False))
+    if now - when >= MEMORY:
+        silent = False
+        try:
+            get_session().head(endpoint, timeout=5)
+        except Exception:  # the layers of the network have many
+            silent = True
+        _asked[endpoint] = now, silent
+    return silent
+
+
+def unreadable(name: str | os.PathLike[str], what: str, error: Exception) -> UserError:
+    """The error of a model or tokenizer that transformers could not open."""
+    hint, path = "", Path(name)
+    if path.suffix.lower() == ".gguf":
+        hint = (
+            "; it may be damaged, or of an architecture or a quantisation that transformers does not read: download "
+            "it again, or take the model's safetensors files"
+        )
+    elif isinstance(error, SafetensorError):
+        hint = "; its safetensors file is damaged or cut off: download or save it again"
+    elif (path / "adapter_config.json").exists():
+        hint = (
+            "; it is an adapter: merge it into its base (peft: PeftModel.from_pretrained(base, folder)"
+            ".merge_and_unload().save_pretrained(path)) and give the merged folder"
+        )
+    elif not path.exists():
+        if str(name).startswith((".", "/", "~", "runs/")) or str(name).count("/") > 1:
+            hint = "; there is no such folder: train it first (make distill) or give the path of one"
+        elif hub_offline():
+            return UserError(
+                f"cannot load the {what} {str(name)!r}: it is no folder and not in the Hub's cache on this machine, "
+                "and the Hub is switched off (HF_HUB_OFFLINE) or does not answer: fetch the model with `hf download` "
+                "where there is a network, or give its folder"
+            )
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return UserError(f"cannot load the {what} {str(name)!r}: {type(error).__name__}: {first}{hint}")
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+_LOADING = RLock()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and warnings of transformers, whose settings are the process's: one load at a time."""
+    with _LOADING:
+        bars, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
+        hf_logging.disable_progress_bar()
+        hf_logging.set_verbosity_error()
+        try:
+            yield
+        finally:
+            hf_logging.set_verbosity(level)
+            if bars:
+                hf_logging.enable_progress_bar()
+
+
+def read_weights(auto: Any, folder: str, name: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
+    """A model by transformers' ``from_pretrained`` of a class.
+
+    Raises:
+        UserError: weights that are missing or have another shape than the configuration says.
+    """
+    with _quiet():  # sizes that differ are refused below, by name
+        model: PreTrainedModel
+        model, info = auto.from_pretrained(
+            folder, output_loading_info=True, ignore_mismatched_sizes=True, use_safetensors=True, **options
+        )
+    wrong = [f"{key} is missing" for key in sorted(info["missing_keys"])]
+    wrong += [
+        f"{key} is {list(seen)} instead of {list(wanted)}" for key, seen, wanted in sorted(info["mismatched_keys"])
+    ]
+    if wrong:
+        raise UserError(
+            f"the weights of the model {str(name)!r} do not fit its configuration: {', '.join(wrong[:3])} "
+            f"({len(wrong)} in all); take both from one model, or download or save it again"
+        )
+    return model
+
+
+# -- GGUF files --------------------------------------------------------------------------------------------------------
+
+DIGIT_BY_DIGIT = {"starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b", "mellum2"}
+"""Names of ``tokenizer.ggml.pre`` whose tokenizers split off every digit before anything else (llama.cpp's table)."""
+PRE = b"\x12\0\0\0\0\0\0\0tokenizer.ggml.pre\x08\0\0\0"  # that key in a header: its length, its name, "a text follows"
+
+
+def gguf_file(name: str | os.PathLike[str]) -> Path | None:
+    """The path of a GGUF file; None for other names.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    path = Path(name)
+    if path.suffix.lower() == ".gguf" and not path.is_file():
+        raise UserError(f"there is no file {str(name)!r}; check the path (it is relative to {Path.cwd()})")
+    return path if path.suffix.lower() == ".gguf" else None
+
+
+def unpacked(file: Path) -> Path:
+    """The folder below ``$HF_HOME/gguf`` that transformers has converted a GGUF file to, in float32.
+
+    Raises:
+        UserError: a file that transformers cannot read, or a folder that cannot be written.
+    """
+    state = f"{file.stat().st_size} {file.stat().st_mtime_ns} {transformers.__version__}"
+    place, version = (hashlib.sha256(text.encode()).hexdigest()[:12] for text in (str(file.resolve()), state))
+    folder = Path(constants.HF_HOME) / "gguf" / f"{file.stem}-{place}-{version}"
+    if folder.exists():
+        return folder
+    print(f"{file.name} is converted once, to {folder}", file=sys.stderr)
+    try:
+        tokenizer = _gguf_tokenizer(file)
+        options: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.float32}
+        if hasattr(quantization_config, "GgufConfig"):  # from transformers 5.23 on weights may stay packed
+            options["quantization_config"] = quantization_config.GgufConfig(dequantize=True)
+        model = read_weights(AutoModelForCausalLM, str(file.parent), file, **options)
+    except Exception as error:  # damaged files raise whatever the bytes lead to
+        raise error if isinstance(error, UserError) else unreadable(file, "model", error) from error
+    for attribute in ("hf_quantizer", "is_quantized", "quantization_method"):  # the weights are plain ones now
+        vars(model).pop(attribute, None)
+    vars(model.config).pop("quantization_config", None)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as partial, _quiet():
+            model.save_pretrained(Path(partial) / "made")
+            tokenizer.save_pretrained(Path(partial) / "made")
+            for outdated in folder.parent.glob(f"{file.stem}-{place}-*"):
+                shutil.rmtree(outdated, ignore_errors=True)
+            Path(partial, "made").rename(folder)
+    except OSError as error:
+        raise UserError(f"{file} cannot be converted to {folder}: {error}; set HF_HOME to a disk with room") from error
+    return folder
+
+
+def _gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in a file's header.
+
+    transformers builds it from tokens and merges alone, and would read digits otherwise than the model's own.
+    """
+    tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    with file.open("rb") as opened:
+        after = opened.read(1 << 26).partition(PRE)[2]
+    if after[8 : 8 + int.from_bytes(after[:8], "little")].decode() in DIGIT_BY_DIGIT:
+        backend = tokenizer.backend_tokenizer
+        backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])
+    return tokenizer
+
+
+# -- language models inside others -------------------------------------------------------------------------------------
+
+
+def language_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The configuration of a causal language model: the given one, or that of the decoder of a model with more inputs.
+
+    A decoder without a causal class of its own takes that of the text family with the beginning of its name and with
+    weights of the same names and shapes, as Qwen2.5-VL's takes Qwen2's: where all is text, positions in several
+    dimensions are the ordinary ones.
+
+    Raises:
+        UserError: transformers has no such class.
+    """
+    text = config.get_text_config()
+    inside = text is not config and not config.is_encoder_decoder
+    if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING and (inside or text is config):
+        return text
+    if getattr(config, "auto_map", None):  # code of a Hub repository
+        return config
+    for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, key=len, reverse=True) if inside else ():
+        if re.match(name.replace("_", ".*_"), text.model_type):
+            with suppress(Exception), torch.device("meta"):  # a family refuses fields in many ways
+                # what such decoders do unasked comes first
+                fields = {"head_dim": text.hidden_size // text.num_attention_heads, "norm_topk_prob": True}
+                fields |= {k: v for k, v in text.to_dict().items() if k not in ("model_type", "architectures")}
+                rope = fields["rope_parameters"].items()
+                fields["rope_parameters"] = {key: value for key, value in rope if not key.startswith("mrope")}
+                made = AutoConfig.for_model(name, **fields)
+                states = [AutoModel.from_config(each).state_dict() for each in (made, text)]
+                shapes = [{key: weight.shape for key, weight in state.items()} for state in states]
+                if shapes[0] == shapes[1]:
+                    return made
+    raise UserError(
+        f"{(config.architectures or [type(config).__name__])[0]} ({config.model_type}) cannot be opened: transformers "
+        f"{transformers.__version__} has no causal language model for {text.model_type}. Take a text model (Llama, "
+        "Qwen, Mistral, Gemma, Phi, GPT-NeoX, …), or a model with images around one"
+    )
+
+
+@torch.no_grad()
+def language_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
+    """The language model inside a model with more inputs, sharing its weights; any other model is returned as it is.
+
+    So are quantised ones, which decode as a whole. The options are those of transformers' ``from_pretrained``.
+
+    Raises:
+        UserError: there is none, or its logits are not those of the whole.
+    """
+    if model.config.get_text_config() is model.config or getattr(model, "hf_quantizer", None) is not None:
+        return model
+    config = copy.deepcopy(language_config(model.config))
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    decoder: Any = model.get_decoder()
+    head: Any = model.get_output_embeddings()
+    config.tie_word_embeddings = head.weight is decoder.get_input_embeddings().weight
+    with torch.device("meta"):
+        empty = kind(config)
+    name = next(name for name, module in empty.named_modules() if module is empty.get_output_embeddings())
+    base = decoder if decoder.get_output_embeddings() is None else decoder.base_model
+    weights = {f"{kind.base_model_prefix}.{key}": weight for key, weight in base.state_dict().items()}
+    weights |= {f"{name}.{key}": weight for key, weight in head.state_dict().items()}
+    made: PreTrainedModel = kind.from_pretrained(None, config=config, state_dict=weights, dtype=model.dtype, **options)
+    made.generation_config = copy.deepcopy(model.generation_config)
+    made.config.name_or_path = model.config.name_or_path  # where its next-token layers are read
+    ids = (torch.arange(8) * 7 % len(head.weight))[None]
+    try:
+        expected, seen = (m.eval()(input_ids=ids.to(m.device), use_cache=False).logits.float() for m in (model, made))
+        gap = float((expected - seen.to(expected)).abs().max() / expected.abs().max().clamp_min(1e-6))
+        why = f"opened as {kind.__name__} it gives other logits than the whole model, by {gap:.2g} of the largest"
+    except Exception as error:  # such as a forward that demands images
+        gap, why = torch.inf, f"the whole reads no text alone to compare it with ({type(error).__name__}: {error})"
+    if not gap < (1e-4 if model.dtype == torch.float32 else 5e-2):
+        raise UserError(
+            f"the language model of {type(model).__name__} ({model.config.model_type}) cannot be used by itself: "
+            f"{why}. Use model.generate for it, or take a text model"
+        )
+    return made

@@ -1,0 +1,297 @@
+"""Texts of many prompts at once, and the logits of a target and its drafts on texts that the target wrote.
+
+Every text has uniform draws of its own, named by numbers such as (seed, example), so that what is written for a prompt
+depends neither on its neighbours nor on when it is written, and a run that was killed writes the same again.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DynamicCache, PreTrainedModel
+
+from decode.core.sampling import LogitsWarper, TorchRng, inverse
+from decode.models.api import Model, Read, read_prompt
+from decode.models.check import fast_if_equal
+from decode.models.fast.forward import FastRunner
+from decode.models.fast.layout import is_small
+from decode.models.fast.weights import FEW
+from decode.models.heads.block import BlockHead
+from decode.models.heads.eagle import DraftHead, FeatureHead, output_head
+from decode.models.heads.mtp import MtpHead
+from decode.models.heads.runner import in_target
+from decode.models.huggingface import facts_of, last_logits, rows_that_fit
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+GROUP = 4
+"""Batches that are asked for together where bits have to repeat: a finished text's place is taken by a waiting one of
+its group, so that only a group's last texts leave places empty."""
+PROMPT_TOKENS = 1024  # most tokens of prompts in a forward; a longer prompt is read in pieces before
+PACKED = 1 << 22
+"""Smallest model (weights) that is packed for writing: at 16 rows 1.7 times as fast at 135M weights, 1.2 at 7M."""
+
+Draws = Callable[[int, int], Sequence[float]]
+"""Given a prompt's number and a count, so many numbers from [0, 1): one a token of its text."""
+
+
+def draws_of_loop(seed: int) -> Draws:
+    """The draws that the decoding loop without a drafter takes with `TorchRng` (seed + i) for text i, on the CPU."""
+    return lambda text, count: TorchRng(seed + text).uniforms(count)
+
+
+def uniform_draws(*name: int, count: int) -> list[float]:
+    """Uniform numbers ``[count]`` from numpy's generator seeded by these integers."""
+    return np.random.default_rng(name).random(count).tolist()
+
+
+class _Writer:
+    """The texts of `write_texts`, which grow by one token at a time."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        warp: LogitsWarper,
+        stop_ids: Collection[int],
+        draws: Draws,
+    ) -> None:
+        self.prompts, self.limits, self.warp, self.stop_ids = prompts, limits, warp, stop_ids
+        self.asked = [i for i, limit in enumerate(limits) if limit > 0]
+        self.texts: list[list[int]] = [[] for _ in prompts]
+        self.uniforms = {} if warp.greedy else {i: draws(i, limits[i]) for i in self.asked}
+
+    def grow(self, live: Sequence[int], logits: Tensor) -> list[bool]:
+        """Append one token to each of these texts, by its own uniform number; whether each goes on."""
+        texts, warp = self.texts, self.warp
+        prefixes = [[*self.prompts[i], *texts[i]] for i in live] if warp.needs_prefix else None
+        if warp.greedy:
+            tokens = warp.top(logits, prefixes)
+        else:
+            u = torch.tensor([self.uniforms[i][len(texts[i])] for i in live], dtype=torch.float64, device=logits.device)
+            tokens = inverse(warp(logits, prefixes), u[:, None])
+        for i, token in zip(live, tokens.tolist()):
+            texts[i].append(token)
+        return [texts[i][-1] not in self.stop_ids and len(texts[i]) < self.limits[i] for i in live]
+
+    @torch.inference_mode()
+    def continuously(self, runner: FastRunner, rows: int) -> Iterator[int]:
+        """By the hand-written forward: the place of a finished text is taken by a waiting one, the longest first."""
+        waiting, live, caches = deque(reversed(self.asked)), list[int](), dict[int, Any]()
+        prompts, texts = self.prompts, self.texts
+        runner.reserve(rows=rows)
+        try:
+            while waiting or live:
+                new = 0  # prompts are read along with the others' next tokens, some at a time
+                while len(live) < rows and waiting and (not new or new + len(prompts[waiting[0]]) <= PROMPT_TOKENS):
+                    i = waiting.popleft()
+                    live.append(i)
+                    caches[i] = runner.new_cache()
+                    ahead = max(0, len(prompts[i]) - PROMPT_TOKENS)
+                    read_prompt(runner, caches[i], list(prompts[i][:ahead]))
+                    new += len(prompts[i]) - ahead
+                if not waiting:
+                    runner.reserve(rows=1)  # from now on texts that end give their memory back
+                live.sort(key=lambda i: caches[i].row)
+                feeds = [texts[i][-1:] or prompts[i][caches[i].length :] for i in live]
+                reads = [Read(caches[i], torch.tensor(feed, device=runner.device)) for i, feed in zip(live, feeds)]
+                goes_on = self.grow(live, torch.cat([out.logits for out in runner.forward(reads, last=1)]))
+                for i in [i for i, on in zip(live, goes_on) if not on]:
+                    caches.pop(i).close()
+                    yield i
+                live = [i for i in live if i in caches]
+        finally:
+            for cache in caches.values():
+                cache.close()
+            runner.reserve(rows=1)
+
+    @torch.no_grad()
+    def in_batches(self, model: PreTrainedModel, rows: int) -> Iterator[int]:
+        """By the model's own forward: batches, in which finished texts leave their places empty."""
+        for at in range(0, len(self.asked), rows):
+            live, cache = self.asked[at : at + rows], DynamicCache(config=model.config)
+            known = [torch.tensor([list(self.prompts[i]), [1] * len(self.prompts[i])]).T for i in live]
+            device = model.get_input_embeddings().weight.device
+            feed, mask = pad_sequence(known, batch_first=True, padding_side="left").to(device).unbind(-1)
+            positions = (mask.cumsum(-1) - 1).clamp_min(0)
+            while live:
+                inputs = {"input_ids": feed, "attention_mask": mask, "position_ids": positions}
+                logits = last_logits(model, 1, **inputs, past_key_values=cache, use_cache=True).logits[:, -1]
+                goes_on = self.grow(live, logits)
+                yield from (i for i, on in zip(live, goes_on) if not on)
+                live = [i for i, on in zip(live, goes_on) if on]
+                kept = torch.tensor(goes_on, device=device).nonzero()[:, 0]
+                if live and len(kept) < len(goes_on):
+                    cache.reorder_cache(kept)  # recurrent layers have no batch_select_indices
+                    mask, positions = mask[kept], positions[kept]
+                feed = torch.tensor([self.texts[i][-1:] for i in live], device=device)
+                positions, mask = positions[:, -1:] + 1, torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+
+
+def write_texts(
+    target: PreTrainedModel | Model,
+    prompts: Sequence[Sequence[int]],
+    warp: LogitsWarper,
+    *,
+    budgets: int | Sequence[int],
+    stop_ids: Collection[int],
+    draws: Draws,
+    batch_size: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> list[list[int]]:
+    """Continue every prompt to an end-of-text token or its budget.
+
+    Args:
+        target: a causal language model, put into evaluation mode meanwhile, or an opened one.
+        prompts: token ids, at least one each.
+        warp: logits to probabilities.
+        budgets: longest continuation, of all prompts or of each; none is written for 0 or less.
+        stop_ids: tokens that end a text and are its last.
+        draws: of sampling; greedy texts draw nothing.
+        batch_size: prompts at once, those of similar length together; None: all. Where memory does not hold so many,
+            fewer are taken. The hand-written forward begins a waiting text as soon as one is finished.
+        progress: called with the number of texts finished since the last call.
+
+    Returns:
+        The continuations, in the order of the prompts.
+    """
+    opened = target if isinstance(target, Model) else None
+    model: PreTrainedModel = target.model if isinstance(target, Model) else target
+    limits = [budgets] * len(prompts) if isinstance(budgets, int) else budgets
+    writer, training = _Writer(prompts, limits, warp, stop_ids, draws), model.training
+    asked, tell = writer.asked, progress or (lambda count: None)
+    if batch_size:
+        asked.sort(key=lambda i: len(prompts[i]))
+    tell(len(prompts) - len(asked))
+    if not asked:
+        return writer.texts
+    model.eval()
+    try:
+        if opened is None:
+            # weights are packed for products of several rows; large models are not held twice
+            several = min(batch_size or len(asked), len(asked)) >= FEW
+            packed = several and sum(p.numel() for p in model.parameters()) >= PACKED and is_small(model)
+            opened = fast_if_equal(model, "on" if packed else "off")
+        facts, lengths = facts_of(model), [len(prompts[i]) + limits[i] for i in asked]
+        rows = rows_that_fit(facts["device"], facts["cache_bytes_per_token"], lengths, batch_size)
+        fast = isinstance(opened, FastRunner)
+        for _ in writer.continuously(opened, rows) if fast else writer.in_batches(model, rows):  # type: ignore[arg-type]
+            tell(1)
+    finally:
+        model.train(training)
+    return writer.texts
+
+
+# -- teacher forcing ---------------------------------------------------------------------------------------------------
+
+ForcedText = tuple[Sequence[int], int]  # token ids, and how many of them are the prompt
+TOKENS, LOGITS = 4096, 1 << 25  # most tokens and most logits of a forward, unless one text has more
+
+
+@dataclass
+class TeacherForcedLogits:
+    """What is predicted at the response tokens of a text."""
+
+    number: int  # of the text
+    p: Tensor  # the target's logits ``[response, vocab]``
+    # of each draft its logits ``[response, vocab]`` as first drafted token; of a feature head then those as second,
+    # third, … drafted token, from its own states before it and the text's true tokens
+    q: dict[str, list[Tensor]]
+
+
+@torch.no_grad()
+def teacher_forced(
+    target: PreTrainedModel,
+    drafts: Mapping[str, PreTrainedModel | DraftHead],
+    texts: Sequence[ForcedText],
+    *,
+    depth: int = 1,
+) -> Iterator[TeacherForcedLogits]:
+    """Read all texts that have a response with the target and with every draft, those of similar length together.
+
+    Texts stand side by side, filled up on the right: attention looks to the left and never sees that.
+
+    Args:
+        target: p.
+        drafts: q, by name.
+        texts: token ids, and how many of them are the prompt.
+        depth: drafted tokens that feature heads are asked about.
+
+    Yields:
+        The logits of each text, shortest text first.
+    """
+    heads = {name: draft for name, draft in drafts.items() if isinstance(draft, DraftHead)}
+    shared = {n: output_head(target, head.draft_ids()) if head.version == 1 else None for n, head in heads.items()}
+    vocab = len(target.get_output_embeddings().weight)
+    for numbers in _groups(texts, min(TOKENS, LOGITS // vocab)):
+        group = [texts[i] for i in numbers]
+        tokens = pad_sequence([torch.tensor(list(ids)) for ids, _ in group], batch_first=True).to(target.device)
+        p, states = _logits(target, tokens, group, {layer for head in heads.values() for layer in head.captured_layers})
+        q: dict[str, list[list[Tensor]]] = {}  # by draft, depth and text
+        for name, draft in drafts.items():
+            if not isinstance(draft, DraftHead):
+                q[name] = [_logits(draft, tokens, group)[0]]
+                continue
+            features = torch.cat([states[layer] for layer in draft.captured_layers], -1)
+            project: Callable[[Tensor], Tensor] = lambda rows: rows  # noqa: E731
+            if isinstance(draft, BlockHead):
+                by_depth = enumerate(draft.teacher_forced(target, tokens, features, depth), 1)
+            else:  # the first drafted token is the second that a feature head reads
+                assert isinstance(draft, FeatureHead | MtpHead)
+                embeds = (draft.embed_tokens or target.get_input_embeddings())(tokens[:, 1:])
+                by_depth = enumerate(draft.unroll(embeds, features[:, :-1], depth), 2)
+                project = partial(draft.logits, target_head=shared[name])
+            q[name] = []
+            for back, rows in by_depth:
+                spans = [slice(max(0, start - back), max(0, len(ids) - back)) for ids, start in group]
+                logits = [project(row[span]) for row, span in zip(rows, spans)]
+                q[name].append([rows_of(draft, part, vocab, text) for part, text in zip(logits, group)])
+        for i, number in enumerate(numbers):
+            by_draft = {name: [rows[i] for rows in depths] for name, depths in q.items()}
+            yield TeacherForcedLogits(number, p[i], by_draft)
+
+
+def rows_of(head: DraftHead, logits: Tensor, vocab: int, text: ForcedText) -> Tensor:
+    """A head's logits at each response position of a text, ``[response, vocab]`` in the target's vocabulary.
+
+    `logits` are of its last tokens, over the head's vocabulary ``[rows, draft vocab]``; tokens before them get an
+    impossible row: all −inf except the first id.
+    """
+    ids, start = text
+    known = in_target(logits, head.draft_ids(), vocab)
+    missing = known.new_full((len(ids) - start - len(known), vocab), -torch.inf)
+    missing[:, 0] = 0.0
+    return torch.cat([missing, known])
+
+
+def _groups(texts: Sequence[ForcedText], most: int) -> Iterator[list[int]]:
+    """Numbers of texts with a response, in the order of their lengths, as many as have `most` tokens when filled up."""
+    group: list[int] = []
+    for i in sorted(range(len(texts)), key=lambda i: len(texts[i][0])):
+        ids, start = texts[i]
+        if len(ids) <= start:
+            continue
+        if group and (len(group) + 1) * len(ids) > most:
+            yield group
+            group = []
+        group.append(i)
+    if group:
+        yield group
+
+
+def _logits(
+    model: PreTrainedModel, tokens: Tensor, group: Sequence[ForcedText], layers: Collection[int] = ()
+) -> tuple[list[Tensor], Sequence[Tensor]]:
+    """Logits ``[response, vocab]`` of each text, and the hidden states ``[batch, time, hidden]`` of these layers."""
+    known = model.get_input_embeddings().weight.shape[0]  # a draft of a shorter padded vocabulary reads its last id
+    first = min(start for _, start in group) - 1
+    keep, states = tokens.shape[1] - first, sorted(layers) or False
+    out = last_logits(model, keep, input_ids=tokens.clamp(max=known - 1), use_cache=False, output_hidden_states=states)
+    rows = [logits[start - 1 - first : len(ids) - 1 - first] for logits, (ids, start) in zip(out.logits, group)]
+    return rows, out.hidden_states or ()

@@ -1,0 +1,176 @@
+"""The options that decoding methods leave open, defined once for Python, the command line and configurations.
+
+`MethodOptions` is what a method gets; the settings of ``generate`` and ``bench`` extend it, and a method of a
+benchmark may have options of its own, ``ears:beta=0.2`` (`split_spec`). Ranges are part of the types and are checked on
+construction. This module imports neither torch nor transformers, so that ``--help`` answers at once.
+"""
+
+import difflib
+import typing
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
+from jsonargparse.typing import (
+    ClosedUnitInterval,
+    NonNegativeFloat,
+    NonNegativeInt,
+    OpenUnitInterval,
+    PositiveInt,
+    restricted_number_type,
+)
+
+from decode.errors import UserError, choose
+
+COLDEST = 1e-3  # the smallest temperature that is not 0 (greedy): below, logits divided by it leave float32's range
+
+if TYPE_CHECKING:
+    Seed = int
+    Share = float
+    Temperature = float
+else:
+    Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**32)])
+    """What random number generators of Python, NumPy and torch all take."""
+    Share = restricted_number_type("Share", float, [(">", 0), ("<=", 1)])
+    Temperature = restricted_number_type("Temperature", float, [("==", 0), (">=", COLDEST)], join="or")
+
+
+STOP_RULES = (
+    "length", "copy", "suffix", "unsure", "hf-dynamic", "hf-constant", "hf-heuristic", "draft-verify", "product",
+    "entropy", "cost-optimal", "probe", "confidence-probe", "confidence-head",
+)  # fmt: skip
+RULES = ("exact", "ears", "adasd", "adasd-a", "adasd-b", "adasd-c", "fuzzy", "typical")
+"""The stop rules and acceptance rules that `decode.methods` defines."""
+
+if TYPE_CHECKING:
+    StopName = str
+    RuleName = str
+else:
+    StopName, RuleName = Literal[STOP_RULES], Literal[RULES]
+
+
+class Checked:
+    """Base of settings whose numbers, switches and choices are checked on construction (`check_numbers`)."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+
+
+def check_numbers(settings: Any, where: str = "", *, nested: bool = False) -> None:
+    """Check the fields whose type is a constrained number, a `Literal` or a bool; numbers become plain ones.
+
+    Args:
+        settings: an instance of a dataclass.
+        where: put before the fields' names in errors.
+        nested: also check the dataclasses in its fields, under their dotted names.
+
+    Raises:
+        UserError: with the option, its value and the values allowed.
+    """
+    for name, hint in _hints(settings.__class__).items():
+        value, is_list = getattr(settings, name), typing.get_origin(hint) is list
+        args = () if typing.get_origin(hint) is Literal else typing.get_args(hint)
+        kinds = [kind for kind in args or (hint,) if kind is not type(None)]
+        if len(kinds) == 1 and (value is not None or not (is_list or type(None) in args)):
+            items = [_checked(where + name, item, kinds[0]) for item in (value if is_list else [value])]
+            setattr(settings, name, items if is_list else items[0])
+        for index, item in enumerate(value if isinstance(value, list) else [value]):
+            if nested and is_dataclass(item):
+                place = f"{name}[{index}]" if isinstance(value, list) else name
+                check_numbers(item, f"{where}{place}.", nested=True)
+
+
+def _checked(name: str, value: Any, kind: Any) -> Any:
+    """The value if its type takes it; of a constrained number as a plain int or float."""
+    choices = (False, True) if kind is bool else typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+    if choices and value not in choices:
+        near = [f"; did you mean {text!r}?" for text in difflib.get_close_matches(str(value), map(str, choices), 1)]
+        raise UserError(f"{name} is {value!r}, expected {' or '.join(map(str, choices))}{''.join(near)}")
+    if not hasattr(kind, "_restrictions"):
+        return value
+    try:
+        return kind._type(kind(value))
+    except (ValueError, TypeError, OverflowError):
+        number = "a whole number" if kind._type is int else "a number"
+        limits = kind._expression.replace("v", "")  # such as >=0 and <4294967296
+        raise UserError(f"{name} is {value!r}, expected {number} {limits}") from None
+
+
+@cache
+def _hints(settings_class: Any) -> dict[str, Any]:
+    return typing.get_type_hints(settings_class)
+
+
+@dataclass
+class MethodOptions(Checked):
+    """What a method leaves open; null takes the paper's value."""
+
+    draft_length: PositiveInt | None = None
+    """Tokens drafted per round; for adaptive stop rules the longest draft. null: the length stored in the exported
+    draft (fixed lengths only), else 5; AdaSD, Hugging Face and cost-optimal 20; Draft & Verify and AdaSPEED 12;
+    prompt lookup 10; suffix 24; hybrid 8."""
+    beta: NonNegativeFloat = 0.1
+    """EARS: tolerance β(1 − max p); the paper uses 0.05 to 0.2, 0 is the exact rule."""
+    threshold: ClosedUnitInterval | None = None
+    """Start of an adaptive confidence threshold; null: Draft & Verify 0.6, AdaSPEED 0.8, Hugging Face 0.4.
+    Hybrid: the head drafts on while the product of its largest probabilities is above this; null: 0.2."""
+    target_acceptance: OpenUnitInterval | None = None
+    """Acceptance rate that Draft & Verify's and AdaSPEED's controllers steer to; null: 0.9."""
+    never_slower: bool = False
+    """Limit each round's draft to the length with the highest expected tokens per second, and draft nothing where no
+    length is expected to gain (a round is still drafted occasionally, to test this). For methods that draft chains with
+    a model or with the target's own layers; always on for cost-optimal. Costs are those that bench measures or that
+    python -m decode profile --batch-sizes wrote into the draft's folder; without them c is the ratio of the weights
+    that are read. In a batch, a sampled text then depends on the other texts of the batch."""
+    copy_length: PositiveInt = 10
+    """Hybrid: maximum number of tokens copied after a match of four tokens or more of the text's end, in the text or
+    the datastore (of two or more where the draft is unsure), and at most twice as many as matched."""
+    copy_branch: NonNegativeInt = 0
+    """Hybrid-tree: most tokens copied after a shorter match, of two tokens at least, as a branch of the head's tree."""
+    fuzzy_threshold: NonNegativeFloat = 0.4
+    """Fuzzy: largest Jensen–Shannon divergence (nats) between target and draft at which a token is kept."""
+    typical_epsilon: ClosedUnitInterval = 0.09
+    """Typical acceptance: a token above this probability is always kept."""
+    typical_delta: NonNegativeFloat = 0.3
+    """Typical acceptance: factor of exp(−H(p))."""
+    exit_layer: PositiveInt | None = None
+    """Self-speculation (layerskip, draft-verify, adaspeed, ...): layers that the draft runs; null: what the probes
+    advise, else a quarter of the model's."""
+    sample_block: bool = False
+    """Block heads: draw drafted tokens from the head's distribution instead of taking the likeliest, as engines do;
+    as exact, and usually accepted less often."""
+    tree_width: PositiveInt = 10
+    """EAGLE-2: nodes expanded at each level of the tree, and children tried of each; of block heads children."""
+    tree_nodes: PositiveInt = 60
+    """Trees of heads: nodes of the drafted tree, the most probable ones; its depth is the draft length."""
+    tree_threshold: ClosedUnitInterval = 0.0
+    """Trees of heads: nodes whose cumulative probability (temperature 1) is below this are not drafted."""
+    probes: str | None = None
+    """Folder of acceptance probes, made by `python -m probes`: runs/<name>/probes. Options left at null (such as
+    exit_layer and threshold) take the values that were fastest when the probes were trained."""
+    searches: PositiveInt = 150
+    """Adaptix: Monte Carlo iterations a round."""
+    adaptive: bool = True
+    """Adaptix: learn from the text; the paper's ablation does not."""
+
+
+def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
+    """Split a method as settings name it, ``NAME`` or ``NAME:option=value:...``, such as ``ears:beta=0.2``.
+
+    Returns:
+        The method, and the `MethodOptions` given for it alone.
+
+    Raises:
+        UserError: an unknown option, or a value that the option does not take.
+    """
+    method, *given = spec.split(":")
+    values = {key: yaml.safe_load(value) for key, _, value in (item.partition("=") for item in given)}
+    known = {f.name: f for f in fields(MethodOptions)}
+    try:
+        for key in values:
+            choose("option", key, known)
+        parsed = MethodOptions(**values)
+    except UserError as error:
+        raise UserError(f"{spec!r}: {error}") from None
+    return method, {key: getattr(parsed, key) for key in values}
