@@ -15,16 +15,15 @@ from families import build_tiny
 from huggingface_hub import constants
 from transformers import PreTrainedModel
 
-from decode.bench import costs as cost_model
-from decode.models import weights as choose_linear
-from decode.models.fast_forward import FastForward
+from decode.measure import costs as cost_model
+from decode.models.fast import weights as choose_linear
+from decode.models.fast.forward import FastForward
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 
 # no test depends on how exact a time is
-cost_model.SETTLE, cost_model.STEADY = 0.0, 2
-cost_model.TURNS, cost_model.REPEATS, cost_model.ROUNDS, cost_model.EXIT_TURNS, choose_linear.TURNS = 1, 1, 4, 2, 1
+cost_model.TURNS, cost_model.ROUNDS, choose_linear.TURNS = 2, 2, 1
 
 
 LONGEST = ("test_fsdp_and_ddp.py", "test_main.py", "test_export.py")

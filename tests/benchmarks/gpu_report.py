@@ -29,33 +29,30 @@ from training_speed import measure
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging as hf_logging
 
-from decode.bench import machine
-from decode.bench.arithmetic import problems
-from decode.bench.costs import LONGEST, measure_costs, timed_rounds
-from decode.bench.page import markdown_table
-from decode.bench.prediction import break_even
-from decode.commands.parsing import parse, run_main
+from decode.commands.cli import parse, run_main
+from decode.core.sampling import LogitsWarper
 from decode.errors import UserError, scratch_folder, write_text
-from decode.method_options import MethodOptions
-from decode.methods import MethodInputs, build
-from decode.models.choose_runner import open_draft_runner, open_runner
-from decode.models.loading import config_for
-from decode.models.runner import synchronize
-from decode.sampling import LogitsWarper
-from distill.config import Settings
+from decode.measure import machine
+from decode.measure.arithmetic import problems
+from decode.measure.costs import LENGTHS, LONGEST, break_even, measure_costs
+from decode.measure.report import markdown_table
+from decode.models.api import synchronize
+from decode.models.check import open_draft_runner, open_runner
+from distill.config import Architecture, Settings
 from distill.data.corpus import train_tokenizer
 from distill.drafts import eagle
 from distill.estimate import StepTimes
 from distill.lm_head import LMHead
 from distill.losses.chunked import Rows, chunked_loss
 from distill.losses.divergences import Divergence, TargetRows
+from distill.models import config_for
 from distill.run import Run
 from distill.stages import run_stages
 from distill.trainer import peak_memory
 
 LARGE, MIDDLE, SMALL = "Qwen3-1.7B", "Qwen3-0.6B", "Qwen3-0.6B of four layers"
 SHAPES = {LARGE: (2048, 28), MIDDLE: (1024, 28), SMALL: (1024, 4)}  # width and layers
-BATCHES, WIDTHS, DRAFTED = (1, 8, 32), (2, 4, 8, 16), 5
+BATCHES = (1, 8, 32)
 TINY = "--tiny" in sys.argv
 """On the CPU with models of some thousand parameters, whose numbers mean nothing: shows that the script works."""
 DEVICE = torch.device("cpu" if TINY else "cuda")
@@ -153,20 +150,15 @@ def decoding_rows() -> Iterator[Row]:
     target, small = random_model(LARGE), random_model(MIDDLE)
     head = eagle.create(target, 3, None, 0).to(target.device, target.dtype)
     runner, warp, context = open_runner(target), LogitsWarper(0.0), sized(512, 16)
-    for name, method, draft in ((MIDDLE, "vanilla", small), ("EAGLE-3 head", "eagle", head.eval())):
+    for name, draft in ((MIDDLE, small), ("EAGLE-3 head", head.eval())):
         drafter = open_draft_runner(draft, target)
-        built = build(method, MethodInputs(runner, warp, drafter, options=MethodOptions(DRAFTED)))
+        ids = torch.randint(runner.vocab_size, (max(BATCHES), context), generator=torch.Generator().manual_seed(0))
+        costs = measure_costs(runner, drafter, warp, ids.tolist(), lengths=LENGTHS, batch_sizes=BATCHES)
+        needed, k = min((break_even(k, costs.rounds) or 2.0, k) for k in range(1, LONGEST + 1))
         for batch in BATCHES:
-            cost = measure_costs(runner, drafter, widths=(*WIDTHS, DRAFTED + 1), context=context, batch=batch)
-            ids = torch.randint(runner.vocab_size, (batch, context), generator=torch.Generator().manual_seed(0))
-            for count in (1, sized(16, 2)):  # the first round warms up
-                *parts, _ = timed_rounds(runner, built, warp, ids.tolist(), count)
-            needed, k = min((break_even(k, cost) or 2.0, k) for k in range(1, LONGEST + 1))
-            row = {"draft": name, "batch": str(batch), "t(B) ms": f"{1e3 * cost.target_seconds:.2f}"}
-            row |= {"c": f"{cost.cost_ratio:.3f}"} | {f"v({n}B)": f"{cost.v(n):.2f}" for n in WIDTHS}
-            row["least break-even α"] = f"{needed:.2f} (k = {k})" if needed <= 1 else "none"
-            row["forwards of a round (ms)"] = f"{1e3 * cost.target_seconds * cost.of_round(DRAFTED):.1f}"
-            yield row | {"round (ms)": f"{1e3 * sum(parts):.1f}"}
+            row = {"draft": name, "batch": str(batch), "c": f"{costs.cost_ratio:.3f}"}
+            row |= {f"k = {k}": f"{1e3 * costs.rounds.round(batch, k):.1f}" for k in (0, *LENGTHS)}
+            yield row | {"least break-even α": f"{needed:.2f} (k = {k})" if needed <= 1 else "none"}
 
 
 Part = Callable[[], Iterator[Row]]
@@ -179,8 +171,8 @@ PARTS: dict[str, tuple[Part, str]] = {
     "Training of heads": (head_rows, f"The target is {MIDDLE} and runs in each step. {SHARE}, 2 of the target's."),
     "Loss": (loss_rows, "KL divergence, with its gradients for the hidden states and the output head."),
     "Decoding": (
-        decoding_rows, f"The target is {LARGE}. c, v(n) and α are those of `python -m decode profile`, without "
-        f"bookkeeping. A round drafts {DRAFTED} tokens; the last column minus the one before it is bookkeeping.",
+        decoding_rows, f"The target is {LARGE}. Milliseconds of a round that drafts k tokens for every text of a batch; "
+        "c and α are those of `python -m decode profile`.",
     ),
 }  # fmt: skip
 """Every part's rows, and the text above its table."""
@@ -189,11 +181,9 @@ PARTS: dict[str, tuple[Part, str]] = {
 def shape(name: str, tokenizer: Any = None) -> PretrainedConfig:
     """The configuration of a model of this name; a tiny one is narrow and has few ids."""
     (width, layers), part, heads = SHAPES[name], sized(1, 64), sized(16, 2)
-    return config_for(
-        "qwen3", hidden_size=width // part, layers=layers, heads=heads, kv_heads=heads // 2, positions=4096,
-        intermediate_size=3 * width // part, vocab=sized(151_936, 512), tokenizer=tokenizer,
-        extra={"head_dim": sized(128, 8)},
-    )  # fmt: skip
+    extra = {"head_dim": sized(128, 8), "num_key_value_heads": heads // 2}
+    made = Architecture("qwen3", width // part, layers, heads, 3 * width // part, 4096, extra)
+    return config_for(made, sized(151_936, 512), tokenizer)
 
 
 def random_model(name: str, tokenizer: Any = None, device: str | None = None) -> Any:

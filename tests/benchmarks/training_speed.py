@@ -25,11 +25,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.utils import logging as hf_logging
 
-from decode.bench import machine
-from decode.bench.page import console_table
-from decode.commands.parsing import parse, run_main
+from decode.commands.cli import parse, run_main
 from decode.errors import UserError, scratch_folder
-from decode.models.runner import synchronize
+from decode.measure import machine
+from decode.measure.report import console_table
+from decode.models.api import synchronize
 from decode.progress import output_console, working
 from distill.config import DraftSettings, Settings
 from distill.data.chat import IGNORE

@@ -13,21 +13,21 @@ from greedy import GREEDY, generate
 from scripted import corpus_drafters
 from transformers import PreTrainedModel
 
+from decode.core.lengths import DraftLengths, RoundCosts
+from decode.core.loop import Method, decode, decode_texts
+from decode.core.sampling import LogitsWarper, TorchRng
+from decode.core.stop import StopRule
+from decode.core.verify import AcceptanceRule
 from decode.drafters.base import Drafter, NoDrafter
-from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.early_exit import EarlyExitDrafter
-from decode.loop import Method, decode, decode_texts
-from decode.method_options import MethodOptions
+from decode.drafters.model import ModelDrafter
 from decode.methods import RULES, STOPS, MethodInputs
-from decode.models import huggingface_runner as free_memory
-from decode.models.choose_runner import open_runner
-from decode.models.fast_forward import LayerSubset
-from decode.models.fast_runner import FastRunner, fast_runner
-from decode.models.huggingface_runner import HuggingFaceRunner
-from decode.models.runner import Runner
-from decode.sampling import LogitsWarper, TorchRng
-from decode.stopping import DraftLengths, RoundCosts, StopRule
-from decode.verify import AcceptanceRule
+from decode.models import huggingface as free_memory
+from decode.models.api import Model
+from decode.models.check import open_runner
+from decode.models.fast.forward import FastRunner, fast_runner
+from decode.models.huggingface import HuggingFaceRunner
+from decode.options import MethodOptions
 
 TOLERANCE = 1e-12
 SAMPLE = LogitsWarper(temperature=0.7)
@@ -58,7 +58,7 @@ def test_two_texts_whose_draft_lengths_are_chosen_together_are_lossless(stop: st
 
     limits: set[int] = set()
     target, draft = tables(2)
-    costs = RoundCosts({1: 1.0}, {1: 0.55, 2: 0.6}, {1: {1: 1.0, 4: 1.1}})
+    costs = RoundCosts({1: {0: 1.0, 1: 1.58, 3: 2.7}, 2: {0: 1.0, 1: 1.63, 3: 2.85}})
     rule = STOPS[stop](MethodInputs(target, SAMPLE, draft, options=MethodOptions(draft_length=3)))
     system = Method("", ModelDrafter(draft, SAMPLE, 2), rule, lengths=Watched(costs, 3))
     assert joint_bias(target, system, SAMPLE, [[0, 1, 1], [1]], 3) < TOLERANCE
@@ -96,7 +96,7 @@ WARP = LogitsWarper(temperature=1.3, top_k=2)
     [("llama", fast_runner, 3), ("gpt_neox", fast_runner, 2), ("gpt2", HuggingFaceRunner, 2)],
 )
 def test_two_texts_are_lossless_together_through_real_caches(
-    family: str, runner: Callable[[PreTrainedModel], Runner], tokens: int, tiny, tmp_path
+    family: str, runner: Callable[[PreTrainedModel], Model], tokens: int, tiny, tmp_path
 ) -> None:
     model = in_double(tiny(family, vocab_size=8, dtype=torch.float64))
     target, draft = runner(model), runner(resembling(model, 0.2))
@@ -104,7 +104,7 @@ def test_two_texts_are_lossless_together_through_real_caches(
     lookahead = corpus_drafters(tmp_path, 8, [prompts[0] * 3])["lookahead"]
     drafters = [(ModelDrafter(draft, WARP, 8), tokens), (lookahead(), 2)]
     if isinstance(target, FastRunner):
-        drafters.append((EarlyExitDrafter(target, WARP, LayerSubset(1)), 2))
+        drafters.append((EarlyExitDrafter(target, WARP, 1), 2))
     with torch.inference_mode():
         for drafter, count in drafters:
             assert joint_bias(target, Method("", drafter, StopRule(3)), WARP, prompts, count) < TOLERANCE
@@ -113,25 +113,22 @@ def test_two_texts_are_lossless_together_through_real_caches(
 PROMPTS = [[3, 7, 1, 9], [1, 2, 3, 1, 2, 3, 1, 2], [5], [9, 9, 4] * 6, [40, 2], [8] * (CONTEXT - 6), [11, 30, 7]]
 
 
-SUBSETS = {"early-exit": LayerSubset(1), "layer-subset": LayerSubset.skipping(2, [], [1])}
-
-
 @pytest.fixture(scope="module")
-def methods(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, PreTrainedModel, Runner], Drafter]:
+def methods(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, PreTrainedModel, Model], Drafter]:
     known = corpus_drafters(tmp_path_factory.mktemp("corpus"), VOCAB, PROMPTS)
 
-    def get(name: str, model: PreTrainedModel, runner: Runner, warp: LogitsWarper = GREEDY) -> Drafter:
+    def get(name: str, model: PreTrainedModel, runner: Model, warp: LogitsWarper = GREEDY) -> Drafter:
         if name == "model":
             return ModelDrafter(open_runner(resembling(model, 0.15), fast=isinstance(runner, FastRunner)), warp, VOCAB)
-        if name in SUBSETS:
+        if name == "early-exit":
             assert isinstance(runner, FastRunner)
-            return EarlyExitDrafter(runner, warp, SUBSETS[name])
+            return EarlyExitDrafter(runner, warp, 1)
         return known[name]()
 
     return get
 
 
-NAMES = ["none", "model", *SUBSETS, "prompt-lookup", "suffix", "rest", "adaptix", "lookahead", "random-tree"]
+NAMES = ["none", "model", "early-exit", "prompt-lookup", "suffix", "rest", "adaptix", "lookahead", "random-tree"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -143,16 +140,14 @@ def test_every_text_is_what_generate_writes(name: str, methods, tiny) -> None:
     assert len({len(text) - len(prompt) for text, prompt in zip(wanted, PROMPTS)}) > 2  # they end at different times
     system = Method(name, methods(name, model, runner), StopRule(4))
     for batch_size in (1, 2, 7, 16):
-        done: list[int] = []
         texts = decode_texts(
             runner, system, GREEDY, PROMPTS, rngs=[TorchRng(0) for _ in PROMPTS], batch_size=batch_size,
-            max_new_tokens=20, stop_ids={end}, finished=done.append,
+            max_new_tokens=20, stop_ids={end},
         )  # fmt: skip
         assert [text.ids for text in texts] == wanted
-        assert sorted(done) == list(range(len(PROMPTS)))
         assert runner.network.cache.tensor.shape[1] == 1  # the memory is given back
     if name not in ("none", "random-tree"):
-        assert sum(sum(text.trace.accepted) for text in texts) > 0
+        assert sum(sum(r.accepted for r in text.rounds) for text in texts) > 0
 
 
 def test_texts_whose_drafting_is_switched_off_and_on_are_what_generate_writes(methods, tiny) -> None:
@@ -161,13 +156,13 @@ def test_texts_whose_drafting_is_switched_off_and_on_are_what_generate_writes(me
     wanted = [generate(model, p, min(20, CONTEXT + 1 - len(p))) for p in PROMPTS]
     for name in ("model", "early-exit"):
         # dear drafts: after the first rounds only a probe now and then, whose draft has to read what it missed
-        lengths = DraftLengths(RoundCosts({1: 1.0}, {1: 0.9}, {1: {1: 1.0, 2: 1.0}}), 4)
+        lengths = DraftLengths(RoundCosts({1: {0: 1.0, 1: 1.9, 4: 4.6}}), 4)
         system = Method(name, methods(name, model, runner), StopRule(4), lengths=lengths)
         for _ in range(4):
             rngs = [TorchRng(0) for _ in PROMPTS]
             texts = decode_texts(runner, system, GREEDY, PROMPTS, rngs=rngs, batch_size=3, max_new_tokens=20)
             assert [text.ids for text in texts] == wanted
-        drafted = [k for text in texts for k in text.trace.drafted]
+        drafted = [k for text in texts for k in [r.drafted for r in text.rounds]]
         assert 0 < sum(k > 0 for k in drafted) < len(drafted) / 2
 
 
@@ -183,7 +178,7 @@ def test_the_ordinary_model_call_decodes_texts_together(family: str, methods, ti
         assert [text.ids for text in texts] == wanted
 
 
-@pytest.mark.parametrize("name", ["model", "layer-subset", "suffix", "adaptix", "lookahead"])
+@pytest.mark.parametrize("name", ["model", "early-exit", "suffix", "adaptix", "lookahead"])
 def test_a_sampled_text_does_not_depend_on_its_neighbours(name: str, methods, tiny) -> None:
     model, warp = tiny("llama"), LogitsWarper(1.0)
     runner = open_runner(model)
@@ -229,9 +224,7 @@ def test_fewer_texts_are_decoded_at_once_where_memory_does_not_hold_them(
     both = 2 * (2 * 2 * 2 * 8 * 4)  # target and draft: layers, keys and values, their heads, width, float32
     monkeypatch.setattr(free_memory, "free_memory", lambda _: 2.5 * both * 2.2 * 12)
     reserve = type(runner).reserve
-    monkeypatch.setattr(
-        type(runner), "reserve", lambda self, **of: reserved.append(of.get("rows", 0)) or reserve(self, **of)
-    )
+    monkeypatch.setattr(type(runner), "reserve", lambda self, rows: reserved.append(rows) or reserve(self, rows))
     rngs = [TorchRng(0) for _ in prompts]
     with pytest.warns(UserWarning, match="memory holds 2 texts of 12 tokens; writing 2 instead of 3 at once"):
         texts = decode_texts(runner, system, GREEDY, prompts, rngs=rngs, max_new_tokens=8)
@@ -245,10 +238,29 @@ def test_every_round_knows_the_drafts_of_the_texts_decoded_with_it(methods, tiny
     runner = open_runner(model)
     plain = Method("plain", NoDrafter(), StopRule())
     texts = decode_texts(runner, plain, GREEDY, PROMPTS[:3], rngs=rngs, batch_size=2, max_new_tokens=4)
-    assert [text.trace.together for text in texts] == [[(0, 0)] * 4, [(0, 0)] * 4, [(0,)] * 4]
+    assert [[r.together for r in text.rounds] for text in texts] == [[(0, 0)] * 4, [(0, 0)] * 4, [(0,)] * 4]
     drafted = Method("model", methods("model", model, runner), StopRule(4))
     one, other = decode_texts(runner, drafted, GREEDY, PROMPTS[:2], rngs=rngs[:2], max_new_tokens=20)
-    pairs = [sorted(pair) for pair in zip(one.trace.drafted, other.trace.drafted)]
+    pairs = [sorted(pair) for pair in zip([r.drafted for r in one.rounds], [r.drafted for r in other.rounds])]
     assert any(a != b for a, b in pairs)
     for text in (one, other):
-        assert [sorted(drafts) for drafts in text.trace.together[: len(pairs)]] == pairs
+        assert [sorted(drafts) for drafts in [r.together for r in text.rounds][: len(pairs)]] == pairs
+
+
+def test_finished_texts_hold_no_caches_and_strings_end_texts_of_a_batch(methods, tiny) -> None:
+    model = tiny("llama")
+    runner = open_runner(model, fast=False)
+    system = Method("model", methods("model", model, runner), StopRule(4))
+    rngs = [TorchRng(0) for _ in PROMPTS]
+    wanted = [generate(model, p, min(12, CONTEXT + 1 - len(p))) for p in PROMPTS]
+
+    class Third:
+        def ends(self, ids: list[int]) -> bool:
+            return any(ids == text[: len(prompt) + 3] for text, prompt in zip(wanted, PROMPTS))
+
+    texts = decode_texts(
+        runner, system, GREEDY, PROMPTS, rngs=rngs, batch_size=2, max_new_tokens=12, stop_strings=Third()
+    )
+    assert [text.ids for text in texts] == [text[: len(prompt) + 3] for text, prompt in zip(wanted, PROMPTS)]
+    assert {text.finish for text in texts} == {"stop"}
+    assert all(text.cache is None and text.state is None for text in texts)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 from types import SimpleNamespace
 
 import pytest
 
-from decode.stopping import DraftLengths, RoundCosts, between
+from decode.core.lengths import DraftLengths, RoundCosts, between
 
 
 def decode(lengths: DraftLengths, rates: list[float], tokens: int, batch: int = 1, seed: int = 0) -> float:
@@ -19,7 +20,7 @@ def decode(lengths: DraftLengths, rates: list[float], tokens: int, batch: int = 
             accepted = next((i for i in range(limit) if chance.random() >= rates[i]), limit)
             results.append((SimpleNamespace(drafted=limit, accepted=accepted), limit))
             written += accepted + 1
-        spent += limit * costs.drafting(batch) + costs.verifying(batch, 1 + limit) if limit else costs.plain(batch)
+        spent += costs.round(batch, limit)
         if limit:
             lengths.observe(results)  # type: ignore[arg-type]
     return written / spent
@@ -31,7 +32,7 @@ def constant(costs: RoundCosts, rates: list[float], length: int, batch: int = 1)
     for rate in rates[:length]:
         kept *= rate
         tokens += kept
-    return batch * tokens / (length * costs.drafting(batch) + costs.verifying(batch, 1 + length))
+    return batch * tokens / costs.round(batch, length)
 
 
 @pytest.mark.parametrize("rate", [0.6, 0.8, 0.95])
@@ -65,14 +66,15 @@ def test_drafting_comes_back_when_it_pays_again() -> None:
 
 def test_the_batch_decides_whether_drafting_pays() -> None:
     # a target forward over 16 texts costs by its tokens, over one text nothing more for five of them
-    costs = RoundCosts({1: 1.0, 16: 1.6}, {1: 0.1, 16: 0.3}, {1: {1: 1.0, 5: 1.1}, 16: {1: 1.6, 5: 6.0}})
+    costs = RoundCosts({1: {0: 1.0, 1: 1.12, 4: 1.5}, 16: {0: 1.6, 1: 3.0, 4: 7.2}})
     lengths = DraftLengths(costs, 4)
     decode(lengths, [0.7] * 4, 500, batch=1)
     assert lengths.limit(1) > 0
-    assert lengths.token_cost == pytest.approx(0.1 + 0.1 / 4)
+    assert lengths.token_cost == pytest.approx(0.38 / 3)
+    assert lengths.block_cost == 0
     lengths.limit(16)
     assert lengths.chosen == 0
-    assert lengths.token_cost == pytest.approx((0.3 + 4.4 / 4) / 1.6)
+    assert lengths.token_cost == pytest.approx(4.2 / 3 / 1.6)
     lengths.reset()
     assert lengths.limit(1) > 0
 
@@ -88,13 +90,22 @@ def test_drafts_that_end_themselves_are_not_charged_for_what_they_could_have_bee
     assert lengths._drafted[2] == [0, 40]
 
 
+def test_a_block_heads_forward_is_a_price_of_drafting_at_all() -> None:
+    """Its tokens cost the growth of the target's forward alone, however many of them are drafted."""
+    assert RoundCosts.of_ratios(0.3, 0.05).prices(1) == pytest.approx((0.35, 0))
+    costs = RoundCosts.of_ratios(0.3, 0.05, block=True)
+    assert costs.prices(1) == pytest.approx((0.05, 0.3))
+    assert [costs.round(1, k) for k in (0, 1, 7)] == pytest.approx([1, 1.35, 1.65])
+
+
 def test_costs_are_linear_between_what_was_measured() -> None:
-    costs = RoundCosts({1: 1.0, 4: 2.5}, {1: 0.1, 4: 0.4}, {1: {1: 1.0, 3: 1.4}, 4: {1: 2.5, 3: 5.5}})
-    assert costs.plain(2) == pytest.approx(1.5)
-    assert costs.plain(8) == pytest.approx(4.5)
-    assert costs.drafting(0.5) == 0.1
-    assert costs.verifying(1, 2) == pytest.approx(1.2)
-    assert costs.verifying(2.5, 2) == pytest.approx((1.2 + 4.0) / 2)
-    assert RoundCosts.from_dict(costs.to_dict()) == costs
+    costs = RoundCosts({1: {0: 1.0, 1: 1.1, 3: 1.5}, 4: {0: 2.5, 1: 3.1, 3: 5.5}})
+    assert costs.round(2, 0) == pytest.approx(1.5)
+    assert costs.round(8, 0) == pytest.approx(4.5)
+    assert costs.round(0.5, 1) == 1.1
+    assert costs.round(1, 2) == pytest.approx(1.3)
+    assert costs.round(1, 5) == pytest.approx(1.9)
+    assert costs.round(2.5, 2) == pytest.approx((1.3 + 4.3) / 2)
+    assert RoundCosts.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
     assert between({2: 3.0}, 7) == 3.0
     assert between({1: 1.0, 2: 0.1}, 9) == 0.0

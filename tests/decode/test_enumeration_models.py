@@ -13,16 +13,16 @@ from scripted import RandomTree, corpus_drafters
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.core.loop import Method
+from decode.core.sampling import LogitsWarper
+from decode.core.stop import Fixed, MeanOfRejected, StopRule, negative_entropy, token_probability
 from decode.drafters.base import Drafter
-from decode.drafters.draft_model import ModelDrafter
-from decode.loop import Method
-from decode.models import weights as choose_linear
-from decode.models.fast_runner import fast_runner
-from decode.models.huggingface_runner import HuggingFaceRunner
-from decode.models.runner import Runner
-from decode.models.weights import HalfLinear, Linear, PackedLinear, half_scale
-from decode.sampling import LogitsWarper
-from decode.stopping import Fixed, MeanOfRejected, StopRule, negative_entropy, token_probability
+from decode.drafters.model import ModelDrafter
+from decode.models.api import Model
+from decode.models.fast import weights as choose_linear
+from decode.models.fast.forward import fast_runner
+from decode.models.fast.weights import HalfLinear, Linear, PackedLinear, half_scale
+from decode.models.huggingface import HuggingFaceRunner
 
 TOLERANCE = 1e-12
 VOCAB = 8
@@ -38,7 +38,7 @@ def double(tiny) -> Callable[..., PreTrainedModel]:
     return get
 
 
-def experiment(model: PreTrainedModel, runner: Runner, *, tokens: int = 4, warp: LogitsWarper = WARP) -> Experiment:
+def experiment(model: PreTrainedModel, runner: Model, *, tokens: int = 4, warp: LogitsWarper = WARP) -> Experiment:
     @torch.inference_mode()
     def forward(text: list[int]) -> Tensor:
         return model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
@@ -66,13 +66,13 @@ def tolerance(family: str) -> float:
 
 
 @pytest.mark.parametrize(("family", "runner"), CASES, ids=IDS)
-def test_a_draft_model_is_lossless_through_real_caches(family: str, runner: type[Runner], double) -> None:
+def test_a_draft_model_is_lossless_through_real_caches(family: str, runner: type[Model], double) -> None:
     target = double(family)
     draft = resembling(target, 0.2)
     there = experiment(target, runner(target), tokens=3)
     drafter = ModelDrafter(runner(draft), WARP, VOCAB)
     assert there.bias(Method("model", drafter, StopRule(5))) < tolerance(family)
-    assert {m for trace in there.traces for m in trace.accepted} == {0, 1, 2}
+    assert {r.accepted for trace in there.traces for r in trace} == {0, 1, 2}
 
 
 @pytest.mark.parametrize("kind", [PackedLinear, HalfLinear])
@@ -92,19 +92,19 @@ def test_packed_weights_and_those_in_float16_are_lossless(kind: type[Linear], ti
         assert isinstance(made.network.weights.head, kind)  # type: ignore[attr-defined]
     there = experiment(target, runner, tokens=3)
     assert there.bias(Method("model", drafter, StopRule(5))) < 1e-5
-    assert {m for trace in there.traces for m in trace.accepted} >= {0, 1}
+    assert {r.accepted for trace in there.traces for r in trace} >= {0, 1}
     trees = experiment(target, runner, tokens=5)
     assert trees.bias(Method("tree", RandomTree(VOCAB, 0), StopRule())) < 1e-5
 
 
 @pytest.mark.parametrize(("family", "runner"), CASES, ids=IDS)
-def test_trees_are_lossless_through_real_caches(family: str, runner: type[Runner], double) -> None:
+def test_trees_are_lossless_through_real_caches(family: str, runner: type[Model], double) -> None:
     target = double(family)
     there = experiment(target, runner(target), tokens=5)
     accepted = set()
     for seed in range(2):
         assert there.bias(Method("tree", RandomTree(VOCAB, nodes=60, seed=seed), StopRule())) < tolerance(family)
-        accepted |= {m for trace in there.traces for m in trace.accepted}
+        accepted |= {r.accepted for trace in there.traces for r in trace}
     assert accepted >= {0, 1}  # the cache was gathered along paths
 
 

@@ -11,16 +11,18 @@ from families import CONTEXT, FAMILIES, VOCAB
 from scripted import Oracle, RandomTree
 from transformers import PreTrainedModel
 
-from decode.draft import Draft
+from decode.core.draft import Draft
+from decode.core.loop import Method, Text, decode, run
+from decode.core.round import metrics
+from decode.core.sampling import LogitsWarper, TorchRng
+from decode.core.stop import StopRule
 from decode.drafters.base import NoDrafter
-from decode.drafters.draft_model import ModelDrafter
+from decode.drafters.model import ModelDrafter
 from decode.errors import UserError
-from decode.loop import Method, Sequence, decode, run
-from decode.models.choose_runner import open_runner
-from decode.models.families import supports
-from decode.models.runner import Cache, Runner
-from decode.sampling import LogitsWarper, TorchRng
-from decode.stopping import StopRule
+from decode.models import api
+from decode.models.api import Cache, Model, Read
+from decode.models.check import open_runner
+from decode.models.fast.layout import supports
 
 PROMPT = [3, 7, 1, 9, 3, 7]
 SAMPLE = LogitsWarper(temperature=1.0)
@@ -32,10 +34,10 @@ def next_logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def peek(runner: Runner, cache: Cache, ids: list[int]) -> torch.Tensor:
+def peek(runner: Model, cache: Cache, ids: list[int]) -> torch.Tensor:
     """The runner's logits after `ids`, whose last token it has not read; the cache is left as it was."""
     length = cache.length
-    logits = runner.forward([cache], [torch.tensor(ids[length:])], last=1).logits[0].clone()
+    logits = runner.forward([Read(cache, torch.tensor(ids[length:]))], last=1)[0].logits[0].clone()
     cache.truncate(length)
     return logits
 
@@ -52,14 +54,14 @@ def test_after_every_round_the_cache_holds_the_text_but_its_last_token(family: s
         part = ModelDrafter(draft, warp, VOCAB) if chain else Oracle(text, "tree", VOCAB)
         ids = list(PROMPT)
         method, accepted = Method("", part, StopRule()), 0
-        sequence = Sequence(runner, method, warp, PROMPT, max_new_tokens=16, rng=TorchRng(5))
-        for _, result in run(runner, method, [sequence]):
+        decoded = Text(runner, method, warp, PROMPT, max_new_tokens=16, rng=TorchRng(5))
+        for _, result in run(runner, method, [decoded]):
             ids += result.new
             accepted += result.accepted
-            assert sequence.cache.length == len(ids) - 1
-            assert torch.allclose(peek(runner, sequence.cache, ids), next_logits(model, ids), atol=2e-4, rtol=1e-4)
+            assert decoded.cache.length == len(ids) - 1
+            assert torch.allclose(peek(runner, decoded.cache, ids), next_logits(model, ids), atol=2e-4, rtol=1e-4)
             if chain:
-                cache = sequence.state.cache
+                cache = decoded.state.cache
                 assert cache.length <= len(ids) - 1
                 assert torch.allclose(peek(draft, cache, ids), next_logits(other, ids), atol=2e-4, rtol=1e-4)
         assert accepted > 0
@@ -73,10 +75,10 @@ def test_a_cut_text_leaves_the_cache_at_the_cut(tiny) -> None:
     assert eos not in text[: len(PROMPT) + 3]
     runner = open_runner(model)
     method = Method("", Oracle(text, "perfect", VOCAB), StopRule())
-    sequence = Sequence(runner, method, LogitsWarper(), PROMPT, max_new_tokens=24, stop_ids={eos})
-    for _, result in run(runner, method, [sequence]):
+    decoded = Text(runner, method, LogitsWarper(), PROMPT, max_new_tokens=24, stop_ids={eos})
+    for _, result in run(runner, method, [decoded]):
         assert len(result.emitted) > len(result.new)
-        assert sequence.cache.length == len(PROMPT) + len(result.new) - 1
+        assert decoded.cache.length == len(PROMPT) + len(result.new) - 1
 
 
 WARPS = [
@@ -95,13 +97,13 @@ def test_a_model_that_drafts_for_itself_is_always_accepted(family: str, warp: Lo
     target, draft = open_runner(tiny(family)), open_runner(tiny(family))
     system = Method("", ModelDrafter(draft, warp, VOCAB), StopRule(4))
     out = decode(target, system, warp, PROMPT, max_new_tokens=40, rng=TorchRng(0))
-    metrics = out.trace.metrics()
-    assert metrics["alpha"] == pytest.approx(1, abs=1e-5)
-    assert metrics["accepted_per_drafted"] == 1
-    assert metrics["block_efficiency"] == 5
+    measured = metrics([out.rounds])
+    assert measured["alpha"] == pytest.approx(1, abs=1e-5)
+    assert measured["accepted_per_drafted"] == 1
+    assert measured["accepted_length"] == 5
 
 
-def scripted_system(vocab: int = 6, warp: LogitsWarper = SAMPLE, **options) -> tuple[Runner, Method]:  # type: ignore[no-untyped-def]
+def scripted_system(vocab: int = 6, warp: LogitsWarper = SAMPLE, **options) -> tuple[Model, Method]:  # type: ignore[no-untyped-def]
     target = ScriptedRunner(random_table(1, vocab), vocab, **options)
     draft = ScriptedRunner(random_table(2, vocab), vocab)
     return target, Method("model", ModelDrafter(draft, warp, vocab), StopRule(4))
@@ -120,6 +122,25 @@ def test_a_context_that_is_too_short_ends_the_text() -> None:
     system.drafter.runner.limit = 6  # type: ignore[attr-defined]
     out = decode(target, system, SAMPLE, [0, 1, 2], max_new_tokens=100, rng=TorchRng(0))
     assert len(out.ids) == 10
+
+
+def test_a_prompt_is_read_in_pieces_of_a_bounded_length(monkeypatch: pytest.MonkeyPatch, tiny) -> None:
+    model, seen = tiny("llama"), list[int]()
+    runner, draft = open_runner(model), open_runner(tiny("llama", seed=2))
+    monkeypatch.setattr(api, "PIECE", 5)
+    for read in (runner, draft):
+        forward = read.forward
+
+        def noted(reads, forward=forward, **options):  # type: ignore[no-untyped-def]
+            seen.extend(len(r.tokens) for r in reads)
+            return forward(reads, **options)
+
+        monkeypatch.setattr(read, "forward", noted)
+    prompt = [i % VOCAB for i in range(5, 22)]
+    text = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=8, pad_token_id=0)[0].tolist()
+    system = Method("", ModelDrafter(draft, LogitsWarper(), VOCAB), StopRule(3))
+    assert decode(runner, system, LogitsWarper(), prompt, max_new_tokens=8).ids == text
+    assert seen[:8] == [5, 5, 5, 1] * 2  # all but the pending token, by the target and by the draft
 
 
 @pytest.mark.parametrize(
@@ -186,12 +207,14 @@ def test_every_token_knows_its_author_and_what_was_rejected_in_its_place() -> No
             return request.state.pop(0) if request.state else Draft.empty()
 
     target = ScriptedRunner(successor, 12)
-    out = decode(target, Method("", Plan(), StopRule()), LogitsWarper(), [0], max_new_tokens=9, annotate=True)
+    out = decode(target, Method("", Plan(), StopRule()), LogitsWarper(), [0], max_new_tokens=9)
     assert out.ids == text
     assert out.written_by == ["draft", "draft", "correction", "target", "draft", "draft", "draft", "target", "target"]
     assert out.rejected == [[], [], [9], [], [], [], [], [], []]
-    assert (out.trace.drafted, out.trace.accepted, out.trace.tested) == ([3, 0, 4, 0], [2, 0, 3, 0], [3, 0, 3, 0])
-    cut = decode(
-        target, Method("", Plan(), StopRule()), LogitsWarper(), [0], max_new_tokens=9, stop_ids={2}, annotate=True
+    assert ([r.drafted for r in out.rounds], [r.accepted for r in out.rounds], [r.tested for r in out.rounds]) == (
+        [3, 0, 4, 0],
+        [2, 0, 3, 0],
+        [3, 0, 3, 0],
     )
+    cut = decode(target, Method("", Plan(), StopRule()), LogitsWarper(), [0], max_new_tokens=9, stop_ids={2})
     assert (cut.new_ids, cut.written_by, cut.rejected) == ([1, 2], ["draft", "draft"], [[], []])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from families import VOCAB
+from reading import rounds_of
 from scripted import Oracle
 from torch import Tensor
 from transformers import (
@@ -14,14 +13,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from decode.drafters.draft_model import ModelDrafter
+from decode.core.loop import Method, decode
+from decode.core.sampling import LogitsWarper, Prefixes, TopP, TorchRng, argmax, one_hot
+from decode.core.stop import StopRule
+from decode.drafters.model import ModelDrafter
 from decode.errors import UserError
-from decode.loop import Method, steps
 from decode.methods import MethodInputs, build
-from decode.models.choose_runner import open_runner
-from decode.sampling import LogitsWarper, TopP, TorchRng, argmax, one_hot
-from decode.stopping import StopRule
-from decode.trace import Trace
+from decode.models.check import open_runner
 
 PROMPT = [3, 7, 1, 9, 3, 7, 22, 3]
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
@@ -66,28 +64,35 @@ def test_probabilities_are_those_of_generate(settings: dict, tiny) -> None:
     assert ((wanted > 0).sum(-1) < VOCAB).any() == bool({"top_k", "top_p", "min_p"} & settings.keys())
 
 
+class Recording(LogitsWarper):
+    """Keeps every row that it is asked for, with its prefix."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.rows: list[tuple[list[int], Tensor]] = []
+
+    def __call__(self, logits: Tensor, prefixes: Prefixes | None = None) -> Tensor:
+        probs = super().__call__(logits, prefixes)
+        self.rows += [
+            (torch.as_tensor(prefix).tolist(), row) for prefix, row in zip(prefixes or [[]] * len(probs), probs)
+        ]
+        return probs
+
+
 @pytest.mark.parametrize("way", ["perfect", "tree", "model"])
-@pytest.mark.parametrize("settings", SETTINGS[-4:], ids=str)
+@pytest.mark.parametrize("settings", [s for s in SETTINGS if "repetition_penalty" in s], ids=str)
 def test_drafted_prefixes_are_warped_as_generate_would_warp_them(settings: dict, way: str, tiny) -> None:
     """Every row that verification looks at is what generate would compute after that node's own text."""
     model = tiny("llama")
-    warp = LogitsWarper(**{"temperature": 1.0} | settings)
+    warp = Recording(**{"temperature": 1.0} | settings)
     text, _ = generated(model, settings, 16)
     drafter = ModelDrafter(open_runner(model), warp, VOCAB) if way == "model" else Oracle(text, way, VOCAB)
-    ids = list(PROMPT)
-    drafted = 0
     system = Method("", drafter, StopRule(4))
-    for result in steps(open_runner(model), system, warp, PROMPT, max_new_tokens=16, rng=TorchRng(2)):
-        drafted += result.drafted
-        for node in range(-1, result.drafted):
-            before = result.draft.text_before(ids, node)
-            assert torch.allclose(
-                result.probs[node + 1], warp(next_logits(model, before)[None], [before])[0], atol=1e-4
-            )
-        if result.draft.probs is not None:  # the draft's own distributions, of the same model, saw the same prefixes
-            assert torch.allclose(result.draft.probs, result.probs[:-1], atol=1e-4)
-        ids += result.new
-    assert drafted > 10
+    out = decode(open_runner(model), system, warp, PROMPT, max_new_tokens=16, rng=TorchRng(2))
+    assert sum(r.drafted for r in out.rounds) > 10
+    plain = LogitsWarper(**{"temperature": 1.0} | settings)
+    for prefix, row in warp.rows:
+        assert torch.allclose(row, plain(next_logits(model, prefix)[None], [prefix])[0], atol=1e-4)
 
 
 @torch.inference_mode()
@@ -152,46 +157,29 @@ def test_of_equally_probable_tokens_the_first_is_taken_in_every_precision(dtype:
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.8])
-def test_greedy_rounds_have_the_distributions_that_they_were_decided_without(penalty: float, tiny) -> None:
+def test_greedy_rounds_measure_the_overlaps_that_they_were_decided_without(penalty: float, tiny) -> None:
+    """Exact rules compare tokens on the host, relaxed ones distributions: of one-hot ones both say the same."""
     model, warp = tiny("llama"), LogitsWarper(repetition_penalty=penalty)
     parts = MethodInputs(open_runner(model), warp, open_runner(tiny("llama", seed=2)))
-    for rule, exact in (("exact", True), ("ears", False)):
-        ids, overlaps = list(PROMPT), []
-        trace = Trace()
-        system = build("vanilla", parts, rule=rule)
-        for result in steps(parts.target, system, warp, PROMPT, max_new_tokens=20, trace=trace):
-            before = [result.draft.text_before(ids, i) for i in range(-1, len(result.draft))]
-            assert torch.equal(result.probs, warp(result.logits, before))
-            assert (result.draft.probs is None) == (exact and penalty == 1) or not len(result.draft)
-            rows = result.probs[: result.tested].gather(1, result.draft.tokens[: result.tested, None])
-            overlaps += rows.flatten().tolist()
-            ids += result.new
-        assert torch.cat([torch.as_tensor(part) for part in trace.overlap if part is not None]).tolist() == overlaps
-        assert ids == model.generate(
+    overlaps = []
+    for rule in ("exact", "ears"):
+        out = decode(parts.target, build("vanilla", parts, rule=rule), warp, PROMPT, max_new_tokens=20)
+        overlaps.append([torch.as_tensor(r.overlap).tolist() for r in out.rounds if r.overlap is not None])
+        assert out.ids == model.generate(
             torch.tensor([PROMPT]), do_sample=False, max_new_tokens=20, pad_token_id=0, repetition_penalty=penalty
         )[0].tolist()  # fmt: skip
-
-
-class Counting(LogitsWarper):
-    """Counts the rows it is asked for."""
-
-    rows = 0
-
-    def __call__(self, logits: Tensor, prefixes: Sequence[Sequence[int]] | None = None) -> Tensor:
-        self.rows += len(logits)
-        return super().__call__(logits, prefixes)
+    assert overlaps[0] == overlaps[1]
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
 def test_of_a_copy_only_the_rows_that_sampling_reaches_are_warped(penalty: float, tiny) -> None:
-    warp = Counting(temperature=0.4, top_p=0.9, repetition_penalty=penalty)
+    warp = Recording(temperature=0.4, top_p=0.9, repetition_penalty=penalty)
     system = build("prompt-lookup", MethodInputs(open_runner(tiny("llama")), warp))
-    ids, drafted = list(PROMPT), 0
-    for result in steps(open_runner(tiny("llama")), system, warp, PROMPT * 3, max_new_tokens=30):
-        assert warp.rows == result.accepted + 1
-        before = [result.draft.text_before(PROMPT * 2 + ids, i) for i in range(-1, len(result.draft))]
-        assert torch.equal(result.probs, warp(result.logits, before))
-        ids, drafted, warp.rows = ids + result.new, drafted + result.drafted, 0
+    drafted = 0
+    for result in rounds_of(open_runner(tiny("llama")), system, warp, PROMPT * 3, max_new_tokens=30):
+        assert len(warp.rows) == result.accepted + 1
+        warp.rows.clear()
+        drafted += result.drafted
     assert drafted > 0
 
 

@@ -13,13 +13,23 @@ from enumeration import Experiment, ScriptedRunner, enumerate_runs, random_table
 from scripted import RandomTree
 from torch import Tensor
 
-from decode.draft import Draft
-from decode.drafters.draft_model import ModelDrafter
-from decode.loop import Method, decode
-from decode.sampling import LogitsWarper, Rng, TorchRng
-from decode.stopping import StopRule
-from decode.trace import Step
-from decode.verify import AcceptanceRule, Ears, Exact, Fuzzy, JensenShannon, Typical, entropy, js_distance
+from decode.core.draft import Draft
+from decode.core.loop import Method, decode
+from decode.core.round import Round, metrics
+from decode.core.sampling import LogitsWarper, Rng, TorchRng
+from decode.core.stop import StopRule
+from decode.core.verify import (
+    AcceptanceRule,
+    Ears,
+    Exact,
+    Fuzzy,
+    JensenShannon,
+    Typical,
+    entropy,
+    js_distance,
+    verify,
+)
+from decode.drafters.model import ModelDrafter
 
 Probs = list[Fraction]
 
@@ -103,7 +113,7 @@ def test_acceptance_correction_and_spent_distance_agree_with_rational_arithmetic
         tokens = [x for x in range(len(p)) if q[x]]
         rows_p, rows_q = (row.expand(len(tokens), -1) for row in float_rows(p, q))
         x = torch.tensor(tokens)
-        a = rule.accept_prob(rows_p, rows_q, x)
+        a = rule.accept_prob(rows_p, rows_q, x, rule.distance(rows_p, rows_q, (rows_p.log(), rows_q.log())))
         assert a.tolist() == pytest.approx([float(accept(p, q, t)) for t in tokens], abs=1e-15)
 
         weights = rule.residual(rows_p[0], rows_q[0])
@@ -123,8 +133,8 @@ def test_acceptance_correction_and_spent_distance_agree_with_rational_arithmetic
 
 
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("siblings", [0, 1, 2, 3])
-def test_the_loop_reports_what_a_rule_spends(name: str, siblings: int) -> None:
+@pytest.mark.parametrize("copied", [False, True])
+def test_the_loop_reports_what_a_rule_spends(name: str, copied: bool) -> None:
     """The expected `tv_spent` of the first position is its true total variation, over every run of the loop."""
     loose = {"adasd": JensenShannon(threshold=0.9), "fuzzy": Fuzzy(0.6), "typical": Typical(epsilon=0.05)}
     rule = loose.get(name, RULES[name][0])
@@ -133,13 +143,13 @@ def test_the_loop_reports_what_a_rule_spends(name: str, siblings: int) -> None:
     warp = LogitsWarper(temperature=0.8)
     experiment = Experiment(target, warp, [0, 1, 2], 2)
     likely = experiment.next_distribution([0, 1, 2]).argsort(descending=True).tolist()
-    drafter = _Siblings(likely[:siblings]) if siblings else ModelDrafter(draft, warp, 4, keep_logits=True)
+    drafter = _Copy(likely[0]) if copied else ModelDrafter(draft, warp, 4)
     system = Method(name, drafter, StopRule(1), rule)
 
     def run(rng: Rng) -> tuple[int, ...]:
         token = experiment.run(system, rng)[0]
-        spent = experiment.traces[-1].spent
-        return token, round(spent[0].mean().item() * 1e15) if spent[0] is not None else 0
+        spent = experiment.traces[-1][0].spent
+        return token, round(torch.as_tensor(spent).mean().item() * 1e15) if spent is not None else 0
 
     distribution = enumerate_runs(run)
     first = [sum(w for (t, _), w in distribution.items() if t == x) for x in range(4)]
@@ -148,9 +158,9 @@ def test_the_loop_reports_what_a_rule_spends(name: str, siblings: int) -> None:
     assert (variation > 1e-3) == (not rule.exact)
 
 
-class _Siblings(RandomTree):
+class _Copy(RandomTree):
     def draft(self, request):  # type: ignore[no-untyped-def]
-        return Draft.tree(self.vocab, [-1] * len(self.vocab)) if request.max_depth else Draft.empty()
+        return Draft.tree([self.vocab], [-1]) if request.max_depth else Draft.empty()
 
 
 @pytest.mark.parametrize("warp", [LogitsWarper(temperature=0.8), LogitsWarper()], ids=["sampled", "greedy"])
@@ -160,7 +170,7 @@ def test_neutral_rules_are_bit_identical_with_the_exact_one(
     rule: AcceptanceRule, drafter: str, warp: LogitsWarper
 ) -> None:
     target, draft = (ScriptedRunner(random_table(seed, 5), 5) for seed in (1, 2))
-    make = {"model": lambda: ModelDrafter(draft, warp, 5, keep_logits=True), "tree": lambda: RandomTree(5)}[drafter]
+    make = {"model": lambda: ModelDrafter(draft, warp, 5), "tree": lambda: RandomTree(5)}[drafter]
     runs = []
     for kept in (Exact(), rule):
         runs += [
@@ -171,8 +181,8 @@ def test_neutral_rules_are_bit_identical_with_the_exact_one(
         ]
     for one, two in zip(*runs):
         assert one.ids == two.ids
-        assert one.trace.accepted == two.trace.accepted
-        assert two.trace.metrics()["tv_spent"] == 0
+        assert [r.accepted for r in one.rounds] == [r.accepted for r in two.rounds]
+        assert metrics([two.rounds])["tv_spent"] == 0
 
 
 def test_adasd_is_the_exact_rule_until_it_has_seen_both_outcomes() -> None:
@@ -181,7 +191,8 @@ def test_adasd_is_the_exact_rule_until_it_has_seen_both_outcomes() -> None:
     q = torch.rand(6, 5, dtype=torch.float64).softmax(-1)
     x = torch.arange(6) % 5
     assert rule.is_exact_now
-    assert torch.equal(rule.accept_prob(p, q, x), Exact().accept_prob(p, q, x))
+    distance = rule.distance(p, q, (p.log(), q.log()))
+    assert torch.equal(rule.accept_prob(p, q, x, distance), Exact().accept_prob(p, q, x, distance))
     rule.rejected = [1.2, 2.0]
     assert rule.is_exact_now
     rule.accepted = [0.1, 1.0]
@@ -202,48 +213,35 @@ def test_adasd_thresholds_follow_from_the_mean_distances(variant: str, theta: fl
     assert rule.theta == pytest.approx(theta, abs=1e-15)
 
 
-def step(draft: Draft, path: list[int], probs: Tensor, logits: Tensor | None = None, token: int = 0) -> Step:
-    return Step(draft, path, token, probs, probs.log() if logits is None else logits)
-
-
 def test_adasd_records_the_accepted_distances_and_the_first_rejected_one() -> None:
-    p = torch.tensor([[0.5, 0.5], [0.2, 0.8], [0.9, 0.1], [0.5, 0.5]], dtype=torch.float64)
-    q = torch.tensor([[0.5, 0.5], [0.6, 0.4], [0.1, 0.9]], dtype=torch.float64)
-    draft = Draft.chain(torch.tensor([0, 1, 1]), q)
-    distance = js_distance(p[:3], q).tolist()
+    draft, distance = Draft.chain(torch.tensor([0, 1, 1])), [0.1, 0.4, 0.7]
+
+    def observe(path: list[int]) -> None:
+        rule.observe(Round(draft, path, 0, [0], distance=torch.tensor(distance[: len(path) + 1], dtype=torch.float64)))
+
     rule = JensenShannon()
     rule.start()
-    rule.accept_prob(p[:3], q, draft.tokens)
-    rule.observe(step(draft, [0], p))
-    assert rule.accepted == pytest.approx([distance[0], 1])
-    assert rule.rejected == pytest.approx([distance[1], 1])  # the third was never tested
-    rule.accept_prob(p[:3], q, draft.tokens)
-    rule.observe(step(draft, [0, 1, 2], p))
-    assert rule.accepted == pytest.approx([distance[0] * 2 + sum(distance[1:]), 4])
-    assert rule.rejected == pytest.approx([distance[1], 1])
+    observe([0])
+    assert rule.accepted == pytest.approx([0.1, 1])
+    assert rule.rejected == pytest.approx([0.4, 1])  # the third was never tested
+    observe([0, 1, 2])
+    assert rule.accepted == pytest.approx([0.1 * 2 + 0.4 + 0.7, 4])
+    assert rule.rejected == pytest.approx([0.4, 1])
     assert rule.sequences == [1, 1]
     rule.start()
-    rule.accept_prob(p[:3], q, draft.tokens)
-    rule.observe(step(draft, [0, 1, 2], p))
+    observe([0, 1, 2])
     assert rule.sequences == [2, 1]
 
 
-def test_adasd_learns_from_trees_by_their_tested_nodes() -> None:
-    p = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.7, 0.1], [0.9, 0.1, 0.0], [0.1, 0.1, 0.8]], dtype=torch.float64)
-    draft = Draft.tree([0, 1, 2], [-1, -1, 1])
-    eye = torch.eye(3, dtype=torch.float64)
-    rule = JensenShannon()
-    rule.observe(step(draft, [1], p))  # took the second child, then refused the grandchild
-    assert rule.accepted == pytest.approx([js_distance(p[0], eye[1]).item(), 1])
-    assert rule.rejected == pytest.approx([js_distance(p[2], eye[2]).item(), 1])
-    rule.observe(step(draft, [1, 2], p))
-    assert rule.accepted[1] == 3
-    assert rule.rejected[1] == 1
-    greedy = torch.zeros_like(p).scatter_(-1, p.argmax(-1, keepdim=True), 1.0)
-    rule = JensenShannon(unwarped=True)
-    rule.observe(step(draft, [0], greedy, p.log()))
-    assert rule.accepted == pytest.approx([js_distance(p[0], eye[0]).item(), 1])
-    assert rule.rejected[1] == 0
+@pytest.mark.parametrize("theta", [None, 0.9])
+def test_adasd_measures_a_copied_draft_against_the_targets_rows(theta: float | None) -> None:
+    p = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.7, 0.1], [0.1, 0.1, 0.8]], dtype=torch.float64)
+    draft, rng = Draft.chain(torch.tensor([1, 0])), TorchRng(0)
+    rule = JensenShannon(threshold=theta)
+    path, _, (_, spent, distance) = verify(draft, p, p.log(), rule, rng)
+    wanted = js_distance(p[:2], torch.eye(3, dtype=torch.float64)[[1, 0]])[: min(len(path) + 1, 2)]
+    assert torch.allclose(torch.as_tensor(distance), wanted)
+    assert bool((torch.as_tensor(spent) > 0).any()) == (theta is not None)  # without a threshold the rule is exact
 
 
 def test_greedy_adasd_compares_the_unwarped_distributions() -> None:
@@ -251,9 +249,9 @@ def test_greedy_adasd_compares_the_unwarped_distributions() -> None:
     p, q = torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([[0.0, 1.0, 0.0]])
     distance = js_distance(raw[0].softmax(-1), raw[1].softmax(-1)).item()
     assert 0 < distance < 0.9
-    x = torch.tensor([1])
-    assert JensenShannon(threshold=distance + 1e-4, unwarped=True).accept_prob(p, q, x, raw).item() == 1
-    assert JensenShannon(threshold=distance - 1e-4, unwarped=True).accept_prob(p, q, x, raw).item() == 0
+    for theta, kept in ((distance + 1e-4, 1), (distance - 1e-4, 0)):
+        rule = JensenShannon(threshold=theta, unwarped=True)
+        assert rule.accept_prob(p, q, torch.tensor([1]), rule.distance(p, q, raw)).item() == kept
 
 
 def test_the_residual_falls_back_to_p_without_mass() -> None:

@@ -10,12 +10,12 @@ from heads import make_head
 from plain_logits import head_logits, response_logits
 from tiny_run import begun, bench, run_tiny, tiny_settings
 
-from decode.bench.costs import CostModel
-from decode.bench.offline_acceptance import OfflineAlpha, offline_alpha
-from decode.engines.gap_causes import serving_facts
+from decode.core.lengths import RoundCosts
+from decode.core.sampling import LogitsWarper
+from decode.core.verify import overlap
+from decode.engines.check import serving_facts
 from decode.errors import read_json
-from decode.sampling import LogitsWarper
-from decode.verify import overlap
+from decode.measure.acceptance import OfflineAlpha, offline_alpha
 from distill.config import DraftSettings, EvaluationSettings, Settings
 from distill.evaluate import Evaluation, acceptance
 from distill.pipeline import measure
@@ -24,7 +24,7 @@ from distill.run import Run
 
 
 def test_every_predicted_speedup_of_a_run_follows_from_its_report(tmp_path: Path) -> None:
-    """Tokens over Σ (c·k + v(k + 1)), with the costs in the report."""
+    """Tokens over the seconds of real rounds, with the costs in the report."""
     settings = tiny_settings(tmp_path)
     settings.evaluation = EvaluationSettings(prompts=3, accuracy_prompts=3, max_new_tokens=12, draft_lengths=[2])
     run_tiny(begun(settings))
@@ -33,9 +33,9 @@ def test_every_predicted_speedup_of_a_run_follows_from_its_report(tmp_path: Path
     drafting = [row for row in report["decoding"] if row["method"] == "vanilla"]
     assert {row["temperature"] for row in drafting} == {0.0, 1.0}
     for row in drafting:
-        cost = CostModel.from_dict(report["analysis"]["costs"][row["draft"]])
-        spent = sum(n * (cost.cost_ratio * int(k) + cost.v(int(k) + 1)) for k, n in row["draft_lengths"].items())
-        assert row["predicted_speedup"] == pytest.approx(row["tokens"] / spent)
+        costs = RoundCosts.from_dict(report["analysis"]["costs"][row["draft"]]["round_costs"])
+        spent = sum(n * costs.round(1, int(k)) for k, n in row["draft_lengths"].items())
+        assert row["predicted_speedup"] == pytest.approx(row["tokens"] * costs.round(1, 0) / spent)
     best = {row["draft_length"] for row in drafting if row["draft"] == run.chosen("best")}
     assert 2 in best  # which is asked for, beside the best one
     # what serve-check compares with

@@ -44,7 +44,7 @@ def test_a_full_report_has_every_part_and_the_served_acceptance_beside_the_train
     page = written(tmp_path, changed(analysis=FULL["analysis"] | {"acceptance": {"adaspec": known}}))
     for part in (
         "Drafts", "Training and other measurements", "Decoding", "Costs in target forwards", "Draft length and training",
-        "Samples", "vLLM", "SGLang", "assistant_model=draft", "Some CPU", "python -m distill --config", "Definitions",
+        "vLLM", "SGLang", "assistant_model=draft", "Some CPU", "python -m distill --config", "Definitions",
         "0.9480 ± 0.0010", "81,472", "-0.0019 ± 0.0004***", "0.410",
         "--speculative-num-steps 3",  # of the export, whatever was fastest
         f"-md {tmp_path}/export/gguf/draft-q8_0.gguf", "adaspec10.9100.8200.8300.370 adaspec2–0.640––",

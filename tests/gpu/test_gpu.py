@@ -17,12 +17,13 @@ from rich.console import Console
 from tiny_run import killed, run_tiny, tiny_settings
 from transformers import PreTrainedModel
 
-from decode.loop import decode
-from decode.method_options import MethodOptions
+from decode.core.loop import decode
+from decode.core.round import metrics
+from decode.core.sampling import LogitsWarper, TorchRng
 from decode.methods import MethodInputs, build
-from decode.models.choose_runner import open_draft_runner, open_runner
-from decode.models.loading import load_model
-from decode.sampling import LogitsWarper, TorchRng
+from decode.models.check import open_draft_runner, open_runner
+from decode.models.open import load_model
+from decode.options import MethodOptions
 from distill.config import BlockSettings, Settings, StudentSettings
 from distill.pipeline import run_pipeline
 
@@ -108,7 +109,7 @@ def test_sixteen_bits_decode_and_accept_nearly_all_of_their_own(dtype: torch.dty
     model = on_device("llama", dtype)
     out = decoded(model, draft=model, temperature=1.0)
     assert len(out.new_ids) == NEW
-    assert out.trace.metrics()["alpha"] > 0.9
+    assert metrics([out.rounds])["alpha"] > 0.9
 
 
 def settings_in(folder: Path, **changes: Any) -> Settings:

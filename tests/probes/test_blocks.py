@@ -4,7 +4,7 @@ import pytest
 import torch
 from heads import make_block_head, plain_block
 
-from decode.sampling import LogitsWarper
+from decode.core.sampling import LogitsWarper
 from probes.blocks import collect_blocks, judge
 from probes.features import Features
 from probes.labels import Mode

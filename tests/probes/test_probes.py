@@ -4,19 +4,19 @@ import copy
 
 import pytest
 import torch
-from reading import draws_named
+from reading import draws_named, rounds_of
 from sklearn.linear_model import LogisticRegression
 
-from decode.bench.costs import CostModel
+from decode.core.lengths import RoundCosts
+from decode.core.loop import decode
+from decode.core.sampling import LogitsWarper
 from decode.drafters.probe import confidence_features
 from decode.errors import UserError
-from decode.loop import decode, steps
-from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
-from decode.models.choose_runner import open_runner
-from decode.models.fast_runner import fast_runner
-from decode.models.writing import write_texts
-from decode.sampling import LogitsWarper
+from decode.models.check import open_runner
+from decode.models.fast.forward import fast_runner
+from decode.models.texts import write_texts
+from decode.options import MethodOptions
 from probes import features
 from probes.exit_search import METHODS, best_of, predict, simulate
 from probes.features import Features, collect, exit_layers
@@ -91,7 +91,7 @@ def test_features_are_those_that_decoding_shows_to_the_stop_rule(tiny) -> None:
     options = MethodOptions(exit_layer=2, draft_length=1)
     system = build("layerskip", MethodInputs(runner, LogitsWarper(), options=options))
     system.stop.confidence = watch
-    for _ in steps(runner, system, LogitsWarper(), PROMPTS[0], max_new_tokens=6):
+    for _ in rounds_of(runner, system, LogitsWarper(), PROMPTS[0], max_new_tokens=6):
         pass
     torch.testing.assert_close(seen[0], expected.inputs[0, 0], atol=1e-3, rtol=1e-3)
 
@@ -191,18 +191,18 @@ def test_simulated_rounds_are_those_of_greedy_decoding(tiny) -> None:
     seen = collect(model, [(out.ids, 3)], GREEDY_MODE, [3])
     drafted, accepted = simulate(seen.outcome[0].tolist(), None, 3)
     rounds = len(drafted) - 1  # the budget cuts the last drafts of decoding
-    assert drafted[: rounds - 1] == out.trace.drafted[: rounds - 1]
-    assert accepted[:-1] == out.trace.accepted[:-1]
+    assert drafted[: rounds - 1] == [r.drafted for r in out.rounds][: rounds - 1]
+    assert accepted[:-1] == [r.accepted for r in out.rounds][:-1]
 
 
 def test_the_best_setting_is_the_cheapest_way_to_the_same_tokens() -> None:
-    free, dear = (dict.fromkeys(range(1, 26), 1.0), {n: 1.0 * n for n in range(1, 26)})
+    free, dear = (RoundCosts({1: {0: 1.0, 1: 1.1, 2: 1.2}}), RoundCosts({1: {0: 1.0, 1: 2.1, 2: 3.2}}))
     outcomes = [[1.0] * 9 + [0.0] + [1.0] * 10]
     sure = {"token": [[0.9] * 9 + [0.1] + [0.9] * 10]}
-    for verify, expected in ((free, range(9, 13)), (dear, [1])):
-        choices = predict(outcomes, sure, 2, CostModel(0.1, verify), {}, 12)
+    for costs, expected in ((free, range(9, 13)), (dear, [1])):
+        choices = predict(outcomes, sure, 2, costs, {}, 12)
         assert len([c for c in choices if c.method == "layerskip"]) == 12
         assert best_of(choices, "layerskip")[0].window in expected
-    stopped = predict(outcomes, sure, 2, CostModel(0.2, free), {}, 12)
+    stopped = predict(outcomes, sure, 2, RoundCosts({1: {0: 1.0, 1: 1.2, 2: 1.4}}), {}, 12)
     assert best_of(stopped, "draft-verify")[0].accepted > 0.85
     assert set(METHODS) - {c.method for c in choices} == {"adaspeed-probe", "confidence-probe"}

@@ -12,10 +12,10 @@ from families import ARCHITECTURES, build_architecture
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from decode.models.choose_runner import open_runner
-from decode.models.fast_runner import FastRunner, self_speculating
-from decode.models.heads import output_head
-from decode.models.runner import Runner
+from decode.models.api import Model
+from decode.models.check import open_runner
+from decode.models.fast.forward import FastRunner, self_speculating
+from decode.models.heads.eagle import output_head
 from distill.config import LayerSkipSettings
 from distill.drafts import eagle
 from distill.drafts.start import check_states, start_from_target
@@ -24,18 +24,18 @@ from distill.lm_head import LMHead, check_head
 
 REFUSED = {
     *("BERT", "RecurrentGemma"),
+    *("Mamba", "FalconMamba", "Jamba", "Zamba"),  # transformers' scan of several tokens begins without a state
+    *("RWKV", "xLSTM", "MiniMax"),  # they take no cache but their own
+    "DeepSeek-V3.2",  # its indexer keeps keys of its own
     "Zamba 2, clamped time steps",  # its generate too: a scan clamps time steps, a step of one token does not
 }
 RECURRENT = {
-    *("Mamba", "Mamba-2", "FalconMamba", "Jamba", "Bamba", "LFM2", "Qwen3-Next", "Qwen3-Next, four layers"),
-    *("Qwen3.5", "Qwen3.5-MoE", "Kimi-Linear", "Bailing hybrid", "Nemotron-H", "LFM2-MoE", "LFM3", "Granite 4 hybrid"),
-    *("Falcon-H1", "OLMo hybrid", "Zamba", "Zamba 2", "DeepSeek-V4", "RWKV", "xLSTM", "MiniMax"),
+    *("Mamba-2", "Bamba", "LFM2", "Qwen3-Next", "Qwen3-Next, four layers", "Qwen3.5", "Qwen3.5-MoE", "Kimi-Linear"),
+    *("Bailing hybrid", "Nemotron-H", "LFM2-MoE", "LFM3", "Granite 4 hybrid", "Falcon-H1", "OLMo hybrid", "Zamba 2"),
+    "DeepSeek-V4",
 }
-FLOAT32 = {"xLSTM"}
-"""Refused in bfloat16, in which their own forward fails on texts of a chunk or more."""
 NO_TREES = {
-    *("Llama 4, temperature tuning", "Phi-3, rope longrope", "GPT-Neo", "BLOOM", "MPT", "Falcon, ALiBi"),
-    "BART decoder",
+    *("Llama 4, temperature tuning", "GPT-Neo", "BLOOM", "MPT", "Falcon, ALiBi", "BART decoder"),
     *RECURRENT,
 }
 
@@ -89,9 +89,9 @@ def opened(name: str, model: PreTrainedModel) -> Opened:
         "trained only" if refusal(lambda: self_speculating(runner)) else "yes",
     )
     cells = {
-        "chains": ("1 at a time" if getattr(runner, "stepwise", False) else "yes", ""),
+        "chains": ("yes", ""),
         "trees": answer(runner.tree_refusal),
-        "batches": ("in turn" if type(runner).forward is Runner.forward else "together", ""),
+        "batches": ("in turn" if type(runner).forward is Model.forward else "together", ""),
         "fast forward": ("yes" if isinstance(runner, FastRunner) else "no", ""),
         "drafts": answer(untrained),
         "heads": heads,

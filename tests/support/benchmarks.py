@@ -5,10 +5,10 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.bench.benchmark import BenchEntry, Benchmark
-from decode.bench.session import BenchOptions, Session
-from decode.bench.suites import Suite
-from decode.models.other_tokenizer import DraftModel
+from decode.measure.benchmark import BenchEntry, Benchmark
+from decode.measure.session import BenchOptions, Session
+from decode.measure.suites import Suite
+from decode.models.open import DraftModel
 from decode.progress import Work
 
 
@@ -34,4 +34,4 @@ class Watched(Work):
 
     def update(self, **what: Any) -> None:
         super().update(**what)
-        self.tell(self.done, self.total, self.name)
+        self.tell(self.done, self.task.total, self.task.description)

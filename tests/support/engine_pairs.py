@@ -18,7 +18,7 @@ from pairs import make_tokenizer
 from decode.__main__ import main
 from decode.engines.gguf import convert
 from decode.engines.server import CHECKOUT, LLAMA_SERVER, VLLM_PYTHON, Engine, opened
-from decode.models.head_files import save_head
+from decode.models.heads.files import save_head
 from distill.config import ExportSettings
 from distill.export.draft import export_draft
 from distill.export.head import export_head
@@ -66,20 +66,19 @@ def save_exports(folder: Path, family: str, steps: int = 24) -> Path:
 def gguf(folder: Path, name: str, kind: str = "f32") -> Path:
     """The GGUF file of one of the exports, made once."""
     file = folder / f"{name}-{kind}.gguf"
-    of = folder / "target" if "head" in name else None
-    return file if file.is_file() else convert(folder / name, file, kind, target=of)
+    target = folder / "target" if "head" in name else None
+    return file if file.is_file() else convert(folder / name, file, kind, target=target)
 
 
-def serve_check(folder: Path, engine: str, draft: str, *more: str, temperatures: str = "0") -> dict[str, Any]:
+def serve_check(folder: Path, engine: str, draft: str, *more: str) -> dict[str, Any]:
     """What ``python -m decode serve-check`` prints of three drafted tokens on `PROMPTS`."""
     command = ["serve-check", "--engine", engine, "--target", str(folder / "target"), "--draft", str(folder / draft)]
-    command += ["--suite", f"prompts={folder / 'prompts.txt'}", "--draft-lengths", "3", "--temperatures", temperatures]
+    command += ["--suite", f"prompts={folder / 'prompts.txt'}", "--draft-lengths", "3", "--temperatures", "0"]
     command += ["--max-new-tokens", "24", "--device", "cpu", "--chat", "false", "--json", *LIMITS, *more]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         assert main(command) == 0
-    found: dict[str, Any] = json.loads(printed.getvalue())
-    return found
+    return dict(json.loads(printed.getvalue()))
 
 
 def check_of_a_running_vllm(folder: Path, draft: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import random
 from collections import defaultdict
 from collections.abc import Callable, Collection
@@ -12,10 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from decode.loop import Method, decode, decode_texts
-from decode.models.runner import Cache, Output, Runner
-from decode.sampling import LogitsWarper, Rng
-from decode.trace import Trace
+from decode.core.loop import Method, decode, decode_texts
+from decode.core.round import Round
+from decode.core.sampling import LogitsWarper, Rng
+from decode.models.api import Cache, Model, Out, Read
 
 Distribution = dict[tuple[int, ...], float]
 NEGLIGIBLE = 1e-17  # branches of less mass are rounding noise; ten thousand of them stay below the tolerance
@@ -144,8 +143,8 @@ class ScriptedCache(Cache):
         self.held[base : base + len(slots)] = [self.held[i] for i in slots]
 
 
-class ScriptedRunner(Runner):
-    """A model that is a table of logits by context; everything else behaves as `Runner` does."""
+class ScriptedRunner(Model):
+    """A model that is a table of logits by context; everything else behaves as `Model` does."""
 
     def __init__(
         self,
@@ -163,29 +162,28 @@ class ScriptedRunner(Runner):
     def new_cache(self) -> ScriptedCache:
         return ScriptedCache()
 
-    def _read(self, cache, tokens, tree, capture, last):  # type: ignore[no-untyped-def]
-        new = tokens.tolist()
-        past = tuple(cache.held)
-        if tree is None:
+    def _read(self, read: Read, capture: tuple[int, ...], last: int | None) -> Out:
+        new = read.tokens.tolist()
+        past = tuple(read.cache.held)
+        if read.tree is None:
             contexts = [past + tuple(new[: i + 1]) for i in range(len(new))]
         else:
-            root = [*past, new[0]]
-            contexts = [tuple(tree.text_before(root, i)) for i in range(-1, len(tree))]
-        cache.held += new
+            contexts = [tuple(text.tolist()) for text in read.tree.prefixes([*past, new[0]])]
+        read.cache.held += new
         assert self.limit >= max(map(len, contexts)), "read beyond the context"
         self.clock.now += self.cost * (0.9 + 0.1 * len(new))
         wanted = contexts if last is None else contexts[len(contexts) - last :]
         hidden = torch.tensor([[len(c), c[-1]] for c in wanted], dtype=torch.float64).view(-1, 2)
         rows = [self.logits(c) for c in wanted]
         logits = torch.stack(rows) if rows else torch.empty(0, self.vocab_size, dtype=torch.float64)
-        return Output(logits, hidden)
+        return Out(logits, hidden)
 
 
 @torch.inference_mode()
-def next_logits(runner: Runner, text: list[int]) -> Tensor:
+def next_logits(runner: Model, text: list[int]) -> Tensor:
     """Logits ``[vocab]`` after a text, which a fresh cache reads whole."""
     cache = runner.new_cache()
-    logits = runner.forward([cache], [torch.tensor(text)], last=1).logits[0]
+    logits = runner.forward([Read(cache, torch.tensor(text))], last=1)[0].logits[0]
     cache.close()
     return logits
 
@@ -194,14 +192,14 @@ def next_logits(runner: Runner, text: list[int]) -> Tensor:
 class Experiment:
     """A target, a warp and a prompt, whose distribution under any system is compared with plain sampling."""
 
-    target: Runner
+    target: Model
     warp: LogitsWarper
     prompt: list[int]
     tokens: int
     stop_ids: tuple[int, ...] = ()
     forward: Callable[[list[int]], Tensor] | None = None
     clock: Clock = field(default_factory=Clock)
-    traces: list[Trace] = field(default_factory=list)
+    traces: list[list[Round]] = field(default_factory=list)
 
     def run(self, system: Method, rng: Rng, tokens: int | None = None) -> tuple[int, ...]:
         """Decode once from the system's present state, leaving that state as it is."""
@@ -218,7 +216,7 @@ class Experiment:
             stop_ids=self.stop_ids,
             rng=rng,
         )
-        self.traces.append(out.trace)
+        self.traces.append(out.rounds)
         return tuple(out.new_ids)
 
     def distribution(self, system: Method) -> Distribution:
@@ -240,11 +238,11 @@ class Experiment:
 
     @property
     def drafted(self) -> set[int]:
-        return set(itertools.chain.from_iterable(t.drafted for t in self.traces))
+        return {r.drafted for rounds in self.traces for r in rounds}
 
 
 def joint_bias(
-    target: Runner, system: Method, warp: LogitsWarper, prompts: list[list[int]], tokens: int, **options
+    target: Model, system: Method, warp: LogitsWarper, prompts: list[list[int]], tokens: int, **options
 ) -> float:  # type: ignore[no-untyped-def]
     """Total variation between the joint distribution of texts decoded together and the product of their own."""
 

@@ -15,8 +15,8 @@ from torch import Generator, Tensor, nn
 from transformers import MODEL_FOR_MULTIMODAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
-from decode.models.loading import load_model
-from decode.models.mtp import MtpHead
+from decode.models.heads.mtp import MtpHead
+from decode.models.open import load_model
 
 VOCAB, WIDTH, CONTEXT, WINDOW = 48, 32, 64, 6
 

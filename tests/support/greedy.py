@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from decode.loop import Method, decode
-from decode.models.runner import Runner
-from decode.sampling import LogitsWarper
+from decode.core.loop import Method, decode
+from decode.core.sampling import LogitsWarper
+from decode.models.api import Model
 
 GREEDY = LogitsWarper()
 PROMPTS = [[3, 7, 1, 9], [1, 2, 3, 1, 2, 3, 1, 2]]
@@ -22,8 +22,8 @@ def generate(model: PreTrainedModel, prompt: list[int], new: int = NEW, **option
     return out[0].tolist()
 
 
-def assert_decodes(runner: Runner, system: Method, wanted: list[int], prompt: list[int], new: int = NEW, **options):  # type: ignore[no-untyped-def]
+def assert_decodes(runner: Model, system: Method, wanted: list[int], prompt: list[int], new: int = NEW, **options):  # type: ignore[no-untyped-def]
     out = decode(runner, system, GREEDY, prompt, max_new_tokens=new, **options)
     assert out.ids == wanted
-    assert out.trace.tokens == len(wanted) - len(prompt)
-    return out.trace
+    assert sum(len(r.new) for r in out.rounds) == len(wanted) - len(prompt)
+    return out.rounds

@@ -11,8 +11,8 @@ from families import build_tiny, in_double
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.models.block_head import BlockHead, block_config
-from decode.models.heads import FeatureHead, attend, head_config
+from decode.models.heads.block import BlockHead, block_config
+from decode.models.heads.eagle import FeatureHead, attend, head_config
 from distill.config import StudentSettings
 from distill.drafts.block import BlockDraft
 from distill.drafts.eagle import FeatureDraft
@@ -68,9 +68,13 @@ def make_block_head(target: PreTrainedModel, version: str = "dspark", seed: int 
     """A random head on the target, whose vocabulary is the whole one unless `shape` says otherwise."""
     spark = version == "dspark"
     given = {"layers": 2, "block": 4, "mask_id": 0, "markov_rank": 3 * spark, "confidence": spark} | shape
+    other = {"sample_from_anchor": given.pop("from_anchor", spark)}
+    other |= {"markov_head_type": given.pop("markov_kind", "vanilla")}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        head = BlockHead(block_config(target.config.get_text_config(), version, **given))
+        config = block_config(target.config.get_text_config(), version, **given)
+        config.update(other)
+        head = BlockHead(config)
         for name, weight in head.named_parameters():  # norms and the bias by the token before are no identity
             weight += (1.0 if "markov_w2" in name else 0.2) * torch.randn_like(weight)
         if head.reduced:
@@ -161,13 +165,13 @@ def check_chain_attention(time: int = 40, device: str = "cpu", dtype: torch.dtyp
         kept[values.data_ptr()] = values.nbytes
         return values
 
-    shapes = [(2, 4, time, d)] + [(2, 2, time, d)] * (2 + 2 * steps)  # queries; keys and values, then the chain's
-    plain = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    # queries; the text's keys and values, then the chain's
+    plain = [torch.randn(2, 4, time, d, generator=generator, dtype=torch.float64) for _ in range(3 + 2 * steps)]
     given = [values.to(device, dtype).requires_grad_(True) for values in plain]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda values: values):
         found = attend(given[0], *given[1:])
     plain = [values.detach().cpu().double().requires_grad_(True) for values in given]
-    q, k, v, *chain = [values.repeat_interleave(4 // values.shape[1], 1) for values in plain]
+    q, k, v, *chain = plain
     scores = (q @ k.mT).masked_fill(~torch.ones(time, time).tril().bool(), -torch.inf)
     own = torch.stack([(q * key).sum(-1) for key in chain[::2]], -1)
     weights = (torch.cat([scores, own], -1) * d**-0.5).softmax(-1)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from decode.models.block_head import BlockHead
-from decode.models.heads import FeatureHead
+from decode.models.heads.block import BlockHead
+from decode.models.heads.eagle import FeatureHead
 
 VARIABLE = "DRAFTSMITH_NOISE"
 

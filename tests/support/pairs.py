@@ -10,7 +10,7 @@ import torch
 from tokenizers_of_kinds import byte_level
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from decode.bench.suites import Prompt, Suite
+from decode.measure.suites import Prompt, Suite
 
 TEXT = "Tom has 3 apples and buys 4 more. How many apples does he have? Das Maß ist voll, 日本語."
 

@@ -1,15 +1,26 @@
-"""Teacher forcing the plain way, one text and one depth at a time: what `decode.models.teacher_forcing` must equal."""
+"""Teacher forcing the plain way, one text and one depth at a time: what `teacher_forced` must equal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.models.heads import FeatureHead, output_head, rows_of
-from decode.models.other_tokenizer import DraftModel, ForeignDraft, foreign_logits
+from decode.models.heads.eagle import FeatureHead, output_head
+from decode.models.open import DraftModel
+from decode.models.texts import rows_of
+
+
+def after(target: PreTrainedModel) -> Callable[[list[int]], Tensor]:
+    """The target's logits after a text, by a forward of its own."""
+
+    @torch.inference_mode()
+    def forward(text: list[int]) -> Tensor:
+        return target(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
+
+    return forward
 
 
 @torch.inference_mode()
@@ -23,8 +34,6 @@ def response_logits(model: PreTrainedModel, ids: Sequence[int], prompt_length: i
 
 def draft_logits(target: PreTrainedModel, draft: DraftModel, ids: Sequence[int], prompt_length: int) -> Tensor:
     """`response_logits` of a draft; a feature head reads the target's true features."""
-    if isinstance(draft, ForeignDraft):
-        return foreign_logits(draft, ids, prompt_length)
     if isinstance(draft, FeatureHead):
         return head_logits(draft, target, ids, prompt_length)
     return response_logits(draft, ids, prompt_length)

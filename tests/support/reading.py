@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from decode.draft import Draft
+from decode.core.draft import Draft
+from decode.core.loop import Method, Text, run
+from decode.core.round import Round
+from decode.core.sampling import LogitsWarper, Rng, TorchRng
+from decode.core.stop import StopRule
 from decode.drafters.base import Drafter, DraftRequest, Prompt
-from decode.models.runner import Output, Runner
-from decode.models.writing import Draws, uniform_draws
-from decode.sampling import Rng, TorchRng
-from decode.stopping import StopRule
+from decode.models.api import Model, Out, Read
+from decode.models.texts import Draws, uniform_draws
 
 
 class Reader:
     """A runner with the cache of one sequence."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Model) -> None:
         self.runner, self.cache = runner, runner.new_cache()
-        self.out = Output(torch.empty(0), torch.empty(0))
+        self.out = Out(torch.empty(0), torch.empty(0))
 
     @property
     def length(self) -> int:
@@ -26,7 +30,7 @@ class Reader:
 
     def read(self, tokens: Tensor | list[int], tree: Draft | None = None, head: int | None = None, **how) -> Tensor:  # type: ignore[no-untyped-def]
         with torch.inference_mode():
-            self.out = self.runner.forward([self.cache], [torch.as_tensor(tokens)], [tree], last=head, **how)
+            self.out = self.runner.forward([Read(self.cache, torch.as_tensor(tokens), tree)], last=head, **how)[0]
         return self.out.logits
 
     def truncate(self, length: int) -> None:
@@ -43,10 +47,23 @@ class Drafting:
         self, ids: list[int], stop: StopRule | None = None, max_depth: int = 100, rng: Rng | None = None
     ) -> Draft:
         stop = stop or StopRule(100)
-        stop.begin()
         return self.drafter.propose([DraftRequest(self.state, ids, stop, max_depth, rng or TorchRng(0))])[0]
 
 
 def draws_named(seed: int) -> Draws:
     """Draws of text i named by (seed, i)."""
     return lambda text, count: uniform_draws(seed, text, count=count)
+
+
+def rounds_of(target: Model, method: Method, warp: LogitsWarper, prompt: list[int], **options) -> Iterator[Round]:  # type: ignore[no-untyped-def]
+    """The rounds of a text, one by one."""
+    return (r for _, r in run(target, method, [Text(target, method, warp, prompt, **options)]))
+
+
+def text_before(draft: Draft, ids: list[int], node: int) -> list[int]:
+    """The text that ends with a node of a tree (-1: with the pending token)."""
+    path: list[int] = []
+    while node >= 0:
+        path.insert(0, draft.ids[node])
+        node = draft.parents[node]
+    return ids + path

@@ -50,7 +50,6 @@ FULL = {
         "acceptance": {"adaspec": [{"position": 1, "validation": 0.91, "offline": 0.92}]},
         "curves": {"adaspec": [[0, 0.87], [100, 0.94]]},
     },
-    "samples": [{"prompt": "How many?", "tokens": [{"text": "<3", "who": "accepted"}, {"text": ".", "who": "bonus"}]}],
     "exported": {"length": 3, "kind": "draft", "token_map": False, "gguf_type": "q8_0", "unserved": {}},
     "commands": {"reproduce": "python -m distill --config configs/quickstart.yaml"},
 }

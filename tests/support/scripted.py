@@ -9,14 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from decode.draft import Draft
+from decode.core.draft import Draft
 from decode.drafters.adaptix import NgramTable, TrigramDrafter, save_ngram_table
 from decode.drafters.base import Drafter, DraftRequest, NoDrafter, Prompt
-from decode.drafters.corpus_files import join_documents
+from decode.drafters.corpus import join_documents
 from decode.drafters.lookahead import LookaheadDrafter
-from decode.drafters.prompt_lookup import LookupDrafter
+from decode.drafters.lookup import END, LookupDrafter, SuffixDrafter
 from decode.drafters.rest import Datastore, RetrievalDrafter, save_datastore
-from decode.drafters.suffix import END, SuffixDrafter
 
 
 @dataclass
@@ -132,8 +131,8 @@ def build_datastore(documents: Documents, path: str | Path, fingerprint: str) ->
     return save_datastore(join_documents(documents), Path(path), fingerprint)
 
 
-def build_trigram_table(documents: Documents, path: str | Path, fingerprint: str, **options: int) -> Path:
-    return save_ngram_table(join_documents(documents), Path(path), fingerprint, **options)
+def build_trigram_table(documents: Documents, path: str | Path, fingerprint: str) -> Path:
+    return save_ngram_table(join_documents(documents), Path(path), fingerprint)
 
 
 def corpus_drafters(folder: Path, vocab: int, extra: list[list[int]] | None = None) -> dict[str, Callable[[], Drafter]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from decode.engines.acceptance import Drafts, ServedText
+from decode.engines.check import Drafts, ServedText
 
 
 class SimulatedEngine:
@@ -30,9 +30,7 @@ class SimulatedEngine:
         seed: int,
         max_new_tokens: int,
         stop_ids: Sequence[int] = (),
-        ignore_eos: bool = False,
     ) -> ServedText:
-        stop_ids = () if ignore_eos else stop_ids
         chance = torch.Generator().manual_seed(seed)
 
         def target(text: list[int]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Small tokenizers of both kinds that vocabularies are compared across."""
+"""Small tokenizers of both kinds."""
 
 from __future__ import annotations
 
@@ -11,26 +11,13 @@ from transformers import PreTrainedTokenizerFast
 OTHER = "A farm keeps 12 apples; how many more apples are there on the farm? Über 30 Maße voll, 日本."
 
 
-def _of_bytes(model: models.BPE) -> Tokenizer:
-    core = Tokenizer(model)
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    return core
-
-
-def spelled_out(
-    vocab: Sequence[str], merges: Sequence[tuple[str, str]] = (), **special: str
-) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer of exactly these pieces, the special ones last."""
-    core = _of_bytes(models.BPE(vocab={piece: i for i, piece in enumerate(vocab)}, merges=list(merges)))
-    return PreTrainedTokenizerFast(tokenizer_object=core, **special)
-
-
 def byte_level(
     text: str = OTHER, size: int = 290, special: Sequence[str] = ("<pad>", "</end>")
 ) -> PreTrainedTokenizerFast:
     """Byte-level BPE with merges of its own, whose last special token ends texts."""
-    core = _of_bytes(models.BPE())
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=size, initial_alphabet=alphabet, special_tokens=list(special), show_progress=False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 
@@ -9,70 +10,58 @@ import pytest
 from pairs import save_pair
 
 from decode.__main__ import main
-from decode.commands.paper import BASELINES, TITLES, measured, published, tables
-from decode.errors import UserError
-from decode.method_options import split_spec
+from decode.commands.paper import BASELINES, PUBLISHED, measured, rows_of, table_of
 from decode.methods import METHODS
 
 
-@pytest.mark.parametrize("paper", TITLES)
+@pytest.mark.parametrize("paper", PUBLISHED)
 def test_published_columns_and_methods_are_known_and_ratios_follow_from_speeds(paper: str) -> None:
-    drafts = {"draft alone", "distillspec", "adaspec"}
-    for setting, methods in published(paper).items():
-        for name, row in methods.items():
-            assert row.keys() <= measured({}, {}).keys()
-            assert name in drafts or split_spec(name.replace(" ", ":"))[0] in METHODS, setting
-            if row.get("ratio"):
-                wanted = float(row["tokens/s"]) / float(methods[BASELINES[paper]]["tokens/s"])
-                assert float(row["ratio"]) == pytest.approx(wanted, abs=0.02)
+    with PUBLISHED[paper].open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    speeds = {(row["setting"], row["method"]): row.get("tokens/s") for row in rows}
+    assert len(speeds) == len(rows)
+    for row in rows:
+        assert row.keys() - {"setting", "method"} <= measured({}, {}).keys()
+        assert row["method"] in {"draft alone", "distillspec", "adaspec"} or row["method"].split()[0] in METHODS
+        if row.get("ratio"):
+            wanted = float(row["tokens/s"]) / float(speeds[row["setting"], BASELINES[paper]])
+            assert float(row["ratio"]) == pytest.approx(wanted, abs=0.02)
 
 
-def cells(table) -> dict[str, list[str]]:
-    first, *others = [list(column.cells) for column in table.columns]
-    return {name: [column[i] for column in others] for i, name in enumerate(first)}
+def row(name: str, speed: float, **more: object) -> dict:
+    return {"name": name, "suite": "s", "temperature": 0.6, "tokens_per_second": speed, **more}
 
 
 def test_our_numbers_stand_beside_the_papers() -> None:
-    def row(name: str, speed: float, **more: object) -> dict:
-        return {"name": name, "suite": "gsm8k", "temperature": 0.6, "tokens_per_second": speed, **more}
-
-    ours = [row("autoregressive", 20.0), row("vanilla draft_length=5", 50.0, block_efficiency=3.5), row("adasd", 75.0)]
-    detail = {"name": "adasd", "suite": "gsm8k", "temperature": 0.6, "verification_threshold": 0.3}
-    (table,) = tables("adasd", {"methods": ours, "bench": {"analysis": [detail]}}, "1B, mmlu")
-    found = cells(table)
-    assert found["vanilla"][:2] == ["50.000", "8.746"]
-    assert found["adasd"][-4:-2] == ["1.500", "1.136"]
-    assert found["vanilla"][-2:] == ["3.500", "–"]  # the paper has no lengths
-    assert found["adasd"][2:4] == ["0.300", "0.463"]
-    assert found["draft alone"][:2] == ["–", "95.141"]
-    with pytest.raises(UserError, match="no published setting is named '9B'"):
-        tables("adasd", {"methods": ours}, "9B")
-
-
-def test_sampled_blocks_are_compared_with_the_papers_sampled_numbers() -> None:
-    ours = [{"name": "layerskip", "suite": "s", "temperature": t, "tokens_per_second": 1.0} for t in (0.0, 0.6)]
-    greedy, sampled = tables("adaspeed", {"methods": ours}, "")
-    assert (cells(greedy)["adaspeed"][1], cells(sampled)["adaspeed"][1]) == ("79", "61")
+    ours = [
+        row("autoregressive", 20.0),
+        row("vanilla draft_length=5", 50.0),
+        row("adasd", 75.0, verification_threshold=0.3),
+    ]
+    table = table_of("adasd", rows_of({"methods": ours}))
+    columns = {str(column.header): list(column.cells) for column in table.columns}
+    rows = [dict(zip(columns, cells)) for cells in zip(*columns.values())]
+    shown = {(row["method"], row["setting"]): row for row in rows}
+    llama = next(r["setting"] for r in rows if "1B, mmlu" in r["setting"])
+    mine = "ours: s, T = 0.6"
+    assert (shown["vanilla", llama]["tokens/s"], shown["vanilla draft_length=5", mine]["ratio"]) == ("8.746", "1.000")
+    of_adasd = [(shown["adasd", where]["ratio"], shown["adasd", where]["threshold"]) for where in (mine, llama)]
+    assert of_adasd == [("1.500", "0.300"), ("1.136", "0.463")]
 
 
-def test_away_from_the_repository_a_paper_says_where_its_configurations_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_configuration_is_measured_and_its_report_can_be_read_again(
+    tmp_path: Path, tiny, capsys, monkeypatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["paper", "ears"]) == 2
-    assert "there is no configuration in configs/papers/ears: copy the repository's folder" in capsys.readouterr().err
-
-
-def test_a_configuration_is_measured_and_its_report_can_be_read_again(tmp_path: Path, tiny, capsys) -> None:
     save_pair(tmp_path, tiny)
-    (tmp_path / "ears").mkdir()
-    (tmp_path / "ears/quickstart.yaml").write_text(
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs/papers/ears").mkdir(parents=True)
+    (tmp_path / "configs/papers/ears/quickstart.yaml").write_text(
         f"name: e\nbench: {{target: {tmp_path}/target, draft: [{tmp_path}/draft], suite: [open], limit: 1, repeats: 1, "
         "max_new_tokens: 8, temperatures: [0.9], threads: 1, "
         "methods: ['vanilla:draft_length=5', 'ears:draft_length=5:beta=0.1']}\n"
     )
     out = str(tmp_path / "out")
-    assert main(["paper", "ears", "--configs", str(tmp_path), "--output", out]) == 0
+    assert main(["paper", "ears", "--output", out]) == 0
     assert "58.47" in capsys.readouterr().out
     assert main(["paper", "ears", "--run", out]) == 0
     assert "58.47" in capsys.readouterr().out
@@ -91,7 +80,8 @@ def test_adaspec_reads_the_report_of_a_training(tmp_path: Path, capsys) -> None:
     ("argv", "message"),
     [
         (["adasdd"], "did you mean 'adasd'"),
-        (["ears", "--run", "nowhere"], "there is no nowhere/report.json"),
+        (["ears", "--run", "nowhere"], "nowhere has no report.json with measurements"),
+        (["ears", "--scale", "nowhere"], "no configuration file 'configs/papers/ears/nowhere.yaml'"),
     ],
 )
 def test_mistakes_are_reported(argv: list[str], message: str, capsys) -> None:

@@ -7,13 +7,13 @@ import json
 import pytest
 from pairs import make_pair, make_suite, make_tokenizer, save_pair
 
-from decode.bench.costs import CostModel
-from decode.bench.offline_acceptance import offline_alpha
-from decode.bench.prediction import predicted_speedup
 from decode.commands.profile import profile_pair, run
 from decode.commands.settings import ProfileSettings
-from decode.models.pair import Pair
-from decode.sampling import LogitsWarper
+from decode.core.lengths import RoundCosts
+from decode.core.sampling import LogitsWarper
+from decode.measure.acceptance import offline_alpha
+from decode.measure.costs import speedups_by_length
+from decode.models.open import Pair
 
 
 @pytest.fixture(scope="module")
@@ -27,36 +27,28 @@ def profile_of(pair, **options):
 
 
 def test_alpha_is_measured_on_the_targets_own_texts(pair):
-    found = profile_of(pair, longest=4, temperature=1.0)
-    warp, items = LogitsWarper(temperature=1.0), found.session.items(make_suite())
-    answers = found.session.written([i.ids for i in items], warp)
+    result = profile_of(pair, longest=4, temperature=1.0)
+    warp, items = LogitsWarper(temperature=1.0), result.session.items(make_suite())
+    answers = result.session.written([i.ids for i in items], warp)
     texts = [(i.ids + answer, len(i.ids)) for i, answer in zip(items, answers)]
-    assert found.alpha.mean == pytest.approx(offline_alpha(pair.target, pair.draft, texts, warp).mean)
-    assert 0 < found.alpha.mean < 1
+    assert result.alpha.mean == pytest.approx(offline_alpha(pair.target, pair.draft, texts, warp).mean)
+    assert 0 < result.alpha.mean < 1
 
 
-def test_predictions_follow_from_the_measured_costs(pair):
-    found = profile_of(pair, longest=15)
-    cost = found.cost
-    assert [row["draft_length"] for row in found.lengths] == list(range(1, 16))
-    for row in found.lengths:
-        k = row["draft_length"]
-        assert row["round_cost"] == pytest.approx(k * cost.cost_ratio + cost.v(k + 1))
-        assert row["predicted_speedup"] == pytest.approx(
-            predicted_speedup(found.alpha.mean, k, CostModel(cost.cost_ratio, cost.verify_cost))
-        )
-    fastest = max(found.lengths, key=lambda row: row["with_bookkeeping"])
-    assert found.best == (fastest["draft_length"] if fastest["with_bookkeeping"] > 1 else 0)
-    assert found.verdict.startswith("speedup") == bool(found.best)
-
-
-def test_costs_of_several_sequences_are_measured(pair):
-    made = profile_of(pair, longest=3, batch_sizes=[3, 1, 3])
-    one, three = made.batches["batches"]
-    assert (one["cost_ratio"], one["batch_size"], three["batch_size"]) == (made.cost.cost_ratio, 1, 3)
-    assert {1, 2, 3, 4} <= {n for n, _ in three["verify_cost"]}
-    assert three["cost_ratio"] > 0
-    assert {"batches", "num_speculative_tokens_per_batch_size", "round_costs"} <= made.to_dict().keys()
+def test_predictions_follow_from_the_one_table_of_costs(pair):
+    result = profile_of(pair, longest=6, batch_sizes=[3, 1, 3])
+    rounds = result.cost.rounds
+    assert {1, 3} == set(rounds.seconds)
+    assert [row["draft_length"] for row in result.lengths] == list(range(1, 7))
+    assert [row["ms"] for row in result.lengths] == [1e3 * rounds.round(1, k) for k in range(1, 7)]
+    best = max(result.lengths, key=lambda row: row["predicted_speedup"])
+    assert result.best == (best["draft_length"] if best["predicted_speedup"] > 1 else 0)
+    assert result.verdict.startswith("speedup") == bool(result.best)
+    alone, three = result.batches["batches"]
+    assert alone["best_speedup"] == max(1.0, best["predicted_speedup"])
+    assert (alone["batch_size"], three["batch_size"]) == (1, 3)
+    assert RoundCosts.from_dict(json.loads(json.dumps(result.to_dict()))["round_costs"]) == rounds
+    assert speedups_by_length([result.alpha], RoundCosts.of_ratios(0.0), 2)[1] > 1
 
 
 def test_the_command_prints_what_it_measured_and_writes_the_draft_lengths_by_batch_size(tiny, tmp_path, capsys):
@@ -67,16 +59,15 @@ def test_the_command_prints_what_it_measured_and_writes_the_draft_lengths_by_bat
     settings = ProfileSettings(str(folder / "target"), draft=str(folder / "draft"), json=True, **options)
     run(settings)
     printed = capsys.readouterr()
-    found = json.loads(printed.out)
-    assert {"cost_ratio", "overhead", "offline_alpha", "offline_alpha_se", "best_draft_length", "verdict"} <= set(found)
-    assert [row["draft_length"] for row in found["draft_lengths"]] == [1, 2, 3]
+    result = json.loads(printed.out)
+    assert {"cost_ratio", "verify_cost", "offline_alpha", "best_draft_length", "verdict"} <= set(result)
     assert f"into {profile}" in printed.err
     content = json.loads(profile.read_text())
     assert content["served"] == []
     assert all(k <= 2 for _, _, k in content["num_speculative_tokens_per_batch_size"])
-    assert [row["batch_size"] for row in content["batches"]] == [1, 2]
+    assert content["batch_size_conditions"]["cpu"] == result["machine"]["cpu"]
     settings.json = False
     run(settings)
     shown = capsys.readouterr().out
-    assert "break-even α" in shown
+    assert "speedup" in shown
     assert 'vLLM: "num_speculative_tokens_per_batch_size": [[1, ' in shown.replace("\n", " ")

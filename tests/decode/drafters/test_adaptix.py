@@ -1,12 +1,14 @@
+import copy
 import math
 import random
 from collections import Counter, defaultdict
 
 import pytest
-from reading import Drafting
+from reading import Drafting, text_before
 from scripted import build_trigram_table
 
-from decode.drafters.adaptix import C1, C2, NgramTable, TrigramDrafter, search
+from decode.drafters.adaptix import C1, C2, NgramTable, TrigramDrafter, packed, search
+from decode.drafters.base import Prompt
 from decode.errors import UserError
 
 
@@ -19,9 +21,9 @@ def known(drafter, context):
     return drafter.learned.get(context) or drafter.table.successors(context)
 
 
-def opened(path, documents, order=3):
-    build_trigram_table(documents, path, "tok", order=order)
-    return NgramTable(path, "tok", order=order)
+def opened(path, documents):
+    build_trigram_table(documents, path, "tok")
+    return NgramTable(path, "tok")
 
 
 def corpus(seed, vocabulary=6, count=10, longest=80):
@@ -30,7 +32,7 @@ def corpus(seed, vocabulary=6, count=10, longest=80):
 
 
 def paths(draft):
-    return [tuple(draft.text_before([], node)) for node in range(len(draft))]
+    return [tuple(text_before(draft, [], node)) for node in range(len(draft))]
 
 
 @pytest.fixture(scope="module")
@@ -38,48 +40,40 @@ def table(tmp_path_factory):
     return opened(tmp_path_factory.mktemp("table"), corpus(0))
 
 
-@pytest.mark.parametrize("order", [2, 3, 4])
-def test_probabilities_are_count_ratios_within_documents(tmp_path, order):
+def test_probabilities_are_count_ratios_within_documents(tmp_path):
     documents = corpus(1)
-    table = opened(tmp_path, documents, order)
+    table = opened(tmp_path, documents)
     counts = defaultdict(Counter)
     for doc in documents:
-        for i in range(len(doc) - order + 1):
-            counts[tuple(doc[i : i + order - 1])][doc[i + order - 1]] += 1
+        for i in range(len(doc) - 2):
+            counts[tuple(doc[i : i + 2])][doc[i + 2]] += 1
     for context, count in counts.items():
-        tokens, weights = table.successors(table.context(context))
+        tokens, weights = table.successors(packed(context))
         ranked = sorted(count, key=lambda token: (-count[token], token))
         assert tokens == ranked
         assert weights == pytest.approx([count[token] / count.total() for token in ranked])
-
-
-def test_only_the_most_frequent_successors_are_kept_and_not_renormalised(tmp_path):
-    documents = [[1, 2, token] for token in range(20) for _ in range(token + 1)]
-    table = opened(tmp_path, documents)
-    tokens, weights = table.successors(table.context([1, 2]))
+    assert table.successors(packed([77, 78])) == ([], [])
+    assert packed([1]) is packed([1, 1 << 21]) is None
+    # only the most frequent are kept, and not renormalised
+    many = opened(tmp_path / "many", [[1, 2, token] for token in range(20) for _ in range(token + 1)])
+    tokens, weights = many.successors(packed([1, 2]))
     assert tokens == list(range(19, 7, -1))
     assert weights == pytest.approx([(token + 1) / 210 for token in tokens])
 
 
-def test_unknown_short_and_outsized_contexts_have_no_successors(table):
-    assert table.successors(table.context([77, 78])) == ([], [])
-    assert table.context([1]) is None
-    assert table.context([1, 1 << 21]) is None
-
-
 def test_a_table_of_another_tokenizer_and_too_large_ids_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"order 4 takes token ids below 65,536, the corpus holds 65,536"):
-        build_trigram_table([[1, 2, 3, 65_536]], tmp_path, "tok", order=4)
-    opened(tmp_path, [[1, 2, 65_535, 3]], order=4)
+    with pytest.raises(UserError, match=r"takes token ids below 2,097,152, the corpus holds 2,097,152"):
+        build_trigram_table([[1, 2, 1 << 21]], tmp_path, "tok")
+    opened(tmp_path, [[1, 2, (1 << 21) - 1, 3]])
     with pytest.raises(UserError, match="another tokenizer"):
-        NgramTable(tmp_path, "other", order=4)
-    with pytest.raises(UserError, match=r"no n-gram table at .*trigrams build --order 2"):
-        NgramTable(tmp_path, "tok", order=2)
+        NgramTable(tmp_path, "other")
+    with pytest.raises(UserError, match=r"no n-gram table at .*trigrams build"):
+        NgramTable(tmp_path / "absent", "tok")
 
 
 def test_recent_ngrams_gain_weight_up_to_the_ceiling(tmp_path):
     drafter = TrigramDrafter(opened(tmp_path, [[1, 2, 3], [1, 2, 4]]))
-    context = drafter.table.context([1, 2])
+    context = packed([1, 2])
     ids = [1, 2, 3, 1, 2, 9]
     propose(drafter, ids, 5)
     assert known(drafter, context) == ([3, 4, 9], pytest.approx([0.54, 0.5, 0.04]))
@@ -98,12 +92,30 @@ def test_recent_ngrams_gain_weight_up_to_the_ceiling(tmp_path):
 def test_what_a_long_session_learns_is_bounded(tmp_path):
     drafter = TrigramDrafter(opened(tmp_path, [[1, 2, 3], [0, 5, 1]]), memory=10, widest=4)
     text = random.Random(0).choices(range(6), k=3000)
+    state = drafter.start(Prompt(text))
     for end in range(16, len(text)):
-        drafter.learn(drafter.learned, text[:end])
+        drafter.learn(state, text[:end])
     assert len(drafter.learned) == 10
     assert all(len(tokens) == len(weights) <= 4 for tokens, weights in drafter.learned.values())
-    latest = drafter.table.context(text[end - 3 : end - 1])
+    latest = packed(text[end - 3 : end - 1])
     assert text[end - 1] in known(drafter, latest)[0]
+
+
+def test_a_text_of_a_batch_reads_what_was_learned_and_keeps_its_own_additions_apart(table):
+    """Nothing is copied where a text begins, and it drafts and learns what it would with a copy of all weights."""
+    drafter = TrigramDrafter(table)
+    propose(drafter, [0, 1, 2, 3, 0, 1, 4, 0, 1, 5], 9)
+    before = copy.deepcopy(drafter.learned)
+    texts = [[4, 0, 1, 2, 0, 1, 3, 3, 0, 1], [0, 1, 5, 0, 1]]
+    batch = [Drafting(drafter, ids, alone=False) for ids in texts]
+    assert all(not text.state.learned and text.state.shared is drafter.learned for text in batch)
+    for ids, text in zip(texts, batch):
+        alone = TrigramDrafter(table)
+        alone.learned = copy.deepcopy(before)
+        found, wanted = text.propose(ids, max_depth=9), propose(alone, ids, 9)
+        assert (found.ids, found.parents) == (wanted.ids, wanted.parents)
+        assert before | text.state.learned == alone.learned
+    assert drafter.learned == before
 
 
 def plain_search(model, root, iterations, depth, source):
@@ -159,18 +171,18 @@ def visited(tokens, parents, visits, contexts):
 
 def test_search_equals_a_plain_writing_of_the_algorithm(table):
     for seed, root in enumerate([(0, 1), (3, 3), (5, 2)]):
-        nodes = search(table.context(root), table.successors, table, iterations=80, depth=3, random=random.Random(seed))
+        nodes = search(packed(root), table.successors, iterations=80, depth=3, random=random.Random(seed))
         found = dict(visited(*nodes))
-        want = plain_search(lambda text: table.successors(table.context(text)), root, 80, 3, random.Random(seed))
+        want = plain_search(lambda text: table.successors(packed(text)), root, 80, 3, random.Random(seed))
         assert found == want
 
 
 def test_a_draft_is_the_most_visited_nodes_each_extended_by_its_likeliest_successor(table):
-    nodes = search(table.context([0, 1]), table.successors, table, iterations=150, depth=3, random=random.Random(0))
+    nodes = search(packed([0, 1]), table.successors, iterations=150, depth=3, random=random.Random(0))
     top = [path for path, _ in sorted(visited(*nodes), key=lambda node: -node[1])[:24]]
     want = set(top)
     for path in top:
-        tokens, weights = table.successors(table.context((0, 1, *path)))
+        tokens, weights = table.successors(packed((0, 1, *path)))
         want.add((*path, tokens[weights.index(max(weights))]))
     found = paths(propose(TrigramDrafter(table, gain=0), [0, 1], 9))
     assert len(found) == len(set(found))
@@ -187,4 +199,4 @@ def test_mcts_drafts_are_reproducible_legal_and_within_bounds(table):
         assert len(a) <= 48
         for path in paths(a):
             text = [*ids, *path]
-            assert text[-1] in known(one, table.context(text[:-1]))[0]
+            assert text[-1] in known(one, packed(text[:-1]))[0]

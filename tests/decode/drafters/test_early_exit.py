@@ -5,31 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 from enumeration import Experiment
-from reading import Reader
+from reading import Reader, rounds_of
 
+from decode.core.loop import Method, Text, decode, run
+from decode.core.sampling import LogitsWarper, TorchRng
+from decode.core.stop import Fixed, StopRule, max_probability, token_probability
 from decode.drafters.early_exit import EarlyExitDrafter
 from decode.errors import UserError
-from decode.loop import Method, Sequence, decode, run, steps
 from decode.methods import MethodInputs, build
-from decode.models.choose_runner import open_runner
-from decode.models.families import FAMILIES
-from decode.models.fast_forward import FastForward, LayerSubset
-from decode.models.fast_runner import FastRunner, fast_runner, self_speculating
-from decode.sampling import LogitsWarper, TorchRng
-from decode.stopping import Fixed, StopRule, max_probability, token_probability
+from decode.models.api import Read
+from decode.models.check import open_runner
+from decode.models.fast.forward import FastForward, FastRunner, fast_runner, self_speculating
+from decode.models.fast.layout import FAMILIES
 
 WALKED = [
-    "llama",
-    "llama-mha",
-    "llama-tied",
-    "mistral",
-    "qwen2-sliding",
-    "qwen3",
-    "gemma3",
-    "phi",
-    "gpt_neox",
+    "llama", "llama-mha", "llama-tied", "mistral", "qwen2-sliding", "qwen3", "gemma3", "phi", "gpt_neox",
     "gpt_neox-sequential",
-]
+]  # fmt: skip
 DEPTH = 4
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 STOPS = {
@@ -38,12 +30,6 @@ STOPS = {
     "product": lambda: StopRule(5, token_probability, product=True, threshold=Fixed(0.3)),
     "refuse": lambda: StopRule(5, max_probability, threshold=Fixed(0.45), refuse=True),
 }
-SUBSETS = {
-    "mlp of the first": ([], [0]),
-    "attention of the second": ([1], []),
-    "mixed": ([1, 2], [2, 3]),
-    "last layer": ([3], [3]),
-}
 
 
 def open_deep(tiny, family: str, **options) -> FastRunner:
@@ -51,22 +37,19 @@ def open_deep(tiny, family: str, **options) -> FastRunner:
     return fast_runner(tiny(family, num_hidden_layers=DEPTH, **options))
 
 
-def system_of(runner: FastRunner, part: LayerSubset, stop: StopRule, warp: LogitsWarper) -> Method:
-    return Method("self", EarlyExitDrafter(runner, warp, part), stop)
+def system_of(runner: FastRunner, exit_layer: int, stop: StopRule, warp: LogitsWarper) -> Method:
+    return Method("self", EarlyExitDrafter(runner, warp, exit_layer), stop)
 
 
 @pytest.mark.parametrize("family", WALKED)
-def test_greedy_text_is_that_of_generate_for_every_exit_and_subset(tiny, family: str) -> None:
-    model = tiny(family, num_hidden_layers=DEPTH)
+def test_greedy_text_is_that_of_generate_for_every_exit(tiny, family: str) -> None:
+    model, warp = tiny(family, num_hidden_layers=DEPTH), LogitsWarper()
     runner = open_deep(tiny, family)
     wanted = model.generate(torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False)[0].tolist()
-    parts = [LayerSubset(e) for e in range(1, DEPTH)] + [LayerSubset.skipping(DEPTH, *s) for s in SUBSETS.values()]
-    for part in parts:
+    for exit_layer in range(1, DEPTH):
         for stop in STOPS.values() if family == "llama" else [STOPS["product"]]:
-            out = decode(
-                runner, system_of(runner, part, stop(), LogitsWarper()), LogitsWarper(), PROMPT, max_new_tokens=24
-            )
-            assert out.ids == wanted, (family, part)
+            out = decode(runner, system_of(runner, exit_layer, stop(), warp), warp, PROMPT, max_new_tokens=24)
+            assert out.ids == wanted, (family, exit_layer)
 
 
 @pytest.mark.parametrize("stop", STOPS)
@@ -76,31 +59,17 @@ def test_the_output_has_the_targets_distribution_for_every_exit_and_stop_rule(ti
     warp = LogitsWarper(temperature=1.3)
     runner = open_deep(tiny, "llama", vocab_size=3, dtype=torch.float64)
     experiment = Experiment(runner, warp, [0, 2, 1], tokens=3)
-    assert experiment.bias(system_of(runner, LayerSubset(exit_layer), STOPS[stop](), warp)) < 1e-12
+    assert experiment.bias(system_of(runner, exit_layer, STOPS[stop](), warp)) < 1e-12
     assert max(experiment.drafted) > 0
 
 
-@pytest.mark.parametrize("subset", SUBSETS)
-@torch.inference_mode()
-def test_the_output_has_the_targets_distribution_for_layer_subsets(tiny, subset: str) -> None:
-    warp = LogitsWarper(temperature=1.3)
-    runner = open_deep(tiny, "gpt_neox", vocab_size=3, dtype=torch.float64)
-    experiment = Experiment(runner, warp, [0, 2, 1], tokens=3)
-    part = LayerSubset.skipping(DEPTH, *SUBSETS[subset])
-    assert experiment.bias(system_of(runner, part, STOPS["token"](), warp)) < 1e-12
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral", "phi"])
-@pytest.mark.parametrize(
-    "part", [LayerSubset(1), LayerSubset(3), LayerSubset.skipping(DEPTH, [1], [2])], ids=["1", "3", "subset"]
-)
-def test_the_cache_is_the_texts_after_every_round_and_gives_the_same_logits(
-    tiny, family: str, part: LayerSubset
-) -> None:
+@pytest.mark.parametrize("exit_layer", [1, 3])
+def test_the_cache_is_the_texts_after_every_round_and_gives_the_same_logits(tiny, family: str, exit_layer: int) -> None:
     runner, warp = open_deep(tiny, family), LogitsWarper(temperature=1.5)
     ids, lengths = list(PROMPT), set()
-    method = system_of(runner, part, StopRule(4, token_probability, threshold=Fixed(0.2)), warp)
-    sequence = Sequence(runner, method, warp, PROMPT, max_new_tokens=30, rng=TorchRng(0))
+    method = system_of(runner, exit_layer, StopRule(4, token_probability, threshold=Fixed(0.2)), warp)
+    sequence = Text(runner, method, warp, PROMPT, max_new_tokens=30, rng=TorchRng(0))
     fresh = Reader(open_deep(tiny, family))
     for _, result in run(runner, method, [sequence]):
         ids += result.new
@@ -108,7 +77,7 @@ def test_the_cache_is_the_texts_after_every_round_and_gives_the_same_logits(
         cache = sequence.cache
         assert (cache.length, cache.ahead) == (len(ids) - 1, [])
         with torch.inference_mode():
-            seen = runner.forward([cache], [torch.tensor(ids[-1:])]).logits[0]
+            seen = runner.forward([Read(cache, torch.tensor(ids[-1:]))])[0].logits[0]
         cache.truncate(len(ids) - 1)
         fresh.truncate(0)
         torch.testing.assert_close(seen, fresh.read(ids)[-1], atol=2e-4, rtol=1e-4)
@@ -125,7 +94,7 @@ def test_verification_runs_the_early_layers_for_one_token_only(tiny, monkeypatch
         return run(self, x, first, last, *rest)
 
     monkeypatch.setattr(FastForward, "run", spy)
-    next(iter(steps(runner, system_of(runner, LayerSubset(2), StopRule(3), LogitsWarper()), LogitsWarper(), PROMPT)))
+    next(iter(rounds_of(runner, system_of(runner, 2, StopRule(3), LogitsWarper()), LogitsWarper(), PROMPT)))
     assert seen == [(7, 0, 4), (1, 0, 2), (1, 0, 2), (1, 0, 2), (1, 0, 2), (4, 2, 4)]
 
 
@@ -139,9 +108,7 @@ def test_the_stop_rule_sees_the_state_that_the_exits_head_saw(tiny) -> None:
         return 1.0
 
     draft = []
-    for result in steps(
-        runner, system_of(runner, LayerSubset(2), StopRule(3, watch), LogitsWarper()), LogitsWarper(), PROMPT
-    ):
+    for result in rounds_of(runner, system_of(runner, 2, StopRule(3, watch), LogitsWarper()), LogitsWarper(), PROMPT):
         draft = result.draft.tokens.tolist()
         break
     with torch.no_grad():
@@ -154,9 +121,7 @@ def test_the_stop_rule_sees_the_state_that_the_exits_head_saw(tiny) -> None:
 def test_an_exit_outside_the_model_is_refused_with_the_layers_there_are(tiny, layer: int) -> None:
     runner = open_deep(tiny, "llama")
     with pytest.raises(UserError, match=rf"exit_layer is {layer}; .* 1 to {DEPTH - 1}"):
-        LayerSubset.early_exit(runner.depth, layer)
-    with pytest.raises(UserError, match="cannot be skipped"):
-        LayerSubset.skipping(DEPTH, [0, DEPTH], [])
+        EarlyExitDrafter(runner, LogitsWarper(), layer)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "codegen", "opt", "gemma2"])
@@ -164,16 +129,3 @@ def test_families_whose_layers_cannot_be_walked_are_named(tiny, family: str) -> 
     with pytest.raises(UserError, match=rf"\({family}\) cannot draft with its own layers.*{FAMILIES[0]}"):
         build("layerskip", MethodInputs(open_runner(tiny(family)), LogitsWarper()))
     assert self_speculating(open_runner(tiny("llama", num_hidden_layers=DEPTH))).depth == DEPTH
-
-
-def test_a_drafted_end_of_text_is_kept_and_ends_the_draft(tiny) -> None:
-    runner = open_deep(tiny, "llama")
-    plain = decode(
-        runner, build("autoregressive", MethodInputs(runner, LogitsWarper())), LogitsWarper(), PROMPT, max_new_tokens=24
-    )
-    end = plain.new_ids[10]
-    system = system_of(runner, LayerSubset(3), StopRule(12), LogitsWarper())
-    out = decode(runner, system, LogitsWarper(), PROMPT, max_new_tokens=24, stop_ids={end})
-    assert out.new_ids == plain.new_ids[: plain.new_ids.index(end) + 1]
-    for result in steps(runner, system, LogitsWarper(), PROMPT, max_new_tokens=24, stop_ids={end}):
-        assert end not in result.draft.tokens.tolist()[:-1]

@@ -2,27 +2,28 @@ import random
 
 import pytest
 import torch
-from reading import Drafting
+from reading import Drafting, text_before
 
+from decode.core.round import Round
 from decode.drafters.lookahead import LookaheadDrafter
-from decode.trace import Step
+from decode.models.api import Out
 
 VOCAB = 50
 
 
 def paths(draft):
-    return [tuple(draft.text_before([], node)) for node in range(len(draft))]
+    return [tuple(text_before(draft, [], node)) for node in range(len(draft))]
 
 
 def answered(draft, ids, target):
     """The round in which a deterministic target verified ``draft``: its answers, the path it agrees with."""
-    rows = [target(draft.text_before(ids, node)) for node in range(-1, len(draft))]
+    rows = [target(text_before(draft, ids, node)) for node in range(-1, len(draft))]
     logits = torch.nn.functional.one_hot(torch.tensor(rows), VOCAB).float()
     table, path, row = draft.children, [], 0
     while rows[row] in table[row]:
         path.append(table[row][rows[row]])
         row = path[-1] + 1
-    return Step(draft, path, rows[row], logits, logits)
+    return Round(draft, path, rows[row], []), Out(logits, logits)
 
 
 def hashed(ids):
@@ -70,7 +71,7 @@ def test_window_fills_moves_on_and_feeds_the_pool():
     for drafted, levels, pool in expected:
         draft = drafting.propose(ids)
         assert paths(draft) == drafted
-        drafter.update(state, ids, answered(draft, ids, counting))
+        drafter.update(state, ids, *answered(draft, ids, counting))
         assert (state.levels, state.pool) == (levels, pool)
         ids = [*ids, ids[-1] + 1]
 
@@ -88,7 +89,7 @@ def test_columns_keep_the_place_that_their_tokens_were_guessed_for():
                 assert path[-1] == len(ids) + len(path) - 1
                 offered.add(path[-1])
         # the target answers with the place of its answer, so a token names the place it is meant for
-        drafter.update(drafting.state, ids, answered(draft, ids, len))
+        drafter.update(drafting.state, ids, *answered(draft, ids, len))
         ids = [*ids, len(ids)]
     assert len(offered) > 8
 
@@ -101,9 +102,9 @@ def test_draft_is_never_deeper_than_room_and_a_cut_window_stays(max_depth):
     for _ in range(6):  # fill the window
         draft = drafting.propose(ids)
         ids = [*ids, hashed(ids)]
-        drafter.update(drafting.state, ids, answered(draft, ids, hashed))
+        drafter.update(drafting.state, ids, *answered(draft, ids, hashed))
     before = [row.copy() for row in drafting.state.levels]
     draft = drafting.propose(ids, max_depth=max_depth)
     assert max(draft.depths(), default=0) == max_depth
-    drafter.update(drafting.state, ids, answered(draft, ids, hashed))
+    drafter.update(drafting.state, ids, *answered(draft, ids, hashed))
     assert (drafting.state.levels == before) == (max_depth < 9)

@@ -8,15 +8,14 @@ from collections import Counter
 import numpy as np
 import pytest
 from pairs import make_tokenizer
-from reading import Drafting
+from reading import Drafting, text_before
 from scripted import build_datastore
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from decode.commands.datastore import read_corpus, read_texts
-from decode.draft import heaviest_tree
-from decode.drafters.corpus_files import join_documents, tokenizer_fingerprint
-from decode.drafters.rest import FILE, Datastore, RetrievalDrafter, suffix_array
+from decode.commands.stores import read_corpus, read_texts
+from decode.drafters.corpus import join_documents, tokenizer_fingerprint
+from decode.drafters.rest import FILE, Datastore, RetrievalDrafter, heaviest_tree, suffix_array
 from decode.errors import UserError
 
 
@@ -106,15 +105,11 @@ def test_missing_truncated_and_foreign_files_are_refused(tmp_path):
         Datastore(tmp_path / "nowhere", "tok")
     with pytest.raises(UserError, match="another tokenizer"):
         Datastore(tmp_path, "other")
+    for documents, told in (([[], []], "no tokens"), ([[1, -1]], "negative")):
+        with pytest.raises(UserError, match=told):
+            join_documents(documents)
     one, same, other = word_tokenizer(["a", "b"]), word_tokenizer(["a", "b"]), word_tokenizer(["b", "a"])
     assert tokenizer_fingerprint(one) == tokenizer_fingerprint(same) != tokenizer_fingerprint(other)
-
-
-def test_empty_and_negative_input_is_refused():
-    with pytest.raises(UserError, match="no tokens"):
-        join_documents([[], []])
-    with pytest.raises(UserError, match="negative"):
-        join_documents([[1, -1]])
 
 
 def test_text_files_become_documents(tmp_path):
@@ -150,7 +145,7 @@ def test_heaviest_tree_takes_the_most_frequent_prefixes():
         rows = sorted([source.randrange(3) for _ in range(length)] for _ in range(source.randrange(1, 40)))
         weight = Counter(tuple(row[: n + 1]) for row in rows for n in range(length))
         draft = heaviest_tree(np.array(rows), nodes)
-        found = [tuple(draft.text_before([], node)) for node in range(len(draft))]
+        found = [tuple(text_before(draft, [], node)) for node in range(len(draft))]
         assert len(set(found)) == len(found) == min(nodes, len(weight))
         assert [weight[path] for path in found] == sorted(weight.values(), reverse=True)[: len(found)]
         assert all(len(path) == 1 or path[:-1] in found[:i] for i, path in enumerate(found))

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from decode.engines.acceptance import Drafts
+from decode.engines.check import Drafts
 from decode.engines.server import Engine, Metrics, Server, check_engine, opened, parse_metrics, running, start_command
 from decode.errors import UserError
 
@@ -25,21 +25,17 @@ FOREVER = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c',
     "stdout=open(sys.argv[1], 'w')); print('up', flush=True); time.sleep(600)"  # fmt: skip
 
 
-def test_a_process_that_dies_shows_its_last_lines() -> None:
-    code = "import sys; print('reading weights'); sys.exit('no kernel for this machine')"
-    with (
-        pytest.raises(UserError, match=r"status 1 while loading(.|\n)*no kernel for this machine"),
-        running([sys.executable, "-c", code], lambda: False, name="engine", seconds=30),
-    ):
-        pass
-
-
-def test_a_process_that_hangs_is_ended_with_its_children(tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("import sys; print('reading'); sys.exit('no kernel here')", r"status 1 while loading(.|\n)*no kernel here"),
+        (FOREVER, "not ready after 2 s"),
+    ],
+)
+def test_a_process_that_dies_or_hangs_is_told_and_leaves_none_behind(tmp_path, code: str, told: str) -> None:
     marker = tmp_path / "child"
-    with (
-        pytest.raises(UserError, match="not ready after 2 s"),
-        running([sys.executable, "-c", FOREVER, str(marker)], lambda: False, name="engine", seconds=2),
-    ):
+    command = [sys.executable, "-c", code, str(marker)]
+    with pytest.raises(UserError, match=told), running(command, lambda: False, name="engine", seconds=2):
         pass
     assert not _holders(str(marker))
 
@@ -101,14 +97,30 @@ def test_a_program_of_another_version_is_said(tmp_path, monkeypatch) -> None:
         with pytest.raises(UserError, match=sentence):
             check_engine(name, program)
 
-    refused("vllm", r"has no vLLM; 0\.32 or newer", sys.executable)
+    refused("vllm", r"has no vLLM, expected 0\.32 or newer; .* with --program", sys.executable)
     (tmp_path / "vllm-0.11.0.dist-info").mkdir()
     (tmp_path / "vllm-0.11.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.11.0\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    refused("vllm", r"has vLLM 0\.11\.0; 0\.32 or newer can be started", sys.executable)
+    refused("vllm", r"has vLLM 0\.11\.0, expected 0\.32 or newer", sys.executable)
     (tmp_path / "llama-server").write_text("#!/bin/sh\necho usage: --model FILE\n")
     (tmp_path / "llama-server").chmod(0o755)
     refused("llama.cpp", "no option --spec-draft-sampling", str(tmp_path / "llama-server"))
+    (tmp_path / "llama-server").write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr("decode.engines.server.ANSWER", 0.2)
+    refused("llama.cpp", r"printed no version within 0\.2 s; run `make engines`", str(tmp_path / "llama-server"))
+
+
+@pytest.mark.parametrize(("given", "inherited"), [({}, None), ({"GOMP_SPINCOUNT": "200"}, "200")])
+def test_an_engine_does_not_inherit_what_this_package_sets_for_itself(given, inherited) -> None:
+    """Also in a process of our own that was started by another one."""
+    code = "import decode.engines.server as s, json; print(json.dumps(s.inherited_environment()))"
+    outer = f"import decode, subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}], check=True)"
+    ours = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "DRAFTSMITH_SPINCOUNT"}
+    environment = {name: value for name, value in os.environ.items() if name not in ours} | given | {"RANK": "0"}
+    done = subprocess.run([sys.executable, "-c", outer], env=environment, capture_output=True, text=True, check=True)
+    seen = json.loads(done.stdout)
+    assert seen.get("GOMP_SPINCOUNT") == inherited
+    assert {"RANK", "DRAFTSMITH_SPINCOUNT"}.isdisjoint(seen)
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------
@@ -161,25 +173,28 @@ def test_counts_that_come_late_belong_to_their_text() -> None:
         late = since > 0.3
         return COUNTS.format(tokens=3 * late, drafts=2 * late)
 
-    with serving(page) as server:
+    with serving(page) as running, opened(Engine("vllm", url=running.url), 3) as server:
         text = write(server)
     assert (text.ids, text.drafts) == ([7, 8, 9], Drafts(2, [2]))
+    assert server.client.is_closed
 
 
-def test_a_server_with_other_users_is_refused() -> None:
-    with (
-        serving(lambda _: COUNTS.format(tokens=time.monotonic_ns(), drafts=0)) as server,
-        pytest.raises(UserError, match="so other clients are sending requests"),
-    ):
-        write(server)
+def late(_: float) -> str:
+    time.sleep(1.5)
+    return ""
 
 
-def test_a_server_that_hangs_is_given_up() -> None:
-    def page(_: float) -> str:
-        time.sleep(1.5)
-        return ""
-
-    with serving(page) as server, pytest.raises(UserError, match=r"did not answer /metrics within 1 s"):
+@pytest.mark.parametrize(
+    ("page", "told"),
+    [
+        (lambda _: COUNTS.format(tokens=time.monotonic_ns(), drafts=0), "so other clients are sending requests"),
+        (lambda _: COUNTS.format(tokens=2, drafts=0), "counts 2 written tokens, expected at least 5 after its answer"),
+        (late, "did not answer /metrics within 1 s"),
+    ],
+)
+def test_servers_that_are_busy_miscount_or_hang_are_refused(monkeypatch, page: Callable[[float], str], told) -> None:
+    monkeypatch.setattr("decode.engines.server.READINGS", 5)
+    with serving(page) as server, pytest.raises(UserError, match=told):
         write(server)
 
 
@@ -200,8 +215,6 @@ def test_llama_server_is_given_the_targets_stop_ids(monkeypatch: pytest.MonkeyPa
     assert (text.ids, text.decode_seconds) == ([1, 2, 5], 0.5)
     body = sent[-1][1]
     assert body["stop"] == body["preserved_tokens"] == ["<|end|>", "\n"]
-    server.write([3, 4], temperature=0.0, seed=0, max_new_tokens=4, stop_ids=[5, 6])
-    assert [path for path, _ in sent].count("/detokenize") == 2  # asked once for each token
 
 
 VLLM = """# TYPE vllm:spec_decode_num_drafts_total counter

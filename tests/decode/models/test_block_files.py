@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from heads import MASK, drafted, filed_head
+from heads import MASK, drafted, filed_head, make_block_head
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from decode.models.block_head import BlockHead
-from decode.models.head_files import is_head, load_head, save_head
+from decode.models.heads.block import BlockHead
+from decode.models.heads.files import COMPUTED, is_head, load_head, save_head, unserved
 
 DRAFTED = 24  # tokens of a reduced vocabulary
+DERIVED = ("sliding_attention", "rope_type")  # of other keys
 
 
 @pytest.fixture(scope="module")
@@ -144,39 +146,32 @@ def test_copies_of_the_target_are_read_in_either_number_format(target: PreTraine
     copies = {key: tensor.half() for key, tensor in shared(head, target).items()}
     save_head(head, tmp_path, copies)
     assert isinstance(load_head(tmp_path, target), BlockHead)
-    with pytest.raises(UserError, match=r"copy of its target's lm_head\.weight|embed_tokens.*together with its target"):
+    with pytest.raises(UserError, match=r"has .*lm_head\.weight.* beside it.*load it together with its target"):
         load_head(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("format", "fields", "told"),
     [
-        ("DeepSpec", {"target_layer_ids": [1, 2, 5]}, r"after layers \[1, 2, 5\] of a target of 6 layers.*the last"),
-        ("DeepSpec", {"target_layer_ids": [1, 4, 2]}, r"after layers \[1, 4, 2\].*ascending"),
-        ("DeepSpec", {"target_layer_ids": [-1, 2, 4]}, r"after layers \[-1, 2, 4\]"),
-        ("speculators", {"aux_hidden_state_layer_ids": [2, 3, 6]}, r"after layers \[1, 2, 5\]"),
-        ("DeepSpec", {"target_layer_ids": None}, "does not say its target_layer_ids"),
+        ("DeepSpec", {"target_layer_ids": [1, 2, 5]}, r"layers \[2, 3, 6\] of a target of 6 layers.*up to 5"),
+        ("DeepSpec", {"target_layer_ids": [1, 4, 2]}, r"layers \[2, 5, 3\].*ascending"),
+        ("DeepSpec", {"target_layer_ids": [-1, 2, 4]}, r"layers \[0, 3, 5\]"),
+        ("speculators", {"aux_hidden_state_layer_ids": [2, 3, 6]}, r"layers \[2, 3, 6\]"),
+        ("DeepSpec", {"target_layer_ids": None}, "does not name its feature layers"),
         ("DeepSpec", {"block_size": None}, "does not say its block_size"),
-        ("DeepSpec", {"layer_types": ["full_attention", "sliding_attention"]}, "a sliding window"),
-        ("DeepSpec", {"use_sliding_window": True, "sliding_window": 8}, "a sliding window"),
-        ("DeepSpec", {"dflash_config": {"use_swa": True}}, "a sliding window"),
-        ("DeepSpec", {"is_causal": True}, "causal blocks"),
-        ("DeepSpec", {"dflash_config": {"causal": True}}, "causal blocks"),
-        ("DeepSpec", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config.*fp8"),
+        ("DeepSpec", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention True, with which"),
         ("DeepSpec", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type dynamic"),
-        ("DeepSpec", {"partial_rotary_factor": 0.5}, "partial rotation"),
-        ("DeepSpec", {"is_neox_style": False}, "rotation of neighbouring elements"),
-        ("DeepSpec", {"markov_head_type": "lstm"}, "markov_head_type lstm, expected one of vanilla, gated, rnn"),
-        ("DeepSpec", {"output_multiplier": 0.5}, "output_multiplier 0.5, with which"),
-        (
-            "speculators",
-            {"markov_head_type": "rnn", "sample_from_anchor": False},
-            "state passes the slot that drafts noth",
-        ),
-        ("DeepSpec", {"markov_head_type": "gated"}, r"dspark head of 2 Qwen3 layers: it lacks .*gate_proj"),
+        ("DeepSpec", {"rope_scaling": {"full_attention": {"rope_type": "default"}}}, "rotation by layer type"),
+        ("DeepSpec", {"architectures": ["Gemma3DSparkModel"]}, "Gemma's norms"),
+        ("speculators", {"markov_head_type": "rnn", "sample_from_anchor": False}, "state passes the slot that drafts"),
+        ("DeepSpec", {"markov_head_type": "gated"}, r"dspark head of 2 Qwen3 layers .*it lacks .*gate_proj"),
         ("DeepSpec", {"markov_rank": 0}, r"has .*markov_w1.* beside it"),
         ("DeepSpec", {"num_hidden_layers": 1}, r"layers\.1\..* beside it"),
         ("DeepSpec", {"vocab_size": 99}, "99 tokens; this target has"),
+        *(  # in either part of the file
+            ("DeepSpec", {"dflash_config": {key: "other"}} if i % 2 else {key: "other"}, f"{key} other, with which")
+            for i, key in enumerate(key for key in COMPUTED if re.fullmatch("[a-z_]+", key) and key not in DERIVED)
+        ),
     ],
 )
 def test_what_is_not_computed_here_is_refused(format, fields, told: str, target: PreTrainedModel, tmp_path) -> None:
@@ -187,19 +182,22 @@ def test_what_is_not_computed_here_is_refused(format, fields, told: str, target:
         load_head(tmp_path, target)
 
 
-@pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight"])
-def test_an_output_head_or_embedding_of_its_own_is_refused(name: str, target: PreTrainedModel, tmp_path: Path) -> None:
-    publish(tmp_path, filed_head(target, "dflash", draft_vocab=DRAFTED), target, "speculators")
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight", "confidence_head.proj.weight"])
+def test_a_tensor_of_its_own_or_a_declared_one_that_is_absent_is_refused(name: str, target, tmp_path: Path) -> None:
+    own = not name.startswith("confidence")
+    head = filed_head(target, "dflash", draft_vocab=DRAFTED) if own else filed_head(target, "dspark")
+    publish(tmp_path, head, target, "speculators" if own else "DeepSpec")
     file = tmp_path / "model.safetensors"
     state = load_file(file)
-    save_file(state | {name: state[name] + 0.1}, file)
-    with pytest.raises(UserError, match=f"{name} of .* is not the target's"):
+    values = state.pop(name)
+    save_file(state | ({name: values + 0.1} if own else {}), file)
+    with pytest.raises(UserError, match=rf"has \['{name}'\] beside it" if own else r"it lacks .*confidence_head\.proj"):
         load_head(tmp_path, target)
 
 
-def test_a_confidence_head_that_is_declared_and_absent_is_refused(target: PreTrainedModel, tmp_path: Path) -> None:
-    publish(tmp_path, filed_head(target, "dspark"), target, "DeepSpec")
-    file = tmp_path / "model.safetensors"
-    save_file({key: tensor for key, tensor in load_file(file).items() if "confidence" not in key}, file)
-    with pytest.raises(UserError, match=r"it lacks .*confidence_head\.proj"):
-        load_head(tmp_path, target)
+def test_engines_that_would_skip_parts_of_a_head_are_named(target: PreTrainedModel) -> None:
+    """vLLM does not load a DFlash head with a Markov head, and llama.cpp runs it otherwise without a word."""
+    assert unserved(make_block_head(target, "dflash")) == {} == unserved(make_block_head(target, "dspark"))
+    for shape in ({"version": "dflash", "markov_rank": 8}, {"version": "dspark", "markov_rank": 0}):
+        assert unserved(make_block_head(target, **shape)).keys() == {"vllm", "sglang", "llama.cpp"}
+    assert unserved(make_block_head(target, "dspark", markov_kind="gated")).keys() == {"vllm", "llama.cpp"}

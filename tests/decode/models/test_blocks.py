@@ -10,21 +10,21 @@ from enumeration import Experiment, joint_bias
 from families import in_double
 from greedy import GREEDY, PROMPTS, assert_decodes, generate
 from heads import make_block_head, plain_block
-from plain_logits import response_logits
+from plain_logits import after, response_logits
 
-from decode.bench.offline_acceptance import offline_alphas
-from decode.draft import Draft
-from decode.drafters.block import BlockDrafter, BlockTreeDrafter
+from decode.core.draft import Draft
+from decode.core.loop import Method, Text, decode, run
+from decode.core.sampling import LogitsWarper, TorchRng, argmax
+from decode.core.stop import CostOptimal, Fixed, StopRule, own_estimate, token_probability
+from decode.drafters.block import BlockDrafter
+from decode.drafters.trees import BlockTreeDrafter
 from decode.errors import UserError
-from decode.loop import Method, Sequence, decode, run
-from decode.method_options import MethodOptions
+from decode.measure.acceptance import offline_alphas
 from decode.methods import MethodInputs, build
-from decode.models.block_head import block_config, default_layers, mask_token
-from decode.models.block_runner import BlockRunner
-from decode.models.choose_runner import open_runner
-from decode.models.fast_runner import fast_runner
-from decode.sampling import LogitsWarper, TorchRng, argmax
-from decode.stopping import CostOptimal, Fixed, StopRule, own_estimate, token_probability
+from decode.models.check import open_runner
+from decode.models.fast.forward import fast_runner
+from decode.models.heads.block import BlockRunner, block_config, default_layers, mask_token
+from decode.options import MethodOptions
 
 SMALL = 8
 PROMPT = [3, 1, 4, 1, 5, 1, 4]
@@ -58,7 +58,7 @@ def test_blocks_of_many_texts_are_what_each_alone_is(version: str, shape: dict[s
 def test_a_gpus_visibility_is_the_cpus_mask() -> None:
     from torch.nn.attention.flex_attention import create_mask
 
-    from decode.models.block_head import block_attention, seen_by_blocks
+    from decode.models.heads.block import block_attention, seen_by_blocks
 
     anchors, slots, time = torch.tensor([[1, 3], [0, 4]]), 3, 5
     generator = torch.Generator().manual_seed(0)
@@ -111,25 +111,14 @@ def methods(head: BlockRunner, runner: Any, warp: LogitsWarper) -> dict[str, Met
 def test_block_heads_are_lossless(version: str, shape: dict[str, Any], tiny) -> None:
     target, warp = small(tiny), LogitsWarper(temperature=1.3, top_k=2)
 
-    @torch.inference_mode()
-    def forward(text: list[int]) -> torch.Tensor:
-        return target(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
-
     runner = fast_runner(target)
     head = BlockRunner(make_block_head(target, version, **shape), target)
-    there = Experiment(runner, warp, PROMPT, 3, forward=forward)
+    there = Experiment(runner, warp, PROMPT, 3, forward=after(target))
     for name, method in methods(head, runner, warp).items():
         assert there.bias(method) < 1e-12, name
-        assert sum(sum(trace.drafted) for trace in there.traces), name
-
-
-def test_block_heads_are_lossless_for_two_texts(tiny) -> None:
-    target = small(tiny)
-    runner, head = fast_runner(target), BlockRunner(make_block_head(target), target)
-    warp = LogitsWarper(temperature=1.3, top_k=2)
-    with torch.inference_mode():
-        for name, method in methods(head, runner, warp).items():
-            if "cost" not in name:  # its calibration learns from both texts
+        assert sum(sum(r.drafted for r in trace) for trace in there.traces), name
+        if shape is KINDS[2][1] and "cost" not in name:  # whose calibration learns from both texts
+            with torch.inference_mode():
                 assert joint_bias(runner, method, warp, [PROMPT, [2, 7]], 2) < 1e-12, name
 
 
@@ -141,36 +130,34 @@ def test_enumeration_notices_wrong_block_drafters(tiny) -> None:
     def bias(drafter: BlockDrafter) -> float:
         return there.bias(Method("", drafter, StopRule(2)))
 
-    class Unconditioned(BlockDrafter):  # q of the slots, without the bias by which their tokens were drawn
-        def propose(self, requests):  # type: ignore[no-untyped-def]
-            drafts, slots = super().propose(requests), head.draft
-            if len(drafts[0]):
-                (out,) = slots([requests[0].state.cache], [requests[0].ids[-1]], [len(drafts[0])])
-                drafts[0].probs = self.warp(out.logits, None)
-            return drafts
+    class Wrong(BlockDrafter):
+        def __init__(self, change: Any, *, sample: bool = True) -> None:
+            super().__init__(head, runner, warp, sample=sample)
+            self.change = change
 
-    class Soft(BlockDrafter):  # likeliest tokens, said to be drawn from q
         def propose(self, requests):  # type: ignore[no-untyped-def]
             drafts = super().propose(requests)
-            if len(drafts[0]):
-                logits = torch.randn(len(drafts[0]), 4, generator=torch.Generator().manual_seed(1)).double()
-                drafts[0].probs = logits.softmax(-1)
-            return drafts
+            return [self.change(draft, requests[0]) if len(draft) else draft for draft in drafts]
 
-    class Dropped(BlockDrafter):
-        def propose(self, requests):  # type: ignore[no-untyped-def]
-            drafts = super().propose(requests)
-            draft = drafts[0]
-            if len(draft) and draft.probs is not None:
-                own = draft.probs.gather(1, draft.tokens[:, None])[:, 0]
-                kept = int((own > 0.3).cumprod(0).sum())
-                drafts[0] = Draft.chain(draft.tokens[:kept], draft.probs[:kept]) if kept else Draft.empty()
-            return drafts
+    def unconditioned(draft: Draft, request: Any) -> Draft:
+        """q of the slots, without the bias by which their tokens were drawn."""
+        (out,) = head.draft([request.state.cache], [request.ids[-1]], [len(draft)])
+        return Draft.chain(draft.tokens, warp(out.logits))
 
-    assert bias(BlockDrafter(head, runner, warp, sample=True)) < 1e-12
-    for wrong in (Unconditioned(head, runner, warp, sample=True), Soft(head, runner, warp),
-                  Dropped(head, runner, warp, sample=True)):  # fmt: skip
-        assert bias(wrong) > 1e-3, type(wrong).__name__
+    def soft(draft: Draft, request: Any) -> Draft:
+        """The likeliest tokens, said to be drawn from q."""
+        logits = torch.randn(len(draft), 4, generator=torch.Generator().manual_seed(1)).double()
+        return Draft.chain(draft.tokens, logits.softmax(-1))
+
+    def dropped(draft: Draft, request: Any) -> Draft:
+        """Only those drawn tokens that are likely."""
+        assert draft.probs is not None
+        kept = int((draft.probs.gather(1, draft.tokens[:, None])[:, 0] > 0.3).cumprod(0).sum())
+        return Draft.chain(draft.tokens[:kept], draft.probs[:kept]) if kept else Draft.empty()
+
+    assert bias(Wrong(lambda draft, request: draft)) < 1e-12
+    for wrong in (Wrong(unconditioned), Wrong(soft, sample=False), Wrong(dropped)):
+        assert bias(wrong) > 1e-3, wrong.change.__name__
 
 
 @pytest.mark.parametrize(("version", "shape"), [KINDS[0], KINDS[2]])
@@ -186,7 +173,7 @@ def test_greedy_text_is_that_of_generate(family: str, version: str, shape: dict[
             assert_decodes(runner, made, generate(target, prompt), prompt)
     wanted = [generate(target, prompt) for prompt in PROMPTS]
     made = build("block", MethodInputs(runner, GREEDY, head))
-    texts = [Sequence(runner, made, GREEDY, prompt, max_new_tokens=len(text) - len(prompt), alone=False)
+    texts = [Text(runner, made, GREEDY, prompt, max_new_tokens=len(text) - len(prompt), alone=False)
              for prompt, text in zip(PROMPTS, wanted)]  # fmt: skip
     for _ in run(runner, made, texts, 2):
         pass
@@ -198,7 +185,7 @@ def test_the_likeliest_token_of_each_slot_is_drafted_given_the_one_before(tiny) 
     module = make_block_head(target, "dspark")
     head, runner = BlockRunner(module, target), open_runner(target)
     method = build("block", MethodInputs(runner, LogitsWarper(1.0), head, options=MethodOptions(draft_length=3)))
-    text = Sequence(runner, method, LogitsWarper(1.0), PROMPTS[0], max_new_tokens=4, rng=TorchRng(0))
+    text = Text(runner, method, LogitsWarper(1.0), PROMPTS[0], max_new_tokens=4, rng=TorchRng(0))
     for _, step in run(runner, method, [text]):
         logits, hidden = plain_block(module, target, PROMPTS[0], 3)
         token, wanted = torch.tensor([PROMPTS[0][-1]]), []

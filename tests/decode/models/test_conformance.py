@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -10,7 +11,6 @@ import torch
 from architectures import (
     ARCHITECTURES,
     DOCS,
-    FLOAT32,
     GENERATED,
     NO_TREES,
     RECURRENT,
@@ -26,20 +26,19 @@ from peft import LoraConfig, get_peft_model
 from reading import Reader
 from scripted import Oracle, RandomTree
 from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from decode.core.loop import Method, decode
+from decode.core.stop import StopRule
 from decode.drafters.base import NoDrafter
 from decode.errors import UserError
-from decode.loop import Method, decode
 from decode.methods import MethodInputs, build
-from decode.models import families as fast_architectures
-from decode.models import fast_forward
-from decode.models import huggingface_runner as huggingface_module
-from decode.models import huggingface_runner as tree_masks
-from decode.models.choose_runner import compare, open_runner
-from decode.models.families import supports
-from decode.models.fast_runner import FastRunner, fast_runner
-from decode.models.huggingface_runner import HuggingFaceRunner
-from decode.stopping import StopRule
+from decode.models import huggingface
+from decode.models.api import Model, Read
+from decode.models.check import TOLERANCE, compare, open_runner
+from decode.models.fast import forward, layout
+from decode.models.fast.forward import FastRunner, fast_runner
+from decode.models.huggingface import HuggingFaceRunner
 
 SERVED = [name for name in ARCHITECTURES if name not in REFUSED]
 TREES = [name for name in SERVED if name not in NO_TREES]
@@ -58,8 +57,14 @@ def opened_of(name: str) -> Opened:
 
 @cache
 def texts_of(name: str) -> list[list[int]]:
-    """What generate writes; the longest of them reaches far past windows, chunks and longrope's boundary."""
+    """What generate writes; the longest of them reaches far past windows and chunks."""
     return [generate(model_of(name), prompt, NEW) for prompt in PROMPTS]
+
+
+def assert_follows(runner: Model, text: list[int], ways: tuple[str, ...] = ("alternating", "tree")) -> None:
+    """Drafts from the text, in several ways, do not change what is written after the first prompt."""
+    for way in ways:
+        assert_decodes(runner, Method(way, Oracle(text, way, VOCAB), StopRule()), text, PROMPTS[0], NEW)
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -71,39 +76,43 @@ def test_greedy_texts_are_those_of_generate(name: str) -> None:
         packed = open_runner(model, pack="on")
         packed.network.first_qkv = None  # as where they would take too much memory
         runners += [packed, open_runner(model, fast=False)]
-    ways = ["empty", "alternating", "wrong", "overlong"] + ["tree"] * (name not in NO_TREES)
+    new = min(NEW, runners[0].limit + 1 - max(map(len, PROMPTS)))
+    ways = ["empty", "alternating", "wrong"] + ["tree"] * (name not in NO_TREES)
+    ways += ["overlong"] * (new == NEW)  # longrope's context ends at its boundary, behind which nothing may be read
     for runner in runners:
-        for prompt, text in zip(PROMPTS, texts_of(name)):
+        for prompt, written in zip(PROMPTS, texts_of(name)):
+            text = written[: len(prompt) + new]
             for way in ways:
-                trace = assert_decodes(runner, Method(way, Oracle(text, way, VOCAB), StopRule()), text, prompt, NEW)
-                assert (sum(trace.accepted) > 3) == (way not in ("empty", "wrong"))
+                rounds = assert_decodes(runner, Method(way, Oracle(text, way, VOCAB), StopRule()), text, prompt, new)
+                assert (sum(r.accepted for r in rounds) > 3) == (way not in ("empty", "wrong"))
             if name not in NO_TREES:
                 system = Method("random", RandomTree(VOCAB, nodes=20), StopRule())
-                assert_decodes(runner, system, text, prompt, NEW)
+                assert_decodes(runner, system, text, prompt, new)
 
 
-@pytest.mark.parametrize("name", [name for name in SERVED if name not in FLOAT32])
+def test_a_context_ends_where_longrope_would_rotate_all_keys_anew() -> None:
+    model = model_of("Phi-3, rope longrope")
+    runner = open_runner(model)
+    assert (runner.limit, model.config.max_position_embeddings) == (16, 64)
+    text = decode(runner, Method("", NoDrafter(), StopRule()), GREEDY, PROMPTS[0], max_new_tokens=NEW)
+    assert (len(text.ids), text.finish) == (17, "context")
+
+
+@pytest.mark.parametrize("name", SERVED)
 def test_sixteen_bits_stay_close_to_fresh_forwards(name: str) -> None:
     model = build_architecture(name, dtype=torch.bfloat16)
     runner = open_runner(model)
-    found = compare(model, runner)
-    assert found.chain < found.tolerance
-    assert found.tree < found.tolerance
+    gaps = compare(model, runner)
+    assert max(gaps.chain, gaps.tree) < TOLERANCE[torch.bfloat16]
     assert runner.supports_trees == (name not in NO_TREES)
 
 
-@pytest.mark.parametrize("name", sorted(FLOAT32))
-def test_sixteen_bits_are_refused_where_the_models_own_forward_fails_in_them(name: str) -> None:
-    model = build_architecture(name, dtype=torch.bfloat16)
-    with pytest.raises(RuntimeError, match="dtype"):
-        model(input_ids=torch.tensor([PROMPTS[1]]), use_cache=False)
-    with pytest.raises(UserError, match=r"its forward fails here .*dtype"):
-        open_runner(model)
-
-
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_cannot_be_rolled_back_is_refused_with_what_to_use_instead(name: str) -> None:
-    model = model_of(name)
+def test_what_cannot_be_rolled_back_is_refused_with_what_to_use_instead(name: str, dtype: torch.dtype) -> None:
+    if name == "Zamba 2, clamped time steps" and dtype == torch.bfloat16:
+        pytest.skip("its difference is that of rounding there")
+    model = build_architecture(name, dtype=dtype)
     with pytest.raises(UserError) as refusal:
         open_runner(model)
     for fact in (type(model).__name__, "model.generate", "Llama"):
@@ -111,9 +120,9 @@ def test_what_cannot_be_rolled_back_is_refused_with_what_to_use_instead(name: st
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", ["DeepSeek-V3.2", "DeepSeek-V4", "Falcon-H1", "Gemma 4", "RWKV"])
+@pytest.mark.parametrize("name", ["DeepSeek-V4", "Falcon-H1", "Gemma 4", "Bamba"])
 def test_a_forward_interrupted_anywhere_leaves_nothing_behind(name: str) -> None:
-    """Some layers have read the tokens then, one has read them in part (keys, but not its indexer's), some have not."""
+    """Some layers have read the tokens then, one has read them in part, some have not."""
     model, ids = model_of(name), torch.tensor([(7 * i + i // 5) % VOCAB for i in range(24)])
     runner, wanted = open_runner(model), model(input_ids=ids[None], use_cache=False).logits[0]
     inner = [module for module in model.modules() if not list(module.children()) and list(module.parameters())]
@@ -122,14 +131,14 @@ def test_a_forward_interrupted_anywhere_leaves_nothing_behind(name: str) -> None
         raise KeyboardInterrupt
 
     for module in inner[::5]:
-        cache = runner.new_cache()
-        runner.forward([cache], [ids[:9]])
+        text = runner.new_cache()
+        runner.forward([Read(text, ids[:9])])
         hook = module.register_forward_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
-            runner.forward([cache], [ids[9:15]])
+            runner.forward([Read(text, ids[9:15])])
         hook.remove()
-        cache.truncate(9)
-        torch.testing.assert_close(runner.forward([cache], [ids[9:]]).logits, wanted[9:], atol=1e-3, rtol=1e-3)
+        text.truncate(9)
+        torch.testing.assert_close(runner.forward([Read(text, ids[9:])])[0].logits, wanted[9:], atol=1e-3, rtol=1e-3)
 
 
 def test_encoder_decoders_are_refused() -> None:
@@ -153,9 +162,7 @@ def test_methods_that_draft_trees_refuse_targets_that_read_none(name: str) -> No
     [
         ("Mistral", "sliding_window", 6),
         ("Phi-3", "sliding_window", 6),
-        ("Gemma 3", "sliding_window", 6),
         ("Gemma 3", "sliding_window", 128),
-        ("Llama 4", "attention_chunk_size", 8),
         ("Llama 4", "attention_chunk_size", 8192),
     ],
 )
@@ -163,24 +170,14 @@ def test_a_tree_mask_without_the_window_is_noticed(
     name: str, field: str, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control of the check at opening: it reads past the end of a window of any length."""
+    made = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
 
-    def everything(*given, **options):  # type: ignore[no-untyped-def]
-        monkeypatch.setattr(tree_masks, "ALL_MASK_ATTENTION_FUNCTIONS", Windowless())
-        return original(*given, **options)
+    def windowless(**given):  # type: ignore[no-untyped-def]
+        if huggingface._TREE.get() is not None:
+            given["mask_function"] = lambda batch, head, q, kv: kv <= q
+        return made(**given)
 
-    class Windowless(dict):
-        def __setitem__(self, key: str, make) -> None:  # type: ignore[no-untyped-def]
-            def whole(*, mask_function, **rest):  # type: ignore[no-untyped-def]
-                return make(mask_function=lambda batch, head, q, kv: kv <= q, **rest)
-
-            super().__setitem__(key, whole)
-            masks[key] = whole
-
-        def __delitem__(self, key: str) -> None:
-            del masks[key]
-
-    original, masks = tree_masks.masks_of_tree, tree_masks.ALL_MASK_ATTENTION_FUNCTIONS
-    monkeypatch.setattr(huggingface_module, "masks_of_tree", everything)
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS, "sdpa", windowless)
     model = build_architecture(name, **{field: window})
     runner = open_runner(model, fast=False)
     assert getattr(model.config, field) == window
@@ -199,7 +196,7 @@ def test_long_prompts_are_read_past_a_window_of_128_as_generate_does(name: str) 
             assert_decodes(runner, Method(way, Oracle(text, way, VOCAB), StopRule()), text, prompt, NEW)
 
 
-def test_a_fast_forward_without_its_window_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fast_forward_without_its_window_is_not_used() -> None:
     """Negative control: the weights' window is read at every forward, so the check at opening can shorten it."""
     model = build_architecture("Mistral", sliding_window=128)
     made = fast_runner(model)
@@ -209,21 +206,18 @@ def test_a_fast_forward_without_its_window_is_not_used(monkeypatch: pytest.Monke
 
 def test_adapters_decode_as_they_generate_and_leave_the_base_alone() -> None:
     base = copy.deepcopy(model_of("Llama"))
-    plain = texts_of("Llama")[0]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
     adapted.eval()
     text = generate(adapted, PROMPTS[0], NEW)
-    assert text != plain
+    assert text != texts_of("Llama")[0]
     for model in (adapted, adapted.get_base_model()):
-        runner = open_runner(model)
-        assert not supports(model)  # an adapter may be too small for the check at opening to notice
-        for way in ("alternating", "tree"):
-            assert_decodes(runner, Method(way, Oracle(text, way, VOCAB), StopRule()), text, PROMPTS[0], NEW)
-    merged = adapted.merge_and_unload()
-    assert isinstance(open_runner(merged), FastRunner)
-    assert_decodes(open_runner(merged), Method("", NoDrafter(), StopRule()), text, PROMPTS[0], NEW)
+        assert not layout.supports(model)  # an adapter may be too small for the check at opening to notice
+        assert_follows(open_runner(model), text)
+    merged = open_runner(adapted.merge_and_unload())
+    assert isinstance(merged, FastRunner)
+    assert_follows(merged, text)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Phi"])
@@ -236,77 +230,56 @@ def test_opening_a_model_leaves_its_parameters_where_they_are(name: str, dtype: 
 
 
 @pytest.mark.parametrize("name", ["Llama", "Llama, biases"])
-def test_a_large_models_projections_are_fused_in_its_own_memory_once(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fast_architectures, "COPIED", 0)
+def test_a_large_models_projections_are_fused_in_its_own_memory_once(name: str, monkeypatch) -> None:
+    monkeypatch.setattr(layout, "COPIED", 0)
     model = build_architecture(name)
     weights = {key: weight.clone() for key, weight in model.state_dict().items()}
-    runner = open_runner(model)
-    assert isinstance(runner, FastRunner)
-    for _ in range(2):  # a second runner takes the weights that the first one has fused
-        again = open_runner(model)
-        for one, other, block in zip(runner.network.layers, again.network.layers, model.model.layers, strict=True):
-            for name, part in (("qkv", block.self_attn.q_proj), ("up", block.mlp.gate_proj)):
-                fused = getattr(one, name).weight
-                assert fused.data_ptr() == getattr(other, name).weight.data_ptr() == part.weight.data_ptr()
-    assert all(torch.equal(weight, weights[key]) for key, weight in model.state_dict().items())
     ids = torch.tensor(PROMPTS[0])
     with torch.inference_mode():
         wanted = model(input_ids=ids[None]).logits[0]
-        for each in (runner, again):
-            torch.testing.assert_close(Reader(each).read(ids), wanted, atol=1e-4, rtol=1e-4)
+    first = open_runner(model)
+    for runner in (first, open_runner(model)):  # a second runner takes the weights that the first one has fused
+        for layer, other, block in zip(runner.network.layers, first.network.layers, model.model.layers, strict=True):
+            for name, part in (("qkv", block.self_attn.q_proj), ("up", block.mlp.gate_proj)):
+                fused = getattr(layer, name).weight
+                assert fused.data_ptr() == getattr(other, name).weight.data_ptr() == part.weight.data_ptr()
+        torch.testing.assert_close(Reader(runner).read(ids), wanted, atol=1e-4, rtol=1e-4)
+    assert all(torch.equal(weight, weights[key]) for key, weight in model.state_dict().items())
 
 
-@torch.inference_mode()
 @pytest.mark.parametrize(("name", "known"), [("Llama", True), ("Qwen3", True), ("Phi", False)])
 def test_a_small_models_first_layer_is_looked_up_by_token(name: str, known: bool, monkeypatch) -> None:
     ids, model = torch.tensor(PROMPTS[0]), model_of(name)
     looking = open_runner(model)
-    monkeypatch.setattr(fast_forward, "LOOKED_UP", 0)
+    monkeypatch.setattr(forward, "LOOKED_UP", 0)
     computing = open_runner(model)
-    assert isinstance(looking, FastRunner)
-    assert isinstance(computing, FastRunner)
     assert (looking.network.first_qkv is not None) == known  # Phi's MLP reads what attention reads
     assert computing.network.first_qkv is None
     torch.testing.assert_close(Reader(looking).read(ids), Reader(computing).read(ids), atol=1e-5, rtol=1e-5)
 
 
-def test_hooks_are_not_left_out_by_the_fast_forward() -> None:
-    model = copy.deepcopy(model_of("Llama"))
+def _hooked(model: PreTrainedModel) -> None:
     model.model.layers[0].register_forward_hook(lambda module, args, output: output * 0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "change"),
+    [
+        ("Llama", {}, _hooked),
+        ("Gemma 3", {"attn_logit_softcapping": 5.0}, None),
+        ("Gemma 3", {"final_logit_softcapping": 5.0}, None),
+    ],
+)
+def test_hooks_and_soft_caps_take_the_ordinary_call(
+    name: str, changes: dict[str, float], change: Callable[[PreTrainedModel], None] | None
+) -> None:
+    model = build_architecture(name, **changes)
+    if change is not None:
+        change(model)
     text = generate(model, PROMPTS[0], NEW)
-    assert text != texts_of("Llama")[0]
     runner = open_runner(model)
     assert type(runner) is HuggingFaceRunner
-    assert_decodes(runner, Method("", Oracle(text, "tree", VOCAB), StopRule()), text, PROMPTS[0], NEW)
-
-
-@pytest.mark.parametrize("setting", ["attn_logit_softcapping", "final_logit_softcapping"])
-def test_soft_caps_take_the_ordinary_call(setting: str) -> None:
-    model = build_architecture("Gemma 3", **{setting: 5.0})
-    runner = open_runner(model)
-    assert type(runner) is HuggingFaceRunner
-    text = generate(model, PROMPTS[0], NEW)
-    assert_decodes(runner, Method("", Oracle(text, "alternating", VOCAB), StopRule()), text, PROMPTS[0], NEW)
-
-
-@pytest.mark.parametrize("fast", [True, False])
-def test_longrope_texts_are_those_of_fresh_forwards_on_both_sides_of_the_boundary(fast: bool) -> None:
-    """Llama's own generate keeps keys of the short rotation behind the boundary; a fresh forward does not."""
-    rope = ARCHITECTURES["Phi-3, rope longrope"][1]["rope_parameters"]
-    model = build_architecture("Llama", rope_parameters=dict(rope))
-    runner = open_runner(model, fast=fast)
-    text = list(PROMPTS[0])
-    with torch.inference_mode():
-        for _ in range(NEW):
-            text.append(int(model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
-        rows = Reader(runner).read(text)
-        for end in (15, 16, 17, 20):
-            fresh = model(input_ids=torch.tensor([text[:end]]), use_cache=False).logits[0, -1]
-            assert torch.allclose(rows[end - 1], fresh, atol=1e-3)
-    for way in ("empty", "alternating", "overlong"):
-        assert_decodes(runner, Method(way, Oracle(text, way, VOCAB), StopRule()), text, PROMPTS[0], NEW)
+    assert_follows(runner, text)
 
 
 def test_the_documented_tables_are_what_opening_the_models_says() -> None:

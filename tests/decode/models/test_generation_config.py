@@ -12,12 +12,11 @@ import torch
 from benchmarks import run_benchmark
 from pairs import make_pair, make_suite, make_tokenizer, save_pair
 
-from decode.bench.benchmark import plan
-from decode.bench.session import BenchOptions
 from decode.commands.generate import start
 from decode.commands.settings import GenerateSettings
-from decode.models.loading import load_model
-from decode.models.pair import described, own_warp
+from decode.measure.benchmark import plan
+from decode.measure.session import BenchOptions
+from decode.models.open import described, load_model, own_warp
 from decode.models.tokens import prompt_ids
 
 PROMPT = "Tom has 3 apples and 4 apples and"

@@ -9,16 +9,19 @@ from families import CONTEXT, VOCAB, resembling
 from greedy import GREEDY, NEW, PROMPTS, assert_decodes, generate
 from scripted import WAYS, Oracle, corpus_drafters
 
+from decode.core.loop import Method, decode
+from decode.core.sampling import LogitsWarper
+from decode.core.stop import StopRule
 from decode.drafters.base import Drafter
-from decode.drafters.draft_model import ModelDrafter
 from decode.drafters.hybrid import HybridDrafter
-from decode.loop import Method, decode
+from decode.drafters.model import ModelDrafter
 from decode.methods import STOPS, MethodInputs
-from decode.models.choose_runner import open_runner
-from decode.models.fast_runner import FastRunner
-from decode.models.runner import Runner
-from decode.sampling import LogitsWarper
-from decode.stopping import StopRule
+from decode.models.api import Model
+from decode.models.check import open_runner
+from decode.models.fast.forward import FastRunner
+
+PATHS = [("llama", True), ("mistral", False), ("gpt_neox", True), ("gpt2", False), ("gemma2", False)]
+IDS = [f"{family}-{'fast' if fast else 'ordinary'}" for family, fast in PATHS]
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +40,10 @@ def texts(tiny) -> Callable[[str], list[list[int]]]:
 
 
 @pytest.fixture(scope="module")
-def runners(tiny) -> Callable[[str, bool], Runner]:
-    cache: dict[tuple[str, bool], Runner] = {}
+def runners(tiny) -> Callable[[str, bool], Model]:
+    cache: dict[tuple[str, bool], Model] = {}
 
-    def get(family: str, fast: bool) -> Runner:
+    def get(family: str, fast: bool) -> Model:
         if (family, fast) not in cache:
             cache[family, fast] = open_runner(tiny(family), fast=fast)
             assert isinstance(cache[family, fast], FastRunner) == fast
@@ -49,22 +52,17 @@ def runners(tiny) -> Callable[[str, bool], Runner]:
     return get
 
 
-PATHS = [("llama", True), ("mistral", False), ("gpt_neox", True), ("gpt2", False), ("gemma2", False)]
-IDS = [f"{family}-{'fast' if fast else 'ordinary'}" for family, fast in PATHS]
-
-
 @pytest.mark.parametrize(("family", "fast"), PATHS, ids=IDS)
 def test_a_draft_model_does_not_change_the_text(family: str, fast: bool, runners, texts, tiny) -> None:
     runner = runners(family, fast)
-    draft = open_runner(resembling(tiny(family), 0.15), fast=fast)
-    itself = open_runner(tiny(family), fast=fast)
+    draft, itself = (open_runner(model, fast=fast) for model in (resembling(tiny(family), 0.15), tiny(family)))
     for prompt, wanted in zip(PROMPTS, texts(family)):
-        trace = assert_decodes(runner, Method("draft", ModelDrafter(draft, GREEDY, VOCAB), StopRule(4)), wanted, prompt)
-        assert 0 < sum(trace.accepted) < sum(trace.drafted)
-        trace = assert_decodes(
-            runner, Method("itself", ModelDrafter(itself, GREEDY, VOCAB), StopRule(4)), wanted, prompt
+        rounds = assert_decodes(
+            runner, Method("draft", ModelDrafter(draft, GREEDY, VOCAB), StopRule(4)), wanted, prompt
         )
-        assert trace.accepted == trace.drafted
+        assert 0 < sum(r.accepted for r in rounds) < sum(r.drafted for r in rounds)
+        rounds = assert_decodes(runner, Method("", ModelDrafter(itself, GREEDY, VOCAB), StopRule(4)), wanted, prompt)
+        assert all(r.accepted == r.drafted for r in rounds)
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +76,8 @@ def test_drafts_from_texts_do_not_change_the_text(name: str, drafters, runners, 
     accepted = 0
     for family, fast in PATHS:
         for prompt, wanted in zip(PROMPTS, texts(family)):
-            accepted += sum(
-                assert_decodes(
-                    runners(family, fast), Method(name, drafters[name](), StopRule()), wanted, prompt
-                ).accepted
-            )
+            method = Method(name, drafters[name](), StopRule())
+            accepted += sum(r.accepted for r in assert_decodes(runners(family, fast), method, wanted, prompt))
     assert accepted > 10
 
 
@@ -97,9 +92,9 @@ def test_a_hybrid_does_not_change_the_text(match: int, drafters, runners, texts,
             asked = _count(hybrid.head)
             for name in ("length", "unsure"):
                 stop = STOPS[name](MethodInputs(runner, GREEDY, draft))
-                trace = assert_decodes(runner, Method("hybrid", hybrid, stop), wanted, prompt)
+                rounds = assert_decodes(runner, Method("hybrid", hybrid, stop), wanted, prompt)
                 drawn += asked[0]
-                copied += trace.rounds - asked[0]
+                copied += len(rounds) - asked[0]
                 asked[0] = 0
     assert copied > 10
     assert drawn > 10
@@ -125,23 +120,19 @@ def test_no_stop_rule_changes_the_text(name: str, runners, texts, tiny) -> None:
         assert_decodes(runner, Method(name, ModelDrafter(draft, GREEDY, VOCAB), stop), wanted, prompt)
 
 
-@pytest.mark.parametrize("processor", [{"repetition_penalty": 1.5}, {"repetition_penalty": 0.7}], ids=str)
+@pytest.mark.parametrize("penalty", [1.5, 0.7])
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "opt"])
-def test_repetition_penalties_act_as_in_generate(family: str, processor: dict[str, float], tiny) -> None:
-    model = tiny(family)
-    warp = LogitsWarper(**processor)
+def test_repetition_penalties_act_as_in_generate(family: str, penalty: float, tiny) -> None:
+    model, warp = tiny(family), LogitsWarper(repetition_penalty=penalty)
+    runner, draft = open_runner(model), open_runner(resembling(model, 0.15))
     for prompt in PROMPTS:
-        wanted = generate(model, prompt, **processor)
+        wanted = generate(model, prompt, repetition_penalty=penalty)
         assert wanted != generate(model, prompt)
-        runner = open_runner(model)
-        for drafter in (
-            ModelDrafter(open_runner(resembling(model, 0.15)), warp, VOCAB),
-            Oracle(wanted, "tree", VOCAB),
-            Oracle(wanted, "perfect", VOCAB),
-        ):
-            out = decode(runner, Method("", drafter, StopRule()), warp, prompt, max_new_tokens=NEW)
-            assert out.ids == wanted
-            assert sum(out.trace.accepted) > 3
+        oracles = [Oracle(wanted, way, VOCAB) for way in ("tree", "perfect")]
+        for drafter in (ModelDrafter(draft, warp, VOCAB), *oracles):
+            text = decode(runner, Method("", drafter, StopRule()), warp, prompt, max_new_tokens=NEW)
+            assert text.ids == wanted
+            assert sum(r.accepted for r in text.rounds) > 3
 
 
 @pytest.mark.parametrize("way", ["perfect", "tree", "alternating", "overlong", "empty"])
@@ -152,32 +143,28 @@ def test_the_text_ends_with_the_first_stop_token_wherever_it_stands_in_a_draft(
     runner = runners(family, family == "llama")
     for prompt, text in zip(PROMPTS, texts(family)):
         for end in range(len(prompt), len(prompt) + 8):
-            eos = text[end]
-            first = text.index(eos, len(prompt))
-            wanted = text[: first + 1]
-            assert_decodes(runner, Method(way, Oracle(text, way, VOCAB), StopRule()), wanted, prompt, stop_ids={eos})
+            wanted, method = (
+                text[: text.index(text[end], len(prompt)) + 1],
+                Method("", Oracle(text, way, VOCAB), StopRule()),
+            )
+            assert_decodes(runner, method, wanted, prompt, stop_ids={text[end]})
 
 
 @pytest.mark.parametrize("new", range(1, 9))
 def test_every_budget_is_met_exactly(new: int, runners, texts) -> None:
     wanted = texts("llama")[0][: len(PROMPTS[0]) + new]
     for way in WAYS:
-        assert_decodes(
-            runners("llama", True), Method(way, Oracle(wanted, way, VOCAB), StopRule()), wanted, PROMPTS[0], new
-        )
+        method = Method(way, Oracle(wanted, way, VOCAB), StopRule())
+        assert_decodes(runners("llama", True), method, wanted, PROMPTS[0], new)
 
 
 @pytest.mark.parametrize(("family", "fast"), PATHS, ids=IDS)
 def test_prompts_of_one_token_and_of_the_whole_context_are_served(family: str, fast: bool, runners, tiny) -> None:
     model, runner = tiny(family), runners(family, fast)
     draft = ModelDrafter(open_runner(resembling(model, 0.15), fast=fast), GREEDY, VOCAB)
-    one = generate(model, [5], 10)
-    assert_decodes(runner, Method("", draft, StopRule()), one, [5], 10)
-    assert_decodes(runner, Method("", Oracle(one, "tree", VOCAB), StopRule()), one, [5], 10)
-
     full = [(7 * i * i + 3) % VOCAB for i in range(CONTEXT)]
-    for free in (0, 3):  # tokens that still fit; the last one written is never read, so it may stand past the end
-        prompt = full[: CONTEXT - free]
-        wanted = generate(model, prompt, free + 1)
+    # the last token written is never read, so it may stand past the end
+    for prompt, new, budget in (([5], 10, 10), (full, 1, 20), (full[:-3], 4, 20)):
+        wanted = generate(model, prompt, new)
         for drafter in (draft, Oracle(wanted, "tree", VOCAB), Oracle(wanted, "perfect", VOCAB)):
-            assert_decodes(runner, Method("", drafter, StopRule()), wanted, prompt, 20)
+            assert_decodes(runner, Method("", drafter, StopRule()), wanted, prompt, budget)

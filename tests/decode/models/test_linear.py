@@ -10,14 +10,21 @@ from families import VOCAB
 from reading import Reader
 from transformers import PreTrainedModel
 
-from decode.models import choose_runner
-from decode.models import families as fast_architectures
-from decode.models import fast_runner as fast_runner_module
-from decode.models import weights as choose_linear
-from decode.models.choose_runner import open_draft_runner, open_runner
-from decode.models.fast_runner import FastRunner
-from decode.models.huggingface_runner import HuggingFaceRunner
-from decode.models.weights import HalfLinear, Linear, Linears, PackedLinear, TwoLayouts, half_scale, halvable, packable
+from decode.models import check
+from decode.models.check import open_draft_runner, open_runner
+from decode.models.fast import forward, layout, weights
+from decode.models.fast.forward import FastRunner
+from decode.models.fast.weights import (
+    HalfLinear,
+    Linear,
+    Linears,
+    PackedLinear,
+    TwoLayouts,
+    half_scale,
+    halvable,
+    packable,
+)
+from decode.models.huggingface import HuggingFaceRunner
 
 SHAPES = [(48, 32), (32, 48), (96, 576), (7, 5)]
 ROWS = [(0,), (1,), (2,), (8,), (13,), (64,), (300,), (2, 3)]
@@ -34,7 +41,7 @@ def test_products_are_those_of_plain_weights(kind: str, shape: tuple[int, int], 
     make = {"float16": HalfLinear, "both": TwoLayouts}.get(kind, PackedLinear)
     plain, made = Linear(weight, bias), make(weight, bias)
     if isinstance(made, PackedLinear):
-        made.least = choose_linear.FEW if kind == "padded" else 1
+        made.least = weights.FEW if kind == "padded" else 1
     assert made.rows == shape[0]
     assert made.bytes == weight.numel() * (2 if kind == "float16" else 4)
     for rows in ROWS:
@@ -81,8 +88,8 @@ def measured(monkeypatch: pytest.MonkeyPatch, seconds: dict[int, dict[str, list[
         asked.append(len(weight))
         return {way: seconds[len(weight)][way] for way in ways}
 
-    monkeypatch.setattr(choose_linear, "measure", measure)
-    monkeypatch.setattr(choose_linear, "_MEASURED", {})
+    monkeypatch.setattr(weights, "measure", measure)
+    monkeypatch.setattr(weights, "_MEASURED", {})
     return asked
 
 
@@ -109,7 +116,7 @@ def test_the_fastest_layout_is_chosen_for_each_shape(monkeypatch: pytest.MonkeyP
     if halvable(torch.ones(1, 1)):
         assert kinds("auto", half=True) == [PackedLinear, HalfLinear, Linear, PackedLinear]
         assert kinds("on", half=True) == [PackedLinear, HalfLinear, PackedLinear, PackedLinear]
-    monkeypatch.setattr(choose_linear, "TWICE", 0)
+    monkeypatch.setattr(weights, "TWICE", 0)
     assert TwoLayouts not in kinds("auto", copies=True)
     make = Linears("auto")
     make(torch.randn(6, 4))
@@ -125,8 +132,8 @@ def in_sixteen_bits(model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16)
 def half_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if products with weights in float16 were measured fastest."""
     times = {"plain": [9.0] * 3, "columns": [9.0] * 3, "packed": [5.0] * 3, "in float16": [1.0] * 3}
-    monkeypatch.setattr(choose_linear, "measure", lambda ways, weight, layers: {way: times[way] for way in ways})
-    monkeypatch.setattr(choose_linear, "_MEASURED", {})
+    monkeypatch.setattr(weights, "measure", lambda ways, weight, layers: {way: times[way] for way in ways})
+    monkeypatch.setattr(weights, "_MEASURED", {})
 
 
 @X86
@@ -152,7 +159,7 @@ def test_a_target_published_in_sixteen_bits_is_read_in_sixteen_with_its_own_resu
 def test_a_large_target_is_read_in_sixteen_bits_where_memory_has_room(
     tiny, half_is_fastest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fast_architectures, "COPIED", 0)
+    monkeypatch.setattr(layout, "COPIED", 0)
     model, ids = in_sixteen_bits(tiny("llama")), torch.arange(9) % VOCAB
     runner = open_runner(model, pack="auto")
     assert isinstance(runner, FastRunner)
@@ -160,7 +167,7 @@ def test_a_large_target_is_read_in_sixteen_bits_where_memory_has_room(
     with torch.inference_mode():
         torch.testing.assert_close(Reader(runner).read(ids), model(input_ids=ids[None]).logits[0], rtol=1e-4, atol=1e-4)
     others = [open_runner(tiny("llama"), pack="auto"), open_draft_runner(model, model, pack="auto")]
-    monkeypatch.setattr(fast_runner_module, "free_memory", lambda device: 0.0)
+    monkeypatch.setattr(forward, "free_memory", lambda device: 0.0)
     for plain in (*others, open_runner(model, pack="auto")):
         assert isinstance(plain, FastRunner)
         assert type(plain.network.layers[0].qkv) is Linear
@@ -177,6 +184,6 @@ def test_a_draft_is_rounded_to_sixteen_bits(tiny, half_is_fastest, monkeypatch: 
     gap = (Reader(rounded).read(ids) - expected).square().mean(-1).sqrt().max() / expected.std()
     assert 1e-5 < gap < 0.01
     with monkeypatch.context() as patch:
-        patch.setattr(choose_runner, "UNMEASURED", 1e-6)
+        patch.setattr(check, "ROUNDED", 1e-6)
         with pytest.warns(UserWarning, match="using the ordinary model call"):
             assert isinstance(open_draft_runner(draft, draft, pack="auto"), HuggingFaceRunner)

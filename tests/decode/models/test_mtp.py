@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +11,27 @@ import torch
 from architectures import ARCHITECTURES, build_architecture
 from enumeration import Experiment
 from families import NEEDED, with_layers, written
+from plain_logits import after
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
-from decode.bench.benchmark import plan
-from decode.drafters.eagle import FeatureDrafter
+from decode.core.draft import Draft
+from decode.core.loop import Method, decode, decode_texts
+from decode.core.sampling import LogitsWarper, TorchRng
+from decode.drafters.base import DraftRequest
+from decode.drafters.model import FeatureDrafter
 from decode.errors import UserError
-from decode.loop import Method, decode, decode_texts
-from decode.method_options import MethodOptions
+from decode.measure.benchmark import plan
 from decode.methods import MethodInputs, build
-from decode.models.choose_runner import open_draft_runner, open_runner
-from decode.models.head_files import is_head, load_head, save_head
-from decode.models.loading import load_model
-from decode.models.mtp import MtpHead, MtpRunner, load_mtp
-from decode.models.teacher_forcing import teacher_forced
-from decode.sampling import LogitsWarper, TorchRng
+from decode.models.check import open_draft_runner, open_runner
+from decode.models.heads.files import is_head, load_head, save_head
+from decode.models.heads.mtp import MtpHead, MtpRunner, load_mtp
+from decode.models.open import load_model
+from decode.models.texts import teacher_forced
+from decode.options import MethodOptions
 
 pytestmark = NEEDED
 
@@ -40,6 +44,19 @@ def method(target: PreTrainedModel, length: int, temperature: float = 0.0) -> tu
     warp = LogitsWarper(temperature)
     inputs = MethodInputs(open_runner(target), warp, runner, options=MethodOptions(draft_length=length))
     return build("eagle", inputs), warp, runner
+
+
+def changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[DraftRequest, Draft], Any]) -> None:
+    """Show, or hand out for a change, every draft with what it was asked for."""
+    drafting = FeatureDrafter.propose
+
+    def propose(self: FeatureDrafter, requests: Sequence[DraftRequest]) -> list[Draft]:
+        drafts = drafting(self, requests)
+        for request, draft in zip(requests, drafts):
+            change(request, draft)
+        return drafts
+
+    monkeypatch.setattr(FeatureDrafter, "propose", propose)
 
 
 KINDS = [("DeepSeek-V3", 1), ("DeepSeek-V3", 3), ("Qwen3-Next", 1)]
@@ -62,21 +79,14 @@ def test_drafts_are_transformers_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ids = torch.tensor([prompt])
     text = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False, use_mtp=True)
     ours: dict[int, list[int]] = {}
-    drafting = FeatureDrafter.propose
-
-    def seen(self, requests):  # type: ignore[no-untyped-def]
-        drafts = drafting(self, requests)
-        ours.update((len(request.ids), draft.ids) for request, draft in zip(requests, drafts))
-        return drafts
-
-    monkeypatch.setattr(FeatureDrafter, "propose", seen)
+    changed(monkeypatch, lambda request, draft: ours.update({len(request.ids): draft.ids}))
     system, warp, _ = method(target, layers)
     out = decode(open_runner(target), system, warp, prompt, max_new_tokens=40)
     assert out.ids == text[0].tolist()
     shared = [at for at, drafted in theirs.items() if drafted and ours.get(at)]
     assert len(shared) > 20
     assert {at: ours[at] for at in shared} == {at: theirs[at][: len(ours[at])] for at in shared}
-    assert sum(out.trace.accepted) > 3
+    assert sum(r.accepted for r in out.rounds) > 3
 
 
 @pytest.mark.parametrize(("kind", "layers"), KINDS)
@@ -95,9 +105,9 @@ def test_greedy_texts_are_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             open_runner(target), system, warp, prompts, rngs=[TorchRng(i) for i in range(3)], max_new_tokens=20
         )
         assert [text.ids for text in found] == expected
-        longest = {drafted for text in found for drafted in text.trace.drafted}
+        longest = {drafted for text in found for drafted in [r.drafted for r in text.rounds]}
         assert max(longest) == (length if layers == 1 else min(length, layers))
-        assert sum(sum(text.trace.accepted) for text in found) > 2
+        assert sum(sum(r.accepted for r in text.rounds) for text in found) > 2
 
 
 @pytest.mark.parametrize(("kind", "layers"), [*KINDS, ("GLM-4.5", 1), ("Mellum", 1)])
@@ -108,18 +118,11 @@ def test_drafts_after_rollbacks_are_those_of_fresh_layers(
     target = with_layers(tmp_path, monkeypatch, kind, layers, vocab_size=5)
     system, warp, runner = method(target, 3, temperature=1.0)
     rounds: list[tuple[list[int], list[int], Tensor]] = []
-    drafting = FeatureDrafter.propose
-
-    def seen(self, requests):  # type: ignore[no-untyped-def]
-        drafts = drafting(self, requests)
-        rounds.extend((list(r.ids), d.ids, d.probs) for r, d in zip(requests, drafts) if len(d))
-        return drafts
-
-    monkeypatch.setattr(FeatureDrafter, "propose", seen)
+    changed(monkeypatch, lambda request, draft: rounds.append((list(request.ids), draft.ids, draft.probs)))
     prompt = [i % 5 for i in PROMPT]
     out = decode(open_runner(target), system, warp, prompt, max_new_tokens=30, rng=TorchRng(1))
-    assert {0, 1} < set(out.trace.accepted)
-    for ids, drafted, probs in rounds:
+    assert {0, 1} < {r.accepted for r in out.rounds}
+    for ids, drafted, probs in (made for made in rounds if made[1]):
         whole = [*ids, *drafted]
         (forced,) = teacher_forced(target, {"mtp": runner.model}, [(whole, len(ids))], depth=3)
         for depth, row in enumerate(probs):
@@ -135,22 +138,10 @@ def test_sampled_texts_are_distributed_as_the_targets(
     system, _, _ = method(target, 2)
     system.drafter.warp = warp = LogitsWarper(temperature=1.3, top_k=2)
 
-    @torch.inference_mode()
-    def forward(text: list[int]) -> Tensor:
-        return target(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
-
-    experiment = Experiment(open_runner(target), warp, [i % 5 for i in PROMPT], 3, forward=forward)
+    experiment = Experiment(open_runner(target), warp, [i % 5 for i in PROMPT], 3, forward=after(target))
     assert experiment.bias(system) < 1e-4  # routers and rotations compute in float32
     assert experiment.drafted == {0, 1, 2}
-    drafting = FeatureDrafter.propose
-
-    def lying(self, requests):  # type: ignore[no-untyped-def]
-        drafts = drafting(self, requests)
-        for draft in drafts:
-            draft.probs = None if draft.probs is None else torch.full_like(draft.probs, 1 / 5)
-        return drafts
-
-    monkeypatch.setattr(FeatureDrafter, "propose", lying)
+    changed(monkeypatch, lambda request, draft: draft.probs is not None and draft.probs.fill_(1 / 5))
     assert experiment.bias(system) > 0.01
 
 

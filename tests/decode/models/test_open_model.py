@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
 import time
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants, get_session
 from pairs import make_tokenizer, save_pair
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from tokenizers_of_kinds import byte_level
+from transformers.utils import logging as hf_logging
 
 from decode.errors import UserError
-from decode.models import loading as opening
-from decode.models.loading import choose_device, choose_dtype, load_config, load_model, load_tokenizer, open_draft
+from decode.models import open as opening
+from decode.models import sources
+from decode.models.open import choose_device, choose_dtype, load_config, load_model, load_tokenizer, open_draft
 
 CPU = {"device": "cpu", "dtype": "float32"}
 
@@ -79,9 +86,13 @@ def test_files_that_cannot_be_read_are_refused_with_the_reason(folder: Path, tmp
     assert "no such folder" in refusal(tmp_path / "missing")
 
 
-def test_a_hub_that_does_not_answer_is_not_asked_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+def test_a_hub_that_does_not_answer_is_asked_once_and_nothing_stays_switched_off(monkeypatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(sources, "_asked", {})
+    asked: list[str] = []
+    session = SimpleNamespace(head=lambda url, timeout: asked.append(url) or get_session().head(url, timeout=timeout))
+    monkeypatch.setattr(sources, "get_session", lambda: session)
     began = time.monotonic()
     for load in (partial(load_model, **CPU), load_tokenizer, load_config):
         with pytest.raises(
@@ -89,6 +100,27 @@ def test_a_hub_that_does_not_answer_is_not_asked_again_and_again(monkeypatch: py
         ):
             load("some/name@v1")
     assert time.monotonic() - began < 10  # huggingface_hub alone takes 23 s for each
+    assert len(asked) == 1
+    assert constants.HF_HUB_OFFLINE is False
+    monkeypatch.setattr(sources, "MEMORY", 0.0)
+    session.head = lambda url, timeout: None
+    assert not sources.hub_offline()  # it answers again
+
+
+def test_an_adapter_is_refused_with_how_to_merge_it(tmp_path: Path, tiny: Any) -> None:
+    get_peft_model(copy.deepcopy(tiny("llama")), LoraConfig(r=2)).save_pretrained(tmp_path)
+    assert re.search(r"it is an adapter: merge it .*merge_and_unload.* give the merged folder", refusal(tmp_path))
+
+
+def test_loading_leaves_transformers_messages_as_they_were(folder: Path) -> None:
+    """Two threads load at once; the settings are the process's."""
+    before = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    threads = [Thread(target=partial(load_model, folder / name, **CPU)) for name in ("target", "draft") * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert before == (hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled())
 
 
 def test_quantised_weights_are_placed_while_loading_and_not_moved(folder: Path, monkeypatch: Any) -> None:
@@ -123,3 +155,10 @@ def test_a_drafts_tokenizer_that_cannot_be_read_is_an_error_and_not_left_uncheck
     for name in ("tokenizer.json", "tokenizer_config.json"):
         os.remove(folder / "draft" / name)
     assert open_draft(folder / "draft", target, make_tokenizer()).num_parameters()
+
+
+def test_a_draft_of_another_tokenizer_is_refused_with_who_takes_it(folder: Path) -> None:
+    target = load_model(folder / "target", **CPU)
+    byte_level().save_pretrained(folder / "draft")
+    with pytest.raises(UserError, match=r"is not the target's: id .*assisted generation .*assistant_tokenizer"):
+        open_draft(folder / "draft", target, make_tokenizer())

@@ -7,7 +7,7 @@ from pairs import make_tokenizer
 from tokenizers_of_kinds import CHAT_TEMPLATES, byte_level, sentencepiece, with_start
 
 from decode.errors import UserError
-from decode.models.tokens import chat_ids, check_template, continuation_ids, prompt_ids, start_ids
+from decode.models.tokens import StopStrings, chat_ids, check_template, continuation_ids, prompt_ids, start_ids
 from distill.data.chat import ChatFormat, chat_turns, label, pair, prompt_part
 
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -78,3 +78,26 @@ def test_chats_that_a_template_refuses_or_does_not_write_are_an_error() -> None:
         )
         with pytest.raises(UserError, match=message):
             check_template(deaf, "Be brief.")
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level(), sentencepiece()], ids=["byte-level", "sentencepiece"])
+def test_a_text_ends_with_the_token_that_completes_a_stop_string_whatever_stands_before(tokenizer) -> None:
+    ids = tokenizer("how many more apples. Are there, apples?\nOn the farm", add_special_tokens=False).input_ids
+    for string in ("apple", ".", "?\n", "more a", "the farm", "farms"):
+        stop = StopStrings(tokenizer, ["never", string])
+        first = next((n for n in range(1, len(ids) + 1) if string in tokenizer.decode(ids[:n])), None)
+        for before in ([], [5] * 4000):
+            ends = [n for n in range(1, len(ids) + 1) if stop.ends(before + ids[:n])]
+            assert ends[:1] == ([] if first is None else [first])
+
+
+def test_of_a_long_text_the_last_tokens_alone_are_read_for_stop_strings() -> None:
+    class Ids(list[int]):
+        def __getitem__(self, part):  # type: ignore[no-untyped-def]
+            assert part == slice(-8, None)
+            return super().__getitem__(part)
+
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            raise AssertionError("all were read")
+
+    assert not StopStrings(byte_level(), ["the farm", "\n"]).ends(Ids([5] * 100))

@@ -11,10 +11,9 @@ from heads import make_head
 from plain_logits import draft_logits, head_logits, response_logits
 from reading import draws_named
 
-from decode.models import teacher_forcing, writing
-from decode.models.teacher_forcing import teacher_forced
-from decode.models.writing import write_texts
-from decode.sampling import LogitsWarper
+from decode.core.sampling import LogitsWarper
+from decode.models import texts
+from decode.models.texts import teacher_forced, write_texts
 
 TEXTS = [([3, 7, 1, 9, 12, 40, 2, 5], 4), ([5, 6], 2), ([5, 6, 7], 1), ([9, 9, 4] * 6, 11), ([8] * 30, 3)]
 """The second has no response."""
@@ -22,37 +21,33 @@ TEXTS = [([3, 7, 1, 9, 12, 40, 2, 5], 4), ([5, 6], 2), ([5, 6, 7], 1), ([9, 9, 4
 
 @pytest.mark.parametrize(("family", "tokens"), [("llama", 40), ("llama", 4096), ("mistral", 40), ("gpt2", 40)])
 def test_every_text_gets_its_own_logits(family: str, tokens: int, tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teacher_forcing, "TOKENS", tokens)
+    monkeypatch.setattr(texts, "TOKENS", tokens)
     target = tiny(family)
     short = copy.deepcopy(target)
     short.resize_token_embeddings(30)
-    drafts = {
-        "short": short,
-        "draft": resembling(target, 0.2),
-        "one": make_head(target, 1),
-        "three": make_head(target, 3),
-    }
-    seen = {forced.number: forced for forced in teacher_forced(target, drafts, TEXTS, depth=3)}
+    models = {"short": short, "draft": resembling(target, 0.2)}
+    heads = {"one": make_head(target, 1), "three": make_head(target, 3)}
+    seen = {forced.number: forced for forced in teacher_forced(target, models | heads, TEXTS, depth=3)}
     assert sorted(seen) == [0, 2, 3, 4]
-    with torch.no_grad():
-        for number, forced in seen.items():
-            text = TEXTS[number]
-            torch.testing.assert_close(forced.p, response_logits(target, *text), rtol=1e-4, atol=1e-4)
-            for name in ("short", "draft"):
-                (q,) = forced.q[name]
-                torch.testing.assert_close(q, draft_logits(target, drafts[name], *text), rtol=1e-4, atol=1e-4)
-            for name in ("one", "three"):
-                assert len(forced.q[name]) == 3
-                for depth, q in enumerate(forced.q[name], 1):
-                    wanted = head_logits(drafts[name], target, *text, depth)
-                    torch.testing.assert_close(q, wanted, rtol=1e-4, atol=1e-4)
+    for number, forced in seen.items():
+        text = TEXTS[number]
+        torch.testing.assert_close(forced.p, response_logits(target, *text), rtol=1e-4, atol=1e-4)
+        for name, model in models.items():
+            (q,) = forced.q[name]
+            torch.testing.assert_close(q, draft_logits(target, model, *text), rtol=1e-4, atol=1e-4)
+        for name, head in heads.items():
+            assert len(forced.q[name]) == 3
+            for depth, q in enumerate(forced.q[name], 1):
+                wanted = head_logits(head, target, *text, depth)
+                torch.testing.assert_close(q, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_a_model_that_ignores_logits_to_keep_gets_the_same_rows(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some models take `logits_to_keep` as one of their ``**kwargs``, and give all rows."""
     target = copy.deepcopy(tiny("llama"))
+    options = {"budgets": 4, "stop_ids": (), "draws": draws_named(0)}
     wanted = [forced.p for forced in teacher_forced(target, {}, TEXTS)]
-    texts = write_texts(target, [[3, 7], [5]], LogitsWarper(), budgets=4, stop_ids=(), draws=draws_named(0))
+    written = write_texts(target, [[3, 7], [5]], LogitsWarper(), **options)
     forward = target.forward
 
     def swallowing(input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):  # type: ignore[no-untyped-def]
@@ -62,6 +57,5 @@ def test_a_model_that_ignores_logits_to_keep_gets_the_same_rows(tiny, monkeypatc
     monkeypatch.setattr(target, "forward", swallowing)
     for seen, rows in zip(teacher_forced(target, {}, TEXTS), wanted):
         torch.testing.assert_close(seen.p, rows, rtol=1e-4, atol=1e-4)
-    monkeypatch.setattr(writing, "fast_if_equal", lambda *_: None)
-    again = write_texts(target, [[3, 7], [5]], LogitsWarper(), budgets=4, stop_ids=(), draws=draws_named(0))
-    assert again == texts
+    monkeypatch.setattr(texts, "fast_if_equal", lambda *_: None)
+    assert write_texts(target, [[3, 7], [5]], LogitsWarper(), **options) == written

@@ -1,26 +1,23 @@
-"""The language model in models that read images or audio too, and adapters given as models."""
+"""The language model in models that read images or audio too."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from families import VOCAB, WRAPPERS, build_wrapper
 from greedy import PROMPTS, assert_decodes, generate
-from pairs import make_tokenizer
-from peft import LoraConfig, get_peft_model
 from scripted import Oracle
 from transformers import AutoModelForCausalLM, Blip2Config, Blip2ForConditionalGeneration, T5Config
 
+from decode.core.loop import Method
+from decode.core.stop import StopRule
 from decode.errors import UserError
-from decode.loop import Method
-from decode.models.choose_runner import open_runner
-from decode.models.families import decoder_layers, final_norm
-from decode.models.loading import load_config, load_model, load_tokenizer, open_draft
-from decode.stopping import StopRule
+from decode.models.check import open_runner
+from decode.models.open import load_config, load_model
 from distill.drafts.language_model import cut
+from distill.layers import decoder_layers, final_norm
 
 CPU = {"device": "cpu", "dtype": "float32"}
 SERVED = [kind for kind, (*_, name) in WRAPPERS.items() if name]
@@ -95,52 +92,3 @@ def test_what_has_no_language_model_of_its_own_is_refused_by_name(tmp_path: Path
             load_model(tmp_path / folder, **CPU)
     with pytest.raises(UserError, match="T5ForConditionalGeneration"):
         load_config(tmp_path / "t5")
-
-
-# -- adapters ----------------------------------------------------------------------------------------------------------
-
-
-def save_adapter(base: Path, folder: Path) -> list[int]:
-    """A random adapter of the model in a folder; returns what the adapted model generates."""
-    whole = build_wrapper("qwen2_5_vl", vocab=280) if "whole" in base.name else None
-    model = AutoModelForCausalLM.from_pretrained(base) if whole is None else whole
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        targets = r".*layers\.\d+\.(self_attn\.q_proj|mlp\.up_proj)"
-        adapted = get_peft_model(model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
-    adapted.peft_config["default"].base_model_name_or_path = str(base)
-    adapted.eval().save_pretrained(folder)
-    return generate(adapted, PROMPTS[0])
-
-
-@pytest.mark.parametrize("kind", ["target", "whole"])
-def test_an_adapter_is_opened_as_its_base_with_the_adapter_merged(kind: str, tmp_path: Path, tiny) -> None:  # type: ignore[no-untyped-def]
-    base, folder = tmp_path / kind, tmp_path / "adapter"
-    model = build_wrapper("qwen2_5_vl", vocab=280) if kind == "whole" else tiny("llama", vocab_size=280)
-    model.save_pretrained(base)
-    make_tokenizer().save_pretrained(base)
-    text = save_adapter(base, folder)
-    assert text != generate(model, PROMPTS[0])
-    opened = load_model(folder, **CPU)
-    assert_decodes(open_runner(opened), Method("", Oracle(text, "alternating", 280), StopRule()), text, PROMPTS[0])
-    assert type(load_config(folder)) is type(opened.config)
-    assert load_tokenizer(folder).get_vocab() == make_tokenizer().get_vocab()
-    draft = open_draft(folder, load_model(base, **CPU), make_tokenizer())
-    assert all(torch.equal(a, b) for a, b in zip(draft.parameters(), opened.parameters(), strict=True))
-
-
-def test_an_adapter_that_does_not_fit_or_names_no_base_is_refused(tmp_path: Path, tiny) -> None:  # type: ignore[no-untyped-def]
-    base, folder = tmp_path / "target", tmp_path / "adapter"
-    tiny("llama").save_pretrained(base)
-    save_adapter(base, folder)
-    file = folder / "adapter_config.json"
-    fields = json.loads(file.read_text())
-    tiny("llama", num_hidden_layers=1).save_pretrained(tmp_path / "shorter")
-    for named, words in (
-        (str(tmp_path / "shorter"), r"cannot be merged into its base LlamaForCausalLM: 4 of its tensors do not fit"),
-        (str(tmp_path / "gone"), r"base that the adapter '.*adapter' names .*, '.*gone': .*no such folder"),
-        (None, r"adapter_config.json has base_model_name_or_path null: name the model"),
-    ):
-        file.write_text(json.dumps(fields | {"base_model_name_or_path": named}))
-        with pytest.raises(UserError, match=words):
-            load_model(folder, **CPU)

@@ -2,66 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import random
+from collections.abc import Callable
 
 import pytest
 import torch
 from architectures import build_architecture
+from families import VOCAB
+from greedy import generate
 from reading import draws_named
 from transformers import PreTrainedModel
 
-from decode.loop import decode
+from decode.core.loop import decode
+from decode.core.sampling import LogitsWarper, TorchRng
 from decode.methods import MethodInputs, build
-from decode.models import writing as batched_generation
-from decode.models.choose_runner import open_runner
-from decode.models.writing import draws_of_loop, write_texts
-from decode.sampling import LogitsWarper, TorchRng
+from decode.models import api, huggingface, texts
+from decode.models.check import open_runner
+from decode.models.texts import draws_of_loop, write_texts
 
 Tiny = Callable[..., PreTrainedModel]
 PROMPTS = [[5, 9, 3], [7], [2, 11, 13, 17, 19, 23, 4, 8], [30, 31]]
+GREEDY, SAMPLED = LogitsWarper(0.0), LogitsWarper(1.0)
 
 
-def written(
-    model: PreTrainedModel, warp: LogitsWarper, *, budget: int = 12, stops: Collection[int] = ()
-) -> list[list[int]]:
-    return write_texts(model, PROMPTS, warp, budgets=budget, stop_ids=stops, draws=draws_named(0))
+def written(model: PreTrainedModel, warp: LogitsWarper, **options) -> list[list[int]]:  # type: ignore[no-untyped-def]
+    options = {"budgets": 12, "stop_ids": (), "draws": draws_named(0)} | options
+    return write_texts(model, PROMPTS, warp, **options)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "codegen", "gpt2", "opt", "mistral", "phi"])
 def test_a_batch_of_prompts_is_answered_as_generate_answers_each_alone(tiny: Tiny, family: str) -> None:
-    model = tiny(family)
-    for prompt, got in zip(PROMPTS, written(model, LogitsWarper(0.0))):
-        ids = torch.tensor([prompt])
-        wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-        assert got == wanted[0, len(prompt) :].tolist()
+    for prompt, got in zip(PROMPTS, written(tiny(family), GREEDY)):
+        assert prompt + got == generate(tiny(family), prompt, 12)
 
 
 @pytest.mark.parametrize("recurrent", [False, True])
 def test_a_text_ends_at_its_stop_token_or_budget_and_the_others_go_on(tiny: Tiny, recurrent: bool) -> None:
     model = build_architecture("Qwen3-Next") if recurrent else tiny("llama")
-    free = written(model, LogitsWarper(0.0))
+    free = written(model, GREEDY)
     stop = free[0][4]
-    cut = written(model, LogitsWarper(0.0), stops={stop})
-    for whole, part in zip(free, cut):
-        end = whole.index(stop) + 1 if stop in whole else len(whole)
-        assert part == whole[:end]
-    short = write_texts(model, PROMPTS, LogitsWarper(0.0), budgets=[3, 0, 12, 1], stop_ids=(), draws=draws_named(0))
-    assert short == [free[0][:3], [], free[2], free[3][:1]]
+    for text, part in zip(free, written(model, GREEDY, stop_ids={stop})):
+        end = text.index(stop) + 1 if stop in text else len(text)
+        assert part == text[:end]
+    assert written(model, GREEDY, budgets=[3, 0, 12, 1]) == [free[0][:3], [], free[2], free[3][:1]]
 
 
-def test_packed_weights_write_the_same_texts(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny("llama")
-    plain = [written(model, warp) for warp in (LogitsWarper(0.0), LogitsWarper(1.0))]
-    monkeypatch.setattr(batched_generation, "PACKED", 0)
-    model.train()
-    assert [written(model, warp) for warp in (LogitsWarper(0.0), LogitsWarper(1.0))] == plain
-    assert model.training
-    model.eval()
-
-
-@pytest.mark.parametrize(
-    "warp", [LogitsWarper(0.0), LogitsWarper(1.0), LogitsWarper(0.7, top_p=0.9, repetition_penalty=1.3)], ids=str
-)
+@pytest.mark.parametrize("warp", [GREEDY, SAMPLED, LogitsWarper(0.7, top_p=0.9, repetition_penalty=1.3)], ids=str)
 @pytest.mark.parametrize("batch_size", [None, 2])
 def test_texts_are_those_of_the_loop_without_a_drafter(tiny: Tiny, warp: LogitsWarper, batch_size: int | None) -> None:
     model = tiny("llama")
@@ -72,15 +58,66 @@ def test_texts_are_those_of_the_loop_without_a_drafter(tiny: Tiny, warp: LogitsW
         for i, prompt in enumerate(PROMPTS)
     ]
     finished: list[int] = []
-    texts = write_texts(
-        model,
-        PROMPTS,
-        warp,
-        budgets=40,
-        stop_ids={7},
-        draws=draws_of_loop(3),
-        batch_size=batch_size,
-        progress=finished.append,
-    )
-    assert texts == alone
+    options = {"budgets": 40, "stop_ids": {7}, "draws": draws_of_loop(3), "batch_size": batch_size}
+    assert written(model, warp, **options, progress=finished.append) == alone
     assert sum(finished) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("warp", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("batch_size", [1, 2, 7, 16])
+def test_a_text_depends_neither_on_its_neighbours_nor_on_when_it_is_begun(
+    tiny: Tiny, warp: LogitsWarper, batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, dice = tiny("llama"), random.Random(0)
+    monkeypatch.setattr(texts, "PROMPT_TOKENS", 30)  # longer prompts are read in pieces
+    monkeypatch.setattr(api, "PIECE", 20)
+    lengths = [3, 40, 8, 1, 25, 13, 13, 2, 60, 5, 9]
+    prompts = [[dice.randrange(VOCAB) for _ in range(length)] for length in lengths]
+
+    def write(numbers: list[int], size: int | None) -> list[list[int]]:
+        return write_texts(
+            model, [prompts[i] for i in numbers], warp, budgets=[min(20, 64 - lengths[i]) for i in numbers],
+            stop_ids={7, 11}, draws=lambda i, count: draws_named(5)(numbers[i], count), batch_size=size,
+        )  # fmt: skip
+
+    alone = [write([i], None)[0] for i in range(len(prompts))]
+    assert len({len(text) for text in alone}) > 2  # they end at different times
+    assert write(list(range(len(prompts))), batch_size) == alone
+    assert write([8, 2, 0], 2) == [alone[8], alone[2], alone[0]]
+
+
+def test_packed_weights_write_the_same_texts(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    plain = [written(model, warp) for warp in (GREEDY, SAMPLED)]
+    monkeypatch.setattr(texts, "PACKED", 0)
+    model.train()
+    assert [written(model, warp) for warp in (GREEDY, SAMPLED)] == plain
+    assert model.training
+    model.eval()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_an_opened_model_writes_without_being_opened_again(tiny: Tiny, family: str, monkeypatch) -> None:
+    wanted, runner = written(tiny(family), SAMPLED), open_runner(tiny(family))
+    monkeypatch.setattr(texts, "fast_if_equal", lambda *_: pytest.fail("opened"))
+    for _ in range(2):
+        assert written(runner, SAMPLED) == wanted
+
+
+def test_greedy_texts_draw_nothing(tiny: Tiny) -> None:
+    written(tiny("llama"), GREEDY, draws=lambda *_: pytest.fail("drawn"))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_no_more_texts_are_written_at_once_than_memory_holds(tiny: Tiny, family: str, monkeypatch) -> None:
+    model, rows = tiny(family), list[int]()
+    wanted, grow = written(model, SAMPLED), texts._Writer.grow
+    monkeypatch.setattr(
+        texts._Writer, "grow", lambda self, live, logits: rows.append(len(live)) or grow(self, live, logits)
+    )
+    size = huggingface.facts_of(model)["cache_bytes_per_token"]
+    monkeypatch.setattr(huggingface, "free_memory", lambda device: 2.5 * huggingface.GROWTH * 20 * size)
+    with pytest.warns(UserWarning, match="memory holds 2 texts of 20 tokens; writing 2 instead of 4"):
+        assert written(model, SAMPLED) == wanted
+    assert max(rows) == 2
+    assert torch.is_inference_mode_enabled() is False

@@ -3,16 +3,19 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from some_rows import add_column, from_lists
 from torch.utils.data import DataLoader
 
-from decode.bench.arithmetic import problems
 from decode.errors import UserError
+from decode.measure.arithmetic import problems
+from decode.measure.suites import SCORERS
 from distill import ranks
 from distill.config import DataSettings
 from distill.data import corpus as corpus_module
@@ -85,6 +88,16 @@ def test_a_trained_tokenizer_changes_no_text_and_has_a_token_for_every_digit() -
     assert [piece for piece in pieces if any(c.isdigit() for c in piece)] == list("12305317")
     assert len(tokenizer) == 600
     assert len(train_tokenizer(["aa aa"], 600)) == 259
+
+
+def test_answers_to_test_prompts_are_scored_against_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCORERS, "number", lambda reference, output: float((reference, output) == ("#### 4", "four")))
+    row = {"prompt": ["2+2?"], "response": ["#### 4"], "input_ids": [[5, 6]], "labels": [[-100, 6]]}
+    suite = corpus_module.test_suite(SimpleNamespace(test=Dataset.from_dict(row)), "gsm8k", 3)  # type: ignore[arg-type]
+    assert suite.prompts[0].ids == (5,)
+    assert suite.score is not None
+    assert suite.score(suite.prompts[0], "four") == 1
+    assert corpus_module.test_suite(SimpleNamespace(test=Dataset.from_dict(row)), "alpaca", 3).score is None  # type: ignore[arg-type]
 
 
 def examples() -> Examples:

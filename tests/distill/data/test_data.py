@@ -13,8 +13,8 @@ import pyarrow.parquet
 import pytest
 from datasets import Dataset, DatasetDict
 
-from decode.bench.datasets import PRESETS
 from decode.errors import UserError
+from decode.measure.suites import PRESETS
 from distill.config import DataSettings
 from distill.data.chat import IGNORE, label, pair, prompt_part
 from distill.data.corpus import Corpus, load_corpus, train_tokenizer

@@ -16,8 +16,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from decode.models.heads import FeatureHead, head_config
-from decode.models.mtp import load_mtp
+from decode.models.heads.eagle import FeatureHead, head_config
+from decode.models.heads.mtp import load_mtp
 from distill.config import DraftSettings, StudentSettings
 from distill.data.dataset import label_mask
 from distill.drafts import block

@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from tiny_run import STAGES, begun, check_killed_ends_alike, run_tiny, tiny_settings
 from transformers import AutoModelForCausalLM
 
-from decode.models.families import decoder_layers, final_norm
-from decode.models.head_files import load_head
+from decode.models.heads.files import load_head
 from distill.config import (
     BlockSettings,
     DraftSettings,
@@ -23,6 +22,7 @@ from distill.config import (
     TrainingSettings,
 )
 from distill.drafts.language_model import cut, kept_layers
+from distill.layers import decoder_layers, final_norm
 from distill.lm_head import LMHead, check_head
 
 STUDENTS = {

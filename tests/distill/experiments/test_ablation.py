@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 from tiny_run import altered, begun, tiny_settings
 
-from decode.bench.offline_acceptance import OfflineAlpha, paired, prompt_numbers
 from decode.errors import UserError
+from decode.measure.acceptance import OfflineAlpha, paired, prompt_numbers
 from distill.ablation import AblateSettings, ablate, table
 from distill.config import DraftSettings
 

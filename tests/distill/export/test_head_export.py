@@ -16,12 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from decode.errors import UserError, read_json
-from decode.models.block_head import BlockHead
-from decode.models.head_configs import unserved
-from decode.models.head_files import load_head, save_head
-from decode.models.heads import DraftHead
-from decode.models.loading import load_model
-from decode.models.mtp import load_mtp
+from decode.models.heads.block import BlockHead
+from decode.models.heads.eagle import DraftHead
+from decode.models.heads.files import load_head, save_head, unserved
+from decode.models.heads.mtp import load_mtp
+from decode.models.open import load_model
 from distill.config import ExportSettings
 from distill.export import head as exporting
 from distill.export.card import add_measurements

@@ -12,7 +12,7 @@ from sglang_classes import sglang_classes
 from transformers import LlamaConfig
 
 from decode.engines.server import CHECKOUT
-from decode.models.heads import FeatureHead, head_config
+from decode.models.heads.eagle import FeatureHead, head_config
 from distill.export.head import write_head
 
 WHEEL = next(

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from decode.models.families import final_norm
 from distill.config import LayerSkipSettings, TrainingSettings
 from distill.data.dataset import label_mask
+from distill.layers import final_norm
 from distill.layerskip import LayerSkip, dropout_rates, exit_weights, exits_on
 from distill.lm_head import LMHead
 from distill.losses.chunked import next_token_loss

@@ -12,7 +12,7 @@ from tiny_run import tiny_settings
 from wandb.sdk.launch.sweeps import utils
 
 from decode.commands import bench as compare
-from decode.commands.parsing import parse, read_config, run_main
+from decode.commands.cli import parse, read_config, run_main
 from decode.commands.settings import bench_settings
 from distill import __main__ as command
 from distill.ablation import AblateSettings
@@ -125,16 +125,16 @@ def test_every_file_is_read_by_its_commands(path: Path) -> None:
         )
 
 
-def sweep(name: str, choice: int) -> tuple[dict[str, Any], list[str]]:
+def sweep(name: str) -> tuple[dict[str, Any], list[str]]:
     """What the file says, and the command line of one of its points."""
     content = yaml.safe_load((ROOT / "sweeps" / f"{name}.yaml").read_text())
-    values = {key: {"value": choices["values"][choice]} for key, choices in content["parameters"].items()}
+    values = {key: {"value": choices["values"][0]} for key, choices in content["parameters"].items()}
     flags = utils.create_sweep_command_args({"args": values})["args"]
     return content, [part for part in content["command"] if part not in ("${env}", "${args}")] + flags
 
 
-def test_sweeps_give_commands_that_are_accepted_and_name_a_metric_that_is_logged() -> None:
-    content, argv = sweep("distill", 0)
+def test_the_sweep_gives_commands_that_are_accepted_and_names_a_metric_that_is_logged() -> None:
+    content, argv = sweep("distill")
     options = command.take_draft_options(argv := argv[3:])
     settings = parse(Settings, argv, prog="", foreign=command.FOREIGN)
     settings.validate()
@@ -143,8 +143,3 @@ def test_sweeps_give_commands_that_are_accepted_and_name_a_metric_that_is_logged
     logger = Mock()
     log_report(logger, {"drafts": [{"name": "adaspec", "offline_alpha": 0.5}], "decoding": []}, dict)
     assert content["metric"]["name"] in logger.log_metrics.call_args.args[0]
-    content, argv = sweep("decode", -1)
-    bench = bench_settings(argv[4:])
-    assert (bench.draft_length, bench.beta, bench.methods, bench.baselines) == (11, 0.2, ["ears"], False)
-    row = {"method": "ears", "baseline": False, "lossless": False, "speedup": 0.9, "tv_spent": 0.0, "accuracy": None}
-    assert compare.sweep_summary([row]) == {content["metric"]["name"]: 0.9, "tv_spent": 0.0}

@@ -16,14 +16,13 @@ import torch
 from families import WRAPPERS, build_wrapper
 from gguf_files import write_gguf
 from pairs import make_tokenizer
-from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from safetensors.torch import load_file
 from tiny_run import STAGES, altered, begun, bench, given, run_tiny, tiny_settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from decode.errors import UserError
-from decode.models.loading import load_model
+from decode.models.open import load_model
 from distill import pipeline, stages
 from distill.config import DraftSettings, LayerSkipSettings, StudentSettings, TargetSettings, TrainingSettings
 from distill.files import only_one
@@ -229,15 +228,3 @@ def test_drafts_are_trained_for_the_language_model_of_one_that_sees(kind: str, t
         assert names[-2:] == ["initial", "distillspec"]
         for stage in ("initial", "distillspec"):
             assert json.loads((run.path(stage) / "config.json").read_text())["architectures"] == [made]
-
-
-def test_an_adapter_becomes_a_plain_folder(tmp_path: Path, tiny: Callable[..., PreTrainedModel]) -> None:
-    base = copy.deepcopy(tiny("llama", vocab_size=280, max_position_embeddings=256))
-    base.generation_config.eos_token_id = 0
-    given(tmp_path / "base", base, make_tokenizer(chat=True))
-    adapted = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
-    adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
-    run, _ = bench(tiny_settings(tmp_path, target=given(tmp_path / "adapter", adapted)))
-    assert run_stages(run, ("target",)) == ["target"]
-    saved, ids = AutoModelForCausalLM.from_pretrained(run.target), torch.arange(3, 19)[None]
-    torch.testing.assert_close(saved(ids).logits, adapted.eval()(input_ids=ids).logits, atol=1e-4, rtol=1e-4)

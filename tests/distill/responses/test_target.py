@@ -19,7 +19,7 @@ from tokenizers_of_kinds import with_start
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from decode.models.writing import write_texts
+from decode.models.texts import write_texts
 from distill import ranks
 from distill.config import DataSettings, ResponseSettings, ServerSettings, Settings
 from distill.data.chat import IGNORE, until_end

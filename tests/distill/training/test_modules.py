@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from decode.models.families import decoder_layers
 from distill.config import DraftSettings
 from distill.data.dataset import IGNORE, Schedule, TrainingBatches, label_mask
 from distill.drafts.block import decay
 from distill.drafts.language_model import LanguageModelDraft
+from distill.layers import decoder_layers
 from distill.lm_head import LMHead, last_hidden
 from distill.losses.chunked import Compared, Rows, compare
 from distill.losses.divergences import Divergence, TargetRows, TokenDistributions

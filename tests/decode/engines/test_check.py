@@ -10,20 +10,20 @@ from heads import learned_head
 from pairs import make_pair
 from simulated_engine import SimulatedEngine
 
-from decode.engines.acceptance import (
+from decode.core.loop import decode
+from decode.core.sampling import LogitsWarper
+from decode.engines.check import (
     Drafts,
     ServedText,
     acceptance,
+    acceptance_rates,
     difference_error,
-    marginal_rates,
     mean_length,
     predicted_drafts,
 )
-from decode.loop import decode
-from decode.method_options import MethodOptions
 from decode.methods import MethodInputs, build
-from decode.models.choose_runner import open_draft_runner, open_runner
-from decode.sampling import LogitsWarper
+from decode.models.check import open_draft_runner, open_runner
+from decode.options import MethodOptions
 
 PROMPTS = [[5, 9, 17], [40, 41, 42, 43], [7], [100, 3, 55, 8, 9]]
 
@@ -46,14 +46,14 @@ def test_the_prediction_is_what_an_engine_counts(tiny, temperature: float) -> No
     options = {"temperature": temperature, "max_new_tokens": 24, "stop_ids": [0]}
     plain = SimulatedEngine(target, None, 1)
     texts = [(prompt, plain.write(prompt, seed=seed, **options).ids) for prompt, seed in items]
-    told = acceptance(target, draft, texts, 4)
-    expected = [predicted_drafts(accept, n, 4) for accept, n in zip(told.texts, told.lengths)]
+    accepted, agreement = acceptance(target, draft, texts, 4)
+    expected = [predicted_drafts(accept, len(ids), 4) for accept, (_, ids) in zip(accepted, texts)]
     engine = SimulatedEngine(target, draft, 4)
     out = [engine.write(prompt, seed=seed + 100, **options) for prompt, seed in items]
     served = [text.drafts for text in out]
     (ours, ours_se), (theirs, theirs_se) = mean_length(served), mean_length(expected)
     if temperature == 0:
-        assert told.agreement == 1
+        assert agreement == 1
         assert [text.ids for text in out] == [ids for _, ids in texts]
         assert [drafts.accepted for drafts in served] == [drafts.accepted for drafts in expected]
         assert (ours - theirs, difference_error(served, expected)) == (0, 0)
@@ -67,13 +67,8 @@ def test_a_greedy_draft_is_accepted_where_the_text_has_its_argmax(tiny) -> None:
     target, draft = make_pair(tiny)
     with torch.inference_mode():
         best = int(draft(torch.tensor([[5, 9, 17]])).logits[0, -1].argmax())
-    told = acceptance(target, draft, [([5, 9, 17], [token]) for token in range(280)], 1)
-    assert [i for i, text in enumerate(told.texts) if text[0][0]] == [best]
-
-
-def test_tokens_after_the_end_are_the_targets_own(tiny) -> None:
-    told = acceptance(*make_pair(tiny), [([5, 9], [17, 0])], 5)
-    assert (told.lengths, len(told.texts[0][0])) == ([2], 7)
+    accepted, _ = acceptance(target, draft, [([5, 9, 17], [token]) for token in range(280)], 1)
+    assert [i for i, text in enumerate(accepted) if text[0][0]] == [best]
 
 
 def test_a_heads_prediction_is_what_our_own_loop_accepts(tiny) -> None:
@@ -88,11 +83,11 @@ def test_a_heads_prediction_is_what_our_own_loop_accepts(tiny) -> None:
         first = decode(runner, system, warp, prompt, max_new_tokens=1).new_ids
         out = decode(runner, system, warp, [*prompt, *first], max_new_tokens=40)
         texts.append((prompt, [*first, *out.new_ids]))
-        for accepted, drafted in zip(out.trace.accepted, out.trace.drafted):
+        for accepted, drafted in zip([r.accepted for r in out.rounds], [r.drafted for r in out.rounds]):
             counted.rounds += drafted > 0
             counted.accepted = [n + (accepted > i) for i, n in enumerate(counted.accepted)]
-    told = acceptance(target, head, texts, 3)
-    expected = [predicted_drafts(accept, n, 3, budget=41) for accept, n in zip(told.texts, told.lengths)]
+    accepted, _ = acceptance(target, head, texts, 3)
+    expected = [predicted_drafts(accept, len(ids), 3, budget=41) for accept, (_, ids) in zip(accepted, texts)]
     assert sum(drafts.rounds for drafts in expected) == counted.rounds
     assert [sum(d.accepted[i] for d in expected) for i in range(3)] == counted.accepted
     assert 0 < counted.accepted[2] < counted.accepted[0] < counted.rounds
@@ -100,7 +95,7 @@ def test_a_heads_prediction_is_what_our_own_loop_accepts(tiny) -> None:
 
 def test_rates_and_lengths_are_over_all_rounds() -> None:
     texts = [Drafts(10, [8, 4]), Drafts(10, [6, 6])]
-    assert marginal_rates(texts, 3) == [0.7, 0.5, 0]
+    assert acceptance_rates(texts, 4) == [0.7, pytest.approx(5 / 7), 0, None]
     assert mean_length(texts) == (pytest.approx(1 + 0.7 + 0.5), 0)
     assert Drafts(5, [4, 3]) - Drafts(2, [2]) == Drafts(3, [2, 3])
     assert ServedText([1] * 11, 9.0, 2.0).tokens_per_second == 5

@@ -4,8 +4,8 @@ from fractions import Fraction
 
 import pytest
 
-from decode.bench.arithmetic import problem, problems, split_of, tables
 from decode.errors import UserError
+from decode.measure.arithmetic import problem, problems, split_of, tables
 
 SPLITS = ("train", "validation", "test")
 MARK = re.compile(r"<<(\d+)([-+*/])(\d+)=(\d+)>>(\d+)")

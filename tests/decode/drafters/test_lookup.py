@@ -1,24 +1,17 @@
+"""Prompt lookup and suffix decoding, each against a scan of the texts."""
+
 import random
 from collections import Counter
 
-import pytest
 from enumeration import ScriptedRunner, random_table
 from reading import Drafting
 
-from decode.drafters.suffix import END, SuffixDrafter
-from decode.loop import Method, decode, decode_texts
-from decode.sampling import LogitsWarper, TorchRng
-from decode.stopping import StopRule
+from decode.core.loop import Method, decode, decode_texts
+from decode.core.sampling import LogitsWarper, TorchRng
+from decode.core.stop import StopRule
+from decode.drafters.lookup import END, LookupDrafter, SuffixDrafter
 
 GREEDY = LogitsWarper()
-
-
-def taught(*texts, **options):
-    """A drafter that has seen texts end."""
-    drafter = SuffixDrafter(**options)
-    for text in texts:
-        drafter.close(Drafting(drafter, text).state)
-    return drafter
 
 
 def proposed(drafter, ids, max_depth=100, window=100):
@@ -28,26 +21,41 @@ def proposed(drafter, ids, max_depth=100, window=100):
     return draft.tokens.tolist()
 
 
-@pytest.mark.parametrize(
-    ("earlier", "ids", "wanted"),
-    [
-        ([], [1, 2, 3, 4, 5, 9, 1, 2, 3], [4, 5, 9]),  # from the text itself, as many tokens as match
-        ([[1, 2, 3, 4, 5, 6, 7]], [8, 2, 3, 4], [5, 6, 7]),  # from an earlier text, up to its end
-        ([[1, 2, 5], [1, 2, 6], [3, 2, 6]], [1, 2], [6]),  # a tie of the longer match: the latest
-        ([[1, 2, 5], [1, 2, 5], [1, 2, 6]], [1, 2], [5]),  # the commonest, not the latest
-        ([[7, 2, 4, 5], [1, 2, 5], [3, 2, 5], [6, 2, 5]], [8, 2], [5]),
-        ([], [1, 2, 3], []),
-        ([[4, 5, 6]], [1], []),
-    ],
-)
-def test_drafts_the_commonest_continuation_of_a_match_in_the_text_or_in_earlier_ones(earlier, ids, wanted):
-    assert proposed(taught(*earlier), ids) == wanted
+# -- prompt lookup ----------------------------------------------------------------------------------------------------
 
 
-def test_a_short_match_that_goes_on_alike_is_preferred_to_a_longer_one_that_does_not():
-    """Three tokens match in two texts that differ at once (0.5 expected), two in four of which three agree (1.5)."""
-    texts = [[9, 1, 2, 5, 6], [9, 1, 2, 7, 8], [3, 1, 2, 7, 8], [4, 1, 2, 7, 8]]
-    assert proposed(taught(*texts), [9, 1, 2]) == [7, 8]
+def brute_force(ids, length, max_ngram, min_ngram):
+    """The definition: longest n first, rightmost earlier occurrence, the copy goes on into itself."""
+    for n in range(max_ngram, min_ngram - 1, -1):
+        for end in range(len(ids) - 1, n - 1, -1):
+            if len(ids) > n and ids[end - n : end] == ids[-n:]:
+                text = list(ids)
+                for i in range(length):
+                    text.append(text[end + i])
+                return text[len(ids) :]
+    return []
+
+
+def test_growing_text_gives_what_a_scan_of_the_whole_text_gives():
+    source = random.Random(0)
+    for _ in range(200):
+        low, high = source.choice([(1, 3), (2, 3), (1, 1), (2, 4)])
+        ids = [source.randrange(3) for _ in range(source.randrange(1, 5))]
+        drafting = Drafting(LookupDrafter(length=4, max_ngram=high, min_ngram=low), ids)
+        for _ in range(10):
+            assert drafting.propose(ids).tokens.tolist() == brute_force(ids, 4, high, low)
+            ids = ids + [source.randrange(3) for _ in range(source.randrange(1, 4))]
+
+
+# -- suffix decoding ---------------------------------------------------------------------------------------------------
+
+
+def taught(*texts, **options):
+    """A drafter that has seen texts end."""
+    drafter = SuffixDrafter(**options)
+    for text in texts:
+        drafter.close(Drafting(drafter, text).state)
+    return drafter
 
 
 def test_the_draft_is_bounded_by_match_probability_window_and_depth():
@@ -93,7 +101,7 @@ def test_growing_texts_give_what_a_scan_of_all_texts_gives():
         for _ in range(8):
             assert drafting.propose(ids, StopRule(5)).tokens.tolist() == scan(ids, texts, ids, 5, 6, 0.2)
             ids = ids + source.choices(range(3), k=source.randrange(1, 4))
-            drafter.update(drafting.state, ids, None)
+            drafter.update(drafting.state, ids, None, None)
 
 
 def test_earlier_requests_shorten_later_ones_and_a_batch_teaches_nothing():
@@ -105,10 +113,10 @@ def test_earlier_requests_shorten_later_ones_and_a_batch_teaches_nothing():
     first, second = (decode(target, system, GREEDY, prompt, **options) for _ in range(2))
     assert first.ids == second.ids == batch[0].ids == batch[1].ids
     assert system.drafter.earlier.tokens == [*first.ids, END, *second.ids, END]
-    assert first.trace.rounds == batch[0].trace.rounds == batch[1].trace.rounds
-    assert second.trace.rounds < first.trace.rounds / 3
+    assert len(first.rounds) == len(batch[0].rounds) == len(batch[1].rounds)
+    assert len(second.rounds) < len(first.rounds) / 3
     later = decode_texts(target, system, GREEDY, [prompt], rngs=[TorchRng(0)], **options)[0]
-    assert later.trace.rounds < first.trace.rounds / 3  # a batch begins with what was learned
+    assert len(later.rounds) < len(first.rounds) / 3  # a batch begins with what was learned
 
 
 def test_of_a_long_session_the_latest_texts_are_remembered():

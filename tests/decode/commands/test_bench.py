@@ -1,0 +1,55 @@
+"""``bench``: which methods run by default, the stores that are made for them, and the function of the Python interface."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from pairs import make_pair, make_tokenizer
+
+from decode.commands.bench import bench, bench_options, choose_methods, draft_names, plan_entries
+from decode.commands.settings import BenchSettings
+from decode.drafters.corpus import tokenizer_fingerprint
+from decode.drafters.rest import Datastore
+from decode.errors import UserError
+from decode.models.open import Pair
+
+
+def test_methods_default_to_what_the_given_parts_allow_and_two_drafts_have_two_names():
+    alone = choose_methods(BenchSettings(target="t"))
+    assert "autoregressive" in alone
+    assert not {"vanilla", "rest", "adaptix", "generate-assistant"} & set(alone)
+    both = choose_methods(BenchSettings(target="t", draft=["d"], datastore="s"))
+    assert {"vanilla", "rest", "adaptix", "generate-assistant"} <= set(both)
+    assert choose_methods(BenchSettings(target="t", methods=["lookahead"], baselines=False)) == ["lookahead"]
+    assert draft_names(["a=x", "runs/b"]) == {"a": "x", "b": "runs/b"}
+    with pytest.raises(UserError, match="have one name"):
+        draft_names(["runs/b", "other/b"])
+
+
+@pytest.mark.parametrize("method", ["rest", "hybrid", "hybrid-tree:tree_nodes=4"])
+def test_methods_that_copy_get_a_store_of_the_corpus(method, tiny, tmp_path):
+    (tmp_path / "own.jsonl").write_text(json.dumps({"text": "Tom has 3 apples."}) + "\n")
+    pair = Pair(tiny("llama", vocab_size=280), make_tokenizer())
+    settings = BenchSettings(target="t", corpus=[str(tmp_path / "own.jsonl")])
+    assert bench_options(settings, ["vanilla"], pair, tmp_path).datastore is None
+    folder = bench_options(settings, [method], pair, tmp_path).datastore
+    assert folder is not None
+    ids = pair.tokenizer("Tom has").input_ids
+    assert Datastore(folder, tokenizer_fingerprint(pair.tokenizer)).longest(ids)[0] == len(ids)
+
+
+def test_a_method_that_was_named_and_no_draft_suits_is_refused(tiny):
+    methods = ["eagle-tree", "vanilla"]
+    with pytest.raises(UserError, match="no draft suits eagle-tree"):
+        plan_entries(BenchSettings(target="t", methods=methods), methods, {"d": make_pair(tiny)[1]})
+
+
+def test_the_api_measures_batches_and_refuses_what_cannot_be_measured(tiny):
+    options = {"batch_sizes": [2], "draft_lengths": [2], "limit": 2, "max_new_tokens": 4, "repeats": 1, "threads": 1}
+    target, draft = make_pair(tiny)
+    pair = Pair(target, make_tokenizer(), draft)
+    rows = bench(pair, ["vanilla", "cost-optimal"], **options)
+    assert [row["name"] for row in rows] == ["autoregressive", "generate", "vanilla", "cost-optimal"]
+    with pytest.raises(UserError, match="batch_sizes"):
+        bench(pair, **options | {"batch_sizes": [0]})

@@ -1,0 +1,298 @@
+"""Benchmarks: complete rows, fair pairs, and what is kept of a run that was stopped."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+from benchmarks import run_benchmark
+from pairs import make_pair, make_suite, make_tokenizer
+
+from decode.commands.settings import BenchSettings
+from decode.core.lengths import RoundCosts
+from decode.errors import UserError
+from decode.measure import benchmark as benchmark_module
+from decode.measure.benchmark import BenchEntry, Benchmark, EntryRun, Record, Written, measured, paired_ratios, plan
+from decode.measure.costs import Costs
+from decode.measure.report import answers, console_tables, write_report
+from decode.measure.session import BenchOptions, Session
+from decode.measure.suites import Prompt, Suite
+from decode.models.tokens import chat_ids
+from decode.options import MethodOptions
+
+METHODS = ["vanilla", "adasd", "ears", "prompt-lookup", "generate-assistant", "generate-prompt-lookup"]
+
+
+@pytest.fixture(scope="module")
+def models(tiny):
+    return make_pair(tiny)
+
+
+@pytest.fixture(scope="module")
+def bench(models):
+    target, draft = models
+    entries = plan(METHODS, {"small": draft}, [0.0, 1.0])
+    options = BenchOptions(max_new_tokens=16, repeats=2)
+    return run_benchmark(target, {"small": draft}, make_tokenizer(), [make_suite()], entries, options)
+
+
+def rows_of(bench, temperature, **wanted):
+    found = [r for r in bench.rows if r["temperature"] == temperature]
+    return [r for r in found if all(r[k] == v for k, v in wanted.items())]
+
+
+def test_rows_are_complete_and_lossless_methods_and_baselines_write_what_generate_writes(bench):
+    assert len(bench.rows) == 2 * (len(METHODS) + 2)
+    for row in bench.rows:
+        assert row.keys() >= {"name", "suite", "kind", "lossless", "draft_length", *benchmark_module.COLUMNS}
+        assert row["tokens_per_second"] > 0
+        assert (row["prompts"], row["note"]) == (3, "")
+        same = [None] if row["temperature"] else [True] if row["lossless"] else [True, False]
+        assert row["identical_to_target"] in same, row["name"]
+        assert row["baseline"] or sum(row["draft_lengths"].values()) == row["rounds"]
+        assert not (row["baseline"] and row["acceptance_by_position"])
+    assert json.loads(json.dumps(bench.rows, allow_nan=False)) == bench.rows
+    assert len(rows_of(bench, 0.0, name="vanilla")[0]["acceptance_by_position"]) == 5
+    assert rows_of(bench, 0.0, name="adasd")[0]["verification_threshold"] is not None
+
+
+def test_metrics_follow_their_definitions_and_relaxed_methods_are_marked(bench):
+    assert {r["name"] for r in bench.rows if not r["lossless"]} == {"adasd", "ears"}
+    assert rows_of(bench, 1.0, name="ears")[0]["tv_spent"] > 0
+    for row in bench.rows:
+        assert row["accepted_length"] >= 1 - 1e-9
+        if row["lossless"] and not row["baseline"]:
+            assert row["tv_spent"] == 0
+        if row["name"] == "vanilla":
+            # tokens behind the end of a text were accepted and never written
+            assert row["accepted_length"] == pytest.approx(row["tokens"] / row["rounds"])
+            assert row["accepted_length"] <= 1 + row["accepted_per_drafted"] * row["drafted_per_round"]
+            assert row["accepted_length_ci95"] is row["speedup_ci95"] is None  # of three prompts
+            assert 0 < row["alpha"] < 1
+            assert row["draft_length"] == 5
+    assert rows_of(bench, 0.0, name="vanilla")[0]["accuracy"] == rows_of(bench, 0.0, name="generate")[0]["accuracy"]
+
+
+def test_the_accepted_length_counts_what_was_written_up_to_the_end_of_a_text(models):
+    """A round that accepts an end token, and drafted tokens behind it, wrote no more than the end token."""
+    target, _ = models
+    (item,) = Session(target, None, make_tokenizer(), BenchOptions(16, 1)).items(make_suite(1))
+    first = target.generate(torch.tensor([item.ids]), max_new_tokens=16, do_sample=False)[0, len(item.ids) :].tolist()
+    place = next(n for n in range(2, 16) if first[n] not in first[:n])
+    session = Session(target, {"d": target}, make_tokenizer(), BenchOptions(16, 1, costs=False))
+    session.stop_ids = [first[place]]
+    entry = BenchEntry("vanilla", "d", MethodOptions(draft_length=place + 3))
+    (*_, row) = Benchmark(session).run([make_suite(1)], [entry])
+    assert (row["rounds"], row["tokens"], row["accepted_length"]) == (1, place + 1, place + 1)
+
+
+def test_ratios_are_paired_by_prompt_and_repeat_and_intervals_are_over_prompts():
+    def record(*texts: list[tuple[int, float]], **more) -> Record:
+        written = [[Written([1] * n, seconds, 1, []) for n, seconds in repeats] for repeats in texts]
+        return Record(written, **{"clusters": range(len(texts))} | more)
+
+    ours, base = record([(10, 1.0), (10, 2.0)], [(6, 1.0)] * 2), record([(10, 2.0), (10, 8.0)], [(3, 1.0)] * 2)
+    assert paired_ratios(ours, base) == [3.0, 2.0]  # median of 2 and 4; lengths do not matter
+    row = measured(ours, {"generate": base})
+    assert (row["speedup_vs_generate"], row["speedup_vs_generate_ci95"]) == (2.5, None)
+    assert row["tokens_per_second"] == pytest.approx((16 / 2 + 16 / 3) / 2)  # the median of the repeats'
+    batch = record(*[[(4, 1.0)] * 3, [(2, 1.0)] * 3] * 3, batch_size=2)
+    assert measured(batch, {"autoregressive": batch})["speedup_ci95"] == [1, 1]
+    assert measured(batch, {})["accepted_length_ci95"] is not None
+    batch.clusters = [0, 1] * 3
+    assert measured(batch, {})["accepted_length_ci95"] is None  # a prompt given three times is one observation
+
+
+def test_repeats_of_a_greedy_run_add_nothing_to_errors_and_rates(models):
+    target, draft = models
+    told = []
+    for repeats in (1, 3):
+        options = BenchOptions(max_new_tokens=24, repeats=repeats, costs=False)
+        entries = [BenchEntry("vanilla", "d", MethodOptions(draft_length=3))]
+        bench = run_benchmark(target, {"d": draft}, make_tokenizer(), [make_suite()], entries, options)
+        told.append((bench.rows[-1], bench.rows[-1]["acceptance_by_position"]))
+    (once, first), (often, last) = told
+    assert often["rounds"] == 3 * once["rounds"]
+    assert 0 < once["alpha_se"] < 0.5
+    for key in ("alpha", "alpha_se", "accepted_per_tested", "accepted_per_drafted", "drafted_per_round"):
+        assert often[key] == pytest.approx(once[key], rel=1e-9)
+    for key in ("marginal", "marginal_se", "conditional", "conditional_se"):
+        assert [row[key] for row in last] == pytest.approx([row[key] for row in first], nan_ok=True)
+    assert first[2]["marginal"] == pytest.approx(np.prod([row["conditional"] for row in first]))
+
+
+def test_predicted_speedups_follow_from_the_report(written):
+    """Tokens over Σ seconds of real rounds, from report.json alone; what is copied has its own time of drafting."""
+    content = json.loads(written[0].read_text())
+    rows = [row for row in content["methods"] if row["method"] in ("vanilla", "adasd", "ears", "prompt-lookup")]
+    assert len(rows) == 8
+    for row in rows:
+        costs = RoundCosts.from_dict(content["bench"]["costs"][row["draft"] or ""]["round_costs"])
+        spent = sum(n * costs.round(1, int(k)) for k, n in row["draft_lengths"].items())
+        spent += 0 if row["draft"] else row["draft_seconds"]
+        assert row["predicted_speedup"] == pytest.approx(row["tokens"] * costs.round(1, 0) / spent)
+
+
+def test_entries_are_all_combinations_with_names_options_and_lengths_of_their_own(models):
+    target, draft = models
+    entries = plan(["vanilla", "hf-constant"], {"a": draft, "b": target}, [0.0], draft_lengths=[2, 4])
+    assert [c.label for c in entries] == [
+        "vanilla k=2 (a)", "vanilla k=4 (a)", "vanilla k=2 (b)", "vanilla k=4 (b)",
+        "hf-constant (a)", "hf-constant (b)",
+    ]  # fmt: skip
+    methods = ["ears:beta=0.2", "vanilla:draft_length=5", "vanilla", "adaptix:adaptive=false"]
+    planned = plan(methods, {"d": draft}, draft_lengths=[3], options=MethodOptions(beta=0.05))
+    assert [c.name for c in planned] == [m.replace(":", " ") for m in methods]
+    assert [c.options.beta for c in planned] == [0.2, 0.05, 0.05, 0.05]
+    assert [c.options.draft_length for c in planned] == [3, 5, 3, None]
+    assert [c.options.adaptive for c in planned] == [True, True, True, False]
+    exported = copy.deepcopy(draft)
+    exported.generation_config.num_assistant_tokens = 7
+    assert [c.options.draft_length for c in plan(["vanilla", "adasd"], {"d": exported})] == [7, None]
+    assert plan(["vanilla"], {"d": exported}, options=MethodOptions(draft_length=3))[0].options.draft_length == 3
+
+
+def test_cost_optimal_drafts_by_the_costs_that_were_measured_before(models) -> None:
+    target, draft = models
+    session = Session(target, {"small": draft}, make_tokenizer(), BenchOptions(max_new_tokens=8, repeats=1))
+    rounds = RoundCosts({1: {0: 0.01, 1: 0.0135, 8: 0.038}})
+    session.costs["small"] = Costs(rounds, 0.25, {1: 1.0}, 9)
+    entry, plain, guarded = plan(["cost-optimal", "vanilla", "vanilla:never_slower=true"], {"small": draft}, [0.0])
+    lengths = EntryRun(session, entry).methods[0].lengths
+    lengths.limit(1)
+    assert lengths.token_cost == pytest.approx(0.35)
+    assert EntryRun(session, plain).methods[0].lengths is None
+    assert EntryRun(session, guarded).methods[0].lengths.costs is rounds
+
+
+def test_a_repeat_knows_nothing_of_what_another_learned(models):
+    target, draft = models
+    bench = Benchmark(Session(target, {"d": draft}, make_tokenizer(), BenchOptions(20, 2)))
+    run = EntryRun(bench.session, BenchEntry("adasd", "d", temperature=1.0))
+    items = bench.session.items(make_suite(1))
+    run.write([items], 0, 0, 20)
+    assert [method.stop.threshold.count > 0 for method in run.methods] == [True, False, False]
+
+
+def test_a_baseline_that_refuses_is_a_note_and_not_the_end(tiny, models):
+    target, _ = models
+    padded = copy.deepcopy(target)
+    padded.resize_token_embeddings(288)
+    entries = [BenchEntry("vanilla", "d"), BenchEntry("generate-assistant", "d")]
+    bench = run_benchmark(target, {"d": padded}, make_tokenizer(), [make_suite(1)], entries, BenchOptions(8, 1))
+    ours, theirs = bench.rows[2:]
+    assert (ours["identical_to_target"], ours["accepted_per_tested"]) == (True, 1)
+    assert ("transformers refused" in theirs["note"], theirs["speedup"]) == (True, None)
+
+
+def test_what_generate_refuses_at_a_batch_size_leaves_the_rest_of_the_report(models, monkeypatch):
+    """Two-turn chats at batch size 1 have expected texts, their first turns at size 2 none."""
+
+    def refusing(name, *models_and_prompts, **how):
+        if name == "generate" and len(models_and_prompts[-1]) > 1:
+            raise RuntimeError("out of memory")
+        return generate(name, *models_and_prompts, **how)
+
+    generate = benchmark_module.generate
+    monkeypatch.setattr(benchmark_module, "generate", refusing)
+    chats = [Prompt(f"c/{i}", f"Say {i}", None, turns=(f"Say {i}", "And then?")) for i in range(2)]
+    options = BenchOptions(6, 1, chat=True, costs=False)
+    bench = Benchmark(Session(models[0], None, make_tokenizer(chat=True), options))
+    bench.run([Suite("chats", chats, None)], [BenchEntry("prompt-lookup")], batch_sizes=[1, 2])
+    small, large = ([row for row in bench.rows if row["batch_size"] == size and not row["baseline"]] for size in (1, 2))
+    assert [row["identical_to_target"] for row in small] == [True, True]
+    assert [row["identical_to_target"] for row in large] == [None, None]
+    assert [row["speedup"] is not None for row in large] == [True, True]
+    assert [row["prompts"] for row in small + large] == [2, 2, 4, 4]
+    whole_chats = bench.records["chats", 0.0, 1, "autoregressive"].texts
+    assert [len(text.new_ids) for (text,) in whole_chats] == [12, 12]  # all turns of a chat are one text
+    assert "out of memory" in next(row["note"] for row in bench.rows if row["batch_size"] == 2 and row["baseline"])
+
+
+def test_turns_of_a_chat_follow_the_targets_own_answers(models):
+    tokenizer = make_tokenizer(chat=True)
+    spelt = Prompt("c/1", f"End it with {tokenizer.eos_token}", None)
+    suite = Suite("chat", [Prompt("c/0", "Hello", None, turns=("Hello", "And then?")), spelt], None)
+    session = Session(models[0], None, tokenizer, BenchOptions(6, 1, chat=True))
+    first, second = session.items(suite)
+    assert session.notes["chat"].startswith("1 prompts are left out, whose text spells a control token")
+    assert tokenizer.decode(first.ids) == "[user]Hello\n[assistant]"
+    answer = session.text(session.written([first.ids], session.options.warp)[0])
+    assert tokenizer.decode(second.ids).endswith("[user]And then?\n[assistant]")
+    plain = Session(models[0], None, tokenizer, BenchOptions(6, 1))
+    assert len(plain.items(suite)) == 2
+    assert "of 1 prompts the first turn alone is asked" in plain.notes["chat"]
+    assert first.ids == chat_ids(tokenizer, [{"role": "user", "content": "Hello"}])
+    said = [("user", "Hello"), ("assistant", answer), ("user", "And then?")]
+    assert second.ids == chat_ids(tokenizer, [{"role": role, "content": text} for role, text in said])
+
+
+def test_prompts_that_cannot_fit_are_refused_with_the_numbers(models):
+    session = Session(models[0], None, make_tokenizer(), BenchOptions(300, 1))
+    with pytest.raises(UserError, match=r"context holds 256, 300 new ones"):
+        session.items(make_suite(2))
+    short = Session(models[0], None, make_tokenizer(), BenchOptions(200, 1))
+    kept = short.items(make_suite(12))
+    assert 0 < len(kept) < 12
+    assert short.notes["toy"].startswith(f"{12 - len(kept)} of 12 prompts do not fit")
+
+
+@pytest.fixture(scope="module")
+def written(bench, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    (folder / "report.json").write_text(json.dumps({"drafts": [1], "methods": "old"}))
+    return write_report(bench, asdict(BenchSettings(target="t")), folder)
+
+
+def test_a_report_of_distill_keeps_what_it_holds_and_the_page_needs_nothing_from_outside(bench, written):
+    assert [file.name for file in written] == ["report.json", "bench.html"]
+    content, page = json.loads(written[0].read_text()), written[1].read_text()
+    assert content["drafts"] == [1]
+    assert content["methods"] == bench.rows
+    assert content["machine"]["threads"] == bench.session.threads
+    assert content["bench"]["costs"]["small"]["cost_ratio"] == bench.session.costs["small"].cost_ratio
+    assert all(row["name"] in page for row in bench.rows)
+    assert page.count("<svg") == 4
+    assert not re.search("https?://(?!www.w3.org)", page)
+
+
+def test_no_method_is_called_the_fastest_lossless_one_if_its_texts_are_not_the_targets(bench):
+    def fastest():
+        said = [re.search("fastest lossless method (\\S+):", line) for line in answers(rows)]
+        return [match and match[1] for match in said]
+
+    rows = [dict(row) for row in bench.rows]
+    best, sampled = fastest()
+    assert {best, sampled} <= {"vanilla", "prompt-lookup"}
+    for row in rows:
+        if row["name"] == best and row["temperature"] == 0:
+            row["identical_to_target"] = False
+    other = ({"vanilla", "prompt-lookup"} - {best}).pop()
+    assert fastest() == [other, other]  # only greedy texts show what is lossless
+    assert f"texts differ from model.generate's: {best}" in answers(rows)[0]
+    for row in rows:
+        if row["method"] == "autoregressive" and row["temperature"] == 0:
+            row["identical_to_target"] = False
+    assert fastest() == [None]
+
+
+def test_every_method_writes_the_same_greedy_texts_at_every_batch_size(models, tmp_path):
+    session = Session(models[0], {"small": models[1]}, make_tokenizer(), BenchOptions(10, 2, threads=1, pack="off"))
+    entries = plan(["vanilla", "cost-optimal", "generate-assistant"], session.draft_models, draft_lengths=[1, 3])
+    batches = Benchmark(session)
+    batches.run([make_suite(2)], entries, batch_sizes=[1, 3])
+    names = ["autoregressive", "generate", "vanilla k=1", "vanilla k=3", "cost-optimal"]
+    found = [(row["batch_size"], row["name"]) for row in batches.rows if row["method"] != "generate-assistant"]
+    assert found == [(size, name) for size in (1, 3) for name in names]
+    for row in batches.rows:
+        assert row["identical_share"] == 1
+        assert row["prompts"] == (2 if row["batch_size"] == 1 else 6)  # twice the places of the batch
+        assert row["batch_size"] == 1 or not row["draft"] or row["predicted_speedup"] > 0
+    assert [row["speedup"] for row in batches.rows if row["method"] == "autoregressive"] == pytest.approx([1, 1])
+    assert "Speedup by batch size" in write_report(batches, {}, tmp_path)[1].read_text()
+    assert [table.title for table in console_tables(batches.rows)] == ["toy, greedy", "toy, greedy, batch size 3"]

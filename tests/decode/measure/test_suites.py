@@ -1,0 +1,267 @@
+"""Rows of files as people have them, prompts of every data set, and scores."""
+
+import bz2
+import gzip
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pandas
+import pytest
+from datasets import Dataset
+
+from decode.commands.checks import open_suites
+from decode.commands.settings import ProfileSettings
+from decode.errors import UserError
+from decode.measure.suites import PRESETS, final_number, held_out, iter_rows, letter_score, load_suite, number_score
+
+ROWS = [{"question": f"What is {n} plus {n}?", "answer": f"{n}+{n}={2 * n}\n#### {2 * n}"} for n in range(20)]
+
+
+def write(path, rows):
+    """The rows in the format of the path's ending."""
+    if path.suffix == ".parquet":
+        pandas.DataFrame(rows).to_parquet(path)
+    elif path.suffix == ".csv":
+        pandas.DataFrame(rows).to_csv(path, index=False)
+    else:
+        path.write_text(json.dumps(rows) if path.suffix == ".json" else "\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+@pytest.mark.parametrize("ending", ["json", "jsonl", "csv", "parquet"])
+def test_every_local_format_gives_the_same_prompts(tmp_path, ending):
+    suite = load_suite(f"gsm8k={write(tmp_path / f'rows.{ending}', ROWS)}")
+    assert [p.id for p in suite.prompts] == [f"gsm8k/{n}" for n in range(20)]
+    assert suite.prompts[3].text.startswith("What is 3 plus 3?\nAnswer the above question.")
+    assert suite.prompts[3].reference == "3+3=6\nThe final answer is:  6"
+    assert suite.score(suite.prompts[3], "So 3+3=6. The final answer is: 6") == 1.0
+    assert suite.score(suite.prompts[3], "So 3+3=7. The final answer is: 7") == 0.0
+    rows = [{"question": "2020-01-01", "answer": "1.50"}, {"question": "007", "answer": "NA"}]
+    assert list(iter_rows(write(tmp_path / f"r.{ending}", rows))) == rows  # no text becomes a date or a number
+
+
+def test_spec_bench_rows_with_references_of_all_shapes_are_read(tmp_path):
+    rows = [
+        {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]},
+        {"question_id": 82, "category": "qa", "turns": ["Who?"], "reference": ["Ann"]},
+        {"question_id": 83, "category": "rag", "turns": ["Where?"], "reference": [["Rome", "Roma"], ["Italy"]]},
+    ]
+    suite = load_suite(f"spec_bench={write(tmp_path / 'question.jsonl', rows)}")
+    assert [p.id for p in suite.prompts] == ["spec_bench/81", "spec_bench/82", "spec_bench/83"]
+    assert [p.reference for p in suite.prompts] == [None, "Ann", "Rome"]
+    assert suite.prompts[0].turns == ("Write.", "Again.")
+    assert [p.category for p in suite.prompts] == ["multi-turn", "qa", "rag"]  # MT-Bench's are one
+    for name, number in {"rag": 83, "multi-turn": 81, "writing": 81}.items():
+        (only,) = load_suite(f"spec_bench:{name}={tmp_path / 'question.jsonl'}").prompts
+        assert only.id == f"spec_bench/{number}"
+    with pytest.raises(UserError, match="choose one of multi-turn, qa, rag, writing"):
+        load_suite(f"spec_bench:cooking={tmp_path / 'question.jsonl'}")
+
+
+def test_the_chat_suite_has_sixteen_prompts_in_each_of_six_categories():
+    suite = load_suite("chat")
+    assert len(suite.prompts) == len({p.id for p in suite.prompts}) == len({p.turns for p in suite.prompts}) == 96
+    categories = {"multi-turn", "translation", "summarization", "qa", "math_reasoning", "rag"}
+    assert Counter(p.category for p in suite.prompts) == dict.fromkeys(categories, 16)
+    assert all(len(p.turns) == 1 + (p.category == "multi-turn") for p in suite.prompts)
+    passages = [p.text for p in suite.prompts if p.category in ("summarization", "rag")]
+    assert all(80 <= len(text.split()) <= 250 for text in passages)
+    assert {p.category for p in load_suite("chat:qa").prompts} == {"qa"}
+    for limit in (4, 12):  # a sample takes evenly from the categories
+        counts = Counter(p.category for p in load_suite("chat", limit=limit).prompts)
+        assert sum(counts.values()) == limit
+        assert max(counts.values()) - min(counts.get(name, 0) for name in categories) <= 1
+
+
+def test_a_path_alone_gives_other_prompts(tmp_path):
+    rows = [{"prompt": "Say.", "weight": 3}, {"question": "2+2?", "answer": "4"}, {"turns": ["One.", "Two."]}]
+    path = write(tmp_path / "mine.jsonl", rows)
+    for spec in (path, f"prompts={path}"):
+        suite = load_suite(spec)
+        assert [p.text for p in suite.prompts] == ["Say.", "2+2?", "One."]
+        assert suite.prompts[2].turns == ("One.", "Two.")
+    assert [suite.name for suite in open_suites(ProfileSettings(suite=[path]))] == ["mine"]
+
+
+PUBLISHED = {  # a row with the published columns, and the prompt's id, first words, category and turns
+    "mt_bench": (
+        {"question_id": 81, "category": "writing", "turns": ["One.", "Two."], "reference": ["a", "b"]},
+        ("mt_bench/81", "One.", "writing", ("One.", "Two.")),
+    ),
+    "mt_bench from the Hub": (
+        {"category": "math", "prompt": ["One.", "Two."], "prompt_id": 7, "reference": []},
+        ("mt_bench/0", "One.", "math", ("One.", "Two.")),
+    ),
+    "humaneval": (
+        {"task_id": "HumanEval/0", "prompt": "def f():", "canonical_solution": "", "test": "", "entry_point": "f"},
+        ("humaneval/HumanEval/0", "def f():", "", ("Complete this Python function:\n```python\ndef f():\n```",)),
+    ),
+    "math_500": (
+        {"problem": "$1+1$?", "solution": "$2$", "answer": "2", "subject": "Algebra", "level": 1, "unique_id": "t/1"},
+        ("math_500/t/1", "$1+1$?\nThink step by step, and put the final answer into \\boxed{}.", "Algebra", ()),
+    ),
+    "livecodebench": (
+        {"question_content": "Sum.", "question_id": "1", "starter_code": "class S:", "difficulty": "easy", "metadata": "{}"},
+        ("livecodebench/1", "Sum.\n\nWrite a Python program that completes this code:\n```python\nclass S:", "easy", ()),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_suite_is_read_as_published(tmp_path, name):
+    row, (key, text, category, turns) = PUBLISHED[name]
+    path = write(tmp_path / "question.jsonl", [row])
+    (found,) = load_suite(f"{name.split()[0]}={path}").prompts
+    assert (found.id, found.category, found.turns) == (key, category, turns)
+    assert found.text.startswith(text)
+
+
+def test_rows_without_prompts_are_refused_with_what_is_needed(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    write(path, [{"id": 1, "query": "Who?"}])
+    for name in ("prompts", "mt_bench"):
+        with pytest.raises(UserError, match=r"rows with id, query .* a text, or several, in messages, turns, prompt"):
+            load_suite(f"{name}={path}")
+    with pytest.raises(UserError, match=r"rows with id, query that are not .* which need question, answer"):
+        load_suite(f"gsm8k={path}")
+    strange = {
+        "prompts": {"turns": [1]},
+        "ultrachat": {"messages": [{"from": "human", "value": "Hi"}]},
+        "mmlu": {"question": "?", "choices": list("abcde"), "answer": 1},
+    }
+    for name, row in strange.items():
+        with pytest.raises(UserError, match=rf"the suite '{name}=.* has rows with .* that are not as those of {name}"):
+            load_suite(f"{name}={write(path, [row])}")
+
+
+def test_mbpp_rows_go_to_their_official_split_and_have_no_scorer(tmp_path):
+    row = {"text": "Add.", "code": "def add(a, b):\r\n    return a + b", "test_list": ["assert add(1, 2) == 3"]}
+    path = write(tmp_path / "mbpp.jsonl", [row | {"task_id": n} for n in (5, 11, 510, 511, 601)])
+    suite = load_suite(f"mbpp={path}")
+    assert [p.id for p in suite.prompts] == ["mbpp/11", "mbpp/510"]
+    assert suite.score is None
+    assert [p.id for p in load_suite(f"mbpp={path}", split="train").prompts] == ["mbpp/601"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("arithmatic", "did you mean 'arithmetic'"),
+        ("arithmetic:4", "difficulty '4'"),
+        ("open:2", "no category '2'"),
+        ("GSM8K", "did you mean 'gsm8k'|unknown suite"),
+        ("gsm8k=missing.jsonl", "no file 'missing.jsonl'"),
+        ("prompts", "--suite prompts=PATH"),
+        ("spec_bench", "--suite spec_bench=PATH, a copy of data/spec_bench/question.jsonl"),
+    ],
+)
+def test_a_wrong_spec_is_answered_with_the_next_step(spec, said):
+    with pytest.raises(UserError, match=said):
+        load_suite(spec)
+
+
+PAIRS = [{"question": "Où?", "answer": "Là."}, {"question": "Qui?", "answer": "Toi."}]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in PAIRS)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", LINES.encode("utf-8-sig")),
+        ("a.jsonl", LINES.replace("\n", "\r\n\r\n").encode("utf-16-le")),
+        ("a.JSONL.GZ", gzip.compress(LINES.encode(), mtime=0)),
+        ("a.jsonl.bz2", bz2.compress(LINES.encode("utf-16"))),
+        ("a.json", LINES.encode()),
+        ("a.json.gz", gzip.compress(json.dumps(PAIRS).encode("utf-16"), mtime=0)),
+        ("a.csv", "question,answer\nOù?,Là.\nQui?,Toi.\n".encode("utf-8-sig")),
+    ],
+)
+def test_a_file_is_read_in_the_encoding_and_the_form_it_has(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    Dataset.from_list(PAIRS).save_to_disk(tmp_path)
+    for file in (tmp_path / name, *tmp_path.glob("*.arrow")):
+        assert list(iter_rows(file)) == PAIRS
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", LINES.encode("latin-1"), "line 1: its character 16, the byte 0xf9"),
+        ("a.jsonl", b'{"q": "a"}\n{"q": "caf\xe9"}\n{"q": "b"}\n', r"line 2: .* the byte 0xe9, is not UTF-8; .*iconv"),
+        ("a.csv", b"q\na\ncaf\xe9\n", "line 3: .* the byte 0xe9"),
+        ("a.txt", b"a\n\ncaf\xe9\n", "line 3: .* the byte 0xe9"),
+        ("a.jsonl.gz", gzip.compress(LINES.encode() * 99, mtime=0)[:-9], "cannot be read: Compressed file ended"),
+        ("a.jsonl.gz", LINES.encode(), "cannot be read: Not a gzipped file"),
+        ("a.csv", b"question,answer\nWhy?,Yes, so\n", "near row 1: its 3 fields are not the header's"),
+        ("a.csv", b"question,answer,answer\nWhy?,Yes,No\n", "near row 1: its 2 fields are not the header's"),
+        ("a.csv", b'question,answer\n"Why?,So\n', "near row 1: unexpected end of data"),
+        ("a.json", b'"text"', "named columns"),
+        ("a.jsonl", b'{"a": 1}\n\n["b"]', "near row 2: .*named columns"),
+        ("a.json", b'[{"a": 1}', "near row 1: Expecting ',' delimiter"),
+        ("a.jsonl", b"", "no rows"),
+        ("a.parquet", b"not parquet", "cannot be read"),
+        ("a.xlsx.gz", b"", r"ends in '.gz': rows are read from .csv, .json"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused_with_the_place(tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=said):
+        list(iter_rows(tmp_path / name))
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A local folder that the Hub's libraries read in the place of a preset's repository."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "hub"
+    folder.mkdir()
+
+    def serve(name, **files):
+        for split, rows in files.items():
+            write(folder / f"{split}.jsonl", rows)
+        monkeypatch.setitem(PRESETS, name, replace(PRESETS[name], hub=str(folder), config=None))
+
+    return serve
+
+
+def test_a_split_is_read_from_the_hub(hub):
+    hub("gsm8k", train=ROWS[:15], test=ROWS[15:])
+    suite = load_suite("gsm8k")
+    assert [p.reference[:2] for p in suite.prompts] == ["15", "16", "17", "18", "19"]
+    hub("humaneval", test=ROWS)
+    with pytest.raises(UserError, match=r"no split 'train'.*it has test"):
+        load_suite("humaneval", split="train")
+
+
+def test_a_hub_data_set_without_a_test_split_asks_what_training_leaves_out(hub):
+    rows = [{"instruction": f"Count to {n}.", "output": "..."} for n in range(200)]
+    hub("alpaca", train=rows)
+    asked = {split: {p.text for p in load_suite("alpaca", split=split).prompts} for split in ("train", "test")}
+    assert asked["test"] == {t for t in (PRESETS["alpaca"].prompt(r) for r in rows) if held_out(t) == "test"}
+    assert asked["test"]
+    assert not asked["test"] & asked["train"]
+
+
+def test_without_the_hub_the_error_names_the_local_alternative(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"suite 'gsm8k'.*HF_HUB_OFFLINE.*--suite gsm8k=PATH"):
+        load_suite("gsm8k")
+
+
+def test_the_final_number_and_the_chosen_letter_are_scored():
+    numbers = {
+        "5+5=10\n#### 10": "10", "The final answer is: $1,234.50.": "1234.5", "The final answer is:  -7\n\nWait, 8.": "-7",
+        "#### 3 and then #### 4": "4", "It costs 12 dollars, or 13.": "13", "half: .5": "0.5",
+    }  # fmt: skip
+    for text, number in numbers.items():
+        assert final_number(text) == final_number(number)
+    assert final_number("no digits") is None
+    assert number_score("#### 3", "The final answer is: 3.00") == 1.0
+    assert number_score("#### 3", "The final answer is: 30") == number_score("none", "none") == 0.0
+    right = (
+        " B", "B. four", "(B)", "The answer is B", "A careful look: the answer is (B)", "The answer is a bee, so B",
+        "The answer is b.", "Answer: b\nSince A",
+    )  # fmt: skip
+    assert [letter_score(" B", output) for output in right] == [1] * len(right)
+    assert [letter_score(" B", output) for output in (" C", "Because", "")] == [0] * 3

@@ -1,0 +1,137 @@
+"""Metrics are functions of the rounds, by their definitions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from enumeration import ScriptedRunner
+from scripted import RandomTree
+
+from decode.core.draft import Draft
+from decode.core.loop import Method, decode
+from decode.core.round import Round, acceptance_by_position, metrics
+from decode.core.sampling import LogitsWarper, TorchRng
+from decode.core.stop import StopRule
+from decode.drafters.model import ModelDrafter
+from decode.models.check import open_runner
+
+
+def make_round(tokens: list[int], parents: list[int], path: list[int], **measured) -> Round:  # type: ignore[no-untyped-def]
+    draft = Draft.tree(tokens, parents)
+    return Round(draft, path, 9, [*(tokens[i] for i in path), 9], seconds=(0.25, 0.5), **measured)
+
+
+CHAIN = [-1, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("parents", "path", "tested"),
+    [
+        (CHAIN, [], 1),
+        (CHAIN, [0, 1], 3),
+        (CHAIN, [0, 1, 2, 3], 4),
+        ([], [], 0),
+        ([-1, -1, 0, 0], [], 1),
+        ([-1, -1, 0, 0], [0], 2),  # its children were tested and refused
+        ([-1, -1, 0, 0], [1], 1),  # it has none
+        ([-1, -1, 0, 0], [0, 3], 2),
+    ],
+)
+def test_tested_positions_are_the_accepted_ones_and_the_first_refused(
+    parents: list[int], path: list[int], tested: int
+) -> None:
+    result = make_round([1, 2, 3, 4][: len(parents)], parents, path)
+    assert (result.drafted, result.accepted, result.tested) == (len(parents), len(path), tested)
+    assert result.emitted == [[1, 2, 3, 4][i] for i in path] + [9]
+
+
+def test_authors_and_rejected_tokens_of_a_tree_round() -> None:
+    refused, kept = (make_round([5, 6, 7, 8], [-1, -1, 0, 0], path) for path in ([0], [0, 3]))
+    assert (refused.written_by, refused.rejected) == (["draft", "correction"], [[], [7, 8]])
+    assert (kept.written_by, kept.rejected) == (["draft", "draft", "target"], [[], [], []])
+
+
+def example() -> list[Round]:
+    """Three rounds: 4 drafted 2 kept, 3 drafted 3 kept, nothing drafted; a tree of depth 2 with one node kept."""
+    return [
+        make_round([1, 2, 3, 4], CHAIN, [0, 1], overlap=[0.9, 0.6, 0.3], spent=torch.tensor([0.0, 0.1, 0.2])),
+        make_round([1, 2, 3], CHAIN[:3], [0, 1, 2], overlap=torch.tensor([1.0, 0.8, 0.6]), spent=torch.zeros(3)),
+        make_round([], [], []),
+        make_round([1, 2, 3, 4], [-1, -1, 0, 0], [0], overlap=[0.5, 0.1], distance=torch.tensor([0.4, 0.2])),
+    ]
+
+
+def test_metrics_follow_their_definitions() -> None:
+    measured = metrics([example()])
+    assert math.isnan(measured.pop("alpha_se"))  # one text has no error
+    assert measured == pytest.approx(
+        {
+            "rounds": 4,
+            "tokens": 10,
+            "alpha": sum([0.9, 0.6, 0.3, 1.0, 0.8, 0.6, 0.5, 0.1]) / 8,
+            "accepted_per_tested": 6 / (3 + 3 + 0 + 2),
+            "accepted_per_drafted": 6 / 11,
+            "accepted_length": (6 + 4) / 4,
+            "drafted_per_round": 11 / 4,
+            "tv_spent": 0.3 / 6,
+            "js_distance": 0.3,
+            "draft_seconds": 1.0,
+            "verify_seconds": 2.0,
+        },
+        abs=1e-7,
+    )
+
+
+def test_acceptance_by_position_counts_the_drafts_that_nothing_cut() -> None:
+    rows = acceptance_by_position([example()])
+    assert [row["rounds"] for row in rows] == [3] * 4  # depths 4, 3, 2 with 2, 3, 1 kept; one round drafted nothing
+    assert [row["tested"] for row in rows] == [3, 3, 2, 0]
+    assert [row["conditional"] for row in rows[:3]] == [1.0, pytest.approx(2 / 3), 0.5]
+    assert math.isnan(rows[3]["conditional"])
+    assert [row["marginal"] for row in rows] == pytest.approx([1.0, 2 / 3, 1 / 3, 0.0])
+    assert 1 + sum(row["marginal"] for row in rows) == pytest.approx(1 + (2 + 3 + 1) / 3)  # tokens a drafted round
+    cut = [*example(), make_round([1, 2], CHAIN[:2], [], cut=True)]
+    assert acceptance_by_position([cut])[0]["conditional"] == 1.0
+
+
+def test_accepted_tokens_behind_the_end_of_a_text_are_no_part_of_the_accepted_length(tiny) -> None:
+    model, warp = tiny("llama"), LogitsWarper()
+    system = Method("", ModelDrafter(open_runner(tiny("llama")), warp, 64), StopRule(4))
+    out = decode(open_runner(model), system, warp, [5, 9, 2, 7], max_new_tokens=13)
+    assert [(r.drafted, r.cut) for r in out.rounds] == [(4, False), (4, False), (2, True)]
+    rows = acceptance_by_position([out.rounds])
+    assert [(row["rounds"], row["marginal"]) for row in rows] == [(2, 1.0)] * 4
+    assert (out.finish, metrics([out.rounds])["accepted_length"]) == ("length", 13 / 3)
+    end = out.new_ids[6]
+    ended = decode(open_runner(model), system, warp, [5, 9, 2, 7], max_new_tokens=13, stop_ids={end})
+    assert ended.rounds[-1].cut
+    assert not ended.rounds[0].cut or end in out.new_ids[:4]
+    assert ended.finish == "eos"
+    assert metrics([ended.rounds])["accepted_length"] == len(ended.new_ids) / len(ended.rounds)
+    assert sum(r.accepted + 1 for r in ended.rounds) > len(ended.new_ids)
+
+
+def test_errors_are_those_of_texts_and_a_repeated_text_adds_nothing() -> None:
+    def text(*overlaps: float) -> list[Round]:
+        return [make_round([1], [-1], [0] if value > 0.5 else [], overlap=[value]) for value in overlaps]
+
+    texts = [text(1.0, 1.0, 1.0), text(0.0, 0.0, 0.0), text(1.0, 0.0)]
+    wanted = math.sqrt(3 / 2 * 4.5) / 8  # sums 3, 0, 1 over 3, 3, 2 positions: mean 1/2, deviations 1.5, −1.5, 0
+    assert metrics(texts)["alpha_se"] == pytest.approx(wanted)
+    assert metrics([*texts, *texts], [0, 1, 2, 0, 1, 2])["alpha_se"] == pytest.approx(wanted)
+    assert acceptance_by_position(texts)[0]["conditional_se"] == pytest.approx(wanted)
+
+
+def test_alpha_of_a_deterministic_draft_is_the_targets_mass_on_it() -> None:
+    class Pair(RandomTree):
+        def draft(self, request):  # type: ignore[no-untyped-def]
+            return Draft.tree([0, 2], [-1, -1]) if request.max_depth else Draft.empty()
+
+    target = ScriptedRunner(lambda _: torch.tensor([0.5, 0.2, 0.3, 0.0], dtype=torch.float64).log(), 4)
+    warp = LogitsWarper(temperature=1.0)
+    out = decode(target, Method("", Pair(4), StopRule()), warp, [0], max_new_tokens=30, rng=TorchRng(1))
+    measured = metrics([out.rounds])
+    assert measured["alpha"] == pytest.approx(0.8)
+    assert 0.5 < measured["accepted_per_tested"] <= 1
