@@ -406,7 +406,10 @@ class Benchmark:
                 row["verification_threshold"] = statistics.fmean(thetas)
             if not entry.is_baseline and (costs := session.costs.get(entry.priced_draft)):
                 rounds, free = record.rounds, entry.priced_draft is None
-                row["predicted_speedup"] = speedup_of_rounds(rounds, costs.rounds, run.batch_size, drafts_free=free)
+                watched = run.methods[0].stop.confidence is not None
+                row["predicted_speedup"] = speedup_of_rounds(
+                    rounds, costs, run.batch_size, drafts_free=free, watched=watched
+                )
             if suite.score is not None:
                 marks = [
                     statistics.fmean(suite.score(item.prompt, session.text(text.new_ids)) for text in repeats)

@@ -53,11 +53,12 @@ class Costs:
     cost_ratio: float  # c: drafting one token, in one-token target forwards; 0 without a draft model
     verify_cost: dict[int, float]  # v(n), verification of n - 1 drafted tokens and of the token before them
     context: int  # tokens before the rounds that were timed
+    reading: float = 0.0  # seconds that a stop rule's look at a drafted token adds, as token_probability does
 
     def to_dict(self) -> dict[str, Any]:
         """For reports; v as a list of ``[n, v(n)]``."""
         content = {"cost_ratio": self.cost_ratio, "verify_cost": [[n, v] for n, v in sorted(self.verify_cost.items())]}
-        return content | {"context": self.context, "round_costs": self.rounds.to_dict()}
+        return content | {"context": self.context, "reading": self.reading, "round_costs": self.rounds.to_dict()}
 
 
 class Copies(Drafter):
@@ -128,15 +129,19 @@ def measure_costs(
     for k in sorted({min(k, longest) for k in lengths}):
         inputs = MethodInputs(target, warp, draft, options=MethodOptions(draft_length=k))
         methods[k] = Method("", Copies(k), StopRule(k)) if draft is None else build("vanilla", inputs)
+    k = max(methods)
+    watched = Method("", methods[k].drafter, StopRule(k, token_probability, threshold=Fixed(-1.0)))
     seconds = {}
     for batch in sorted({1, *batch_sizes}, reverse=True):
-        timed = time_methods(target, methods, warp, prompts, batch)
+        timed = time_methods(target, methods | ({-1: watched} if batch == 1 else {}), warp, prompts, batch)
+        watching = timed.pop(-1, timed[k])[0]
         # a block head drafts no more than its block, and where nothing is drafted there is no round of such a length
         seconds[batch] = {round(drafted): spent for spent, *_, drafted in timed.values()}
     plain, (_, drafting, _, _) = timed[0][2], timed[min(methods.keys() - {0})]
     verify = {round(drafted) + 1: verifying / plain for _, _, verifying, drafted in timed.values()}
     context = round(statistics.median(map(len, prompts)))
-    return Costs(RoundCosts(seconds), drafting / plain if draft else 0.0, verify, context)
+    reading = max(0.0, watching - timed[k][0]) / max(1.0, timed[k][3])
+    return Costs(RoundCosts(seconds), drafting / plain if draft else 0.0, verify, context, reading)
 
 
 def exit_costs(
@@ -190,12 +195,19 @@ def speedup(
     return tokens * costs.round(batch, 0) / spent if spent else float("nan")
 
 
-def speedup_of_rounds(texts: Iterable[Sequence[Round]], costs: RoundCosts, batch: int, *, drafts_free: bool) -> float:
-    """`speedup` of decoded rounds; where the costs hold no drafting, its measured time is added."""
+def speedup_of_rounds(
+    texts: Iterable[Sequence[Round]], costs: Costs, batch: int, *, drafts_free: bool, watched: bool
+) -> float:
+    """`speedup` of decoded rounds; where the costs hold no drafting, its measured time is added.
+
+    A stop rule that watches the drafted tokens takes the time of reading them besides.
+    """
     rounds = [r for text in texts for r in text]
     drafted = Counter(r.drafted for r in rounds)
     more = batch * sum(r.seconds[0] for r in rounds) if drafts_free and drafted.keys() - {0} else 0.0
-    return speedup(sum(len(r.new) for r in rounds), drafted, costs, batch, more=more)
+    if watched and not drafts_free:
+        more = costs.reading * sum(r.drafted for r in rounds)
+    return speedup(sum(len(r.new) for r in rounds), drafted, costs.rounds, batch, more=more)
 
 
 def predicted_speedup(alpha: float, draft_length: int, costs: RoundCosts) -> float:
