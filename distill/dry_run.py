@@ -137,6 +137,8 @@ def _shrink_data(small: Settings, folder: Path, console: Console) -> None:
     here = data.source == "arithmetic" or (preset is None and Path(data.source).exists()) or "train" in data.files
     if here and not data.from_target:
         return
+    if Path(data.source).suffix in (".jsonl", ".json", ".csv", ".parquet", ".txt") or Path(data.source).is_absolute():
+        raise UserError(f"data.source {data.source!r}: there is no such file or folder; correct the path")
     console.print(f"  word problems stand for the rows of {data.source}", highlight=False)
     if kind == "pairs":
         change(data, source="arithmetic", prompt_template=None, response_template=None)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch.callbacks import Callback
 from rich.console import Console
+from transformers.utils import logging as hf_logging
 
 from decode.errors import scratch_folder
 from decode.progress import duration, working
@@ -41,6 +42,7 @@ def estimate(settings: Settings, console: Console) -> dict[str, tuple[float, flo
 
     Tokenised data are kept for the run itself.
     """
+    hf_logging.disable_progress_bar()
     settings.validate()
     full, parts = with_formats(settings), dict[str, tuple[float, float]]()
     with scratch_folder() as folder:

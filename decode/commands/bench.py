@@ -126,7 +126,7 @@ def bench(
     """
     drafts: dict[str, DraftModel] = {"draft": pair.draft} if pair.draft is not None else {}
     given = {"baselines": not methods, "draft": [f"{name}={pair.draft_name}" for name in drafts]}
-    settings = api_settings(BenchSettings, pair, **given | {"methods": list(methods), "suite": list(suite)} | options)
+    settings = api_settings(BenchSettings, pair, **given | {"methods": methods, "suite": suite} | options)
     chosen, suites = choose_methods(settings), open_suites(settings)
     with tempfile.TemporaryDirectory() as folder:
         built = bench_options(settings, chosen, pair, Path(settings.output or folder))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -129,8 +130,11 @@ def api_settings(settings_class: type[Settings], pair: Pair, **options: Any) -> 
         UserError: an unknown option, or a value out of range.
     """
     known = {f.name: f for f in dataclasses.fields(settings_class) if f.name not in PLACED}
+    hints = typing.get_type_hints(settings_class)
     for name in options:
         choose("option", name, known)
+        if typing.get_origin(hints[name]) is list:  # one word is no list of its letters
+            options[name] = [options[name]] if isinstance(options[name], str) else list(options[name])
     return settings_class(**{"target": pair.target_name or "the given model", "pack": pair.pack} | options)
 
 

@@ -119,7 +119,8 @@ class DraftLengths:
         reached, kept = longer.cumprod(), (longer * _rates(self._accepted, FIRST_RATE)).cumprod()
         # drafting goes on while one text of the batch does; a draft that ends before its first token costs one token
         longest = (1 - (1 - reached) ** batch).cumsum().clip(min=1)
-        seconds, tokens = np.interp(longest, range(self.window + 1), rounds), 1 + kept.cumsum()
+        # a line beyond what was measured may fall to 0, but no draft makes a round cheaper
+        seconds, tokens = np.interp(longest, range(self.window + 1), rounds).clip(min=rounds[0]), 1 + kept.cumsum()
         best = int((tokens / seconds).argmax())
         self._best, self._loss = best + 1, float(seconds[best] - tokens[best] * rounds[0])
         self.chosen = self._best if tokens[best] / seconds[best] * rounds[0] > 1 + GAIN else 0

@@ -83,3 +83,11 @@ def test_profile_predicts_every_draft_length_and_needs_a_draft(pair):
     assert [row["draft_length"] for row in found.lengths] == [1, 2]
     with pytest.raises(UserError, match="draft"):
         profile(load(pair.target_name))
+
+
+def test_one_string_where_several_are_taken_is_no_list_of_its_letters(pair):
+    piece = generate(pair, PROMPT, max_new_tokens=24, ignore_eos=True).text[3:7]
+    texts = [generate(pair, PROMPT, max_new_tokens=24, ignore_eos=True, stop=stop).text for stop in (piece, [piece])]
+    assert texts[0] == texts[1]
+    with pytest.raises(UserError, match="unknown suite 'nonsense'"):
+        bench(pair, suite="nonsense")

@@ -10,6 +10,7 @@ from rich.console import Console
 from tiny_run import bench, given, tiny_settings
 from transformers import PreTrainedModel
 
+from decode.errors import UserError
 from distill.config import (
     DataSettings,
     DraftSettings,
@@ -95,3 +96,10 @@ def test_no_more_prompts_than_a_batch_are_written(tmp_path: Path, tiny: Tiny, mo
     assert written == [8]
     assert list(estimate(settings, console)) == ["the data", "answers", "initial", "distillspec", "adaspec"]
     assert written == [8, 64]
+
+
+def test_a_data_file_that_is_missing_is_refused(tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    settings.data.source = "nothere.jsonl"
+    with pytest.raises(UserError, match="no such file or folder"):
+        shrink(settings)
