@@ -61,7 +61,7 @@ bench-growth: $(READY)  ## costs that must not grow with a text or with the numb
 bench-training: $(READY)  ## training steps of AdaSPEC beside the same with the Trainer of Hugging Face
 	$(BIN)/python tests/benchmarks/training_speed.py $(ARGS)
 
-test-slow: $(READY)  ## run the tests that take minutes: four processes, one that fails
+test-slow: $(READY)  ## run the tests that take minutes: four processes, a short soak, large losses
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m slow $(ARGS)
 
 engines: engine-vllm engine-llama engine-sglang  ## set up vLLM and llama.cpp for serve-check, fetch SGLang's wheel for tests (optional; minutes, 4 GB)

@@ -13,7 +13,7 @@ from distill import ranks
 from distill.config import ModelSettings
 from distill.data.dataset import Examples
 from distill.drafts.language_model import kept_layers
-from distill.models import check_attention, config_of, count_parameters, multiplies_bfloat16, quantization_config
+from distill.models import check_attention, check_quantization, config_of, count_parameters, multiplies_bfloat16
 from distill.responses.target import check_servers
 from distill.run import Run
 
@@ -42,7 +42,7 @@ def _check_machine(run: Run, models: dict[str, ModelSettings]) -> None:
     for name in target.devices:
         choose_device(name)
     if target.quantization:
-        quantization_config(target.quantization, target.devices[0] if target.devices else device)
+        check_quantization(target.quantization, target.devices[0] if target.devices else device)
     if responses.from_target and target.kind == "as_is" and not (run.work / "responses").exists():
         check_servers(responses.server)  # a target that is trained first can be served only later
     frozen = [model.dtype for model in models.values() if not model.trained]

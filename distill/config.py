@@ -317,7 +317,6 @@ class StudentSettings(ModelSettings):
     """Heads: drafting steps trained at once. null: as published, 1 for eagle, 7 for eagle3, 3 for mtp."""
     block: BlockSettings = field(default_factory=BlockSettings)
     noise: ClassVar[float] = 0.2  # EAGLE-1: width of the uniform noise on the features, times 512 / length
-    feature_weight: ClassVar[float] = 1.0  # EAGLE-1: of the smooth L1 distance from the target's states
     ce_weight: ClassVar[float] = 0.1  # EAGLE-1: of the divergence from the target
 
     @property
@@ -620,11 +619,11 @@ class Settings:
                 where=where,
             )
             draft.training_of(self.training).validate(f"{where}training" if draft.training else "training")
-        kind, head, own = student.kind, student.is_head, any(draft.on_policy for draft in self.drafts)
+        kind, head, on_policy = student.kind, student.is_head, any(draft.on_policy for draft in self.drafts)
         single = any(draft.accepted_only for draft in self.drafts) and (student.steps == 1 or student.is_block)
-        writes = own or self.data.from_target or (answers.from_target and not answers.server.urls)
+        writes = on_policy or self.data.from_target or (answers.from_target and not answers.server.urls)
         uses = {
-            "drafts[].on_policy": own,
+            "drafts[].on_policy": on_policy,
             "target.layerskip": target.layerskip.enabled,
             "target.kind lora": target.kind == "lora",
             f"student.kind {kind}": head or kind == "lora",
@@ -645,8 +644,8 @@ class Settings:
              "of temperatures and of draft_lengths"),
             (target.sharded and writes, "target.sharded", "and a sharded target cannot generate text, nor can a draft "
              "beside it: use teacher.responses.server, or target.devices or target.quantization instead"),
-            (own and head and target.placed, "student.kind", "and drafts[].on_policy needs the target beside a head: "
-             "unset target.devices and target.quantization"),
+            (on_policy and head and target.placed, "student.kind", "and drafts[].on_policy needs the target beside a "
+             "head: unset target.devices and target.quantization"),
             (unsupported, "trainer.strategy", f"which shards the weights and does not support {unsupported}: set it to "
              "ddp, or change these settings"),
         )  # fmt: skip

@@ -110,7 +110,7 @@ def _shrink_model(
     grouped = "num_key_value_heads" in shape.extra
     if model.model is not None:
         shape.model_type, grouped, note = _family_of(model.model)
-        shape.extra = {"tie_word_embeddings": tied}
+        shape.extra = {}
         if note:
             console.print(f"  {note}", highlight=False)
         if shape.model_type.startswith(("gemma3n", "gemma4")):

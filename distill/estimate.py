@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import Any, ClassVar
 
@@ -83,7 +84,7 @@ def estimate(settings: Settings, console: Console) -> dict[str, tuple[float, flo
 
 def _small(full: Settings, folder: str) -> Settings:
     """Return the settings of a run of a few steps on a few texts, in one process."""
-    small, signal, given = with_formats(full), full.teacher.signal, full.trainer.callbacks
+    small, signal, given = copy.deepcopy(full), full.teacher.signal, full.trainer.callbacks
     callback = {"class_path": "distill.estimate.StepTimes"}
     shorten(small, steps=STEPS, epochs=None)
     if small.data.from_target:

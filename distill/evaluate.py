@@ -41,17 +41,13 @@ def target_texts(session: Session, prompts: Sequence[Prompt], temperature: float
 
 
 def acceptance(
-    target: PreTrainedModel,
-    drafts: Mapping[str, DraftModel],
-    texts: Sequence[Text],
-    temperature: float,
-    depth: int = DEPTH,
+    target: PreTrainedModel, drafts: Mapping[str, DraftModel], texts: Sequence[Text], temperature: float
 ) -> Alphas:
     """Returns offline_alpha of every draft on texts of the target; each text advances the current piece of work.
 
-    ``depth`` is the number of drafted tokens of a feature head that are measured; of block heads it is all.
+    Of a feature head `DEPTH` drafted tokens are measured, of block heads all.
     """
-    depth = max((model.drafts for model in drafts.values() if isinstance(model, BlockHead)), default=depth)
+    depth = max((model.drafts for model in drafts.values() if isinstance(model, BlockHead)), default=DEPTH)
     work, warp = current(), own_warp(target, temperature, {})
     return offline_alphas(target, drafts, texts, warp, depth=depth, seen=lambda _: work.advance())
 
@@ -97,7 +93,7 @@ class Evaluation:
 
         Returns:
             The run's report but for its name and settings: ``target``, ``drafts``, ``paired``, ``decoding``,
-            ``profile``, ``analysis``, ``machine``, ``created``.
+            ``profile``, ``analysis``, ``machine``, ``created``, ``trained_with``.
         """
         run, measured = self.run, self.measured
         try:

@@ -42,6 +42,11 @@ def _stack(model: PreTrainedModel) -> tuple[Any, nn.ModuleList]:
     raise _unreachable(model, f"no list of {count} layers")
 
 
+def probe_ids(model: PreTrainedModel) -> torch.Tensor:
+    """Eight token ids ``[1, 8]``, on which a model is compared with its parts."""
+    return (torch.arange(8, device=model.device) * 7 % model.get_input_embeddings().num_embeddings)[None]
+
+
 @torch.no_grad()
 def check_structure(model: PreTrainedModel) -> None:
     """Check that the model's last hidden state is the final norm of its last layer's output, as early exits assume.
@@ -53,9 +58,8 @@ def check_structure(model: PreTrainedModel) -> None:
     model.eval()
     kept: list[torch.Tensor] = []
     hook = decoder_layers(model)[-1].register_forward_hook(lambda module, args, output: kept.append(state_of(output)))
-    ids = (torch.arange(8, device=model.device) * 7 % model.get_input_embeddings().num_embeddings)[None]
     try:
-        expected = model.base_model(input_ids=ids, use_cache=False).last_hidden_state.float()
+        expected = model.base_model(input_ids=probe_ids(model), use_cache=False).last_hidden_state.float()
     finally:
         hook.remove()
         model.train(was_training)

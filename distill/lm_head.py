@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from decode.errors import UserError
 from decode.models.heads.eagle import some_outputs
+from distill.layers import probe_ids
 
 
 class LMHead(nn.Module):
@@ -103,7 +104,7 @@ def check_head(model: PreTrainedModel, head: LMHead) -> None:
     """
     was_training = model.training
     model.eval()
-    ids = (torch.arange(8, device=model.device) * 7 % model.get_input_embeddings().num_embeddings)[None]
+    ids = probe_ids(model)
     expected = model(input_ids=ids, use_cache=False).logits[0].float()
     hidden = last_hidden(model, ids, torch.ones_like(ids, dtype=torch.bool))
     logits = head(hidden.to(head.linear.weight.device)).float().to(expected.device)

@@ -77,13 +77,20 @@ def config_for(shape: Architecture, vocab: int, tokenizer: PreTrainedTokenizerBa
         raise UserError(f"architecture.model_type {family!r} cannot be built: {first}") from error
 
 
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw random weights inside from the seed alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
 def build_model(
     shape: Architecture, vocab: int, tokenizer: PreTrainedTokenizerBase | None, seed: int
 ) -> PreTrainedModel:
     """Return a model with random float32 weights that depend on the seed alone."""
     config = config_for(shape, vocab, tokenizer)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         try:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         except (ValueError, KeyError, TypeError) as error:
@@ -179,7 +186,7 @@ def use_attention(model: PreTrainedModel, name: Attention) -> None:
 
 
 def check_attention(config: PretrainedConfig, name: Attention) -> None:
-    """Raise the same error for a model that is not loaded."""
+    """Refuse what `use_attention` refuses, for a model that is not loaded."""
     with torch.device("meta"):
         use_attention(AutoModelForCausalLM.from_config(config), name)
 
@@ -351,8 +358,8 @@ def in_step(model: PreTrainedModel | None) -> Iterator[None]:
             base(input_ids=ids, use_cache=False)
 
 
-def quantization_config(wanted: dict[str, Any], device: str | torch.device) -> Any:
-    """Return the configuration of ``target.quantization`` for ``from_pretrained``.
+def check_quantization(wanted: dict[str, Any], device: str | torch.device) -> None:
+    """Refuse a ``target.quantization`` that cannot be used here.
 
     Args:
         wanted: The setting, such as ``{quant_method: bitsandbytes, load_in_4bit: true}``.
@@ -371,7 +378,6 @@ def quantization_config(wanted: dict[str, Any], device: str | torch.device) -> A
             f"target.quantization is {wanted}, which cannot be used here ({why}): install what is missing, or leave it "
             "out and set target.dtype to bfloat16 or target.devices"
         ) from error
-    return config
 
 
 # -- training: low-rank adapters, optimisers ---------------------------------------------------------------------------
@@ -392,8 +398,7 @@ def adapted(model: PreTrainedModel, lora: LoraSettings, seed: int) -> Any:
 
     rank = lora.rank
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         return get_peft_model(model, config)
 
 
@@ -445,8 +450,8 @@ def make_schedule(optimizer: Optimizer, settings: TrainingSettings, steps: int) 
 
 # -- number formats ----------------------------------------------------------------------------------------------------
 
-AUTOCAST = {"bf16": torch.bfloat16, "bf16-mixed": torch.bfloat16, "16": torch.float16, "16-mixed": torch.float16}
-WEIGHTS = {"bf16-true": "bfloat16", "16-true": "float16", "64": "float64", "64-true": "float64"}
+AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+WEIGHTS = {"bf16-true": "bfloat16", "16-true": "float16", "64-true": "float64"}
 
 
 def weights_dtype(precision: str) -> str:

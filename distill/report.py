@@ -150,10 +150,12 @@ def figures(report: Row) -> dict[str, Figure]:
     best = [{**row, "name": f"{row['draft']}, k = {row['draft_length']}"} for row in fastest(greedy)]
     if len(best) > 1:
         drawn["speedup"] = (plots.speedup_bars(best[::-1], "Greedy speedup at the best draft length"), "")
-    mine = [row for row in greedy if row["draft"] == name]
+    of_export = [row for row in greedy if row["draft"] == name]
     points: dict[str, list[Any]] = {
         "predicted": sorted((int(k), v) for k, v in (profile.get("predicted_speedup") or {}).items()),
-        "measured": sorted((row["draft_length"], row["speedup"], *(row.get("speedup_ci95") or ())) for row in mine),
+        "measured": sorted(
+            (row["draft_length"], row["speedup"], *(row.get("speedup_ci95") or ())) for row in of_export
+        ),
     }
     if sum(map(len, points.values())) > 1:
         axes = "Speedup by draft length", "draft length k (tokens)", "speedup (×)"

@@ -63,9 +63,9 @@ class Run:
     Args:
         settings: Of the run, without any ``auto`` that `distill.pipeline.prepare_settings` resolves.
         console: Where progress is shown; None: on the standard output.
-        logger: Where losses and results are recorded; None: nowhere.
 
     Attributes:
+        logger: Where losses and results are recorded; None: nowhere.
         folder: With a folder for every stage: target, initial, and each draft.
         work: Checkpoints, cached signals, and the records of the stages.
         trained: Names of the drafts, in order.
@@ -75,8 +75,9 @@ class Run:
         prompts_together: Prompts that the target is asked for at a time; None: as many as are fastest.
     """
 
-    def __init__(self, settings: Settings, console: Console | None = None, logger: Logger | None = None) -> None:
-        self.settings, self.logger, self.started = settings, logger, time.monotonic()
+    def __init__(self, settings: Settings, console: Console | None = None) -> None:
+        self.settings, self.started = settings, time.monotonic()
+        self.logger: Logger | None = None
         self.console = console or output_console()
         self.prompts_together: int | None = None
         self.folder = Path(settings.output_dir) / settings.name

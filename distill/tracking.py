@@ -70,7 +70,9 @@ def make_logger(tracker: str, run_dir: Path, name: str, config: Mapping[str, Any
     """
     if tracker != "wandb":
         return CSVLogger(run_dir, name="csv/run", flush_logs_every_n_steps=20) if tracker == "csv" else None
-    for variable, value in ENVIRONMENT.items():
+    # tables and plots are staged beside the run: a user may have no home that can be written
+    folders = dict.fromkeys(("DATA_DIR", "CACHE_DIR"), str(run_dir / "wandb"))
+    for variable, value in (ENVIRONMENT | folders).items():
         os.environ.setdefault(f"WANDB_{variable}", value)
     note, key = run_dir / "wandb" / "run.json", fingerprint(dict(config))
     if (kept := read_json(note)).get("config") != key:

@@ -26,12 +26,13 @@ from decode.models.heads.files import load_head
 from decode.options import MethodOptions
 from decode.progress import current, working
 from distill.drafts.block import calibration_error
+from distill.evaluate import Text
 from distill.lm_head import LMHead
 from distill.run import Run
 from probes.exit_search import bench
 from probes.features import Features
 from probes.fit import judged, scores_of, train_probes
-from probes.labels import Mode, Text
+from probes.labels import Mode
 from probes.settings import ProbeSettings
 
 Seen = tuple[Features, Tensor]

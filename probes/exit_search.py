@@ -151,8 +151,7 @@ def bench(
 
     One thread decodes, which is the fastest for small models. With drafts their costs are measured too.
     """
-    how = BenchOptions(options.max_new_tokens, 1, run.settings.seed, warp=mode.warp, threads=1)
-    how.costs = bool(drafts)
+    how = BenchOptions(options.max_new_tokens, 1, run.settings.seed, warp=mode.warp, threads=1, costs=bool(drafts))
     benchmark = Benchmark(Session(model, drafts, run.tokenizer, how))
     suite = test_suite(run.corpus, run.settings.data.source, options.bench_prompts)
     rows = benchmark.run([suite], entries)

@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 from decode.drafters.probe import FEATURES, confidence_features
 from decode.errors import UserError
 from decode.progress import current
+from distill.evaluate import Text
 from distill.layers import check_structure, final_norm
 from distill.lm_head import LMHead
-from probes.labels import Mode, Text, label_drafts
+from probes.labels import Mode, label_drafts
 
 EXTRAS = len(FEATURES)
 TOKENS = 1 << 13  # read in a forward, unless one text has more

@@ -19,12 +19,11 @@ from decode.errors import UserError
 from decode.models.open import NEUTRAL, described, own_warp, stop_ids
 from distill.config import ResponseSettings
 from distill.data.dataset import Examples
+from distill.evaluate import Text
 from distill.files import fingerprint
 from distill.responses.target import Job, answered_here, write_responses
 from distill.run import Run
 from probes.settings import ProbeSettings
-
-Text = tuple[list[int], int]  # token ids, and how many of them are the prompt
 
 
 @dataclass

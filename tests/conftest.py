@@ -42,7 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[noise.VARIABLE] = str(seed)
     noise.install()
     if capability := os.environ.get("ATEN_CPU_CAPABILITY"):  # kernels that are compiled for another one crash
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor-{capability}"
+        user = os.getuid() if hasattr(os, "getuid") else ""  # the folder belongs to whoever made it
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor-{user}-{capability}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -159,7 +159,7 @@ def run(settings: BenchSettings) -> None:
     console.print("\n".join(filter(None, lines)), soft_wrap=True)
     benchmark = Benchmark(session)
     try:
-        with working(console, "costs of rounds"):
+        with working(console, "reading prompts"):
             benchmark.run(suites, entries, batch_sizes=settings.batch_sizes)
     finally:  # an interrupt keeps what was measured
         if benchmark.rows:

@@ -250,9 +250,9 @@ def compare(settings: GenerateSettings, prompt: str) -> None:
     pair = opened(settings, settings.draft)
     without = replace(settings, draft=None, method="autoregressive", stop_rule=None, rule=None)
     finished(start(replace(settings, max_new_tokens=WARM_UP), prompt, pair))
-    plain, drafted = texts = [start(some, prompt, pair) for some in (without, settings)]
+    baseline, drafted = texts = [start(some, prompt, pair) for some in (without, settings)]
     for text in texts:
         stream(text, show=True)
-    same = "the same text, token by token" if plain.ids == drafted.ids else "another text"
-    faster = drafted.metrics["tokens_per_second"] / plain.metrics["tokens_per_second"]
+    same = "the same text, token by token" if baseline.ids == drafted.ids else "another text"
+    faster = drafted.metrics["tokens_per_second"] / baseline.metrics["tokens_per_second"]
     print(f"\n{faster:.2f} times as fast as without a draft; {same}")

@@ -23,8 +23,8 @@ from decode.measure.suites import Suite
 from decode.models.open import Pair
 from decode.progress import output_console, working
 
-LENGTHS = ("draft_length", "ms", "break_even_alpha", "predicted_speedup")
-FORECAST = ("batch_size", "ms", "best_draft_length", "best_speedup")
+BY_LENGTH = ("draft_length", "ms", "break_even_alpha", "predicted_speedup")
+BY_BATCH = ("batch_size", "ms", "best_draft_length", "best_speedup")
 """Columns of the tables by draft length and by batch size."""
 
 
@@ -82,7 +82,7 @@ def profile_pair(
     rounds, gains = cost.rounds, speedups_by_length(alphas, cost.rounds, longest)
     rows = [(k, 1e3 * rounds.round(1, k), break_even(k, rounds), gain) for k, gain in gains.items()]
     batches = forecast(rounds, alphas, min(longest, allowed or longest)) if settings.batch_sizes else {}
-    lengths, about = [dict(zip(LENGTHS, row)) for row in rows], verdict(alphas[0].mean, rounds, gains)
+    lengths, about = [dict(zip(BY_LENGTH, row)) for row in rows], verdict(alphas[0].mean, rounds, gains)
     return PairProfile(cost, alphas[0], lengths, best_length(gains), about, batches, session)
 
 
@@ -127,7 +127,7 @@ def show(result: PairProfile) -> None:
     costs = ", ".join(f"v({n}) {v:.2f}" for n, v in sorted(cost.verify_cost.items()))
     known = f"α {alpha.mean:.4f} ± {alpha.se:.4f}, c {cost.cost_ratio:.3f}, {costs}"
     console.print(machine.sentence(result.session.facts()), *result.session.how, *formulas, known, sep="\n")
-    console.print(console_table("", LENGTHS, result.lengths), f"\n[bold]{result.verdict}")
+    console.print(console_table("", BY_LENGTH, result.lengths), f"\n[bold]{result.verdict}")
     if result.batches:
-        console.print(console_table("\nby batch size", FORECAST, result.batches["batches"]))
+        console.print(console_table("\nby batch size", BY_BATCH, result.batches["batches"]))
         console.print(f'vLLM: "{SCHEDULE}": {json.dumps(result.batches[SCHEDULE])}', markup=False, soft_wrap=True)

@@ -42,7 +42,7 @@ from decode.progress import output_console
 
 Row = dict[str, Any]
 
-METHODS: dict[Any, str] = {1: "eagle", 3: "eagle3", "dflash": "dflash", "dspark": "dspark"}
+VLLM_METHODS: dict[Any, str] = {1: "eagle", 3: "eagle3", "dflash": "dflash", "dspark": "dspark"}
 """vLLM's names of methods, by the version of a head."""
 SERVED = (
     "engine", "temperature", "draft_length", "served_length", "predicted_length", "speedup", "identical_share",
@@ -76,7 +76,7 @@ def run(settings: ServeCheckSettings) -> None:
             console.print(f"{name}: {note}", soft_wrap=True)
         head = pair.draft if isinstance(pair.draft, DraftHead) else None
         engine = Engine(
-            settings.engine, target, str(draft), METHODS[head.version] if head else "draft_model",
+            settings.engine, target, str(draft), VLLM_METHODS[head.version] if head else "draft_model",
             max(len(item.ids) for item in items) + settings.max_new_tokens + max(settings.draft_lengths) + 1,
             str(pair.target.dtype).removeprefix("torch."),  # as in the prediction
             settings.program, settings.url, settings.threads, settings.timeout,

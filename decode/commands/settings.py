@@ -229,7 +229,7 @@ def bench_settings(argv: Sequence[str], description: str = "", examples: str = "
     if not (any(item.startswith("--suite") for item in argv) or "suite" in (content.get("bench") or {})):
         settings.suite = default_suites(content.get("data"))
     settings.target = settings.target or str(run / "target")
-    settings.draft = settings.draft or [str(f) for f in (run / "export", run / "adaspec") if f.is_dir()][:1]
+    settings.draft = settings.draft or [str(f) for f in [run / "export"] if f.is_dir()]
     settings.output = settings.output or str(run)
     return settings
 
@@ -243,10 +243,8 @@ def default_suites(data: Any) -> list[str]:
     source = str(data.get("source", "arithmetic"))
     if source == "target":  # whose own prompts have no suite
         return ["chat"]
-    if source == "arithmetic":
-        return [f"arithmetic:{data.get('difficulty', 1)}"]
-    if data.get("test_file"):
-        return [f"{source}={data['test_file']}"]
+    if file := (data.get("files") or {}).get("test"):
+        return [f"{source if source in PRESETS else 'prompts'}={file}"]
     return [source] if source in PRESETS or not Path(source).exists() else [f"prompts={source}"]
 
 

@@ -23,8 +23,7 @@ from decode.core.stop import StopRule
 from decode.core.verify import AcceptanceRule, Exact, Measured, verify, verify_greedy
 from decode.drafters.base import Drafter, DraftRequest, Prompt
 from decode.errors import UserError
-from decode.models.api import Model, Out, Read, read_prompt, synchronize
-from decode.models.huggingface import rows_that_fit
+from decode.models.api import Model, Out, Read, read_prompt, rows_that_fit, synchronize
 
 
 @dataclass
@@ -56,7 +55,7 @@ def tree_error(target: Model) -> UserError:
 
 
 class Text:
-    """A text that is decoded: its ids, caches, chance and rounds.
+    """A text that is decoded: its ids, caches, random numbers and rounds.
 
     Args:
         target: the model to decode from.
@@ -123,6 +122,11 @@ class Text:
     def new_ids(self) -> list[int]:
         """The generated tokens."""
         return self.ids[self.prompt_length :]
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may be drafted: one is left for the correction or the bonus."""
+        return self.end - len(self.ids) - 1
 
     @property
     def written_by(self) -> list[str]:
@@ -234,8 +238,7 @@ def step(target: Model, method: Method, texts: Sequence[Text]) -> list[Round]:
     for text in texts:
         if lengths is not None:
             text.stop.threshold.price(lengths.token_cost, lengths.block_cost)
-        remaining = text.end - len(text.ids) - 1  # one token is left for the correction or the bonus
-        most = remaining if limit is None else min(limit, remaining)
+        most = text.remaining if limit is None else min(limit, text.remaining)
         requests.append(DraftRequest(text.state, text.ids, text.stop, most, text.rng, text.rule.needs_raw))
     drafts = drafter.propose(requests) if limit != 0 else [Draft.empty() for _ in texts]
     t1 = _mark(device)
@@ -250,18 +253,18 @@ def step(target: Model, method: Method, texts: Sequence[Text]) -> list[Round]:
     verified = [text.verify(draft, out) for text, draft, out in zip(texts, drafts, outs)]
     t2 = _mark(device)
     seconds, together = (share * _seconds(t0, t1), share * _seconds(t1, t2)), tuple(map(len, drafts))
+    ended = [any(token in text.stop_ids for token in draft.ids) for text, draft in zip(texts, drafts)]
     rounds = []
-    for text, draft, out, (path, token, measured) in zip(texts, drafts, outs, verified):
+    for text, draft, out, end, (path, token, measured) in zip(texts, drafts, outs, ended, verified):
         draft.probs = draft.logits = None  # a trace of whole distributions would fill the memory
-        cut = draft.depth >= text.end - len(text.ids) - 1 or any(drafted in text.stop_ids for drafted in draft.ids)
+        cut = draft.depth >= text.remaining or end
         new = text.accept([*(draft.ids[i] for i in path), token])
         r = Round(draft, path, token, new, cut, seconds, together, *measured)
         rounds.append(r)
         text.learn(drafter, r, out)
     if lengths is not None and limit:
         # a draft that a stop id ended could not have been longer
-        ended_by_id = [any(token in text.stop_ids for token in draft.ids) for text, draft in zip(texts, drafts)]
-        longest = [len(d) if end else asked.max_depth for d, end, asked in zip(drafts, ended_by_id, requests)]
+        longest = [len(d) if end else asked.max_depth for d, end, asked in zip(drafts, ended, requests)]
         lengths.observe(zip(rounds, longest))
     spent = share * (time.perf_counter() - began)
     for text in texts:

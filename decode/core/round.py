@@ -124,15 +124,9 @@ def _mean(measured: Sequence[tuple[int, Values | None]]) -> tuple[float, float]:
     if not parts:
         return math.nan, math.nan
     device = parts[-1][1].device
-    place = iter(torch.cat([part.flatten().to(device) for _, part in parts]).double().tolist())
-    sums = [sum(islice(place, part.numel())) for _, part in parts]
+    values = iter(torch.cat([part.flatten().to(device) for _, part in parts]).double().tolist())
+    sums = [sum(islice(values, part.numel())) for _, part in parts]
     return clustered_ratio(sums, [part.numel() for _, part in parts], [cluster for cluster, _ in parts])
-
-
-def accepted_length(texts: Texts) -> float:
-    """Tokens written per target forward, Σe / rounds: accepted tokens behind the end of a text do not count."""
-    rounds = sum(map(len, texts))
-    return sum(len(r.new) for text in texts for r in text) / rounds if rounds else math.nan
 
 
 def metrics(texts: Texts, clusters: Sequence[int] | None = None) -> dict[str, float]:
@@ -144,18 +138,20 @@ def metrics(texts: Texts, clusters: Sequence[int] | None = None) -> dict[str, fl
     """
     rows = _numbered(texts, clusters)
     rounds = [r for _, r in rows]
+    tokens = sum(len(r.new) for r in rounds)
     k, m, t = (sum(getattr(r, name) for r in rounds) for name in ("drafted", "accepted", "tested"))
     alpha, alpha_se = _mean([(cluster, r.overlap) for cluster, r in rows])
     spent, _ = _mean([(cluster, r.spent) for cluster, r in rows])
     distance, _ = _mean([(cluster, r.distance) for cluster, r in rows])
     return {
         "rounds": len(rounds),
-        "tokens": sum(len(r.new) for r in rounds),
+        "tokens": tokens,
         "alpha": alpha,
         "alpha_se": alpha_se,
         "accepted_per_tested": m / t if t else math.nan,
         "accepted_per_drafted": m / k if k else math.nan,
-        "accepted_length": accepted_length(texts),
+        # accepted tokens behind the end of a text do not count
+        "accepted_length": tokens / len(rounds) if rounds else math.nan,
         "drafted_per_round": k / len(rounds) if rounds else math.nan,
         "tv_spent": 0.0 if math.isnan(spent) else spent,
         "js_distance": distance,

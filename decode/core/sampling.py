@@ -133,8 +133,8 @@ class TopP(TopPLogitsWarper):
         """Logits ``[rows, vocab]`` with -inf outside the nucleus."""
         if not scores.is_cpu or scores.requires_grad:
             return super().__call__(input_ids, scores)
-        probs, found = scores.softmax(-1).numpy(), scores.numpy().copy()
-        for p, row in zip(probs, found):
+        probs, cut = scores.softmax(-1).numpy(), scores.numpy().copy()
+        for p, row in zip(probs, cut):
             likely = np.sort(p[p >= (1 - self.top_p) / len(p)])
             if len(likely):  # empty where logits are not numbers
                 mass = likely.cumsum()
@@ -142,7 +142,7 @@ class TopP(TopPLogitsWarper):
                 least = likely[first]  # the least probability in the nucleus; some tokens that have it may be outside
                 row[p < least] = self.filter_value
                 row[(p == least).nonzero()[0][: first - np.searchsorted(likely, least)]] = self.filter_value
-        return torch.from_numpy(found)
+        return torch.from_numpy(cut)
 
 
 def _wide(logits: Tensor) -> Tensor:

@@ -189,6 +189,11 @@ class DraftedToken:
 Confidence = Callable[[DraftedToken], float]
 
 
+def probability(log_odds: float) -> float:
+    """The logistic function, without overflow."""
+    return 1 / (1 + math.exp(-max(-50.0, min(50.0, log_odds))))
+
+
 def token_probability(drafted: DraftedToken) -> float:
     """q(x) of the drafted token, unwarped (Draft & Verify, AdaSPEED)."""
     assert drafted.token is not None

@@ -260,11 +260,11 @@ class TrigramDrafter(Drafter):
             context, token = packed(window[:end]), window[end]
             if context is None or token >> BITS:
                 continue
-            found = learned.pop(context, None)
-            if found is None:
+            entry = learned.pop(context, None)
+            if entry is None:
                 known, values = state.shared.get(context) or self.table.successors(context)
-                found = list(known), list(values)
-            tokens, weights = learned[context] = found  # the latest at the end
+                entry = list(known), list(values)
+            tokens, weights = learned[context] = entry  # the latest at the end
             if token not in tokens:
                 if len(tokens) >= self.widest:
                     lightest = weights.index(min(weights))

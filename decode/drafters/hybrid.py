@@ -55,16 +55,16 @@ class HybridDrafter(Drafter):
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """A copy or the head's draft; the heads that are asked draft together, and the stop rule's window is theirs."""
-        found = [self._match(one) for one in requests]
+        matches = [self._match(request) for request in requests]
         drafts = [Draft.empty()] * len(requests)
-        for i, (in_text, after, in_store) in enumerate(found):
+        for i, (in_text, after, in_store) in enumerate(matches):
             if max(in_text, in_store) >= self.match:
                 drafts[i] = drafts[i].with_branch(self._copy(requests[i], self.length, in_text, after, in_store))
-        heads = [i for i, one in enumerate(requests) if one.max_depth > 0 and not len(drafts[i])]
+        heads = [i for i, request in enumerate(requests) if request.max_depth > 0 and not len(drafts[i])]
         asked = [replace(requests[i], state=requests[i].state.head) for i in heads]
         for i, draft in zip(heads, self.head.propose(asked) if asked else ()):
             most = self.branch if len(draft) else self.length
-            drafts[i] = draft.with_branch(self._copy(requests[i], most, *found[i]))
+            drafts[i] = draft.with_branch(self._copy(requests[i], most, *matches[i]))
         return drafts
 
     def _match(self, request: DraftRequest) -> tuple[int, int, int]:

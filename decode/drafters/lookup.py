@@ -134,11 +134,11 @@ class SuffixDrafter(Drafter):
     def draft(self, request: DraftRequest) -> Draft:
         """A chain of at most `max_depth` tokens and the stop rule's window; empty where nothing matches."""
         index, most = request.state[0], min(request.max_depth, request.stop.window)
-        found = [(n, places, index.tokens) for n, places in index.matches(request.ids, self.longest)]
+        matches = [(n, places, index.tokens) for n, places in index.matches(request.ids, self.longest)]
         earlier = self.earlier.matches(request.ids, self.longest, self.newest)
-        found += [(n, places, self.earlier.tokens) for n, places in earlier]
+        matches += [(n, places, self.earlier.tokens) for n, places in earlier]
         chain, score = list[int](), 0.0
-        for n, places, tokens in sorted(found, key=lambda match: -match[0]):
+        for n, places, tokens in sorted(matches, key=lambda match: -match[0]):
             length = min(most, int(self.factor * n))
             if length <= score:  # a token counts one at most
                 break

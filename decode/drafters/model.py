@@ -6,19 +6,17 @@ from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from decode.core.draft import Draft
+from decode.core.draft import Draft, id_tensor
 from decode.core.round import Round
 from decode.core.sampling import LogitsWarper, argmax
 from decode.core.stop import DraftedToken
 from decode.drafters.base import Drafter, DraftRequest, Prompt
 from decode.models.api import PIECE, Model, Out, Read, read_prompt
 from decode.models.heads.mtp import MtpRunner
-from decode.models.heads.runner import DraftHeadRunner
+from decode.models.heads.runner import DraftHeadRunner, in_target
 
 Drafting = Generator[Any, Out, Draft]
 """Yields what `ModelDrafter.read` is to read next, is sent the output for it, and returns the draft."""
@@ -61,7 +59,7 @@ class ModelDrafter(Drafter):
 
     def room(self, state: ModelState, ids: list[int]) -> int:
         """How many tokens may be drafted after a text."""
-        return self.runner.remaining(state.cache, ids)
+        return self.runner.remaining(ids)
 
     def limit(self, request: DraftRequest) -> int:
         """The longest draft that the stop rule, the text's budget and the draft model allow."""
@@ -100,7 +98,7 @@ class ModelDrafter(Drafter):
         feed = self.unread(request) if limit > 0 else None
         for _ in range(limit):
             out = yield feed
-            row = self.widened(out.logits) if self.padded else out.logits
+            row = in_target(out.logits, None, self.vocab) if self.padded else out.logits
             if plain:
                 feed = argmax(row)
             else:
@@ -128,11 +126,6 @@ class ModelDrafter(Drafter):
         drawn, raw = (torch.cat(rows) if rows else None for rows in (probs, logits))
         return Draft.chain(torch.cat(tokens), drawn, raw, watch.seen if watch else None)
 
-    def widened(self, row: Tensor) -> Tensor:
-        """Logits ``[1, ..]`` of another vocabulary's size, cut or filled to the target's."""
-        missing = self.vocab - row.shape[-1]
-        return F.pad(row, (0, missing), value=-torch.inf) if missing > 0 else row[:, : self.vocab]
-
     def ids(self, ids: list[int]) -> list[int]:
         """Ids as the draft reads them; one that only the target knows is read as the draft's last."""
         last = self.runner.vocab_size - 1
@@ -143,8 +136,7 @@ class ModelDrafter(Drafter):
         cache, ids = request.state.cache, request.ids
         if len(ids) - cache.length > PIECE:  # as a prompt is read
             read_prompt(self.runner, cache, self.ids(ids[cache.length : -1]))
-        # in half of torch.tensor's time
-        return torch.from_numpy(np.asarray(self.ids(ids[cache.length :]), dtype=np.int64)).to(self.runner.device)
+        return id_tensor(self.ids(ids[cache.length :])).to(self.runner.device)
 
     def update(self, state: ModelState, ids: list[int], round: Round, out: Out) -> None:
         """Drop what was rejected; an unread tail is fed by the next proposal."""
@@ -177,7 +169,7 @@ class HeadDrafter(ModelDrafter):
 
     def _queue(self, state: ModelState, ids: list[int], features: Tensor) -> None:
         """Queue the target's features of a text's last tokens; in a full context none is ever read again."""
-        if self.runner.remaining(state.cache, ids) > 0:
+        if self.runner.remaining(ids) > 0:
             state.cache.settle(features)
         else:
             state.cache.truncate(0)

@@ -7,7 +7,6 @@ that were fastest.
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.core.stop import DraftedToken
+from decode.core.stop import DraftedToken, probability
+from decode.core.verify import LN2, pick
 from decode.errors import UserError, write_safely, write_text
 
 KINDS = ("probe", "confidence-probe")
@@ -37,8 +37,8 @@ def confidence_features(logits: Tensor, tokens: Tensor) -> Tensor:
     """
     known = logits.float().log_softmax(-1).clamp_min(-1e30)  # excluded tokens: probability 0 times a finite number
     top = known.topk(2, -1).values
-    log_q = known.gather(-1, tokens[:, None]).squeeze(-1)
-    entropy = -(known.exp() * known).sum(-1) / math.log(2)
+    log_q = pick(known, tokens)
+    entropy = -(known.exp() * known).sum(-1) / LN2
     return torch.stack([log_q.clamp_min(LEAST), entropy, (top[:, 0] - top[:, 1]).clamp_max(-LEAST)], -1)
 
 
@@ -68,19 +68,19 @@ class AcceptanceProbe:
             z = z + features @ self.extra.to(hidden.device)
         return (z + self.bias) / self.temperature
 
-    def __call__(self, step: DraftedToken) -> float:
+    def __call__(self, drafted: DraftedToken) -> float:
         """Confidence of a drafted token, for `decode.core.stop.StopRule`."""
-        assert step.token is not None
-        self.weight = self.weight.to(step.hidden.device)  # itself after the first time
-        z = torch.dot(step.hidden.float(), self.weight).item() + self.bias
+        assert drafted.token is not None
+        self.weight = self.weight.to(drafted.hidden.device)  # itself after the first time
+        z = torch.dot(drafted.hidden.float(), self.weight).item() + self.bias
         if len(self.extra):
             # `confidence_features` of one row, with as few operations as possible: this runs for every drafted token
-            known = step.logits.float().log_softmax(-1).clamp_min_(-1e30)
+            known = drafted.logits.float().log_softmax(-1).clamp_min_(-1e30)
             first, second = known.topk(2).values.tolist()
-            entropy = -torch.dot(known.exp(), known).item() / math.log(2)
+            entropy = -torch.dot(known.exp(), known).item() / LN2
             u = self.extra.tolist()
-            z += u[0] * max(known[step.token].item(), LEAST) + u[1] * entropy + u[2] * min(first - second, -LEAST)
-        return 1 / (1 + math.exp(-max(-50.0, min(50.0, z / self.temperature))))
+            z += u[0] * max(known[drafted.token].item(), LEAST) + u[1] * entropy + u[2] * min(first - second, -LEAST)
+        return probability(z / self.temperature)
 
 
 def weight_sample(model: PreTrainedModel) -> dict[str, Any]:
@@ -94,14 +94,12 @@ def weight_sample(model: PreTrainedModel) -> dict[str, Any]:
     return {"shapes": digest.hexdigest()[:32], "values": values}
 
 
-def same_weights(one: Any, other: Any) -> bool:
+def same_weights(a: Any, b: Any) -> bool:
     """Whether two `weight_sample`s are of one model; float32, float16 and bfloat16 copies of it count as the same."""
-    if not (isinstance(one, dict) and isinstance(other, dict)) or one.get("shapes") != other.get("shapes"):
+    if not (isinstance(a, dict) and isinstance(b, dict)) or a.get("shapes") != b.get("shapes"):
         return False
     # bfloat16 rounds by a share of up to 2^-9, float16 below its normal numbers by up to 3e-8
-    return all(
-        abs(a - b) <= 2**-8 * max(abs(a), abs(b)) + 1e-7 for a, b in zip(one["values"], other["values"], strict=True)
-    )
+    return all(abs(x - y) <= 2**-8 * max(abs(x), abs(y)) + 1e-7 for x, y in zip(a["values"], b["values"], strict=True))
 
 
 def save_probes(
@@ -131,13 +129,13 @@ def describe_probes(folder: str | Path) -> dict[str, Any]:
     """
     path = Path(folder) / "probes.json"
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        description: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(
             f"there are no probes in {str(folder)!r} ({type(error).__name__}); train some with python -m probes, which "
             "writes runs/<name>/probes"
         ) from error
-    return found
+    return description
 
 
 def load_probe(

@@ -87,7 +87,7 @@ class Datastore:
         pattern = np.array(known, dtype=self.text.dtype).tobytes()
 
         # where a tail occurs every shorter one does, so the longest is found by bisection
-        span, found, low, high = 0, (0, 0), min_span, len(known)
+        span, interval, low, high = 0, (0, 0), min_span, len(known)
         while low <= high:
             middle = (low + high + 1) // 2
             tail = pattern[-middle * width :]
@@ -98,10 +98,10 @@ class Datastore:
             start = bisect_left(suffixes, tail, key=prefix)
             if start < len(suffixes) and prefix(suffixes[start]) == tail:
                 span, low = middle, middle + 1
-                found = start, bisect_right(suffixes, tail, lo=start, key=prefix)
+                interval = start, bisect_right(suffixes, tail, lo=start, key=prefix)
             else:
                 high = middle - 1
-        return span, found
+        return span, interval
 
     def continuations(
         self, ids: Sequence[int], *, length: int = 10, limit: int = 5000, max_span: int = 16, min_span: int = 2

@@ -162,8 +162,8 @@ class BlockTreeDrafter(TreeDrafter, BlockDrafter):
             slot = depths[node]
             if apart is None:
                 before = torch.tensor(token, device=runner.device)
-                own, state = runner.condition(out, slot, before, states[node])
-                (tokens,), (values,) = self._children(own.logits, runner.draft_ids)
+                conditioned, state = runner.condition(out, slot, before, states[node])
+                (tokens,), (values,) = self._children(conditioned.logits, runner.draft_ids)
             else:
                 tokens, values, state = apart[0][slot], apart[1][slot], None
             for child in tree.add(node, tokens, values):

@@ -60,13 +60,6 @@ def paired(a: OfflineAlpha, b: OfflineAlpha) -> dict[str, float]:
     return {"difference": difference, "se": se, "p_value": p_value(difference, se, prompts), "n": len(sums)}
 
 
-def offline_alpha(
-    target: PreTrainedModel, draft: DraftModel, texts: Iterable[ForcedText], warp: LogitsWarper
-) -> OfflineAlpha:
-    """`offline_alphas` of one draft, as first drafted token."""
-    return offline_alphas(target, {"": draft}, texts, warp)[""][0]
-
-
 def offline_alphas(
     target: PreTrainedModel,
     drafts: Mapping[str, DraftModel],

@@ -97,11 +97,11 @@ def using_config(model: Any, config: GenerationConfig) -> Iterator[None]:
     if model is None:
         yield
         return
-    own, model.generation_config = model.generation_config, config
+    before, model.generation_config = model.generation_config, config
     try:
         yield
     finally:
-        model.generation_config = own
+        model.generation_config = before
 
 
 @contextmanager

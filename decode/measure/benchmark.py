@@ -49,7 +49,7 @@ RATIOS = {"speedup": BASELINE, "speedup_vs_generate": REFERENCE, "speedup_vs_ass
 """The method that each ratio of a row divides by."""
 FILLED = 2  # least number of prompts for each place of a batch
 WARM_UP = 24  # most tokens of the text that every method writes before it is timed
-COLUMNS = (
+MEASURED = (
     "tokens_per_second", "speedup", "speedup_ci95", "speedup_vs_generate", "speedup_vs_generate_ci95",
     "speedup_vs_assistant", "speedup_vs_assistant_ci95", "predicted_speedup", "accepted_length", "accepted_length_ci95",
     "alpha", "alpha_se", "accepted_per_tested", "accepted_per_drafted", "tv_spent", "js_distance", "accuracy",
@@ -339,16 +339,16 @@ class Benchmark:
         if session.options.costs:
             current().update(name="costs of rounds")
             session.measure_costs(
-                [item for _, some in items for item in some],
+                [item for _, prompts in items for item in prompts],
                 dict.fromkeys(e.priced_draft for e in entries if not e.is_baseline and e.method != BASELINE),
                 batch_sizes=sizes,
                 temperature=min(temperatures, default=0.0),
             )
         blocks = []
-        for (suite, some), temperature, size in product(items, temperatures, sizes):
-            groups = [[list(turns)] for _, turns in groupby(some, key=lambda item: id(item.prompt))]
+        for (suite, prompts), temperature, size in product(items, temperatures, sizes):
+            groups = [[list(turns)] for _, turns in groupby(prompts, key=lambda item: id(item.prompt))]
             if size > 1:
-                groups = [[[some[i % len(some)]] for i in range(max(len(some), FILLED * size))]]
+                groups = [[[prompts[i % len(prompts)]] for i in range(max(len(prompts), FILLED * size))]]
             table = [e for e in entries if e.temperature == temperature]
             table = [e for e in table if size == 1 or not e.is_baseline or e.method == REFERENCE]
             first = [m for m in (BASELINE, REFERENCE) if all(e.method != m for e in table)]
@@ -380,7 +380,7 @@ class Benchmark:
             record.clusters = numbers[: len(record.texts)]
             self.records[suite.name, entry.temperature, run.batch_size, entry.label] = record
             lossless = entry.is_baseline or is_lossless(entry.method, entry.rule)
-            row: dict[str, Any] = dict.fromkeys(COLUMNS) | {
+            row: dict[str, Any] = dict.fromkeys(MEASURED) | {
                 "suite": suite.name,
                 "temperature": entry.temperature,
                 "batch_size": run.batch_size,

@@ -90,11 +90,11 @@ def choose_threads(model: PreTrainedModel, asked: int | None = None) -> tuple[in
         with using_threads(count):
             return min(timeit.repeat(step, number=1, repeat=7))
 
-    one, several = min(timeit.repeat(step, number=1, repeat=2)), 0.0
-    if one <= SLOW:
+    single, multi = min(timeit.repeat(step, number=1, repeat=2)), 0.0
+    if single <= SLOW:
         rounds = [(fastest(1), fastest(most)) for _ in range(3)]  # interleaved: other load affects both alike
-        one, several = map(min, zip(*rounds))
+        single, multi = map(min, zip(*rounds))
     cache.close()
-    best = most if several < CLEARLY * one else 1
-    measured = f"{1e3 * one:.2f} ms with 1, {1e3 * several:.2f} ms with {most}" if several else f"more than {SLOW:g} s"
+    best = most if multi < CLEARLY * single else 1
+    measured = f"{1e3 * single:.2f} ms with 1, {1e3 * multi:.2f} ms with {most}" if multi else f"more than {SLOW:g} s"
     return best, f"threads: {best} (a one-token target forward takes {measured})"

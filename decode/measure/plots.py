@@ -43,15 +43,15 @@ def as_svg(axes: Axes) -> str:
     figure: Any = axes.get_figure(root=True)
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) > 1:
-        columns = max(1, 60 // (len("".join(labels)) // len(labels) + 6))
+        columns = max(1, 60 // (math.ceil(len("".join(labels)) / len(labels)) + 6))
         figure.set_figheight(figure.get_figheight() + 0.21 * math.ceil(len(labels) / columns))
         figure.legend(handles, labels, loc="outside lower left", ncols=columns)
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True)
     svg = buffer.getvalue().replace(INK, "currentColor")
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->\s*", "", svg[svg.index("<svg") :], flags=re.S)
-    own = f"f{zlib.crc32(svg.encode()):x}-"  # ids must differ from those of other figures of a page
-    svg = re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{own}", svg)
+    prefix = f"f{zlib.crc32(svg.encode()):x}-"  # ids must differ from those of other figures of a page
+    svg = re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{prefix}", svg)
     alt = html.escape(f"{figure.get_suptitle()}; {axes.get_xlabel()}; {axes.get_ylabel()}")
     return svg.replace("<svg", f'<svg role="img" aria-label="{alt}"', 1).strip()
 

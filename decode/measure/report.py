@@ -182,7 +182,7 @@ def console_tables(rows: Sequence[Row]) -> Iterable[RichTable]:
 
 
 def answers(rows: Sequence[Row]) -> list[str]:
-    """For each block the fastest lossless method, and the lossless methods whose greedy texts differ.
+    """For each block the fastest lossless method, if one gains, and the lossless methods whose greedy texts differ.
 
     The latter are not called the fastest, at any temperature: only greedy texts show whether a method is lossless. If
     the loop without a draft is one of them, its forward itself gives other logits, and no method is called the fastest.
@@ -197,7 +197,9 @@ def answers(rows: Sequence[Row]) -> list[str]:
         best = [r for r in drafting(block) if r["kind"] == "lossless" and r not in differ]
         if best and all(r["method"] != BASELINE for r in differ):
             parts.append(f"fastest lossless method {best[0]['name']}: speedup {cell(best[0], 'speedup')}")
-            if over := best[0]["speedup_vs_generate"]:
+            if best[0]["speedup"] < 1:
+                parts = ["no lossless method is faster than no draft"]
+            elif over := best[0]["speedup_vs_generate"]:
                 parts[0] += f", {over:.2f} over model.generate"
         if differ and not block[0]["temperature"]:
             parts.append(f"texts differ from model.generate's: {', '.join(r['name'] for r in differ)}")

@@ -39,7 +39,6 @@ class BenchOptions:
     threads: int | None = None  # of torch while speed is measured; None measures one against all
     datastore: Path | None = None  # folder of a REST datastore
     trigrams: Path | None = None  # folder of an Adaptix table
-    samples: int = 1  # prompts of each suite whose annotated texts are kept
     costs: bool = True  # measure the costs that `predicted_speedup` needs
     pack: str = "auto"  # see `decode.models.check.open_runner`
 

@@ -194,7 +194,7 @@ class Prompt:
     id: str  # unique in the suite where the data set's keys are
     text: str  # for a model that continues text
     reference: str | None  # the expected answer
-    category: str = ""  # results are also reported by category
+    category: str = ""  # samples are balanced over these
     turns: tuple[str, ...] = ()  # the user's turns for a chat model; empty: the text is the only turn
     ids: tuple[int, ...] = ()  # token ids of the prompt, if they are known; text and turns are then for display only
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
-import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
-from decode.core.draft import Draft
+from decode.core.draft import Draft, id_tensor
 
 
 @dataclass
@@ -34,11 +35,11 @@ class Out:
     accepted: float | None = None  # a block head's own estimate that the target accepts the token drawn from `logits`
 
     def split(self, counts: Sequence[int]) -> list[Out]:
-        """The outputs of several texts with so many tokens each, of rows for all tokens or for one of each text."""
+        """The outputs of texts with so many tokens each; rows are of all tokens, or of one or none of each text."""
         if len(counts) == 1:
             return [self]
         captured: Any = repeat(None) if self.captured is None else self.captured.split(list(counts))
-        rows = list(counts) if len(self.logits) == sum(counts) else [1] * len(counts)
+        rows = list(counts) if len(self.logits) == sum(counts) else [len(self.logits) // len(counts)] * len(counts)
         return [Out(*parts) for parts in zip(self.logits.split(rows), self.hidden.split(rows), captured)]
 
 
@@ -114,8 +115,8 @@ class Model(ABC):
         """`forward` of one text, for models that read one at a time."""
         raise NotImplementedError
 
-    def remaining(self, cache: Any, ids: Sequence[int]) -> int:
-        """How many tokens fit after `ids`, of which the cache holds the first; negative if `ids` do not fit."""
+    def remaining(self, ids: Sequence[int]) -> int:
+        """How many tokens fit after `ids`; negative if `ids` do not fit."""
         return self.limit - len(ids)
 
     @property
@@ -135,7 +136,7 @@ def read_prompt(model: Model, cache: Any, ids: list[int], *, capture: tuple[int,
     """
     states = []
     for at in range(0, len(ids), PIECE):
-        tokens = torch.from_numpy(np.asarray(ids[at : at + PIECE], dtype=np.int64)).to(model.device)
+        tokens = id_tensor(ids[at : at + PIECE]).to(model.device)
         states.append(model.forward([Read(cache, tokens)], capture=capture, last=0)[0].captured)
     return joined([part for part in states if part is not None]) if capture and states else None
 
@@ -144,3 +145,36 @@ def synchronize(device: torch.device) -> None:
     """Wait for the device, so that a clock read on the host is meaningful."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+GROWTH = 2.5  # memory that caches take for a moment while they grow, in caches
+
+
+def rows_that_fit(
+    device: torch.device, bytes_per_token: int, lengths: Sequence[int], batch_size: int | None = None
+) -> int:
+    """How many texts to have at once: as many as asked for, unless memory holds fewer, which a warning says.
+
+    Args:
+        device: that holds the caches.
+        bytes_per_token: of the caches; 0 where that is unknown.
+        lengths: tokens of the texts.
+        batch_size: texts asked for; None: all.
+    """
+    longest, wanted = max(lengths, default=1), max(1, min(batch_size or len(lengths), len(lengths)))
+    most = free_memory(device) / (GROWTH * longest * max(1, bytes_per_token))
+    if most >= wanted:
+        return wanted
+    rows = max(1, int(most))
+    warnings.warn(
+        f"memory holds {rows} texts of {longest} tokens; writing {rows} instead of {wanted} at once", stacklevel=3
+    )
+    return rows
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that can still be allocated on a device."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return float(psutil.virtual_memory().available)

@@ -1,13 +1,11 @@
 """Any Hugging Face causal language model through its own forward, over a cache that rolls back."""
 
 import inspect
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
-import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -372,36 +370,3 @@ def last_logits(model: PreTrainedModel, count: int, **inputs: Any) -> Any:
     out = model(**inputs, **keep)
     out.logits = out.logits[:, -count:]
     return out
-
-
-GROWTH = 2.5  # memory that caches take for a moment while they grow, in caches
-
-
-def rows_that_fit(
-    device: torch.device, bytes_per_token: int, lengths: Sequence[int], batch_size: int | None = None
-) -> int:
-    """How many texts to have at once: as many as asked for, unless memory holds fewer, which a warning says.
-
-    Args:
-        device: that holds the caches.
-        bytes_per_token: of the caches; 0 where that is unknown.
-        lengths: tokens of the texts.
-        batch_size: texts asked for; None: all.
-    """
-    longest, wanted = max(lengths, default=1), max(1, min(batch_size or len(lengths), len(lengths)))
-    most = free_memory(device) / (GROWTH * longest * max(1, bytes_per_token))
-    if most >= wanted:
-        return wanted
-    rows = max(1, int(most))
-    warnings.warn(
-        f"memory holds {rows} texts of {longest} tokens; writing {rows} instead of {wanted} at once", stacklevel=3
-    )
-    return rows
-
-
-def free_memory(device: torch.device) -> float:
-    """Bytes that can still be allocated on a device."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return float(psutil.virtual_memory().available)

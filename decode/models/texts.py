@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
 from decode.core.sampling import LogitsWarper, TorchRng, inverse
-from decode.models.api import Model, Read, read_prompt
+from decode.models.api import Model, Read, read_prompt, rows_that_fit
 from decode.models.check import fast_if_equal
 from decode.models.fast.forward import FastRunner
 from decode.models.fast.layout import is_small
@@ -26,7 +26,7 @@ from decode.models.heads.block import BlockHead
 from decode.models.heads.eagle import DraftHead, FeatureHead, output_head
 from decode.models.heads.mtp import MtpHead
 from decode.models.heads.runner import in_target
-from decode.models.huggingface import facts_of, last_logits, rows_that_fit
+from decode.models.huggingface import facts_of, last_logits
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 

@@ -46,9 +46,8 @@ COLUMNS = Features(
     | {name: Value("string") for name in ("prompt", "response", "chat")}
     | {"turn": Value("int32")}
 )
-ENTRIES = Features(
-    COLUMNS | {"reason": Value("string"), "detail": Value("string"), "number": Value("int64")}
-)  # and what is told of rows
+ENTRIES = Features(COLUMNS | {"reason": Value("string"), "detail": Value("string"), "number": Value("int64")})
+"""Columns of what is made of rows: an example, or with a ``reason`` what is told of a row that is left out or cut."""
 
 
 @dataclass

@@ -26,7 +26,10 @@ from distill.data.chat import IGNORE, prompt_part
 Ints = NDArray[np.int64]
 Batch = dict[str, Any]
 """Tensors by name; in training also ``weight`` and ``part``, plain numbers (see `TrainingBatches`)."""
-PER_TOKEN = ("features",)
+FEATURES, REFERENCE = "features", "reference_loss"
+"""Columns of batches: the target's states that a head reads, ``[batch, time, width]``; and the reference's divergence,
+``[label tokens, drafting steps]``, 1 step of a language model."""
+PER_TOKEN = (FEATURES,)
 """Columns with a row for every token of a text. Those of all other columns are of its label tokens."""
 
 

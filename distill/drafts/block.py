@@ -14,10 +14,10 @@ from decode.models.heads.block import BlockHead, block_config, mask_token
 from distill.config import StudentSettings
 from distill.data.dataset import Batch, Examples, label_mask
 from distill.drafts.eagle import head_rows
-from distill.drafts.start import seeded
 from distill.lm_head import LMHead, places
 from distill.losses.chunked import Rows, compare
 from distill.losses.divergences import Divergence
+from distill.models import seeded
 from distill.signal.target import Signal
 
 CELLS = 1 << 26
@@ -46,12 +46,12 @@ class BlockDraft:
 
     def every_row(self, batch: Batch, signal: Signal) -> Iterator[Rows]:
         """The rows of blocks at every label token, in parts whose attention masks stay small."""
-        places, chosen = anchors_of(label_mask(batch["labels"]), None, None)
+        anchors, chosen = anchors_of(label_mask(batch["labels"]), None, None)
         texts, time = batch["input_ids"].shape
         slots, blocks = self.model.block, 1
         while texts * 2 * blocks * slots * (time + 2 * blocks * slots) <= CELLS:
             blocks *= 2
-        for some, real in zip(places.split(blocks, 1), chosen.split(blocks, 1)):
+        for some, real in zip(anchors.split(blocks, 1), chosen.split(blocks, 1)):
             yield self.blocks_at(batch, signal, some, real)
 
     def blocks_at(self, batch: Batch, signal: Signal, anchors: Tensor, real: Tensor) -> Rows:

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from decode.models.heads.eagle import FeatureHead, head_config
 from decode.models.heads.mtp import MtpHead
 from distill.config import StudentSettings
-from distill.data.dataset import Batch, label_mask
-from distill.drafts.start import seeded
+from distill.data.dataset import REFERENCE, Batch, label_mask
 from distill.lm_head import LMHead, places
 from distill.losses.chunked import Rows
 from distill.losses.divergences import TargetRows
+from distill.models import seeded
 from distill.signal.target import Signal
 
 KEPT = 1 << 28
@@ -90,7 +90,7 @@ def head_rows(
         with torch.no_grad():
             target = replace(target, values=target.log_probs(target.vocab), head=None)
     weight = weight if target.learnable is None else weight * target.learnable[at]
-    reference = batch["reference_loss"][at, step] if "reference_loss" in batch else None
+    reference = batch[REFERENCE][at, step] if REFERENCE in batch else None
     return Rows(hidden, head, target, count, at, step, weight, reference, **further)
 
 

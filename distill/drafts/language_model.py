@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from decode.errors import UserError
 from decode.models.sources import language_model
-from distill.data.dataset import Batch, label_mask
+from distill.data.dataset import REFERENCE, Batch, label_mask
 from distill.layers import check_structure, decoder_layers
 from distill.lm_head import LMHead, last_hidden
 from distill.losses.chunked import Rows
@@ -41,8 +41,8 @@ class LanguageModelDraft:
         """
         hidden = last_hidden(self.model, batch["input_ids"], label_mask(batch["labels"]))
         rows = Rows(hidden, LMHead(self.model), signal.rows(batch)[0], len(hidden))
-        if "reference_loss" in batch:
-            rows.reference = batch["reference_loss"][:, 0]
+        if REFERENCE in batch:
+            rows.reference = batch[REFERENCE][:, 0]
         return rows
 
 

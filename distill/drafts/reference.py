@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.data.dataset import Batch, Examples
+from distill.data.dataset import REFERENCE, Batch, Examples, label_mask
 from distill.drafts.block import BlockDraft
 from distill.drafts.eagle import FeatureDraft
 from distill.drafts.language_model import LanguageModelDraft
@@ -18,8 +18,6 @@ from distill.signal.disk import Shapes, keep_columns
 from distill.signal.target import Signal
 
 Draft = LanguageModelDraft | FeatureDraft | BlockDraft
-REFERENCE = "reference_loss"
-"""Column of batches: the reference's divergence, ``[label tokens, drafting steps]``, 1 step of a language model."""
 
 
 def keep_reference(
@@ -48,7 +46,7 @@ def keep_reference(
     @torch.no_grad()
     def losses(batch: Batch) -> dict[str, Tensor]:
         batch = {column: values.to(device) for column, values in batch.items()}
-        table = torch.zeros(int((batch["labels"][:, 1:] >= 0).sum()), steps, device=device)
+        table = torch.zeros(int(label_mask(batch["labels"]).sum()), steps, device=device)
         with forward_precision(precision, device):
             every = getattr(reference, "every_row", lambda *given: [reference.rows(*given)])
             for rows in every(batch, signal):

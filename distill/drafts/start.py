@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -17,14 +16,6 @@ from decode.errors import UserError
 from decode.models.heads.eagle import FeatureHead, RMSNorm
 from distill.data.dataset import Examples
 from distill.layers import decoder_layers, final_norm
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Draws random weights inside from the seed alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        yield
 
 
 def frequent(rows: Examples, count: int, vocab: int) -> tuple[Tensor, float]:

@@ -1,6 +1,5 @@
 """What is known about an exported draft, as `speculation_profile.json` and model card, before and after measuring."""
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from decode.errors import read_json, write_text
 from decode.measure.report import COLUMNS, cell, markdown
 from decode.models.heads.block import BlockHead
 from decode.models.heads.eagle import DraftHead, default_captured_layers
+from distill.files import write_json
 
 Report = Mapping[str, Any]  # of a run, or a part of it
 Facts = dict[str, Any]
@@ -46,7 +46,7 @@ def fastest_row(report: Report, *drafts: str) -> Facts:
     return max(rows, key=rank, default={})
 
 
-def export_profile(report: Report, draft: str = "adaspec") -> Facts:
+def export_profile(report: Report, draft: str) -> Facts:
     """Returns the measurements of one draft in a run's report.
 
     Args:
@@ -181,7 +181,7 @@ def write_card(folder: Path, facts: Report, length: int, measured: Report | None
     profile = before | speculation_profile(measured, length, "draft_model" if kind == "draft" else kind)
     profile |= {key: measured[key] for key in ("acceptance", "trained_with") if measured.get(key)}
     weights = before.get("weights") or weight_fingerprints(folder)
-    write_text(folder / PROFILE, json.dumps(profile | {"weights": weights, "export": facts}, indent=2) + "\n")
+    write_json(folder / PROFILE, profile | {"weights": weights, "export": facts})
     template = (HERE / "model_card.md").read_text(encoding="utf-8")
     text = Template(template, trim_blocks=True, lstrip_blocks=True).render(
         **facts, profile=measured, length=length, cell=cell, columns=COLUMNS,
@@ -209,7 +209,7 @@ def add_measurements(export_dir: str | Path, report: Report, draft: str) -> None
     length = min(length, before["export"].get("longest") or length)
     for path in (folder / "config.json", folder / "generation_config.json"):
         if "num_assistant_tokens" in (fields := read_json(path)):
-            write_text(path, json.dumps(fields | {"num_assistant_tokens": length}, indent=2) + "\n")
+            write_json(path, fields | {"num_assistant_tokens": length})
     write_card(folder, before["export"], length, measured)
 
 

@@ -7,7 +7,6 @@ the output head is the target's too; where they draft some tokens only, engines 
 layers keep the names of the target's own files, into which `replace_layers` puts them.
 """
 
-import json
 import warnings
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.errors import UserError, read_json, write_text
+from decode.errors import UserError, read_json
 from decode.models.heads.block import BlockHead
 from decode.models.heads.eagle import DraftHead, output_head
 from decode.models.heads.files import HEAD, load_head, save_head, unserved
@@ -25,7 +24,7 @@ from decode.models.open import load_tokenizer
 from distill.config import ExportSettings
 from distill.export.card import TOKEN_MAP, describe, write_card
 from distill.export.draft import DRAFTED, add_legacy_fields, check_export_path, check_gguf
-from distill.files import replaced, save_tokenizer
+from distill.files import replaced, save_tokenizer, write_json
 from distill.models import hollow_target
 
 NETWORK = ("version", "captured_layers", "drafts", "mask_id", "temperatures")
@@ -71,14 +70,15 @@ def export_head(
     check_gguf(settings, head)
     length = length or head.drafts or DRAFTED
     length = min(length, head.drafts or length)
-    for engine, reason in unserved(head).items():
+    reasons = unserved(head)
+    for engine, reason in reasons.items():
         warnings.warn(f"{engine} does not run this export as it was trained: {reason}", stacklevel=2)
     tokenizer = load_tokenizer(target_dir, trust_remote_code=trust_remote_code)
     dtype = torch.float32 if settings.dtype == "keep" else getattr(torch, settings.dtype)
     with replaced(out_dir) as partial:
         write_head(head, partial, tokenizer, length, dtype, target)
         facts = describe(head, target.config, str(target_dir), str(out_dir), settings.gguf)
-        write_card(partial, facts | {"name": name, "unserved": unserved(head)}, length)
+        write_card(partial, facts | {"name": name, "unserved": reasons}, length)
         again = load_head(partial, target)
         state = again.state_dict()
         other = [key for key, value in head.state_dict().items() if not value.to(target.dtype).equal(state[key])]
@@ -149,7 +149,7 @@ def replace_layers(export: str | Path, folder: str | Path) -> None:
     if stale and (quantised := config.get("quantization_config")):
         key = next((key for key in SKIPPED if key in quantised), SKIPPED[0])
         quantised[key] = sorted({*(quantised.get(key) or ()), *map(_module, stale)})
-        write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+        write_json(folder / "config.json", config)
     for file, listed in names.items():
         if not listed & (stale | tuned.keys()):
             continue
@@ -161,7 +161,7 @@ def replace_layers(export: str | Path, folder: str | Path) -> None:
         file.with_suffix(".partial").replace(file)
     if index:
         index["weight_map"] = {name: file for name, file in index["weight_map"].items() if name not in stale}
-        write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+        write_json(folder / "model.safetensors.index.json", index)
 
 
 def _module(name: str) -> str:

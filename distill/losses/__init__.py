@@ -1,1 +1,1 @@
-"""The losses: divergences, token selection, chunks of logits; imports models, data, config and core."""
+"""The losses: divergences, token selection, chunks of logits."""

@@ -12,14 +12,13 @@ from transformers import PreTrainedModel
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.mtp import MTP
 from distill.config import Signal as SignalKind
-from distill.data.dataset import Batch, label_mask
+from distill.data.dataset import FEATURES, Batch, label_mask
 from distill.lm_head import LMHead, last_hidden
 from distill.losses.divergences import TargetRows, log_probs
 
-HIDDEN, FEATURES, INSIDE = "target_hidden", "features", "target_inside"
-"""Columns of batches: the target's last hidden states ``[label tokens, hidden]``; the states that a head reads,
-``[batch, time, width]``; and ``[label tokens, 2]``, the probability that the target gives to the head's ids together,
-and whether its most probable token is one of them."""
+HIDDEN, INSIDE = "target_hidden", "target_inside"
+"""Columns of batches: the target's last hidden states ``[label tokens, hidden]``; and ``[label tokens, 2]``, the
+probability that the target gives to the head's ids together, and whether its most probable token is one of them."""
 TOPK = "target_topk"
 """The ids and log-probabilities of the k most probable ids, as int32 ``[label tokens, 2, k]``."""
 SOME_ROWS = 256  # rows whose logits over the whole vocabulary are in memory at a time

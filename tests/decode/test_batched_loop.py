@@ -22,7 +22,7 @@ from decode.drafters.base import Drafter, NoDrafter
 from decode.drafters.early_exit import EarlyExitDrafter
 from decode.drafters.model import ModelDrafter
 from decode.methods import RULES, STOPS, MethodInputs
-from decode.models import huggingface as free_memory
+from decode.models import api
 from decode.models.api import Model
 from decode.models.check import open_runner
 from decode.models.fast.forward import FastRunner, fast_runner
@@ -222,7 +222,7 @@ def test_fewer_texts_are_decoded_at_once_where_memory_does_not_hold_them(
     system = Method("model", methods("model", model, runner), StopRule(3))
     prompts, reserved = [[3, 7, 1, 9], [5], [], [40, 2, 7]], []
     both = 2 * (2 * 2 * 2 * 8 * 4)  # target and draft: layers, keys and values, their heads, width, float32
-    monkeypatch.setattr(free_memory, "free_memory", lambda _: 2.5 * both * 2.2 * 12)
+    monkeypatch.setattr(api, "free_memory", lambda _: 2.5 * both * 2.2 * 12)
     reserve = type(runner).reserve
     monkeypatch.setattr(type(runner), "reserve", lambda self, rows: reserved.append(rows) or reserve(self, rows))
     rngs = [TorchRng(0) for _ in prompts]

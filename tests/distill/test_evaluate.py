@@ -7,7 +7,7 @@ import pytest
 import torch
 from families import resembling
 from heads import make_head
-from plain_logits import head_logits, response_logits
+from plain_logits import head_logits, offline_alpha, response_logits
 from tiny_run import begun, bench, run_tiny, tiny_settings
 
 from decode.core.lengths import RoundCosts
@@ -15,7 +15,7 @@ from decode.core.sampling import LogitsWarper
 from decode.core.verify import overlap
 from decode.engines.check import serving_facts
 from decode.errors import read_json
-from decode.measure.acceptance import OfflineAlpha, offline_alpha
+from decode.measure.acceptance import OfflineAlpha
 from distill.config import DraftSettings, EvaluationSettings, Settings
 from distill.evaluate import Evaluation, acceptance
 from distill.pipeline import measure

@@ -10,7 +10,7 @@ from PIL import Image
 
 
 def main(run: str, picture: str) -> None:
-    """Draws the first screen and the table of drafts, with a palette of 128 colours."""
+    """Draws the first screen and the table of drafts, with a palette of 256 colours."""
     page = Path(run, "report.html").resolve()
     browsers = [found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))]
     if not page.exists() or not browsers:
@@ -20,7 +20,7 @@ def main(run: str, picture: str) -> None:
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={folder}/user"]
         options += ["--window-size=1100,925", f"--screenshot={drawn}", page.as_uri()]
         subprocess.run([browsers[0], *options], check=True, capture_output=True, timeout=120)
-        Image.open(drawn).convert("RGB").quantize(128).save(picture, optimize=True)
+        Image.open(drawn).convert("RGB").quantize(256, Image.Quantize.FASTOCTREE).save(picture, optimize=True)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from decode.models.api import Model, Out, Read, joined
+from decode.models.api import Model, Out, Read, free_memory, joined
 from decode.models.fast.cache import KVCache, NewTokens, OneText, RaggedBatch, Row, Views
 from decode.models.fast.layout import (
     FAMILIES,
@@ -29,7 +29,7 @@ from decode.models.fast.layout import (
     tunable,
 )
 from decode.models.fast.weights import Linears
-from decode.models.huggingface import facts_of, free_memory
+from decode.models.huggingface import facts_of
 
 Placed = OneText | RaggedBatch
 LOOKED_UP = 1 << 23  # most bytes of the first layer's queries, keys and values that are computed once, for all tokens
@@ -306,8 +306,7 @@ def self_speculating(runner: Model, exit_layer: int | None = None) -> FastRunner
     if not isinstance(runner, FastRunner):
         raise UserError(
             f"{runner.name} cannot draft with its own layers: that takes a model of {', '.join(FAMILIES)} on one "
-            "device, with plain weights and layers of one kind; use another drafter (vanilla with --draft, "
-            "prompt-lookup)"
+            "device, with plain weights; use another drafter (vanilla with --draft, prompt-lookup)"
         )
     if exit_layer is not None and not 1 <= exit_layer < runner.depth:
         raise UserError(

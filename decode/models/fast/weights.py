@@ -4,7 +4,7 @@ A layout is here because it saves 5 % or more of a forward. Times of one forward
 
 | layout | model, rows read | before → after, ms | processor, threads |
 | --- | --- | --- | --- |
-| rows of q and k sorted, norms folded (`families`) | quickstart target, 1 | 0.95 → 0.79 | Xeon, AVX2, 1 |
+| rows of q and k sorted, norms folded (`layout`) | quickstart target, 1 | 0.95 → 0.79 | Xeon, AVX2, 1 |
 | | quickstart draft, 1 | 0.107 → 0.078 | Xeon, AVX-512, 1 |
 | `by_columns` | quickstart target, 8 | 1.33 → 1.18 | Xeon, AVX2, 1 |
 | | SmolLM2-135M, 4 | 96 → 70 | Xeon, AVX2, 1 |
@@ -53,8 +53,8 @@ class Linear:
 
     def add_to(self, x: Tensor, y: Tensor) -> Tensor:
         """Returns x + y·Wᵀ + b for states ``x [.., rows]`` and ``y [.., width]``."""
-        sum = torch.addmm(x.flatten(0, -2), y.flatten(0, -2), self.weight.t()).view_as(x)
-        return sum if self.bias is None else sum.add_(self.bias)
+        total = torch.addmm(x.flatten(0, -2), y.flatten(0, -2), self.weight.t()).view_as(x)
+        return total if self.bias is None else total.add_(self.bias)
 
 
 def by_columns(weight: Tensor) -> Tensor:
@@ -86,8 +86,8 @@ class PackedLinear(Linear):
         """See `Linear.add_to`."""
         if x.dim() == 2 and 0 < len(x) < self.least:
             return x + self(y)
-        sum: Tensor = self._sum(y, x, self.weight, self.bias, "add")
-        return sum
+        total: Tensor = self._sum(y, x, self.weight, self.bias, "add")
+        return total
 
 
 class TwoLayouts(Linear):

@@ -11,7 +11,6 @@ head). Parameters are named as in the published checkpoints.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from decode.core.stop import probability
 from decode.errors import UserError
 from decode.models.api import PIECE, Out, joined
 from decode.models.fast.cache import NewTokens
@@ -360,13 +360,11 @@ class BlockRunner(DraftHeadRunner):
         # elements of a head in the order of `FastForward`'s rotation
         order = torch.arange(d).view(2, -1).T.flatten() if self.shape.tuned else torch.arange(d)
         rows = torch.arange(kv_heads * d).view(-1, d)[:, order].flatten()
-        parts = [weight for own in attention for weight in (own.k_proj.weight[rows], own.v_proj.weight)]
-        self.norms = torch.stack([own.k_norm.weight[order] for own in attention])
-        self.fuse, self.norm_context, self.context = (
-            make(head.fc.weight),
-            norm(head.hidden_norm),
-            make(torch.cat(parts)),
-        )
+        parts = [weight for layer in attention for weight in (layer.k_proj.weight[rows], layer.v_proj.weight)]
+        self.norms = torch.stack([layer.k_norm.weight[order] for layer in attention])
+        self.fuse = make(head.fc.weight)
+        self.norm_context = norm(head.hidden_norm)
+        self.context = make(torch.cat(parts))
         self.bias = None if head.markov_head is None else make(head.markov_head.markov_w2.weight)
         self.packing = make.sentence()
 
@@ -375,7 +373,7 @@ class BlockRunner(DraftHeadRunner):
         made: FeatureRow = self.network.cache.new_row(FeatureRow, self.queue())
         return made
 
-    def remaining(self, cache: Any, ids: Sequence[int]) -> int:
+    def remaining(self, ids: Sequence[int]) -> int:
         """See `Model.remaining`; no more than a block drafts."""
         return min(self.head.drafts, self.limit - len(ids) + self.head.from_anchor)
 
@@ -386,7 +384,7 @@ class BlockRunner(DraftHeadRunner):
         while waiting := [cache for cache in caches if len(cache.unread)]:
             new = [NewTokens(cache, cache.length, min(PIECE, len(cache.unread))) for cache in waiting]
             factors = network.place(new).rotary[0]
-            features = joined([own.cache.unread.take(own.count) for own in new])
+            features = joined([text.cache.unread.take(text.count) for text in new])
             made = self.context(self.norm_context(self.fuse(features)))
             made = made.view(len(made), len(network.layers), 2 * kv_heads, d)
             keys = made[:, :, :kv_heads]
@@ -397,9 +395,9 @@ class BlockRunner(DraftHeadRunner):
                 rolled = keys.roll(d // 2, -1)
                 cos, sin = factors[:, None, None].unbind(3)
                 keys.mul_(cos).add_(rolled.mul_(sin))
-            for own, values in zip(new, made.permute(1, 2, 0, 3).split([own.count for own in new], 2)):
-                network.cache.tensor[:, own.cache.row, :, own.start : own.end] = values
-                own.cache.length = own.end
+            for text, values in zip(new, made.permute(1, 2, 0, 3).split([text.count for text in new], 2)):
+                network.cache.tensor[:, text.cache.row, :, text.start : text.end] = values
+                text.cache.length = text.end
 
     def draft(self, caches: Sequence[FeatureRow], pending: Sequence[int], drafts: Sequence[int]) -> list[Out]:
         """Run a block after each sequence, whose pending token is the anchor.
@@ -422,7 +420,7 @@ class BlockRunner(DraftHeadRunner):
         ]
         embeds = network.embed(joined(blocks).to(self.device))
         x = network.run(embeds, 0, len(network.layers), network.place(new))
-        logits, hidden = network.project(joined([head.drafting(own) for own in x.split(counts)]))
+        logits, hidden = network.project(joined([head.drafting(states) for states in x.split(counts)]))
         return Out(logits, hidden).split(list(drafts))
 
     def condition(
@@ -447,5 +445,5 @@ class BlockRunner(DraftHeadRunner):
         if greedy is not None and head.confidence_head is not None:
             temperatures = head.temperatures if greedy else head.sampled_temperatures
             odds = head.confidence_head(inputs).item() / (temperatures[slot] if slot < len(temperatures) else 1.0)
-            accepted = 1 / (1 + math.exp(-max(-50.0, min(50.0, odds))))
+            accepted = probability(odds)
         return Out(logits, hidden, accepted=accepted), state

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, rotate_half
 
 from decode.errors import UserError
 from decode.models.fast.weights import Function
@@ -68,13 +68,13 @@ class HeadLayer(nn.Module):
 
     def heads(self, name: str, x: Tensor, rotation: Rotation = ()) -> Tensor:
         """The queries, keys or values (``q``, ``k`` or ``v``) of states, ``[.., n, heads, d]``."""
-        found: Tensor = self.self_attn[f"{name}_proj"](x).unflatten(-1, (-1, self.head_dim))
+        heads: Tensor = self.self_attn[f"{name}_proj"](x).unflatten(-1, (-1, self.head_dim))
         if f"{name}_norm" in self.self_attn:
-            found = self.self_attn[f"{name}_norm"](found)
+            heads = self.self_attn[f"{name}_norm"](heads)
         if not rotation:
-            return found
-        (cos, sin), (a, b) = (factors[..., None, :] for factors in rotation), found.chunk(2, -1)
-        return (found * cos + torch.cat([-b, a], -1) * sin).to(found.dtype)
+            return heads
+        cos, sin = (factors[..., None, :] for factors in rotation)
+        return (heads * cos + rotate_half(heads) * sin).to(heads.dtype)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """The layer's states, from those that it adds to and what its heads have attended to, ``[.., n, heads, d]``."""
@@ -319,7 +319,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *chain: Tensor) -> Tensor:
 
 
 def output_head(model: PreTrainedModel, ids: Tensor | None = None) -> Any:
-    """The target's output head, which EAGLE-1 shares, restricted to these ids (None: all).
+    """The target's output head, which EAGLE-1 and block heads share, restricted to these ids (None: all).
 
     Raises:
         UserError: a head that is more than a linear layer.
@@ -329,7 +329,7 @@ def output_head(model: PreTrainedModel, ids: Tensor | None = None) -> Any:
     if extra or type(head) is not nn.Linear:
         raise UserError(
             f"{type(model).__name__} changes its logits after the head ({', '.join(extra) or type(head).__name__}), "
-            "so an EAGLE-1 head cannot share it; use EAGLE-3"
+            "so an EAGLE-1 or block head cannot share it; use EAGLE-3"
         )
     return head if ids is None else some_outputs(head, ids)
 

@@ -259,8 +259,8 @@ def save_head(head: DraftHead, folder: str | Path, shared: dict[str, Tensor] | N
         # the architecture that vLLM and SGLang know in all their versions
         fields |= {"architectures": ["Qwen3DSparkModel"], LEFT: layers} if head.version == "dspark" else {}
     if isinstance(head, MtpHead):
-        own = {name: fields.get(name) for name in ("dtype", "num_assistant_tokens")}
-        state, fields = head.tensors(), head.target_config.to_diff_dict() | own | {"draft_format": MTP}
+        tuned = {name: fields.get(name) for name in ("dtype", "num_assistant_tokens")}
+        state, fields = head.tensors(), head.target_config.to_diff_dict() | tuned | {"draft_format": MTP}
         fields.pop("quantization_config", None)  # tuned layers have no scales
     kept = state.keys() - ({"d2t", "t2d"} if not head.reduced else ())
     state = {name: state[name].detach().cpu().contiguous() for name in sorted(kept)}
@@ -341,8 +341,8 @@ def _fill(
         embedding, output = target.get_input_embeddings(), target.get_output_embeddings().weight.detach()
         theirs = {SHARED: embedding.weight.detach(), HEAD: output if ids is None else output[ids.to(output.device)]}
         for key in (SHARED, HEAD) if block else (HEAD,) if head.version == 1 else ():
-            own = state.get(key)  # a copy of the target's, in either model's number format?
-            if own is not None and (own.to(theirs[key]).equal(theirs[key]) or own.equal(theirs[key].to(own))):
+            weight, of_target = state.get(key), theirs[key]  # a copy of the target's, in either model's number format?
+            if weight is not None and (weight.to(of_target).equal(of_target) or weight.equal(of_target.to(weight))):
                 del state[key]
         if not (block or ours or type(embedding) is nn.Embedding):  # engines take the bare table, which Gemma scales
             state.setdefault(SHARED, theirs[SHARED])

@@ -8,7 +8,7 @@ as EAGLE's is; of several layers each drafts one token. transformers loads the l
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from textwrap import shorten
 from typing import Any
 
@@ -95,7 +95,7 @@ class MtpHead(DraftHead):
 
     def tensors(self) -> dict[str, Tensor]:
         """The layers' tensors under the names of the target's files."""
-        family, found = self.config.model_type, dict[str, Tensor]()
+        family, tensors = self.config.model_type, dict[str, Tensor]()
         for name, tensor in self.layers.state_dict().items():
             layer, part, rest = name.split(".", 2)
             if family.startswith(("mellum", *QWEN)):
@@ -105,13 +105,13 @@ class MtpHead(DraftHead):
                 name = f"model.layers.{self.captured_layers[0] + int(layer)}.{part}{rest}"
             base, _, fused = name.rpartition(".")
             if not base.endswith(".experts") or family.startswith("qwen3_5"):  # whose files have the experts in one
-                found[name] = tensor
+                tensors[name] = tensor
                 continue
             parts = ("gate_proj", "up_proj") if fused == "gate_up_proj" else (fused,)
             for expert, weight in enumerate(tensor):
                 for part, rows in zip(parts, weight.chunk(len(parts)), strict=True):
-                    found[f"{base}.{expert}.{part}.weight"] = rows
-        return found
+                    tensors[f"{base}.{expert}.{part}.weight"] = rows
+        return tensors
 
 
 def load_mtp(target: PreTrainedModel, folder: str | os.PathLike[str] | None = None) -> MtpHead:
@@ -208,9 +208,9 @@ class MtpRunner(Model):
         none = torch.empty(0, self.head.config.hidden_size, dtype=self.dtype, device=self.device)
         return MtpCache(RollbackCache(self.head.config), none)
 
-    def remaining(self, cache: Any, ids: Any) -> int:
+    def remaining(self, ids: Sequence[int]) -> int:
         """See `Model.remaining`; several layers draft no more than a token each."""
-        return min(super().remaining(cache, ids), self.head.drafts or self.limit)
+        return min(super().remaining(ids), self.head.drafts or self.limit)
 
     def _read(self, read: Read, capture: tuple[int, ...], last: int | None) -> Out:
         """With features in the queue the first layer reads the tokens that they are paired with."""

@@ -92,7 +92,7 @@ class HeadCache(FeatureRow):
 
 
 def in_target(logits: Tensor, ids: Tensor | None, vocab: int) -> Tensor:
-    """Logits of a head ``[rows, draft vocab]`` over the target's vocabulary; tokens outside of `ids` are impossible."""
+    """Logits ``[rows, draft vocab]`` over the target's vocabulary, cut or filled; ids that it lacks are impossible."""
     if ids is not None:
         return logits.new_full((len(logits), vocab), -torch.inf).index_copy_(1, ids, logits)
     missing = vocab - logits.shape[1]

@@ -81,17 +81,17 @@ def test_the_list_of_methods_tells_relaxed_ones(capsys):
 def test_a_configuration_gives_bench_its_run_and_keeps_to_its_section(tmp_path):
     (tmp_path / "below").mkdir()
     (tmp_path / "below/a.yaml").write_text("name: a\ntarget: {kind: scratch}\nbench: {methods: [ears], limit: 2}\n")
-    (tmp_path / "below/b.yaml").write_text("base: a.yaml\ndata: {source: arithmetic, difficulty: 2}\n")
+    (tmp_path / "below/b.yaml").write_text("base: a.yaml\ndata: {source: gsm8k, files: {test: t.jsonl}}\n")
     config = tmp_path / "recipe.yaml"  # which builds on another one, which builds on a third
     config.write_text(
         f"base: below/b.yaml\nname: toy\noutput_dir: {tmp_path}/runs\nbench: {{methods: [vanilla], limit: 3}}\n"
     )
-    (tmp_path / "runs/toy/adaspec").mkdir(parents=True)
+    (tmp_path / "runs/toy/export").mkdir(parents=True)
     settings = bench_settings(["--config", str(config), "--max-new-tokens", "9", "--limit", "4"])
     assert settings.target == f"{tmp_path}/runs/toy/target"
-    assert settings.draft == [f"{tmp_path}/runs/toy/adaspec"]
+    assert settings.draft == [f"{tmp_path}/runs/toy/export"]
     assert settings.output == f"{tmp_path}/runs/toy"
-    assert settings.suite == ["arithmetic:2"]
+    assert settings.suite == ["gsm8k=t.jsonl"]
     assert (settings.methods, settings.limit, settings.max_new_tokens) == (["vanilla"], 4, 9)
     chosen = bench_settings(["--config", str(config), "--suite", "open", "--draft", "other"])
     assert (chosen.suite, chosen.draft) == (["open"], ["other"])
@@ -101,7 +101,8 @@ def test_the_suite_follows_the_training_data_and_a_presets_name_wins_over_a_path
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gsm8k").mkdir()
     assert default_suites(None) == ["arithmetic"]
-    assert default_suites({"source": "gsm8k", "test_file": "t.jsonl"}) == ["gsm8k=t.jsonl"]
+    assert default_suites({"source": "gsm8k", "files": {"test": "t.jsonl"}}) == ["gsm8k=t.jsonl"]
+    assert default_suites({"source": "train.jsonl", "files": {"test": "t.jsonl"}}) == ["prompts=t.jsonl"]
     assert default_suites({"source": "gsm8k"}) == ["gsm8k"]
     assert default_suites({"source": "./gsm8k"}) == ["prompts=./gsm8k"]
 

@@ -6,12 +6,12 @@ import json
 
 import pytest
 from pairs import make_pair, make_suite, make_tokenizer, save_pair
+from plain_logits import offline_alpha
 
 from decode.commands.profile import profile_pair, run
 from decode.commands.settings import ProfileSettings
 from decode.core.lengths import RoundCosts
 from decode.core.sampling import LogitsWarper
-from decode.measure.acceptance import offline_alpha
 from decode.measure.costs import speedups_by_length
 from decode.models.open import Pair
 

@@ -117,6 +117,19 @@ def test_the_stop_rule_sees_the_state_that_the_exits_head_saw(tiny) -> None:
     torch.testing.assert_close(torch.stack(states), wanted, atol=1e-4, rtol=1e-4)
 
 
+def test_what_was_read_ahead_is_forgotten_with_a_rollback(tiny) -> None:
+    runner = open_deep(tiny, "llama")
+    other = torch.tensor([9, 2, 5])
+    with torch.inference_mode():
+        cache, fresh = runner.new_cache(), runner.new_cache()
+        for held in (cache, fresh):
+            runner.forward([Read(held, torch.tensor(PROMPT))])
+        runner.forward([Read(cache, torch.tensor([4, 7]))], last=1, exit_layer=2)
+        cache.truncate(len(PROMPT))
+        logits, wanted = (runner.forward([Read(held, other)])[0].logits for held in (cache, fresh))
+    torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("layer", [-1, 0, DEPTH, 99])
 def test_an_exit_outside_the_model_is_refused_with_the_layers_there_are(tiny, layer: int) -> None:
     runner = open_deep(tiny, "llama")

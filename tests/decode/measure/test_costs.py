@@ -8,13 +8,14 @@ from itertools import pairwise
 import pytest
 import torch
 from pairs import make_pair, make_tokenizer
+from plain_logits import offline_alpha
 
 from decode.core.lengths import RoundCosts
 from decode.core.loop import decode
 from decode.core.sampling import LogitsWarper
 from decode.measure import acceptance
 from decode.measure import costs as costs_module
-from decode.measure.acceptance import OfflineAlpha, offline_accepted_length, offline_alpha, offline_alphas, replay
+from decode.measure.acceptance import OfflineAlpha, offline_accepted_length, offline_alphas, replay
 from decode.measure.costs import Costs, best_length, break_even, forecast, measure_costs, predicted_speedup, speedup
 from decode.methods import MethodInputs, build
 from decode.models.check import open_runner

@@ -13,7 +13,7 @@ from enumeration import Experiment, joint_bias
 from families import CONTEXT, in_double
 from greedy import GREEDY, NEW, PROMPTS, assert_decodes, generate
 from heads import check_chain_attention, make_block_head, make_head
-from plain_logits import after, head_logits, response_logits
+from plain_logits import after, head_logits, offline_alpha, response_logits
 from reading import Drafting, Reader, text_before
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
@@ -31,7 +31,6 @@ from decode.drafters.hybrid import HybridDrafter
 from decode.drafters.model import FeatureDrafter, ModelDrafter
 from decode.drafters.trees import FeatureTreeDrafter
 from decode.errors import UserError
-from decode.measure.acceptance import offline_alpha
 from decode.methods import MethodInputs, build
 from decode.models import api
 from decode.models.api import Model, Out

@@ -158,7 +158,7 @@ def test_a_path_that_vllm_takes_for_another_method_and_another_tokenizer_are_ref
 
 def test_a_report_becomes_the_profile_of_its_fastest_identical_greedy_row():
     other = [decoding("adaspec", 0.0, 8, 2.0, same=False), decoding("adaspec", 1.0, 9, 3.0, same=None)]
-    measured = export_profile(changed(decoding=[*FULL["decoding"], *other]))
+    measured = export_profile(changed(decoding=[*FULL["decoding"], *other]), "adaspec")
     assert (measured["best_draft_length"], measured["speedup"], measured["cost_ratio"]) == (2, 1.62, 0.14)
     profile = speculation_profile(measured, 2)
     # 100 rounds; 90 accepted at least one token, 72 two
@@ -170,7 +170,7 @@ def test_a_report_becomes_the_profile_of_its_fastest_identical_greedy_row():
     assert (elsewhere["measured"], elsewhere["marginal_accept_rates"]) == (False, None)
     assert "best_draft_length" not in export_profile(FULL, "undistilled")
     sampled = [decoding("adaspec", temperature, 4, 1.5, same=None) for temperature in (0.7, 1.0)]
-    assert export_profile({"drafts": [], "decoding": sampled})["conditions"]["temperature"] == 0.7
+    assert export_profile({"drafts": [], "decoding": sampled}, "adaspec")["conditions"]["temperature"] == 0.7
 
 
 def test_an_export_is_complete_before_it_is_measured_and_tells_the_best_length_after(tmp_path):

@@ -19,11 +19,11 @@ from distill.layers import final_norm
 from distill.lm_head import LMHead, check_head
 from distill.models import (
     adapted,
+    check_quantization,
     hollow_target,
     make_optimizer,
     make_schedule,
     open_placed,
-    quantization_config,
     share_of,
 )
 
@@ -112,7 +112,7 @@ def test_devices_are_dealt_out_and_quantisation_is_asked_of_transformers(monkeyp
     assert given["quantization_config"].load_in_8bit
     assert given["device"] == cpu
     with pytest.raises(UserError, match=r"target\.quantization is .*'nothing'"):
-        quantization_config({"quant_method": "nothing"}, "cpu")
+        check_quantization({"quant_method": "nothing"}, "cpu")
 
 
 @pytest.fixture

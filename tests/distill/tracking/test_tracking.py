@@ -19,6 +19,7 @@ def not_logged_in(monkeypatch, tmp_path):
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("HOME", "/dev/null/none")  # a user without a home: all that is written lies in the run
     yield
     wandb.teardown()
 
