@@ -41,7 +41,7 @@ from decode.drafters.lookup import LookupDrafter, SuffixDrafter
 from decode.drafters.model import FeatureDrafter, ModelDrafter
 from decode.drafters.probe import advised, load_probe
 from decode.drafters.rest import Datastore, RetrievalDrafter
-from decode.drafters.trees import BlockTreeDrafter, FeatureTreeDrafter, head_of
+from decode.drafters.trees import BlockTreeDrafter, FeatureTreeDrafter
 from decode.errors import UserError, choose
 from decode.models.api import Model
 from decode.models.fast.forward import FastRunner, self_speculating
@@ -168,20 +168,14 @@ def _chain(inputs: MethodInputs) -> ModelDrafter:
     return ModelDrafter(draft, warp, target.vocab_size)
 
 
-def _feature(inputs: MethodInputs) -> ModelDrafter:
-    """A head that drafts a chain; draft models are refused."""
-    if not isinstance(inputs.draft, BlockRunner | MtpRunner):
-        head_of(inputs.draft)
-    return _chain(inputs)
-
-
 def _tree(inputs: MethodInputs) -> ModelDrafter:
     """A head that drafts a tree."""
     target, draft, warp, options = inputs.target, inputs.draft, inputs.warp, inputs.options
     shape = {"width": options.tree_width, "nodes": options.tree_nodes, "threshold": options.tree_threshold}
     if isinstance(draft, BlockRunner):
         return BlockTreeDrafter(draft, target, warp, **shape)
-    return FeatureTreeDrafter(head_of(draft), target, warp, **shape)
+    assert isinstance(draft, HeadRunner)  # `build` refuses others
+    return FeatureTreeDrafter(draft, target, warp, **shape)
 
 
 def _rest(inputs: MethodInputs) -> Drafter:
@@ -196,10 +190,6 @@ def _adaptix(inputs: MethodInputs) -> Drafter:
     return TrigramDrafter(table, searches=options.searches, gain=TrigramDrafter.gain if options.adaptive else 0.0)
 
 
-def _early_exit(inputs: MethodInputs) -> Drafter:
-    return EarlyExitDrafter(inputs.target, inputs.warp, inputs.exit_layer)
-
-
 def _hybrid(inputs: MethodInputs, head: ModelDrafter, branch: int) -> Drafter:
     return HybridDrafter(head, store_of(inputs), length=inputs.options.copy_length, branch=branch)
 
@@ -207,7 +197,7 @@ def _hybrid(inputs: MethodInputs, head: ModelDrafter, branch: int) -> Drafter:
 DRAFTERS: dict[str, Callable[[MethodInputs], Drafter]] = {
     "none": lambda i: NoDrafter(),
     "model": _chain,
-    "feature": _feature,
+    "feature": _chain,
     "feature-tree": _tree,
     "hybrid": lambda i: _hybrid(i, _chain(i), 0),  # chains stay chains
     "hybrid-tree": lambda i: _hybrid(i, _tree(i), i.options.copy_branch),
@@ -216,7 +206,7 @@ DRAFTERS: dict[str, Callable[[MethodInputs], Drafter]] = {
     "rest": _rest,
     "adaptix": _adaptix,
     "lookahead": lambda i: LookaheadDrafter(),
-    "early-exit": _early_exit,
+    "early-exit": lambda i: EarlyExitDrafter(i.target, i.warp, i.exit_layer),
 }
 
 
@@ -311,6 +301,14 @@ def build(method: str, inputs: MethodInputs, *, stop: str | None = None, rule: s
             missing = {key: value for key, value in advice.items() if getattr(options, key) is None}
             options = replace(options, **missing)
             inputs = replace(inputs, options=options)
+    draft, heads = inputs.draft, (HeadRunner, BlockRunner, *([MtpRunner] if drafter == "feature" else []))
+    if method in HEADED and not isinstance(draft, heads):
+        kind, name = ("block head", "dspark") if method.startswith("block") else ("feature head (EAGLE)", "eagle")
+        given = "no draft is given" if draft is None else f"the draft given is {draft.name}, for vanilla"
+        raise UserError(
+            f"{method} drafts with a {kind}, and {given}; give a head's folder with --draft (train one: "
+            f"python -m distill --config configs/quickstart-{name}.yaml)"
+        )
     stop_rule = choose("stop rule", stop_name, STOPS | PROBE_STOPS)(inputs)
     acceptance = choose("acceptance rule", rule_name, RULES)(inputs)
     if drafter in TREE_DRAFTERS and not inputs.target.supports_trees:
@@ -321,7 +319,7 @@ def build(method: str, inputs: MethodInputs, *, stop: str | None = None, rule: s
         )
     lengths = None
     if method in CHAINS_BY_MODEL and (options.never_slower or stop_name in PRICED):
-        lengths = DraftLengths(round_costs(inputs), stop_rule.window)
+        lengths = DraftLengths(round_costs(inputs), stop_rule.window, weighed=stop_name in PRICED)
     elif options.never_slower and drafter != "none":
         known = ", ".join(name for name in METHODS if name in CHAINS_BY_MODEL)
         raise UserError(f"never_slower has no cost model for {method}: leave the option out, or use one of {known}")

@@ -1,7 +1,6 @@
 """``python -m decode bench``: from settings to tables, report.json and a page."""
 
 import dataclasses
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from decode.commands.cli import check_writable
 from decode.commands.settings import BenchSettings, required
 from decode.commands.stores import read_corpus, write_stores
 from decode.drafters.corpus import join_documents
-from decode.errors import UserError
+from decode.errors import UserError, scratch_folder
 from decode.measure import machine
 from decode.measure.baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
 from decode.measure.benchmark import BenchEntry, Benchmark, plan
@@ -125,10 +124,10 @@ def bench(
         UserError: an unknown method, suite or option, a value out of range, prompts that do not fit.
     """
     drafts: dict[str, DraftModel] = {"draft": pair.draft} if pair.draft is not None else {}
-    given = {"baselines": not methods, "draft": [f"{name}={pair.draft_name}" for name in drafts]}
-    settings = api_settings(BenchSettings, pair, **given | {"methods": methods, "suite": suite} | options)
+    options, given = {"baselines": not methods} | options, [f"{name}={pair.draft_name}" for name in drafts]
+    settings = api_settings(BenchSettings, pair, options, draft=given, methods=methods, suite=suite)
     chosen, suites = choose_methods(settings), open_suites(settings)
-    with tempfile.TemporaryDirectory() as folder:
+    with scratch_folder() as folder:
         built = bench_options(settings, chosen, pair, Path(settings.output or folder))
         benchmark = Benchmark(Session(pair.target, drafts, pair.tokenizer, built))
         return benchmark.run(suites, plan_entries(settings, chosen, drafts), batch_sizes=settings.batch_sizes)

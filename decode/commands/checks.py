@@ -123,19 +123,21 @@ def open_pair(settings: LoadSettings, draft: str | None = None) -> Pair:
     return load(str(settings.target), draft, **{name: getattr(settings, name) for name in PLACED - {"target"}})
 
 
-def api_settings(settings_class: type[Settings], pair: Pair, **options: Any) -> Settings:
-    """Settings of a command for models that are open already.
+def api_settings(settings_class: type[Settings], pair: Pair, options: dict[str, Any], **given: Any) -> Settings:
+    """Settings of a command for models that are open already: `options` of the user, and those that are `given`.
 
     Raises:
         UserError: an unknown option, or a value out of range.
     """
-    known = {f.name: f for f in dataclasses.fields(settings_class) if f.name not in PLACED}
+    known = {f.name: f for f in dataclasses.fields(settings_class) if f.name not in PLACED | given.keys()}
     hints = typing.get_type_hints(settings_class)
     for name in options:
         choose("option", name, known)
+    given |= {"target": pair.target_name or "the given model", "pack": pair.pack} | options
+    for name, value in given.items():
         if typing.get_origin(hints[name]) is list:  # one word is no list of its letters
-            options[name] = [options[name]] if isinstance(options[name], str) else list(options[name])
-    return settings_class(**{"target": pair.target_name or "the given model", "pack": pair.pack} | options)
+            given[name] = [value] if isinstance(value, str) else list(value)
+    return settings_class(**given)
 
 
 def recorded_costs(draft: str | None, device: torch.device) -> RoundCosts | None:

@@ -284,14 +284,14 @@ def writing_error(error: BaseException | None) -> str | None:
 
 
 def check_writable(folder: str | Path) -> Path:
-    """Refuse a folder that results cannot be written to, before hours are spent on them.
+    """Refuse a folder that results cannot be written to, before hours are spent on them; it is not made yet.
 
     Raises:
         UserError: it cannot be made, or no file can be made in it.
     """
+    place = Path(folder).absolute()
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=next(path for path in (place, *place.parents) if path.exists())):
             return Path(folder)
     except OSError as error:
         raise UserError(f"output {str(folder)!r}: {error.strerror}; choose another output folder") from error

@@ -116,8 +116,8 @@ def generate(
     Raises:
         UserError: an unknown method or option, a value out of range, a prompt that cannot be decoded.
     """
-    given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    settings = api_settings(GenerateSettings, pair, draft=pair.draft_name, method=method, **given, **options)
+    options |= {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    settings = api_settings(GenerateSettings, pair, options, draft=pair.draft_name, method=method)
     with machine.using_threads(settings.threads or torch.get_num_threads()):
         return finished(start(settings, prompt, pair))
 
@@ -135,6 +135,9 @@ def chosen_method(settings: GenerateSettings) -> str:
     check_methods(settings, [method], has_draft=settings.draft is not None)
     if method not in METHODS:
         raise UserError(f"{method} is transformers' own and only for comparison in bench; choose another method")
+    given = settings.stop_rule or settings.rule
+    if given and METHODS[method][0] == "none":
+        raise UserError(f"{given} is a rule for drafts, and {method} drafts none; give --draft D, or leave it out")
     return method
 
 
@@ -145,6 +148,8 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
         UserError: an unknown or incomplete method, models that do not fit, a prompt that cannot be decoded.
     """
     method = chosen_method(settings)
+    if not isinstance(prompt, str):
+        raise UserError(f"the prompt is {prompt!r}, expected a text")
     if pair is None:
         pair = opened(settings, settings.draft if method in DRAFTING else None)
     tokenizer, warp = pair.tokenizer, make_warp(settings, pair.target, settings.temperature)

@@ -63,7 +63,9 @@ def table_of(paper: str, rows: list[Row]) -> Table:
 
 def run(settings: PaperSettings) -> None:
     """Measure a configuration of the paper, or read the report of a finished run, and print both side by side."""
-    paper, folder = str(settings.paper or ""), Path(settings.run or "runs/quickstart")
+    paper, folder = settings.paper, Path(settings.run or "runs/quickstart")
+    if not paper:
+        raise UserError(f"no paper is named; choose one: python -m decode paper {'|'.join(PUBLISHED)}")
     choose("paper", paper, PUBLISHED)
     if settings.run is None and paper != "adaspec":  # whose numbers are those of a training
         from decode.commands import bench

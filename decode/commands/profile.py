@@ -97,7 +97,7 @@ def profile(pair: Pair, suite: Sequence[str] = ("arithmetic",), **options: Any) 
     Raises:
         UserError: a pair without a draft, an unknown option, a value out of range, prompts that do not fit.
     """
-    settings = api_settings(ProfileSettings, pair, draft=pair.draft_name, suite=suite, **options)
+    settings = api_settings(ProfileSettings, pair, options, draft=pair.draft_name, suite=suite)
     return profile_pair(settings, pair, open_suites(settings))
 
 

@@ -142,6 +142,8 @@ class GenerateSettings(ChatSettings, OneTemperature, MethodSettings, PairSetting
         super().__post_init__()
         if "" in self.stop:
             raise UserError("stop holds an empty text, which every text contains; give the words that end the text")
+        if self.compare and self.json:
+            raise UserError("--compare prints two texts, and --json one as an object; give one of the two options")
 
 
 @dataclass

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ class RoundCosts:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {"seconds": {size: dict(row) for size, row in self.seconds.items()}}
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> RoundCosts:
@@ -67,10 +68,14 @@ def between(values: Mapping[int, float], x: float) -> float:
 
 
 class DraftLengths:
-    """Chooses the longest draft of each round; `chosen` is 0 where drafting does not pay."""
+    """Chooses the longest draft of each round; `chosen` is 0 where drafting does not pay.
 
-    def __init__(self, costs: RoundCosts, window: int) -> None:
-        self.costs, self.window = costs, window
+    A stop rule that weighs each token against its cost (`weighed`) knows more than the place of the token: its drafts
+    are limited only where they do not pay as they are, which a first `EVERY` rounds show.
+    """
+
+    def __init__(self, costs: RoundCosts, window: int, *, weighed: bool = False) -> None:
+        self.costs, self.window, self.weighed = costs, window, weighed
         self._rounds_of: dict[int, np.ndarray] = {}  # seconds of rounds of 0, 1, … drafted tokens, by batch size
         self.reset()
 
@@ -121,9 +126,12 @@ class DraftLengths:
         longest = (1 - (1 - reached) ** batch).cumsum().clip(min=1)
         # a line beyond what was measured may fall to 0, but no draft makes a round cheaper
         seconds, tokens = np.interp(longest, range(self.window + 1), rounds).clip(min=rounds[0]), 1 + kept.cumsum()
-        best = int((tokens / seconds).argmax())
+        gains = tokens / seconds * rounds[0]
+        if self.weighed and self._with_draft < EVERY:
+            gains[-1] = math.inf
+        best = self.window - 1 if self.weighed and gains[-1] > 1 + GAIN else int(gains.argmax())
         self._best, self._loss = best + 1, float(seconds[best] - tokens[best] * rounds[0])
-        self.chosen = self._best if tokens[best] / seconds[best] * rounds[0] > 1 + GAIN else 0
+        self.chosen = self._best if gains[best] > 1 + GAIN else 0
 
 
 def _rates(cells: Iterable[list[float]], rate: float) -> list[float]:

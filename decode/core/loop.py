@@ -90,9 +90,10 @@ class Text:
         alone: bool = True,
     ) -> None:
         self.warp, self.ids, self.stop_ids, self.prompt_length = warp, list(prompt), stop_ids, len(prompt)
-        self.stop, self.rule, self.alone, self.stop_strings = method.stop, method.rule, alone, stop_strings
-        if not alone:
-            self.stop, self.rule = copy.copy(method.stop), copy.deepcopy(method.rule)
+        self.alone, self.stop_strings = alone, stop_strings
+        self.stop, self.rule = method.stop, method.rule if alone else copy.deepcopy(method.rule)
+        if not alone and method.lengths is None:  # with `lengths` the texts depend on one another already
+            self.stop = copy.copy(method.stop)
             self.stop.threshold = copy.deepcopy(self.stop.threshold)
         self.rng = rng or TorchRng(device=target.device)
         self.compares_tokens = warp.greedy and self.rule.exact
@@ -127,16 +128,6 @@ class Text:
     def remaining(self) -> int:
         """Tokens that may be drafted: one is left for the correction or the bonus."""
         return self.end - len(self.ids) - 1
-
-    @property
-    def written_by(self) -> list[str]:
-        """Who wrote each generated token; see `Round.written_by`."""
-        return [writer for r in self.rounds for writer in r.written_by]
-
-    @property
-    def rejected(self) -> list[list[int]]:
-        """For each generated token the drafted tokens rejected in its place."""
-        return [tokens for r in self.rounds for tokens in r.rejected]
 
     def start(self, target: Model, method: Method) -> None:
         """Open the caches and read the prompt, all but its pending token.
@@ -333,12 +324,12 @@ def decode_texts(
 
     Every text begins with what the method has learned so far and keeps what it learns to itself, so that it depends on
     its prompt and its `Rng` alone, not on its neighbours (in exact arithmetic; rounding may decide ties otherwise).
-    With `Method.lengths` all texts share what was learned of acceptances: exact rules stay exact, but a sampled text
-    then depends on its neighbours.
+    With `Method.lengths` all texts, and later ones too, share what it and the stop rule learn: exact rules stay exact,
+    but a sampled text then depends on its neighbours.
 
     Args:
         target: the model to decode from.
-        method: the method; its rules and its drafter learn nothing, its `lengths` do.
+        method: the method; its rules and its drafter learn nothing, but for the stop rule beside `lengths`.
         warp: logits to probabilities.
         prompts: token ids.
         rngs: of each text.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,7 @@ class Round:
     draft: Draft  # what was proposed, without its probabilities
     path: list[int]  # accepted nodes, root to leaf
     token: int  # the token after the path: a correction, or the bonus token
-    new: list[int]  # what the text grew by: `emitted`, cut where the text ended
+    new: list[int]  # what the text grew by: the accepted tokens and this one, cut where the text ended
     cut: bool = False  # the draft was shortened by the budget, the context or the text's end
     seconds: tuple[float, float] = (0.0, 0.0)  # drafting and verifying; of texts decoded together, an equal share
     together: tuple[int, ...] = ()  # drafted tokens of every text of the same forward, this one included
@@ -53,11 +54,6 @@ class Round:
             return min(self.accepted + 1, self.drafted)
         last = self.path[-1] if self.path else -1
         return self.accepted + (last in self.draft.parents)
-
-    @property
-    def emitted(self) -> list[int]:
-        """The accepted tokens and the one after them."""
-        return [*(self.draft.ids[i] for i in self.path), self.token]
 
     @property
     def rejected_at_end(self) -> list[int]:
@@ -93,19 +89,15 @@ def clustered_ratio(
     Returns:
         The mean and its standard error; NaN where nothing was counted, or for the error of fewer than two clusters.
     """
-    totals: dict[int, list[float]] = {}
-    for cluster, s, c in zip(range(len(sums)) if clusters is None else clusters, sums, counts):
-        total = totals.setdefault(cluster, [0.0, 0])
-        total[0], total[1] = total[0] + s, total[1] + c
-    kept = [(s, c) for s, c in totals.values() if c]
-    n, positions = len(kept), sum(c for _, c in kept)
+    _, place = np.unique(range(len(sums)) if clusters is None else clusters, return_inverse=True)
+    totals, counted = np.bincount(place, sums), np.bincount(place, counts)
+    n, positions = np.count_nonzero(counted), counted.sum()
     if not positions:
         return math.nan, math.nan
-    mean = sum(s for s, _ in kept) / positions
+    mean = float(totals.sum() / positions)
     if n < 2:
         return mean, math.nan
-    spread = sum((s - mean * c) ** 2 for s, c in kept)
-    return mean, math.sqrt(n / (n - 1) * spread) / positions
+    return mean, math.sqrt(n / (n - 1) * ((totals - mean * counted) ** 2).sum()) / float(positions)
 
 
 Texts = Sequence[Sequence[Round]]
@@ -140,9 +132,9 @@ def metrics(texts: Texts, clusters: Sequence[int] | None = None) -> dict[str, fl
     rounds = [r for _, r in rows]
     tokens = sum(len(r.new) for r in rounds)
     k, m, t = (sum(getattr(r, name) for r in rounds) for name in ("drafted", "accepted", "tested"))
-    alpha, alpha_se = _mean([(cluster, r.overlap) for cluster, r in rows])
-    spent, _ = _mean([(cluster, r.spent) for cluster, r in rows])
-    distance, _ = _mean([(cluster, r.distance) for cluster, r in rows])
+    (alpha, alpha_se), (spent, _), (distance, _) = (
+        _mean([(cluster, getattr(r, name)) for cluster, r in rows]) for name in ("overlap", "spent", "distance")
+    )
     return {
         "rounds": len(rounds),
         "tokens": tokens,
@@ -169,25 +161,16 @@ def acceptance_by_position(texts: Texts, clusters: Sequence[int] | None = None) 
     """
     full = [(cluster, r.accepted, r.depth) for cluster, r in _numbered(texts, clusters) if r.drafted and not r.cut]
 
-    def share(kept: list[tuple[int, bool]]) -> tuple[float, float]:
-        return clustered_ratio([float(hit) for _, hit in kept], [1] * len(kept), [cluster for cluster, _ in kept])
+    def share(name: str, kept: list[tuple[int, bool]]) -> dict[str, float]:
+        mean, se = clustered_ratio([hit for _, hit in kept], [1] * len(kept), [cluster for cluster, _ in kept])
+        return {name: mean, f"{name}_se": se}
 
     rows = []
     for i in range(max((depth for *_, depth in full), default=0)):
         tested = [(cluster, m > i) for cluster, m, depth in full if m >= i and depth > i]
-        conditional, conditional_se = share(tested)
-        marginal, marginal_se = share([(cluster, m > i) for cluster, m, _ in full])
-        rows.append(
-            {
-                "position": i + 1,
-                "rounds": len(full),
-                "tested": len(tested),
-                "conditional": conditional,
-                "conditional_se": conditional_se,
-                "marginal": marginal,
-                "marginal_se": marginal_se,
-            }
-        )
+        row: dict[str, float] = {"position": i + 1, "rounds": len(full), "tested": len(tested)}
+        marginal = share("marginal", [(cluster, m > i) for cluster, m, _ in full])
+        rows.append(row | share("conditional", tested) | marginal)
     return rows
 
 
@@ -203,5 +186,6 @@ FORMULAS = {
     "speedup_vs_generate": "tokens/s over model.generate, paired by prompt, median",
     "cost_ratio": "c: one draft forward, in one-token target forwards",
     "verify_cost": "v(n): an n-token target forward, in one-token target forwards",
-    "predicted_speedup": "tokens per round over the seconds of a real round, in those of a round without a draft",
+    "predicted_speedup": "tokens per round over the seconds of a real round, in those of a round without a draft; "
+    "in a benchmark both sides also read the prompts",
 }

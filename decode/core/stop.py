@@ -140,9 +140,8 @@ class CostOptimal(Threshold):
     tokens: float = 0.0
 
     def __post_init__(self) -> None:
-        self.value = self.token_cost = self.cost
-        self.block_cost = 0.0
         self.table = [[0.0, 0.0] for _ in range(self.bins)]
+        self.price(self.cost, 0.0)
 
     def _bin(self, confidence: float) -> list[float]:
         return self.table[min(self.bins - 1, int(confidence * self.bins))]
@@ -156,13 +155,13 @@ class CostOptimal(Threshold):
         """Update the calibration and the rate of tokens."""
         for i, value in enumerate(round.draft.confidence[: round.tested]):
             count(self._bin(value), i < round.accepted, self.memory)
-        self.time = self.decay * self.time + 1 + self.block_cost + round.drafted * self.token_cost
+        self.time = self.decay * self.time + 1 + self.block_cost + round.drafted * self.cost
         self.tokens = self.decay * self.tokens + round.accepted + 1
-        self.value = self.tokens / self.time * self.token_cost
+        self.price(self.cost, self.block_cost)
 
     def price(self, token_cost: float, block_cost: float) -> None:
         """See `Threshold.price`."""
-        self.token_cost, self.block_cost = token_cost, block_cost
+        self.cost, self.block_cost = token_cost, block_cost
         self.value = self.tokens / self.time * token_cost if self.time else token_cost
 
 

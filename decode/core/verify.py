@@ -39,7 +39,7 @@ def js_distance(p: Tensor, q: Tensor) -> Tensor:
 
 def entropy(p: Tensor) -> Tensor:
     """Shannon entropy in bits along the last axis."""
-    return -torch.xlogy(p, p).sum(-1) / LN2
+    return torch.special.entr(p).sum(-1) / LN2
 
 
 def softmax(raw: Raw) -> Raw:

@@ -176,7 +176,7 @@ class HeadDrafter(ModelDrafter):
 
     def _read_text(self, state: ModelState, ids: list[int]) -> None:
         """Read a text but for its pending token."""
-        raise NotImplementedError
+        read_prompt(self.runner, state.cache, self.ids(ids[:-1]))
 
     def update(self, state: ModelState, ids: list[int], round: Round, out: Out) -> None:
         """Queue the target's features of the token that was pending and of the accepted ones."""
@@ -190,9 +190,6 @@ class FeatureDrafter(HeadDrafter):
 
     After every round the pairs that were drafted from the head's own states are replaced by pairs with the target's.
     """
-
-    def _read_text(self, state: ModelState, ids: list[int]) -> None:
-        read_prompt(self.runner, state.cache, self.ids(ids[:-1]))
 
     def room(self, state: ModelState, ids: list[int]) -> int:
         """See `ModelDrafter.room`; a text of one token has no feature yet."""

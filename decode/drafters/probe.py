@@ -7,8 +7,9 @@ that were fastest.
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.core.stop import DraftedToken, probability
-from decode.core.verify import LN2, pick
+from decode.core.verify import LN2, entropy, pick
 from decode.errors import UserError, write_safely, write_text
 
 KINDS = ("probe", "confidence-probe")
@@ -38,8 +39,8 @@ def confidence_features(logits: Tensor, tokens: Tensor) -> Tensor:
     known = logits.float().log_softmax(-1).clamp_min(-1e30)  # excluded tokens: probability 0 times a finite number
     top = known.topk(2, -1).values
     log_q = pick(known, tokens)
-    entropy = -(known.exp() * known).sum(-1) / LN2
-    return torch.stack([log_q.clamp_min(LEAST), entropy, (top[:, 0] - top[:, 1]).clamp_max(-LEAST)], -1)
+    margin = (top[:, 0] - top[:, 1]).clamp_max(-LEAST)
+    return torch.stack([log_q.clamp_min(LEAST), entropy(known.exp()), margin], -1)
 
 
 @dataclass
@@ -54,11 +55,6 @@ class AcceptanceProbe:
     bias: float  # b
     temperature: float = 1.0  # T, from calibration on held-out prompts
     metrics: dict[str, Any] = field(default_factory=dict)  # its judgement on test prompts
-
-    @property
-    def name(self) -> str:
-        """Key in the folder."""
-        return f"{self.label}/{self.kind}/{self.layer}"
 
     def logit(self, hidden: Tensor, features: Tensor | None = None) -> Tensor:
         """Log-odds ``[n]`` for states ``[n, width]`` and, for a confidence probe, features ``[n, 3]``."""
@@ -77,9 +73,9 @@ class AcceptanceProbe:
             # `confidence_features` of one row, with as few operations as possible: this runs for every drafted token
             known = drafted.logits.float().log_softmax(-1).clamp_min_(-1e30)
             first, second = known.topk(2).values.tolist()
-            entropy = -torch.dot(known.exp(), known).item() / LN2
+            bits = -torch.dot(known.exp(), known).item() / LN2
             u = self.extra.tolist()
-            z += u[0] * max(known[drafted.token].item(), LEAST) + u[1] * entropy + u[2] * min(first - second, -LEAST)
+            z += u[0] * max(known[drafted.token].item(), LEAST) + u[1] * bits + u[2] * min(first - second, -LEAST)
         return probability(z / self.temperature)
 
 
@@ -99,7 +95,7 @@ def same_weights(a: Any, b: Any) -> bool:
     if not (isinstance(a, dict) and isinstance(b, dict)) or a.get("shapes") != b.get("shapes"):
         return False
     # bfloat16 rounds by a share of up to 2^-9, float16 below its normal numbers by up to 3e-8
-    return all(abs(x - y) <= 2**-8 * max(abs(x), abs(y)) + 1e-7 for x, y in zip(a["values"], b["values"], strict=True))
+    return all(math.isclose(*both, rel_tol=2**-8, abs_tol=1e-7) for both in zip(a["values"], b["values"], strict=True))
 
 
 def save_probes(
@@ -112,7 +108,7 @@ def save_probes(
     tensors = dict[str, Tensor]()
     for p in probes:
         for name, values in (("weight", p.weight), ("extra", p.extra), ("bias", torch.tensor([p.bias]))):
-            tensors[f"{p.name}/{name}"] = values.contiguous().clone()
+            tensors[f"{p.label}/{p.kind}/{p.layer}/{name}"] = values.contiguous().clone()
     fields = ("label", "kind", "layer", "temperature", "metrics")
     described = [{key: getattr(p, key) for key in fields} for p in probes]
     note: dict[str, Any] = {"model": weight_sample(model), "class": type(model).__name__, "features": FEATURES}
@@ -167,11 +163,11 @@ def load_probe(
             f"{sorted({p['layer'] for p in fitting})}, not for layer {layer}; choose another exit_layer, or train one "
             "with python -m probes"
         )
-    probe = AcceptanceProbe(**here[0], weight=torch.empty(0), extra=torch.empty(0), bias=0.0)
+    name = "{label}/{kind}/{layer}".format_map(here[0])
     try:
         tensors = load_file(Path(folder) / "probes.safetensors")
-        weight, extra, bias = (tensors[f"{probe.name}/{part}"] for part in ("weight", "extra", "bias"))
-        return replace(probe, weight=weight, extra=extra, bias=float(bias))
+        weight, extra, bias = (tensors[f"{name}/{part}"] for part in ("weight", "extra", "bias"))
+        return AcceptanceProbe(**here[0], weight=weight, extra=extra, bias=float(bias))
     except (OSError, KeyError, SafetensorError) as error:
         raise UserError(
             f"the weights of the probes in {str(folder)!r} are damaged or missing ({type(error).__name__}); train them "

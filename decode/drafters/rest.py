@@ -119,8 +119,7 @@ class Datastore:
         slots = low + np.arange(hits, dtype=np.int64) * (high - low) // max(1, hits)
         after = self.suffixes[slots].astype(np.int64)[:, None] + np.arange(span, span + length)
         rows = self.text[np.minimum(after, len(self.text) - 1)].astype(np.int64) - 1
-        for column in range(1, length):  # nothing follows the end of a document
-            rows[rows[:, column - 1] < 0, column] = -1
+        rows[np.logical_or.accumulate(rows < 0, 1)] = -1  # nothing follows the end of a document
         return rows
 
 
@@ -137,9 +136,7 @@ def heaviest_tree(rows: np.ndarray, nodes: int) -> Draft:
     # Sorted rows make every node a run of its column: a run starts where this column or one above it changes.
     starts = np.ones((length, count), dtype=bool)
     np.not_equal(columns[:, 1:], columns[:, :-1], out=starts[:, 1:])
-    for level in range(1, length):
-        starts[level] |= starts[level - 1]
-    start = np.flatnonzero(starts)
+    start = np.flatnonzero(np.logical_or.accumulate(starts))
     weight = np.diff(start, append=count * length)
     token = columns.ravel()[start]
     real = np.flatnonzero((weight > 1) & (token >= 0))

@@ -18,25 +18,9 @@ from decode.core.sampling import LogitsWarper, Prefixes
 from decode.drafters.base import DraftRequest
 from decode.drafters.block import BlockDrafter
 from decode.drafters.model import Drafting, FeatureDrafter, HeadDrafter
-from decode.errors import UserError
 from decode.models.api import Model, Out
 from decode.models.heads.block import BlockRunner
 from decode.models.heads.runner import HeadRunner, Level
-
-
-def head_of(draft: Model | None) -> HeadRunner:
-    """The feature head among a method's parts.
-
-    Raises:
-        UserError: there is no draft, or it is a language model.
-    """
-    if isinstance(draft, HeadRunner):
-        return draft
-    given = "no draft is given" if draft is None else f"the draft given is {draft.name}, for vanilla or block"
-    raise UserError(
-        f"this method drafts with a feature head (EAGLE), and {given}; give a head's folder with --draft (train one: "
-        "python -m distill --config configs/quickstart-eagle.yaml)"
-    )
 
 
 class Candidates:

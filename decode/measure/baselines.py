@@ -87,8 +87,8 @@ def generate(
     finally:
         hook.remove()
     new = out[:, longest:].tolist()
-    lengths = [next((i + 1 for i, token in enumerate(row) if token in ends), len(row)) for row in new]
-    return [row[:length] for row, length in zip(new, lengths)], seconds, len(forwards)
+    texts = [row[: next((i + 1 for i, token in enumerate(row) if token in ends), None)] for row in new]
+    return texts, seconds, len(forwards)
 
 
 @contextmanager

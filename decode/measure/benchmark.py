@@ -51,10 +51,10 @@ FILLED = 2  # least number of prompts for each place of a batch
 WARM_UP = 24  # most tokens of the text that every method writes before it is timed
 MEASURED = (
     "tokens_per_second", "speedup", "speedup_ci95", "speedup_vs_generate", "speedup_vs_generate_ci95",
-    "speedup_vs_assistant", "speedup_vs_assistant_ci95", "predicted_speedup", "accepted_length", "accepted_length_ci95",
-    "alpha", "alpha_se", "accepted_per_tested", "accepted_per_drafted", "tv_spent", "js_distance", "accuracy",
-    "accuracy_se", "identical_to_target", "identical_share", "drafted_per_round", "rounds", "tokens", "draft_lengths",
-    "acceptance_by_position", "verification_threshold",
+    "speedup_vs_assistant", "speedup_vs_assistant_ci95", "predicted_speedup", "prompt_rounds", "round_seconds",
+    "accepted_length", "accepted_length_ci95", "alpha", "alpha_se", "accepted_per_tested", "accepted_per_drafted",
+    "tv_spent", "js_distance", "accuracy", "accuracy_se", "identical_to_target", "identical_share", "drafted_per_round",
+    "rounds", "tokens", "draft_lengths", "acceptance_by_position", "verification_threshold",
 )  # fmt: skip
 """Measured fields of a row; every row has all of them, null if they do not apply."""
 Chat = Sequence[Item]  # the turns of one prompt
@@ -150,6 +150,7 @@ class Written(NamedTuple):
     seconds: float  # from the prompt on; of texts decoded together, an equal share of each round
     forwards: int  # target forwards that gave the tokens
     rounds: list[Round]  # none of transformers' own generation
+    reading: float = 0.0  # seconds of reading the prompt, among the others; transformers' are not known
 
 
 @dataclass
@@ -164,6 +165,13 @@ class Record:
     def rounds(self) -> list[list[Round]]:
         """The rounds of all texts of each prompt: repeats of a greedy text change no rate and no error."""
         return [[r for text in repeats for r in text.rounds] for repeats in self.texts]
+
+    def plain(self) -> tuple[float, float]:
+        """Seconds of a round without a draft, and of reading all prompts in such rounds, of a record without drafts."""
+        _, seconds, rounds = self.numbers().sum((1, 2)).tolist()
+        read = sum(text.reading for text in chain(*self.texts))
+        plain = (seconds - read) / rounds
+        return plain, read / plain
 
     def numbers(self) -> np.ndarray:
         """Tokens, seconds and forwards: ``[3, prompts, repeats]``."""
@@ -257,7 +265,7 @@ class EntryRun:
             outs = [decode(*models, ids, rng=rng, **how) for ids, rng in zip(prompts, rngs)]
         else:
             outs = decode_texts(*models, prompts, rngs=rngs, batch_size=self.batch_size, **how)
-        return [Written(out.new_ids, out.total_seconds, len(out.rounds), out.rounds) for out in outs]
+        return [Written(o.new_ids, o.total_seconds, len(o.rounds), o.rounds, o.prefill_seconds) for o in outs]
 
     def _generate(self, prompts: Sequence[list[int]], seeds: Sequence[int], how: Mapping[str, Any]) -> list[Written]:
         """The prompts' texts by transformers, those of similar length together."""
@@ -374,6 +382,7 @@ class Benchmark:
     def _add_rows(self, suite: Suite, runs: Sequence[EntryRun], items: Sequence[Item]) -> None:
         """Make the rows of one suite, temperature and batch size, whose prompts begin with these items."""
         session, generated = self.session, next(run.record.texts for run in runs if run.entry.method == REFERENCE)
+        baseline = next(run.record for run in runs if run.entry.method == BASELINE)
         numbers = prompt_numbers([(item.ids, len(item.ids)) for item in items])
         for run in runs:
             entry, record = run.entry, run.record
@@ -405,11 +414,11 @@ class Benchmark:
             if thetas:
                 row["verification_threshold"] = statistics.fmean(thetas)
             if not entry.is_baseline and (costs := session.costs.get(entry.priced_draft)):
-                rounds, free = record.rounds, entry.priced_draft is None
-                watched = run.methods[0].stop.confidence is not None
+                known, watched = baseline.plain(), run.methods[0].stop.confidence is not None
                 row["predicted_speedup"] = speedup_of_rounds(
-                    rounds, costs, run.batch_size, drafts_free=free, watched=watched
+                    record.rounds, costs, run.batch_size, *known, watched=watched
                 )
+                row["round_seconds"], row["prompt_rounds"] = known
             if suite.score is not None:
                 marks = [
                     statistics.fmean(suite.score(item.prompt, session.text(text.new_ids)) for text in repeats)

@@ -2,6 +2,8 @@
 
     predicted speedup = tokens · seconds of a round without a draft / Σ seconds of the rounds
 
+where both sides of a benchmark take the time of reading the prompts besides.
+
 A round of a draft length and batch size costs what such rounds took here, everything in them included (`RoundCosts`).
 The rounds come from one acceptance rate α at every position (Leviathan et al., 2211.17192, theorem 3.8), from texts
 whose acceptance is known position by position (`decode.measure.acceptance.replay`), or from decoding.
@@ -15,7 +17,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -196,18 +198,23 @@ def speedup(
 
 
 def speedup_of_rounds(
-    texts: Iterable[Sequence[Round]], costs: Costs, batch: int, *, drafts_free: bool, watched: bool
+    texts: Iterable[Sequence[Round]], costs: Costs, batch: int, plain: float, prompts: float, *, watched: bool
 ) -> float:
-    """`speedup` of decoded rounds; where the costs hold no drafting, its measured time is added.
+    """`speedup` of decoded rounds; where the costs are those of a target alone, the measured time of drafting is added.
 
-    A stop rule that watches the drafted tokens takes the time of reading them besides.
+    That is compared with a round without a draft of the same measurement (`plain` seconds), under the same load.
+
+    A stop rule that watches the drafted tokens takes the time of reading them besides. Reading the `prompts` takes as
+    long as so many rounds without a draft, on both sides.
     """
     rounds = [r for text in texts for r in text]
     drafted = Counter(r.drafted for r in rounds)
-    more = batch * sum(r.seconds[0] for r in rounds) if drafts_free and drafted.keys() - {0} else 0.0
-    if watched and not drafts_free:
-        more = costs.reading * sum(r.drafted for r in rounds)
-    return speedup(sum(len(r.new) for r in rounds), drafted, costs.rounds, batch, more=more)
+    more = costs.reading * sum(r.drafted for r in rounds) if watched else 0.0
+    if not costs.cost_ratio:
+        drafting = sum(r.seconds[0] for r in rounds) if drafted.keys() - {0} else 0.0
+        more = drafting / plain * costs.rounds.round(batch, 0)
+    tokens, spent = prompts + sum(len(r.new) for r in rounds), {**drafted, 0: drafted[0] + prompts}
+    return speedup(tokens, spent, costs.rounds, batch, more=more)
 
 
 def predicted_speedup(alpha: float, draft_length: int, costs: RoundCosts) -> float:
@@ -254,15 +261,13 @@ def forecast(costs: RoundCosts, alphas: Sequence[OfflineAlpha], longest: int) ->
         ``batches``: rows of each measured batch size; vLLM's schedule of the best lengths, [first batch size, last
         batch size, drafted tokens]; ``round_costs``.
     """
-    rounds, batches, schedule = {k: replayed(alphas, k) for k in range(1, longest + 1)}, [], list[list[int]]()
+    rounds, batches, best = {k: replayed(alphas, k) for k in range(1, longest + 1)}, [], dict[int, int]()
     for size in range(1, max(costs.seconds) + 1):
         speedups = {k: speedup(*known, costs, size) for k, known in rounds.items()}
-        best, ms = best_length(speedups), 1e3 * costs.round(size, 0)
+        length = best[size] = best_length(speedups)
         if size in costs.seconds:
-            row = {"batch_size": size, "ms": ms, "best_draft_length": best, "best_speedup": speedups.get(best, 1.0)}
-            batches.append(row)
-        if schedule and schedule[-1][2] == best:
-            schedule[-1][1] = size
-        else:
-            schedule.append([size, size, best])
+            row = {"batch_size": size, "ms": 1e3 * costs.round(size, 0), "best_draft_length": length}
+            batches.append(row | {"best_speedup": speedups.get(length, 1.0)})
+    alike = ((length, list(sizes)) for length, sizes in groupby(best, key=best.__getitem__))
+    schedule = [[sizes[0], sizes[-1], length] for length, sizes in alike]
     return {"batches": batches, SCHEDULE: schedule, "round_costs": costs.to_dict()}

@@ -5,7 +5,7 @@ Errors are `UserError`s with transformers' own message, and the next step where 
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -276,9 +276,9 @@ def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizer
 class Pair:
     """A target and, where there is one, the draft model or feature head that drafts for it."""
 
-    target: PreTrainedModel  # the target
-    tokenizer: PreTrainedTokenizerBase  # the target's
-    draft: DraftModel | None = None  # the draft
+    target: PreTrainedModel = field(repr=False)  # the target
+    tokenizer: PreTrainedTokenizerBase = field(repr=False)  # the target's
+    draft: DraftModel | None = field(default=None, repr=False)  # the draft
     target_name: str = ""  # the folder or Hub name that the target was loaded from
     draft_name: str | None = None  # the draft's
     pack: str = "auto"  # see `decode.models.check.open_runner`

@@ -21,19 +21,19 @@ def pair(tiny, tmp_path_factory) -> Pair:
     return load(folder / "target", folder / "draft")
 
 
-def test_importing_the_package_loads_neither_torch_nor_transformers():
+def test_importing_the_package_loads_neither_torch_nor_transformers() -> None:
     code = "import sys, decode; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0
 
 
-def test_every_public_name_is_there_and_no_other():
+def test_every_public_name_is_there_and_no_other() -> None:
     assert all(getattr(decode, name) for name in decode.__all__)
     with pytest.raises(AttributeError, match="no attribute 'generat'"):
         _ = decode.generat
 
 
-def test_greedy_texts_do_not_depend_on_the_method_and_runners_are_opened_once(pair):
+def test_greedy_texts_do_not_depend_on_the_method_and_runners_are_opened_once(pair) -> None:
     runner = pair.runner
     texts = [generate(pair, PROMPT, method, max_new_tokens=16) for method in (None, "autoregressive", "prompt-lookup")]
     assert all(isinstance(text, Generation) for text in texts)
@@ -44,7 +44,7 @@ def test_greedy_texts_do_not_depend_on_the_method_and_runners_are_opened_once(pa
     assert texts[0].finish_reason in ("length", "eos")
 
 
-def test_sampling_follows_the_seed_and_options_are_those_of_the_command(pair):
+def test_sampling_follows_the_seed_and_options_are_those_of_the_command(pair) -> None:
     def sample(**options):
         return generate(pair, PROMPT, max_new_tokens=16, temperature=1.0, **options).ids
 
@@ -62,14 +62,21 @@ def test_sampling_follows_the_seed_and_options_are_those_of_the_command(pair):
         ({"bta": 0.1}, "unknown option 'bta'; did you mean 'beta'"),
         ({"beta": -1}, "beta is -1, expected a number >=0"),
         ({"temperature": 1e-40}, "temperature is 1e-40, expected a number ==0 or >=0.001"),
+        ({"draft": "other"}, "unknown option 'draft'"),  # the pair has it
     ],
 )
-def test_mistakes_are_user_errors(pair, options, message):
+def test_mistakes_are_user_errors(pair, options, message) -> None:
     with pytest.raises(UserError, match=message):
         generate(pair, PROMPT, **options)
 
 
-def test_bench_returns_the_rows_of_the_report_and_writes_nothing(pair, tmp_path, monkeypatch, capsys):
+def test_a_pair_is_shown_in_a_line_and_a_prompt_has_to_be_a_text(pair) -> None:
+    assert len(repr(pair).replace(pair.target_name, "")) < 200
+    with pytest.raises(UserError, match="the prompt is None, expected a text"):
+        generate(pair, None)
+
+
+def test_bench_returns_the_rows_of_the_report_and_writes_nothing(pair, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     rows = bench(pair, ["vanilla:draft_length=2"], ["open"], limit=1, repeats=1, max_new_tokens=6, threads=1)
     assert [row["name"] for row in rows] == ["autoregressive", "generate", "vanilla draft_length=2"]
@@ -78,14 +85,14 @@ def test_bench_returns_the_rows_of_the_report_and_writes_nothing(pair, tmp_path,
     assert capsys.readouterr().out == ""
 
 
-def test_profile_predicts_every_draft_length_and_needs_a_draft(pair):
+def test_profile_predicts_every_draft_length_and_needs_a_draft(pair) -> None:
     found = profile(pair, ["open"], limit=1, max_new_tokens=8, longest=2, threads=1)
     assert [row["draft_length"] for row in found.lengths] == [1, 2]
     with pytest.raises(UserError, match="draft"):
         profile(load(pair.target_name))
 
 
-def test_one_string_where_several_are_taken_is_no_list_of_its_letters(pair):
+def test_one_string_where_several_are_taken_is_no_list_of_its_letters(pair) -> None:
     piece = generate(pair, PROMPT, max_new_tokens=24, ignore_eos=True).text[3:7]
     texts = [generate(pair, PROMPT, max_new_tokens=24, ignore_eos=True, stop=stop).text for stop in (piece, [piece])]
     assert texts[0] == texts[1]

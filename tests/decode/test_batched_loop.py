@@ -56,10 +56,15 @@ def test_two_texts_whose_draft_lengths_are_chosen_together_are_lossless(stop: st
             limits.add(limit := super().limit(batch))
             return limit
 
+        def reset(self) -> None:
+            super().reset()
+            rule.threshold = STOPS[stop](inputs).threshold  # which the texts share too
+
     limits: set[int] = set()
     target, draft = tables(2)
     costs = RoundCosts({1: {0: 1.0, 1: 1.58, 3: 2.7}, 2: {0: 1.0, 1: 1.63, 3: 2.85}})
-    rule = STOPS[stop](MethodInputs(target, SAMPLE, draft, options=MethodOptions(draft_length=3)))
+    inputs = MethodInputs(target, SAMPLE, draft, options=MethodOptions(draft_length=3))
+    rule = STOPS[stop](inputs)
     system = Method("", ModelDrafter(draft, SAMPLE, 2), rule, lengths=Watched(costs, 3))
     assert joint_bias(target, system, SAMPLE, [[0, 1, 1], [1]], 3) < TOLERANCE
     assert len(limits) > 1  # what was accepted of either text decides for both

@@ -90,6 +90,17 @@ def test_drafts_that_end_themselves_are_not_charged_for_what_they_could_have_bee
     assert lengths._drafted[2] == [0, 40]
 
 
+def test_a_rule_that_weighs_its_tokens_goes_on_after_an_early_rejection_and_is_limited_where_it_loses() -> None:
+    lengths = DraftLengths(RoundCosts.of_ratios(0.9), 20, weighed=True)
+    rejected = [(SimpleNamespace(drafted=3, accepted=0), 20)]
+    for _ in range(16):
+        assert lengths.limit(1) == 20
+        lengths.observe(rejected)  # type: ignore[arg-type]
+    for _ in range(16):
+        lengths.limit(1)
+    assert lengths.chosen == 0
+
+
 def test_a_block_heads_forward_is_a_price_of_drafting_at_all() -> None:
     """Its tokens cost the growth of the target's forward alone, however many of them are drafted."""
     assert RoundCosts.of_ratios(0.3, 0.05).prices(1) == pytest.approx((0.35, 0))

@@ -1,7 +1,5 @@
 """What works for each architecture of `families.ARCHITECTURES`; run as a script it writes the tables of docs/targets.md."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field

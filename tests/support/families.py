@@ -1,7 +1,5 @@
 """Tiny random models of many architectures, in one table; such that also read images; such with next-token layers."""
 
-from __future__ import annotations
-
 import copy
 import types
 from pathlib import Path

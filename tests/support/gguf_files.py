@@ -1,7 +1,5 @@
 """Tiny llama models as GGUF files, with their tokenizer, written as llama.cpp's converter lays them out."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What tests of greedy identity share: prompts, what generate writes, and the comparison."""
 
-from __future__ import annotations
-
 import torch
 from transformers import PreTrainedModel
 

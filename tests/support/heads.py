@@ -1,7 +1,5 @@
 """Heads whose drafts are accepted now and then, a block head's plain twin, and drafts of every kind in training."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -130,6 +128,13 @@ def plain_block(head: BlockHead, target: PreTrainedModel, ids: list[int], drafts
     hidden = _norm(x, head.norm)[-drafts:]
     output, kept = target.get_output_embeddings().weight, head.draft_ids()
     return hidden @ (output if kept is None else output[kept]).T, hidden
+
+
+def biased(head: BlockHead, logits: Tensor, hidden: Tensor, before: int) -> Tensor:
+    """Logits ``[1, draft vocab]`` of one slot with the bias by the token before it."""
+    markov: Any = head.markov_head
+    m, _ = markov.step(hidden[None], markov.markov_w1(torch.tensor([before])), None)
+    return logits[None] + markov.markov_w2(m)
 
 
 @torch.no_grad()

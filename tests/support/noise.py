@@ -3,8 +3,6 @@
 No test may depend on how a processor rounds, and with such weights each one stands for another processor.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

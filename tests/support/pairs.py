@@ -1,7 +1,5 @@
 """A tiny target and a draft that resembles it, with a byte-level tokenizer, for tests of whole commands."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Teacher forcing the plain way, one text and one depth at a time: what `teacher_forced` must equal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """One sequence of a runner, read step by step, or of a drafter."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch
@@ -58,6 +56,11 @@ def draws_named(seed: int) -> Draws:
 def rounds_of(target: Model, method: Method, warp: LogitsWarper, prompt: list[int], **options) -> Iterator[Round]:  # type: ignore[no-untyped-def]
     """The rounds of a text, one by one."""
     return (r for _, r in run(target, method, [Text(target, method, warp, prompt, **options)]))
+
+
+def paths(draft: Draft) -> list[tuple[int, ...]]:
+    """The tokens down to each node."""
+    return [tuple(text_before(draft, [], node)) for node in range(len(draft))]
 
 
 def text_before(draft: Draft, ids: list[int], node: int) -> list[int]:

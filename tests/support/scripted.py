@@ -1,7 +1,5 @@
 """Drafters that tests steer, and the drafters of the package built on a small random corpus."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field

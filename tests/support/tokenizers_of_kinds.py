@@ -1,7 +1,5 @@
 """Small tokenizers of both kinds."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 

@@ -22,7 +22,7 @@ from decode.errors import UserError
 from decode.models.api import Cache, Model, Out, Read
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.runner import Features
-from decode.models.huggingface import RollbackCache
+from decode.models.huggingface import RollbackCache, facts_of
 
 MTP = "mtp"  # the name of the draft, and its version among heads
 QWEN = "qwen3_next", "qwen3_5"
@@ -192,6 +192,8 @@ class MtpRunner(Model):
         head.mtp.tie_with_main_model(target)  # layers in training were loaded with another copy of its tables
         table, self.head, self.layers = target.get_output_embeddings().weight, head, len(head.layers)
         read = sum(p.numel() for p in head.parameters()) // self.layers + table.numel()
+        config: Any = target.config.get_text_config()
+        cached = facts_of(target)["cache_bytes_per_token"] // config.num_hidden_layers  # of a layer like the target's
         super().__init__(
             "the target's next-token layers",
             device=table.device,
@@ -201,6 +203,7 @@ class MtpRunner(Model):
             model=head,
             weight_bytes=read * target.dtype.itemsize,
             tree_refusal="next-token layers draft chains",
+            cache_bytes_per_token=cached * self.layers,
         )
 
     def new_cache(self) -> MtpCache:

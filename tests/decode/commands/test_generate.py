@@ -40,7 +40,7 @@ def written(settings):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_streamed_pieces_join_to_the_text_of_all_ids(seed):
+def test_streamed_pieces_join_to_the_text_of_all_ids(seed) -> None:
     tokenizer, chance = make_tokenizer(), random.Random(seed)
     text = "".join(chance.choice("aé日🎉 \n.") for _ in range(60))
     ids = tokenizer(text).input_ids
@@ -59,7 +59,7 @@ def test_streamed_pieces_join_to_the_text_of_all_ids(seed):
 
 
 @pytest.mark.parametrize("method", ["autoregressive", "vanilla", "hf-constant"])
-def test_a_stop_string_ends_the_text_where_transformers_ends_it(folder, method):
+def test_a_stop_string_ends_the_text_where_transformers_ends_it(folder, method) -> None:
     tokenizer, target = make_tokenizer(), load_model(folder / "target", device="cpu", dtype="float32")
     full = written(settings_for(folder, ignore_eos=True, max_new_tokens=40))
     clean = [i for i, token in enumerate(full.ids) if tokenizer.decode([token]).isascii() and 5 < i < 30]
@@ -75,7 +75,7 @@ def test_a_stop_string_ends_the_text_where_transformers_ends_it(folder, method):
     assert ours.metrics["tokens"] == len(ours.ids)
 
 
-def test_json_holds_text_ids_metrics_and_who_wrote_what(folder, capsys):
+def test_json_holds_text_ids_metrics_and_who_wrote_what(folder, capsys) -> None:
     run(settings_for(folder, json=True, temperature=1.0, seed=7))
     found = json.loads(capsys.readouterr().out)
     keys = {"text", "ids", "prompt_ids", "method", "lossless", "seed", "finish_reason", "metrics", "tokens"}
@@ -89,7 +89,7 @@ def test_json_holds_text_ids_metrics_and_who_wrote_what(folder, capsys):
     assert json.loads(capsys.readouterr().out)["ids"] == found["ids"]
 
 
-def test_what_ended_the_text_is_said(folder, capsys):
+def test_what_ended_the_text_is_said(folder, capsys) -> None:
     def reason(**changes):
         run(settings_for(folder, json=True, ignore_eos=True, **changes))
         return json.loads(capsys.readouterr().out)["finish_reason"]
@@ -103,7 +103,7 @@ def test_what_ended_the_text_is_said(folder, capsys):
     assert "the model's context is full: 257 tokens" in capsys.readouterr().err
 
 
-def test_the_stream_is_the_text_and_show_adds_the_statistics(folder, capsys):
+def test_the_stream_is_the_text_and_show_adds_the_statistics(folder, capsys) -> None:
     text = written(settings_for(folder)).text
     capsys.readouterr()
     run(settings_for(folder))
@@ -115,7 +115,7 @@ def test_the_stream_is_the_text_and_show_adds_the_statistics(folder, capsys):
     assert "Σm / Σk" in shown
 
 
-def test_a_comparison_writes_the_text_without_and_with_the_draft(folder, capsys):
+def test_a_comparison_writes_the_text_without_and_with_the_draft(folder, capsys) -> None:
     run(settings_for(folder, compare=True, ignore_eos=True, max_new_tokens=12))
     shown = capsys.readouterr().out
     assert shown.index("autoregressive (lossless)") < shown.index("vanilla (lossless)")
@@ -126,7 +126,7 @@ def test_a_comparison_writes_the_text_without_and_with_the_draft(folder, capsys)
         run(settings_for(folder, compare=True, draft=None))
 
 
-def test_costs_of_another_machine_are_not_used_and_a_damaged_profile_is_told(folder, tmp_path, capsys):
+def test_costs_of_another_machine_are_not_used_and_a_damaged_profile_is_told(folder, tmp_path, capsys) -> None:
     shutil.copytree(folder / "draft", tmp_path / "draft")
     profile, costs = tmp_path / "draft/speculation_profile.json", RoundCosts.of_ratios(0.1)
     here = machine.describe("cpu")
@@ -142,7 +142,7 @@ def test_costs_of_another_machine_are_not_used_and_a_damaged_profile_is_told(fol
             run(dataclasses.replace(settings, method="cost-optimal"))
 
 
-def test_the_prompt_comes_from_standard_input_if_none_is_given(folder, capsys, monkeypatch):
+def test_the_prompt_comes_from_standard_input_if_none_is_given(folder, capsys, monkeypatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("Tom has 3 apples"))
     run(settings_for(folder, prompt=None))
     piped = capsys.readouterr().out
@@ -154,7 +154,7 @@ def test_the_prompt_comes_from_standard_input_if_none_is_given(folder, capsys, m
 
 
 @pytest.mark.parametrize(("system", "before"), [(None, ""), ("Be brief.", "[system]Be brief.\n")])
-def test_chat_puts_the_prompt_into_the_template(folder, system, before):
+def test_chat_puts_the_prompt_into_the_template(folder, system, before) -> None:
     generation = start(settings_for(folder, chat=None, system=system), "Hi")
     assert make_tokenizer().decode(generation.prompt) == f"{before}[user]Hi\n[assistant]"
     with pytest.raises(UserError, match="no chat template"):
@@ -170,15 +170,17 @@ def test_chat_puts_the_prompt_into_the_template(folder, system, before):
         ({"method": "generate"}, "only for comparison"),
         ({"stop": ["a", ""]}, "empty text"),
         ({"chat": False, "system": "Be brief."}, "without --chat false"),
+        ({"compare": True, "json": True}, "give one of the two options"),
+        ({"draft": None, "stop_rule": "hf-dynamic"}, "autoregressive drafts none; give --draft D"),
     ],
 )
-def test_mistakes_are_told_before_any_model_is_loaded(folder, monkeypatch, changes, message):
+def test_mistakes_are_told_before_any_model_is_loaded(folder, monkeypatch, changes, message) -> None:
     monkeypatch.setattr("decode.models.open.load_model", lambda *_, **__: pytest.fail("loaded a model"))
     with pytest.raises(UserError, match=message):
         start(settings_for(folder, **changes), "Hi")
 
 
-def test_marks_put_rejected_tokens_before_their_correction():
+def test_marks_put_rejected_tokens_before_their_correction() -> None:
     tokenizer = make_tokenizer()
     a, b, c = tokenizer("abc").input_ids
     pieces = marked(Detokenizer(tokenizer), [a, b], ["draft", "correction"], [[], [c]])
@@ -190,7 +192,7 @@ def test_marks_put_rejected_tokens_before_their_correction():
     assert marked(Detokenizer(tokenizer), [a], ["target"], [[]], alone=True)[0]["who"] == "target"
 
 
-def test_a_text_that_a_special_token_stops_ends_with_it_and_counts_no_token_behind(folder):
+def test_a_text_that_a_special_token_stops_ends_with_it_and_counts_no_token_behind(folder) -> None:
     settings = settings_for(folder, ignore_eos=True, max_new_tokens=40, temperature=1.0, seed=3, stop=["<eos>"])
     texts = (written(dataclasses.replace(settings, seed=seed)) for seed in range(50))
     generation = next(text for text in texts if 0 in text.ids)

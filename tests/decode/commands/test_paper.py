@@ -79,6 +79,7 @@ def test_adaspec_reads_the_report_of_a_training(tmp_path: Path, capsys) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        ([], "choose one: python -m decode paper adaptix|adasd"),
         (["adasdd"], "did you mean 'adasd'"),
         (["ears", "--run", "nowhere"], "nowhere has no report.json with measurements"),
         (["ears", "--scale", "nowhere"], "no configuration file 'configs/papers/ears/nowhere.yaml'"),

@@ -4,7 +4,7 @@ import random
 from collections import Counter, defaultdict
 
 import pytest
-from reading import Drafting, text_before
+from reading import Drafting, paths
 from scripted import build_trigram_table
 
 from decode.drafters.adaptix import C1, C2, NgramTable, TrigramDrafter, packed, search
@@ -31,16 +31,12 @@ def corpus(seed, vocabulary=6, count=10, longest=80):
     return [[source.randrange(vocabulary) for _ in range(source.randrange(longest))] for _ in range(count)]
 
 
-def paths(draft):
-    return [tuple(text_before(draft, [], node)) for node in range(len(draft))]
-
-
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
     return opened(tmp_path_factory.mktemp("table"), corpus(0))
 
 
-def test_probabilities_are_count_ratios_within_documents(tmp_path):
+def test_probabilities_are_count_ratios_within_documents(tmp_path) -> None:
     documents = corpus(1)
     table = opened(tmp_path, documents)
     counts = defaultdict(Counter)
@@ -61,7 +57,7 @@ def test_probabilities_are_count_ratios_within_documents(tmp_path):
     assert weights == pytest.approx([(token + 1) / 210 for token in tokens])
 
 
-def test_a_table_of_another_tokenizer_and_too_large_ids_are_refused(tmp_path):
+def test_a_table_of_another_tokenizer_and_too_large_ids_are_refused(tmp_path) -> None:
     with pytest.raises(UserError, match=r"takes token ids below 2,097,152, the corpus holds 2,097,152"):
         build_trigram_table([[1, 2, 1 << 21]], tmp_path, "tok")
     opened(tmp_path, [[1, 2, (1 << 21) - 1, 3]])
@@ -71,7 +67,7 @@ def test_a_table_of_another_tokenizer_and_too_large_ids_are_refused(tmp_path):
         NgramTable(tmp_path / "absent", "tok")
 
 
-def test_recent_ngrams_gain_weight_up_to_the_ceiling(tmp_path):
+def test_recent_ngrams_gain_weight_up_to_the_ceiling(tmp_path) -> None:
     drafter = TrigramDrafter(opened(tmp_path, [[1, 2, 3], [1, 2, 4]]))
     context = packed([1, 2])
     ids = [1, 2, 3, 1, 2, 9]
@@ -89,7 +85,7 @@ def test_recent_ngrams_gain_weight_up_to_the_ceiling(tmp_path):
     assert drafter.table.successors(context)[1] == pytest.approx([0.5, 0.5])
 
 
-def test_what_a_long_session_learns_is_bounded(tmp_path):
+def test_what_a_long_session_learns_is_bounded(tmp_path) -> None:
     drafter = TrigramDrafter(opened(tmp_path, [[1, 2, 3], [0, 5, 1]]), memory=10, widest=4)
     text = random.Random(0).choices(range(6), k=3000)
     state = drafter.start(Prompt(text))
@@ -101,7 +97,7 @@ def test_what_a_long_session_learns_is_bounded(tmp_path):
     assert text[end - 1] in known(drafter, latest)[0]
 
 
-def test_a_text_of_a_batch_reads_what_was_learned_and_keeps_its_own_additions_apart(table):
+def test_a_text_of_a_batch_reads_what_was_learned_and_keeps_its_own_additions_apart(table) -> None:
     """Nothing is copied where a text begins, and it drafts and learns what it would with a copy of all weights."""
     drafter = TrigramDrafter(table)
     propose(drafter, [0, 1, 2, 3, 0, 1, 4, 0, 1, 5], 9)
@@ -162,14 +158,13 @@ def plain_search(model, root, iterations, depth, source):
 
 
 def visited(tokens, parents, visits, contexts):
-    """Path and visits of each node that was visited."""
     known = [()]
     for token, parent in zip(tokens[1:], parents[1:]):
         known.append((*known[parent], token))
     return [(path, count) for path, count in zip(known[1:], visits[1:]) if count]
 
 
-def test_search_equals_a_plain_writing_of_the_algorithm(table):
+def test_search_equals_a_plain_writing_of_the_algorithm(table) -> None:
     for seed, root in enumerate([(0, 1), (3, 3), (5, 2)]):
         nodes = search(packed(root), table.successors, iterations=80, depth=3, random=random.Random(seed))
         found = dict(visited(*nodes))
@@ -177,7 +172,7 @@ def test_search_equals_a_plain_writing_of_the_algorithm(table):
         assert found == want
 
 
-def test_a_draft_is_the_most_visited_nodes_each_extended_by_its_likeliest_successor(table):
+def test_a_draft_is_the_most_visited_nodes_each_extended_by_its_likeliest_successor(table) -> None:
     nodes = search(packed([0, 1]), table.successors, iterations=150, depth=3, random=random.Random(0))
     top = [path for path, _ in sorted(visited(*nodes), key=lambda node: -node[1])[:24]]
     want = set(top)
@@ -187,16 +182,5 @@ def test_a_draft_is_the_most_visited_nodes_each_extended_by_its_likeliest_succes
     found = paths(propose(TrigramDrafter(table, gain=0), [0, 1], 9))
     assert len(found) == len(set(found))
     assert set(found) == want
-
-
-def test_mcts_drafts_are_reproducible_legal_and_within_bounds(table):
-    ids = [4, 2, 0, 1]
-    one, two = TrigramDrafter(table, seed=3), TrigramDrafter(table, seed=3)
-    for max_depth in (0, 1, 2, 3, 4, 50):
-        a, b = propose(one, ids, max_depth), propose(two, ids, max_depth)
-        assert (a.tokens.tolist(), a.parents) == (b.tokens.tolist(), b.parents)
-        assert max(a.depths(), default=0) == min(max_depth, 4)
-        assert len(a) <= 48
-        for path in paths(a):
-            text = [*ids, *path]
-            assert text[-1] in known(one, packed(text[:-1]))[0]
+    for depth in (0, 1, 3):
+        assert max(propose(TrigramDrafter(table), [0, 1], depth).depths(), default=0) == depth

@@ -2,17 +2,13 @@ import random
 
 import pytest
 import torch
-from reading import Drafting, text_before
+from reading import Drafting, paths, text_before
 
 from decode.core.round import Round
 from decode.drafters.lookahead import LookaheadDrafter
 from decode.models.api import Out
 
 VOCAB = 50
-
-
-def paths(draft):
-    return [tuple(text_before(draft, [], node)) for node in range(len(draft))]
 
 
 def answered(draft, ids, target):
@@ -34,7 +30,7 @@ def counting(ids):
     return (ids[-1] + 1) % VOCAB
 
 
-def test_window_and_guesses_form_the_expected_tree():
+def test_window_and_guesses_form_the_expected_tree() -> None:
     drafting = Drafting(LookaheadDrafter(level=4, window=3, guesses=2), [9])
     drafting.state.levels = [[1, 2], [11, 12, 13], [21, 22, 23]]
     drafting.state.pool = {9: [(1, 2, 5), (7, 8, 6)], 1: [(3, 3, 3)]}
@@ -57,7 +53,7 @@ def test_window_and_guesses_form_the_expected_tree():
     assert draft.probs is None
 
 
-def test_window_fills_moves_on_and_feeds_the_pool():
+def test_window_fills_moves_on_and_feeds_the_pool() -> None:
     drafter = LookaheadDrafter(level=3, window=2, guesses=2)
     drafting, ids = Drafting(drafter, [9]), [9]
     state = drafting.state
@@ -76,26 +72,8 @@ def test_window_fills_moves_on_and_feeds_the_pool():
         ids = [*ids, ids[-1] + 1]
 
 
-def test_columns_keep_the_place_that_their_tokens_were_guessed_for():
-    """With one token a round, a token guessed for place t is offered for place t until the text reaches it."""
-    offered = set()
-    drafter = LookaheadDrafter(level=4, window=3, guesses=0)
-    ids = list(range(10))
-    drafting = Drafting(drafter, ids)
-    for _ in range(12):
-        draft = drafting.propose(ids)
-        for path in paths(draft):
-            if min(path) >= 10:  # an answer, not a token of the prompt
-                assert path[-1] == len(ids) + len(path) - 1
-                offered.add(path[-1])
-        # the target answers with the place of its answer, so a token names the place it is meant for
-        drafter.update(drafting.state, ids, *answered(draft, ids, len))
-        ids = [*ids, len(ids)]
-    assert len(offered) > 8
-
-
 @pytest.mark.parametrize("max_depth", [0, 1, 2, 5, 8, 9])
-def test_draft_is_never_deeper_than_room_and_a_cut_window_stays(max_depth):
+def test_draft_is_never_deeper_than_room_and_a_cut_window_stays(max_depth) -> None:
     drafter = LookaheadDrafter()
     ids = [1, 2, 3, 4]
     drafting = Drafting(drafter, ids)

@@ -21,9 +21,6 @@ def proposed(drafter, ids, max_depth=100, window=100):
     return draft.tokens.tolist()
 
 
-# -- prompt lookup ----------------------------------------------------------------------------------------------------
-
-
 def brute_force(ids, length, max_ngram, min_ngram):
     """The definition: longest n first, rightmost earlier occurrence, the copy goes on into itself."""
     for n in range(max_ngram, min_ngram - 1, -1):
@@ -36,7 +33,7 @@ def brute_force(ids, length, max_ngram, min_ngram):
     return []
 
 
-def test_growing_text_gives_what_a_scan_of_the_whole_text_gives():
+def test_growing_text_gives_what_a_scan_of_the_whole_text_gives() -> None:
     source = random.Random(0)
     for _ in range(200):
         low, high = source.choice([(1, 3), (2, 3), (1, 1), (2, 4)])
@@ -47,18 +44,14 @@ def test_growing_text_gives_what_a_scan_of_the_whole_text_gives():
             ids = ids + [source.randrange(3) for _ in range(source.randrange(1, 4))]
 
 
-# -- suffix decoding ---------------------------------------------------------------------------------------------------
-
-
 def taught(*texts, **options):
-    """A drafter that has seen texts end."""
     drafter = SuffixDrafter(**options)
     for text in texts:
         drafter.close(Drafting(drafter, text).state)
     return drafter
 
 
-def test_the_draft_is_bounded_by_match_probability_window_and_depth():
+def test_the_draft_is_bounded_by_match_probability_window_and_depth() -> None:
     text = list(range(20))
     assert proposed(taught(text), [50, 3, 4]) == [5, 6]
     assert proposed(taught(text, factor=1.5), [50, 3, 4]) == [5, 6, 7]
@@ -91,7 +84,7 @@ def scan(own, earlier, ids, most, longest, least):
     return best
 
 
-def test_growing_texts_give_what_a_scan_of_all_texts_gives():
+def test_growing_texts_give_what_a_scan_of_all_texts_gives() -> None:
     source = random.Random(0)
     for _ in range(60):
         texts = [source.choices(range(3), k=source.randrange(1, 12)) for _ in range(source.randrange(4))]
@@ -104,7 +97,7 @@ def test_growing_texts_give_what_a_scan_of_all_texts_gives():
             drafter.update(drafting.state, ids, None, None)
 
 
-def test_earlier_requests_shorten_later_ones_and_a_batch_teaches_nothing():
+def test_earlier_requests_shorten_later_ones_and_a_batch_teaches_nothing() -> None:
     target = ScriptedRunner(random_table(1, 50), 50)
     system = Method("suffix", SuffixDrafter(), StopRule(24))
     prompt, options = [3, 1, 4], {"max_new_tokens": 30}
@@ -119,7 +112,7 @@ def test_earlier_requests_shorten_later_ones_and_a_batch_teaches_nothing():
     assert len(later.rounds) < len(first.rounds) / 3  # a batch begins with what was learned
 
 
-def test_of_a_long_session_the_latest_texts_are_remembered():
+def test_of_a_long_session_the_latest_texts_are_remembered() -> None:
     texts = [[10 * i, 10 * i + 1, 10 * i + 2, 10 * i + 3] for i in range(100)]
     drafter = taught(*texts, capacity=40)
     assert len(drafter.earlier.tokens) <= 40
@@ -131,6 +124,6 @@ def test_of_a_long_session_the_latest_texts_are_remembered():
     assert proposed(drafter, [10]) == []
 
 
-def test_of_common_tokens_the_latest_places_are_looked_at():
+def test_of_common_tokens_the_latest_places_are_looked_at() -> None:
     drafter = taught(*[[1, 2]] * 5, *[[1, 3]] * 3, newest=4)
     assert proposed(drafter, [1]) == [3]

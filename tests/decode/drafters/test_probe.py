@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from decode.core.loop import Method, decode
+from decode.core.loop import decode
 from decode.core.sampling import LogitsWarper
 from decode.core.stop import DraftedToken
 from decode.drafters.probe import (
@@ -106,7 +106,7 @@ def test_probe_methods_decode_greedily_as_generate_does_and_take_advice(tiny, fo
     runner = open_runner(model)
     expected = model.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False)[0].tolist()
     given = MethodOptions(probes=str(folder), exit_layer=None if method == "adaspeed-probe" else 1)
-    system: Method = build(method, MethodInputs(runner, LogitsWarper(), options=given))
+    system = build(method, MethodInputs(runner, LogitsWarper(), options=given))
     assert decode(runner, system, LogitsWarper(), PROMPT, max_new_tokens=20).ids == expected
     if method == "adaspeed-probe":
         assert (system.drafter.exit_layer, system.stop.window, system.stop.threshold.start) == (3, 4, 0.2)

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from pairs import make_tokenizer
-from reading import Drafting, text_before
+from reading import Drafting, paths
 from scripted import build_datastore
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -52,7 +52,7 @@ def propose(drafter, ids, max_depth=100):
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
-def test_suffix_array_is_in_the_order_of_a_plain_sort(dtype):
+def test_suffix_array_is_in_the_order_of_a_plain_sort(dtype) -> None:
     source = np.random.default_rng(0)
     for vocabulary in (1, 2, 5, 60_000):
         for n in (1, 2, 3, 7, 64, 333):
@@ -64,7 +64,7 @@ def test_suffix_array_is_in_the_order_of_a_plain_sort(dtype):
             assert tails == sorted(tails)
 
 
-def test_longest_tail_and_its_continuations_equal_a_scan(tmp_path):
+def test_longest_tail_and_its_continuations_equal_a_scan(tmp_path) -> None:
     source = random.Random(2)
     for trial in range(20):
         documents = [[source.randrange(3) for _ in range(source.randrange(60))] for _ in range(8)] + [[1, 2, 3]]
@@ -79,13 +79,13 @@ def test_longest_tail_and_its_continuations_equal_a_scan(tmp_path):
             assert store.continuations(ids, length=5, max_span=6).tolist() == want
 
 
-def test_too_many_hits_are_thinned_evenly(tmp_path):
+def test_too_many_hits_are_thinned_evenly(tmp_path) -> None:
     rows = opened(tmp_path, [[200, 200, i] for i in range(100)]).continuations([200, 200], length=1, limit=10)
     assert rows[:, 0].tolist() == list(range(0, 100, 10))
 
 
 @pytest.mark.parametrize("top", [65_534, 65_535, 150_000])
-def test_ids_of_large_vocabularies_fit_and_others_are_unknown(tmp_path, top):
+def test_ids_of_large_vocabularies_fit_and_others_are_unknown(tmp_path, top) -> None:
     store = opened(tmp_path, [[top, 1, 2], [3, top, 1, top]])
     assert store.continuations([top, 1], length=2).tolist() == [[2, -1], [top, -1]]
     small = opened(tmp_path, [[1, 2, 3]])
@@ -93,7 +93,7 @@ def test_ids_of_large_vocabularies_fit_and_others_are_unknown(tmp_path, top):
     assert small.longest([2, 3, 70_000])[0] == 0
 
 
-def test_missing_truncated_and_foreign_files_are_refused(tmp_path):
+def test_missing_truncated_and_foreign_files_are_refused(tmp_path) -> None:
     opened(tmp_path, [[1, 2, 3]])
     whole = (tmp_path / FILE).read_bytes()
     for content in (whole[:-1], b"", whole[:40], b"not a datastore at all, only text"):
@@ -112,7 +112,7 @@ def test_missing_truncated_and_foreign_files_are_refused(tmp_path):
     assert tokenizer_fingerprint(one) == tokenizer_fingerprint(same) != tokenizer_fingerprint(other)
 
 
-def test_text_files_become_documents(tmp_path):
+def test_text_files_become_documents(tmp_path) -> None:
     tokenizer = word_tokenizer(["a", "b", "c", "d"])
     (tmp_path / "one.jsonl").write_text(
         json.dumps({"text": "a b c", "note": "d"}) + "\n\n" + json.dumps({"question": "a b", "answer": "d", "n": 1})
@@ -129,7 +129,7 @@ def test_text_files_become_documents(tmp_path):
             list(read_texts(tmp_path / "bad.jsonl"))
 
 
-def test_a_table_of_rows_is_read_by_its_columns(tmp_path):
+def test_a_table_of_rows_is_read_by_its_columns(tmp_path) -> None:
     (tmp_path / "own.csv").write_text("question,answer\nWhy?,Because #### 1\n")
     tokenizer = make_tokenizer()
     texts = [tokenizer.decode(ids) for ids in read_corpus([str(tmp_path / "own.csv")], tokenizer, 5)]
@@ -138,20 +138,20 @@ def test_a_table_of_rows_is_read_by_its_columns(tmp_path):
     assert "," not in texts[0]
 
 
-def test_heaviest_tree_takes_the_most_frequent_prefixes():
+def test_heaviest_tree_takes_the_most_frequent_prefixes() -> None:
     source = random.Random(0)
     for _ in range(100):
         length, nodes = source.randrange(1, 6), source.randrange(1, 30)
         rows = sorted([source.randrange(3) for _ in range(length)] for _ in range(source.randrange(1, 40)))
         weight = Counter(tuple(row[: n + 1]) for row in rows for n in range(length))
         draft = heaviest_tree(np.array(rows), nodes)
-        found = [tuple(text_before(draft, [], node)) for node in range(len(draft))]
+        found = paths(draft)
         assert len(set(found)) == len(found) == min(nodes, len(weight))
         assert [weight[path] for path in found] == sorted(weight.values(), reverse=True)[: len(found)]
         assert all(len(path) == 1 or path[:-1] in found[:i] for i, path in enumerate(found))
 
 
-def test_draft_is_the_tree_of_what_followed_the_longest_tail(tmp_path):
+def test_draft_is_the_tree_of_what_followed_the_longest_tail(tmp_path) -> None:
     drafter = RetrievalDrafter(opened(tmp_path, [[9, 1, 2, 3, 4], [8, 1, 2, 3, 5], [1, 2, 3, 5], [7, 2, 3, 6]]))
     draft = propose(drafter, [0, 1, 2, 3])
     assert (draft.tokens.tolist(), draft.parents, draft.probs) == ([5, 4], [-1, -1], None)
@@ -161,7 +161,7 @@ def test_draft_is_the_tree_of_what_followed_the_longest_tail(tmp_path):
         assert len(propose(drafter, ids)) == 0
 
 
-def test_draft_is_no_deeper_than_room_and_no_larger_than_nodes(tmp_path):
+def test_draft_is_no_deeper_than_room_and_no_larger_than_nodes(tmp_path) -> None:
     source = random.Random(0)
     store = opened(tmp_path, [[source.randrange(4) for _ in range(3000)]])
     for max_depth in (0, 1, 3, 50):

@@ -46,7 +46,7 @@ def rows_of(bench, temperature, **wanted):
     return [r for r in found if all(r[k] == v for k, v in wanted.items())]
 
 
-def test_rows_are_complete_and_lossless_methods_and_baselines_write_what_generate_writes(bench):
+def test_rows_are_complete_and_lossless_methods_and_baselines_write_what_generate_writes(bench) -> None:
     assert len(bench.rows) == 2 * (len(METHODS) + 2)
     for row in bench.rows:
         assert row.keys() >= {"name", "suite", "kind", "lossless", "draft_length", *benchmark_module.MEASURED}
@@ -61,7 +61,7 @@ def test_rows_are_complete_and_lossless_methods_and_baselines_write_what_generat
     assert rows_of(bench, 0.0, name="adasd")[0]["verification_threshold"] is not None
 
 
-def test_metrics_follow_their_definitions_and_relaxed_methods_are_marked(bench):
+def test_metrics_follow_their_definitions_and_relaxed_methods_are_marked(bench) -> None:
     assert {r["name"] for r in bench.rows if not r["lossless"]} == {"adasd", "ears"}
     assert rows_of(bench, 1.0, name="ears")[0]["tv_spent"] > 0
     for row in bench.rows:
@@ -78,7 +78,7 @@ def test_metrics_follow_their_definitions_and_relaxed_methods_are_marked(bench):
     assert rows_of(bench, 0.0, name="vanilla")[0]["accuracy"] == rows_of(bench, 0.0, name="generate")[0]["accuracy"]
 
 
-def test_the_accepted_length_counts_what_was_written_up_to_the_end_of_a_text(models):
+def test_the_accepted_length_counts_what_was_written_up_to_the_end_of_a_text(models) -> None:
     """A round that accepts an end token, and drafted tokens behind it, wrote no more than the end token."""
     target, _ = models
     (item,) = Session(target, None, make_tokenizer(), BenchOptions(16, 1)).items(make_suite(1))
@@ -91,7 +91,7 @@ def test_the_accepted_length_counts_what_was_written_up_to_the_end_of_a_text(mod
     assert (row["rounds"], row["tokens"], row["accepted_length"]) == (1, place + 1, place + 1)
 
 
-def test_ratios_are_paired_by_prompt_and_repeat_and_intervals_are_over_prompts():
+def test_ratios_are_paired_by_prompt_and_repeat_and_intervals_are_over_prompts() -> None:
     def record(*texts: list[tuple[int, float]], **more) -> Record:
         written = [[Written([1] * n, seconds, 1, []) for n, seconds in repeats] for repeats in texts]
         return Record(written, **{"clusters": range(len(texts))} | more)
@@ -108,7 +108,7 @@ def test_ratios_are_paired_by_prompt_and_repeat_and_intervals_are_over_prompts()
     assert measured(batch, {})["accepted_length_ci95"] is None  # a prompt given three times is one observation
 
 
-def test_repeats_of_a_greedy_run_add_nothing_to_errors_and_rates(models):
+def test_repeats_of_a_greedy_run_add_nothing_to_errors_and_rates(models) -> None:
     target, draft = models
     told = []
     for repeats in (1, 3):
@@ -126,7 +126,7 @@ def test_repeats_of_a_greedy_run_add_nothing_to_errors_and_rates(models):
     assert first[2]["marginal"] == pytest.approx(np.prod([row["conditional"] for row in first]))
 
 
-def test_predicted_speedups_follow_from_the_report(written):
+def test_predicted_speedups_follow_from_the_report(written) -> None:
     """Tokens over Σ seconds of real rounds, from report.json alone; what is copied has its own time of drafting."""
     content = json.loads(written[0].read_text())
     rows = [row for row in content["methods"] if row["method"] in ("vanilla", "adasd", "ears", "prompt-lookup")]
@@ -135,13 +135,14 @@ def test_predicted_speedups_follow_from_the_report(written):
         known = content["bench"]["costs"][row["draft"] or ""]
         costs = RoundCosts.from_dict(known["round_costs"])
         spent = sum(n * costs.round(1, int(k)) for k, n in row["draft_lengths"].items())
-        spent += 0 if row["draft"] else row["draft_seconds"]
+        spent += 0 if row["draft"] else row["draft_seconds"] / row["round_seconds"] * costs.round(1, 0)
         if row["method"] == "adasd":  # whose stop rule looks at every drafted token
             spent += known["reading"] * sum(n * int(k) for k, n in row["draft_lengths"].items())
-        assert row["predicted_speedup"] == pytest.approx(row["tokens"] * costs.round(1, 0) / spent)
+        read = row["prompt_rounds"]  # by either side
+        assert row["predicted_speedup"] == pytest.approx((row["tokens"] + read) / (spent / costs.round(1, 0) + read))
 
 
-def test_entries_are_all_combinations_with_names_options_and_lengths_of_their_own(models):
+def test_entries_are_all_combinations_with_names_options_and_lengths_of_their_own(models) -> None:
     target, draft = models
     entries = plan(["vanilla", "hf-constant"], {"a": draft, "b": target}, [0.0], draft_lengths=[2, 4])
     assert [c.label for c in entries] == [
@@ -173,7 +174,7 @@ def test_cost_optimal_drafts_by_the_costs_that_were_measured_before(models) -> N
     assert EntryRun(session, guarded).methods[0].lengths.costs is rounds
 
 
-def test_a_repeat_knows_nothing_of_what_another_learned(models):
+def test_a_repeat_knows_nothing_of_what_another_learned(models) -> None:
     target, draft = models
     bench = Benchmark(Session(target, {"d": draft}, make_tokenizer(), BenchOptions(20, 2)))
     run = EntryRun(bench.session, BenchEntry("adasd", "d", temperature=1.0))
@@ -182,7 +183,7 @@ def test_a_repeat_knows_nothing_of_what_another_learned(models):
     assert [method.stop.threshold.count > 0 for method in run.methods] == [True, False, False]
 
 
-def test_a_baseline_that_refuses_is_a_note_and_not_the_end(tiny, models):
+def test_a_baseline_that_refuses_is_a_note_and_not_the_end(tiny, models) -> None:
     target, _ = models
     padded = copy.deepcopy(target)
     padded.resize_token_embeddings(288)
@@ -193,7 +194,7 @@ def test_a_baseline_that_refuses_is_a_note_and_not_the_end(tiny, models):
     assert ("transformers refused" in theirs["note"], theirs["speedup"]) == (True, None)
 
 
-def test_what_generate_refuses_at_a_batch_size_leaves_the_rest_of_the_report(models, monkeypatch):
+def test_what_generate_refuses_at_a_batch_size_leaves_the_rest_of_the_report(models, monkeypatch) -> None:
     """Two-turn chats at batch size 1 have expected texts, their first turns at size 2 none."""
 
     def refusing(name, *models_and_prompts, **how):
@@ -217,7 +218,7 @@ def test_what_generate_refuses_at_a_batch_size_leaves_the_rest_of_the_report(mod
     assert "out of memory" in next(row["note"] for row in bench.rows if row["batch_size"] == 2 and row["baseline"])
 
 
-def test_turns_of_a_chat_follow_the_targets_own_answers(models):
+def test_turns_of_a_chat_follow_the_targets_own_answers(models) -> None:
     tokenizer = make_tokenizer(chat=True)
     spelt = Prompt("c/1", f"End it with {tokenizer.eos_token}", None)
     suite = Suite("chat", [Prompt("c/0", "Hello", None, turns=("Hello", "And then?")), spelt], None)
@@ -235,7 +236,7 @@ def test_turns_of_a_chat_follow_the_targets_own_answers(models):
     assert second.ids == chat_ids(tokenizer, [{"role": role, "content": text} for role, text in said])
 
 
-def test_prompts_that_cannot_fit_are_refused_with_the_numbers(models):
+def test_prompts_that_cannot_fit_are_refused_with_the_numbers(models) -> None:
     session = Session(models[0], None, make_tokenizer(), BenchOptions(300, 1))
     with pytest.raises(UserError, match=r"context holds 256, 300 new ones"):
         session.items(make_suite(2))
@@ -252,7 +253,7 @@ def written(bench, tmp_path_factory):
     return write_report(bench, asdict(BenchSettings(target="t")), folder)
 
 
-def test_a_report_of_distill_keeps_what_it_holds_and_the_page_needs_nothing_from_outside(bench, written):
+def test_a_report_of_distill_keeps_what_it_holds_and_the_page_needs_nothing_from_outside(bench, written) -> None:
     assert [file.name for file in written] == ["report.json", "bench.html"]
     content, page = json.loads(written[0].read_text()), written[1].read_text()
     assert content["drafts"] == [1]
@@ -264,7 +265,7 @@ def test_a_report_of_distill_keeps_what_it_holds_and_the_page_needs_nothing_from
     assert not re.search("https?://(?!www.w3.org)", page)
 
 
-def test_no_method_is_called_the_fastest_lossless_one_if_its_texts_are_not_the_targets(bench):
+def test_no_method_is_called_the_fastest_lossless_one_if_its_texts_are_not_the_targets(bench) -> None:
     def fastest():
         said = [re.search("fastest lossless method (\\S+):", line) for line in answers(rows)]
         return [match and match[1] for match in said]
@@ -284,13 +285,13 @@ def test_no_method_is_called_the_fastest_lossless_one_if_its_texts_are_not_the_t
     assert fastest() == [None]
 
 
-def test_no_method_is_called_the_fastest_one_where_none_is_faster_than_no_draft(bench):
+def test_no_method_is_called_the_fastest_one_where_none_is_faster_than_no_draft(bench) -> None:
     slow, fast = ([row | {"speedup": speedup} for row in rows_of(bench, 0.0)] for speedup in (0.99, 1.01))
     assert answers(slow)[0].endswith(": no lossless method is faster than no draft")
     assert "fastest lossless method" in answers(fast)[0]
 
 
-def test_every_method_writes_the_same_greedy_texts_at_every_batch_size(models, tmp_path):
+def test_every_method_writes_the_same_greedy_texts_at_every_batch_size(models, tmp_path) -> None:
     session = Session(models[0], {"small": models[1]}, make_tokenizer(), BenchOptions(10, 2, threads=1, pack="off"))
     entries = plan(["vanilla", "cost-optimal", "generate-assistant"], session.draft_models, draft_lengths=[1, 3])
     batches = Benchmark(session)

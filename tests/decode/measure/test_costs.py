@@ -27,7 +27,7 @@ def costs_of(c: float, flat: float = 1.0) -> RoundCosts:
     return RoundCosts({1: {0: 1.0} | {k: k * c + flat for k in range(1, 17)}})
 
 
-def test_predicted_speedups_by_hand():
+def test_predicted_speedups_by_hand() -> None:
     # α = 0.8, k = 5: 3.68928 tokens for 5 · 0.1 + 1.5 = 2 target forwards
     assert predicted_speedup(0.8, 5, costs_of(0.1, 1.5)) == pytest.approx(1.84464)
     assert predicted_speedup(0.3, 0, costs_of(0.1)) == 1  # no draft, no gain
@@ -39,7 +39,7 @@ def test_predicted_speedups_by_hand():
     assert speedup(4, {2: 1, 3: 1}, costs, 4) == pytest.approx(4 / 9)
 
 
-def test_accepted_length_of_drafts_whose_later_tokens_depend_on_the_first_is_unbiased():
+def test_accepted_length_of_drafts_whose_later_tokens_depend_on_the_first_is_unbiased() -> None:
     """p(0) = p(1) = ½ and q(0) = 0.2: after 0 the draft is always right, after 1 never.
 
     Both tokens are accepted with probability 0.2; the product of the α, 0.7 and on average ½, would say 0.35.
@@ -51,7 +51,7 @@ def test_accepted_length_of_drafts_whose_later_tokens_depend_on_the_first_is_unb
     assert rounds == pytest.approx([0.4 * 1 + 0.6 * 2, 2])
 
 
-def test_a_token_that_stands_was_accepted_with_the_probability_that_gives_alpha_on_average(tiny):
+def test_a_token_that_stands_was_accepted_with_the_probability_that_gives_alpha_on_average(tiny) -> None:
     target, draft = make_pair(tiny)
     warp, prompt = LogitsWarper(1.0), [1, 2, 3]
     texts = [([*prompt, token], len(prompt)) for token in range(target.config.vocab_size)]
@@ -62,7 +62,7 @@ def test_a_token_that_stands_was_accepted_with_the_probability_that_gives_alpha_
     assert float(p @ torch.tensor([kept for (kept,) in found.kept])) == pytest.approx(found.mean, abs=1e-6)
 
 
-def test_replay_of_certain_acceptances_by_hand():
+def test_replay_of_certain_acceptances_by_hand() -> None:
     # "110111" with drafts of 2: accept 2 and emit the third; accept 2 and emit the sixth
     assert replay([1, 1, 0, 1, 1, 1], 2) == (2, {2: 2})
     assert offline_accepted_length([OfflineAlpha([[1, 1, 0, 1, 1, 1], [0, 0]])], 2) == 8 / 4
@@ -76,7 +76,7 @@ def test_replay_of_certain_acceptances_by_hand():
     assert offline_accepted_length([first, never], 4) == pytest.approx(2.0)
 
 
-def test_replay_is_the_expectation_over_all_outcomes():
+def test_replay_is_the_expectation_over_all_outcomes() -> None:
     accept, length = [0.3, 0.9, 0.5, 0.7, 0.2, 0.6], 2
     expected = 0.0
     for fate in itertools.product([0, 1], repeat=len(accept)):
@@ -88,7 +88,7 @@ def test_replay_is_the_expectation_over_all_outcomes():
 
 
 @pytest.mark.parametrize("length", [1, 3, 6])
-def test_replay_of_greedy_acceptances_counts_the_rounds_that_decoding_takes(tiny, length):
+def test_replay_of_greedy_acceptances_counts_the_rounds_that_decoding_takes(tiny, length) -> None:
     target, draft = make_pair(tiny)
     runner, warp = open_runner(target), LogitsWarper()
     prompt = make_tokenizer()("Tom has 3 apples").input_ids
@@ -100,13 +100,11 @@ def test_replay_of_greedy_acceptances_counts_the_rounds_that_decoding_takes(tiny
     assert rounds == len(out.rounds)
     assert sorted(k for k, n in lengths.items() for _ in range(round(n))) == sorted(r.drafted for r in out.rounds)
     costs = costs_of(0.3, 1.2)  # both ways to a prediction are one
-    measured = costs_module.speedup_of_rounds(
-        [out.rounds], Costs(costs, 0.3, {}, 9), 1, drafts_free=False, watched=False
-    )
+    measured = costs_module.speedup_of_rounds([out.rounds], Costs(costs, 0.3, {}, 9), 1, 1.0, 0.0, watched=False)
     assert measured == pytest.approx(costs_module.speedups_by_length([alpha], costs, length)[length])
 
 
-def test_break_even_is_where_the_prediction_is_one():
+def test_break_even_is_where_the_prediction_is_one() -> None:
     alpha = break_even(4, costs_of(0.2, 1.3))
     assert predicted_speedup(alpha or 0, 4, costs_of(0.2, 1.3)) == pytest.approx(1, abs=1e-5)
     # a single draft token pays from α = c + v(2) − 1 on
@@ -118,13 +116,13 @@ def test_break_even_is_where_the_prediction_is_one():
     (0.8, 0.05, "speedup 3.09 at draft length 8 (α = 0.800, break-even"), (0.01, 0.05, "no speedup: the least"),
     (0.9, 1.2, "no speedup: not at any α"),
 ])  # fmt: skip
-def test_the_verdict_names_the_best_length_or_what_is_missing(alpha, c, told):
+def test_the_verdict_names_the_best_length_or_what_is_missing(alpha, c, told) -> None:
     gains = {k: predicted_speedup(alpha, k, costs_of(c)) for k in range(1, 16)}
     assert costs_module.verdict(alpha, costs_of(c), gains).startswith(told)
     assert (best_length(gains) > 0) == (alpha == 0.8)
 
 
-def test_rounds_of_the_loop_are_timed_at_every_length_and_leave_no_cache(tiny):
+def test_rounds_of_the_loop_are_timed_at_every_length_and_leave_no_cache(tiny) -> None:
     target, draft = (open_runner(model) for model in make_pair(tiny))
     prompts = [[3, 1, 4, 1, 5], [9, 2, 6]]
     costs = measure_costs(target, draft, LogitsWarper(1.0), prompts, lengths=[1, 3], batch_sizes=[3])
@@ -165,7 +163,7 @@ def batch_costs(*growths: float) -> RoundCosts:
     )
 
 
-def test_the_forecast_by_batch_size_follows_from_costs_and_acceptances():
+def test_the_forecast_by_batch_size_follows_from_costs_and_acceptances() -> None:
     costs = batch_costs(0.05, 0.2, 0.4, 2.0)
     found = forecast(costs, [ALPHA], 6)
     for row in found["batches"]:

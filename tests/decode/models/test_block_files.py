@@ -23,15 +23,15 @@ DERIVED = ("sliding_attention", "rope_type")  # of other keys
 
 
 @pytest.fixture(scope="module")
-def target(tiny) -> PreTrainedModel:  # type: ignore[no-untyped-def]
+def target(tiny) -> PreTrainedModel:
     return tiny("llama", num_hidden_layers=6)
 
 
 def shared(head: BlockHead, target: PreTrainedModel) -> dict[str, Tensor]:
-    """Copies of the target's embedding and output head, as files of other projects hold them."""
+    """Copies of the target's embedding and output head, as files of other projects hold them, in 16 bits."""
     rows, ids = target.get_output_embeddings().weight.detach(), head.draft_ids()
-    embedding = target.get_input_embeddings().weight.detach().clone()
-    return {"embed_tokens.weight": embedding, "lm_head.weight": (rows if ids is None else rows[ids]).clone()}
+    embedding = target.get_input_embeddings().weight.detach()
+    return {"embed_tokens.weight": embedding.half(), "lm_head.weight": (rows if ids is None else rows[ids]).half()}
 
 
 SHAPE = (
@@ -45,7 +45,7 @@ def publish(folder: Path, head: BlockHead, target: PreTrainedModel, format: str)
     config, layers = head.config.to_dict(), [layer - 1 for layer in head.captured_layers]
     shape = {key: config[key] for key in SHAPE} | {"model_type": "qwen3"}
     old_rope = {"rope_theta": config["rope_parameters"]["rope_theta"], "rope_scaling": None}
-    markov: dict[str, Any] = {}
+    markov = {}
     if head.markov_head is not None:
         names = "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"
         markov = {key: config[key] for key in names}
@@ -85,7 +85,7 @@ def publish(folder: Path, head: BlockHead, target: PreTrainedModel, format: str)
     return fields
 
 
-HEADS: dict[str, dict[str, Any]] = {
+HEADS = {
     "DFlash": {"version": "dflash"},
     "DFlash that drafts in slot 0": {"version": "dflash", "from_anchor": True},
     "DSpark": {"version": "dspark"},
@@ -111,7 +111,7 @@ def test_a_saved_head_drafts_as_before(name: str, target: PreTrainedModel, tmp_p
     assert load_head(tmp_path).state_dict().keys() == head.state_dict().keys()
     assert drafted(again, target).equal(drafted(head, target))
     save_head(again, tmp_path)
-    assert drafted(load_head(tmp_path, target), target).equal(drafted(head, target))  # type: ignore[arg-type]
+    assert drafted(load_head(tmp_path, target), target).equal(drafted(head, target))
 
 
 @pytest.mark.parametrize(
@@ -138,16 +138,7 @@ def test_a_published_head_drafts_as_it_does_there(format: str, name: str, target
     assert (again.version, again.from_anchor) == (head.version, head.from_anchor)
     assert drafted(again, target).equal(drafted(head, target))
     save_head(again, tmp_path)  # in our layout
-    assert drafted(load_head(tmp_path, target), target).equal(drafted(head, target))  # type: ignore[arg-type]
-
-
-def test_copies_of_the_target_are_read_in_either_number_format(target: PreTrainedModel, tmp_path: Path) -> None:
-    head = filed_head(target, "dflash", draft_vocab=DRAFTED)
-    copies = {key: tensor.half() for key, tensor in shared(head, target).items()}
-    save_head(head, tmp_path, copies)
-    assert isinstance(load_head(tmp_path, target), BlockHead)
-    with pytest.raises(UserError, match=r"has .*lm_head\.weight.* beside it.*load it together with its target"):
-        load_head(tmp_path)
+    assert drafted(load_head(tmp_path, target), target).equal(drafted(head, target))
 
 
 @pytest.mark.parametrize(
@@ -155,8 +146,6 @@ def test_copies_of_the_target_are_read_in_either_number_format(target: PreTraine
     [
         ("DeepSpec", {"target_layer_ids": [1, 2, 5]}, r"layers \[2, 3, 6\] of a target of 6 layers.*up to 5"),
         ("DeepSpec", {"target_layer_ids": [1, 4, 2]}, r"layers \[2, 5, 3\].*ascending"),
-        ("DeepSpec", {"target_layer_ids": [-1, 2, 4]}, r"layers \[0, 3, 5\]"),
-        ("speculators", {"aux_hidden_state_layer_ids": [2, 3, 6]}, r"layers \[2, 3, 6\]"),
         ("DeepSpec", {"target_layer_ids": None}, "does not name its feature layers"),
         ("DeepSpec", {"block_size": None}, "does not say its block_size"),
         ("DeepSpec", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention True, with which"),
@@ -166,7 +155,6 @@ def test_copies_of_the_target_are_read_in_either_number_format(target: PreTraine
         ("speculators", {"markov_head_type": "rnn", "sample_from_anchor": False}, "state passes the slot that drafts"),
         ("DeepSpec", {"markov_head_type": "gated"}, r"dspark head of 2 Qwen3 layers .*it lacks .*gate_proj"),
         ("DeepSpec", {"markov_rank": 0}, r"has .*markov_w1.* beside it"),
-        ("DeepSpec", {"num_hidden_layers": 1}, r"layers\.1\..* beside it"),
         ("DeepSpec", {"vocab_size": 99}, "99 tokens; this target has"),
         *(  # in either part of the file
             ("DeepSpec", {"dflash_config": {key: "other"}} if i % 2 else {key: "other"}, f"{key} other, with which")
@@ -193,6 +181,8 @@ def test_a_tensor_of_its_own_or_a_declared_one_that_is_absent_is_refused(name: s
     save_file(state | ({name: values + 0.1} if own else {}), file)
     with pytest.raises(UserError, match=rf"has \['{name}'\] beside it" if own else r"it lacks .*confidence_head\.proj"):
         load_head(tmp_path, target)
+    with pytest.raises(UserError, match="load it together with its target" if own else "it lacks"):
+        load_head(tmp_path)
 
 
 def test_engines_that_would_skip_parts_of_a_head_are_named(target: PreTrainedModel) -> None:

@@ -36,7 +36,7 @@ from decode.methods import MethodInputs, build
 from decode.models import huggingface
 from decode.models.api import Model, Read
 from decode.models.check import TOLERANCE, compare, open_runner
-from decode.models.fast import forward, layout
+from decode.models.fast import layout
 from decode.models.fast.forward import FastRunner, fast_runner
 from decode.models.huggingface import HuggingFaceRunner
 
@@ -62,7 +62,6 @@ def texts_of(name: str) -> list[list[int]]:
 
 
 def assert_follows(runner: Model, text: list[int], ways: tuple[str, ...] = ("alternating", "tree")) -> None:
-    """Drafts from the text, in several ways, do not change what is written after the first prompt."""
     for way in ways:
         assert_decodes(runner, Method(way, Oracle(text, way, VOCAB), StopRule()), text, PROMPTS[0], NEW)
 
@@ -172,7 +171,7 @@ def test_a_tree_mask_without_the_window_is_noticed(
     """Negative control of the check at opening: it reads past the end of a window of any length."""
     made = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
 
-    def windowless(**given):  # type: ignore[no-untyped-def]
+    def windowless(**given):
         if huggingface._TREE.get() is not None:
             given["mask_function"] = lambda batch, head, q, kv: kv <= q
         return made(**given)
@@ -182,18 +181,6 @@ def test_a_tree_mask_without_the_window_is_noticed(
     runner = open_runner(model, fast=False)
     assert getattr(model.config, field) == window
     assert runner.tree_refusal == "a tree's branches get other logits than the texts they stand for"
-
-
-@pytest.mark.parametrize("name", ["Mistral", "Gemma 3"])
-def test_long_prompts_are_read_past_a_window_of_128_as_generate_does(name: str) -> None:
-    model = build_architecture(name, sliding_window=128, max_position_embeddings=400)
-    prompt = [(7 * i + i // 9) % VOCAB for i in range(300)]
-    text = generate(model, prompt, NEW)
-    quick = open_runner(model)
-    assert isinstance(quick, FastRunner)
-    for runner in (quick, open_runner(model, fast=False)):
-        for way in ("alternating", "tree"):
-            assert_decodes(runner, Method(way, Oracle(text, way, VOCAB), StopRule()), text, prompt, NEW)
 
 
 def test_a_fast_forward_without_its_window_is_not_used() -> None:
@@ -220,15 +207,6 @@ def test_adapters_decode_as_they_generate_and_leave_the_base_alone() -> None:
     assert_follows(merged, text)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Phi"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_opening_a_model_leaves_its_parameters_where_they_are(name: str, dtype: torch.dtype) -> None:
-    model = build_architecture(name, dtype=dtype)
-    before = {key: weight.data_ptr() for key, weight in model.named_parameters()}
-    assert isinstance(open_runner(model), FastRunner)
-    assert before == {key: weight.data_ptr() for key, weight in model.named_parameters()}
-
-
 @pytest.mark.parametrize("name", ["Llama", "Llama, biases"])
 def test_a_large_models_projections_are_fused_in_its_own_memory_once(name: str, monkeypatch) -> None:
     monkeypatch.setattr(layout, "COPIED", 0)
@@ -245,17 +223,6 @@ def test_a_large_models_projections_are_fused_in_its_own_memory_once(name: str, 
                 assert fused.data_ptr() == getattr(other, name).weight.data_ptr() == part.weight.data_ptr()
         torch.testing.assert_close(Reader(runner).read(ids), wanted, atol=1e-4, rtol=1e-4)
     assert all(torch.equal(weight, weights[key]) for key, weight in model.state_dict().items())
-
-
-@pytest.mark.parametrize(("name", "known"), [("Llama", True), ("Qwen3", True), ("Phi", False)])
-def test_a_small_models_first_layer_is_looked_up_by_token(name: str, known: bool, monkeypatch) -> None:
-    ids, model = torch.tensor(PROMPTS[0]), model_of(name)
-    looking = open_runner(model)
-    monkeypatch.setattr(forward, "LOOKED_UP", 0)
-    computing = open_runner(model)
-    assert (looking.network.first_qkv is not None) == known  # Phi's MLP reads what attention reads
-    assert computing.network.first_qkv is None
-    torch.testing.assert_close(Reader(looking).read(ids), Reader(computing).read(ids), atol=1e-5, rtol=1e-5)
 
 
 def _hooked(model: PreTrainedModel) -> None:

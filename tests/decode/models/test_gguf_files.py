@@ -15,7 +15,7 @@ from pairs import make_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from decode.errors import UserError
-from decode.models.open import load_config, load_model, load_tokenizer, open_draft
+from decode.models.open import load_config, load_model, load_tokenizer
 
 CPU = {"device": "cpu", "dtype": "float32"}
 
@@ -29,7 +29,6 @@ def model(tiny: Callable[..., PreTrainedModel]) -> PreTrainedModel:
 
 @pytest.fixture
 def file(tmp_path: Path, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file in a folder of its own; what is made of it lies in the test's folder."""
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "cache"))
     (tmp_path / "given").mkdir()
     return write_gguf(tmp_path / "given" / "model.gguf", model, make_tokenizer(chat=True))
@@ -77,14 +76,6 @@ def test_a_file_is_converted_once_until_it_changes(file: Path, model: PreTrained
     (tmp_path / "cache").write_text("a file, where nothing can be put into")
     with pytest.raises(UserError, match=r"cannot be converted to .*; set HF_HOME to a disk"):
         load_config(file)
-
-
-def test_a_drafts_tokenizer_is_read(file: Path, model: PreTrainedModel) -> None:
-    target, tokenizer = load_model(file, **CPU), load_tokenizer(file)
-    assert isinstance(open_draft(file, target, tokenizer), PreTrainedModel)
-    write_gguf(file, model, make_tokenizer().train_new_from_iterator(["other words"], vocab_size=280))
-    with pytest.raises(UserError, match="the draft's tokenizer is not the target's"):
-        open_draft(file, target, tokenizer)
 
 
 def test_files_that_cannot_be_read_are_refused(file: Path, model: PreTrainedModel) -> None:

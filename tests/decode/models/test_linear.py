@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 
 import pytest
 import torch
@@ -20,7 +21,6 @@ from decode.models.fast.weights import (
     Linears,
     PackedLinear,
     TwoLayouts,
-    half_scale,
     halvable,
     packable,
 )
@@ -52,27 +52,6 @@ def test_products_are_those_of_plain_weights(kind: str, shape: tuple[int, int], 
         assert torch.equal(before, kept)  # states are read again after the sum
 
 
-@X86
-def test_which_weights_float16_holds_and_times_which_power_of_two() -> None:
-    torch.manual_seed(0)
-    weight = torch.randn(1500, 8)
-    assert half_scale(weight) is None
-    assert half_scale(weight.half().float()) == 1
-    small = (0.02 * weight).bfloat16().float()
-    small[1400, 0] = torch.tensor(1e-6).bfloat16()  # float16 itself has few digits below 6e-5
-    assert not torch.equal(small.half().float(), small)
-    scale = half_scale(small)
-    assert scale is not None
-    assert scale > 1
-    small[1400, 0] = 1e-14  # and so far below the largest one a product cannot show it
-    assert half_scale(small) is not None
-    small[1400, 0] = 0.011  # no 16 bits hold this one
-    assert half_scale(small) is None
-    assert half_scale((1e5 * weight).bfloat16().float()) < 1  # type: ignore[operator]  # float16 ends at 65,504
-    assert half_scale(torch.zeros(2, 2)) == 1
-    assert half_scale(weight.half()) is None  # of a model in 16 bits, products are computed in 16 bits
-
-
 def test_what_the_kernels_do_not_take_stays_plain() -> None:
     weight = torch.randn(6, 4, dtype=torch.float64)
     assert not packable(weight)
@@ -84,7 +63,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, seconds: dict[int, dict[str, list[
     """As if these were the times, by rows of the weight; returns the rows of the weights that are measured."""
     asked = []
 
-    def measure(ways, weight, layers):  # type: ignore[no-untyped-def]
+    def measure(ways, weight, layers):
         asked.append(len(weight))
         return {way: seconds[len(weight)][way] for way in ways}
 
@@ -103,7 +82,7 @@ def test_the_fastest_layout_is_chosen_for_each_shape(monkeypatch: pytest.MonkeyP
     times = {rows: {"plain": plain, "columns": plain} | of for rows, of in times.items()}
     asked = measured(monkeypatch, times)
 
-    def kinds(*args, **options) -> list[type[Linear]]:  # type: ignore[no-untyped-def]
+    def kinds(*args, **options) -> list[type[Linear]]:
         make = Linears(*args, **options)
         return [type(make(torch.randn(rows, 4))) for rows in (6, 3, 2, 6)]
 
@@ -130,10 +109,8 @@ def in_sixteen_bits(model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16)
 
 @pytest.fixture
 def half_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if products with weights in float16 were measured fastest."""
     times = {"plain": [9.0] * 3, "columns": [9.0] * 3, "packed": [5.0] * 3, "in float16": [1.0] * 3}
-    monkeypatch.setattr(weights, "measure", lambda ways, weight, layers: {way: times[way] for way in ways})
-    monkeypatch.setattr(weights, "_MEASURED", {})
+    measured(monkeypatch, defaultdict(lambda: times))
 
 
 @X86

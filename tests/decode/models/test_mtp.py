@@ -11,9 +11,9 @@ import torch
 from architectures import ARCHITECTURES, build_architecture
 from enumeration import Experiment
 from families import NEEDED, with_layers, written
+from greedy import generate
 from plain_logits import after
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
@@ -59,17 +59,16 @@ def changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[DraftRequest, Dra
     monkeypatch.setattr(FeatureDrafter, "propose", propose)
 
 
-KINDS = [("DeepSeek-V3", 1), ("DeepSeek-V3", 3), ("Qwen3-Next", 1)]
+KINDS = [("DeepSeek-V3", 3), ("Qwen3-Next", 1)]
 
 
 @pytest.mark.parametrize(("kind", "layers"), [("DeepSeek-V3", 1), ("DeepSeek-V3", 3)])
 def test_drafts_are_transformers_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layers: int) -> None:
-    """Round by round, along a text in which drafts are accepted and rejected."""
     target = with_layers(tmp_path, monkeypatch, kind, layers, vocab_size=5)
-    theirs: dict[int, list[int]] = {}
+    theirs = {}
     own = MTPCandidateGenerator.get_candidates
 
-    def watched(self, input_ids, **given):  # type: ignore[no-untyped-def]
+    def watched(self, input_ids, **given):
         found, logits = own(self, input_ids, **given)
         theirs[input_ids.shape[1]] = found[0, input_ids.shape[1] :].tolist()
         return found, logits
@@ -78,7 +77,7 @@ def test_drafts_are_transformers_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
     prompt = [i % 5 for i in PROMPT]
     ids = torch.tensor([prompt])
     text = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False, use_mtp=True)
-    ours: dict[int, list[int]] = {}
+    ours = {}
     changed(monkeypatch, lambda request, draft: ours.update({len(request.ids): draft.ids}))
     system, warp, _ = method(target, layers)
     out = decode(open_runner(target), system, warp, prompt, max_new_tokens=40)
@@ -94,11 +93,7 @@ def test_greedy_texts_are_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Alone and three at once, with drafts of other lengths than the number of layers."""
     target = with_layers(tmp_path, monkeypatch, kind, layers, vocab_size=5)
     prompts = [[i % 5 for i in PROMPT], [2, 0, 4], [1]]
-    expected = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        text = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
-        expected.append(text[0].tolist())
+    expected = [generate(target, prompt, 20) for prompt in prompts]
     for length in (2, 4):
         system, warp, _ = method(target, length)
         found = decode_texts(
@@ -117,7 +112,7 @@ def test_drafts_after_rollbacks_are_those_of_fresh_layers(
     """Every drafted token was drawn from what teacher forcing gives after the same text, whatever was dropped before."""
     target = with_layers(tmp_path, monkeypatch, kind, layers, vocab_size=5)
     system, warp, runner = method(target, 3, temperature=1.0)
-    rounds: list[tuple[list[int], list[int], Tensor]] = []
+    rounds = []
     changed(monkeypatch, lambda request, draft: rounds.append((list(request.ids), draft.ids, draft.probs)))
     prompt = [i % 5 for i in PROMPT]
     out = decode(open_runner(target), system, warp, prompt, max_new_tokens=30, rng=TorchRng(1))
@@ -133,7 +128,6 @@ def test_drafts_after_rollbacks_are_those_of_fresh_layers(
 def test_sampled_texts_are_distributed_as_the_targets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layers: int
 ) -> None:
-    """By enumeration of the production loop; one drawn from another q than it says is found biased."""
     target = with_layers(tmp_path, monkeypatch, kind, layers, vocab_size=5)
     system, _, _ = method(target, 2)
     system.drafter.warp = warp = LogitsWarper(temperature=1.3, top_k=2)
@@ -177,39 +171,14 @@ def test_layers_beside_a_vision_tower_are_found(tmp_path: Path) -> None:
     torch.testing.assert_close(found.tensors(), expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("kind", "layers"), [*KINDS, ("Mellum", 1)])
-def test_unrolled_rows_are_those_of_whole_texts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layers: int
-) -> None:
-    """Rows that are asked for, and after a step fewer of them, have the states that all positions have together."""
-    head = load_mtp(with_layers(tmp_path, monkeypatch, kind, layers))
-    generator = torch.Generator().manual_seed(0)
-    embeds, features = (torch.randn(2, 9, 32, generator=generator) for _ in range(2))
-    rows = torch.tensor([[0, 0, 1, 1, 0, 1, 0, 0, 0], [0, 1, 0, 0, 0, 0, 1, 0, 0]]).bool()
-    whole = [states[rows] for states in head.unroll(embeds, features, 4)]
-    assert len(whole) == (4 if layers == 1 else layers)
-    some = head.unroll(embeds, features, 4, rows)
-    assert all(torch.equal(a, b) for a, b in zip(some, whole, strict=True))
-
-
-NAMES = {
-    "DeepSeek-V3": (
-        "model.layers.3.eh_proj.weight",
-        "model.layers.4.shared_head.norm.weight",
-        "model.layers.4.self_attn.kv_a_layernorm.weight",
-        "model.layers.3.mlp.experts.1.gate_proj.weight",
-        "model.layers.3.mlp.gate.e_score_correction_bias",
-    ),
-    "Qwen3-Next": (
-        "mtp.fc.weight",
-        "mtp.pre_fc_norm_hidden.weight",
-        "mtp.norm.weight",
-        "mtp.layers.0.self_attn.q_norm.weight",
-        "mtp.layers.0.mlp.experts.1.down_proj.weight",
-        "mtp.layers.0.mlp.shared_expert_gate.weight",
-    ),
-}
-"""Of the tensors of published files, at the depth of a tiny target."""
+NAMES = (  # as published; of DeepSeek-V3 transformers reads the file itself
+    "mtp.fc.weight",
+    "mtp.pre_fc_norm_hidden.weight",
+    "mtp.norm.weight",
+    "mtp.layers.0.self_attn.q_norm.weight",
+    "mtp.layers.0.mlp.experts.1.down_proj.weight",
+    "mtp.layers.0.mlp.shared_expert_gate.weight",
+)
 
 
 @pytest.mark.parametrize(("kind", "layers"), [("DeepSeek-V3", 3), ("GLM-4.5", 1), ("Mellum", 1), ("Qwen3-Next", 1)])
@@ -226,10 +195,10 @@ def test_written_layers_take_the_place_of_those_in_the_targets_files(
     folder.mkdir()
     save_head(head, folder)
     tuned = load_file(folder / "model.safetensors")
-    assert tuned.keys() == before.keys() >= set(NAMES.get(kind, ()))
+    assert tuned.keys() == before.keys() >= (set(NAMES) if kind == "Qwen3-Next" else set())
     assert is_head(folder)
     assert not is_head(tmp_path / "target")
-    found: list[Any] = [load_head(folder, target)]
+    found = [load_head(folder, target)]
     torch.testing.assert_close(written(load_mtp(target)), before, rtol=0, atol=0)
     file = tmp_path / "target" / "model.safetensors"
     whole = load_file(file)

@@ -59,7 +59,6 @@ def test_devices_that_are_not_here_are_refused(device: str, message: str, monkey
 
 
 def refusal(path: Path) -> str:
-    """The message of a path that is no model."""
     with pytest.raises(UserError) as caught:
         load_model(path, **CPU)
     assert str(path) in str(caught.value)
@@ -90,7 +89,7 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_nothing_stays_switched_off
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(sources, "_asked", {})
-    asked: list[str] = []
+    asked = []
     session = SimpleNamespace(head=lambda url, timeout: asked.append(url) or get_session().head(url, timeout=timeout))
     monkeypatch.setattr(sources, "get_session", lambda: session)
     began = time.monotonic()
@@ -124,7 +123,7 @@ def test_loading_leaves_transformers_messages_as_they_were(folder: Path) -> None
 
 
 def test_quantised_weights_are_placed_while_loading_and_not_moved(folder: Path, monkeypatch: Any) -> None:
-    asked: dict[str, Any] = {}
+    asked = {}
     model = load_model(folder / "target", **CPU)
     monkeypatch.setattr(model, "to", lambda *_: pytest.fail("moved"))
 

@@ -8,7 +8,7 @@ from tokenizers_of_kinds import CHAT_TEMPLATES, byte_level, sentencepiece, with_
 
 from decode.errors import UserError
 from decode.models.tokens import StopStrings, chat_ids, check_template, continuation_ids, prompt_ids, start_ids
-from distill.data.chat import ChatFormat, chat_turns, label, pair, prompt_part
+from distill.data.chat import label, pair, prompt_part
 
 HELLO = [{"role": "user", "content": "Hi"}]
 
@@ -25,14 +25,6 @@ def test_a_chat_is_what_its_template_writes_whether_the_tokenizer_adds_a_start_t
     written = "bos_token" in CHAT_TEMPLATES[template]
     assert ids.count(tokenizer.bos_token_id) == (1 if written else 0)
     assert tokenizer.decode(ids[-len("<assistant>") :]) == "<assistant>"
-
-
-@pytest.mark.parametrize("template", sorted(CHAT_TEMPLATES))
-def test_a_chat_has_the_same_ids_in_training_and_in_decoding(template: str) -> None:
-    tokenizer = with_start(template)
-    turns, _ = chat_turns(ChatFormat(tokenizer), [*HELLO, {"role": "assistant", "content": "Hello"}])
-    ((example,),) = label(tokenizer, [turns], chat=True)
-    assert prompt_part(example.input_ids, example.labels) == chat_ids(tokenizer, HELLO)
 
 
 def test_a_prompt_has_the_same_ids_in_training_and_in_decoding() -> None:
@@ -89,15 +81,3 @@ def test_a_text_ends_with_the_token_that_completes_a_stop_string_whatever_stands
         for before in ([], [5] * 4000):
             ends = [n for n in range(1, len(ids) + 1) if stop.ends(before + ids[:n])]
             assert ends[:1] == ([] if first is None else [first])
-
-
-def test_of_a_long_text_the_last_tokens_alone_are_read_for_stop_strings() -> None:
-    class Ids(list[int]):
-        def __getitem__(self, part):  # type: ignore[no-untyped-def]
-            assert part == slice(-8, None)
-            return super().__getitem__(part)
-
-        def __iter__(self):  # type: ignore[no-untyped-def]
-            raise AssertionError("all were read")
-
-    assert not StopStrings(byte_level(), ["the farm", "\n"]).ends(Ids([5] * 100))

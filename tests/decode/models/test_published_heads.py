@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from enumeration import Experiment
-from families import in_double
 from greedy import GREEDY, PROMPTS, assert_decodes, generate
 from huggingface_hub import constants
-from plain_logits import after, head_logits
+from plain_logits import head_logits
 from reading import Reader
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -21,13 +19,11 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from decode.core.loop import Method
-from decode.core.sampling import LogitsWarper
 from decode.core.stop import StopRule
 from decode.drafters.model import FeatureDrafter
 from decode.drafters.trees import FeatureTreeDrafter
 from decode.errors import UserError
 from decode.models.check import open_runner
-from decode.models.fast.forward import fast_runner
 from decode.models.heads.files import is_head, load_head
 from decode.models.heads.runner import HeadRunner
 
@@ -53,7 +49,7 @@ SPECULATORS = {
     "target_hidden_size": None,
     "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "target"}},
 }
-FORMATS: dict[str, dict[str, Any]] = {
+FORMATS = {
     # the authors' own: the architecture of the target, any number of layers
     "EAGLE": {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 40, "draft_vocab_size": DRAFTED},
     "SGLang": {
@@ -136,7 +132,7 @@ def publish(folder: Path, target: PreTrainedModel, format: str) -> dict[str, Ten
     rows, read = len(captured_of(format)) * 32, width if first else 2 * width
     norms = ["post_attention_layernorm", *([] if first else ["input_layernorm", "hidden_norm"])]
     qkv = {"q": 4 * d, "k": 2 * d, "v": 2 * d}
-    shapes: dict[str, tuple[int, ...]] = {f"self_attn.{name}_proj.weight": (n, read) for name, n in qkv.items()}
+    shapes = {f"self_attn.{name}_proj.weight": (n, read) for name, n in qkv.items()}
     shapes |= {f"{name}.weight": (width,) for name in norms} | {"self_attn.o_proj.weight": (width, 4 * d)}
     shapes |= {f"mlp.{name}_proj.weight": (48, width) for name in ("gate", "up")} | {
         "mlp.down_proj.weight": (width, 48)
@@ -147,7 +143,7 @@ def publish(folder: Path, target: PreTrainedModel, format: str) -> dict[str, Ten
         shapes["self_attn.o_proj.bias"] = (width,)
     if fields["model_type"] == "qwen3":
         shapes |= {"self_attn.q_norm.weight": (d,), "self_attn.k_norm.weight": (d,)}
-    outside: dict[str, tuple[int, ...]] = {"fc.weight": (width, 2 * width if first else rows)}
+    outside = {"fc.weight": (width, 2 * width if first else rows)}
     if format == "EAGLE-1":
         outside["fc.bias"] = (width,)
     if not first:
@@ -290,25 +286,12 @@ def test_a_published_head_drafts_what_its_network_says(family: str, format: str,
         assert sum(r.drafted for r in trace) > 0
 
 
-@pytest.mark.parametrize("format", ["SpecForge 3.1", "speculators, Qwen3", "EAGLE-1, Qwen2"])
-def test_a_published_head_is_lossless(format: str, tiny, tmp_path: Path) -> None:
-    target = in_double(tiny("llama", num_hidden_layers=4, dtype=torch.float64))
-    publish(tmp_path, target, format)
-    warp, runner = LogitsWarper(temperature=1.3, top_k=2), fast_runner(target)
-    head = HeadRunner(load_head(tmp_path, target), target)
-
-    there = Experiment(runner, warp, [3, 1, 4, 1, 5, 1, 4], 3, forward=after(target))
-    for drafter in (FeatureDrafter(head, runner, warp), FeatureTreeDrafter(head, runner, warp, width=2, nodes=5)):
-        assert there.bias(Method("", drafter, StopRule(3))) < 1e-12
-
-
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
         ({"architectures": ["PEagleDraftModel"]}, "P-EAGLE"),
         ({"architectures": ["PeagleSpeculator"], "speculators_model_type": "peagle"}, "P-EAGLE"),
         ({"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "domino"}}, "Domino"),
-        ({"architectures": ["DominoDraftModel"]}, "Domino"),
         ({"medusa_num_heads": 3, "base_model_name_or_path": "target"}, "Medusa"),
         ({"architectures": ["DeepSeekMTPModel"], "model_type": "deepseek_mtp"}, "MTP"),
         ({"architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator"}, "MLPSpeculator"),

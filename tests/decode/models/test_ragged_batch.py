@@ -33,7 +33,7 @@ def texts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
     return [[dice.randrange(VOCAB) for _ in range(length)] for length in lengths]
 
 
-def read(runner: FastRunner, caches: list[Row], texts: list[list[int]], counts: list[int], **options) -> list[Tensor]:  # type: ignore[no-untyped-def]
+def read(runner: FastRunner, caches: list[Row], texts: list[list[int]], counts: list[int], **options) -> list[Tensor]:
     """Each text's next `counts` tokens in one forward; the logits text by text."""
     feeds = [torch.tensor(text[cache.length : cache.length + n]) for cache, text, n in zip(caches, texts, counts)]
     return [out.logits for out in runner.forward(list(map(Read, caches, feeds)), **options)]
@@ -62,10 +62,13 @@ def test_texts_of_any_lengths_get_the_logits_that_each_has_alone(family: str, tu
     assert close(alone, wanted[1][PADDED + 12 : PADDED + 14])
 
 
+@pytest.mark.parametrize("tuned", [True, False])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "phi"])
 @torch.inference_mode()
-def test_a_tree_of_one_text_is_read_beside_chains_of_others(family: str, tiny) -> None:
+def test_a_tree_of_one_text_is_read_beside_chains_of_others(family: str, tuned, tiny, monkeypatch) -> None:
     model = tiny(family)
+    if not tuned:
+        monkeypatch.setattr(forward, "tunable", lambda model: False)
     runner = fast_runner(model)
     caches, texts = [runner.new_cache() for _ in range(3)], texts_of([7, 9, 12])
     read(runner, caches, texts, [6, 8, 11])
@@ -79,25 +82,6 @@ def test_a_tree_of_one_text_is_read_beside_chains_of_others(family: str, tiny) -
     caches[1].keep(8, [8, 10, 12, 13])  # the pending token and the nodes 1, 3, 4
     text = [*texts[1], 9, 30, 31, 2]
     assert close(read(runner, [caches[1]], [text], [1])[0], logits_of(model, text)[-1:])
-
-
-@torch.inference_mode()
-def test_a_closed_text_leaves_the_others_as_they_are_and_the_last_one_gives_the_memory_back(tiny) -> None:
-    model = tiny("llama")
-    runner = fast_runner(model)
-    caches, texts = [runner.new_cache() for _ in range(4)], texts_of([5, 6, 7, 8])
-    read(runner, caches, texts, [4, 5, 6, 7])
-    caches[1].close()
-    left, theirs = [caches[0], caches[3], caches[2]], [texts[0], texts[3], texts[2]]
-    for seen, text in zip(read(runner, left, theirs, [1, 1, 1]), theirs):
-        assert close(seen, logits_of(model, text)[-1:])
-    assert [caches[i].row for i in (0, 2, 3)] == [0, 2, 1]  # the last row moved into the free one
-    runner.new_cache().close()
-    for cache in (caches[0], caches[3], caches[3]):
-        cache.close()
-    assert runner.network.cache.tensor.shape[1] == 1
-    text = [*texts[2], 9]
-    assert close(read(runner, [caches[2]], [text], [1])[0], logits_of(model, text)[-1:])
 
 
 @torch.inference_mode()

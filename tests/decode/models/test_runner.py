@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from families import RUNNER_PATHS, VOCAB
-from reading import Reader, text_before
+from reading import Reader, paths, text_before
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from decode.core.draft import Draft
@@ -21,10 +21,9 @@ from decode.errors import UserError
 from decode.models import huggingface
 from decode.models.api import PIECE, Read, read_prompt
 from decode.models.check import TOLERANCE, compare, open_runner
-from decode.models.fast import cache, forward, layout
-from decode.models.fast.cache import KVCache, NewTokens, attention_mask
+from decode.models.fast import cache, layout
 from decode.models.fast.forward import FastRunner
-from decode.models.huggingface import HuggingFaceRunner, RollbackCache, RollbackLayer
+from decode.models.huggingface import HuggingFaceRunner, RollbackLayer
 
 TEXT = [3, 7, 1, 9, 3, 7, 22, 4, 40, 0, 11]
 WAYS = {"fast": {}, "ordinary": {"fast": False}, "packed": {"pack": "on"}}
@@ -43,7 +42,7 @@ def logits_of(model: PreTrainedModel, ids: list[int]) -> Tensor:
     return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
 
 
-def close(seen: Tensor, wanted: Tensor, atol: float = 2e-4) -> bool:
+def close(seen: Tensor, wanted: Tensor, atol: float = 0.0002) -> bool:
     return seen.shape == wanted.shape and torch.allclose(seen, wanted, atol=atol, rtol=1e-4)
 
 
@@ -72,22 +71,6 @@ def test_reading_in_pieces_gives_the_logits_of_one_forward(family: str, way: str
     runner.truncate(50)
     assert runner.length == 6
     assert close(runner.read(TEXT[6:8]), wanted[6:8])
-
-
-@pytest.mark.parametrize("family", [family for family, fast in RUNNER_PATHS if fast])
-def test_the_models_own_weights_serve_as_well_as_copies_made_for_the_processor(family: str, tiny, monkeypatch) -> None:
-    model = copy.deepcopy(tiny(family))
-    tuned = open_runner(model)
-    monkeypatch.setattr(forward, "tunable", lambda model: False)
-    plain = open_runner(model)
-    assert (tuned.network.shape.tuned, plain.network.shape.tuned) == (True, False)
-    ids, tree = torch.tensor(TEXT), random_tree(1)
-    tuned, plain = Reader(tuned), Reader(plain)
-    for runner in (tuned, plain):
-        assert close(torch.cat([runner.read(ids[:7]), runner.read(ids[7:8])]), logits_of(model, TEXT[:8]))
-        runner.truncate(7)
-    feed = torch.cat([ids[7:8], tree.tokens])
-    assert close(plain.read(feed, tree), tuned.read(feed, tree))
 
 
 @pytest.mark.parametrize(("family", "way"), PATHS)
@@ -127,9 +110,6 @@ def test_a_runner_is_used_only_where_it_gives_the_models_own_logits(dtype: torch
         assert type(open_runner(model)) is HuggingFaceRunner
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt_neox", "phi"])
 @torch.inference_mode()
@@ -149,7 +129,7 @@ def test_texts_longer_than_the_first_allocation_are_read_right(family: str, way:
 @torch.inference_mode()
 def test_a_cache_grows_as_needed_and_a_long_texts_memory_is_given_back(tiny, monkeypatch) -> None:
     runner = open_runner(tiny("llama", max_position_embeddings=2048))
-    memory: KVCache = runner.network.cache
+    memory = runner.network.cache
     monkeypatch.setattr(cache, "KEPT", 1000 * memory.bytes_per_token)
     for length, held in ((600, 600), (1200, 256)):
         texts = [Reader(runner) for _ in range(2)]
@@ -166,16 +146,6 @@ def test_a_cache_grows_as_needed_and_a_long_texts_memory_is_given_back(tiny, mon
     assert runner.network.positions == 256
 
 
-@pytest.mark.parametrize("window", [None, 700])
-def test_a_long_piece_has_one_mask_for_all_heads(window: int | None) -> None:
-    like = torch.zeros(1)
-    for n, rows in ((cache.PADDED, 4 * cache.PADDED), (512, 512)):
-        _, mask = attention_mask([NewTokens(None, 3000, n)], 4, window, like)
-        assert mask is not None
-        assert mask.shape[:3] == (1, 1, rows)
-        assert mask.numel() <= rows * (3512 if window is None else 700 + n)
-
-
 def states(*values: float) -> Tensor:
     """``[batch 1, heads 2, positions, width 3]``, each position filled with its value."""
     return torch.tensor(values)[None, None, :, None].expand(1, 2, -1, 3).clone()
@@ -190,20 +160,6 @@ def test_appending_to_a_rolling_layer_copies_nothing_while_there_is_room(monkeyp
     assert keys[0, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 5]
     assert torch.equal(values, -keys)
     assert layer.memory[0].shape[2] == 8
-
-
-def test_layers_roll_back_together_whatever_they_hold() -> None:
-    rolling = RollbackCache(LlamaConfig(num_hidden_layers=2))
-    rolling.end(torch.tensor([7]))
-    rolling.update(states(1, 2, 3), states(1, 2, 3), 0)
-    rolling.update(states(1, 2), states(1, 2), 1)  # as after an interrupted forward
-    rolling.truncate(1)
-    assert [layer.get_seq_length() for layer in rolling.layers] == [1, 1]
-    rolling.truncate(5)  # nothing to drop
-    assert rolling.update(states(9), states(9), 0)[0][0, 0, :, 0].tolist() == [1, 9]
-
-
-# -- what opening and reading leave behind -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-mha", "llama-tied", "phi", "gpt_neox", "gpt2"])
@@ -236,7 +192,7 @@ def test_weights_that_are_not_numbers_are_refused(tiny) -> None:
 
 def test_a_tree_of_one_thread_is_not_seen_by_another(tiny) -> None:
     """A model of another thread reads a chain while the first one's forward is inside its tree."""
-    inside, go_on, seen = threading.Event(), threading.Event(), list[Tensor]()
+    inside, go_on, seen = threading.Event(), threading.Event(), []
     model, other = copy.deepcopy(tiny("gpt2")), copy.deepcopy(tiny("gemma2"))
     registry = dict(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping)
     reader, waiting = Reader(open_runner(model)), Reader(open_runner(other))
@@ -262,23 +218,13 @@ def test_a_tree_of_one_thread_is_not_seen_by_another(tiny) -> None:
 
 
 @torch.inference_mode()
-def test_captured_states_are_the_models_own_and_no_others_are_kept(tiny, monkeypatch) -> None:
+def test_captured_states_are_the_models_own(tiny) -> None:
     model = tiny("gemma2")
     wanted = model(torch.tensor([TEXT]), output_hidden_states=True).hidden_states
-    runner, kept = open_runner(model), list[int]()
-    plain = model.forward
-
-    def counting(**given: object) -> object:
-        out = plain(**given)
-        kept.append(sum(state is not None for state in out.hidden_states or ()))
-        return out
-
-    monkeypatch.setattr(model, "forward", counting)
-    for layers in ((0, 2), (1,), ()):
+    runner = open_runner(model)
+    for layers in ((0, 2), (1,)):
         (out,) = runner.forward([Read(runner.new_cache(), torch.tensor(TEXT))], capture=layers)
-        if layers:
-            torch.testing.assert_close(out.captured, torch.cat([wanted[i][0] for i in layers], -1))
-    assert kept == [2, 1, 0]
+        torch.testing.assert_close(out.captured, torch.cat([wanted[i][0] for i in layers], -1))
 
 
 def test_a_tree_knows_its_depths_children_and_texts() -> None:
@@ -292,9 +238,6 @@ def test_a_tree_knows_its_depths_children_and_texts() -> None:
 
 
 def test_a_branch_joins_a_tree_where_they_agree_and_no_node_twice() -> None:
-    def paths(draft: Draft) -> set[tuple[int, ...]]:
-        return {tuple(text_before(draft, [], node)) for node in range(len(draft))}
-
     tree = Draft.tree([5, 6, 7, 8], [-1, -1, 0, 2])
     for branch, new in (
         ([5, 7, 9], [(5, 7, 9)]),
@@ -303,6 +246,6 @@ def test_a_branch_joins_a_tree_where_they_agree_and_no_node_twice() -> None:
         ([5, 7], []),
     ):
         joined = tree.with_branch(branch)
-        assert paths(joined) == paths(tree) | set(new)
-        assert len(joined) == len(paths(joined)) == len(joined.tokens)
+        assert set(paths(joined)) == set(paths(tree)) | set(new)
+        assert len(joined) == len(set(paths(joined))) == len(joined.tokens)
         assert joined.parents[:4] == tree.parents  # the nodes of the tree keep their places

@@ -50,7 +50,7 @@ def test_a_model_that_ignores_logits_to_keep_gets_the_same_rows(tiny, monkeypatc
     written = write_texts(target, [[3, 7], [5]], LogitsWarper(), **options)
     forward = target.forward
 
-    def swallowing(input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):  # type: ignore[no-untyped-def]
+    def swallowing(input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):
         assert "logits_to_keep" not in kwargs
         return forward(input_ids, attention_mask, position_ids, past_key_values, **kwargs)
 
