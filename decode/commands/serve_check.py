@@ -8,23 +8,27 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from decode.commands.checks import open_pair, open_suites, picked, use_chat
 from decode.commands.settings import ServeCheckSettings, required
 from decode.core.sampling import LogitsWarper
 from decode.engines.check import (
+    UNEXPLAINED,
     Cause,
     Drafts,
     ServedText,
     acceptance,
     acceptance_rates,
+    causes_in_counts,
     causes_in_files,
     causes_in_numbers,
     difference_error,
     mean_length,
     predicted_drafts,
     serving_facts,
+    within,
 )
 from decode.engines.gguf import convert
 from decode.engines.server import Engine, check_engine, opened
@@ -35,7 +39,7 @@ from decode.measure.session import BenchOptions, Item, Session
 from decode.measure.statistics import median_interval, plain
 from decode.models.heads.block import BlockHead
 from decode.models.heads.eagle import DraftHead
-from decode.models.heads.files import unserved
+from decode.models.heads.files import head_format, unserved
 from decode.models.heads.mtp import MtpHead
 from decode.models.open import DraftModel
 from decode.progress import output_console
@@ -57,11 +61,14 @@ def run(settings: ServeCheckSettings) -> None:
     """Check the pair of the settings in the engine, print the result, and record it in the draft's folder.
 
     Raises:
-        UserError: before anything is loaded, if the engine, the draft or the target is missing.
+        UserError: before anything is loaded, if the engine, the draft or the target is missing, or the engine does not
+            run such a draft.
+        SystemExit: with status 1, if counts differ for no known cause.
     """
     required(settings, "target", "draft")
     if settings.url is None:
-        settings.program = check_engine(settings.engine, settings.program)
+        kind = head_format(read_json(Path(str(settings.draft)) / "config.json"))
+        settings.program = check_engine(settings.engine, settings.program, kind)
     elif len(settings.draft_lengths) != 1:
         raise UserError("a server that runs already drafts one length; give it alone, such as --draft-lengths 5")
     console, target, draft = Console(stderr=True), str(settings.target), Path(str(settings.draft))
@@ -89,7 +96,7 @@ def run(settings: ServeCheckSettings) -> None:
             engine.target = as_gguf(target, draft, scratch, "target", settings.gguf_type)
             engine.draft = as_gguf(str(draft), draft, scratch, "draft", settings.gguf_type, target if head else None)
         rows, more = serve_check(engine, session, items, settings, status.update)
-    causes += more
+    causes = [cause for cause in (*causes, *more) if not causes or cause.name != UNEXPLAINED]
     result = plain({"engine": engine.name, "rows": rows, "causes": [vars(cause) for cause in causes]})
     result |= {"suite": settings.suite, "machine": machine.describe(session.runner.device)}
     if profile:  # in place of the engine's earlier check
@@ -97,6 +104,8 @@ def run(settings: ServeCheckSettings) -> None:
         text = json.dumps(profile | {"served": [*earlier, result]}, indent=2, ensure_ascii=False)
         write_text(draft / "speculation_profile.json", text + "\n")
     print(json.dumps(result, ensure_ascii=False)) if settings.json else show(result["rows"], causes)
+    if any(cause.name == UNEXPLAINED for cause in causes):
+        raise SystemExit(1)
 
 
 def check_head(draft: DraftModel, engine: str, lengths: Sequence[int]) -> None:
@@ -136,13 +145,17 @@ def serve_check(
         progress: called with the name of each step.
 
     Returns:
-        A row for each temperature and draft length, and the causes of differences that the numbers show.
+        A row for each temperature and draft length, and the causes of differences that the numbers show. A row's
+        ``equal_texts`` have the counts that follow from their own tokens, at every position of the draft; with
+        ``other_texts`` the tokens are the target's most probable ones more or less often than without the draft.
 
     Raises:
         UserError: the engine does not start, or does not answer.
     """
     (draft,) = session.draft_models.values()
     ends, budget = sorted(session.stop_ids), settings.max_new_tokens
+    llama = engine.name == "llama.cpp"
+    limit = budget if llama else None  # it drafts no token beyond the budget
     rows: list[Row] = []
     other_ids: list[str] = []
 
@@ -167,22 +180,49 @@ def serve_check(
     else:  # the server has the draft: texts by transformers' weights here, whose speed says nothing
         prompts = [item.ids for item in items]
         answers = {t: session.written(prompts, LogitsWarper(t)) for t in settings.temperatures}
-        alone = {t: [ServedText(ids, math.nan) for ids in texts] for t, texts in answers.items()}
-    progress("predicting acceptance from the texts")
-    longest, predicted = max(settings.draft_lengths), {}
-    for t, texts in alone.items():
-        read = [(item.ids, text.ids) for item, text in zip(items, texts)]
-        predicted[t] = acceptance(session.model, draft, read, longest)
+        alone = {
+            t: [ServedText(ids, math.nan, ended=llama and set(ids[-1:]) <= set(ends)) for ids in texts]
+            for t, texts in answers.items()
+        }
+
+    def proposed(texts: Sequence[ServedText], length: int) -> tuple[list[list[list[bool]]], float]:
+        return acceptance(session.model, draft, [(item.ids, text.ids) for item, text in zip(items, texts)], length)
+
+    def counts(accepted: Sequence[Any], texts: Sequence[ServedText], length: int, **more: bool) -> list[Drafts]:
+        return [
+            predicted_drafts(at, len(text.ids), length, budget=limit, ended=text.ended, **more)
+            for at, text in zip(accepted, texts)
+        ]
+
+    agreement = None
     for length in settings.draft_lengths:
         for t, texts in written(length).items():
-            limit = budget if engine.name == "llama.cpp" else None  # which drafts no token beyond it
-            accepted = zip(predicted[t][0], alone[t])
-            expected = [predicted_drafts(at, len(text.ids), length, budget=limit) for at, text in accepted]
-            row = {"engine": engine.name, "temperature": t, "draft_length": length}
-            row |= compared(texts, alone[t], expected, length)
+            progress("predicting acceptance from the texts")
+            accepted, share = proposed(alone[t], length)
+            agreement = share if t == 0 else agreement
+            row = {"engine": engine.name, "temperature": t, "draft_length": length, "other_texts": False}
+            row |= compared(texts, alone[t], counts(accepted, alone[t], length), length)
+            if row["identical_share"] < 1:
+                accepted, ours = proposed(texts, length)
+                tokens = sum(1 / max(1, sum(len(text.ids) for text in some)) for some in (texts, alone[t]))
+                # whether a token is the most probable one is an observation of its own, given the tokens before it
+                row["other_texts"] = abs(ours - share) > 4 * math.sqrt(share * (1 - share) * tokens) + 0.02
+            # sampled tokens behind the end of a text are not known; llama.cpp drafts none
+            chance = [{"beyond": beyond} if t and not llama else {} for beyond in (False, True)]
+            bounds = zip(*(counts(accepted, texts, length, **more) for more in chance))
+            apart = [
+                f"text {i} has {text.drafts.accepted} in {text.drafts.rounds:g} rounds, expected {low.accepted} in "
+                f"{low.rounds:g}"
+                for i, (text, (low, high)) in enumerate(zip(texts, bounds), 1)
+                if not within(text.drafts, low, high)
+            ]
+            row |= {"equal_texts": len(texts) - len(apart), "unequal": next(iter(apart), None)}
             rows.append(row if t == 0 else row | {"identical_share": None})
-    agreement = predicted[0.0][1] if 0.0 in predicted else None
-    return rows, causes_in_numbers(next(iter(other_ids), None), agreement)
+    causes = causes_in_numbers(next(iter(other_ids), None), agreement)
+    layers = len(draft.layers) if isinstance(draft, BlockHead) else 0
+    cpu = not (llama or torch.cuda.is_available())
+    numbers = settings.gguf_type if llama and settings.url is None else engine.dtype
+    return rows, causes + causes_in_counts(rows, cpu=cpu, layers=layers, numbers=numbers, known=bool(causes))
 
 
 def compared(texts: Sequence[ServedText], alone: Sequence[ServedText], expected: Sequence[Drafts], length: int) -> Row:
@@ -219,9 +259,10 @@ def show(rows: Sequence[Mapping[str, Any]], causes: Sequence[Cause]) -> None:
     by_position = [{key: row[key] for key in SERVED[:3]} | dict(at) for row in rows for at in row["positions"]]
     console.print(console_table("", SERVED, rows), f"[dim]{FORMULA}", "")
     console.print(console_table("Accepted ÷ reached at each position of the draft", POSITIONS, by_position))
-    apart = sum(not row["fits"] for row in rows)
-    if not causes:
-        verdict = f"differ in {apart} rows, for no known cause" if apart else "agree"
-        console.print(f"\nServed and predicted accepted lengths {verdict}.", style="yellow" if apart else "green")
+    for row in rows:
+        told = f"T = {row['temperature']:g}, {row['draft_length']} drafted: {row['equal_texts']} of {row['texts']}"
+        console.print(f"\n{told} texts have the predicted counts.", style="yellow" if row["unequal"] else "green")
+        if row["unequal"]:
+            console.print(f"  The first other one: {row['unequal']}.", soft_wrap=True)
     for cause in causes:
         console.print(f"\n[bold yellow]{cause.name}[/]: {cause.evidence}.\n  Next: {cause.remedy}.", soft_wrap=True)

@@ -46,6 +46,7 @@ class ServedText:
     seconds: float  # wall time of the request
     decode_seconds: float = 0.0  # time after the first token by the engine's clock; 0 if it reports none
     drafts: Drafts = field(default_factory=Drafts)
+    ended: bool = False  # with one of llama.cpp's own end tokens
 
     @property
     def tokens_per_second(self) -> float:
@@ -91,8 +92,8 @@ def acceptance(
         target: p.
         draft: q.
         texts: prompt and new tokens of each text.
-        depth: longest draft; as many greedy tokens of the target are appended to each text, since drafts reach
-            beyond its end.
+        depth: tokens drafted per round, which are the slots of a block; as many greedy tokens of the target are
+            appended to each text, since drafts reach beyond its end.
 
     Returns:
         By text, depth and position whether a drafted token is accepted, the last depth standing for all deeper ones
@@ -119,7 +120,13 @@ def acceptance(
 
 
 def predicted_drafts(
-    accept: Sequence[Sequence[bool]], length: int, draft_length: int, *, budget: int | None = None
+    accept: Sequence[Sequence[bool]],
+    length: int,
+    draft_length: int,
+    *,
+    budget: int | None = None,
+    ended: bool = False,
+    beyond: bool | None = None,
 ) -> Drafts:
     """Counts of drafts in one text whose first token came from the prompt, as every token after a draft does.
 
@@ -128,16 +135,27 @@ def predicted_drafts(
         length: tokens of the text.
         draft_length: tokens drafted per round; tokens accepted after the end of the text count too.
         budget: most tokens that the text could have had, if the engine limits drafts to what is left of it, less one.
+        ended: the text ends with a token at which llama.cpp stops counting, unless it is the last one drafted.
+        beyond: whether tokens after the end are accepted; None: as `accept` says.
     """
     counted, start = Drafts(0, [0] * draft_length), 1
     while start < length:
         k, n = min(draft_length, len(accept[0]) - start, math.inf if budget is None else budget - start - 1), 0
-        while n < k and accept[min(n, len(accept) - 1)][start + n]:
+        while n < k and not (ended and n + 1 < k and start + n == length - 1):
+            known = beyond is None or start + n < length
+            if not (accept[min(n, len(accept) - 1)][start + n] if known else beyond):
+                break
             counted.accepted[n] += 1
             n += 1
         counted.rounds += k > 0
         start += n + 1
     return counted
+
+
+def within(served: Drafts, least: Drafts, most: Drafts) -> bool:
+    """Whether counts of one text are possible; least and most are the same where nothing is left to chance."""
+    places = zip_longest(least.accepted, served.accepted, most.accepted, fillvalue=0.0)
+    return served.rounds == least.rounds and all(low <= n <= high for low, n, high in places)
 
 
 # -- why they differ ---------------------------------------------------------------------------------------------------
@@ -237,4 +255,42 @@ def causes_in_numbers(other_ids: str | None, agreement: float | None) -> list[Ca
         )
         remedy = "compare the target's files; a quantised target needs a prediction of its own"
         causes.append(Cause("another target", evidence, remedy))
+    return causes
+
+
+UNEXPLAINED = "unexplained difference"
+"""The cause by which a check fails."""
+
+
+def causes_in_counts(
+    rows: Sequence[Mapping[str, Any]], *, cpu: bool, layers: int, numbers: str, known: bool
+) -> list[Cause]:
+    """Why counts of texts differ from the prediction, or the texts themselves are not the target's.
+
+    Args:
+        rows: of `serve_check`.
+        cpu: the engine is vLLM's CPU build.
+        layers: of a block head; 0 for other drafts.
+        numbers: number format of the engine's weights.
+        known: there are causes of other kinds.
+    """
+    causes, build = list[Cause](), "vLLM's CPU build"
+    wrong = [row for row in rows if row["unequal"] or row["other_texts"]]
+    if cpu and any(row["temperature"] for row in wrong):
+        evidence = "it fills the temperatures into a copy (_expand_kernel_impl in vllm/utils/cpu_triton_utils.py)"
+        causes.append(Cause(f"{build} above temperature 0", evidence, "check --temperatures 0, or serve on a GPU"))
+        wrong = [row for row in wrong if not row["temperature"]]
+    if cpu and layers > 1 and wrong:
+        evidence = "all layers' context keys are normed by the first's weights (_normalize_context_k, qwen3_dflash.py)"
+        causes.append(Cause(f"{build} with a block head of {layers} layers", evidence, "serve on a GPU"))
+    elif numbers not in ("float32", "f32") and wrong:
+        evidence = f"the engine computes in {numbers}, which decides near ties otherwise than the prediction"
+        causes.append(Cause("rounding", evidence, "check in float32 (--dtype float32, --gguf-type f32)"))
+    elif wrong and not known:
+        found = (row["unequal"] or "the texts are not the target's" for row in wrong)
+        evidence = "; ".join(
+            f"T = {row['temperature']:g}, k = {row['draft_length']}: {f}" for row, f in zip(wrong, found)
+        )
+        remedy = "the engine reads the draft otherwise than draftsmith: report it as a fault"
+        causes.append(Cause(UNEXPLAINED, evidence, remedy))
     return causes

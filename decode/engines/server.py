@@ -48,6 +48,10 @@ LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"
 SPIN = {"GOMP_SPINCOUNT", "DRAFTSMITH_SPINCOUNT"}  # set by `decode` itself, the first only where the user did not
 ANSWER = 120  # seconds in which a program has to print its version
 LAST = 2000  # characters of a failed engine's log that are shown
+CAUSE = re.compile(
+    r"^(?!.* (?:INFO|WARNING) ).*(?:\b[A-Z]\w*(?:Error|Exception): |error loading ).*\n?.*", re.MULTILINE
+)
+"""The first such line of a log, with the next, says why the engine ended; the last may only say that it did."""
 SETTLED, READINGS = 0.05, 200  # seconds between two readings of the counters, and the largest number of readings
 WATCHER = """
 import os, signal, sys, time
@@ -78,13 +82,17 @@ class Engine:
     url: str | None = None  # address of a running server, which is used instead of starting one
     threads: int | None = None  # None: the engine's default
     seconds: float = 300.0  # time limit for loading, and for each text
+    arguments: Sequence[str] = ()  # further ones of vLLM
 
 
-def check_engine(name: str, given: str | None = None) -> str:
+def check_engine(name: str, given: str | None = None, kind: Any = None) -> str:
     """The path of an engine's program: the one given, or as `make engines` installs it.
 
+    `kind` is that of the draft's head, as `head_format` tells it.
+
     Raises:
-        UserError: it is missing, does not answer, or is older than what is tested; with the next step.
+        UserError: it is missing, does not answer, is older than what is tested, or does not run such a draft; with the
+            next step.
     """
     places = [Path(given)] if given else [folder / ENGINES[name] for folder in (Path.cwd(), CHECKOUT)]
     program = next((str(path) for path in places if path.is_file() and os.access(path, os.X_OK)), None)
@@ -107,6 +115,11 @@ def check_engine(name: str, given: str | None = None) -> str:
         if vllm is None or Version(vllm[1]) < OLDEST_VLLM:
             seen = f"vLLM {vllm[1]}" if vllm else "no vLLM"
             raise UserError(f"{program} has {seen}, expected {OLDEST_VLLM} or newer; {following}")
+        if kind == "dspark" and vllm[1].endswith("+cpu"):
+            raise UserError(
+                f"vLLM {vllm[1]} ({program}) does not run DSpark: its CPU build has Model Runner V1 only "
+                "(vllm/config/vllm.py); check it on a GPU, or with --engine llama.cpp"
+            )
     return program
 
 
@@ -135,7 +148,7 @@ def start_command(engine: Engine, draft_length: int | None, port: int) -> tuple[
         environment |= {"OMP_NUM_THREADS": str(engine.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     if Path(engine.target).is_dir():
         environment["HF_HUB_OFFLINE"] = "1"
-    return command, environment
+    return [*command, *engine.arguments], environment
 
 
 def free_port() -> int:
@@ -172,7 +185,7 @@ def running(
         environment: variables added to `inherited_environment`.
 
     Raises:
-        UserError: it ends before it is ready, or is not ready in time; with its last lines.
+        UserError: it ends before it is ready, or is not ready in time; with its first error and its last lines.
     """
     with scratch_folder() as folder, (folder / "log").open("wb") as out:
         process = subprocess.Popen(
@@ -190,8 +203,10 @@ def running(
                     what = f"was not ready after {seconds:.0f} s; give it longer with --timeout"
                     if ended:
                         what = f"ended with status {process.returncode} while loading"
-                    log = (folder / "log").read_text(encoding="utf-8", errors="replace")[-LAST:]
-                    raise UserError(f"{name} {what}. Its last lines:\n{log}\nThe command was: {' '.join(command)}")
+                    log = (folder / "log").read_text(encoding="utf-8", errors="replace")
+                    first = f" The first error:\n{found[0]}\n" if (found := CAUSE.search(log)) else ""
+                    last = f"Its last lines:\n{log[-LAST:]}\nThe command was: {' '.join(command)}"
+                    raise UserError(f"{name} {what}.{first} {last}")
                 time.sleep(0.5)
             yield folder / "log"
         finally:
@@ -308,7 +323,8 @@ class Server:
         if self.name == "llama.cpp":
             decode_seconds = answer["timings"]["predicted_ms"] / 1e3
         end = next((n for n, i in enumerate(new, 1) if i in stop_ids), len(new))
-        return ServedText(list(new[:end]), seconds, decode_seconds, after.drafts - before.drafts)
+        ended = answer.get("stop_type") == "eos"
+        return ServedText(list(new[:end]), seconds, decode_seconds, after.drafts - before.drafts, ended)
 
     def differs_in_ids(self, text: str, ids: Sequence[int]) -> str | None:
         """The server's token ids of a text beside these; None where they do not differ."""

@@ -12,6 +12,7 @@ from decode.core.round import clustered_ratio
 from decode.core.sampling import LogitsWarper
 from decode.core.verify import overlap
 from decode.measure.statistics import p_value
+from decode.models.heads.block import BlockHead
 from decode.models.open import DraftModel
 from decode.models.texts import ForcedText, TeacherForcedLogits, teacher_forced
 
@@ -50,6 +51,18 @@ class OfflineAlpha:
         return clustered_ratio(self.sums, self.counts, self.prompts or None)[1]
 
 
+class ByDepth(list[OfflineAlpha]):
+    """Acceptance as first, second, … drafted token.
+
+    Attributes:
+        shorter: the same of each smaller draft length, where its tokens are others, as a block head's are.
+    """
+
+    def __init__(self, alphas: Iterable[OfflineAlpha] = ()) -> None:
+        super().__init__(alphas)
+        self.shorter: dict[int, list[OfflineAlpha]] = {}
+
+
 def paired(a: OfflineAlpha, b: OfflineAlpha) -> dict[str, float]:
     """Difference b − a over the same texts, its standard error and two-sided p-value, with prompts as observations."""
     if a.counts != b.counts:
@@ -76,13 +89,34 @@ def offline_alphas(
         drafts: q, by name.
         texts: (token ids, prompt length) of each text; those without a response are left out.
         warp: logits to probabilities.
-        depth: number of drafted tokens of feature heads.
+        depth: number of drafted tokens of feature heads; of block heads all are measured.
         seen: called with the logits of every text.
 
     Returns:
-        For each draft the acceptance as first drafted token; of feature heads then as second, third, ….
+        For each draft the acceptance as first drafted token; of heads then as second, third, …, and of block heads
+        those of all shorter drafts too.
     """
     texts = [(ids, prompt_length) for ids, prompt_length in texts if len(ids) > prompt_length]
+    blocks = {name: draft for name, draft in drafts.items() if isinstance(draft, BlockHead)}
+    longest, found = max((draft.drafts for draft in blocks.values()), default=0), {name: ByDepth() for name in drafts}
+    for name, alphas in _by_depth(target, drafts, texts, warp, max(depth, longest), seen).items():
+        found[name].extend(alphas)
+    for length in range(1, longest):
+        some = {name: draft for name, draft in blocks.items() if draft.drafts > length}
+        for name, alphas in _by_depth(target, some, texts, warp, length).items():
+            found[name].shorter[length] = alphas
+    return {name: alphas or ByDepth([OfflineAlpha([])]) for name, alphas in found.items()}
+
+
+def _by_depth(
+    target: PreTrainedModel,
+    drafts: Mapping[str, DraftModel],
+    texts: Sequence[ForcedText],
+    warp: LogitsWarper,
+    depth: int,
+    seen: Callable[[TeacherForcedLogits], None] | None = None,
+) -> dict[str, list[OfflineAlpha]]:
+    """`offline_alphas` of drafts of one length; those are absent that no text has a token for."""
     numbers, known = prompt_numbers(texts), dict[str, list[OfflineAlpha]]()
     for forced in teacher_forced(target, drafts, texts, depth=depth):
         place, (ids, start) = forced.number, texts[forced.number]
@@ -97,7 +131,7 @@ def offline_alphas(
                 alpha.texts[place], alpha.kept[place] = overlap(p, q).double().tolist(), kept.double().tolist()
         if seen is not None:
             seen(forced)
-    return {draft: known.get(draft, [OfflineAlpha([])]) for draft in drafts}
+    return known
 
 
 def prefixes(warp: LogitsWarper, ids: Sequence[int], prompt_length: int) -> list[Sequence[int]] | None:
@@ -147,7 +181,9 @@ def replay(
 
 
 def rounds_of_texts(alphas: Sequence[OfflineAlpha], draft_length: int) -> list[dict[int, float]]:
-    """Rounds by drafted tokens of each text; `alphas` by depth in the draft (see `replay`)."""
+    """Rounds by drafted tokens of each text; `alphas` by depth in the draft (see `replay` and `ByDepth`)."""
+    if isinstance(alphas, ByDepth):
+        alphas = alphas.shorter.get(draft_length, alphas)
     by_depth = [alpha.kept or alpha.texts for alpha in alphas]
     return [replay(first, draft_length, deeper)[1] for first, *deeper in zip(*by_depth)]
 

@@ -161,6 +161,7 @@ def describe(
         "last_layer": max(captured) == layers,
         "mask_id": model.mask_id if isinstance(model, BlockHead) else None,
         "calibrated": isinstance(model, BlockHead) and bool(model.temperatures),
+        "notes": ["vLLM runs it on a GPU only: its CPU build refuses DSpark."] if model.version == "dspark" else [],
     }
 
 

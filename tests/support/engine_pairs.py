@@ -1,4 +1,4 @@
-"""A tiny target with a draft and an EAGLE-3 head as exported, which the real engines load, and serve-check on them."""
+"""A tiny target with a draft and heads as exported, which the real engines load, and serve-check on them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from families import build_tiny
-from heads import learned_head
+from heads import learned_head, make_block_head
 from pairs import make_tokenizer
 
 from decode.__main__ import main
 from decode.engines.gguf import convert
 from decode.engines.server import CHECKOUT, LLAMA_SERVER, VLLM_PYTHON, Engine, opened
+from decode.models.heads.block import BlockHead
 from decode.models.heads.files import save_head
 from distill.config import ExportSettings
 from distill.export.draft import export_draft
@@ -38,12 +40,14 @@ needs_llama = pytest.mark.skipif(program(LLAMA_SERVER) is None, reason="llama.cp
 
 
 def save_exports(folder: Path, family: str, steps: int = 24) -> Path:
-    """``target``, ``draft`` (the target with noise) and ``head`` (trained so many steps), in shapes that vLLM's CPU
-    kernels take."""
+    """``target``, ``draft`` (the target with noise), ``head`` (EAGLE-3), ``dflash`` and ``dspark``, trained so many
+    steps, in shapes that vLLM's CPU kernels take; some texts of the target end."""
     shape = {"vocab_size": 280, "max_position_embeddings": 256, "eos_token_id": 0, "hidden_size": 64,
              "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_hidden_layers": 4}  # fmt: skip
     tokenizer = make_tokenizer(chat=True)
+    prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
     target = copy.deepcopy(build_tiny(family, **shape))
+    end_texts(target, prompts)
     draft, generator = copy.deepcopy(target), torch.Generator().manual_seed(5)
     with torch.no_grad():
         for weight in draft.parameters():
@@ -54,26 +58,66 @@ def save_exports(folder: Path, family: str, steps: int = 24) -> Path:
         tokenizer.save_pretrained(folder / name)
     settings = ExportSettings()
     export_draft(folder / "trained", folder / "target", folder / "draft", settings)
-    prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
-    head = learned_head(target, prompts, captured_layers=(1, 2, 3), steps=steps)
-    (folder / "trained-head").mkdir()
-    save_head(head, folder / "trained-head")
-    export_head(folder / "trained-head", folder / "target", folder / "head", settings, length=3)
+    heads = {"head": learned_head(target, prompts, captured_layers=(1, 2, 3), steps=steps)}
+    heads |= {kind: learned_block(target, prompts, kind, steps) for kind in ("dflash", "dspark")}
+    for name, head in heads.items():
+        (folder / f"trained-{name}").mkdir()
+        save_head(head, folder / f"trained-{name}")
+        export_head(folder / f"trained-{name}", folder / "target", folder / name, settings, length=3)
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
     return folder
+
+
+@torch.no_grad()
+def end_texts(target: Any, prompts: list[list[int]]) -> None:
+    """Exchange the ids of the end and of what the target writes twelfth after the first prompt; sampled texts resemble
+    greedy ones."""
+    ids = torch.tensor([prompts[0]])
+    token = int(target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)[0, -1])
+    for table in {target.get_input_embeddings().weight, target.get_output_embeddings().weight}:
+        table[[0, token]] = table[[token, 0]]
+    target.get_output_embeddings().weight.mul_(3)
+
+
+def learned_block(target: Any, prompts: list[list[int]], kind: str, steps: int) -> BlockHead:
+    """A block head of two layers, longer than what is drafted, trained on the target's greedy answers."""
+    head = make_block_head(target, kind, block=6, mask_id=7, target_layers=[0, 1, 2]).requires_grad_(True)
+    with torch.no_grad():  # keys of the second layer normed by the weights of the first are others
+        head.layers[1].self_attn.k_norm.weight.mul_(3)
+    table, output, examples = target.get_input_embeddings().weight, target.get_output_embeddings(), []
+    with torch.no_grad():
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            tokens = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+            states = target(tokens, output_hidden_states=True).hidden_states
+            anchors = torch.arange(len(prompt), tokens.shape[1] - head.drafts)[None]
+            if anchors.numel():
+                features = torch.cat([states[layer] for layer in head.captured_layers], -1)
+                examples.append((features, anchors, tokens[0].unfold(0, head.drafts + 1, 1)[anchors[0]]))
+    optimiser = torch.optim.Adam(head.parameters(), 5e-3)
+    for _ in range(steps):
+        loss = torch.zeros(())
+        for features, anchors, read in examples:
+            blocks = head.tokens(read[None, :, 0], head.drafts)
+            rows, _ = head.conditions(head(F.embedding(blocks, table).detach(), features, anchors)[0], read[:, :-1])
+            loss = loss + F.cross_entropy((rows @ head.outputs(output).T).flatten(0, 1), read[:, 1:].flatten())
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    return head.eval().requires_grad_(False)
 
 
 def gguf(folder: Path, name: str, kind: str = "f32") -> Path:
     """The GGUF file of one of the exports, made once."""
     file = folder / f"{name}-{kind}.gguf"
-    target = folder / "target" if "head" in name else None
+    target = folder / "target" if name not in ("target", "draft") else None
     return file if file.is_file() else convert(folder / name, file, kind, target=target)
 
 
-def serve_check(folder: Path, engine: str, draft: str, *more: str) -> dict[str, Any]:
-    """What ``python -m decode serve-check`` prints of three drafted tokens on `PROMPTS`."""
+def serve_check(folder: Path, engine: str, draft: str, *more: str, temperatures: str = "0,1") -> dict[str, Any]:
+    """What ``python -m decode serve-check`` prints of three drafted tokens on `PROMPTS`, if it finds no fault."""
     command = ["serve-check", "--engine", engine, "--target", str(folder / "target"), "--draft", str(folder / draft)]
-    command += ["--suite", f"prompts={folder / 'prompts.txt'}", "--draft-lengths", "3", "--temperatures", "0"]
+    command += ["--suite", f"prompts={folder / 'prompts.txt'}", "--draft-lengths", "3", "--temperatures", temperatures]
     command += ["--max-new-tokens", "24", "--device", "cpu", "--chat", "false", "--json", *LIMITS, *more]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -83,7 +127,7 @@ def serve_check(folder: Path, engine: str, draft: str, *more: str) -> dict[str, 
 
 def check_of_a_running_vllm(folder: Path, draft: str) -> dict[str, Any]:
     """The same of a vLLM that runs already, which starts once instead of twice: its texts beside transformers' own."""
-    method = "eagle3" if draft == "head" else "draft_model"
+    method = {"draft": "draft_model", "head": "eagle3"}.get(draft, draft)
     engine = Engine("vllm", str(folder / "target"), str(folder / draft), method, 128, threads=1, seconds=1800)
     with opened(engine, 3) as server:
         return serve_check(folder, "vllm", draft, "--url", server.url)

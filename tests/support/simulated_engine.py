@@ -1,4 +1,4 @@
-"""vLLM's rounds in plain forwards of two models, as a server of `decode.engines` answers and counts them."""
+"""Rounds of vLLM or llama.cpp in plain forwards of two models, as a server of `decode.engines` answers and counts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,16 @@ from decode.engines.check import Drafts, ServedText
 
 
 class SimulatedEngine:
-    """The prompt gives a token; then each round drafts greedily, accepts a token y with p(y) and adds one of the target."""
+    """The prompt gives a token; then each round drafts greedily, accepts a token y with p(y) and adds one of the target.
 
-    def __init__(self, target: PreTrainedModel, draft: PreTrainedModel | None, length: int) -> None:
-        self.target, self.draft, self.length = target, draft, length
+    llama.cpp drafts no more than the budget leaves, less one, and adds nothing to an accepted end token, which it does
+    not count, unless that is the last one drafted.
+    """
+
+    def __init__(
+        self, target: PreTrainedModel, draft: PreTrainedModel | None, length: int, llama: bool = False
+    ) -> None:
+        self.target, self.draft, self.length, self.llama = target, draft, length, llama
 
     def differs_in_ids(self, text: str, ids: Sequence[int]) -> None:
         """Its tokenizer is ours."""
@@ -46,28 +52,33 @@ class SimulatedEngine:
         new = text[len(ids) :]
         while len(new) < max_new_tokens and not set(new) & set(stop_ids):
             drafted: list[int] = []
-            for _ in range(self.length if self.draft is not None else 0):
+            most = min(self.length, max_new_tokens - len(new) - 1) if self.llama else self.length
+            for _ in range(most if self.draft is not None else 0):
                 drafted.append(int(self.draft(torch.tensor([text + drafted])).logits[0, -1].argmax()))  # type: ignore[misc]
-            accepted, p = 0, target(text)
-            for token in drafted:
+            accepted, added, p = 0, None, target(text)
+            for i, token in enumerate(drafted, 1):
                 if torch.rand((), generator=chance, dtype=torch.float64) >= p[token]:
                     p[token] = 0
                     break
-                accepted, p = accepted + 1, target([*text, *drafted[: accepted + 1]])
-            text = [*text, *drafted[:accepted], drawn(p)]
+                if self.llama and token in stop_ids and i < len(drafted):
+                    added = token
+                    break
+                accepted, p = i, target([*text, *drafted[:i]])
+            text = [*text, *drafted[:accepted], drawn(p) if added is None else added]
             if drafted:
                 counts = [n + (accepted > i) for i, n in enumerate(drafts.accepted)]
                 drafts = Drafts(drafts.rounds + 1, counts)
             new = text[len(ids) :]
         end = next((n for n, i in enumerate(new, 1) if i in stop_ids), len(new))
-        return ServedText(new[: min(end, max_new_tokens)], 1.0, 0.0, drafts)
+        new = new[: min(end, max_new_tokens)]
+        return ServedText(new, 1.0, 0.0, drafts, self.llama and new[-1] in stop_ids)
 
 
-def simulated(target: PreTrainedModel, draft: PreTrainedModel) -> Any:
+def simulated(target: PreTrainedModel, draft: PreTrainedModel, cls: type[SimulatedEngine] = SimulatedEngine) -> Any:
     """A stand-in for `decode.engines.server.opened`."""
 
     @contextmanager
     def opened(engine: Any, length: int | None) -> Any:
-        yield SimulatedEngine(target, draft if length else None, length or 1)
+        yield cls(target, draft if length else None, length or 1)
 
     return opened

@@ -195,13 +195,13 @@ class BlockHead(DraftHead):
 
     @torch.no_grad()
     def teacher_forced(self, model: PreTrainedModel, tokens: Tensor, features: Tensor, depth: int) -> list[Tensor]:
-        """Logits of the first `depth` drafted tokens of blocks at every position of texts, given the text before each.
+        """Logits of blocks of `depth` drafted tokens at every position of texts, given the text before each token.
 
         Args:
             model: the target.
             tokens: ``[batch, time]``.
             features: ``[batch, time, feature width]``.
-            depth: at most `drafts` of them are returned.
+            depth: at most `drafts`; the slots see each other, so that a shorter block drafts other tokens.
 
         Returns:
             For each drafted token ``[batch, time, draft vocab]``; row t of the i-th predicts token t + i + 1.
@@ -211,7 +211,7 @@ class BlockHead(DraftHead):
         every = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         before = F.pad(tokens, (0, depth)).unfold(1, depth, 1)[:, :-1]
         for places, anchors, known in zip(*(x.split(64, 1) for x in (every, tokens, before))):  # few scores in memory
-            states = self(F.embedding(self.tokens(anchors, self.drafts), table), features, places)[:, :, :depth]
+            states = self(F.embedding(self.tokens(anchors, depth), table), features, places)
             rows, _ = self.conditions(states.flatten(0, 1), known.flatten(0, 1))
             parts.append((rows @ weight.T).unflatten(0, places.shape))
         return list(torch.cat(parts, 1).unbind(2))

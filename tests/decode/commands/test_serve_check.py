@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from heads import filed_head
 from pairs import make_tokenizer, save_pair
 from safetensors.torch import load_file, save_file
-from simulated_engine import simulated
+from simulated_engine import SimulatedEngine, simulated
 
 from decode.__main__ import main
 from decode.commands.serve_check import check_head
-from decode.engines.check import causes_in_files, causes_in_numbers, serving_facts, weight_fingerprints
+from decode.engines.check import (
+    Drafts,
+    ServedText,
+    causes_in_counts,
+    causes_in_files,
+    causes_in_numbers,
+    serving_facts,
+    weight_fingerprints,
+)
 from decode.errors import UserError
 from decode.models.heads.eagle import FeatureHead, head_config
 from decode.models.heads.files import save_head
@@ -67,10 +77,32 @@ def test_a_whole_check_and_where_it_is_recorded(folder: Path, capsys, monkeypatc
     assert (sampled["temperature"], sampled["identical_share"], sampled["fits"]) == (1, None, True)
     assert (row["speedup"] is None) == bool(url)
     assert main(command(folder, *more, *url)) == 0  # a second check replaces the first
-    assert "Served and predicted accepted lengths agree" in capsys.readouterr().out
+    assert "3 of 3 texts have the predicted counts" in capsys.readouterr().out
     (kept,) = json.loads((folder / "draft" / "speculation_profile.json").read_text())["served"]
     assert kept["rows"][0]["served_length"] == row["served_length"]
     assert named(folder) == []
+
+
+class Half(SimulatedEngine):
+    """It counts half of what it accepts."""
+
+    def write(self, *args: Any, **options: Any) -> ServedText:
+        text = super().write(*args, **options)
+        return replace(text, drafts=Drafts(text.drafts.rounds, [n // 2 for n in text.drafts.accepted]))
+
+
+def test_a_difference_without_a_known_cause_fails_the_check(folder: Path, capsys, monkeypatch) -> None:
+    pair = load(folder / "target", folder / "draft")
+    monkeypatch.setattr("decode.commands.serve_check.opened", simulated(pair.target, pair.draft, Half))
+    monkeypatch.setattr("decode.commands.serve_check.check_engine", lambda *_: None)
+    more = ("--draft-lengths", "3", "--temperatures", "0", "--max-new-tokens", "16")
+    assert main(command(folder, *more)) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "0 of 3 texts have the predicted counts. The first other one: text 1 has [" in out
+    assert "unexplained difference: T = 0, k = 3: text 1 has [" in out
+    other_weights(folder)  # a cause
+    assert main(command(folder, *more)) == 0
+    assert "other weights than measured" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -162,3 +194,25 @@ def test_answers_show_another_target_and_other_ids() -> None:
     found = causes_in_numbers("of 'Tom', token 0 is [1] there and [2] here", 0.7)
     assert [cause.name for cause in found] == ["another template or start token", "another target"]
     assert causes_in_numbers(None, 0.99) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "facts", "names"),
+    [
+        ([], {"cpu": True, "layers": 2}, []),
+        ([1.0], {"cpu": True}, ["vLLM's CPU build above temperature 0"]),
+        ([0.0], {"cpu": True}, ["unexplained difference"]),
+        ([0.0, 1.0], {"cpu": True}, ["vLLM's CPU build above temperature 0", "unexplained difference"]),
+        ([0.0], {"cpu": True, "layers": 2}, ["vLLM's CPU build with a block head of 2 layers"]),
+        ([0.0], {"layers": 2}, ["unexplained difference"]),
+        ([0.0], {"numbers": "q8_0"}, ["rounding"]),
+        ([0.0], {"known": True}, []),
+    ],
+)
+def test_counts_show_a_known_cause_or_that_there_is_none(wrong: list[float], facts: dict, names: list[str]) -> None:
+    rows = [
+        {"temperature": t, "draft_length": 3, "unequal": "text 1" if t in wrong else None, "other_texts": False}
+        for t in (0.0, 1.0)
+    ]
+    given = {"cpu": False, "layers": 0, "numbers": "float32", "known": False} | facts
+    assert [cause.name for cause in causes_in_counts(rows, **given)] == names

@@ -40,6 +40,21 @@ def test_a_process_that_dies_or_hangs_is_told_and_leaves_none_behind(tmp_path, c
     assert not _holders(str(marker))
 
 
+def test_the_first_error_of_a_long_log_is_told() -> None:
+    """vLLM's worker says what is wrong, and its server, hundreds of lines later, that something is."""
+    code = (
+        "print('(Server) WARNING 11-27 This may cause errors like OSError: [Errno 24]'); "
+        "print('(Worker pid=7) ERROR ValueError: There is no parameter named x'); print('line\\n' * 2000); "
+        "raise RuntimeError('Engine core initialization failed. See root cause above.')"
+    )
+    told = (
+        r"The first error:\n\(Worker pid=7\) ERROR ValueError: There is no parameter named x\n(.|\n)*root cause above"
+    )
+    started = running([sys.executable, "-c", code], lambda: False, name="vllm", seconds=60)
+    with pytest.raises(UserError, match=told), started:
+        pass
+
+
 @pytest.mark.parametrize("ended_by", [signal.SIGKILL, signal.SIGINT])
 def test_a_check_that_is_ended_takes_its_engine_and_its_workers_with_it(
     tmp_path, monkeypatch, ended_by: signal.Signals
@@ -102,6 +117,10 @@ def test_a_program_of_another_version_is_said(tmp_path, monkeypatch) -> None:
     (tmp_path / "vllm-0.11.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.11.0\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     refused("vllm", r"has vLLM 0\.11\.0, expected 0\.32 or newer", sys.executable)
+    (tmp_path / "vllm-0.11.0.dist-info" / "METADATA").write_text("Name: vllm\nVersion: 0.32.0+cpu\n")
+    assert check_engine("vllm", sys.executable, "dflash") == sys.executable
+    with pytest.raises(UserError, match=r"vLLM 0\.32\.0\+cpu .* does not run DSpark"):
+        check_engine("vllm", sys.executable, "dspark")
     (tmp_path / "llama-server").write_text("#!/bin/sh\necho usage: --model FILE\n")
     (tmp_path / "llama-server").chmod(0o755)
     refused("llama.cpp", "no option --spec-draft-sampling", str(tmp_path / "llama-server"))
