@@ -22,6 +22,7 @@ EXAMPLES = """\
   python -m distill --config configs/quickstart.yaml --name wider --student.architecture.hidden-size 96 --dry-run
   python -m distill --config configs/quickstart.yaml --show-example
   python -m distill --config configs/quickstart.yaml --name k20 --drafts.adaspec.k 0.2
+  python -m distill check-engine --config C --teacher.signal vllm    vLLM's hidden states beside transformers'
   python -m distill ablate --config configs/ablation.yaml     objectives and kinds of drafts over several seeds
   wandb sweep configs/sweeps/distill.yaml                     grids of settings"""
 
@@ -43,6 +44,8 @@ def main(argv: list[str] | None = None) -> None:
     if argv[0] == "ablate":
         ranks.check_alone("python -m distill ablate")
         return _ablate(argv[1:])
+    checks = argv[0] == "check-engine"
+    argv = argv[checks:]
     flags = {flag: take_flag(argv, flag) for flag in ("--dry-run", "--estimate", "--show-example")}
     for flag in ("--dry-run", "--estimate"):
         if flags[flag]:
@@ -58,6 +61,12 @@ def main(argv: list[str] | None = None) -> None:
             raise UserError(f"{option}: {name if draft is None else key!r} is not one of {', '.join(known)}")
         setattr(draft, key, yaml.safe_load(value))
     settings.validate()
+    if checks:
+        from distill.engine_check import check_command
+        from distill.pipeline import with_formats
+        from distill.run import Run
+
+        return check_command(Run(with_formats(settings), output_console()))
     if flags["--estimate"]:
         from distill.estimate import estimate
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from decode.errors import UserError
-from decode.models.open import choose_device
 from distill import ranks
 from distill.config import ModelSettings
 from distill.data.dataset import Examples
 from distill.drafts.language_model import kept_layers
+from distill.engine_check import check_engine
+from distill.files import existing
 from distill.models import check_attention, check_quantization, config_of, count_parameters, multiplies_bfloat16
-from distill.responses.target import check_servers
 from distill.run import Run
 
 
@@ -36,15 +36,16 @@ def check_inputs(run: Run) -> None:
 def _check_machine(run: Run, models: dict[str, ModelSettings]) -> None:
     """Refuse devices, number formats and servers that are not there."""
     settings, device = run.settings, run.device
-    trainer, target, responses = settings.trainer, settings.target, settings.teacher.responses
-    if target.sharded and ranks.world() < 2:
-        raise UserError("target.sharded spreads the target over processes, and one was started: see trainer.devices")
-    for name in target.devices:
-        choose_device(name)
+    trainer, target = settings.trainer, settings.target
+    if target.device_map and ranks.local_world() > 1:
+        raise UserError(
+            f"target.device_map is {target.device_map}, and {ranks.local_world()} processes of this machine would each "
+            "spread the target over all GPUs: set trainer.devices to 1, or teacher.signal to vllm"
+        )
     if target.quantization:
-        check_quantization(target.quantization, target.devices[0] if target.devices else device)
-    if responses.from_target and target.kind == "as_is" and not (run.work / "responses").exists():
-        check_servers(responses.server)  # a target that is trained first can be served only later
+        check_quantization(target.quantization, device)
+    if target.kind == "as_is":
+        check_engine(run)  # a target that is trained first can be served only later
     frozen = [model.dtype for model in models.values() if not model.trained]
     if not trainer.precision.startswith("bf16") and "bfloat16" not in frozen:
         return
@@ -109,28 +110,37 @@ def signal_sizes(run: Run) -> dict[str, float]:
         unwritten = teacher.responses.from_target or not run.corpus.answered
         longest = min(teacher.responses.max_new_tokens, run.settings.data.max_length) * len(rows) if unwritten else 0
         tokens, labels = tokens + int(rows.lengths.sum()) + longest, labels + max(rows.label_count, longest)
-    state = config.hidden_size * (2 if target.dtype == "bfloat16" else 4)
+    bits = {"float32": 4, "bfloat16": 2, "float8": 1}[teacher.number_format(target.dtype)]
+    state = config.hidden_size * bits + 4 * (bits == 1)
     block_layers = len(student.block.target_layers) or max(3, student.block.layers)
     read = block_layers if student.is_block else {"eagle": 1, "eagle3": 3, "mtp": 1}.get(student.kind, 0)
     # the states that EAGLE-1 and next-token layers read are those that logits are made of
     hidden = 0 if student.kind in ("eagle", "mtp") else state * labels
-    return {"hidden": read * state * tokens + hidden, "topk": read * state * tokens + 8 * teacher.signal_k * labels}
+    topk = read * state * tokens + 8 * teacher.signal_k * labels
+    return {"hidden": read * state * tokens + hidden, "topk": topk, "online": 0}
 
 
 def free_space(run: Run) -> tuple[Path, int]:
     """Return the folder of the run's disk that exists, and the bytes that are free there."""
-    place = next(path for path in (run.work, *run.work.parents) if path.exists())
+    place = existing(run.work)
     return place, shutil.disk_usage(place).free
 
 
 def _check_disk(run: Run) -> None:
     """Refuse a kind of signal that was asked for by name and that the disk has no room for."""
-    kind, known = run.settings.teacher.signal, run.corpus.answered and not run.settings.teacher.responses.from_target
+    teacher, known = run.settings.teacher, run.corpus.answered and not run.settings.teacher.responses.from_target
+    kind = teacher.kept
+    if teacher.signal == "vllm":
+        keep, most = teacher.engine.keep, "" if known else " at most"
+        what = "nothing" if keep is False else teacher.number_format(run.settings.target.dtype)
+        what = f"the top {teacher.signal_k} ids" if keep == "topk" else what
+        run.line(f"kept of the engine's states: {what},{most} {signal_sizes(run)[kind] / 1e9:.2f} GB")
     if kind not in ("hidden", "topk") or not known or (run.work / "signals").exists():
         return
     size, (place, free) = signal_sizes(run)[kind], free_space(run)
     if size > free:
         raise UserError(
             f"the target's signal ({kind}) will take {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free in {place}: "
-            "set teacher.signal to auto, use fewer teacher.examples, or another output_dir"
+            "set teacher.signal to auto (of an engine teacher.engine.keep to float8 or false), use fewer "
+            "teacher.examples, or another output_dir"
         )

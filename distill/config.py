@@ -24,7 +24,7 @@ Precision = Literal[
     "auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", "transformer-engine",
     "transformer-engine-float16",
 ]  # fmt: skip
-Signal = Literal["auto", "hidden", "topk", "online"]
+Signal = Literal["auto", "hidden", "topk", "online", "vllm"]
 Split = Literal["train", "validation", "test"]
 StudentKind = Literal["scratch", "finetune", "lora", "as_is", "cut", "eagle", "eagle3", "dflash", "dspark", "mtp"]
 
@@ -273,17 +273,16 @@ class TargetSettings(ModelSettings):
     layerskip: LayerSkipSettings = field(default_factory=LayerSkipSettings)
     round_to: Literal["float16", "bfloat16"] | None = None
     """Round the weights of a target with kind as_is to 16 bits (float16 changes a weight by 0.05 % at most)."""
-    devices: list[str] = field(default_factory=list)
-    """Devices of the frozen target, as ["cuda:4", "cuda:5"], shared by a machine's processes. Empty: the draft's."""
-    sharded: bool = False
-    """Spread the layers of a frozen target too large for a device over all processes (FSDP2); it writes no answers."""
+    device_map: Literal["auto"] | None = None
+    """auto: spread the frozen target over all GPUs of the machine, for a training in one process. null: the draft's
+    device. A target larger than a machine stands in an engine (teacher.signal vllm)."""
     quantization: dict[str, Any] | None = None
     """Weights of the frozen target in few bits, in training: {quant_method: bitsandbytes, load_in_4bit: true}."""
 
     @property
     def placed(self) -> bool:
         """Whether the frozen target has another place than the draft."""
-        return bool(self.devices or self.sharded or self.quantization)
+        return bool(self.device_map or self.quantization)
 
 
 @dataclass
@@ -353,14 +352,22 @@ class StudentSettings(ModelSettings):
 
 
 @dataclass
-class ServerSettings:
-    """Servers that run the target and speak OpenAI's protocol in token ids (vLLM, SGLang)."""
+class EngineSettings:
+    """The serving engine that the target stands in: it answers prompts, and as vLLM gives its hidden states away."""
 
     urls: list[str] = field(default_factory=list)
-    """Addresses such as http://127.0.0.1:8000/v1 of servers of the target (key: OPENAI_API_KEY). Empty: this process
-    writes. Start vLLM with --generation-config vllm, or it adds the target's sampling settings."""
-    concurrency: PositiveInt = 32
-    """Requests in flight at each server."""
+    """Addresses such as http://127.0.0.1:8000/v1 of servers of the target that return token ids (key: OPENAI_API_KEY),
+    for answers, and with signal vllm for states (docs/engines.md has their command). Empty: with signal vllm the run
+    starts vLLM itself."""
+    arguments: list[str] = field(default_factory=list)
+    """Further arguments of the vLLM that the run starts, such as [--tensor-parallel-size=4]."""
+    in_flight: PositiveInt = 16
+    """Requests in flight at each server. They bound the memory that states take on both sides; 256 answers faster."""
+    folder: str = "/dev/shm"
+    """Folder through which states pass, in memory or on a fast disk, which engine and trainers share."""
+    keep: Literal["auto", "float32", "bfloat16", "float8", "topk", False] = "auto"
+    """Of signal vllm, what is kept on disk: states in a number format (auto: the target's; float8: a scale for each
+    token and layer), or topk: for language models signal_k log-probabilities. false: nothing, asked again each step."""
 
 
 @dataclass
@@ -379,7 +386,6 @@ class ResponseSettings:
     """Prompts answered together by this process."""
     refresh_every: PositiveInt = 100
     """Of drafts with on_policy: steps between two rewritings of the texts that the draft writes."""
-    server: ServerSettings = field(default_factory=ServerSettings)
 
     @property
     def from_target(self) -> bool:
@@ -391,9 +397,8 @@ class ResponseSettings:
         return self.written() if self.from_target else {"source": self.source}
 
     def written(self) -> dict[str, Any]:
-        """Return the settings that decide a response that the target writes; the servers' addresses do not."""
-        key = {name: getattr(self, name) for name in ("temperature", "top_p", "max_new_tokens", "batch_size")}
-        return key | {"server": bool(self.server.urls)}
+        """Return the settings that decide a response that the target writes."""
+        return {name: getattr(self, name) for name in ("temperature", "top_p", "max_new_tokens", "batch_size")}
 
 
 @dataclass
@@ -404,10 +409,29 @@ class TeacherSettings:
     """Number of training examples used for distillation (the first ones); null: all."""
     signal: Signal = "auto"
     """What is kept of the target. hidden: last hidden states of response tokens (exact). topk: their signal_k largest
-    log-probabilities. online: nothing; it runs beside the draft. auto: the first that the disk has room for."""
+    log-probabilities. online: nothing; it runs beside the draft. auto: the first of these that the disk has room for.
+    vllm: hidden states out of a serving engine, for targets of any size (see engine)."""
     signal_k: PositiveInt = 64
     """Number of log-probabilities kept per token with signal topk."""
+    engine: EngineSettings = field(default_factory=EngineSettings)
     responses: ResponseSettings = field(default_factory=ResponseSettings)
+
+    @property
+    def served(self) -> bool:
+        """Whether the target's answers come from an engine."""
+        return self.responses.from_target and (self.signal == "vllm" or bool(self.engine.urls))
+
+    @property
+    def kept(self) -> Any:
+        """The kind of signal as it is kept: hidden, topk or online; ``auto`` as it is."""
+        if self.signal != "vllm":
+            return self.signal
+        return {"topk": "topk", False: "online"}.get(self.engine.keep, "hidden")
+
+    def number_format(self, dtype: str) -> str:
+        """The number format in which states of a target of this one are kept."""
+        keep = str(self.engine.keep) if self.signal == "vllm" else "auto"
+        return keep if keep in ("float32", "bfloat16", "float8") else "bfloat16" if dtype == "bfloat16" else "float32"
 
 
 @dataclass
@@ -561,27 +585,33 @@ class Settings:
         self.data.validate()
         self.trainer.callback_instances()
         target, student, responses = self.target, self.student, self.teacher.responses
-        urls, prompts, head = responses.server.urls, self.data.from_target, student.is_head
+        engine, prompts, head = self.teacher.engine, self.data.from_target, student.is_head
         early = target.trained and not (target.layerskip.enabled and target.kind != "scratch")
-        strange = not all(re.match("https?://", url) for url in urls)
+        strange = not all(re.match("https?://", url) for url in engine.urls)
         decided = {"self", "logger", "max_epochs", "max_steps", "plugins", "val_check_interval"}
         decided |= {"accumulate_grad_batches", *(each.name for each in fields(TrainerSettings))}
         arguments = inspect.signature(Trainer.__init__).parameters.keys() - decided
         unknown = self.trainer.extra.keys() - arguments
-        rounded, placed = target.round_to and target.kind != "as_is", target.devices or target.quantization
+        rounded, stands = target.round_to and target.kind != "as_is", self.teacher.signal == "vllm"
+        idle = engine.urls and not responses.from_target and not stands
         refuse(
             self,
             (not re.match(r"[^/.][^/]*$", self.name), "name", "expected a plain folder name"),
             (target.kind in ("cut", *HEADS), "target.kind", "expected scratch, finetune, lora or as_is"),
             (rounded, "target.round_to", f"for kind as_is, and target.kind is {target.kind}"),
-            (target.sharded and placed, "target.sharded", "and goes neither with target.devices nor with quantization"),
+            (stands and target.placed, "teacher.signal", "and the target stands in an engine: set target.device_map "
+             "and target.quantization to null, and give such options as teacher.engine.arguments"),
+            (stands and head and engine.keep == "topk", "teacher.engine.keep", "and heads learn from whole "
+             "distributions here: set it to bfloat16 or float8"),
+            (engine.arguments and (engine.urls or not stands), "teacher.engine.arguments", "for an engine that the run "
+             "starts, with teacher.signal vllm and without urls"),
             (prompts and self.drafts and not responses.from_target, "data.source", "whose prompts have no answers: set "
              "teacher.responses.source to target"),
             (prompts and early, "target.kind", "which trains it on answers to data.source target that it has yet to "
              "write: set target.kind to as_is (or enable target.layerskip on a given target)"),
-            (urls and not responses.from_target, "teacher.responses.server.urls", "and teacher.responses.source is "
-             "dataset: set it to target"),
-            (strange, "teacher.responses.server.urls", "expected addresses such as http://127.0.0.1:8000/v1"),
+            (idle, "teacher.engine.urls", "which is asked for nothing: set teacher.responses.source to target, or "
+             "teacher.signal to vllm"),
+            (strange, "teacher.engine.urls", "expected addresses such as http://127.0.0.1:8000/v1"),
             (unknown, "trainer.extra", f"expected keys among {', '.join(sorted(arguments))}"),
         )  # fmt: skip
         models: dict[str, ModelSettings] = {"target": target} | ({"student": student} if drafts and not head else {})
@@ -602,7 +632,7 @@ class Settings:
 
     def _validate_drafts(self) -> None:
         """Check the drafts, what they start from, and that no part needs weights in a single place that are spread."""
-        target, student, measured, answers = self.target, self.student, self.evaluation, self.teacher.responses
+        target, student, measured = self.target, self.student, self.evaluation
         names, keys = [draft.name for draft in self.drafts], [each.name for each in fields(TrainingSettings)]
         for index, draft in enumerate(self.drafts):
             earlier, where = names[:index], f"drafts[{index}]."
@@ -621,7 +651,6 @@ class Settings:
             draft.training_of(self.training).validate(f"{where}training" if draft.training else "training")
         kind, head, on_policy = student.kind, student.is_head, any(draft.on_policy for draft in self.drafts)
         single = any(draft.accepted_only for draft in self.drafts) and (student.steps == 1 or student.is_block)
-        writes = on_policy or self.data.from_target or (answers.from_target and not answers.server.urls)
         uses = {
             "drafts[].on_policy": on_policy,
             "target.layerskip": target.layerskip.enabled,
@@ -642,10 +671,9 @@ class Settings:
             (single, "student.kind", "and accepted_only needs an EAGLE head of two drafting steps (unroll) or more"),
             (measured and not (measured.temperatures and measured.draft_lengths), "evaluation", "expected at least one "
              "of temperatures and of draft_lengths"),
-            (target.sharded and writes, "target.sharded", "and a sharded target cannot generate text, nor can a draft "
-             "beside it: use teacher.responses.server, or target.devices or target.quantization instead"),
-            (on_policy and head and target.placed, "student.kind", "and drafts[].on_policy needs the target beside a "
-             "head: unset target.devices and target.quantization"),
+            (on_policy and head and (target.placed or self.teacher.signal == "vllm"), "student.kind", "and "
+             "drafts[].on_policy needs the target beside a head: choose another teacher.signal, and set "
+             "target.device_map and target.quantization to null"),
             (unsupported, "trainer.strategy", f"which shards the weights and does not support {unsupported}: set it to "
              "ddp, or change these settings"),
         )  # fmt: skip

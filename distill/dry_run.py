@@ -37,12 +37,13 @@ PLAIN_CHAT = (
 SMALL = {
     **{f"data__{split}_examples": count for split, count in ROWS.items()},
     "data__tokenizer": None, "data__max_length": 512, "data__overlong": "cut",
-    "target__devices": [], "target__sharded": False, "target__quantization": None,
+    "target__device_map": None, "target__quantization": None,
     "target__trust_remote_code": False, "student__trust_remote_code": False,  # models made here need no foreign code
     "student__layers": [1],  # the last of two, without which Gemma 4 cannot be cut
     "student__block__layers": 1, "student__block__target_layers": [],
-    "teacher__examples": 16, "teacher__responses__server__urls": [], "teacher__responses__batch_size": 8,
-    "teacher__responses__max_new_tokens": 8, "teacher__responses__refresh_every": STEPS // 2,
+    "teacher__examples": 16, "teacher__engine__urls": [], "teacher__engine__arguments": [],
+    "teacher__responses__batch_size": 8, "teacher__responses__max_new_tokens": 8,
+    "teacher__responses__refresh_every": STEPS // 2,
     "trainer__validate_every": STEPS // 2, "trainer__validation_examples": 8, "trainer__strategy": "auto",
     "trainer__devices": 1, "trainer__num_nodes": 1, "tracker": "none",
 }  # fmt: skip
@@ -71,8 +72,9 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
     shutil.rmtree(folder, ignore_errors=True)
     console.print(f"dry run of {settings.name}, in {folder}", highlight=False)
     change(small, **copy.deepcopy(SMALL))
-    if urls := settings.teacher.responses.server.urls:
-        console.print(f"  the target made here answers in place of {', '.join(urls)}", highlight=False)
+    if settings.teacher.signal == "vllm" or settings.teacher.engine.urls:
+        console.print("  the target made here stands in no engine: it answers and gives states itself", highlight=False)
+        small.teacher.signal = settings.teacher.kept
     _shrink_data(small, folder / "rows", console)
     tokenizer = load_corpus(small.data, seed=small.seed, folder=None).tokenizer
     _shrink_model(small.target, folder / "models/target", tokenizer, console, tied=not untie, width=64, layers=2)

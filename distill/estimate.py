@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch.callbacks import Callback
 from rich.console import Console
+from rich.table import Table
 from transformers.utils import logging as hf_logging
 
 from decode.errors import scratch_folder
@@ -60,7 +61,8 @@ def estimate(settings: Settings, console: Console) -> dict[str, tuple[float, flo
         trainings |= {draft.name: (draft.training_of(full.training), count) for draft in full.drafts}
         for stage, (training, examples) in trainings.items():
             if stage == "initial" and full.teacher.responses.from_target:  # which may be trained on the answers
-                target, began = run.at_work(run.open_target()), time.perf_counter()
+                target = None if full.teacher.served else run.at_work(run.open_target())
+                began = time.perf_counter()
                 with working(console, "one batch of answers"):
                     rows = Examples.of(answered_texts(run, target)[0])
                 del target
@@ -75,11 +77,30 @@ def estimate(settings: Settings, console: Console) -> dict[str, tuple[float, flo
                 parts[stage] = (last - first) * batches, sum(size for _, size in StepTimes.ends[1:]) * batches
     for part, (seconds, tokens) in parts.items():
         console.print(f"{part:<20} {tokens / 1e6:10.2f} M tokens {duration(seconds):>12}", highlight=False)
+    console.print(states_table(run))
     total, memory = duration(sum(seconds for seconds, _ in parts.values())), peak_memory(run.device) / 1e9
     console.print(
         f"total {total} and {memory:.2f} GB on {run.device} in one process, without signals, validations and evaluation"
     )
     return parts
+
+
+LINKS = {"NVLink": 450e9, "PCIe 5": 64e9, "Ethernet 100G": 12.5e9, "Ethernet 10G": 1.25e9}
+"""Bytes a second in one direction: NVLink 4 of a GPU, 16 lanes, and networks, at their nominal speeds."""
+
+
+def states_table(run: Run) -> Table:
+    """What the target's states take that a head or draft reads: kept on disk, or sent by a serving engine."""
+    width, planes = int(run.target_config.hidden_size), len(run.engine_layers)
+    title = f"States that the draft reads: {planes} layers of {width} numbers for each token"
+    table = Table(title=title, title_justify="left")
+    for name in ("format", "bytes a token", "GB a million tokens", *(f"tokens/s, {link}" for link in LINKS)):
+        table.add_column(name, justify="left" if name == "format" else "right")
+    for name, size, scale in (("float32", 4, 0), ("bfloat16", 2, 0), ("float8", 1, 4)):
+        count = planes * (width * size + scale)
+        speeds = (f"{speed / count:,.0f}" for speed in LINKS.values())
+        table.add_row(name, f"{count:,}", f"{count / 1e3:.2f}", *speeds)
+    return table
 
 
 def _small(full: Settings, folder: str) -> Settings:

@@ -60,6 +60,11 @@ def sizes(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(files)}
 
 
+def existing(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+
+
 def remove(path: Path) -> None:
     """Remove a file, a folder with its content, or a link (but not what it points to); absent is fine."""
     if path.is_symlink() or path.is_file():

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.overrides import TorchFunctionMode
@@ -32,11 +29,8 @@ from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 from decode.errors import UserError, read_json
 from decode.models.open import load_config, load_model
 from decode.models.sources import gguf_file, located, unreadable
-from distill import ranks
 from distill.config import Architecture, Attention, LoraSettings, ModelSettings, TargetSettings, TrainingSettings
 from distill.layers import decoder_layers, final_norm
-
-Item = TypeVar("Item")
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 """Files of a Hub repository that a model and its tokenizer need."""
@@ -292,70 +286,22 @@ def _read(files: dict[str, Path], name: str, like: Tensor) -> Tensor | None:
 
 
 def open_placed(settings: TargetSettings, path: str | Path, device: torch.device) -> PreTrainedModel:
-    """Return the frozen target: on its own devices and quantised if the settings say so, else on the CPU.
+    """Return the frozen target: over the machine's devices or quantised if the settings say so, else on the CPU.
 
     Args:
         settings: The target's.
         path: Its folder, Hub name or file.
-        device: The draft's, to which a quantised target without devices of its own is loaded.
+        device: The draft's, to which a quantised target without a device map is loaded.
 
     Raises:
         UserError: It cannot be read or placed.
     """
-    devices, options = share_of(settings.devices, ranks.local_rank(), ranks.local_world()), dict[str, Any]()
-    if len(devices) > 1:
-        places = [place for place in map(torch.device, devices) if place.type == "cuda"]
-        room = {place.index or 0: torch.cuda.mem_get_info(place)[0] for place in places}
-        options = {"device_map": "balanced", "max_memory": room}
+    options: dict[str, Any] = {"dtype": settings.dtype, "trust_remote_code": settings.trust_remote_code}
+    if settings.device_map:
+        options["device_map"] = settings.device_map
     if settings.quantization:
         options["quantization_config"] = AutoQuantizationConfig.from_dict(settings.quantization)
-    options |= {"dtype": settings.dtype, "trust_remote_code": settings.trust_remote_code}
-    return load_model(path, device=[*devices, device if settings.quantization else "cpu"][0], **options)
-
-
-def share_of(items: Sequence[Item], rank: int, world: int) -> list[Item]:
-    """Return one process's part of the devices of a machine: several, or one that several processes share."""
-    if len(items) < world:
-        return [items[rank % len(items)]] if items else []
-    return list(items[rank * len(items) // world : (rank + 1) * len(items) // world])
-
-
-def shard_layers(model: PreTrainedModel, device: torch.device) -> None:
-    """Spread the layers over all processes; embedding and output head, which may be one, stay whole on ``device``."""
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for part in (model.get_input_embeddings(), model.get_output_embeddings()):
-        part.to(device)
-    for layer in decoder_layers(model):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model.base_model, mesh=mesh, ignored_params=set(model.get_input_embeddings().parameters()))
-
-
-@contextmanager
-def in_step(model: PreTrainedModel | None) -> Iterator[None]:
-    """Let each process run a sharded model inside as often as it likes, though a forward pass of one is one of all.
-
-    A process that has nothing more to compute takes part in the others' passes with a single token, until they finish.
-    """
-    if model is None or not any(isinstance(weight, DTensor) for weight in model.parameters()):
-        yield
-        return
-    base, ids = model.base_model, torch.zeros(1, 1, dtype=torch.long, device=model.device)
-
-    def any_busy(here: bool) -> bool:
-        flag = torch.tensor(int(here), device=ids.device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(flag)
-
-    hook = base.register_forward_pre_hook(lambda *_: any_busy(True) and None, prepend=True)
-    try:
-        yield
-    finally:
-        hook.remove()
-    with torch.no_grad():
-        while any_busy(False):
-            base(input_ids=ids, use_cache=False)
+    return load_model(path, device=device if settings.quantization else "cpu", **options)
 
 
 def check_quantization(wanted: dict[str, Any], device: str | torch.device) -> None:
@@ -376,7 +322,7 @@ def check_quantization(wanted: dict[str, Any], device: str | torch.device) -> No
         why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         raise UserError(
             f"target.quantization is {wanted}, which cannot be used here ({why}): install what is missing, or leave it "
-            "out and set target.dtype to bfloat16 or target.devices"
+            "out and set target.dtype to bfloat16 or target.device_map to auto"
         ) from error
 
 

@@ -18,6 +18,7 @@ from distill import ranks
 from distill.checks import free_space, signal_sizes
 from distill.config import Settings, Signal, change
 from distill.data.chat import show
+from distill.engine_check import holds
 from distill.export.card import PROFILE, add_measurements, exported_facts
 from distill.export.draft import check_export_path, check_gguf, export_draft, export_gguf
 from distill.export.head import export_head
@@ -102,10 +103,10 @@ def _choose_signal(run: Run) -> Signal:
     known = read_json(note)
     if known.get("made_from") != key:
         needed, room = signal_sizes(run), ROOM * free_space(run)[1]
-        kind = next((kind for kind, size in needed.items() if size <= room), "online")
+        kind = next(kind for kind, size in needed.items() if size <= room)
         known = {"signal": kind, "made_from": key}
         if kind != "hidden":
-            needs = ", ".join(f"{kind} may need {size / 1e9:.2f} GB" for kind, size in needed.items())
+            needs = ", ".join(f"{kind} may need {size / 1e9:.2f} GB" for kind, size in needed.items() if size)
             run.line(f"signal: {kind} ({needs}; {ROOM:.0%} of the free disk are {room / 1e9:.2f} GB)")
         if ranks.is_first():
             write_json(note, known)
@@ -123,7 +124,7 @@ def show_example(settings: Settings, console: Console | None = None) -> None:
         run = Run(shown, console)
         run.prompts_together = 8
         rows = run.examples
-        if shown.teacher.responses.from_target and shown.target.model is not None and not shown.target.sharded:
+        if shown.teacher.responses.from_target and shown.target.model is not None and not shown.teacher.served:
             rows, _, _ = answered_texts(run, run.at_work(run.open_target(shown.target.model)))
         show(rows[0], run.tokenizer, run.console)
 
@@ -150,6 +151,8 @@ def measure(run: Run) -> dict[str, Any]:
         profile = read_json(run.export / PROFILE)
         if known.get("export") == _files(run.export) and profile and bool(report) == bool(settings.evaluation):
             run.line(f"up to date: {path if report else run.export}")
+            if "served" in report:  # by `measure_served`
+                return {}
             if report and profile.get("served"):
                 write_report(run.folder, report)  # the page shows what serve-check added
             return report
@@ -164,7 +167,14 @@ def measure(run: Run) -> dict[str, Any]:
         export_draft(*models, trust_remote_code=trust, trust_draft_code=trust_draft, name=chosen)
     export_gguf(run.export, run.target, settings.export)
     run.line(f"{run.export} [dim]{chosen}[/dim]")
-    if settings.evaluation:
+    if settings.evaluation and settings.teacher.signal == "vllm" and not holds(run):
+        from distill.served import measure_served
+
+        run.line("this process has no memory for the target, so that the draft is measured in vLLM")
+        with working(run.console, "evaluation in vLLM"):
+            measure_served(run)
+        report = {}
+    elif settings.evaluation:
         from distill.evaluate import Evaluation
 
         with working(run.console, "evaluation", bars=False):

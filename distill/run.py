@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,16 +23,19 @@ from transformers.utils import logging as hf_logging
 
 from decode.errors import read_json
 from decode.measure.suites import quiet_datasets
-from decode.models.heads.eagle import DraftHead
+from decode.models.heads.block import block_config
+from decode.models.heads.eagle import DraftHead, head_config
 from decode.models.heads.files import load_head
 from decode.models.open import load_model, load_tokenizer, stop_ids_of
+from decode.models.sources import gguf_file
 from decode.progress import output_console, working
-from distill import ranks
+from distill import engine, ranks
 from distill.config import START, ModelSettings, Settings
 from distill.data.corpus import Corpus, load_corpus
-from distill.data.prompts import PromptWriter
+from distill.data.prompts import PromptWriter, continued_by, continued_here
 from distill.files import files_state, fingerprint, only_one, remove, sizes, write_json
-from distill.models import hollow_target, open_placed, shard_layers
+from distill.models import config_of, hollow_target, open_placed, source_folder
+from distill.signal.vllm import StateFiles, layers_for
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -80,6 +83,7 @@ class Run:
         self.logger: Logger | None = None
         self.console = console or output_console()
         self.prompts_together: int | None = None
+        self._opened = ExitStack()
         self.folder = Path(settings.output_dir) / settings.name
         self.work, self.target, self.export = self.path("work"), self.path("target"), self.path("export")
         self.trained = [draft.name for draft in settings.drafts]
@@ -176,11 +180,18 @@ class Run:
                 tokenizer = load_tokenizer(model, trust_remote_code=trust)
                 ends = stop_ids_of(model, tokenizer, trust)
             if model is not None and data.from_target:
-                made_from = {"dtype": target.dtype, "quantization": target.quantization}
+                made_from: dict[str, Any] = {"dtype": target.dtype, "quantization": target.quantization}
+                made_from["target"], seed = files_state([model]) or model, self.settings.seed
+                if served := self.settings.teacher.served:
+                    made_from["served"] = served
                 sampler = PromptWriter(
-                    made_from | {"target": files_state([model]) or model},
+                    made_from,
                     self.work / "prompts" / "samples.jsonl",
-                    lambda: self.at_work(self.open_target(model)),
+                    lambda: (
+                        continued_by(self.engine, seed)
+                        if served
+                        else continued_here(self.at_work(self.open_target(model)), seed)
+                    ),
                     self.line,
                     self.prompts_together,
                 )
@@ -219,11 +230,8 @@ class Run:
         return load_model(self.target, device=place, dtype=dtype or target.dtype, trust_remote_code=trust)
 
     def open_target(self, path: str | Path | None = None) -> PreTrainedModel:
-        """The frozen target (or that at a path): on its own devices, over all processes, or on the CPU."""
-        model = open_placed(self.settings.target, path or self.target, self.device)
-        if self.settings.target.sharded:
-            shard_layers(model, self.device)
-        return model
+        """The frozen target (or that at a path): on its own devices, or on the CPU."""
+        return open_placed(self.settings.target, path or self.target, self.device)
 
     def at_work(self, model: PreTrainedModel) -> PreTrainedModel:
         """The target where it computes: on its own devices, or the draft's."""
@@ -233,6 +241,62 @@ class Run:
         """The target with no more weights than a head needs: embedding, output head, norm, first and last layers."""
         last = self.settings.student.block.layers if self.settings.student.is_block else 1
         return hollow_target(self.target, last=last, trust_remote_code=self.settings.target.trust_remote_code)
+
+    @cached_property
+    def captured_layers(self) -> list[int]:
+        """The layers of the target whose entering states the student reads, which a language model does not."""
+        student, config = self.settings.student, self.target_config
+        if student.is_block:
+            block = student.block
+            shape = {"layers": block.layers, "block": block.size, "target_layers": block.target_layers}
+            return list(block_config(config, student.kind, mask_id=0, **shape).captured_layers)
+        if student.version in (1, 3):
+            return list(head_config(config, int(student.version)).captured_layers)
+        return [int(config.num_hidden_layers)] if student.is_head else []
+
+    @cached_property
+    def engine(self) -> engine.Engine:
+        """The engine that the target stands in, which is started at the first use and ends with `close`."""
+        settings, given = self.settings, self.settings.teacher.engine
+        layers = self.engine_layers if settings.teacher.signal == "vllm" else []
+        if not given.urls:
+            self.line(f"vLLM is started for {self.served_folder} [dim](minutes)[/dim]")
+        place = settings.target, self.served_folder, layers, settings.data.max_length, self.work, settings.threads
+        return self._opened.enter_context(engine.opened(given, *place))
+
+    @property
+    def engine_layers(self) -> list[int]:
+        """The layers whose states an engine gives away."""
+        return layers_for(self.captured_layers, int(self.target_config.num_hidden_layers))
+
+    @cached_property
+    def served_folder(self) -> Path:
+        """The folder that the engine serves, before the stage of the target too where that is taken as it is."""
+        target = self.settings.target
+        as_it_is = target.kind == "as_is" and not (target.round_to or gguf_file(str(target.model)))
+        return source_folder(str(target.model)) if as_it_is else self.target
+
+    @cached_property
+    def target_config(self) -> Any:
+        """The configuration of the target's language model, before it is trained too."""
+        return config_of(self.settings.target, 2).get_text_config()
+
+    @cached_property
+    def states(self) -> StateFiles:
+        """The target's states out of the engine, after a check on a few texts by the process that started it."""
+        from distill.engine_check import check_states
+
+        files = StateFiles(self.engine, self.engine_layers, self.work / "states")
+        self._opened.callback(files.close)
+        if self.engine.log is not None or (self.settings.teacher.engine.urls and ranks.is_first()):
+            check_states(self, files)
+        return files
+
+    def close(self) -> None:
+        """End the engine, if it was started."""
+        self._opened.close()
+        for name in ("engine", "states"):
+            self.__dict__.pop(name, None)
 
     def load_head(self, path: str | Path) -> DraftHead:
         """A head in float32; next-token layers are built as the target's."""
@@ -276,7 +340,7 @@ def stage_fingerprints(settings: Settings) -> dict[str, str]:
     extra = {name: value for name, value in trainer.extra.items() if name not in UNUSED}
     common = {"version": VERSION, "extra": extra, **{name: getattr(trainer, name) for name in names}}
     frozen = {"target_dtype": target.dtype, "target_quantization": target.quantization}
-    texts = {"examples": teacher.examples, "responses": responses.key(), **frozen}
+    texts = {"examples": teacher.examples, "responses": responses.key(), "served": teacher.served, **frozen}
     made_from: dict[str, Any] = {"version": VERSION}
     if target.kind == "as_is":
         made_from |= {"chat": settings.data.template(), "tokenizer": files_state([settings.data.tokenizer])}
@@ -291,7 +355,8 @@ def stage_fingerprints(settings: Settings) -> dict[str, str]:
     else:
         made_from, reads_texts = common | {"model": _model_key(student)}, settings.data.from_target and student.trained
     keys["initial"] = fingerprint(made_from | data | (texts if reads_texts else {}) | keys)
-    signal = {"signal": teacher.signal, "signal_k": teacher.signal_k if teacher.signal == "topk" else None}
+    signal = {"signal": teacher.signal, "signal_k": teacher.signal_k if teacher.kept == "topk" else None}
+    signal |= {"keep": teacher.engine.keep} if teacher.signal == "vllm" else {}
     before = common | data | texts | signal | keys
     for draft in settings.drafts:
         unused = {"name", "reference", "training"} | (set() if draft.selects else {"k"})

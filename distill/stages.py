@@ -49,8 +49,9 @@ from distill.modules import CausalLMModule, DistillModule, TrainingModule
 from distill.responses.on_policy import OnPolicy, Writer, head_texts
 from distill.responses.target import answered_texts
 from distill.run import ACCOUNT, Run, StageRecord, stage_fingerprints
-from distill.signal.disk import keep_columns
-from distill.signal.target import TOPK, Signal
+from distill.signal.disk import Expect, keep_columns
+from distill.signal.target import TOPK, Signal, Source, read_states
+from distill.signal.vllm import EngineStates
 from distill.tracking import for_stage
 from distill.trainer import fit
 
@@ -86,6 +87,15 @@ def run_stages(run: Run, only: Collection[str] | None = None, *, check: bool = T
     Returns:
         The names of the stages that were made.
     """
+    try:
+        made = _run_stages(run, only, check)
+        ranks.barrier()  # another process may still ask the engine that this one started
+    finally:
+        run.close()
+    return made
+
+
+def _run_stages(run: Run, only: Collection[str] | None, check: bool) -> list[str]:
     settings, console, made = run.settings, run.console, list[str]()
     for stage, key in stage_fingerprints(settings).items():
         if only is not None and stage not in only:
@@ -244,6 +254,7 @@ class DistillData:
         validation: Examples for comparing checkpoints.
         held: Others, by which a confidence head is calibrated.
         add_columns: Puts the same columns into texts that were just written.
+        expect: Is told which batches will be trained on, where their states are asked for meanwhile.
     """
 
     signal: Signal
@@ -251,6 +262,7 @@ class DistillData:
     validation: Examples
     held: Examples | None
     add_columns: Callable[[Examples], None]
+    expect: Expect | None = None
 
 
 def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
@@ -260,7 +272,7 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
     the training where no text is written during it.
     """
     teacher, target, trainer = run.settings.teacher, run.settings.target, run.settings.trainer
-    folder, kind, held = run.work / "signals", teacher.signal, None
+    folder, kind, held = run.work / "signals", teacher.kept, None
     train_rows, validation_rows, texts = answered_texts(run)
     if isinstance(draft, BlockDraft) and draft.model.confidence_head is not None:
         held = Examples.of(validation_rows.shard(4, 3, contiguous=False))
@@ -277,35 +289,44 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
         check_head(model, LMHead(model))
         return model
 
-    head = draft.model if isinstance(draft.model, DraftHead) else None
-    parts = opened() if kind == "online" or target.sharded else run.target_parts().to(DTYPES[target.dtype])
+    head, served = draft.model if isinstance(draft.model, DraftHead) else None, teacher.signal == "vllm"
+    here = kind == "online" and not served
+    parts = opened() if here else run.target_parts().to(DTYPES[target.dtype])
+
+    @cache
+    def source() -> Source:
+        if served:
+            return EngineStates(run.states, parts, run.captured_layers, run.device)
+        return partial(read_states, opened(), signal.layers)
+
     signal = Signal(
         parts,
         kind,
         head,
+        None if here else lambda batch: source()(batch),
         vocab=None if head is not None else int(draft.model.config.get_text_config().vocab_size),
         k=teacher.signal_k,
-        bfloat16=target.dtype == "bfloat16",
+        dtype=teacher.number_format(target.dtype),
         stays=target.placed,
     )
     signal.to(run.device)
-    sharded = parts if target.sharded else None  # no further reference: the parts leave memory
+    ahead: Expect | None = (lambda *coming: run.states.expect(*coming)) if served else None
     reference: Draft | None = None
     if settings.selects:
         reference = open_draft(run, run.path(cast(str, settings.reference)), dtype=weights_dtype(trainer.precision))
         reference.model.to(run.device)
 
     def add_columns(examples: Examples, where: Path | None = None, split: str = "") -> None:
-        if kind != "online":
-            key, name = fingerprint(texts, signal.key, trainer.attention), f"{split}-{run.settings.student.kind}"
-            keep_columns(
-                examples, lambda batch: signal.kept(opened(), batch), signal.columns, sharded, where, name, key
-            )
+        if kind != "online" or (served and split not in ("", "train")):  # of those that are read again and again
+            made_by = trainer.attention, served
+            key, name = fingerprint(texts, signal.key, made_by), f"{split}-{run.settings.student.kind}"
+            keep_columns(examples, signal.kept, signal.columns, where, name, key, ahead)
         if reference is not None and split in ("", "train"):
             made_from = run.draft_record(cast(str, settings.reference)).fingerprint
             key = fingerprint(texts, signal.key, made_from, settings.divergence, trainer.precision)
             name, divergence = f"{settings.reference}-{settings.divergence}", Divergence(settings.divergence)
-            keep_reference(reference, signal, examples, divergence, trainer.precision, where, name, key)
+            streams = ahead if kind == "online" else None
+            keep_reference(reference, signal, examples, divergence, trainer.precision, where, name, key, streams)
 
     for name, examples in fixed.items():
         with working(run.console, f"the target's signal ({kind}), {name}"):
@@ -315,7 +336,9 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
         run.line(f"the top {signal.k} ids leave {tail:.2%} to the others: alpha is off by at most that")
     if not settings.on_policy:
         opened.cache_clear()  # no signal will be computed any more, so the target leaves memory
-    return DistillData(signal, train, validation, held, add_columns)
+        if kind != "online":
+            source.cache_clear()
+    return DistillData(signal, train, validation, held, add_columns, ahead if kind == "online" else None)
 
 
 def mean_tail(examples: Examples) -> float:
@@ -344,7 +367,7 @@ def distil(run: Run, settings: DraftSettings, key: str) -> StageResult:
             writer, data.train, schedule, steps, full.teacher.responses, settings.on_policy, seed,
             full.data.max_length, stop_ids(parts, run.tokenizer), data.add_columns,
         )  # fmt: skip
-    batches = TrainingBatches(data.train, schedule, steps, texts, full.data.loader_workers)
+    batches = TrainingBatches(data.train, schedule, steps, texts, full.data.loader_workers, data.expect)
     record.seconds = time.monotonic() - started
     _fit(run, settings.name, record, module, batches, data.validation, full.trainer)
     steps = int(record.history[-1]["step"])  # a callback may have ended the training early

@@ -24,7 +24,7 @@ from decode.options import MethodOptions
 from decode.progress import working
 from distill.data.corpus import test_suite
 from distill.run import Run
-from probes.features import Features, collect, exit_layers
+from probes.features import Features, collect, exit_layers, read_engine
 from probes.fit import evaluate_exits, logits, train_probes
 from probes.labels import Mode
 from probes.report import answer
@@ -203,6 +203,9 @@ def fastest_options(table: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, A
 def exit_experiment(run: Run, model: PreTrainedModel, modes: list[Mode], options: ProbeSettings) -> dict[str, Any]:
     """Train and judge probes of all exits, and choose an exit and a stop rule; return the parts of the report."""
     folder, exits, seed = run.folder / "probes", exit_layers(model, options.layers), run.settings.seed
+    served, read = run.settings.teacher.signal == "vllm", None
+    if served:
+        read = read_engine(run.states, model)
     rows, table, probes = list[dict[str, Any]](), list[dict[str, Any]](), list[AcceptanceProbe]()
     held = list[tuple[Mode, Features, list[AcceptanceProbe]]]()
     facts: dict[str, Any] = {
@@ -212,7 +215,7 @@ def exit_experiment(run: Run, model: PreTrainedModel, modes: list[Mode], options
     for mode in modes:
         with working(run.console, f"{mode.name} texts read", sum(map(len, mode.texts.values()))):
             seen = {
-                split: collect(model, texts, mode, exits, seed=seed + i, sample=split != "validation")
+                split: collect(model, texts, mode, exits, seed=seed + i, sample=split != "validation", read=read)
                 for i, (split, texts) in enumerate(mode.texts.items())
             }
         with working(run.console, f"probes, {mode.name}, label {mode.label}"):
@@ -224,7 +227,7 @@ def exit_experiment(run: Run, model: PreTrainedModel, modes: list[Mode], options
         probes += trained
     save_probes(folder, model, probes)
     torch.set_num_threads(1)  # how weights are laid out is measured
-    runner = open_runner(model, pack="auto")
+    runner = None if served else open_runner(model, pack="auto")
     if isinstance(runner, FastRunner):
         for mode, features, trained in held:
             with working(run.console, f"predicted speedup of every setting, {mode.name}"):
@@ -236,6 +239,7 @@ def exit_experiment(run: Run, model: PreTrainedModel, modes: list[Mode], options
         save_probes(folder, model, probes, fastest_options(table))
     else:
         reason = "decoding with early exits is not supported for this family, so no exit is chosen"
+        reason = "the target stands in an engine, so no exit is chosen and nothing is decoded" if served else reason
         run.line(f"[yellow]{model.config.model_type}: {reason}[/yellow]")
     added = plain({"probes": rows, "self_speculation": table, "probe_settings": facts})
     return {**added, "probe_findings": [answer(added, mode.name) for mode in modes]}

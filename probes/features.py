@@ -1,6 +1,6 @@
 """What probes see: the state at every exit layer with its confidence features, from one forward over the texts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +14,11 @@ from decode.progress import current
 from distill.evaluate import Text
 from distill.layers import check_structure, final_norm
 from distill.lm_head import LMHead
+from distill.signal.vllm import StateFiles
 from probes.labels import Mode, label_drafts
 
+Read = Callable[[Sequence[Sequence[int]], Sequence[int]], tuple[Tensor, dict[int, Tensor]]]
+"""Reads texts: the last hidden states after the final norm ``[texts, time, width]``, and those after some layers."""
 EXTRAS = len(FEATURES)
 TOKENS = 1 << 13  # read in a forward, unless one text has more
 BLOCK = 1 << 24  # logits held at once; positions are labelled in blocks of this size
@@ -46,13 +49,39 @@ class Features:
         return self.inputs[..., 1 - EXTRAS]
 
 
+def read_here(model: PreTrainedModel) -> Read:
+    """Reads texts by forward passes of the model.
+
+    Raises:
+        UserError: Its layers cannot be run one by one.
+    """
+    check_structure(model)
+
+    def read(texts: Sequence[Sequence[int]], layers: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
+        ids = pad_sequence([torch.tensor(text) for text in texts], batch_first=True)
+        states = model.base_model(input_ids=ids.to(model.device), use_cache=False, output_hidden_states=True)
+        return states.last_hidden_state, {layer: states.hidden_states[layer] for layer in layers}
+
+    return read
+
+
+def read_engine(files: StateFiles, parts: PreTrainedModel) -> Read:
+    """Reads texts by the engine that the target stands in; the last layer that it gives away is before the norm."""
+    norm, dtype = final_norm(parts), parts.dtype
+
+    def read(texts: Sequence[Sequence[int]], layers: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
+        states = pad_sequence(files.take([list(text) for text in texts]), batch_first=True).to(dtype)
+        return norm(states[:, :, -1]), {layer: states[:, :, files.layers.index(layer)] for layer in layers}
+
+    return read
+
+
 def exit_layers(model: PreTrainedModel, layers: Sequence[int] = ()) -> list[int]:
     """Return the exits asked for, or all of them.
 
     Raises:
-        UserError: A layer outside the model, or a model whose layers cannot be run one by one.
+        UserError: A layer outside the model.
     """
-    check_structure(model)
     depth = int(model.config.get_text_config().num_hidden_layers)
     if depth < 2:
         raise UserError("the model has one layer, so there is no early exit; probes need two layers or more")
@@ -63,16 +92,23 @@ def exit_layers(model: PreTrainedModel, layers: Sequence[int] = ()) -> list[int]
 
 @torch.no_grad()
 def collect(
-    model: PreTrainedModel, texts: Sequence[Text], mode: Mode, exits: Sequence[int], seed: int = 0, sample: bool = False
+    model: PreTrainedModel,
+    texts: Sequence[Text],
+    mode: Mode,
+    exits: Sequence[int],
+    seed: int = 0,
+    sample: bool = False,
+    read: Read | None = None,
 ) -> Features:
     """Read the target's texts once; record for every exit what it would draft, and whether the target would accept it.
 
-    Where all positions would take too much memory, ``sample`` keeps a random sample of each text's (`MOST`).
+    Where all positions would take too much memory, ``sample`` keeps a random sample of each text's (`MOST`). Without
+    ``read`` the model reads the texts.
 
     Raises:
         UserError: No text has a response.
     """
-    head, norm = LMHead(model), final_norm(model)
+    head, norm, read = LMHead(model), final_norm(model), read or read_here(model)
     order = sorted((i for i, (ids, start) in enumerate(texts) if len(ids) > start), key=lambda i: len(texts[i][0]))
     if not order:
         raise UserError("the target wrote nothing for any prompt, so there is nothing to learn from; check the data")
@@ -83,18 +119,17 @@ def collect(
         chosen = order[: max(1, TOKENS // len(texts[order[-1]][0]))]
         generator = torch.Generator().manual_seed((seed * 1_000_003 + len(order)) % (1 << 63))
         order = order[len(chosen) :]
-        ids = pad_sequence([torch.tensor(texts[i][0]) for i in chosen], batch_first=True)
-        states = model.base_model(input_ids=ids.to(model.device), use_cache=False, output_hidden_states=True)
+        last, states = read([texts[i][0][:-1] for i in chosen], exits)
         columns = [torch.arange(max(0, texts[i][1] - 1), len(texts[i][0]) - 1) for i in chosen]
         columns = [at[torch.randperm(len(at), generator=generator)[:most].sort().values] for at in columns]
         rows = torch.cat([torch.full_like(at, row) for row, at in enumerate(columns)])
         for row, at in zip(*(values.split(max(1, BLOCK // head.vocab)) for values in (rows, torch.cat(columns)))):
             places = [(texts[chosen[r]], c) for r, c in zip(row.tolist(), at.tolist())]
-            where = row.to(model.device), at.to(model.device)
-            p = mode.probabilities(head(states.last_hidden_state[where]), places)
+            where = row.to(last.device), at.to(last.device)
+            p = mode.probabilities(head(last[where]), places)
             seen: list[tuple[Tensor, ...]] = []
             for layer in exits:
-                state = norm(states.hidden_states[layer][where])
+                state = norm(states[layer][where])
                 logits = head(state)
                 tokens, label, outcome = label_drafts(p, mode.probabilities(logits, places), mode, generator)
                 features = confidence_features(logits.float().cpu(), tokens)

@@ -8,6 +8,7 @@ from lightning.pytorch.loggers import Logger
 from rich.console import Console
 
 from decode.errors import read_json
+from decode.models.open import DTYPES
 from decode.progress import output_console
 from distill import ranks
 from distill.files import write_json
@@ -17,6 +18,7 @@ from distill.stages import run_stages
 from distill.tracking import finish, for_stage, make_logger
 from probes.blocks import block_experiment
 from probes.exit_search import exit_experiment
+from probes.features import exit_layers
 from probes.labels import modes_of, write_mode
 from probes.report import show, write_report
 from probes.settings import ProbesSettings
@@ -45,7 +47,10 @@ def run_probes(settings: ProbesSettings, console: Console | None = None) -> dict
             try:
                 run_stages(run, only=None if blocks else ("target",))
                 run.console.print("[bold]probes[/bold]", highlight=False)
-                model = run.load_target()
+                served = settings.teacher.signal == "vllm"
+                model = run.target_parts().to(DTYPES[run.settings.target.dtype]) if served else run.load_target()
+                if served:
+                    run.captured_layers = exit_layers(model, options.layers)
                 modes = modes_of(options, model)
                 for mode in modes:
                     write_mode(run, model, mode, options)
@@ -57,6 +62,7 @@ def run_probes(settings: ProbesSettings, console: Console | None = None) -> dict
                     if logger := for_stage(run.logger, "probes"):
                         _log(logger, added)
             finally:
+                run.close()
                 finish(run.logger)
             ranks.barrier()
     finally:

@@ -61,6 +61,11 @@ class ProbesSettings(Settings):
     def validate(self, *, drafts: bool = False) -> None:
         """Check what this command uses: data, target and probes; of a block head, everything."""
         super().validate(drafts=drafts or self.student.is_block)
+        if self.student.is_block and self.teacher.signal == "vllm":
+            raise UserError(
+                f"student.kind is {self.student.kind}, whose probes need the target beside it: set teacher.signal to "
+                "hidden"
+            )
         for key in ("modes", "l2"):
             if not getattr(self.probes, key):
                 raise UserError(f"probes.{key} is empty: give at least one value")

@@ -96,7 +96,7 @@ def check_engine(name: str, given: str | None = None, kind: Any = None) -> str:
     """
     places = [Path(given)] if given else [folder / ENGINES[name] for folder in (Path.cwd(), CHECKOUT)]
     program = next((str(path) for path in places if path.is_file() and os.access(path, os.X_OK)), None)
-    following = "run `make engines`, or give serve-check another one with --program"
+    following = "run `make engines` (serve-check takes another one by --program)"
     if program is None:
         raise UserError(f"there is no program {places[0]} that can be run; {following}")
     version = ("-c", "import importlib.metadata as m; print('version', m.version('vllm'))")

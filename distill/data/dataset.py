@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -194,6 +194,8 @@ class TrainingBatches(TorchDataset[Batch]):
     # the weights of the moment, so no batch is made ahead
     texts: Any = None
     workers: int = 0  # processes that make batches ahead
+    # Is told the examples, and those of the batches that will be asked for (`distill.signal.disk.Expect`)
+    expect: Callable[[Examples, Iterable[Ints]], None] | None = None
     rank: int = 0  # whose batches these are, of ``world`` ranks
     world: int = 1
     micros: int = 1  # batches of a rank in a step, between which gradients are summed up
@@ -206,10 +208,19 @@ class TrainingBatches(TorchDataset[Batch]):
         picks: Picks = [(self.examples, int(example)) for example in self.schedule.batch(step)]
         picks = picks if self.texts is None else self.texts(step, picks)
         labels = [examples.labels_of(example) for examples, example in picks]
-        rows = slice(self.rank + self.world * micro, None, self.world * self.micros)
-        parts = self.world * self.micros
+        rows, parts = self.share(micro), self.world * self.micros
         weight = parts * sum(labels[rows]) / max(1, sum(labels))
         return collate(picks[rows]) | {"weight": weight, "part": self.rank * self.micros + micro}
+
+    def share(self, micro: int) -> slice:
+        """This rank's part of a step's examples."""
+        return slice(self.rank + self.world * micro, None, self.world * self.micros)
+
+    def begin(self, first: int) -> None:
+        """Announce the examples of all batches from a number on."""
+        if self.expect is not None and self.texts is None:
+            steps = (divmod(number, self.micros) for number in range(first, len(self)))
+            self.expect(self.examples, (self.schedule.batch(step)[self.share(micro)] for step, micro in steps))
 
 
 @dataclass(frozen=True)
@@ -247,10 +258,11 @@ class DistillDataModule(L.LightningDataModule):
         training.rank, training.world = trainer.global_rank, trainer.world_size
         training.micros = trainer.accumulate_grad_batches
         workers = training.workers if training.texts is None else 0
+        training.begin(first := trainer.global_step * training.micros)
         return DataLoader(
             training,
             batch_size=None,
-            sampler=From(trainer.global_step * training.micros, len(training)),
+            sampler=From(first, len(training)),
             num_workers=workers,
             pin_memory=torch.cuda.is_available(),
             multiprocessing_context="fork" if workers else None,  # they read the same arrays

@@ -6,7 +6,8 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
@@ -26,6 +27,7 @@ from distill.config import DataSettings, PromptSettings
 from distill.data.chat import ChatFormat
 from distill.data.messages import Messages, UnusableRow, read_messages
 from distill.data.sources import plain_rows
+from distill.engine import Engine, answer_ids
 from distill.files import write_json
 
 WORD = re.compile(r"\w+")
@@ -250,19 +252,51 @@ def user_turn(chat: ChatFormat) -> tuple[str, set[int], set[str]]:
     return before, stops, {text.strip() for text in texts if len(text.strip()) > 2}
 
 
+Continue = Callable[[int, Sequence[list[int]], Collection[int]], list[list[int]]]
+"""Continues beginnings until one of the end tokens; the chance of each is a function of its number, the first given."""
+
+
+def continued_here(model: PreTrainedModel, seed: int) -> Continue:
+    """Continues beginnings by the model itself."""
+
+    def write(first: int, beginnings: Sequence[list[int]], ends: Collection[int]) -> list[list[int]]:
+        draws = lambda i, size: uniform_draws(seed, 5, first + i, count=size)  # noqa: E731
+        return write_texts(
+            model, beginnings, SAMPLING, budgets=LONGEST + 1, stop_ids=ends, draws=draws, batch_size=BATCH
+        )
+
+    return write
+
+
+def continued_by(engine: Engine, seed: int) -> Continue:
+    """Continues beginnings by an engine."""
+
+    def write(first: int, beginnings: Sequence[list[int]], ends: Collection[int]) -> list[list[int]]:
+        def ask(i: int) -> list[int]:
+            number = first + i
+            how: Row = {"temperature": 1.0, "top_p": SAMPLING.top_p, "stop_token_ids": sorted(ends)}
+            chance: Row = {"seed": (seed * 1_000_003 + number) % (1 << 31), "max_tokens": LONGEST + 1}
+            return answer_ids(engine.complete(number, beginnings[i], **how, **chance))
+
+        with ThreadPoolExecutor(engine.workers) as pool:
+            return list(pool.map(ask, range(len(beginnings))))
+
+    return write
+
+
 @dataclass(frozen=True)
 class PromptWriter:
     """The target, as far as it writes prompts."""
 
     made_from: Row  # the target's files and number format
     path: Path  # file of the samples
-    load: Callable[[], PreTrainedModel]  # loads the target; called once, when a sample is missing
+    writer: Callable[[], Continue]  # makes what writes; called once, when a sample is missing
     say: Callable[[str], None]  # called with a line of progress after every batch
     together: int | None = None  # samples that are asked for together; None: as many as are fastest
 
     def samples(self, chat: ChatFormat, settings: PromptSettings, seed: int) -> Iterator[Sample]:
         """Samples number 0, 1, 2, ..., each a function of the seed and its number."""
-        (before, ends, markers), tokenizer, model = user_turn(chat), chat.tokenizer, None
+        (before, ends, markers), tokenizer, write = user_turn(chat), chat.tokenizer, None
         together = self.together or GROUP * BATCH
         made_from = {"before": before, "ends": sorted(ends), "seed": seed, "openings": settings.openings}
         file = TextFile(self.path, self.made_from | made_from)
@@ -270,19 +304,12 @@ class PromptWriter:
         for start in count(step=together):
             numbers = range(start, start + together)
             if not all(number in file.texts for number in numbers):
-                if model is None:
+                if write is None:
                     self.say("the target writes prompts")
-                    model = self.load()
+                    write = self.writer()
                     current().begin(current().done)
-                texts = write_texts(
-                    model,
-                    [written_ids(tokenizer, before + settings.opening(number)) for number in numbers],
-                    SAMPLING,
-                    budgets=LONGEST + 1,
-                    stop_ids=ends,
-                    draws=lambda i, size, start=start: uniform_draws(seed, 5, start + i, count=size),  # type: ignore[misc]
-                    batch_size=BATCH,
-                )
+                beginnings = [written_ids(tokenizer, before + settings.opening(number)) for number in numbers]
+                texts = write(start, beginnings, ends)
                 list(file.add(zip(numbers, texts), tokenizer))
                 self.say(f"{len(file.texts)} prompts written")
             for number in numbers:

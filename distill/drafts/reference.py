@@ -36,7 +36,7 @@ def keep_reference(
         examples: With the target's columns if they are kept.
         divergence: D(p, r).
         precision: The trainer's: the draft's side of ΔL is computed in it.
-        where: Folder, name and key of `keep_columns`.
+        where: Folder, name, key and what expects the texts, of `keep_columns`.
     """
     device = next(reference.model.parameters()).device
     steps = reference.depth if reference.blocks else getattr(reference, "steps", 1)
@@ -55,4 +55,4 @@ def keep_reference(
         return {REFERENCE: table.cpu()}
 
     shapes: Shapes = {REFERENCE: ((steps,), "float32")}
-    keep_columns(examples, losses, shapes, signal.model, *where)
+    keep_columns(examples, losses, shapes, *where)

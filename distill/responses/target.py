@@ -1,12 +1,8 @@
-"""The texts that drafts are trained on: the data set's responses, or those that the target writes, here or by servers.
-
-The package openai is imported where it is used: that takes two seconds, which most runs do not need.
-"""
+"""The texts that drafts are trained on: the data set's responses, or the target's, written here or by an engine."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -14,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from datasets import Dataset, Features
 from transformers import PreTrainedModel
@@ -27,7 +23,7 @@ from decode.models.texts import GROUP, uniform_draws, write_texts
 from decode.models.tokens import REASONING, end_token, plain_ids
 from decode.progress import current, working
 from distill import ranks
-from distill.config import ResponseSettings, ServerSettings
+from distill.config import ResponseSettings
 from distill.data.chat import (
     ChatFormat,
     Example,
@@ -41,15 +37,11 @@ from distill.data.chat import (
 from distill.data.corpus import COLUMNS
 from distill.data.messages import Messages, UnusableRow
 from distill.data.prompts import TextFile
+from distill.engine import answer_ids
 from distill.files import files_state, fingerprint
 from distill.run import Run
 
-if TYPE_CHECKING:
-    import openai
-
 Ids = list[int]
-KEPT = "What is finished is kept: run the same command again to continue"
-WHERE = "teacher.responses.server"
 
 
 @dataclass(frozen=True)
@@ -86,7 +78,7 @@ def answered_texts(
         "examples": None if original else settings.teacher.examples,
         "quantization": settings.target.quantization,
         "dtype": settings.target.dtype,
-        "responses": settings.teacher.responses.key(),
+        "responses": settings.teacher.responses.key() | {"served": settings.teacher.served and not original},
     }
     splits = {"train": run.corpus.train if original else run.examples, "validation": run.validation}
     if settings.teacher.responses.from_target:
@@ -105,15 +97,17 @@ def _answered(
     target: PreTrainedModel | None,
 ) -> dict[str, Dataset]:
     """The splits' prompts with the responses of the target at a path, kept in a folder of the run's work."""
-    settings, data, tokenizer = run.settings.teacher.responses, run.settings.data, run.tokenizer
+    teacher, data, tokenizer = run.settings.teacher, run.settings.data, run.tokenizer
+    settings, served = teacher.responses, teacher.served and target is None
     ends = stop_ids_of(path, tokenizer, run.settings.target.trust_remote_code)
     chat = ChatFormat(tokenizer, data.system, data.template_args, ends) if run.corpus.chat else None
 
     @cache
     def writer() -> Answer:
-        if settings.server.urls:
+        if served:
             end = end_token(tokenizer) if chat is None else chat.answer_end()
-            return answered_by_servers(settings, run.settings.seed, ends, end)
+            ask = run.states.answered if teacher.signal == "vllm" and teacher.engine.keep else run.engine.complete
+            return answered_by_engine(ask, run.engine.workers, settings, run.settings.seed, ends, end)
         model = run.open_target(path) if target is None else target
         return answered_here(run.at_work(model), settings, run.settings.seed, ends)
 
@@ -130,7 +124,7 @@ def _answered(
             rest = [max(0, min(settings.max_new_tokens, data.max_length - len(talk.ids))) for talk in asked.values()]
             jobs = [Job(turn * len(talks) + n, talk.ids, budget) for (n, talk), budget in zip(asked.items(), rest)]
             shown = f"{title}, turn {turn + 1}" if turn else title
-            written = write_responses(run, jobs, settings, file, about, writer, shown)
+            written = write_responses(run, jobs, settings, file, about, writer, shown, served)
             for talk, ids in zip(asked.values(), written):
                 talk.answer(ids, ends, data.max_length)
             budgets += rest
@@ -223,22 +217,24 @@ def write_responses(
     made_from: Row,
     writer: Callable[[], Answer],
     title: str,
+    served: bool = False,
 ) -> list[Ids]:
     """The responses to prompts, which are kept on disk.
 
-    Every process writes its share into a file of its own (servers are asked by the first one alone), and all read all
+    Every process writes its share into a file of its own (an engine is asked by the first one alone), and all read all
     of them when they are there.
 
     Args:
         run: Console and tokenizer.
         jobs: The prompts.
-        settings: Batch size and servers.
+        settings: Batch size.
         path: The first process's file; those of the others are beside it.
         made_from: Everything that decides the responses.
         writer: Makes what writes those that are missing.
         title: Shown beside the progress.
+        served: An engine answers.
     """
-    rank, world = ranks.rank(), 1 if settings.server.urls else ranks.world()
+    rank, world = ranks.rank(), 1 if served else ranks.world()
 
     def known() -> dict[int, Ids]:
         texts = {job.example: Ids() for job in jobs if not job.budget}
@@ -257,7 +253,7 @@ def write_responses(
         missing = [job for job in asked if job.example not in texts]
         if missing:
             with working(run.console, title, len(missing)):
-                list(file.add(writer()(missing if settings.server.urls else asked), run.tokenizer))
+                list(file.add(writer()(missing if served else asked), run.tokenizer))
             run.line(f"{title}: {len(jobs)}, {len(missing)} of them written now")
     ranks.barrier()
     texts = known()
@@ -300,89 +296,44 @@ def answered_here(
     return answers
 
 
-# -- servers ----------------------------------------------------------------------------------------------------------
+# -- an engine ---------------------------------------------------------------------------------------------------------
 
 
-def _asked(url: str, ask: Callable[[], Any]) -> Any:
-    """What a server answers.
-
-    Raises:
-        UserError: It does not, after all retries, or serves no model; with the next step.
-    """
-    import openai
-
-    try:
-        return ask()
-    except (openai.OpenAIError, IndexError, TypeError) as error:
-        raise UserError(
-            f"{url} failed: {type(error).__name__}: {error.__cause__ or error}: start it with the target (`vllm "
-            f"serve`), put its key into OPENAI_API_KEY, or leave {WHERE} out to have responses written here. {KEPT}"
-        ) from error
-
-
-def _open_client(url: str, timeout: float = 300.0, max_retries: int = 6) -> tuple[openai.OpenAI, str]:
-    """A client that retries failed requests after 0.5, 1, 2, ... seconds, and the target's name on the server."""
-    import openai
-
-    key = os.environ.get("OPENAI_API_KEY") or "none"
-    client = openai.OpenAI(base_url=url, api_key=key, timeout=timeout, max_retries=max_retries)
-    return client, _asked(url, lambda: client.models.list().data[0].id)
-
-
-def _complete(url: str, client: openai.OpenAI, ids: Ids, **how: Any) -> tuple[Ids, str | None]:
-    """The token ids with which a server continues others, and why it stopped."""
-    choice = _asked(url, lambda: client.completions.create(prompt=ids, **how).choices[0])
-    tokens = (choice.model_extra or {}).get("token_ids")
-    if not isinstance(tokens, list):
-        raise UserError(
-            f"{url} returned no token ids, which are what is learned: serve the target by a vLLM (0.10.2 or later) or "
-            f"SGLang (of August 2026 or later) that knows return_token_ids, or leave {WHERE} out"
-        )
-    return tokens, choice.finish_reason
-
-
-def check_servers(server: ServerSettings) -> None:
-    """Refuses a server that does not answer, or not with token ids.
-
-    Raises:
-        UserError: With the next step.
-    """
-    for url in server.urls:
-        client, model = _open_client(url, timeout=30, max_retries=0)
-        with client:
-            _complete(url, client, [1], model=model, max_tokens=1, extra_body={"return_token_ids": True})
-
-
-def answered_by_servers(settings: ResponseSettings, seed: int, ends: Sequence[int], end: int) -> Answer:
-    """Answers by the servers of ``settings.server``, which share the prompts evenly; each as soon as it comes.
+def answered_by_engine(
+    ask: Callable[..., dict[str, Any]],
+    workers: int,
+    settings: ResponseSettings,
+    seed: int,
+    ends: Sequence[int],
+    end: int,
+) -> Answer:
+    """Answers by an engine, each as soon as it comes.
 
     Args:
-        settings: Sampling and servers.
-        seed: Sent with every request, different for each; its effect depends on the server.
+        ask: `distill.engine.Engine.complete`, or what keeps the states of what it answers too.
+        workers: Requests in flight.
+        settings: Sampling.
+        seed: Sent with every request, different for each; its effect depends on the engine.
         ends: End-of-text tokens.
-        end: The one that answers end with, which a server may leave out.
+        end: The one that answers end with, which an engine may leave out.
     """
-    server, extra = settings.server, {"return_token_ids": True, "stop_token_ids": sorted(ends)}
-    how: Row = {"temperature": settings.temperature, "top_p": settings.top_p, "extra_body": extra}
+    how: Row = {"temperature": settings.temperature, "top_p": settings.top_p, "stop_token_ids": sorted(ends)}
 
-    def ask(job: Job, url: str, client: openai.OpenAI, model: str) -> tuple[int, Ids]:
+    def answer(job: Job) -> tuple[int, Ids]:
         number = (seed * 1_000_003 + job.example) % (1 << 31)
-        ids, reason = _complete(url, client, job.ids, model=model, max_tokens=job.budget, seed=number, **how)
-        if reason == "stop" and ids and not any(token in ends for token in ids):
+        given = ask(job.example, job.ids, max_tokens=job.budget, seed=number, **how)
+        ids = list(answer_ids(given))
+        if given.get("finish_reason") == "stop" and ids and not any(token in ends for token in ids):
             ids = [*ids, end]
         return job.example, ids[: job.budget]
 
     def answers(jobs: Sequence[Job]) -> Iterator[tuple[int, Ids]]:
-        clients = [(url, *_open_client(url)) for url in server.urls]
-        pool = ThreadPoolExecutor(server.concurrency * len(clients))
+        pool = ThreadPoolExecutor(workers)
         try:
-            futures = [pool.submit(ask, job, *clients[number % len(clients)]) for number, job in enumerate(jobs)]
-            for future in as_completed(futures):
+            for future in as_completed([pool.submit(answer, job) for job in jobs]):
                 current().advance()
                 yield future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-            for _, client, _ in clients:
-                client.close()
 
     return answers

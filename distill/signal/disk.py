@@ -7,7 +7,7 @@ writes its share of the examples, and reads those of all.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,17 @@ import numpy as np
 import pyarrow
 from datasets import Dataset, Features, List, Value
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from decode.errors import UserError
 from decode.progress import current
 from distill import ranks
-from distill.data.dataset import PER_TOKEN, Batch, Column, Examples
+from distill.data.dataset import PER_TOKEN, Batch, Column, Examples, Ints
 from distill.files import fingerprint
-from distill.models import in_step
 
 Shapes = dict[str, tuple[tuple[int, ...], str]]
 """Shape of a row and number format of each column, by name."""
+Expect = Callable[[Examples, Iterable[Ints]], None]
+"""Is told the examples of the batches that will be asked for, in order."""
 Compute = Callable[[Batch], dict[str, Tensor]]
 """Gives the columns of a batch: of label tokens ``[label tokens, ...]``, or padded ``[batch, time, ...]``."""
 BATCH = 16  # examples that are computed together
@@ -46,10 +46,10 @@ def keep_columns(
     examples: Examples,
     compute: Compute,
     shapes: Shapes,
-    model: PreTrainedModel | None = None,
     folder: Path | None = None,
     name: str = "",
     key: str = "",
+    expect: Expect | None = None,
 ) -> None:
     """Adds columns to the examples: those on disk, or computed; without a folder they stay in memory.
 
@@ -57,10 +57,10 @@ def keep_columns(
         examples: The texts.
         compute: Gives the columns of a batch.
         shapes: Of the columns.
-        model: What computes them, if it is spread over all processes.
         folder: Where they are kept.
         name: Of the file.
         key: Fingerprint of everything that the values depend on.
+        expect: Called with what will be computed, before it is.
 
     Raises:
         UserError: The disk has not enough room, or values are not finite.
@@ -69,7 +69,7 @@ def keep_columns(
     world = 1 if folder is None else ranks.world()
     key = fingerprint(key, name, len(examples), world)
     if folder is None:
-        parts: list[Dataset | None] = [_computed(examples, order, compute, shapes, None, key)]
+        parts: list[Dataset | None] = [_computed(examples, order, compute, shapes, None, key, expect)]
     else:
         size = size_of(examples, shapes)
         files = {folder / f"{name}-{key[:16]}-{n}.arrow": each for n, each in enumerate(np.array_split(order, world))}
@@ -82,11 +82,11 @@ def keep_columns(
         if not there and size // world > (free := shutil.disk_usage(folder).free):
             raise UserError(
                 f"{name} needs {size / 1e9:.2f} GB and {free / 1e9:.2f} GB are free in {folder}: free some space, use "
-                "fewer teacher.examples, or set teacher.signal to topk or online"
+                "fewer teacher.examples, or set teacher.signal to topk or online (an engine's teacher.engine.keep to "
+                "float8 or false)"
             )
-        with in_step(model if world > 1 else None):
-            if not there:
-                _computed(examples, share, compute, shapes, path, key)
+        if not there:
+            _computed(examples, share, compute, shapes, path, key, expect)
         ranks.barrier()
         parts = [_open(path, len(share)) for path, share in files.items()]
     if None in parts:
@@ -107,12 +107,20 @@ def _open(path: Path, count: int) -> Dataset | None:
 
 
 def _computed(
-    examples: Examples, numbers: np.ndarray, compute: Compute, shapes: Shapes, path: Path | None, key: str
+    examples: Examples,
+    numbers: Ints,
+    compute: Compute,
+    shapes: Shapes,
+    path: Path | None,
+    key: str,
+    expect: Expect | None,
 ) -> Dataset:
     """Computes the columns of some examples, in batches of these numbers, into a file or in memory."""
     work = current()
     work.update(total=len(numbers), done=0)
     labels = np.diff(examples.label_offsets)
+    if expect is not None:
+        expect(examples, (numbers[start : start + BATCH] for start in range(0, len(numbers), BATCH)))
 
     def columns(batch: dict[str, list[int]]) -> dict[str, list[Any]]:
         chosen = np.array(batch["example"])

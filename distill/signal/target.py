@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,6 @@ from transformers import PreTrainedModel
 
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.mtp import MTP
-from distill.config import Signal as SignalKind
 from distill.data.dataset import FEATURES, Batch, label_mask
 from distill.lm_head import LMHead, last_hidden
 from distill.losses.divergences import TargetRows, log_probs
@@ -22,37 +23,78 @@ probability that the target gives to the head's ids together, and whether its mo
 TOPK = "target_topk"
 """The ids and log-probabilities of the k most probable ids, as int32 ``[label tokens, 2, k]``."""
 SOME_ROWS = 256  # rows whose logits over the whole vocabulary are in memory at a time
+States = tuple[Tensor, Tensor | None]
+"""The target's last hidden states after its final norm ``[label tokens, hidden]``, and what a head reads of it
+``[batch, time, width]``, zeros after the last label."""
+Source = Callable[[Batch], States]
+"""Gives the target's states of a batch: `read_states` by a forward pass here, `distill.signal.vllm` by an engine."""
+FORMATS = {"float32": "float32", "bfloat16": "int16", "float8": "uint8"}
+"""How numbers are kept, by numpy's name: it has no bfloat16 or float8, so that their bits are."""
+
+
+def read_states(model: PreTrainedModel, layers: Sequence[int], batch: Batch) -> States:
+    """The states of a batch by a forward pass of the target; a head reads those that enter ``layers``."""
+    ids, mask = batch["input_ids"].to(model.device), label_mask(batch["labels"]).to(model.device)
+    # not the draft's precision: the target computes in its own
+    with torch.autocast(model.device.type, enabled=False), torch.inference_mode(False), torch.no_grad():
+        if not layers:
+            return last_hidden(model, ids, mask), None
+        out = model.base_model(input_ids=ids, use_cache=False, output_hidden_states=True)
+        last = out.last_hidden_state
+        features = torch.cat([out.hidden_states[layer].to(last.device) for layer in layers], -1)
+        return last[mask.to(last.device)], features
+
+
+def packed(states: Tensor, planes: int) -> Tensor:
+    """States ``[..., planes · width]`` in float8 (e4m3), with a float32 scale for each of the planes: their bytes."""
+    parts = states.float().unflatten(-1, (planes, -1))
+    scale = parts.abs().amax(-1, keepdim=True).clamp_min(1e-12) / torch.finfo(torch.float8_e4m3fn).max
+    numbers = (parts / scale).to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.cat([numbers, scale.contiguous().view(torch.uint8)], -1).flatten(-2)
+
+
+def unpacked(values: Tensor, planes: int) -> Tensor:
+    """The states of their kept values ``[..., bytes or numbers]``."""
+    if values.dtype == torch.int16:
+        return values.view(torch.bfloat16)
+    if values.dtype != torch.uint8:
+        return values
+    parts = values.unflatten(-1, (planes, -1))
+    numbers, scale = parts[..., :-4].contiguous(), parts[..., -4:].contiguous()
+    return (numbers.view(torch.float8_e4m3fn).float() * scale.view(torch.float32)).flatten(-2)
 
 
 class Signal:
-    """The target as a draft sees it in training: `rows` reads it from the batch, or from the model that is here.
+    """The target as a draft sees it in training: `rows` reads it from the batch, or asks for its states.
 
     Not an ``nn.Module`` on purpose: the target is in no checkpoint, no optimiser and no distributed wrapper.
 
     Args:
-        target: The target, of which output head and embedding alone are used, and all of it where nothing is kept.
+        target: The target, of which output head and embedding alone are used, but for the next case.
         kind: ``online`` keeps nothing; ``hidden`` last hidden states; ``topk`` the k largest log-probabilities.
+        source: Gives the states of a batch for which nothing is kept; None: ``target`` itself does, if it is online.
         reader: The head that is trained, whose states and ids it gives; None: a language model is.
         vocab: Ids that target and draft share, of a language model. None: all of the target's.
         k: Of ``topk``.
-        bfloat16: States are kept in bfloat16, as the target computes them.
+        dtype: Number format in which states are kept (see `FORMATS`).
         stays: The target has devices to itself; the draft's device gets a copy of its head.
     """
 
     def __init__(
         self,
         target: PreTrainedModel,
-        kind: SignalKind = "online",
+        kind: Literal["hidden", "topk", "online"] = "online",
         reader: DraftHead | None = None,
+        source: Source | None = None,
         *,
         vocab: int | None = None,
         k: int = 64,
-        bfloat16: bool = False,
+        dtype: str = "float32",
         stays: bool = False,
     ) -> None:
         target.eval().requires_grad_(False)
         self.kind, self.stays = kind, stays
-        self.model = target if kind == "online" else None
+        self.model = target if kind == "online" and source is None else None
         self.all_ids = LMHead(target)
         self.ids = None if reader is None else reader.draft_ids()
         self.head = self.all_ids.only(self.ids)
@@ -60,14 +102,15 @@ class Signal:
         self.k = min(k, self.vocab)
         self.embedding = nn.Module() if reader is None else target.get_input_embeddings()
         self.layers: tuple[int, ...] = () if reader is None else reader.captured_layers
-        state = "int16" if bfloat16 else "float32"
+        self.source = partial(read_states, target, self.layers) if source is None else source
+        self.dtype, state, scales = dtype, FORMATS[dtype], 4 * (dtype == "float8")  # bytes of the scales
         self.columns: dict[str, tuple[tuple[int, ...], str]] = {}  # shape of a row and number format of what is kept
         if reader is not None:
-            self.columns[FEATURES] = (reader.feature_width,), state
+            self.columns[FEATURES] = (reader.feature_width + scales * len(self.layers),), state
         if kind == "topk":
             self.columns[TOPK] = (2, self.k), "int32"
         elif reader is None or reader.version not in (1, MTP):  # these read the last hidden state alone
-            self.columns[HIDDEN] = (int(self.head.linear.weight.shape[1]),), state
+            self.columns[HIDDEN] = (int(self.head.linear.weight.shape[1]) + scales,), state
         if self.ids is not None:
             self.columns[INSIDE] = (2,), "float32"
 
@@ -93,22 +136,17 @@ class Signal:
     def rows(self, batch: Batch) -> tuple[TargetRows, Any]:
         """The target's distributions at the label tokens, and the features that a head reads ``[batch, time, width]``.
 
-        Both come from the batch's columns, or from a forward pass. Features are in float32 or better; None without a
-        head.
+        Both come from the batch's columns, or from the source. Features are in float32 or better; None without a head.
         """
         mask = label_mask(batch["labels"])
-        if self.model is not None:
-            values = self.forward(self.model, batch)
-            batch = batch | {name: column.to(mask.device) for name, column in values.items()}
+        if self.columns.keys() - batch.keys():
+            batch = batch | {name: column.to(mask.device) for name, column in self.values(batch).items()}
         labels = batch["labels"].roll(-1, 1)[mask]
         if self.ids is not None:
             place = torch.searchsorted(self.ids, labels).clamp_max(len(self.ids) - 1)
             labels = place.where(self.ids[place] == labels, -1)
-        # numpy has no bfloat16, so its bits are kept as int16
-        features, hidden = (
-            values.view(torch.bfloat16) if values is not None and values.dtype == torch.int16 else values
-            for values in (batch.get(FEATURES), batch.get(HIDDEN))
-        )
+        planes = {FEATURES: len(self.layers), HIDDEN: 1}
+        features, hidden = (unpacked(batch[n], planes[n]) if n in batch else None for n in (FEATURES, HIDDEN))
         if features is not None:
             features = features.to(torch.promote_types(features.dtype, torch.float32))
         if self.kind == "topk":
@@ -122,33 +160,28 @@ class Signal:
             target.mass, target.learnable = batch[INSIDE].unbind(1)
         return target, features
 
-    def forward(self, model: PreTrainedModel, batch: Batch) -> dict[str, Tensor]:
-        """Last hidden states at the label tokens, and for a reader its features and `INSIDE`, by a forward pass."""
-        ids, mask = batch["input_ids"].to(model.device), label_mask(batch["labels"]).to(model.device)
-        # not the draft's precision: the target computes in its own
-        with torch.autocast(model.device.type, enabled=False), torch.inference_mode(False), torch.no_grad():
-            if not self.layers:
-                return {HIDDEN: last_hidden(model, ids, mask)}
-            out = model.base_model(input_ids=ids, use_cache=False, output_hidden_states=True)
-            last = out.last_hidden_state
-            features = torch.cat([out.hidden_states[layer].to(last.device) for layer in self.layers], -1)
-            values = {HIDDEN: last[mask.to(last.device)], FEATURES: features}
-            if self.ids is None:
-                return values
-            inside, weight = [], self.all_ids.linear.weight
-            for rows in values[HIDDEN].to(weight.device).split(SOME_ROWS):
-                logits = self.all_ids(rows).float()
-                drafted = logits[:, self.ids.to(logits.device)]
-                mass = (drafted.logsumexp(-1) - logits.logsumexp(-1)).exp()
-                inside.append(torch.stack([mass, (drafted.amax(-1) == logits.amax(-1)).float()], -1))
-            return values | {INSIDE: torch.cat(inside)}
+    def values(self, batch: Batch) -> dict[str, Tensor]:
+        """The source's states at the label tokens, and for a reader its features and `INSIDE`."""
+        hidden, features = self.source(batch)
+        if features is None:
+            return {HIDDEN: hidden}
+        values = {HIDDEN: hidden, FEATURES: features}
+        if self.ids is None:
+            return values
+        inside, weight = [], self.all_ids.linear.weight
+        for rows in hidden.to(weight.device).split(SOME_ROWS):
+            logits = self.all_ids(rows).float()
+            drafted = logits[:, self.ids.to(logits.device)]
+            mass = (drafted.logsumexp(-1) - logits.logsumexp(-1)).exp()
+            inside.append(torch.stack([mass, (drafted.amax(-1) == logits.amax(-1)).float()], -1))
+        return values | {INSIDE: torch.cat(inside)}
 
     # -- what is kept -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def kept(self, model: PreTrainedModel, batch: Batch) -> dict[str, Tensor]:
+    def kept(self, batch: Batch) -> dict[str, Tensor]:
         """The columns of a batch as they are kept; `FEATURES` are still padded."""
-        values = self.forward(model, batch)
+        values = self.values(batch)
         hidden = values[HIDDEN].to(self.head.linear.weight.device)
         if self.kind == "topk":
             parts = []
@@ -156,9 +189,10 @@ class Signal:
                 top = log_probs(self.head(rows, self.vocab)).float().topk(self.k, sorted=True)
                 parts.append(torch.stack([top.indices.int(), top.values.view(torch.int32)], 1))
             values[TOPK] = torch.cat(parts)
-        for name, (_, kind) in self.columns.items():
-            if kind == "int16":
-                values[name] = values[name].bfloat16().view(torch.int16)
-            elif name != TOPK:
-                values[name] = values[name].float()
+        for name, planes in ((FEATURES, len(self.layers)), (HIDDEN, 1)):
+            if name in self.columns and self.dtype == "float8":
+                values[name] = packed(values[name], planes)
+            elif name in self.columns:
+                states = values[name]
+                values[name] = states.bfloat16().view(torch.int16) if self.dtype == "bfloat16" else states.float()
         return {name: values[name].cpu() for name in self.columns}

@@ -149,7 +149,7 @@ def measure(settings: Settings, steps: int, rounds: int, console: Console) -> di
             target.to(device), "hidden" if kind == "auto" else kind, vocab=vocab, k=settings.teacher.signal_k
         )
         if signal.kind != "online":
-            keep_columns(kept, lambda batch: signal.kept(target, batch), signal.columns)
+            keep_columns(kept, signal.kept, signal.columns)
         frozen, precision = LanguageModelDraft(reference.to(device), 1), settings.trainer.precision
         keep_reference(frozen, signal, kept, Divergence(draft.divergence), precision)
         prepared = time.perf_counter() - began

@@ -20,7 +20,7 @@ def written(tmp_path, report) -> str:
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", body))
 
 
-def test_the_opening_has_the_exported_draft_at_its_fastest_length_with_the_target_s_texts():
+def test_the_opening_has_the_exported_draft_at_its_fastest_length_with_the_target_s_texts() -> None:
     text, cards, same = opening(FULL)
     assert [value for value, _ in cards] == ["adaspec", "4.20", "1.62 (1.57–1.67)", "3.89 (3.70–4.10)"]
     assert text.endswith("Measured: `adaspec`, greedy, 2 tokens drafted per round.")
@@ -35,7 +35,7 @@ def test_the_opening_has_the_exported_draft_at_its_fastest_length_with_the_targe
     assert "Measured: `adaspec-tree`, T = 1, 5 tokens" in opening(changed(decoding=[tree]))[0]
 
 
-def test_a_full_report_has_every_part_and_the_served_acceptance_beside_the_trained_one(tmp_path):
+def test_a_full_report_has_every_part_and_the_served_acceptance_beside_the_trained_one(tmp_path) -> None:
     known = [{"position": 1, "validation": 0.91, "offline": 0.82, "decoded": 0.83}, {"position": 2, "offline": 0.64}]
     (tmp_path / "export").mkdir()
     rows = [{"temperature": t, "positions": [{"position": 1, "served": at}]} for t, at in ((1.0, 0.1), (0.0, 0.37))]
@@ -57,7 +57,7 @@ def test_a_full_report_has_every_part_and_the_served_acceptance_beside_the_train
     assert "Learning curves" not in first
 
 
-def test_a_draft_stands_in_one_row_with_its_fastest_decoding_and_its_difference_to_the_exported_one():
+def test_a_draft_stands_in_one_row_with_its_fastest_decoding_and_its_difference_to_the_exported_one() -> None:
     names = {"a": 0.0009, "b": 0.009, "c": 0.049, "d": 0.05}
     pairs = [pair("adaspec", name, 0.01, p) for name, p in names.items()]
     pairs += [pair("adaspec", "a", 0.02, 0.9, "greedy"), pair("c", "a", 0.03, 0.9)]
@@ -74,7 +74,7 @@ def test_a_draft_stands_in_one_row_with_its_fastest_decoding_and_its_difference_
     assert "-0.0100 ± 0.0004  ***" in console.file.getvalue()
 
 
-def test_what_was_not_measured_is_left_out_and_the_json_is_strict(tmp_path):
+def test_what_was_not_measured_is_left_out_and_the_json_is_strict(tmp_path) -> None:
     page = written(tmp_path, {key: FULL[key] for key in ("name", "target", "drafts", "decoding")})
     for part in ("-0.0019", "Costs in", "Learning curves", "Samples"):
         assert part not in page

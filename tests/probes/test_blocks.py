@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from heads import make_block_head, plain_block
+from heads import biased, make_block_head, plain_block
 
 from decode.core.sampling import LogitsWarper
 from probes.blocks import collect_blocks, judge
@@ -19,9 +19,6 @@ def test_a_slot_is_asked_whether_the_texts_token_would_have_been_drafted(tiny, t
     head.temperatures, head.sampled_temperatures = [2.0, 1.0, 0.5], [3.0, 4.0, 5.0]
     warp = LogitsWarper(temperature)
     seen, odds = collect_blocks(target, head, TEXTS, Mode("", warp, "match"))
-    markov, confidence = head.markov_head, head.confidence_head
-    assert markov is not None
-    assert confidence is not None
     assert seen.exits == [1, 2, 3]
     assert seen.text.tolist() == [0, 0, 0, 0, 1, 1]  # blocks that end within their text; the last text has none
     column = 0
@@ -30,13 +27,13 @@ def test_a_slot_is_asked_whether_the_texts_token_would_have_been_drafted(tiny, t
         for at in range(start - 1, len(ids) - 3):
             logits, hidden = plain_block(head, target, ids[: at + 1], 3)
             for slot in range(3):
-                row, token = markov.markov_w1(torch.tensor([ids[at + slot]])), ids[at + slot + 1]
-                q = warp((logits[slot] + markov.markov_w2(row)[0])[None].detach())[0]
+                row, token = head.markov_head.markov_w1(torch.tensor([ids[at + slot]])), ids[at + slot + 1]
+                q = warp(biased(head, logits[slot], hidden[slot], ids[at + slot]).detach())[0]
                 chance = float(q[token] / max(q[token], p[at + slot, token], 1e-30))
                 assert seen.labels[slot, column] == pytest.approx(chance, abs=1e-4)
                 torch.testing.assert_close(seen.inputs[slot, column, :-3], hidden[slot], rtol=1e-4, atol=1e-4)
                 scale = (head.sampled_temperatures if temperature else head.temperatures)[slot]
-                expected = confidence(torch.cat([hidden[slot], row[0]])) / scale
+                expected = head.confidence_head(torch.cat([hidden[slot], row[0]])) / scale
                 torch.testing.assert_close(odds[slot, column], expected.detach(), rtol=1e-4, atol=1e-4)
             column += 1
     assert set(seen.outcome.unique().tolist()) <= {0.0, 1.0}
@@ -48,11 +45,10 @@ def test_the_mean_over_texts_of_the_target_is_the_overlap_and_rejected_tokens_ar
     head = make_block_head(target, "dspark", block=2)
     texts = [([3, 7, token, 5], 2) for token in range(12)]
     seen, _ = collect_blocks(target, head, texts, Mode("", warp, "accept"))
-    markov = head.markov_head
-    assert markov is not None
     with torch.no_grad():
         p = warp(target(torch.tensor([[3, 7]])).logits[0, -1:])[0]
-        q = warp(plain_block(head, target, [3, 7], 2)[0][:1] + markov.markov_w2(markov.markov_w1(torch.tensor([7]))))[0]
+        logits, hidden = plain_block(head, target, [3, 7], 2)
+        q = warp(biased(head, logits[0], hidden[0], 7))[0]
     assert float(p @ seen.labels[0]) == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-4)
     for token, (hit, drafted) in enumerate(zip(seen.outcome[0], seen.token_probability[0])):
         likely = q[token : token + 1] if hit else q[q > p]

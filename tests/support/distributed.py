@@ -29,13 +29,10 @@ WAYS = {  # changes of a run's settings
     "ddp": {"trainer__accumulate": 8, "0__on_policy": 0.5, "trainer__precision": "64-true"},
     "fsdp": {"trainer__strategy": "fsdp", "teacher__signal": "online"},
     "heads": {"student": StudentSettings(kind="eagle3", unroll=2, draft_vocab=64), "target__architecture__layers": 4},
-    "sharded": {"target__sharded": True},
 }
-for slow in ("heads", "sharded"):
-    WAYS[slow] |= {"teacher__signal": "online", "trainer__precision": "64-true"}
+WAYS["heads"] |= {"teacher__signal": "online", "trainer__precision": "64-true"}
 FAST = ("ddp", "fsdp")
 """Trained by two processes; the others by four, in `make test-slow`."""
-"""Trained by four processes beside the others, in `make test-slow`."""
 
 
 def settings_of(way: str, folder: Path, processes: int = 1) -> Settings:
@@ -46,7 +43,7 @@ def settings_of(way: str, folder: Path, processes: int = 1) -> Settings:
     changes = {"trainer__accumulate": 4, "trainer__strategy": "ddp", "trainer__devices": processes} | WAYS[way]
     changes["trainer__accumulate"] //= processes
     if processes == 1:
-        changes |= {"trainer__strategy": "auto", "trainer__devices": 1, "target__sharded": False}
+        changes |= {"trainer__strategy": "auto", "trainer__devices": 1}
     settings = altered(tiny_settings(folder, name=way), trainer__validate_every=2, **changes)
     settings.teacher.responses.max_new_tokens = 8
     for training in (settings.target.training, settings.student.training, settings.training):

@@ -17,8 +17,7 @@ ROWS = [json.loads(line) for line in (Path(__file__).parent / "awkward_rows.json
 
 
 def learned(corpus: Corpus, row: dict[str, Any]) -> list[str]:
-    """The stretches of text that are labels."""
-    texts: list[list[int]] = []
+    texts = []
     before = IGNORE
     for label in row["labels"]:
         if label != IGNORE:
@@ -40,7 +39,6 @@ def load(tmp_path: Path, rows: list[dict[str, Any]], template: str | None, **set
 
 
 def others(corpus: Corpus) -> list[dict[str, Any]]:
-    """The examples that are not made of the good rows."""
     splits = (corpus.train, corpus.validation, corpus.test)
     return [row for split in splits for row in split if "good" not in row["prompt"]]
 

@@ -93,11 +93,11 @@ def test_a_trained_tokenizer_changes_no_text_and_has_a_token_for_every_digit() -
 def test_answers_to_test_prompts_are_scored_against_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SCORERS, "number", lambda reference, output: float((reference, output) == ("#### 4", "four")))
     row = {"prompt": ["2+2?"], "response": ["#### 4"], "input_ids": [[5, 6]], "labels": [[-100, 6]]}
-    suite = corpus_module.test_suite(SimpleNamespace(test=Dataset.from_dict(row)), "gsm8k", 3)  # type: ignore[arg-type]
+    suite = corpus_module.test_suite(SimpleNamespace(test=Dataset.from_dict(row)), "gsm8k", 3)
     assert suite.prompts[0].ids == (5,)
     assert suite.score is not None
     assert suite.score(suite.prompts[0], "four") == 1
-    assert corpus_module.test_suite(SimpleNamespace(test=Dataset.from_dict(row)), "alpaca", 3).score is None  # type: ignore[arg-type]
+    assert corpus_module.test_suite(SimpleNamespace(test=Dataset.from_dict(row)), "alpaca", 3).score is None
 
 
 def examples() -> Examples:
@@ -126,13 +126,8 @@ def test_an_example_occurs_once_in_every_epoch(bucket: int, size: int) -> None:
     seen = np.concatenate([schedule.batch(step) for step in range(40)])
     for epoch in range(len(seen) // 20):
         assert sorted(seen[20 * epoch : 20 * epoch + 20]) == list(range(20))
-
-
-def test_a_batch_depends_on_seed_and_step_only() -> None:
-    forwards, backwards = (Schedule(np.arange(17), batch_size=4, bucket=3, seed=1) for _ in range(2))
-    expected = [forwards.batch(step).tolist() for step in range(12)]
-    assert [backwards.batch(step).tolist() for step in reversed(range(12))] == expected[::-1]
-    assert [Schedule(np.arange(17), 4, 3, seed=2).batch(step).tolist() for step in range(12)] != expected
+    other = Schedule(np.arange(20), batch_size=size, seed=4)
+    assert other.batch(0).tolist() != Schedule(np.arange(20), batch_size=size, seed=3).batch(0).tolist()
 
 
 def test_buckets_put_examples_of_like_length_together() -> None:

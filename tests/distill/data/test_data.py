@@ -22,9 +22,7 @@ from distill.data.sources import SourceRows, _shape, load_rows
 
 SPLITS = ("train", "validation", "test")
 SMALL = DataSettings(train_examples=60, validation_examples=15, test_examples=15)
-PAIRS: list[dict[str, Any]] = [
-    {"question": f"What is {n} plus {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"} for n in range(200)
-]
+PAIRS = [{"question": f"What is {n} plus {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"} for n in range(200)]
 DIGESTS = ["2a25634ad63a74be", "9a30eb34421ad0cf"]  # of the texts of every split, in their order
 STORIES = [
     {"text": f"Story {n}: once upon a time there were {n} pens, and {n + 1} children. The end."} for n in range(90)
@@ -32,7 +30,6 @@ STORIES = [
 
 
 def write(path: Path | str, rows: Sequence[dict[str, Any]]) -> str:
-    """The rows in the format of the path's ending; returns the path as text."""
     path = str(path)
     if path.endswith(".parquet"):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
@@ -198,7 +195,7 @@ def test_rows_stay_in_their_splits_and_notes_tell_what_is_not_read(tmp_path: Pat
 @pytest.mark.parametrize("kind", ["chat", "pairs"])
 def test_rows_that_begin_alike_are_spread_over_the_splits_and_equal_rows_share_one(tmp_path: Path, kind: str) -> None:
     rows = [("Hi", f"answer {n % 200}") for n in range(400)] + [(f"prompt {n}", "answer") for n in range(60)]
-    made: list[dict[str, Any]] = [{"prompt": prompt, "response": answer} for prompt, answer in rows]
+    made = [{"prompt": prompt, "response": answer} for prompt, answer in rows]
     if kind == "chat":
         made = [{"messages": [{"role": "user", "content": p}, {"role": "assistant", "content": a}]} for p, a in rows]
     found = loaded(DataSettings(source=write(tmp_path / "r.jsonl", made)))
@@ -258,14 +255,3 @@ def test_a_hub_data_set_is_split_and_sampled_or_refused(tmp_path: Path, monkeypa
     write(hub / "train-2.jsonl", [{"prompt": "a", "response": "b"}])
     with pytest.raises(UserError, match=r"column names don't match.*hf download.*--local-dir"):
         loaded(few)
-
-
-def test_mbpp_rows_keep_their_official_splits(tmp_path: Path) -> None:
-    row = {"text": "Add", "code": "def add(a, b): return a + b", "test_list": ["assert add(1, 1) == 2"]}
-    rows = [row | {"task_id": n, "text": f"Add {n}"} for n in (1, 10, 11, 510, 511, 600, 601, 974)]
-    settings = DataSettings(source="mbpp", files={"train": write(tmp_path / "m.jsonl", rows)})
-    splits = loaded(settings).splits
-    names = {split: [row["prompt"].split("\n")[1] for row in splits[split]] for split in SPLITS}
-    assert names["train"] == ["Add 601", "Add 974"]
-    assert names["validation"] == ["Add 511", "Add 600"]
-    assert names["test"] == ["Add 11", "Add 510"]

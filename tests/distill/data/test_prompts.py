@@ -22,6 +22,7 @@ from distill.run import Run
 from distill.stages import run_stages
 
 Tiny = Callable[..., PreTrainedModel]
+
 CHAT_ML = (
     "{% if messages[0].role != 'system' %}<s>system\nBe kind.</s>\n{% endif %}"
     "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
@@ -32,7 +33,7 @@ CHAT_ML = (
 def chat(template: str | None, **options: str) -> ChatFormat:
     tokenizer = with_start(adds=False)
     tokenizer.chat_template = template
-    return ChatFormat(tokenizer, **options)  # type: ignore[arg-type]
+    return ChatFormat(tokenizer, **options)
 
 
 def test_the_users_turn_is_what_the_template_writes_before_the_words() -> None:
@@ -72,9 +73,6 @@ def test_each_rule_drops_what_it_is_for_in_any_language(text: str, tokens: int, 
     splits, notes = prompt_rows(few, 0, iter([*good, bad, Sample("And then?"), Sample("Who?")]))
     assert texts(splits["test"]) == [GOOD, *OTHERS]
     assert notes[0].endswith(f"dropped: 1 {reason}")
-
-
-# -- rows -------------------------------------------------------------------------------------------------------------
 
 
 def samples() -> Iterator[Sample]:
@@ -150,9 +148,6 @@ def test_an_opening_belongs_to_the_prompt_and_makes_no_two_of_them_alike() -> No
     assert [PromptSettings(openings=["a", "b"]).opening(number) for number in range(5)] == ["", "a", "", "b", ""]
 
 
-# -- a real, tiny target ----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def run_of_target(tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Runs whose target, a random model over characters, writes prompts."""
@@ -183,7 +178,7 @@ def test_the_same_seed_gives_the_same_prompts_a_killed_run_goes_on_with_them_and
     prompts = {*corpus.train["prompt"], *corpus.validation["prompt"], *corpus.test["prompt"]}
     assert len(prompts) == 28
     assert all(prompt.startswith("<s>system\nBe kind.") and prompt.endswith("<s>assistant\n") for prompt in prompts)
-    calls = list[int]()
+    calls = []
 
     def dying(*args: Any, write: Any = prompts_module.write_texts, **options: Any) -> list[list[int]]:
         calls.append(1)

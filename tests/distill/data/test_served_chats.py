@@ -102,10 +102,10 @@ ENDS |= {"gemma4": ["<end_of_turn>"], "kimi": ["<|end|>"]}
 ENDS |= {name: ["<eos>"] for name in ("r1", "harmony", "mistral", "deepseek", "nemotron")}
 USER, AGAIN = {"role": "user", "content": "Hi"}, {"role": "user", "content": "And you?"}
 HELLO, FINE = {"role": "assistant", "content": "Hello"}, {"role": "assistant", "content": "Fine"}
-CHAT: list[dict[str, Any]] = [USER, HELLO, AGAIN, FINE]
+CHAT = [USER, HELLO, AGAIN, FINE]
 
 
-CALLS: list[dict[str, Any]] = [
+CALLS = [
     USER,
     {
         "role": "assistant",
@@ -131,7 +131,7 @@ def format_of(name: str, **args: Any) -> ChatFormat:
 
 def spans(chat: ChatFormat, example: Example) -> list[tuple[list[int], str]]:
     """The ids before each labelled span, and its text."""
-    found: list[tuple[list[int], list[int]]] = []
+    found = []
     for place, token in enumerate(example.labels):
         if token == IGNORE:
             continue
@@ -289,9 +289,9 @@ def test_a_template_may_be_a_file_and_rows_that_fail_in_large_part_stop_the_run(
 
 @pytest.mark.parametrize("name", ["gemma", "qwen3"])
 def test_what_is_tokenised_of_a_chat_grows_with_its_length(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    chat, counts = format_of(name), list[int]()
+    chat, counts = format_of(name), []
     for turns in (12, 48):
-        seen = list[str]()
+        seen = []
         monkeypatch.setattr(
             "distill.data.chat.plain_ids", lambda to, texts, seen=seen: seen.extend(texts) or plain_ids(to, texts)
         )

@@ -7,15 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import NEEDED, build_architecture, in_double, with_layers
-from heads import draft_of, plain_block
+from families import NEEDED, in_double, with_layers
+from heads import biased, draft_of, plain_block
 from plain_logits import head_logits
 from some_rows import TRAINING, attached, everything, from_lists, some_rows
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from decode.errors import UserError
 from decode.models.heads.eagle import FeatureHead, head_config
 from decode.models.heads.mtp import load_mtp
 from distill.config import DraftSettings, StudentSettings
@@ -24,15 +23,16 @@ from distill.drafts import block
 from distill.drafts.block import anchors_of, calibration_error, decay, temperatures
 from distill.drafts.eagle import FeatureDraft
 from distill.drafts.reference import keep_reference
-from distill.drafts.start import check_states, frequent, start_from_target
-from distill.losses.chunked import Rows, compare
+from distill.drafts.start import frequent, start_from_target
+from distill.losses.chunked import compare
 from distill.losses.divergences import Divergence
 from distill.modules import DistillModule
 from distill.signal.disk import keep_columns
 from distill.signal.target import Signal
 
-UNROLLED = ["eagle", "eagle3", *(pytest.param(name, marks=NEEDED) for name in ("mtp", "mtp of two layers"))]
 Made = tuple[PreTrainedModel, Any, Signal]
+
+UNROLLED = ["eagle", "eagle3", *(pytest.param(name, marks=NEEDED) for name in ("mtp", "mtp of two layers"))]
 
 
 @pytest.fixture
@@ -43,10 +43,10 @@ def make(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         if not kind.startswith("mtp"):
             opened = target or in_double(tiny("llama", num_hidden_layers=4, dtype=torch.float64))
             return opened, *draft_of(kind, opened, steps, **shape)
-        settings: Any = StudentSettings(kind="mtp", unroll=steps)
+        settings = StudentSettings(kind="mtp", unroll=steps)
         layers = 2 if "two" in kind else 1
         opened = with_layers(tmp_path, monkeypatch, "DeepSeek-V3" if layers > 1 else "Mellum", layers)
-        head: Any = load_mtp(opened)
+        head = load_mtp(opened)
         return opened, FeatureDraft(head.train(), settings, 5, settings.decay), Signal(opened, reader=head)
 
     return made
@@ -57,9 +57,6 @@ def texts() -> Any:
     ids = [[3, 4, 5, 6, 7, 2, 9, 8], [2, 9, 5, 1], [4, 4, 3], [7, 1, 11, 0, 5, 10]]
     labels = [[-100, *ids[0][1:5], -100, 9, 8], [-100, -100, 5, 1], [-100] * 3, [-100, -100, *ids[3][2:]]]
     return from_lists(ids, labels)
-
-
-# -- rows -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", UNROLLED)
@@ -108,7 +105,7 @@ def test_rows_are_those_of_every_block_read_alone(make: Any, kind: str, vocab: i
     target, draft, signal = make(kind, draft_vocab=vocab)
     batch, head = everything(texts()), draft.model
     rows = draft.rows(batch, signal)
-    mask, ids, markov = label_mask(batch["labels"]), head.draft_ids(), head.markov_head
+    mask, ids = label_mask(batch["labels"]), head.draft_ids()
     logits, measured, number = rows.head(rows.hidden), compare(rows, Divergence("kl_tv")), 0
     learnable, following = torch.ones(len(rows)), batch["labels"].roll(-1, 1)[mask][rows.at]
     for text in range(len(mask)):
@@ -121,9 +118,8 @@ def test_rows_are_those_of_every_block_read_alone(make: Any, kind: str, vocab: i
                 if at >= mask.shape[1] or not mask[text, anchor : at + 1].all():
                     break
                 plain = wanted[slot]
-                if markov is not None:
-                    m, _ = markov.step(hidden[slot : slot + 1], markov.markov_w1(torch.tensor([tokens[at]])), None)
-                    plain = plain + markov.markov_w2(m)[0]
+                if head.markov_head is not None:
+                    plain = biased(head, plain, hidden[slot], tokens[at])[0]
                 torch.testing.assert_close(logits[number], plain, rtol=1e-5, atol=1e-6)
                 q = plain.softmax(-1)
                 if ids is not None:  # the head drafts every second id
@@ -144,7 +140,7 @@ def test_rows_are_those_of_every_block_read_alone(make: Any, kind: str, vocab: i
 def test_every_row_in_parts_is_every_row_at_once(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference's losses do not depend on how many blocks a mask of attention holds, and no mask is larger."""
     _, draft, signal = make("dspark")
-    cells, attention, kept = list[int](), functional.scaled_dot_product_attention, []
+    cells, attention, kept = [], functional.scaled_dot_product_attention, []
 
     def counted(*given: Any, attn_mask: Any = None, **options: Any) -> torch.Tensor:
         cells.extend([] if attn_mask is None else [attn_mask.numel()])
@@ -191,7 +187,7 @@ def test_noise_is_a_function_of_the_seed_and_absent_without_one(make: Any, monke
     assert not torch.equal(first.hidden, plain)
     settings = DraftSettings(name="x", reference="y", k=0.4)
     module = attached(DistillModule(draft, signal, TRAINING, 1, settings=settings))
-    batch["reference_loss"], ranked, choose = torch.zeros(first.count, 3), list[Rows](), module.choose
+    batch["reference_loss"], ranked, choose = torch.zeros(first.count, 3), [], module.choose
     monkeypatch.setattr(module, "choose", lambda rows, compared: ranked.append(rows) or choose(rows, compared))
     assert module(batch, training=True)[1] is ranked[0]
 
@@ -203,7 +199,7 @@ def test_every_weight_learns_and_one_gradient_of_the_output_head_is_kept_for_all
     for steps in (1, 4):
         target, draft, signal = make(kind, steps)
         module = attached(DistillModule(draft, signal, TRAINING, 1))
-        weight, sizes = draft.rows(batch, signal).head.linear.weight, dict[int, torch.Size]()
+        weight, sizes = draft.rows(batch, signal).head.linear.weight, {}
 
         def keep(values: Tensor, sizes: Any = sizes) -> Tensor:
             sizes[values.data_ptr()] = values.shape
@@ -247,7 +243,7 @@ def test_kept_signals_give_the_rows_of_the_target_beside_the_head(make: Any, kin
     examples, kept = some_rows(5), Signal(target, form, draft.model, k=99)
     keep_reference(draft, online, examples, Divergence("tv"), "32-true")
     wanted = draft.rows(everything(examples), online)
-    keep_columns(examples, lambda batch: kept.kept(target, batch), kept.columns)
+    keep_columns(examples, kept.kept, kept.columns)
     found = draft.rows(everything(examples), kept)
     for name in ("hidden", "at", "step", "weight", "reference", "target.mass", "target.learnable", "distance"):
         ours, theirs = (attrgetter(name)(rows) for rows in (found, wanted))
@@ -256,9 +252,6 @@ def test_kept_signals_give_the_rows_of_the_target_beside_the_head(make: Any, kin
     assert torch.allclose(ours.losses, theirs.losses, atol=1e-5)
     assert torch.allclose(ours.alpha, theirs.alpha, atol=1e-5)
     assert torch.allclose(wanted.reference, theirs.losses, atol=1e-5)
-
-
-# -- the confidence ---------------------------------------------------------------------------------------------------
 
 
 def test_temperatures_calibrate_the_product_of_the_confidences() -> None:
@@ -272,28 +265,6 @@ def test_temperatures_calibrate_the_product_of_the_confidences() -> None:
         assert calibration_error(joint, hits.cumprod(1)[:, slot]) < 0.03
     counts[2000:], odds[2000:, 1:] = 1, 100.0  # of blocks that a text's end cut short only the slots within it count
     assert temperatures(odds, hits, counts) == pytest.approx([2.0, 0.5, 3.0], rel=0.3)
-
-
-# -- the network ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("version", [1, 3])
-def test_rows_drafted_together_are_those_drafted_alone(tiny: Any, version: int) -> None:
-    """Only the rows that are asked for, packed, of texts of several lengths: states and gradients of one at a time."""
-    target = tiny("llama", num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
-    head = FeatureHead(head_config(target.config, version)).double()
-    rows = torch.tensor([[0, 0, 1, 1, 1, 0, 0, 0], [0, 1, 0, 0, 0, 1, 0, 0], [0] * 8]).bool()
-    sizes = (3, 8, 32), (3, 8, head.feature_width), (3, int(rows.sum()), 32)
-    embeds, features, weights = (torch.randn(size, dtype=torch.float64) for size in sizes)
-    together = torch.stack(list(head.unroll(embeds, features.requires_grad_(), 3, rows)))
-    alone = []
-    for text, place in rows.nonzero().tolist():  # everything behind the chain's last token is cut off
-        unrolled = head.unroll(embeds[text, None, : place + 3], features[text, None, : place + 3], 3)
-        alone.append(torch.stack([states[0, place] for states in unrolled]))
-    wanted = torch.stack(alone, 1)
-    torch.testing.assert_close(together, wanted)
-    gradients = (torch.autograd.grad((states * weights).sum(), features)[0] for states in (together, wanted))
-    torch.testing.assert_close(*gradients)
 
 
 # -- how a head begins ------------------------------------------------------------------------------------------------
@@ -337,11 +308,3 @@ def test_the_reduced_vocabulary_is_the_most_frequent_label_tokens() -> None:
     assert (ids.tolist(), covered) == ([2, 3, 9], 1.0)
     assert frequent(rows, 2, 12)[1] == 5 / 6
     assert frequent(rows, 5, 12)[0].tolist() == [0, 1, 2, 3, 9]  # never seen: the lowest ids
-
-
-def test_a_target_with_several_states_of_a_token_between_its_layers_is_refused() -> None:
-    """Also where its files are read in part, and its forward looks at values."""
-    for name in ("Gemma 3n", "DeepSeek-V4"):
-        with pytest.raises(UserError, match="keeps several states of a token between its layers"):
-            check_states(build_architecture(name).to("meta"))
-    check_states(build_architecture("Qwen3-MoE").to("meta"))

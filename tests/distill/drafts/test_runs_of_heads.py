@@ -49,7 +49,6 @@ def settings_of(kind: str, folder: Path) -> Settings:
 
 @pytest.fixture(scope="module", params=STUDENTS)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Settings, Any]:
-    """Settings of a finished run of heads, and the run."""
     settings = begun(settings_of(request.param, tmp_path_factory.mktemp(request.param)))
     return settings, run_tiny(settings)[1]
 
@@ -79,9 +78,6 @@ def test_a_run_makes_every_head_and_learns(run: Any) -> None:
 def test_a_killed_training_ends_with_the_weights_of_an_undisturbed_one(run: Any, tmp_path: Path) -> None:
     kills = {"distillspec": 5, "adaspec": 6, "own": 7}  # the last one between two refreshes of its texts
     check_killed_ends_alike(run[0], tmp_path, {draft.name: kills[draft.name] for draft in run[0].drafts})
-
-
-# -- next-token layers ------------------------------------------------------------------------------------------------
 
 
 def mtp_settings(folder: Path, patch: pytest.MonkeyPatch, kind: str, layers: int = 1) -> Settings:

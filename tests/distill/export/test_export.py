@@ -35,31 +35,33 @@ def run_export(draft: Path, target: Path, name: str = "draft") -> Path:
 USER_SCRIPT = """
 import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-target, *drafts = [AutoModelForCausalLM.from_pretrained(folder) for folder in sys.argv[1:]]
-AutoTokenizer.from_pretrained(sys.argv[-1])
-for draft in drafts:
-    for prompt in ([5, 9, 11], [40, 41, 7, 7, 7, 30]):
-        ids = torch.tensor([prompt])
-        options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
-        assert target.generate(ids, **options).equal(target.generate(ids, assistant_model=draft, **options))
+for folders in sys.argv[1:]:
+    target, *drafts = [AutoModelForCausalLM.from_pretrained(folder) for folder in folders.split(":")]
+    AutoTokenizer.from_pretrained(folders.split(":")[-1])
+    for draft in drafts:
+        for prompt in ([5, 9, 11], [40, 41, 7, 7, 7, 30]):
+            ids = torch.tensor([prompt])
+            options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+            assert target.generate(ids, **options).equal(target.generate(ids, assistant_model=draft, **options))
 assert not [name for name in sys.modules if name.split(".")[0] in ("distill", "decode", "probes")]
 """
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-def test_a_script_with_only_transformers_uses_it_as_assistant_with_identical_tokens(tmp_path, family):
+def test_a_script_with_only_transformers_uses_it_as_assistant_with_identical_tokens(tmp_path) -> None:
     """The target as its own draft, drafts of its size, of smaller vocabularies, and of a larger one."""
-    target = make(tmp_path / "target", family)
-    folders = [target, run_export(target, target, "self")]
-    for size, tied in ((288, False), (280, False), (280, True), (296, False)):
-        trained = make(tmp_path / f"{size}{tied}", family, size, tie_word_embeddings=tied, seed=2)
-        folders.append(run_export(trained, target, f"export{size}{tied}"))
-    command, there = [sys.executable, "-c", USER_SCRIPT, *map(str, folders)], {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    command, there = [sys.executable, "-c", USER_SCRIPT], {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    for family in ("llama", "gpt_neox"):
+        target = make(tmp_path / family / "target", family)
+        folders = [target, run_export(target, target, "self")]
+        for size, tied in ((288, False), (280, False), (280, True), (296, False)):
+            trained = make(tmp_path / family / f"{size}{tied}", family, size, tie_word_embeddings=tied, seed=2)
+            folders.append(run_export(trained, target, f"export{size}{tied}"))
+        command.append(":".join(map(str, folders)))
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | there)
     assert result.returncode == 0, result.stderr[-2000:]
 
 
-def test_the_folder_holds_what_engines_read(tmp_path):
+def test_the_folder_holds_what_engines_read(tmp_path) -> None:
     scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}
     draft = make(tmp_path / "draft", max_position_embeddings=48, rope_parameters=scaled)
     folder = export_draft(draft, make(tmp_path / "target"), draft, ExportSettings())  # a draft may be put onto itself
@@ -79,7 +81,7 @@ def test_the_folder_holds_what_engines_read(tmp_path):
     assert (neox["rotary_emb_base"], neox["rotary_pct"], neox["rope_scaling"]) == (10000, 0.5, None)
 
 
-def test_what_is_written_as_tied_is_one_matrix(tmp_path, monkeypatch):
+def test_what_is_written_as_tied_is_one_matrix(tmp_path, monkeypatch) -> None:
     """A config that ties over a file with another head: transformers keeps both, engines would tie."""
     draft, target = make(tmp_path / "trained"), make(tmp_path / "target", seed=2)
 
@@ -114,7 +116,7 @@ def test_what_is_written_as_tied_is_one_matrix(tmp_path, monkeypatch):
     [("llama", "model.norm"), ("gpt_neox", "gpt_neox.final_layer_norm"), ("phi", "model.final_layernorm")],
 )
 @pytest.mark.parametrize("tied", [False, True])
-def test_padded_ids_are_never_the_most_likely_even_if_all_other_logits_are_negative(family, norm, tied):
+def test_padded_ids_are_never_the_most_likely_even_if_all_other_logits_are_negative(family, norm, tied) -> None:
     model, ids = build_tiny(family, vocab_size=40, tie_word_embeddings=tied), torch.arange(400).view(8, 50) % 40
     with torch.no_grad():
         for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
@@ -131,14 +133,14 @@ def test_padded_ids_are_never_the_most_likely_even_if_all_other_logits_are_negat
 
 
 @pytest.mark.parametrize(("kind", "fitted"), [("default", 96), ("linear", 96), ("yarn", 48)])
-def test_a_context_is_extended_only_where_positions_can_be(kind, fitted):
+def test_a_context_is_extended_only_where_positions_can_be(kind, fitted) -> None:
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
     draft, target = (LlamaConfig(max_position_embeddings=n, rope_parameters=rope) for n in (48, 96))
     assert ("cannot be extended" in fit_context(draft, target)) == (fitted == 48)
     assert draft.max_position_embeddings == fitted
 
 
-def test_a_path_that_vllm_takes_for_another_method_and_another_tokenizer_are_refused(tmp_path):
+def test_a_path_that_vllm_takes_for_another_method_and_another_tokenizer_are_refused(tmp_path) -> None:
     for name in ("eagle-arithmetic", "runs-dspark"):
         with pytest.raises(UserError, match="Choose a name"):  # before anything is loaded
             export_draft(tmp_path / "no", tmp_path / "no", tmp_path / name / "draft", ExportSettings())
@@ -156,7 +158,7 @@ def test_a_path_that_vllm_takes_for_another_method_and_another_tokenizer_are_ref
         assert not (tmp_path / "draft").exists()
 
 
-def test_a_report_becomes_the_profile_of_its_fastest_identical_greedy_row():
+def test_a_report_becomes_the_profile_of_its_fastest_identical_greedy_row() -> None:
     other = [decoding("adaspec", 0.0, 8, 2.0, same=False), decoding("adaspec", 1.0, 9, 3.0, same=None)]
     measured = export_profile(changed(decoding=[*FULL["decoding"], *other]), "adaspec")
     assert (measured["best_draft_length"], measured["speedup"], measured["cost_ratio"]) == (2, 1.62, 0.14)
@@ -173,7 +175,7 @@ def test_a_report_becomes_the_profile_of_its_fastest_identical_greedy_row():
     assert export_profile({"drafts": [], "decoding": sampled}, "adaspec")["conditions"]["temperature"] == 0.7
 
 
-def test_an_export_is_complete_before_it_is_measured_and_tells_the_best_length_after(tmp_path):
+def test_an_export_is_complete_before_it_is_measured_and_tells_the_best_length_after(tmp_path) -> None:
     """The draft is a plain model for a target of one layer, from which no head could take three states."""
     draft, target = make(tmp_path / "trained", "llama", 280), make(tmp_path / "target", num_hidden_layers=1)
     folder = run_export(draft, target)

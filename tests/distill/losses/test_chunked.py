@@ -21,16 +21,15 @@ from distill.losses import chunked
 from distill.losses.chunked import Compared, Rows, chunked_loss, compare, next_token_hits, next_token_loss
 from distill.losses.divergences import Divergence, TargetRows, TokenDistributions
 
+Result = tuple[Tensor, Compared, list[Tensor]]
+
 LOSSES = get_args(DivergenceName)
 HEADS = ["plain", "bias", "capped", "scaled", "markov"]
 FORMS = ["hidden", "topk", "probabilities"]
 WIDTH, LABELS, ROWS = 8, 17, 23
 
 
-def case(
-    kind: str = "plain", form: str = "hidden", *, dtype: Any = torch.float32, vocab: int = 48, known: int = 48,
-    scale: float = 0.3, rows: int = ROWS,
-) -> Rows:  # fmt: skip
+def case(kind: str='plain', form: str='hidden', *, dtype: Any=torch.float32, vocab: int=48, known: int=48, scale: float=0.3, rows: int=ROWS) -> Rows:  # fmt: skip
     """Rows of a head with several drafting steps: weighted, several of a label token, part of p drafted by nobody."""
     generator = torch.Generator().manual_seed(3)
 
@@ -65,9 +64,6 @@ def case(
         torch.zeros(rows, dtype=torch.long),
         weight=torch.rand(rows, generator=generator).to(dtype),
     )
-
-
-Result = tuple[Tensor, Compared, list[Tensor]]
 
 
 def run(rows: Rows, compute: Callable[..., Any], *given: Any, **options: Any) -> Result:
@@ -237,12 +233,9 @@ def test_what_needs_no_gradient_gets_none_and_a_head_whose_gradient_is_not_known
         chunked_loss(rows, Divergence())
 
 
-# -- cross-entropy of the next tokens ---------------------------------------------------------------------------------
-
-
 def test_chunks_of_the_next_token_loss_give_that_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = case("capped", dtype=torch.float64, rows=150)
-    hidden, head, labels, widest = rows.hidden, rows.head, torch.arange(150) % 48, list[int]()
+    hidden, head, labels, widest = rows.hidden, rows.head, torch.arange(150) % 48, []
 
     def computed() -> list[Tensor]:
         loss, hits = next_token_loss(hidden, head, labels), next_token_hits(hidden, head, labels)

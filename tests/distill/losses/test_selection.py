@@ -34,9 +34,6 @@ def test_the_largest_differences_are_chosen_in_ascending_order_of_place(delta: A
     assert [share(k, n) for k, n in counts] == [7, 7, 2, 3, 3, 7, 1, 0]
 
 
-# -- blocks -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_slot_is_reached_where_those_before_it_in_its_block_are_accepted() -> None:
     slots = torch.tensor([0, 1, 2, 0, 0, 1])
     alpha = torch.tensor([0.5, 0.4, 0.8, 0.9, 0.3, 0.6], dtype=torch.float64)
@@ -50,9 +47,6 @@ def test_slots_that_are_never_reached_are_not_chosen_before_reached_ones() -> No
     alpha = torch.tensor([0.9, 1e-4, 0.5, 0.9, 0.9])
     delta = torch.tensor([0.3, -0.1, -5.0, -0.2, -0.1])
     assert top_k(by_reach(delta, alpha, slots), 0.8).tolist() == [0, 1, 3, 4]
-
-
-# -- accepted drafts --------------------------------------------------------------------------------------------------
 
 
 def unrolled(alphas: list[list[float]], at: list[list[int]]) -> Rows:
@@ -75,5 +69,5 @@ def test_a_drafting_step_goes_on_where_every_token_before_it_was_accepted(monkey
     chosen = accepted_rows(rows, place, Divergence())
     # of the second step: 1 follows 0, 2 follows the rejected 1, 3 follows 2, 5 follows 4; of the third: 2 follows 0, 1
     assert chosen.tolist() == [0, 1, 2, 3, 4, 5, 6, 8, 9, 10]
-    empty: Any = Rows(rows.hidden[:0], rows.head, rows.target, 0, rows.at[:0], rows.step[:0])  # type: ignore[index]
+    empty = Rows(rows.hidden[:0], rows.head, rows.target, 0, rows.at[:0], rows.step[:0])
     assert accepted_rows(empty, place[:0], Divergence()).tolist() == []

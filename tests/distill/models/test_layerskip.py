@@ -9,7 +9,6 @@ from families import build_tiny, in_double
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.errors import UserError
 from distill.config import LayerSkipSettings, TrainingSettings
 from distill.data.dataset import label_mask
 from distill.layers import final_norm
@@ -107,10 +106,3 @@ def test_checkpoints_are_compared_by_the_loss_of_the_recipe_over_the_same_exits(
         total, last, _ = module(BATCH)
         totals.append(total)
     assert totals[0] == totals[1] != last
-
-
-def test_targets_whose_layers_keep_a_state_are_refused() -> None:
-    model = build_tiny("llama")
-    model.config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(UserError, match=r"layerskip needs layers .* full_attention, linear_attention"):
-        LayerSkip(model, ON, 10, scratch=False)

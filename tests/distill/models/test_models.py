@@ -24,7 +24,6 @@ from distill.models import (
     make_optimizer,
     make_schedule,
     open_placed,
-    share_of,
 )
 
 
@@ -54,7 +53,7 @@ def test_an_adapter_is_merged_into_the_weights_that_it_was_trained_beside(family
 
 @pytest.mark.parametrize("optimizer", ["adamw", {"class_path": "torch.optim.RAdam", "init_args": {"eps": 1e-7}}])
 def test_matrices_inside_the_layers_and_a_feature_heads_output_head_are_decayed(optimizer: Any) -> None:
-    head: Any = nn.ModuleDict({"lm_head": nn.Linear(4, 6, bias=False), "norm": nn.LayerNorm(4)})  # a feature head's
+    head = nn.ModuleDict({"lm_head": nn.Linear(4, 6, bias=False), "norm": nn.LayerNorm(4)})  # a feature head's
     for model in (build_tiny("llama"), build_tiny("llama-tied"), head):
         made = make_optimizer(model, TrainingSettings(steps=1, optimizer=optimizer, weight_decay=0.3, lr=0.02))
         names = {id(weight): name for name, weight in model.named_parameters()}
@@ -76,7 +75,6 @@ def test_adamw_is_fused_where_lightning_clips_its_gradients_and_unknown_argument
 
 
 def rates(steps: int, **settings: Any) -> list[float]:
-    """The learning rate of each step."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     schedule = make_schedule(optimizer, TrainingSettings(lr=1.0, **settings), steps)
     return [(schedule.get_last_lr()[0], optimizer.step(), schedule.step())[0] for _ in range(steps)]
@@ -100,25 +98,23 @@ def test_weights_that_are_not_numbers_and_other_output_heads_are_refused() -> No
         check_head(model, LMHead(model))
 
 
-def test_devices_are_dealt_out_and_quantisation_is_asked_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    for count, shares in ((0, [[], []]), (1, [[0], [0]]), (3, [[0], [1, 2]]), (4, [[0, 1], [2, 3]])):
-        assert [share_of(range(count), rank, 2) for rank in range(2)] == shares
+def test_a_device_map_and_quantisation_are_asked_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "load_model", lambda *_, **options: options)
     settings, cpu = (
         TargetSettings(quantization={"quant_method": "bitsandbytes", "load_in_8bit": True}),
         torch.device("cpu"),
     )
-    given: Any = open_placed(settings, "x", cpu)
+    given = open_placed(settings, "x", cpu)
     assert given["quantization_config"].load_in_8bit
     assert given["device"] == cpu
+    assert open_placed(TargetSettings(device_map="auto"), "x", cpu)["device_map"] == "auto"
     with pytest.raises(UserError, match=r"target\.quantization is .*'nothing'"):
         check_quantization({"quant_method": "nothing"}, "cpu")
 
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the tensors that are read from safetensors files."""
-    names, usual = list[str](), models._read
+    names, usual = [], models._read
 
     def watched(files: dict[str, Path], name: str, like: torch.Tensor) -> torch.Tensor | None:
         tensor = usual(files, name, like)

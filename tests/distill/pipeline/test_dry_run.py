@@ -31,7 +31,6 @@ Tiny = Callable[..., PreTrainedModel]
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever asks the network fails at once."""
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the network was used"))
 
 
@@ -78,7 +77,7 @@ def test_every_part_is_estimated_in_a_folder_that_is_removed(tmp_path: Path) -> 
 
 
 def test_no_more_prompts_than_a_batch_are_written(tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer, written = make_tokenizer(chat=True), list[int]()
+    tokenizer, written = make_tokenizer(chat=True), []
     model = tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=256, eos_token_id=0)
 
     def sample(model: Any, asked: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:

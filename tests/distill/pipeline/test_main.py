@@ -72,8 +72,6 @@ def test_a_dry_run_goes_on_to_report_and_export_and_a_second_run_changes_nothing
         (("--drafts.adaspek.k=0.5",), "'adaspek' is not one of distillspec, adaspec"),
         (("--data.files", "{train: no.jsonl}"), "no.jsonl"),
         (("--seed", "-1"), "seed"),
-        (("--evaluation", "3"), "evaluation"),
-        (("--tracker=nonsense",), "Got value: nonsense"),
         (("--trainer.packing", "9"), "'--trainer.packing'; the nearest known key is 'trainer.precision'"),
     ],
 )

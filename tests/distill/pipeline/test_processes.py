@@ -15,7 +15,6 @@ from decode.errors import UserError
 from distill import ranks
 from distill.__main__ import main
 from distill.config import TrainerSettings
-from distill.models import share_of
 from distill.pipeline import run_pipeline, write_settings
 from distill.run import Run
 
@@ -24,7 +23,6 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine says that it has two of them."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
@@ -67,7 +65,6 @@ def test_tasks_of_slurm_take_the_devices_of_their_number(two_gpus: None, monkeyp
     assert (ranks.rank(), ranks.local_rank(), ranks.local_world(), ranks.process_count(trainer)) == (3, 1, 2, 4)
     assert not ranks.is_first()
     assert ranks.local_device(trainer) == torch.device("cuda:1")
-    assert share_of(["a", "b", "c", "d"], ranks.local_rank(), ranks.local_world()) == ["c", "d"]
     with pytest.raises(UserError, match="ablate runs in one process, but 4 were started"):
         ranks.check_alone("ablate")
 

@@ -19,7 +19,6 @@ DISTILLED = STAGES[2:]
 
 
 def changed(settings: Settings, **values: Any) -> list[str]:
-    """Stages whose fingerprint differs after a change."""
     before = stage_fingerprints(settings)
     after = stage_fingerprints(altered(settings, **values))
     return [stage for stage in before if before[stage] != after[stage]]
@@ -53,7 +52,7 @@ def test_a_changed_setting_runs_its_stage_again(tmp_path: Path, key: str, value:
     assert changed(tiny_settings(tmp_path), **{key: value}) == wanted
 
 
-WRITTEN = {"teacher__responses__source": "target", "teacher__responses__server__urls": ["http://a/v1"]}
+WRITTEN = {"teacher__responses__source": "target", "teacher__engine__urls": ["http://a/v1"]}
 WRITTEN |= {"0__on_policy": 0.5, "1__on_policy": 0.5}
 RECIPE = {"target__kind": "finetune", "target__layerskip__enabled": True}
 AS_IS = {"target__kind": "as_is"}
@@ -63,8 +62,9 @@ AS_IS = {"target__kind": "as_is"}
     ("given", "key", "value", "wanted"),
     [
         # what decides written responses, and not where they are written
-        (WRITTEN, "teacher__responses__server__urls", ["http://b/v1", "http://c/v1"], []),
-        (WRITTEN, "teacher__responses__server__concurrency", 3, []),
+        (WRITTEN, "teacher__engine__urls", ["http://b/v1", "http://c/v1"], []),
+        (WRITTEN, "teacher__engine__in_flight", 3, []),
+        ({"teacher__signal": "vllm"}, "teacher__engine__keep", "float8", DISTILLED),
         (WRITTEN, "teacher__responses__temperature", 0.5, DISTILLED),
         (WRITTEN, "teacher__responses__refresh_every", 7, DISTILLED),
         (WRITTEN | RECIPE, "target__dtype", "bfloat16", STAGES),  # in which it answers before it is trained
@@ -86,7 +86,7 @@ def test_what_else_counts(tmp_path: Path, given: dict[str, Any], key: str, value
 
 @pytest.mark.parametrize("large", [False, True])
 def test_a_data_file_is_known_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool) -> None:
-    paths: dict[Any, Path] = {split: tmp_path / f"{split}.jsonl" for split in ("train", "test")}
+    paths = {split: tmp_path / f"{split}.jsonl" for split in ("train", "test")}
     for path in paths.values():
         path.write_text(json.dumps({"question": "1 + 1?", "answer": "2"}) + "\n")
     if large:

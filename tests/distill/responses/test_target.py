@@ -1,11 +1,9 @@
 """Texts that the target writes, here or on servers, and the draft's own: the same ones again after a kill."""
 
-import http.server
 import json
 import shutil
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from serving import Reply, serving
 from some_rows import some_rows
 from tiny_run import begun, bench, check_killed_ends_alike, given, run_tiny, tiny_settings
 from tokenizers_of_kinds import with_start
@@ -21,17 +20,18 @@ from transformers import PreTrainedModel
 from decode.errors import UserError
 from decode.models.texts import write_texts
 from distill import ranks
-from distill.config import DataSettings, ResponseSettings, ServerSettings, Settings
+from distill.config import DataSettings, EngineSettings, ResponseSettings, Settings
 from distill.data.chat import IGNORE, until_end
 from distill.data.dataset import Examples, Picks, Schedule
 from distill.data.prompts import TextFile
+from distill.engine import Engine
+from distill.engine_check import check_engine
 from distill.responses import target as target_module
 from distill.responses.on_policy import OnPolicy
-from distill.responses.target import Job, answered_by_servers, answered_texts, check_servers
+from distill.responses.target import Job, answered_by_engine, answered_texts
 from distill.stages import run_stages
 
 Tiny = Callable[..., PreTrainedModel]
-Reply = tuple[int, Any]
 
 
 def test_nothing_after_the_first_end_token_is_learned_whichever_of_several_it_is() -> None:
@@ -51,28 +51,10 @@ def test_responses_made_from_something_else_are_set_aside_under_names_of_their_o
     assert [len(text.splitlines()) for text in kept] == [3, 2]
 
 
-# -- a whole run ------------------------------------------------------------------------------------------------------
-
-
 def answering(folder: Path, **responses: Any) -> Settings:
     settings = tiny_settings(folder)
     settings.teacher.responses = ResponseSettings(source="target", batch_size=8, **responses)
     return settings
-
-
-def test_a_torn_line_of_what_a_draft_learns_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target_module, "GROUP", 1)
-    settings = answering(tmp_path, max_new_tokens=10)
-    _, run, printed = run_tiny(begun(settings))
-    assert "the target's responses, train: 20, 20 of them written now" in printed
-    account = run.record("distillspec").account
-    assert account["teacher_tokens"] <= 12 * 4 * 10
-    path = run.work / "responses/train.jsonl"
-    before = path.read_bytes()
-    path.write_bytes(before[:-20])
-    settings.drafts[1].k = 0.5  # another draft of the same texts
-    assert "train: 20, 1 of them written now" in run_tiny(settings)[2]
-    assert sorted(path.read_bytes().splitlines()) == sorted(before.splitlines())
 
 
 def test_several_processes_write_what_a_single_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,45 +133,6 @@ def test_chats_that_lose_turns_are_counted_with_the_reason(tmp_path: Path, tiny:
     assert "12 chats lose their later turns, because a tool's result belongs to another call" in printed.getvalue()
 
 
-# -- servers ----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def serving(answer: Callable[[dict[str, Any], int], Reply]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A server that answers by a request's body and its number: its address, and the bodies."""
-    bodies, lock = list[dict[str, Any]](), threading.Lock()
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.reply(200, {"object": "list", "data": [{"id": "target"}]})
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"]))) | {"path": self.path}
-            with lock:
-                bodies.append(body)
-                number = len(bodies)
-            self.reply(*answer(body, number))
-
-        def reply(self, status: int, value: Any) -> None:
-            data = json.dumps(value).encode()
-            self.send_response(status)
-            self.send_header("content-length", str(len(data)))
-            self.send_header("content-type", "application/json")
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1", bodies
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
 def said(ids: list[int] | None, reason: str = "stop") -> Reply:
     return 200, {"choices": [{"text": "Hi", "token_ids": ids, "finish_reason": reason}]}
 
@@ -201,7 +144,7 @@ def good(body: dict[str, Any], number: int) -> Reply:
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.005)
+    monkeypatch.setattr("distill.engine.PAUSE", 0.005)
 
 
 def test_servers_share_the_prompts_as_ids_with_many_requests_in_flight() -> None:
@@ -212,9 +155,9 @@ def test_servers_share_the_prompts_as_ids_with_many_requests_in_flight() -> None
         return said([7, 7, 7])
 
     with serving(slow) as (first, asked), serving(slow) as (second, others):
-        where = ServerSettings(urls=[first, second], concurrency=3)
-        settings = ResponseSettings(source="target", temperature=0.7, top_p=0.9, server=where)
-        texts = dict(answered_by_servers(settings, 5, [1, 2], 2)(jobs))
+        engine = Engine([first, second], EngineSettings(in_flight=3))
+        settings = ResponseSettings(source="target", temperature=0.7, top_p=0.9)
+        texts = dict(answered_by_engine(engine.complete, engine.workers, settings, 5, [1, 2], 2)(jobs))
     assert texts == {i: [7, 7, 7, 2] for i in range(12)}  # an end that a server leaves out is put back
     assert (len(asked), len(others)) == (6, 6)
     bodies = [*asked, *others]
@@ -224,25 +167,27 @@ def test_servers_share_the_prompts_as_ids_with_many_requests_in_flight() -> None
     assert len({body["seed"] for body in bodies}) == 12
 
 
-def test_servers_that_are_not_there_or_return_text_alone_are_refused_before_the_first_stage() -> None:
+def test_servers_that_are_not_there_or_return_text_alone_are_refused_before_the_first_stage(tmp_path: Path) -> None:
+    run, _ = bench(begun(answering(tmp_path)))
     refused = pytest.raises(UserError, match=r"no token ids.*vLLM \(0\.10\.2 or later\)")
     with serving(lambda *_: said(None)) as (url, _), refused:
-        check_servers(ServerSettings(urls=[url]))
-    with pytest.raises(UserError, match=r"failed: APIConnectionError.*start it with the target"):
-        check_servers(ServerSettings(urls=[url]))
+        run.settings.teacher.engine.urls = [url]
+        check_engine(run)
+    with pytest.raises(UserError, match=r"failed: ConnectError.*start it with the target"):
+        check_engine(run)
 
 
 def test_a_run_goes_on_with_what_a_server_had_given_and_stops_where_most_is_empty(tmp_path: Path) -> None:
     settings = answering(tmp_path, max_new_tokens=8)
-    server = settings.teacher.responses.server
-    server.concurrency = 1
+    server = settings.teacher.engine
+    server.in_flight = 1
 
     def dying(body: dict[str, Any], number: int) -> Reply:
         return (503, {}) if number == 1 else good(body, number) if number <= 8 else (500, {})
 
     with serving(dying) as (url, _):
         server.urls = [url]
-        with pytest.raises(UserError, match=r"failed: InternalServerError: .*What is finished is kept"):
+        with pytest.raises(UserError, match=r"failed: status 500: .*What is finished is kept"):
             run_tiny(begun(settings))
     assert len((tmp_path / "tiny/work/responses/train.jsonl").read_text().splitlines()) == 7
     with serving(good) as (url, bodies):

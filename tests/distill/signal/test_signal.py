@@ -26,7 +26,6 @@ Tiny = Callable[..., PreTrainedModel]
 
 
 def alone(model: PreTrainedModel, examples: Examples) -> Tensor:
-    """Logits at label positions, of every example by itself."""
     parts = []
     for number in range(len(examples)):
         batch = examples.batch(np.array([number]))
@@ -35,8 +34,8 @@ def alone(model: PreTrainedModel, examples: Examples) -> Tensor:
     return torch.cat(parts).float()
 
 
-def keep(signal: Signal, model: PreTrainedModel, examples: Examples, folder: Path | None = None, key: str = "") -> None:
-    keep_columns(examples, lambda batch: signal.kept(model, batch), signal.columns, None, folder, "target-train", key)
+def keep(signal: Signal, examples: Examples, folder: Path | None = None, key: str = "") -> None:
+    keep_columns(examples, signal.kept, signal.columns, folder, "target-train", key)
 
 
 def column(examples: Examples, name: str) -> np.ndarray:
@@ -49,7 +48,7 @@ def test_the_target_s_distributions_are_those_of_every_example_alone(tiny: Tiny,
     model, examples = tiny("gemma2", seed=2), some_rows(5, empty=[1])  # tied and soft-capped
     signal = Signal(model, kind, vocab=vocab, k=99)
     if kind != "online":
-        keep(signal, model, examples)
+        keep(signal, examples)
     batch = everything(examples)
     target, features = signal.rows(batch)
     wanted = alone(model, examples)[:, :vocab].log_softmax(-1)
@@ -70,8 +69,8 @@ def test_kept_states_take_the_bytes_that_are_announced_and_bfloat16_keeps_a_mode
     model, made = tiny("llama", seed=3, dtype=torch.bfloat16), []
     for narrow in (False, True):
         examples = some_rows(5)
-        signal = Signal(model, "hidden", bfloat16=narrow)
-        keep(signal, model, examples)
+        signal = Signal(model, "hidden", dtype="bfloat16" if narrow else "float32")
+        keep(signal, examples)
         assert size_of(examples, signal.columns) == column(examples, HIDDEN).nbytes
         target = signal.rows(everything(examples))[0]
         made.append(target.log_probs(48))
@@ -81,8 +80,8 @@ def test_kept_states_take_the_bytes_that_are_announced_and_bfloat16_keeps_a_mode
 def test_the_top_ids_are_exact_and_all_others_one_outcome(tiny: Tiny) -> None:
     model, examples = tiny("llama", seed=2), some_rows(4)
     signal = Signal(model, "topk", vocab=40, k=5)
-    keep(signal, model, examples)
-    rows: Any = signal.rows(everything(examples))[0]
+    keep(signal, examples)
+    rows = signal.rows(everything(examples))[0]
     logits = torch.randn(examples.label_count, 40, generator=torch.Generator().manual_seed(0))
     exact = alone(model, examples)[:, :40].log_softmax(-1)
     top = exact.topk(5)
@@ -103,21 +102,18 @@ def test_the_draft_gets_a_copy_of_the_head_of_a_target_that_stays_on_its_own_dev
     assert {weight.device.type for weight in model.parameters()} == {"cpu"}
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_sound_file_is_used_and_one_that_does_not_fit_is_made_again(tiny: Tiny, tmp_path: Path) -> None:
-    model, calls = tiny("llama"), list[int]()
+    model, calls = tiny("llama"), []
     signal = Signal(model, "hidden")
 
     def made(key: str, count: int = 5) -> int:
         def computed(batch: dict[str, Any]) -> dict[str, Tensor]:
             calls.append(len(batch["input_ids"]))
-            return signal.kept(model, batch)
+            return signal.kept(batch)
 
         calls.clear()
         examples = some_rows(count)
-        keep_columns(examples, computed, signal.columns, None, tmp_path, "target-train", key)
+        keep_columns(examples, computed, signal.columns, tmp_path, "target-train", key)
         wanted = LMHead(model)(torch.from_numpy(column(examples, HIDDEN).copy())).detach()
         assert torch.allclose(wanted, alone(model, examples), atol=1e-4)
         return sum(calls)
@@ -137,27 +133,27 @@ def test_a_sound_file_is_used_and_one_that_does_not_fit_is_made_again(tiny: Tiny
 def test_a_failure_leaves_nothing_that_would_be_used(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, signal, examples = tiny("llama"), Signal(tiny("llama"), "hidden"), some_rows(40)
+    signal, examples = Signal(tiny("llama"), "hidden"), some_rows(40)
 
     def killed(batch: dict[str, Any]) -> dict[str, Tensor]:
         if len(list(tmp_path.iterdir())) > 0:
             raise KeyboardInterrupt
-        return signal.kept(model, batch)
+        return signal.kept(batch)
 
     def infinite(batch: dict[str, Any]) -> dict[str, Tensor]:
-        return {name: values * torch.inf for name, values in signal.kept(model, batch).items()}
+        return {name: values * torch.inf for name, values in signal.kept(batch).items()}
 
     words = r"target_hidden is not finite in a batch of examples \[\d+, "
     for computed, error, match in ((killed, KeyboardInterrupt, None), (infinite, UserError, words)):
         with pytest.raises(error, match=match):
-            keep_columns(examples, computed, signal.columns, None, tmp_path, "target-train", "a")
+            keep_columns(examples, computed, signal.columns, tmp_path, "target-train", "a")
         assert not list(tmp_path.glob("*.arrow"))
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: usage)
         with pytest.raises(UserError, match=r"target-train needs .* GB and 0.00 GB are free in"):
-            keep(signal, model, examples, tmp_path, "a")
-    keep(signal, model, examples, tmp_path, "a")
+            keep(signal, examples, tmp_path, "a")
+    keep(signal, examples, tmp_path, "a")
     assert [path.suffix for path in tmp_path.iterdir()] == [".arrow"]
 
 
@@ -167,15 +163,15 @@ def test_several_files_hold_what_one_does(
 ) -> None:
     model, name = tiny("llama"), TOPK if kind == "topk" else HIDDEN
     signal, whole = Signal(model, kind, k=8), some_rows(37)
-    keep(signal, model, whole)
+    keep(signal, whole)
     monkeypatch.setattr(ranks, "world", lambda: 2)
     monkeypatch.setattr(ranks, "barrier", lambda: None)
     with pytest.raises(UserError, match="is not seen alike by all processes"):  # the other one's file is not there
-        keep(signal, model, some_rows(37), tmp_path)
+        keep(signal, some_rows(37), tmp_path)
     for rank in (1, 0):
         monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
         monkeypatch.setattr(ranks, "is_first", lambda rank=rank: rank == 0)
-        keep(signal, model, parts := some_rows(37), tmp_path)
+        keep(signal, parts := some_rows(37), tmp_path)
         values = [column(examples, name) for examples in (parts, whole)]
         batches = [examples.batch(np.array([3, 0, 36]))[name].numpy() for examples in (parts, whole)]
         for ours, wanted in (values, batches):

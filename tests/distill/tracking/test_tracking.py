@@ -31,7 +31,7 @@ def logged(run_dir: Path, key: str) -> list:
     return [json.loads(value[1 : 1 + value[0]]) for value in found]
 
 
-def test_stages_of_one_offline_run_log_under_their_names_and_the_report_as_tables_and_plots(tmp_path):
+def test_stages_of_one_offline_run_log_under_their_names_and_the_report_as_tables_and_plots(tmp_path) -> None:
     logger = make_logger("wandb", tmp_path, "quick", {"seed": 3, "target": {"steps": 5}})
     for stage in ("target", "draft"):
         for step in range(3):
@@ -57,7 +57,7 @@ def test_stages_of_one_offline_run_log_under_their_names_and_the_report_as_table
     assert make_logger("wandb", tmp_path, "quick", {"seed": 4}).version != logger.version
 
 
-def test_csv_keeps_the_metrics_of_a_killed_run_when_it_is_continued(tmp_path):
+def test_csv_keeps_the_metrics_of_a_killed_run_when_it_is_continued(tmp_path) -> None:
     for start in range(2):
         logger = make_logger("csv", tmp_path, "quick", {"seed": 3})
         stage = for_stage(logger, "draft")
@@ -72,7 +72,7 @@ def test_csv_keeps_the_metrics_of_a_killed_run_when_it_is_continued(tmp_path):
     assert float(row["speedup"]) == 1.62
 
 
-def test_a_run_is_online_with_a_key_and_otherwise_as_the_environment_says(monkeypatch, tmp_path):
+def test_a_run_is_online_with_a_key_and_otherwise_as_the_environment_says(monkeypatch, tmp_path) -> None:
     assert is_offline()
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password " + "a" * 40)
     assert not is_offline()

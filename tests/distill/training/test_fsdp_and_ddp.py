@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ def trained(folder: Path, world: int, ways: Iterable[str], *, seconds: int = 200
     }  # fmt: skip
     command = [sys.executable, str(HERE / "distributed.py"), str(folder), ",".join(ways)]
     places = [environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
-    piped: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     processes = [subprocess.Popen(command, env=place, **piped) for place in places]
     try:
         printed = [process.communicate(timeout=seconds)[0] for process in processes]
@@ -45,12 +44,10 @@ def trained(folder: Path, world: int, ways: Iterable[str], *, seconds: int = 200
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder where two processes have trained in every way."""
     return trained(tmp_path_factory.mktemp("distributed"), 2, [*FAST, *PARTS])
 
 
 def check_against_one(folder: Path, way: str, world: int) -> None:
-    """The models that several processes have trained are those of one."""
     made, one, _ = run_tiny(settings_of(way, folder / "one"))
     for rank in range(world):
         assert json.loads((folder / f"{way}-{rank}.json").read_text()) == made

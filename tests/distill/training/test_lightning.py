@@ -11,7 +11,6 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
 from some_rows import TRAINING, some_rows
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
@@ -31,8 +30,8 @@ class Seen(Callback):
     """Notes what callbacks see after each validation, and does something to the module before a step."""
 
     def __init__(self, step: int = -1, act: Callable[[Any], object] = id) -> None:
-        self.step, self.act, self.validated = step, act, list[int]()
-        self.metrics, self.weights = list[dict[str, float]](), dict[int, dict[str, Tensor]]()
+        self.step, self.act, self.validated = step, act, []
+        self.metrics, self.weights = [], {}
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         if trainer.global_step == self.step:
@@ -50,10 +49,7 @@ def poison(module: Any) -> None:
     next(module.parameters()).data.fill_(torch.nan)
 
 
-def fitted(
-    module: TrainingModule, folder: Path, *callbacks: Callback, size: int = 4, logger: Any = None,
-    examples: Examples | None = None, **settings: Any,
-) -> list[dict[str, float]]:  # fmt: skip
+def fitted(module: TrainingModule, folder: Path, *callbacks: Callback, size: int=4, logger: Any=None, examples: Examples | None=None, **settings: Any) -> list[dict[str, float]]:  # fmt: skip
     """The learning curve; the module's model ends with the best weights."""
     examples = examples or some_rows()
     batches = TrainingBatches(examples, Schedule(examples.lengths, size), module.steps)
@@ -105,7 +101,7 @@ def test_the_best_validation_s_weights_are_kept_and_two_checkpoints(tiny: Tiny, 
 def test_a_target_is_on_the_device_before_validation(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    events = list[str]()
+    events = []
     for name in ("to", "rows"):
         usual = getattr(Signal, name)
         monkeypatch.setattr(Signal, name, lambda *a, name=name, usual=usual: events.append(name) or usual(*a))
@@ -120,7 +116,7 @@ def test_a_draft_equal_to_its_reference(
 ) -> None:
     examples, model = some_rows(), copy.deepcopy(tiny("llama", seed=5)).requires_grad_(True)
     model.set_attn_implementation("eager")  # SDPA in bfloat16 depends on the padding on some CPUs
-    draft, signal, deltas = LanguageModelDraft(model.train(), 5), Signal(tiny("llama", seed=4)), list[Tensor]()
+    draft, signal, deltas = LanguageModelDraft(model.train(), 5), Signal(tiny("llama", seed=4)), []
     keep_reference(draft, signal, examples, Divergence(), precision)
     module = DistillModule(draft, signal, TRAINING, 1, settings=DraftSettings(name="x", reference="y"))
     choose = module.choose

@@ -30,6 +30,7 @@ from distill.modules import CausalLMModule, DistillModule
 from distill.signal.target import Signal
 
 Tiny = Callable[..., PreTrainedModel]
+
 FAMILIES = ["llama", "llama-tied", "qwen3", "gemma2", "phi", "gpt_neox", "codegen", "gpt2", "opt", "mistral"]
 
 
@@ -55,7 +56,6 @@ def distilling(draft: PreTrainedModel, target: PreTrainedModel | Signal, **setti
 
 
 def differences(draft: PreTrainedModel, target: PreTrainedModel, batch: dict[str, Any]) -> Tensor:
-    """The divergence of every label token by the models' own logits."""
     mask = label_mask(batch["labels"])
     p, q = (model(batch["input_ids"]).logits[mask].log_softmax(-1) for model in (target, draft))
     return Divergence().loss(TokenDistributions(p.detach(), q))
@@ -81,7 +81,7 @@ def test_the_head_on_label_rows_gives_the_models_own_logits_and_gradients(family
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "opt", "phi"])
 def test_gradient_checkpointing_computes_every_layer_again_and_the_gradients_stay_the_same(family: str) -> None:
-    model, calls, made = in_double(build_tiny(family, dtype=torch.float64)).train(), list[int](), []
+    model, calls, made = in_double(build_tiny(family, dtype=torch.float64)).train(), [], []
     next(decoder_layers(model)[-1].children()).register_forward_pre_hook(lambda *_: calls.append(0))
     for count in (1, 3):
         torch.manual_seed(0)
@@ -93,18 +93,10 @@ def test_gradient_checkpointing_computes_every_layer_again_and_the_gradients_sta
     assert close(gradients, wanted, 1e-9)
 
 
-def test_next_token_loss_is_the_models_own_and_distillspec_the_mean_divergence_also_with_k_one(tiny: Tiny) -> None:
-    target, draft, batch = tiny("llama", seed=4), tiny("llama", seed=5), everything(some_rows(5))
+def test_next_token_loss_is_the_models_own(tiny: Tiny) -> None:
+    draft, batch = tiny("llama", seed=5), everything(some_rows(5))
     own = draft(input_ids=batch["input_ids"], labels=batch["labels"]).loss.item()
     assert attached(CausalLMModule(draft, TRAINING, 4)).training_step(batch, 0).item() == pytest.approx(own, rel=1e-5)
-    loss, gradients = loss_and_gradients(distilling(draft, target), batch)
-    wanted = differences(draft, target, batch).mean()
-    assert loss == pytest.approx(wanted.item(), rel=1e-5)
-    assert close(gradients, torch.autograd.grad(wanted, list(draft.parameters())), 1e-5)
-    batch["reference_loss"] = torch.rand(int(label_mask(batch["labels"]).sum()), 1)
-    again, chosen = loss_and_gradients(distilling(draft, target, reference="y", k=1.0), batch)
-    assert again == loss
-    assert all(torch.equal(a, b) for a, b in zip(gradients, chosen, strict=True))
 
 
 @pytest.mark.parametrize("k", [1.0, 0.3])
@@ -156,9 +148,6 @@ def test_the_loss_switches_after_the_share_of_forward_kl_and_the_ranking_does_no
         assert loss == pytest.approx(losses[chosen].mean().item(), rel=1e-5)
 
 
-# -- the parts of a step ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("world", "micros"), [(2, 1), (1, 3), (2, 2)])
 @pytest.mark.parametrize("kind", ["next token", "distillspec"])
 def test_the_parts_gradients_average_to_the_whole_step_s(world: int, micros: int, kind: str) -> None:
@@ -177,12 +166,8 @@ def test_the_parts_gradients_average_to_the_whole_step_s(world: int, micros: int
     assert close(gradients, wanted, 1e-9)
 
 
-# -- validation -------------------------------------------------------------------------------------------------------
-
-
 def validated(module: Any, batches: Iterable[dict[str, Any]]) -> list[dict[str, float]]:
-    """The learning curve of one validation, which is what is logged."""
-    logged = dict[str, float]()
+    logged = {}
     module.log = lambda name, value, **_: logged.update({name.removeprefix("validation_"): float(value)})
     module.on_validation_epoch_start()
     for batch in batches:

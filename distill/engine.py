@@ -1,0 +1,287 @@
+"""The target in a serving engine: servers that are given, or vLLM that a run starts once on each machine.
+
+Requests are in flight `EngineSettings.in_flight` at a time at each server, which bounds the memory of both sides, and
+are asked again after a failure. What the engine says of them is in `distill.responses.target` (answers) and
+`distill.signal.vllm` (hidden states).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import torch
+
+from decode.engines import server
+from decode.errors import UserError, read_json
+from distill.config import EngineSettings, TargetSettings
+from distill.files import fingerprint, write_json
+
+Answer = dict[str, Any]
+TRIES, PAUSE = 7, 0.5  # of one request; seconds before the second one, doubled before each further one
+ANSWER, START = 600.0, 3600.0  # seconds in which a request is answered, and an engine has loaded its model
+TRANSIENT = {408, 409, 425, 429}  # and from 500 on: statuses that another try may change
+KEPT = "What is finished is kept: run the same command again to continue"
+CONNECTOR = Path(__file__).with_name("signal") / "connector"
+CLASS = {"kv_connector": "DraftsmithConnector", "kv_connector_module_path": "draftsmith_connector"}
+
+
+class Retry(Exception):
+    """What an answer lacks that another try may bring."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model on a server."""
+
+    url: str
+    name: str
+    context: int | None  # longest text and answer in tokens, where the server says so
+
+
+class Engine:
+    """Servers of the target.
+
+    Args:
+        urls: Their addresses, which end with ``/v1``.
+        settings: Requests in flight.
+        log: Of the engine that this process started. None: another one did.
+
+    Attributes:
+        workers: Requests that may be in flight at once, at all servers.
+    """
+
+    def __init__(self, urls: Sequence[str], settings: EngineSettings, log: Path | None = None) -> None:
+        self.log, self.workers = log, settings.in_flight * len(urls)
+        headers = {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY') or 'none'}"}
+        self.clients = [
+            httpx.Client(
+                base_url=url, timeout=ANSWER, headers=headers, limits=httpx.Limits(max_connections=None),
+                trust_env=urlsplit(url).hostname not in ("127.0.0.1", "localhost"),
+            )
+            for url in urls
+        ]  # fmt: skip
+        self.models = [Served(url, *self._model(client, url)) for client, url in zip(self.clients, urls)]
+
+    def close(self) -> None:
+        """Close the connections."""
+        for client in self.clients:
+            client.close()
+
+    def complete(self, number: int, ids: Sequence[int], tries: int = TRIES, **how: Any) -> Answer:
+        """The answer of a server to the request of this number: its ``choices[0]``, with ``kv_transfer_params``.
+
+        Raises:
+            UserError: It fails, after all tries; with what the server says and the next step.
+        """
+        client, model = self.clients[number % len(self.clients)], self.models[number % len(self.clients)]
+        body = {"model": model.name, "prompt": list(ids), "return_token_ids": True} | how
+        answer = self._call(client, model.url, tries, "POST", "completions", json=body)
+        try:
+            return {"kv_transfer_params": answer.get("kv_transfer_params")} | answer["choices"][0]
+        except (KeyError, IndexError, TypeError):
+            raise self._failed(model.url, f"its answer has no choices: {str(answer)[:200]}") from None
+
+    def states_file(self, number: int, ids: Sequence[int], **how: Any) -> tuple[Answer, Path]:
+        """An answer, and the path of the file of hidden states that the engine writes for it.
+
+        Raises:
+            UserError: The answer names no file.
+        """
+        params = {"include_output_tokens": how.get("max_tokens", 1) > 1}
+        answer = self.complete(number, ids, **({"max_tokens": 1, "temperature": 0.0} | how), kv_transfer_params=params)
+        path = (answer["kv_transfer_params"] or {}).get("hidden_states_path")
+        if not path:
+            raise UserError(
+                f"{self.models[0].url} names no file of hidden states: start vLLM with the arguments that python -m "
+                "distill check-engine prints, without a proxy that drops kv_transfer_params. SGLang gives no states "
+                "of the last layer away, so that it can only answer (teacher.signal hidden, topk or online)"
+            )
+        return answer, Path(path)
+
+    def _model(self, client: httpx.Client, url: str) -> tuple[str, int | None]:
+        answer = self._call(client, url, TRIES if self.log else 2, "GET", "models")
+        try:
+            return str(answer["data"][0]["id"]), answer["data"][0].get("max_model_len")
+        except (KeyError, IndexError, TypeError):
+            raise self._failed(url, f"it serves no model: {str(answer)[:200]}") from None
+
+    def _call(self, client: httpx.Client, url: str, tries: int, method: str, path: str, **options: Any) -> Any:
+        why = ""
+        for number in range(tries):
+            if number:
+                time.sleep(PAUSE * 2 ** (number - 1))
+            try:
+                answer = client.request(method, path, **options)
+                if answer.status_code == 200:
+                    return answer.json()
+                why = f"status {answer.status_code}: {answer.text[:400].strip()}"
+                if answer.status_code not in TRANSIENT and answer.status_code < 500:
+                    break
+            except (httpx.HTTPError, ValueError) as error:
+                why = f"{type(error).__name__}: {error}"
+            if self.log is not None and not self._lives():
+                words = self.log.read_text(encoding="utf-8", errors="replace")[-server.LAST :]
+                raise UserError(f"the engine of the target ended ({why}). {KEPT}. Its last lines:\n{words}")
+        raise self._failed(url, why)
+
+    def _lives(self) -> bool:
+        """Whether the engine that this process started still answers."""
+        try:
+            return (
+                self.clients[0].get(f"{self.models[0].url.removesuffix('/v1')}/health", timeout=10).status_code == 200
+            )
+        except httpx.TimeoutException:
+            return True
+        except httpx.HTTPError:
+            return False
+
+    def _failed(self, url: str, why: str) -> UserError:
+        return UserError(
+            f"{url} failed: {why}: start it with the target (docs/engines.md), put its key into OPENAI_API_KEY, or "
+            f"leave teacher.engine.urls out. {KEPT}"
+        )
+
+
+def answer_ids(answer: Answer) -> list[int]:
+    """The token ids of an answer.
+
+    Raises:
+        UserError: There are none.
+    """
+    if not isinstance(ids := answer.get("token_ids"), list):
+        raise UserError(
+            "the engine returned no token ids, which are what is learned: serve the target by a vLLM (0.10.2 or later) "
+            "or SGLang (of August 2026 or later) that knows return_token_ids, or leave teacher.engine.urls out"
+        )
+    return ids
+
+
+# -- an engine of one's own --------------------------------------------------------------------------------------------
+
+
+def arguments(layers: Sequence[int], folder: str | Path) -> list[str]:
+    """The arguments with which vLLM gives the states that enter these layers away, through a folder.
+
+    Layer i is transformers' ``hidden_states[i]``, and the number of layers the last one's output before the norm.
+    """
+    aux = {"eagle_aux_hidden_state_layer_ids": list(layers)}
+    how = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": {"hf_config": aux}}
+    where = CLASS | {"kv_role": "kv_producer", "kv_connector_extra_config": {"shared_storage_path": str(folder)}}
+    return ["--speculative-config", json.dumps(how), "--kv-transfer-config", json.dumps(where)]
+
+
+def bytes_in_flight(settings: EngineSettings, length: int, planes: int, width: int, size: int) -> int:
+    """The most that files of states take in `EngineSettings.folder`, for texts of this length."""
+    return settings.in_flight * length * planes * width * size
+
+
+@contextmanager
+def opened(
+    settings: EngineSettings, target: TargetSettings, model: Path, layers: Sequence[int], length: int, work: Path,
+    threads: int | None = None,
+) -> Iterator[Engine]:  # fmt: skip
+    """The engine of a target until the block is left: the given servers, or this machine's vLLM.
+
+    The first process that needs it starts it, the others find its address in the folder of the states.
+
+    Args:
+        settings: Servers, arguments, folder.
+        target: Its number format.
+        model: Its folder.
+        layers: Whose entering states are given away.
+        length: Longest text in tokens.
+        work: The run's folder, by which its processes know each other.
+        threads: Of an engine on a CPU.
+
+    Raises:
+        UserError: No vLLM, an engine that does not start, a folder that is too small; with the next step.
+    """
+    with ExitStack() as stack:
+        if settings.urls:
+            engine = Engine(settings.urls, settings)
+            stack.callback(engine.close)
+            yield engine
+            return
+        folder = Path(settings.folder) / f"draftsmith-{fingerprint(str(work.resolve()), os.getuid())[:12]}"
+        made_from = {"model": str(model.resolve()), "layers": list(layers), "arguments": settings.arguments}
+        with _alone(folder, settings):
+            known = read_json(folder / "engine.json")
+            url, log = str(known.get("url")), None
+            if known.get("made_from") != made_from or not _answers(url):
+                for left in folder.glob("*.safetensors*"):
+                    left.unlink()
+                url, log = _started(stack, settings, target, model, layers, length, folder, threads)
+                stack.callback(shutil.rmtree, folder, ignore_errors=True)
+                write_json(folder / "engine.json", {"url": url, "made_from": made_from})
+        engine = Engine([url], settings, log)
+        stack.callback(engine.close)
+        yield engine
+
+
+def _answers(url: str) -> bool:
+    """Whether an engine on this machine is ready."""
+    try:
+        return httpx.get(f"{url.removesuffix('/v1')}/health", trust_env=False, timeout=2.0).status_code == 200
+    except (httpx.HTTPError, httpx.InvalidURL):
+        return False
+
+
+@contextmanager
+def _alone(folder: Path, settings: EngineSettings) -> Iterator[None]:
+    """Keep other processes of the machine from starting an engine at the same time."""
+    import fcntl
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("w")
+    except OSError as error:
+        raise UserError(
+            f"teacher.engine.folder is {settings.folder!r}, where nothing can be written ({error.strerror}): give a "
+            "folder in memory or on a fast disk that the engine sees too"
+        ) from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _started(
+    stack: ExitStack, settings: EngineSettings, target: TargetSettings, model: Path, layers: Sequence[int],
+    length: int, folder: Path, threads: int | None,
+) -> tuple[str, Path]:  # fmt: skip
+    """Start vLLM; returns its address and its log."""
+    port, program = server.free_port(), server.check_engine("vllm")
+    engine = server.Engine(
+        "vllm", str(model.resolve()), context=length, dtype=target.dtype, program=program, threads=threads,
+        seconds=START,
+    )  # fmt: skip
+    command, environment = server.start_command(engine, None, port)
+    command += ["--max-num-seqs", str(settings.in_flight), "--generation-config", "vllm", *arguments(layers, folder)]
+    if torch.cuda.is_available():
+        command.remove("--enforce-eager")
+    if target.trust_remote_code:
+        command.append("--trust-remote-code")
+    paths = [str(CONNECTOR), os.environ.get("PYTHONPATH")]
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment |= {name: os.environ[name] for name in ("VLLM_CPU_KVCACHE_SPACE",) if name in os.environ}
+    url, command = f"http://127.0.0.1:{port}/v1", [*command, *settings.arguments]
+    try:
+        starting = server.running(command, lambda: _answers(url), name="vLLM", seconds=START, environment=environment)
+        log = stack.enter_context(starting)
+    except UserError as error:
+        if "EAGLE3" in str(error) or "Eagle3" in str(error):
+            raise UserError(
+                f"vLLM's class of {model} gives no hidden states away: set teacher.engine.arguments to "
+                f"[--model-impl=transformers], or teacher.signal to hidden\n{error}"
+            ) from error
+        raise
+    return url, log

@@ -1,0 +1,1 @@
+"""The file that vLLM imports; nothing else may lie beside it."""

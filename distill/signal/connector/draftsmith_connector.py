@@ -1,0 +1,87 @@
+"""Gives hidden states out of vLLM as files. The engine imports this file by its folder (PYTHONPATH), and nothing else.
+
+vLLM's connector (0.32 and 0.33 alike) collects the states. Here a file appears whole or not at all, a failed write is
+told to whoever waits for the file, and the CPU build works, which has neither streams nor pinned memory.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    ExampleHiddenStatesConnector,
+    extract_from_kv_cache,
+)
+
+UNFETCHED = 900  # seconds after which a file that nobody has fetched is deleted
+
+
+class Happened:
+    """Stands for the CUDA event of a copy where there is none."""
+
+    def query(self) -> bool:
+        """Whether the copy is done."""
+        return True
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
+
+
+class DraftsmithConnector(ExampleHiddenStatesConnector):
+    """Writes ``hidden_states [tokens, layers, width]`` and ``token_ids [tokens]`` of each finished request."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self.use_lock = False  # a file is renamed into place, so that there is nothing to wait for but itself
+        draft = vllm_config.speculative_config.draft_model_config.hf_config
+        self.told = {
+            "layers": list(draft.eagle_aux_hidden_state_layer_ids),
+            "quantization": vllm_config.model_config.quantization,
+        }
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Add the layers of the file, and how the engine is quantised, to what the answer says."""
+        delayed, params = super().request_finished(request, block_ids)
+        return delayed, params if params is None else params | self.told
+
+    def _submit_async_write(self, pending: Any) -> None:
+        """Copy a request's states out of the cache and have them written."""
+        if not self._is_tp_rank_zero or self._kv_cache.device.type != "cpu":
+            super()._submit_async_write(pending)
+            return
+        slots = torch.tensor(pending.block_ids)[:, None] * self._block_size + torch.arange(self._block_size)
+        states = extract_from_kv_cache(self._kv_cache, slots.flatten(), len(pending.token_ids))
+        tensors, done = {"hidden_states": states.clone(), "token_ids": pending.token_ids.clone()}, Happened()
+        future = self._executor.submit(self._write_tensors, tensors, done, pending.filename, None)
+        self._req_copy_events[pending.req_id] = done
+        self._req_futures[pending.req_id] = future
+        future.add_done_callback(partial(self._on_write_done, pending.req_id))
+
+    @staticmethod
+    def _write_tensors(tensors: dict[str, torch.Tensor], event: Any, filename: str, lock_fd: int | None) -> None:
+        """Write a file and rename it into place; after a failure leave an empty file whose name has the error."""
+        folder, name = os.path.split(filename)
+        partial_file = os.path.join(folder, f".{name}")
+        try:
+            os.makedirs(folder, exist_ok=True)
+            event.synchronize()
+            save_file(tensors, partial_file)
+            os.chmod(partial_file, 0o644)
+            os.replace(partial_file, filename)
+        except Exception as error:
+            full = "space" in str(error) or getattr(error, "errno", None) == 28  # that of safetensors has no errno
+            with suppress(OSError):
+                os.unlink(partial_file)
+            with suppress(OSError):
+                open(f"{filename}.{'full' if full else 'failed'}", "w").close()
+            raise
+        with suppress(OSError):
+            for entry in os.scandir(folder):
+                if ".safetensors" in entry.name and time.time() - entry.stat().st_mtime > UNFETCHED:
+                    os.unlink(entry)

@@ -1,0 +1,360 @@
+"""States out of a serving engine: those of the target's own forward, whatever fails on the way, and bounded."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial
+from importlib import util
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from families import build_architecture
+from safetensors.torch import load_file
+from serving import StatesServer, serving
+from some_rows import everything, some_rows
+from tiny_run import begun, bench, check_killed_ends_alike, given, run_tiny, tiny_settings
+from tokenizers_of_kinds import with_start
+from transformers import PreTrainedModel
+
+from decode.errors import UserError
+from decode.models.heads.eagle import FeatureHead, head_config
+from distill import engine as engine_module
+from distill import models
+from distill.config import EngineSettings, ResponseSettings, Settings
+from distill.data.dataset import FEATURES, label_mask
+from distill.engine import CONNECTOR, Engine
+from distill.engine_check import Difference, check_engine, refuse_differences
+from distill.files import sizes
+from distill.lm_head import LMHead
+from distill.run import Run
+from distill.signal.disk import keep_columns
+from distill.signal.target import HIDDEN, INSIDE, TOPK, Signal, packed, unpacked
+from distill.signal.vllm import EngineStates, StateFiles, layers_for
+
+Tiny = Callable[..., PreTrainedModel]
+NORMS = (
+    "Llama", "Llama, tied head", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3-MoE", "Gemma", "Gemma 2", "Gemma 3",
+    "Phi", "Phi-3", "StarCoder2", "GPT-2", "GPT-NeoX", "StableLM", "OLMo", "OLMo 2", "Granite", "SmolLM3", "Cohere",
+    "Cohere 2", "GPT-OSS", "DeepSeek-V3", "Qwen3-Next",
+)  # fmt: skip
+"""Families of all kinds of final norms and output heads: RMSNorm, 1 + w, LayerNorm, caps, scales, tied or not."""
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("distill.engine", "distill.signal.vllm"):
+        monkeypatch.setattr(f"{module}.PAUSE", 0.005)
+    monkeypatch.setattr("distill.signal.vllm.WAIT", 60)
+
+
+@contextmanager
+def states_of(
+    model: PreTrainedModel, captured: list[int], folder: Path, parts: PreTrainedModel | None = None, **options: Any
+) -> Any:
+    """The source of a model's states out of a server, and the server."""
+    layers = layers_for(captured, model.config.get_text_config().num_hidden_layers)
+    server = StatesServer(model, layers, folder, **options)
+    with serving(server) as (url, bodies):
+        files = StateFiles(Engine([url], EngineSettings(in_flight=3)), layers, folder / "kept")
+        yield EngineStates(files, parts or model, captured, torch.device("cpu")), server, bodies
+        files.close()
+
+
+@pytest.mark.parametrize("family", NORMS)
+def test_the_engines_last_state_gives_the_targets_logits_through_its_own_files(tmp_path: Path, family: str) -> None:
+    model, batch = build_architecture(family), everything(some_rows(4, empty=[2]))
+    model.save_pretrained(tmp_path / "model")
+    parts = models.hollow_target(tmp_path / "model")
+    with states_of(model, [], tmp_path, parts=parts) as (source, _, _):
+        logits = LMHead(parts)(source(batch)[0])
+    wanted = model(batch["input_ids"]).logits[label_mask(batch["labels"])]
+    assert torch.allclose(logits, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["hidden", "topk", "eagle", "eagle3"])
+def test_the_engines_states_are_kept_as_those_of_a_forward_pass(tiny: Tiny, tmp_path: Path, kind: str) -> None:
+    model, examples = tiny("qwen3", seed=3), [some_rows(7, empty=[2]) for _ in range(2)]
+    head, captured = None, list[int]()
+    if kind.startswith("eagle"):
+        version = 3 if kind == "eagle3" else 1
+        head = FeatureHead(head_config(model.config, version, draft_vocab=30))
+        head.set_vocabulary(torch.arange(5, 35))
+        captured = list(head.captured_layers)
+    with states_of(model, captured, tmp_path) as (source, _, _):
+        for each, its in zip(examples, (None, source)):
+            signal = Signal(model, "topk" if kind == "topk" else "hidden", head, its, k=6)
+            keep_columns(each, signal.kept, signal.columns, expect=its.files.expect if its else None)
+    ours, theirs = (everything(each) for each in examples)
+    names = {HIDDEN, TOPK, FEATURES, INSIDE}
+    assert names & ours.keys() == names & theirs.keys()
+    for name in {HIDDEN, INSIDE} & ours.keys():
+        assert torch.allclose(ours[name], theirs[name], atol=1e-5)
+    if TOPK in ours:
+        values = [batch[TOPK][:, 1].contiguous().view(torch.float32) for batch in (ours, theirs)]
+        assert torch.allclose(*values, atol=1e-5)
+    if FEATURES in ours:
+        read = label_mask(ours["labels"])
+        assert torch.allclose(ours[FEATURES][read], theirs[FEATURES][read], atol=1e-5)
+
+
+def test_a_float8_state_has_a_scale_for_each_plane() -> None:
+    states = (
+        torch.randn(50, 3, 16, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 1e-3, 1e3])[:, None]
+    )
+    kept = packed(states.flatten(1), 3)
+    assert kept.shape == (50, 3 * (16 + 4))
+    assert kept.dtype == torch.uint8
+    again = unpacked(kept, 3).view_as(states)
+    largest = states.abs().amax(-1, keepdim=True)
+    assert ((again - states).abs() <= states.abs() / 16 + largest / 448 / 2).all()  # three bits, and subnormal numbers
+
+
+def spoiled(fault: str, times: int) -> Callable[..., bool]:
+    """Faults of the first requests."""
+
+    def spoil(number: int, answer: dict[str, Any], tensors: dict[str, torch.Tensor]) -> bool:
+        if number > times:
+            return True
+        path = Path(answer["kv_transfer_params"]["hidden_states_path"])
+        if fault == "status":
+            answer["status"] = 503
+        elif fault == "other tokens":
+            tensors["token_ids"] += 1
+        elif fault == "fewer rows":
+            tensors["hidden_states"] = tensors["hidden_states"][1:].contiguous()
+        elif fault == "not finite":
+            tensors["hidden_states"][0, 0, 0] = torch.nan
+        elif fault == "no space":
+            path.with_name(path.name + ".full").touch()
+        elif fault == "no params":
+            del answer["kv_transfer_params"]
+        elif fault == "other layers":
+            answer["kv_transfer_params"]["layers"] = [1, 0, 2]
+        return fault not in ("no space", "no file", "status")
+
+    return spoil
+
+
+WORDS = {
+    "status": "status 503", "other tokens": "are not the", "fewer rows": "--no-enable-prefix-caching",
+    "not finite": "--dtype", "no space": "lower teacher.engine.in_flight", "no file": "another machine",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", WORDS)
+def test_a_sample_that_fails_is_asked_for_again_and_in_the_end_named(
+    tiny: Tiny, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = tiny("llama"), everything(some_rows(4))
+    if fault == "no file":
+        monkeypatch.setattr("distill.signal.vllm.WAIT", 0.5)
+    wanted = Signal(model).source(batch)[0]
+    with states_of(model, [], tmp_path, spoil=spoiled(fault, 2)) as (source, _, bodies):
+        assert torch.allclose(source(batch)[0], wanted, atol=1e-5)
+        assert len(bodies) == 4 + 2 or (fault == "no file" and len(bodies) > 6)  # on a busy machine files are late
+    assert not list(tmp_path.glob("*.safetensors*"))
+    monkeypatch.setattr("distill.signal.vllm.TRIES", 2)
+    always = states_of(model, [], tmp_path, spoil=spoiled(fault, 99))
+    with always as (source, _, _), pytest.raises(UserError, match=WORDS[fault]):
+        source(batch)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"), [("no params", "SGLang"), ("other layers", r"\[1, 0, 2\] away, and \[2\]")]
+)
+def test_an_engine_that_cannot_give_the_states_is_refused_at_once(
+    tiny: Tiny, tmp_path: Path, fault: str, words: str
+) -> None:
+    with states_of(tiny("llama"), [], tmp_path, spoil=spoiled(fault, 99)) as (source, _, bodies):
+        with pytest.raises(UserError, match=words):
+            source(everything(some_rows(1)))
+        assert len(bodies) == 1
+
+
+def test_no_more_files_wait_than_requests_are_in_flight(tiny: Tiny, tmp_path: Path) -> None:
+    examples = some_rows(60)
+    with states_of(tiny("llama"), [], tmp_path) as (source, server, bodies):
+        signal = Signal(tiny("llama"), "hidden", None, source)
+        keep_columns(examples, signal.kept, signal.columns, expect=source.files.expect)
+        assert len(bodies) == 60
+        assert 0 < server.most <= 3
+
+
+# -- a whole run ------------------------------------------------------------------------------------------------------
+
+
+def standing(folder: Path, url: str, **engine: Any) -> Settings:
+    settings = tiny_settings(folder)
+    settings.teacher.signal = "vllm"
+    settings.teacher.engine = EngineSettings(urls=[url], in_flight=4, **engine)
+    return settings
+
+
+def without_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise AssertionError("the target is in the process")
+
+    monkeypatch.setattr("distill.run.open_placed", refused)
+    monkeypatch.setattr("distill.engine_check.holds", lambda run: False)
+
+
+@pytest.mark.parametrize("keep", ["float32", False])
+def test_a_run_learns_from_an_engine_what_it_learns_from_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: Any
+) -> None:
+    _, here, _ = run_tiny(begun(tiny_settings(tmp_path / "here")))
+    server = StatesServer(here.load_target().eval(), [2], tmp_path)
+    without_target(monkeypatch)
+    with serving(server) as (url, bodies):
+        settings = begun(standing(tmp_path / "there", url, keep=keep))
+        _, there, printed = run_tiny(settings)
+        assert f"kept of the engine's states: {keep or 'nothing'}" in printed
+        assert all(body["max_tokens"] == 1 for body in bodies)
+        for stage in ("distillspec", "adaspec"):
+            ours, theirs = (load_file(run.path(stage) / "model.safetensors") for run in (there, here))
+            assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in ours), stage
+        if keep is False:
+            check_killed_ends_alike(settings, tmp_path / "again", {"distillspec": 7})
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_an_answer_and_its_states_come_from_one_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = bench(begun(tiny_settings(tmp_path / "first")))[0].load_target().eval()
+    server = StatesServer(target, [2], tmp_path)
+    without_target(monkeypatch)
+    with serving(server) as (url, bodies):
+        settings = standing(tmp_path, url)
+        settings.teacher.responses = ResponseSettings(source="target", max_new_tokens=6)
+        _, run, printed = run_tiny(begun(settings))
+    answers = [body for body in bodies if body["kv_transfer_params"]["include_output_tokens"]]
+    assert len(answers) == 20 + 8
+    assert len(bodies) == 20 + 8 + 8  # the last 8 are those of the check
+    assert "log-probabilities from the engine's last state" in printed
+    assert not sizes(run.work / "states")
+
+
+def test_a_server_with_too_short_a_context_is_refused_before_the_training(tmp_path: Path) -> None:
+    for context, good in ((255, False), (256, True)):
+        with serving(lambda body, number: (200, {}), context) as (url, _):
+            run, printed = bench(begun(standing(tmp_path, url)))
+            if good:
+                check_engine(run)
+                assert not printed.getvalue()
+                continue
+            with pytest.raises(UserError, match=r"texts of 255 tokens.*--max-model-len 256"):
+                check_engine(run)
+
+
+@pytest.mark.parametrize(
+    ("away", "words"),
+    [
+        ([1, 1, 1], r"at layer 0 .*embeddings differ"),
+        ([0, 1, 1], r"at layer 3 .*the layers before it are right"),
+        ([0, 0, 1], r"at layer 6 .*after the final norm"),
+        ([0, 0, 0], ""),
+    ],
+)
+def test_a_layer_that_differs_is_named_with_the_known_causes(away: list[float], words: str) -> None:
+    found = [Difference(layer, far, 0, 5) for layer, far in zip((0, 3, 6), away)]
+    if not words:
+        refuse_differences(found, 6, 1e-3, "T")
+        return
+    with pytest.raises(UserError, match=words):
+        refuse_differences(found, 6, 1e-3, "T")
+
+
+def test_an_engine_with_other_weights_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    settings = tiny_settings(tmp_path)
+    tokenizer = with_start()
+    model = tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=256)
+    settings.target = given(tmp_path / "model", model, tokenizer)
+    settings.target.kind = "as_is"
+    other = tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=256, seed=9)
+    with serving(StatesServer(other, [model.config.num_hidden_layers], tmp_path)) as (url, _):
+        settings.teacher.signal, settings.teacher.engine = "vllm", EngineSettings(urls=[url])
+        with pytest.raises(UserError, match=r"at layer 2 by .* expected less than 0.001"):
+            run_tiny(settings)
+
+
+# -- the engine's side ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def connector(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The class that vLLM loads, on a base class that does what is used of vLLM's."""
+
+    class Base:
+        def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+            self.use_lock = True
+
+        def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, Any]:
+            return (True, {"hidden_states_path": "x"}) if block_ids else (False, None)
+
+    name = "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector"
+    module = ModuleType(name)
+    module.ExampleHiddenStatesConnector, module.extract_from_kv_cache = Base, None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, name, module)
+    spec = util.spec_from_file_location("draftsmith_connector", CONNECTOR / "draftsmith_connector.py")
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def test_the_connector_writes_whole_files_marks_failures_and_clears_what_nobody_fetched(
+    connector: Any, tmp_path: Path
+) -> None:
+    hf_config = SimpleNamespace(eagle_aux_hidden_state_layer_ids=[1, 4])
+    draft = SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=hf_config))
+    config = SimpleNamespace(speculative_config=draft, model_config=SimpleNamespace(quantization="fp8"))
+    made = connector.DraftsmithConnector(config, None, None)
+    assert not made.use_lock
+    told = {"hidden_states_path": "x", "layers": [1, 4], "quantization": "fp8"}
+    assert made.request_finished(None, [3]) == (True, told)
+    assert made.request_finished(None, []) == (False, None)
+    tensors, path = {"hidden_states": torch.ones(2, 1, 3)}, tmp_path / "a.safetensors"
+    old, other = tmp_path / "old.safetensors", tmp_path / "notes.txt"
+    for file in (old, other):
+        file.touch()
+        os.utime(file, (time.time() - 1000,) * 2)
+    write = partial(connector.DraftsmithConnector._write_tensors, event=connector.Happened(), lock_fd=None)
+    write(tensors, filename=str(path))
+    assert torch.equal(load_file(path)["hidden_states"], tensors["hidden_states"])
+    assert path.stat().st_mode & 0o777 == 0o644
+    assert {file.name for file in tmp_path.iterdir()} == {"a.safetensors", "notes.txt"}
+    with pytest.raises(ValueError, match=r"expected torch\.Tensor"):
+        write({"hidden_states": "no tensor"}, filename=str(tmp_path / "b.safetensors"))
+    assert (tmp_path / "b.safetensors.failed").exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_of_the_processes_of_a_machine_one_starts_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = list[str]()
+    with serving(lambda body, number: (200, {})) as (url, _):
+
+        def started(
+            stack: Any, settings: Any, target: Any, model: Any, layers: Any, length: Any, folder: Path, *_: Any
+        ) -> Any:
+            starts.append(str(folder))
+            return url, tmp_path / "log"
+
+        monkeypatch.setattr(engine_module, "_started", started)
+        settings, target = EngineSettings(folder=str(tmp_path / "shm")), tiny_settings(tmp_path).target
+        run = Run(tiny_settings(tmp_path))
+        place = target, tmp_path, [1, 4], 64, run.work
+        with engine_module.opened(settings, *place) as first, engine_module.opened(settings, *place) as second:
+            assert (first.log, second.log) == (tmp_path / "log", None)
+            assert len(starts) == 1
+        assert not list((tmp_path / "shm").iterdir())
+        blocked = EngineSettings(folder=str(tmp_path / "log"))
+        (tmp_path / "log").touch()
+        with pytest.raises(UserError, match="where nothing can be written"), engine_module.opened(blocked, *place):
+            pass

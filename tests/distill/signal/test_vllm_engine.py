@@ -1,0 +1,74 @@
+"""A real vLLM, where `make engines` has set it up, that a run starts for its target: run by `make test-engines`."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from engine_pairs import needs_vllm, save_exports
+from safetensors.torch import load_file
+from tiny_run import bench, run_tiny, tiny_settings
+
+from decode.errors import UserError
+from distill.config import EngineSettings, ResponseSettings, Settings, StudentSettings, TargetSettings
+from distill.engine import Engine
+from distill.engine_check import check_command
+from distill.stages import run_stages
+
+pytestmark = [pytest.mark.engine, needs_vllm]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_exports(tmp_path_factory.mktemp("qwen3"), "qwen3") / "target"
+
+
+def standing(folder: Path, target: Path, name: str) -> Settings:
+    settings = tiny_settings(folder, name=name)
+    settings.target = TargetSettings(kind="as_is", model=str(target))
+    settings.student, settings.drafts = StudentSettings(kind="eagle3", unroll=2), settings.drafts[:1]
+    settings.teacher.responses = ResponseSettings(source="target", max_new_tokens=12, temperature=0.0)
+    settings.teacher.engine = EngineSettings(folder=str(folder / "states"), in_flight=4)
+    settings.threads = 1
+    return settings
+
+
+def test_every_layer_is_that_of_transformers(target: Path, tmp_path: Path) -> None:
+    settings = standing(tmp_path, target, "checked")
+    settings.teacher.signal = "vllm"
+    run, printed = bench(settings)
+    check_command(run)
+    assert "the engine gives the target's states" in printed.getvalue()
+    assert "difference by layer: 0: 0.0e+00, 1: " in printed.getvalue()
+
+
+def test_a_run_ends_as_from_disk_although_its_engine_was_killed(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = standing(tmp_path, target, "here")
+    _, disk, _ = run_tiny(here)
+    settings = standing(tmp_path, target, "there")
+    settings.teacher.signal = "vllm"
+    complete = Engine.complete
+
+    def killing(self: Engine, number: int, *given: object, **how: object) -> object:
+        if number == 9:
+            (worker,) = (p for p in psutil.process_iter(["name"]) if "EngineCor" in p.info["name"])
+            worker.send_signal(signal.SIGKILL)
+        return complete(self, number, *given, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "complete", killing)
+        run, _ = bench(settings)
+        with pytest.raises(UserError, match="the engine of the target ended"):
+            run_stages(run)
+    kept = len((run.work / "responses/train.jsonl").read_text().splitlines())
+    _, run, printed = run_tiny(settings)
+    assert f"train: 20, {20 - kept} of them written now" in printed
+    assert run.corpus.fingerprint == disk.corpus.fingerprint
+    ours, theirs = (load_file(each.path("distillspec") / "model.safetensors") for each in (run, disk))
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in theirs)
+    assert not list((tmp_path / "states").iterdir())
