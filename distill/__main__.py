@@ -62,8 +62,7 @@ def main(argv: list[str] | None = None) -> None:
         setattr(draft, key, yaml.safe_load(value))
     settings.validate()
     if checks:
-        from distill.engine_check import check_command
-        from distill.pipeline import with_formats
+        from distill.pipeline import check_command, with_formats
         from distill.run import Run
 
         return check_command(Run(with_formats(settings), output_console()))

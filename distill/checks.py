@@ -7,12 +7,14 @@ from pathlib import Path
 
 import torch
 
+from decode.engines import server
 from decode.errors import UserError
+from decode.models.open import DTYPES
 from distill import ranks
 from distill.config import ModelSettings
 from distill.data.dataset import Examples
 from distill.drafts.language_model import kept_layers
-from distill.engine_check import check_engine
+from distill.engine import Engine, answer_ids, bytes_in_flight
 from distill.files import existing
 from distill.models import check_attention, check_quantization, config_of, count_parameters, multiplies_bfloat16
 from distill.run import Run
@@ -56,6 +58,42 @@ def _check_machine(run: Run, models: dict[str, ModelSettings]) -> None:
         )
     if device.type == "cpu" and not multiplies_bfloat16(device):
         run.line("this processor is several times slower in bfloat16: set trainer.precision and models' dtype to auto")
+
+
+def check_engine(run: Run) -> None:
+    """Refuse before anything is trained servers that do not answer, and an engine that cannot be started.
+
+    Raises:
+        UserError: With the next step.
+    """
+    settings, teacher = run.settings, run.settings.teacher
+    given, length = teacher.engine, settings.data.max_length
+    if not (teacher.served or teacher.signal == "vllm"):
+        return
+    if not given.urls:
+        server.check_engine("vllm")
+        planes, size = len(run.engine_layers), DTYPES[settings.target.dtype].itemsize
+        most = bytes_in_flight(given, length, planes, run.target_config.hidden_size, size)
+        if most > (free := shutil.disk_usage(existing(Path(given.folder))).free):
+            raise UserError(
+                f"states in flight take up to {most / 1e9:.2f} GB and {free / 1e9:.2f} GB are free in {given.folder}: "
+                "lower teacher.engine.in_flight, or set teacher.engine.folder to a fast disk"
+            )
+        return
+    engine = Engine(given.urls, given)
+    try:
+        for number, model in enumerate(engine.models):
+            if teacher.served and not (run.work / "responses").exists():
+                answer_ids(engine.complete(number, [1], tries=1, max_tokens=1, temperature=0.0))
+            if model.context is not None and model.context < length:
+                raise UserError(
+                    f"{model.url} serves texts of {model.context} tokens and data.max_length is {length}: start it "
+                    f"with --max-model-len {length}, or lower data.max_length"
+                )
+            if teacher.signal == "vllm" and Path(model.name).name != run.served_folder.name:
+                run.line(f"{model.url} serves {model.name}, and the target is {run.served_folder}")
+    finally:
+        engine.close()
 
 
 def _check_batches(run: Run, models: dict[str, ModelSettings]) -> None:

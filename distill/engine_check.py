@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.engines import server
 from decode.errors import UserError
-from decode.models.open import DTYPES
-from distill.data.dataset import Examples
-from distill.engine import Engine, answer_ids, arguments, bytes_in_flight
-from distill.files import existing
 from distill.layers import final_norm
 from distill.lm_head import LMHead
-from distill.signal.vllm import StateFiles
+from distill.states import StateFiles
 
-if TYPE_CHECKING:
-    from distill.run import Run
-
-TEXTS, LONGEST = 8, 128  # compared; tokens of each
 CLOSE = {"float32": 1e-3}  # largest relative difference of states, by number format; of the others:
 ROUNDED = 0.06
 
@@ -41,100 +30,62 @@ class Difference:
     position: int
 
 
-def check_engine(run: Run) -> None:
-    """Refuse before anything is trained servers that do not answer, and an engine that cannot be started.
-
-    Raises:
-        UserError: With the next step.
-    """
-    settings, teacher = run.settings, run.settings.teacher
-    given, length = teacher.engine, settings.data.max_length
-    if not (teacher.served or teacher.signal == "vllm"):
-        return
-    if not given.urls:
-        server.check_engine("vllm")
-        planes, size = len(run.engine_layers), DTYPES[settings.target.dtype].itemsize
-        most = bytes_in_flight(given, length, planes, run.target_config.hidden_size, size)
-        if most > (free := shutil.disk_usage(existing(Path(given.folder))).free):
-            raise UserError(
-                f"states in flight take up to {most / 1e9:.2f} GB and {free / 1e9:.2f} GB are free in {given.folder}: "
-                "lower teacher.engine.in_flight, or set teacher.engine.folder to a fast disk"
-            )
-        return
-    engine = Engine(given.urls, given)
-    try:
-        for number, model in enumerate(engine.models):
-            if teacher.served and not (run.work / "responses").exists():
-                answer_ids(engine.complete(number, [1], tries=1, max_tokens=1, temperature=0.0))
-            if model.context is not None and model.context < length:
-                raise UserError(
-                    f"{model.url} serves texts of {model.context} tokens and data.max_length is {length}: start it "
-                    f"with --max-model-len {length}, or lower data.max_length"
-                )
-            if teacher.signal == "vllm" and Path(model.name).name != run.served_folder.name:
-                run.line(f"{model.url} serves {model.name}, and the target is {run.served_folder}")
-    finally:
-        engine.close()
-
-
-def serve_arguments(run: Run) -> str:
-    """The command of a server that gives away what a run needs; its folder is bounded by `bytes_in_flight`."""
-    given = " ".join(f"'{part}'" if "{" in part else part for part in arguments(run.engine_layers, "/dev/shm/states"))
-    return (
-        f"PYTHONPATH=$(python -c 'import distill.engine as e; print(e.CONNECTOR)') vllm serve {run.served_folder} "
-        f"--max-model-len {run.settings.data.max_length} --generation-config vllm {given}"
-    )
-
-
 @torch.no_grad()
-def check_states(run: Run, files: StateFiles) -> list[Difference]:
-    """Compare the engine with transformers where memory holds the target, and with its own log-probabilities.
+def check_states(
+    files: StateFiles,
+    parts: PreTrainedModel,
+    texts: Sequence[Sequence[int]],
+    dtype: str,
+    open_target: Callable[[], PreTrainedModel] | None,
+    say: Callable[[str], None],
+) -> None:
+    """Compare an engine with transformers, and with its own log-probabilities.
+
+    Args:
+        files: Of the engine.
+        parts: The target's final norm and output head.
+        texts: Token ids; a token is written after each.
+        dtype: The target's number format.
+        open_target: Opens the whole target. None: memory does not hold it.
+        say: Called with what was found.
 
     Raises:
         UserError: They differ; with the first layer that does, and the known causes.
     """
-    target = run.settings.target
-    rows = Examples.of(run.examples, TEXTS)
-    longest = min(LONGEST, run.settings.data.max_length - 1)  # a token is written after each
-    texts = [rows.ids[rows.span(number)][:longest].tolist() for number in range(len(rows))]
-    texts = [ids for ids in texts if len(ids) > 1]
-    parts = run.target_parts().to(DTYPES[target.dtype])
-    answers = [files.ask(number, ids, prompt_logprobs=0) for number, ids in enumerate(texts)]
+    answers = [files.ask(number, list(ids), prompt_logprobs=0) for number, ids in enumerate(texts)]
     quantised = next((a["kv_transfer_params"].get("quantization") for a, _ in answers), None)
     if quantised:
-        run.line(f"the engine computes with {quantised} weights, and the draft learns what the engine says")
-    limit, found = CLOSE.get(target.dtype, ROUNDED), list[Difference]()
-    if holds(run):
-        model = run.at_work(run.open_target())
+        say(f"the engine computes with {quantised} weights, and the draft learns what the engine says")
+    limit, name = CLOSE.get(dtype, ROUNDED), str(parts.config.name_or_path)
+    if open_target is not None:
+        model = open_target()
         found = differences(model, texts, [states for _, states in answers], files.layers)
         shown = ", ".join(f"{each.layer}: {each.largest:.1e}" for each in found)
-        run.line(f"states of {len(texts)} texts beside transformers', largest relative difference by layer: {shown}")
+        say(f"states of {len(texts)} texts beside transformers', largest relative difference by layer: {shown}")
         if not quantised:
-            refuse_differences(found, int(model.config.get_text_config().num_hidden_layers), limit, str(run.target))
+            refuse_differences(found, int(model.config.get_text_config().num_hidden_layers), limit, name)
     else:
-        run.line("this process has no memory for the target, so that its states are not compared with transformers'")
+        say("this process has no memory for the target, so that its states are not compared with transformers'")
     head, norm, away = LMHead(parts), final_norm(parts), 0.0
     for ids, (answer, states) in zip(texts, answers):
         logits = head(norm(states[:-1, -1].to(head.linear.weight))).float()
         ours = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
         theirs = [row[str(i)]["logprob"] for row, i in zip(answer["prompt_logprobs"][1:], ids[1:])]
         away = max(away, float((ours - torch.tensor(theirs)).abs().mean()))
-    if away > limit:
+    if not away <= limit:
         raise UserError(
             f"the last state that the engine gives, through the target's own norm and output head, is {away:.3f} "
             f"(mean, expected less than {limit:g}) away from the engine's own log-probabilities: another model or "
-            f"revision is served than {run.target}, or the engine's class of it computes its logits otherwise"
+            f"revision is served than {name}, or the engine's class of it computes its logits otherwise"
         )
-    run.line(f"log-probabilities from the engine's last state are {away:.1e} (mean) away from its own")
-    return found
+    say(f"log-probabilities from the engine's last state are {away:.1e} (mean) away from its own")
 
 
-def holds(run: Run) -> bool:
-    """Whether this process's device has room for the target beside what is there."""
-    files = [*Path(run.target).glob("*.safetensors")]
-    size = sum(file.stat().st_size for file in files)
-    if run.device.type == "cuda":
-        return size < 0.9 * torch.cuda.mem_get_info(run.device)[0]
+def holds(folder: Path, device: torch.device) -> bool:
+    """Whether a device has room for the model in a folder beside what is there."""
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if device.type == "cuda":
+        return size < 0.9 * torch.cuda.mem_get_info(device)[0]
     return 2 * size < 0.5 * psutil.virtual_memory().available  # files may hold half as many bytes as float32 takes
 
 
@@ -189,27 +140,3 @@ def refuse_differences(found: Sequence[Difference], depth: int, limit: float, ta
         f"(relative, at position {first.position} of text {first.text}; expected less than {limit:g}). {cause}. Try "
         "teacher.engine.arguments [--model-impl=transformers] or another version, or set teacher.signal to hidden"
     )
-
-
-def check_command(run: Run) -> None:
-    """``python -m distill check-engine``: print the command of a server, then compare every layer."""
-    from distill.stages import run_stages
-
-    if run.settings.teacher.signal != "vllm":
-        raise UserError(f"teacher.signal is {run.settings.teacher.signal}, and check-engine is about vllm: set it so")
-    run_stages(run, ("target",), check=False)
-    urls = run.settings.teacher.engine.urls
-    run.console.print(f"a server for these settings, for teacher.engine.urls:\n{serve_arguments(run)}", soft_wrap=True)
-    config = run.target_config
-    planes, size = len(run.engine_layers), DTYPES[run.settings.target.dtype].itemsize
-    most = bytes_in_flight(run.settings.teacher.engine, run.settings.data.max_length, planes, config.hidden_size, size)
-    run.console.print(f"its states take at most {most / 1e6:.1f} MB in the folder at a time", soft_wrap=True)
-    if not urls:
-        run.captured_layers = list(range(config.num_hidden_layers))  # to name the first one that differs
-    try:
-        check_engine(run)
-        if run.states.engine.log is None and not urls:  # a run's engine is there already
-            check_states(run, run.states)
-    finally:
-        run.close()
-    run.console.print("the engine gives the target's states", highlight=False)

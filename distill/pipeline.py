@@ -12,12 +12,14 @@ from typing import Any, cast
 import yaml
 from rich.console import Console
 
-from decode.errors import read_json, scratch_folder, write_text
+from decode.errors import UserError, read_json, scratch_folder, write_text
+from decode.models.open import DTYPES
 from decode.progress import output_console, working
 from distill import ranks
-from distill.checks import free_space, signal_sizes
+from distill.checks import check_engine, free_space, signal_sizes
 from distill.config import Settings, Signal, change
 from distill.data.chat import show
+from distill.engine import arguments, bytes_in_flight
 from distill.engine_check import holds
 from distill.export.card import PROFILE, add_measurements, exported_facts
 from distill.export.draft import check_export_path, check_gguf, export_draft, export_gguf
@@ -129,6 +131,33 @@ def show_example(settings: Settings, console: Console | None = None) -> None:
         show(rows[0], run.tokenizer, run.console)
 
 
+def check_command(run: Run) -> None:
+    """``python -m distill check-engine``: print the command of a server, then compare every layer."""
+    if run.settings.teacher.signal != "vllm":
+        raise UserError(f"teacher.signal is {run.settings.teacher.signal}, and check-engine is about vllm: set it so")
+    run_stages(run, ("target",), check=False)
+    urls = run.settings.teacher.engine.urls
+    given = " ".join(f"'{part}'" if "{" in part else part for part in arguments(run.engine_layers, "/dev/shm/states"))
+    served = (
+        f"PYTHONPATH=$(python -c 'import distill.engine as e; print(e.CONNECTOR)') vllm serve {run.served_folder} "
+        f"--max-model-len {run.settings.data.max_length} --generation-config vllm {given}"
+    )
+    run.console.print(f"a server for these settings, for teacher.engine.urls:\n{served}", soft_wrap=True)
+    config = run.target_config
+    planes, size = len(run.engine_layers), DTYPES[run.settings.target.dtype].itemsize
+    most = bytes_in_flight(run.settings.teacher.engine, run.settings.data.max_length, planes, config.hidden_size, size)
+    run.console.print(f"its states take at most {most / 1e6:.1f} MB in the folder at a time", soft_wrap=True)
+    if not urls:
+        run.captured_layers = list(range(config.num_hidden_layers))  # to name the first one that differs
+    try:
+        check_engine(run)
+        if run.states.engine.log is None and not urls:  # a run's engine is there already
+            run.check_states(run.states)
+    finally:
+        run.close()
+    run.console.print("the engine gives the target's states", highlight=False)
+
+
 # -- export and measurement -------------------------------------------------------------------------------------------
 
 PROBED = ("probes", "self_speculation", "probe_settings")
@@ -167,7 +196,7 @@ def measure(run: Run) -> dict[str, Any]:
         export_draft(*models, trust_remote_code=trust, trust_draft_code=trust_draft, name=chosen)
     export_gguf(run.export, run.target, settings.export)
     run.line(f"{run.export} [dim]{chosen}[/dim]")
-    if settings.evaluation and settings.teacher.signal == "vllm" and not holds(run):
+    if settings.evaluation and settings.teacher.signal == "vllm" and not holds(run.target, run.device):
         from distill.served import measure_served
 
         run.line("this process has no memory for the target, so that the draft is measured in vLLM")

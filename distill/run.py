@@ -26,16 +26,18 @@ from decode.measure.suites import quiet_datasets
 from decode.models.heads.block import block_config
 from decode.models.heads.eagle import DraftHead, head_config
 from decode.models.heads.files import load_head
-from decode.models.open import load_model, load_tokenizer, stop_ids_of
+from decode.models.open import DTYPES, load_model, load_tokenizer, stop_ids_of
 from decode.models.sources import gguf_file
 from decode.progress import output_console, working
 from distill import engine, ranks
 from distill.config import START, ModelSettings, Settings
 from distill.data.corpus import Corpus, load_corpus
+from distill.data.dataset import Examples
 from distill.data.prompts import PromptWriter, continued_by, continued_here
+from distill.engine_check import check_states, holds
 from distill.files import files_state, fingerprint, only_one, remove, sizes, write_json
 from distill.models import config_of, hollow_target, open_placed, source_folder
-from distill.signal.vllm import StateFiles, layers_for
+from distill.states import StateFiles, layers_for
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -284,13 +286,20 @@ class Run:
     @cached_property
     def states(self) -> StateFiles:
         """The target's states out of the engine, after a check on a few texts by the process that started it."""
-        from distill.engine_check import check_states
-
         files = StateFiles(self.engine, self.engine_layers, self.work / "states")
         self._opened.callback(files.close)
         if self.engine.log is not None or (self.settings.teacher.engine.urls and ranks.is_first()):
-            check_states(self, files)
+            self.check_states(files)
         return files
+
+    def check_states(self, files: StateFiles) -> None:
+        """Compare the engine on eight texts with the target's files, and with transformers where it can be held."""
+        rows, dtype = Examples.of(self.examples, 8), self.settings.target.dtype
+        longest = min(128, self.settings.data.max_length - 1)  # a token is written after each
+        texts = [rows.ids[rows.span(number)][:longest].tolist() for number in range(len(rows))]
+        whole = (lambda: self.at_work(self.open_target())) if holds(self.target, self.device) else None
+        parts = self.target_parts().to(DTYPES[dtype])
+        check_states(files, parts, [ids for ids in texts if len(ids) > 1], dtype, whole, self.line)
 
     def close(self) -> None:
         """End the engine, if it was started."""

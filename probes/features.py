@@ -14,7 +14,7 @@ from decode.progress import current
 from distill.evaluate import Text
 from distill.layers import check_structure, final_norm
 from distill.lm_head import LMHead
-from distill.signal.vllm import StateFiles
+from distill.states import StateFiles
 from probes.labels import Mode, label_drafts
 
 Read = Callable[[Sequence[Sequence[int]], Sequence[int]], tuple[Tensor, dict[int, Tensor]]]

@@ -20,12 +20,12 @@ from transformers import PreTrainedModel
 from decode.errors import UserError
 from decode.models.texts import write_texts
 from distill import ranks
+from distill.checks import check_engine
 from distill.config import DataSettings, EngineSettings, ResponseSettings, Settings
 from distill.data.chat import IGNORE, until_end
 from distill.data.dataset import Examples, Picks, Schedule
 from distill.data.prompts import TextFile
 from distill.engine import Engine
-from distill.engine_check import check_engine
 from distill.responses import target as target_module
 from distill.responses.on_policy import OnPolicy
 from distill.responses.target import Job, answered_by_engine, answered_texts

@@ -27,16 +27,18 @@ from decode.errors import UserError
 from decode.models.heads.eagle import FeatureHead, head_config
 from distill import engine as engine_module
 from distill import models
+from distill.checks import check_engine
 from distill.config import EngineSettings, ResponseSettings, Settings
 from distill.data.dataset import FEATURES, label_mask
 from distill.engine import CONNECTOR, Engine
-from distill.engine_check import Difference, check_engine, refuse_differences
+from distill.engine_check import Difference, refuse_differences
 from distill.files import sizes
 from distill.lm_head import LMHead
 from distill.run import Run
 from distill.signal.disk import keep_columns
 from distill.signal.target import HIDDEN, INSIDE, TOPK, Signal, packed, unpacked
-from distill.signal.vllm import EngineStates, StateFiles, layers_for
+from distill.signal.vllm import EngineStates
+from distill.states import StateFiles, layers_for
 
 Tiny = Callable[..., PreTrainedModel]
 NORMS = (
@@ -49,9 +51,9 @@ NORMS = (
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("distill.engine", "distill.signal.vllm"):
+    for module in ("distill.engine", "distill.states"):
         monkeypatch.setattr(f"{module}.PAUSE", 0.005)
-    monkeypatch.setattr("distill.signal.vllm.WAIT", 60)
+    monkeypatch.setattr("distill.states.WAIT", 60)
 
 
 @contextmanager
@@ -154,13 +156,13 @@ def test_a_sample_that_fails_is_asked_for_again_and_in_the_end_named(
 ) -> None:
     model, batch = tiny("llama"), everything(some_rows(4))
     if fault == "no file":
-        monkeypatch.setattr("distill.signal.vllm.WAIT", 0.5)
+        monkeypatch.setattr("distill.states.WAIT", 0.5)
     wanted = Signal(model).source(batch)[0]
     with states_of(model, [], tmp_path, spoil=spoiled(fault, 2)) as (source, _, bodies):
         assert torch.allclose(source(batch)[0], wanted, atol=1e-5)
         assert len(bodies) == 4 + 2 or (fault == "no file" and len(bodies) > 6)  # on a busy machine files are late
     assert not list(tmp_path.glob("*.safetensors*"))
-    monkeypatch.setattr("distill.signal.vllm.TRIES", 2)
+    monkeypatch.setattr("distill.states.TRIES", 2)
     always = states_of(model, [], tmp_path, spoil=spoiled(fault, 99))
     with always as (source, _, _), pytest.raises(UserError, match=WORDS[fault]):
         source(batch)
@@ -202,7 +204,7 @@ def without_target(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the target is in the process")
 
     monkeypatch.setattr("distill.run.open_placed", refused)
-    monkeypatch.setattr("distill.engine_check.holds", lambda run: False)
+    monkeypatch.setattr("distill.run.holds", lambda *_: False)
 
 
 @pytest.mark.parametrize("keep", ["float32", False])

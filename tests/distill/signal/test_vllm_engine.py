@@ -15,7 +15,7 @@ from tiny_run import bench, run_tiny, tiny_settings
 from decode.errors import UserError
 from distill.config import EngineSettings, ResponseSettings, Settings, StudentSettings, TargetSettings
 from distill.engine import Engine
-from distill.engine_check import check_command
+from distill.pipeline import check_command
 from distill.stages import run_stages
 
 pytestmark = [pytest.mark.engine, needs_vllm]

@@ -1,0 +1,169 @@
+"""Files of hidden states that a serving engine writes: asked for ahead of use, read, checked, and deleted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from decode.errors import UserError, write_safely
+from distill.data.dataset import Batch, Examples, Ints, label_mask
+from distill.engine import KEPT, PAUSE, TRIES, Answer, Engine, Retry, answer_ids
+from distill.files import fingerprint
+
+WAIT, POLL = 120.0, 0.002  # seconds until a file has to be there after its answer, and between two looks for it
+LAST_WAIT = 10.0  # seconds for what is in flight at the end
+Ids = list[int]
+
+
+def layers_for(captured: Sequence[int], count: int) -> list[int]:
+    """The layers to ask an engine for: those whose entering states a head reads, and the last one's output."""
+    return sorted({*captured, count})
+
+
+def take_file(path: Path, ids: Sequence[int], layers: Sequence[int]) -> Tensor:
+    """The states ``[tokens, layers, width]`` of a file that is being written, which is deleted.
+
+    Raises:
+        Retry: It was not written, or is not of these tokens.
+        UserError: It has other layers.
+    """
+    problems = {
+        "full": f"found no space in {path.parent}: lower teacher.engine.in_flight, or give another folder",
+        "failed": f"could not write {path}: see its log",
+    }
+    end = time.monotonic() + WAIT
+    while not path.exists():
+        for kind, words in problems.items():
+            with suppress(FileNotFoundError):
+                path.with_name(f"{path.name}.{kind}").unlink()
+                raise Retry(words)
+        if time.monotonic() > end:
+            raise Retry(f"wrote no {path} within {WAIT:.0f} s, or it is on another machine")
+        time.sleep(POLL)
+    try:
+        tensors = load_file(path)
+    finally:
+        path.unlink(missing_ok=True)
+    states, written = tensors["hidden_states"], tensors["token_ids"].tolist()
+    if written != list(ids):
+        raise Retry(f"wrote states of {len(written)} tokens that are not the {len(ids)} of the request")
+    if states.shape[1] != len(layers):
+        raise UserError(f"the engine gives {states.shape[1]} layers away, and {list(layers)} are needed: start it anew")
+    if len(states) != len(ids):
+        raise Retry(f"wrote {len(states)} states of {len(ids)} tokens: start it with --no-enable-prefix-caching")
+    if not torch.isfinite(states).all():
+        raise Retry("wrote states that are not finite: give it another --dtype")
+    return states
+
+
+class StateFiles:
+    """Texts' states out of an engine, with requests ahead of their use.
+
+    Args:
+        engine: Servers of the target.
+        layers: Those that the engine gives away (see `layers_for`).
+        folder: Where states of texts that the target has just written wait (see `answered`).
+    """
+
+    def __init__(self, engine: Engine, layers: Sequence[int], folder: Path) -> None:
+        self.engine, self.layers, self.folder = engine, list(layers), folder
+        self.pool, self.number = ThreadPoolExecutor(engine.workers), 0
+        self.waiting: dict[tuple[int, ...], Future[Tensor]] = {}
+        self.asked = set[Future[Tensor]]()  # not answered yet
+        self.coming: Iterator[Ids] = iter(())
+
+    def close(self) -> None:
+        """Ask for no more; what is in flight is waited for a little, so that no file is left."""
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        wait(self.asked, timeout=LAST_WAIT)
+
+    def expect(self, examples: Examples, numbers: Iterable[Ints]) -> None:
+        """Ask for the states of these batches' texts, as far ahead of their use as requests may be in flight."""
+        for future in self.waiting.values():
+            future.cancel()
+        self.waiting.clear()
+        self.coming = (ids for batch in numbers for ids in read_texts(examples.batch(batch)) if ids)
+
+    def take(self, texts: Sequence[Ids]) -> list[Tensor]:
+        """The states ``[tokens, layers, width]`` of texts, in the engine's number format."""
+        futures = list[Future[Tensor]]()
+        for key in map(tuple, texts):
+            for _ in texts:  # what is expected comes in this order
+                if key in self.waiting or not self._next():
+                    break
+            futures.append(self.waiting.pop(key) if key in self.waiting else self._submit(list(key)))
+        while len(self.waiting) < self.engine.workers and self._next():
+            pass
+        return [future.result() for future in futures]
+
+    def _next(self) -> bool:
+        """Ask for the next text that is expected; whether there is one."""
+        ids = next(self.coming, None)
+        if ids is not None and tuple(ids) not in self.waiting:
+            self.waiting[tuple(ids)] = self._submit(ids)
+        return ids is not None
+
+    def _submit(self, ids: Ids) -> Future[Tensor]:
+        self.number += 1
+        future = self.pool.submit(self._of, self.number, ids)
+        self.asked.add(future)
+        future.add_done_callback(self.asked.discard)
+        return future
+
+    def _of(self, number: int, ids: Ids) -> Tensor:
+        """The states of a text: those that wait in the folder, else the engine's."""
+        with suppress(OSError, SafetensorError):
+            path = self._path(ids)
+            states = load_file(path)["hidden_states"]
+            path.unlink()
+            return states
+        return self.ask(number, ids)[1]
+
+    def answered(self, number: int, prompt: Ids, **how: Any) -> Answer:
+        """The target's answer to a prompt, whose states wait in the folder until they are asked for.
+
+        They are of all tokens but the last, from the same pass, so that a text is not read a second time.
+        """
+        answer, states = self.ask(number, prompt, **how)
+        path = self._path([*prompt, *answer_ids(answer)][:-1])
+        write_safely(path, lambda file: save_file({"hidden_states": states}, file))
+        return answer
+
+    def _path(self, ids: Sequence[int]) -> Path:
+        return self.folder / f"{fingerprint(list(ids), self.layers)}.safetensors"
+
+    def ask(self, number: int, ids: Ids, **how: Any) -> tuple[Answer, Tensor]:
+        """An answer and its states, asked for again while a sample is not as it should be."""
+        why = ""
+        for again in range(TRIES):
+            if again:
+                time.sleep(PAUSE * 2 ** (again - 1))
+            try:
+                answer, path = self.engine.states_file(number + again, ids, **how)
+                told = answer["kv_transfer_params"].get("layers", self.layers)
+                if told != self.layers:
+                    raise UserError(
+                        f"the engine gives the states of layers {told} away, and {self.layers} are needed, ascending "
+                        "and each once: start it with the arguments that python -m distill check-engine prints"
+                    )
+                written = answer_ids(answer)[:-1] if how.get("max_tokens", 1) > 1 else []
+                return answer, take_file(path, [*ids, *written], self.layers)
+            except Retry as error:
+                why = str(error)
+        raise UserError(f"the engine of the target {why}. It was asked {TRIES} times. {KEPT}")
+
+
+def read_texts(batch: Batch) -> list[Ids]:
+    """The tokens of each text of a batch whose states are needed: all that precede its last label."""
+    mask = label_mask(batch["labels"])
+    counts = [int(row.nonzero().max()) + 1 if row.any() else 0 for row in mask]
+    return [ids[:count].tolist() for ids, count in zip(batch["input_ids"], counts)]
