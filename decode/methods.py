@@ -29,7 +29,7 @@ from decode.core.stop import (
     token_probability,
     warped_token_probability,
 )
-from decode.core.verify import AcceptanceRule, Ears, Exact, Fuzzy, JensenShannon, Typical
+from decode.core.verify import AcceptanceRule, BlockVerification, Ears, Exact, Fuzzy, JensenShannon, Typical
 from decode.drafters.adaptix import NgramTable, TrigramDrafter
 from decode.drafters.base import Drafter, NoDrafter
 from decode.drafters.block import BlockDrafter
@@ -98,6 +98,7 @@ SELF_SPECULATIVE = _drafting_with("early-exit")
 CHAINS_BY_MODEL = SELF_SPECULATIVE | _drafting_with("model", "feature")  # methods whose drafts have a cost model
 PROBED = {name for name, (_, stop, _) in METHODS.items() if stop.endswith("probe")}  # methods that need a probe folder
 PRICED = {"cost-optimal", "confidence-head"}  # stop rules that weigh a token against its cost
+SAMPLING_DRAFTERS = {"model", "feature", "hybrid", "early-exit"}  # their drafts are, or may be, drawn from a q
 TREE_DRAFTERS = {"feature-tree", "hybrid-tree", "rest", "adaptix", "lookahead"}
 
 
@@ -265,6 +266,7 @@ def _adasd(inputs: MethodInputs, variant: str = JensenShannon.variant) -> Accept
 
 RULES: dict[str, Callable[[MethodInputs], AcceptanceRule]] = {
     "exact": lambda i: Exact(),
+    "block-verification": lambda i: BlockVerification(),
     "ears": lambda i: Ears(i.options.beta),
     "adasd": _adasd,
     **{f"adasd-{variant}": partial(_adasd, variant=variant) for variant in "abc"},
@@ -275,7 +277,7 @@ RULES: dict[str, Callable[[MethodInputs], AcceptanceRule]] = {
 
 def is_lossless(method: str, rule: str | None = None) -> bool:
     """Whether the method's output is distributed as the target's."""
-    return (rule or METHODS[method][2]) == "exact"
+    return (rule or METHODS[method][2]) in ("exact", "block-verification")
 
 
 def build(method: str, inputs: MethodInputs, *, stop: str | None = None, rule: str | None = None) -> Method:
@@ -290,8 +292,8 @@ def build(method: str, inputs: MethodInputs, *, stop: str | None = None, rule: s
         rule: another acceptance rule of `RULES` in place of the method's own.
 
     Raises:
-        UserError: unknown names, a model or file that the method needs is missing, a target that reads no trees, or a
-            relaxed rule on trees.
+        UserError: unknown names, a model or file that the method needs is missing, a target that reads no trees, a
+            relaxed rule on trees, or verification by blocks of drafts that are not sampled chains.
     """
     drafter, stop_name, rule_name = choose("method", method, METHODS)
     stop_name, rule_name, options = stop or stop_name, rule or rule_name, inputs.options
@@ -316,6 +318,13 @@ def build(method: str, inputs: MethodInputs, *, stop: str | None = None, rule: s
     if drafter in TREE_DRAFTERS and not acceptance.exact:
         raise UserError(
             f"{method} drafts trees, which {rule_name} does not verify; use exact, or vanilla, eagle, block"
+        )
+    argmax_block = isinstance(draft, BlockRunner) and not options.sample_block
+    if isinstance(acceptance, BlockVerification) and (drafter not in SAMPLING_DRAFTERS or argmax_block):
+        instead = "--sample-block true" if argmax_block else "vanilla, eagle, layerskip"
+        raise UserError(
+            f"{rule_name} keeps more than exact only of chains whose tokens are drawn from the draft's distribution, "
+            f"and {method} drafts none; use exact, or {instead}"
         )
     lengths = None
     if method in CHAINS_BY_MODEL and (options.never_slower or stop_name in PRICED):

@@ -40,7 +40,7 @@ STOP_RULES = (
     "length", "copy", "suffix", "unsure", "hf-dynamic", "hf-constant", "hf-heuristic", "draft-verify", "product",
     "entropy", "cost-optimal", "probe", "confidence-probe", "confidence-head",
 )  # fmt: skip
-RULES = ("exact", "ears", "adasd", "adasd-a", "adasd-b", "adasd-c", "fuzzy", "typical")
+RULES = ("exact", "block-verification", "ears", "adasd", "adasd-a", "adasd-b", "adasd-c", "fuzzy", "typical")
 """The stop rules and acceptance rules that `decode.methods` defines."""
 
 if TYPE_CHECKING:

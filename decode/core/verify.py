@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -82,6 +83,19 @@ class AcceptanceRule:
         rest = (p - q).clamp_min_(0)
         return torch.where(rest.sum() > 0, rest, p)
 
+    def keep(self, p: Tensor, q: Tensor, x: Tensor, accept: Tensor, rng: Rng) -> tuple[int, Tensor]:
+        """The number of drafted tokens that are kept, and the weights ``[vocab]`` of the token after them.
+
+        Args:
+            p: the target's warped rows ``[k + 1, vocab]``.
+            q: the draft's, ``[k, vocab]``.
+            x: the drafted tokens.
+            accept: `accept_prob` of each.
+            rng: draws.
+        """
+        m = int(rng.first_reject(accept))  # the host waits here and for the token, never for each drafted one
+        return m, p[m] if m == len(x) else self.residual(p[m], q[m])
+
     def tv_spent(self, p: Tensor, q: Tensor, x: Tensor, accept: Tensor) -> Tensor:
         """Estimate ``[k]`` of the total variation from p that the rule causes: a(x) − min(1, p(x)/q(x))."""
         return accept - ratio(p, q, x)
@@ -97,6 +111,30 @@ class Exact(AcceptanceRule):
     """Keep x with probability min(1, p(x)/q(x)); lossless (Leviathan et al. 2211.17192, Chen et al. 2302.01318)."""
 
     exact = True
+
+
+class BlockVerification(Exact):
+    """Keep as much of a sampled chain as a lossless rule can, by judging its tokens together (Sun et al. 2403.10444).
+
+    With P₀ = 1, Pᵢ = min(1, Pᵢ₋₁ p(xᵢ)/q(xᵢ)) and Rᵢ = Σ[Pᵢ p − q]₊ at the position after xᵢ, the first i of n tokens
+    pass with probability Rᵢ/(Rᵢ + 1 − Pᵢ), all n with Pₙ. The most that pass are kept, whatever failed before them, and
+    [Pᵢ p − q]₊ gives the token that follows. So i tokens or more are kept with probability Pᵢ; verification by tokens
+    keeps them with ∏ min(1, p/q), which is no larger and is the same for n = 1 and for a deterministic draft.
+    """
+
+    def keep(self, p: Tensor, q: Tensor, x: Tensor, accept: Tensor, rng: Rng) -> tuple[int, Tensor]:
+        """See `AcceptanceRule.keep`; `accept` is not read."""
+        n, ratios = len(x), (pick(p, x) / pick(q, x)).tolist()
+        reach = list(accumulate(ratios, lambda reach, r: min(1.0, reach * r), initial=1.0))
+        first = n + 1 - reach[::-1].index(1.0)  # where Pᵢ = 1 the first i tokens pass, so that fewer are never kept
+        if first > n:
+            return n, p[n]
+        fail = p.new_tensor([1 - r for r in reach[first:]])
+        rest = ((1 - fail[:-1, None]) * p[first:n] - q[first:]).clamp_min_(0).sum(-1)
+        fail[:-1] /= rest + fail[:-1]
+        # the tests are independent: read from the end, the first that does not fail is the longest part that passes
+        m = n - int(rng.first_reject(fail.flip(0)))
+        return m, p[n] if m == n else self.residual(reach[m] * p[m], q[m])
 
 
 @dataclass
@@ -256,8 +294,8 @@ def verify(draft: Draft, p: Rows, logits: Tensor, rule: AcceptanceRule, rng: Rng
     p, q, x = _rows(draft, p)
     distance = p.new_zeros(k) if rule.exact else rule.distance(p[:k], q, _raw(draft, q, logits, k))
     accept = rule.accept_prob(p[:k], q, x, distance)
-    m = int(rng.first_reject(accept))  # the host waits here and for the token, never for each drafted one
-    token = int(rng.draw(p[k] if m == k else rule.residual(p[m], q[m])))
+    m, weights = rule.keep(p, q, x, accept, rng)
+    token = int(rng.draw(weights))
     t = min(m + 1, k)
     shared = overlap(p[:t], q[:t])
     if rule.exact:

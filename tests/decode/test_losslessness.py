@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from enumeration import Clock, Experiment, ScriptedRunner, random_table
+from enumeration import Clock, Experiment, ScriptedRunner, enumerate_runs, joint_bias, random_table
 from families import in_double
 from scripted import RandomTree, corpus_drafters
 from torch import Tensor
@@ -24,7 +27,7 @@ from decode.core.stop import (
     negative_entropy,
     token_probability,
 )
-from decode.core.verify import Ears, Exact, Fuzzy, JensenShannon, Typical
+from decode.core.verify import BlockVerification, Ears, Exact, Fuzzy, JensenShannon, Typical
 from decode.drafters.hybrid import HybridDrafter
 from decode.drafters.lookup import LookupDrafter
 from decode.drafters.model import ModelDrafter
@@ -44,12 +47,14 @@ def scripted_pair(
     tokens: int = 4,
     draft_vocab: int | None = None,
     warp: LogitsWarper = SAMPLE,
+    draft_seed: int = 3,
+    zeros: float = 0.15,
     **options: tuple[int, ...],
 ) -> tuple[Experiment, ScriptedRunner]:
     clock = Clock()
-    target = ScriptedRunner(random_table(1, vocab), vocab, clock=clock)
+    target = ScriptedRunner(random_table(1, vocab, zeros=zeros), vocab, clock=clock)
     size = draft_vocab or vocab
-    draft = ScriptedRunner(random_table(3, size), size, clock=clock, cost=0.2)
+    draft = ScriptedRunner(random_table(draft_seed, size, zeros=zeros), size, clock=clock, cost=0.2)
     return Experiment(target, warp, PROMPT, tokens, clock=clock, **options), draft
 
 
@@ -311,6 +316,121 @@ def test_biased_rules_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(verify, "verify_tree", biased)
             assert experiment.bias(system) > 0.01
+
+
+APART: dict[str, Any] = {"draft_seed": 8, "zeros": 0.0}
+"""A pair in which what P has lost by one token is often regained by the next."""
+
+
+def blocks(draft: ScriptedRunner, stop: StopRule | None = None, warp: LogitsWarper = SAMPLE, vocab: int = 3) -> Method:
+    return Method("blocks", ModelDrafter(draft, warp, vocab), stop or StopRule(5), BlockVerification())
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_verification_by_blocks_is_lossless_with_every_stop_rule(name: str, scripted_clock) -> None:
+    experiment, draft = scripted_pair(tokens=3, **APART)
+    scripted_clock(experiment)
+    system = blocks(draft, STOPS[name](parts(experiment, draft)))
+    assert experiment.bias(system) < TOLERANCE
+    warm_up(experiment, system)
+    assert experiment.bias(system) < TOLERANCE
+
+
+@pytest.mark.parametrize("warp", WARPS.values(), ids=WARPS)
+def test_verification_by_blocks_is_lossless_with_every_warp(warp: LogitsWarper) -> None:
+    experiment, draft = scripted_pair(tokens=3, warp=warp, **APART)
+    assert experiment.bias(blocks(draft, warp=warp)) < TOLERANCE
+
+
+@pytest.mark.parametrize("draft_vocab", [2, 6])
+@pytest.mark.parametrize("stop_ids", [(), (0,)])
+def test_verification_by_blocks_is_lossless_over_other_vocabularies(
+    draft_vocab: int, stop_ids: tuple[int, ...]
+) -> None:
+    experiment, draft = scripted_pair(4, tokens=3, draft_vocab=draft_vocab, stop_ids=stop_ids, **APART)
+    experiment.prompt = [0, 1, 1, 0]
+    system = blocks(draft, vocab=4)
+    assert experiment.bias(system) < TOLERANCE
+    system.drafter = HybridDrafter(system.drafter, match=2)  # copies, which are point masses, between sampled chains
+    assert experiment.bias(system) < TOLERANCE
+
+
+def test_verification_by_blocks_is_lossless_in_single_precision() -> None:
+    experiment, draft = scripted_pair(tokens=3, **APART)
+    for model in (experiment.target, draft):
+        model.logits = partial(_single, model.logits)
+    assert experiment.bias(blocks(draft)) < 1e-6
+    assert {trace[0].overlap.dtype for trace in experiment.traces} == {torch.float32}  # type: ignore[union-attr]
+
+
+def _single(logits: Callable[[tuple[int, ...]], Tensor], context: tuple[int, ...]) -> Tensor:
+    return logits(context).float()
+
+
+def test_texts_verified_by_blocks_together_are_lossless() -> None:
+    experiment, draft = scripted_pair(2, **APART)
+    system, prompts = blocks(draft, StopRule(2), vocab=2), [[0, 1, 1], [1], [0, 0]]
+    assert joint_bias(experiment.target, system, SAMPLE, prompts, 2, batch_size=2) < TOLERANCE
+    assert joint_bias(experiment.target, system, SAMPLE, prompts[:2], 3) < TOLERANCE
+
+
+def accepted(experiment: Experiment, system: Method) -> float:
+    """The expected number of tokens that the first round accepts."""
+
+    def run(rng: Rng) -> tuple[int, ...]:
+        experiment.run(system, rng)
+        return (experiment.traces[-1][0].accepted,)
+
+    return sum(count * weight for (count,), weight in enumerate_runs(run).items())
+
+
+def test_verification_by_blocks_keeps_more_than_that_by_tokens() -> None:
+    """Both positions have q = (2/3, 1/3) and p = (1/3, 2/3): 11/9 tokens of two, and 10/9 by tokens."""
+    p, q = (torch.tensor(row, dtype=torch.float64).log() for row in ([1 / 3, 2 / 3], [2 / 3, 1 / 3]))
+    warp = LogitsWarper(temperature=1.0)
+    experiment = Experiment(ScriptedRunner(lambda c: p, 2), warp, [0], 3)
+    system = blocks(ScriptedRunner(lambda c: q, 2), StopRule(2), warp, 2)
+    assert experiment.bias(system) < TOLERANCE
+    assert accepted(experiment, system) == pytest.approx(11 / 9, abs=1e-12)
+    system.rule = Exact()
+    assert accepted(experiment, system) == pytest.approx(10 / 9, abs=1e-12)
+
+
+class _UnscaledResidual(BlockVerification):
+    """Biased: what follows is drawn from [p − q]₊, not from [P p − q]₊."""
+
+    def keep(self, p: Tensor, q: Tensor, x: Tensor, accept: Tensor, rng: Rng) -> tuple[int, Tensor]:
+        m, weights = super().keep(p, q, x, accept, rng)
+        return m, weights if m == len(x) else self.residual(p[m], q[m])
+
+
+class _StopsAtTheFirstFailure(BlockVerification):
+    """Biased: tests are passed from the start until one fails."""
+
+    def keep(self, p: Tensor, q: Tensor, x: Tensor, accept: Tensor, rng: Rng) -> tuple[int, Tensor]:
+        def first_reject(fail: Tensor) -> int:
+            return len(fail) - int(rng.first_reject(1 - fail.flip(0)))
+
+        return super().keep(p, q, x, accept, SimpleNamespace(first_reject=first_reject))  # type: ignore[arg-type]
+
+
+class _LastTestIsTheRatio(BlockVerification):
+    """Biased: all n pass with min(1, p/q) of the last token, not with P."""
+
+    def keep(self, p: Tensor, q: Tensor, x: Tensor, accept: Tensor, rng: Rng) -> tuple[int, Tensor]:
+        def first_reject(fail: Tensor) -> int:
+            return int(rng.first_reject(torch.cat([1 - accept[-1:], fail[1:]])))
+
+        return super().keep(p, q, x, accept, SimpleNamespace(first_reject=first_reject))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rule", [_UnscaledResidual(), _StopsAtTheFirstFailure(), _LastTestIsTheRatio()])
+def test_biased_verification_by_blocks_is_caught(rule: BlockVerification) -> None:
+    experiment, draft = scripted_pair(tokens=3, **APART)
+    system = blocks(draft)
+    assert experiment.bias(system) < TOLERANCE
+    system.rule = rule
+    assert experiment.bias(system) > 0.01
 
 
 @pytest.mark.parametrize("rule", [Ears(0.2), JensenShannon(threshold=0.4), Fuzzy(0.2), Typical()])

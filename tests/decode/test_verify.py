@@ -20,6 +20,7 @@ from decode.core.sampling import LogitsWarper, Rng, TorchRng
 from decode.core.stop import StopRule
 from decode.core.verify import (
     AcceptanceRule,
+    BlockVerification,
     Ears,
     Exact,
     Fuzzy,
@@ -30,6 +31,9 @@ from decode.core.verify import (
     verify,
 )
 from decode.drafters.model import ModelDrafter
+from decode.errors import UserError
+from decode.methods import MethodInputs, build, is_lossless
+from decode.models.heads.block import BlockRunner
 
 Probs = list[Fraction]
 
@@ -88,6 +92,7 @@ def emitted(
 
 RULES: dict[str, tuple[AcceptanceRule, Callable[[Probs, Probs, int], Fraction], Callable[[Probs, Probs], Probs]]] = {
     "exact": (Exact(), exact, residual),
+    "block-verification": (BlockVerification(), exact, residual),  # of one token the same
     "ears": (Ears(0.25), ears(Fraction(1, 4)), residual),
     "ears-large": (Ears(1.5), ears(Fraction(3, 2)), residual),
     "adasd": (JensenShannon(threshold=0.5), adasd(0.5), residual),
@@ -252,6 +257,31 @@ def test_greedy_adasd_compares_the_unwarped_distributions() -> None:
     for theta, kept in ((distance + 1e-4, 1), (distance - 1e-4, 0)):
         rule = JensenShannon(threshold=theta, unwarped=True)
         assert rule.accept_prob(p, q, torch.tensor([1]), rule.distance(p, q, raw)).item() == kept
+
+
+@pytest.mark.parametrize("warp", [LogitsWarper(), LogitsWarper(repetition_penalty=1.6)], ids=["greedy", "penalty"])
+def test_greedy_verification_by_blocks_is_bit_identical_with_that_by_tokens(warp: LogitsWarper) -> None:
+    target, draft = (ScriptedRunner(random_table(seed, 5), 5) for seed in (1, 2))
+    one, two = (
+        decode(target, Method("", ModelDrafter(draft, warp, 5), StopRule(), rule), warp, [0], max_new_tokens=40)
+        for rule in (Exact(), BlockVerification())
+    )
+    assert one.ids == two.ids
+    assert [(r.path, r.overlap) for r in one.rounds] == [(r.path, r.overlap) for r in two.rounds]
+
+
+@pytest.mark.parametrize("method", ["lookahead", "prompt-lookup", "autoregressive", "block"])
+def test_verification_by_blocks_is_refused_where_it_would_change_nothing(method: str) -> None:
+    target, draft = (ScriptedRunner(random_table(seed, 5), 5) for seed in (1, 2))
+    inputs = MethodInputs(target, LogitsWarper(temperature=1.0), draft)
+    for chain in ("vanilla", "hybrid", "hf-dynamic"):
+        assert isinstance(build(chain, inputs, rule="block-verification").rule, BlockVerification)
+    if method == "block":  # which drafts the likeliest tokens by default
+        inputs.draft = BlockRunner.__new__(BlockRunner)
+    instead = "--sample-block true" if method == "block" else "vanilla, eagle, layerskip"
+    with pytest.raises(UserError, match=f"and {method} drafts none; use exact, or {instead}"):
+        build(method, inputs, rule="block-verification")
+    assert is_lossless("vanilla", "block-verification")
 
 
 def test_the_residual_falls_back_to_p_without_mass() -> None:
