@@ -15,6 +15,8 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativ
 from decode.errors import UserError
 from decode.options import Seed, Share, Temperature, check_numbers
 
+Values = dict[str, Any]
+"""Plain data by name."""
 Attention = Literal["auto", "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"]
 DivergenceName = Literal[
     "forward_kl", "reverse_kl", "jsd", "tv", "neg_log_alpha", "lk_hybrid", "kl_tv", "cross_entropy", "dspark"
@@ -26,9 +28,11 @@ Precision = Literal[
 ]  # fmt: skip
 Signal = Literal["auto", "hidden", "topk", "online", "vllm"]
 Split = Literal["train", "validation", "test"]
-StudentKind = Literal["scratch", "finetune", "lora", "as_is", "cut", "eagle", "eagle3", "dflash", "dspark", "mtp"]
+StudentKind = Literal[
+    "scratch", "finetune", "lora", "as_is", "cut", "eagle", "eagle3", "dflash", "dspark", "dflash2", "mtp"
+]  # fmt: skip
 
-HEADS = ("eagle", "eagle3", "dflash", "dspark", "mtp")
+HEADS = ("eagle", "eagle3", "dflash", "dspark", "dflash2", "mtp")
 """Kinds of students that are heads on the target's hidden states."""
 SHARDED = ("fsdp",)
 """Strategies that spread a model's weights over devices."""
@@ -89,7 +93,7 @@ class DataSettings:
     """Whether pairs are put into the chat template, as instruct models are served. auto: if the tokenizer has one."""
     system: str | None = None
     """System message of chats without one, and of pairs in the chat template. null: what the template writes."""
-    template_args: dict[str, Any] = field(default_factory=dict)
+    template_args: Values = field(default_factory=dict)
     """Further variables of the chat template, such as {enable_thinking: false}."""
     train_examples: PositiveInt | Literal["all"] | None = 20_000
     """Training examples at most, a sample chosen by the seed; all or null: every one."""
@@ -112,11 +116,12 @@ class DataSettings:
         return self.source == "target"
 
     @property
-    def train_limit(self) -> int | None:
-        """Training examples at most; None: all."""
-        return self.train_examples if isinstance(self.train_examples, int) else None
+    def limits(self) -> dict[str, int]:
+        """Examples of each split at most; 0: all."""
+        train = self.train_examples if isinstance(self.train_examples, int) else 0
+        return {"train": train, "validation": self.validation_examples, "test": self.test_examples}
 
-    def key(self) -> dict[str, Any]:
+    def key(self) -> Values:
         """Return the settings that decide what the examples are, not how they are made and read."""
         return asdict(replace(self, chat_template=self.template(), loader_workers=0))
 
@@ -149,7 +154,7 @@ class DataSettings:
         target = "and data.source is target"
         refuse(
             self,
-            (endless and self.train_limit is None, "train_examples", f"and {self.source} has no end: give a number"),
+            (endless and not self.limits["train"], "train_examples", f"and {self.source} has no end: give a number"),
             (unpaired, "prompt_template", "and goes with data.response_template: give both or neither"),
             (self.from_target and self.chat is False, "chat", f"{target}, whose prompts are chats: set it to auto"),
             (self.from_target and self.files, "files", f"{target}: give prompts with data.prompts.file, or name "
@@ -168,7 +173,7 @@ class TrainingSettings:
     """Passes over the training examples; null: steps decides."""
     batch_size: PositiveInt = 16
     """Examples per optimiser step, over all devices. Small batches learn more per example, large ones are faster."""
-    optimizer: str | dict[str, Any] = "adamw"
+    optimizer: str | Values = "adamw"
     """adamw, or a class such as {class_path: bitsandbytes.optim.AdamW8bit, init_args: {percentile_clipping: 95}}."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate."""
@@ -187,15 +192,19 @@ class TrainingSettings:
         """Return the optimiser steps of a training on a number of examples."""
         return self.steps or max(1, round((self.epochs or 0) * examples / self.batch_size))
 
+    def optimizer_class(self) -> tuple[Any, Values]:
+        """Return the class of an optimiser other than adamw, and its arguments beside the learning rate."""
+        chosen = cast(Values, self.optimizer)
+        return pkgutil.resolve_name(chosen["class_path"]), chosen.get("init_args", {})
+
     def validate(self, where: str) -> None:
         """Check that the length of the training is given exactly once, and that the optimiser takes its arguments."""
         both = (self.steps is None) == (self.epochs is None)
         refuse(self, (both, "steps", f"and {where}.epochs {self.epochs}: give exactly one of them"), where=f"{where}.")
         try:
             if self.optimizer != "adamw":
-                chosen = cast("dict[str, Any]", self.optimizer)
-                kind = pkgutil.resolve_name(chosen["class_path"])
-                inspect.signature(kind).bind([], lr=self.lr, **chosen.get("init_args", {}))
+                kind, arguments = self.optimizer_class()
+                inspect.signature(kind).bind([], lr=self.lr, **arguments)
         except (ImportError, AttributeError, TypeError, KeyError, ValueError) as error:
             expected = f"expected adamw or {{class_path: torch.optim.Adafactor, init_args: {{d: 2.0}}}} ({error})"
             raise UserError(f"{where}.optimizer is {self.optimizer!r}, {expected}") from error
@@ -217,7 +226,7 @@ class Architecture:
     """Width inside the MLP. null: 8/3 of hidden_size, rounded up to a multiple of 32."""
     positions: PositiveInt = 512
     """Longest text that the model is made for, in tokens."""
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: Values = field(default_factory=dict)
     """Further fields of the family's configuration class, such as {num_key_value_heads: 2}."""
 
 
@@ -276,7 +285,7 @@ class TargetSettings(ModelSettings):
     device_map: Literal["auto"] | None = None
     """auto: spread the frozen target over all GPUs of the machine, for a training in one process. null: the draft's
     device. A target larger than a machine stands in an engine (teacher.signal vllm)."""
-    quantization: dict[str, Any] | None = None
+    quantization: Values | None = None
     """Weights of the frozen target in few bits, in training: {quant_method: bitsandbytes, load_in_4bit: true}."""
 
     @property
@@ -287,7 +296,7 @@ class TargetSettings(ModelSettings):
 
 @dataclass
 class BlockSettings:
-    """Shape and training of a block head (student.kind dflash or dspark)."""
+    """Shape and training of a block head (student.kind dflash, dspark or dflash2)."""
 
     layers: PositiveInt = 2
     """Decoder layers. Published heads have 5; they are read once a block, so that a few more cost little."""
@@ -298,16 +307,24 @@ class BlockSettings:
     anchors: PositiveInt = 32
     """Blocks of a text that are trained at a step, drawn anew each time. Published: 512 for long texts."""
     markov_rank: PositiveInt | None = None
-    """dspark: rank of the bias by the token before. null: 64. Published: 256."""
+    """dspark and dflash2: rank of the bias by the token before. null: 64. Published: 256."""
+    window: PositiveInt | None = None
+    """Tokens that a slot sees, itself included, at least a block. null: all. SGLang does not read it."""
+    causal: bool = False
+    """A slot sees those slots alone that stand before it (JetSpec). Published heads see the whole block."""
 
 
 @dataclass
 class StudentSettings(ModelSettings):
-    """What every draft starts from: a language model of any kind, or a head on the target's hidden states."""
+    """What every draft starts from: a language model of any kind, or a head on the target's hidden states.
+
+    Of a head, model names one to start from, ours or a published one: of its kind, or dflash for dspark and dflash2.
+    """
 
     kind: StudentKind = "scratch"
     """A language model (scratch to cut) or a head: eagle (on the target's last state), eagle3 (on three), dflash
-    (drafts a block), dspark (a block whose tokens depend on each other), mtp (the target's next-token layers)."""
+    (drafts a block), dspark, dflash2 (a block whose tokens depend on each other; dflash2 chooses among 16 ids), mtp
+    (the target's next-token layers)."""
     layers: PositiveInt | list[NonNegativeInt] = 1
     """cut: number of the target's layers that are kept, spread evenly, or a list of layers, from 0."""
     draft_vocab: PositiveInt | None = None
@@ -326,7 +343,7 @@ class StudentSettings(ModelSettings):
     @property
     def is_block(self) -> bool:
         """Whether it is a block head."""
-        return self.kind in ("dflash", "dspark")
+        return self.kind in ("dflash", "dspark", "dflash2")
 
     @property
     def decay(self) -> float:
@@ -335,14 +352,14 @@ class StudentSettings(ModelSettings):
 
     @property
     def version(self) -> int | str | None:
-        """1 or 3 of EAGLE, dflash, dspark or mtp; None of a language model."""
+        """1 or 3 of EAGLE, dflash, dspark, dflash2 or mtp; None of a language model."""
         return {"eagle": 1, "eagle3": 3}.get(self.kind, self.kind) if self.is_head else None
 
     @property
     def steps(self) -> int:
         """Drafting steps trained at once, of a block head its drafted tokens; 1 of a language model."""
         if self.is_block:
-            return self.block.size - (self.kind == "dflash")
+            return self.block.size - (self.kind != "dspark")
         return (self.unroll or {"eagle3": 7, "mtp": 3}.get(self.kind, 1)) if self.is_head else 1
 
     @property
@@ -392,11 +409,11 @@ class ResponseSettings:
         """Whether the target answers the prompts before distillation."""
         return self.source == "target"
 
-    def key(self) -> dict[str, Any]:
+    def key(self) -> Values:
         """Return the settings that decide the fixed responses, for fingerprints."""
         return self.written() if self.from_target else {"source": self.source}
 
-    def written(self) -> dict[str, Any]:
+    def written(self) -> Values:
         """Return the settings that decide a response that the target writes."""
         return {name: getattr(self, name) for name in ("temperature", "top_p", "max_new_tokens", "batch_size")}
 
@@ -457,7 +474,7 @@ class DraftSettings:
     """Feature heads of at least two steps: a further step is trained only after tokens that would be accepted."""
     seed: Seed | None = None
     """Seed of the order of examples; null: the run's seed."""
-    training: dict[str, Any] = field(default_factory=dict)
+    training: Values = field(default_factory=dict)
     """Keys of the section training whose values differ for this draft, such as {epochs: 3}."""
 
     @property
@@ -469,7 +486,7 @@ class DraftSettings:
         """Return the section ``training`` with this draft's values; steps replace epochs, and epochs steps."""
         if not self.training:
             return shared
-        length = {"steps": None, "epochs": None} if self.training.keys() & {"steps", "epochs"} else {}
+        length: Values = {"steps": None, "epochs": None} if self.training.keys() & {"steps", "epochs"} else {}
         changed = replace(shared, **(length | self.training))
         check_numbers(changed, f"drafts.{self.name}.training.")
         return changed
@@ -529,10 +546,10 @@ class TrainerSettings:
     """Steps between validations, each with a checkpoint, from which a killed run goes on; the best weights are kept."""
     validation_examples: PositiveInt = 128
     """Validation examples used at each validation during training."""
-    callbacks: list[dict[str, Any]] = field(default_factory=list)
+    callbacks: list[Values] = field(default_factory=list)
     """Further Lightning callbacks: [{class_path: EarlyStopping, init_args: {monitor: validation_loss}}]. Also logged:
     loss, validation_accuracy, and in distillation validation_alpha, _agreement and _accepted_length."""
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: Values = field(default_factory=dict)
     """Further arguments of lightning.Trainer, such as {gradient_clip_val: 0.5} (1.0 without it)."""
 
     def callback_instances(self) -> list[Any]:
@@ -577,6 +594,11 @@ class Settings:
     export: ExportSettings = field(default_factory=ExportSettings)
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
 
+    @property
+    def language_models(self) -> dict[str, ModelSettings]:
+        """The target, and the student where it is no head."""
+        return {"target": self.target} | ({} if self.student.is_head else {"student": self.student})
+
     def validate(self, *, drafts: bool = True) -> None:
         """Refuse what can be judged without models and data; without ``drafts`` not what only their training needs."""
         from lightning import Trainer
@@ -614,8 +636,9 @@ class Settings:
             (strange, "teacher.engine.urls", "expected addresses such as http://127.0.0.1:8000/v1"),
             (unknown, "trainer.extra", f"expected keys among {', '.join(sorted(arguments))}"),
         )  # fmt: skip
-        models: dict[str, ModelSettings] = {"target": target} | ({"student": student} if drafts and not head else {})
-        for name, model in models.items():
+        for name, model in self.language_models.items():
+            if name == "student" and not drafts:
+                continue
             given, heads = model.kind not in ("scratch", "cut"), model.architecture.heads
             uneven = model.kind == "scratch" and model.architecture.hidden_size % heads
             refuse(
@@ -651,6 +674,7 @@ class Settings:
             draft.training_of(self.training).validate(f"{where}training" if draft.training else "training")
         kind, head, on_policy = student.kind, student.is_head, any(draft.on_policy for draft in self.drafts)
         single = any(draft.accepted_only for draft in self.drafts) and (student.steps == 1 or student.is_block)
+        size = student.block.size
         uses = {
             "drafts[].on_policy": on_policy,
             "target.layerskip": target.layerskip.enabled,
@@ -663,8 +687,10 @@ class Settings:
             (not names, "drafts", "expected at least one, such as drafts: [{name: distillspec}]"),
             (self.export.choose not in ("best", *names), "export.choose", f"expected best or one of {names}"),
             (head and student.steps < 1, "student.block.size", "which leaves no token to draft: raise it to 2 or more"),
-            (kind == "dflash" and student.block.markov_rank, "student.block.markov_rank", "and only dspark has a "
-             "bias by the token before: set it to null"),
+            (kind == "dflash" and student.block.markov_rank, "student.block.markov_rank", "and only dspark and "
+             "dflash2 have a bias by the token before: set it to null"),
+            (student.is_block and (student.block.window or size) < size, "student.block.window", f"and a block of "
+             f"{size} slots has to fit into it"),
             (kind == "mtp" and student.draft_vocab, "student.draft_vocab", "and mtp drafts all tokens: set it to null"),
             (kind == "mtp" and (target.kind != "as_is" or target.round_to), "student.kind", "and reads the target's "
              "files: set target.kind to as_is, target.round_to to null"),

@@ -72,6 +72,8 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
     shutil.rmtree(folder, ignore_errors=True)
     console.print(f"dry run of {settings.name}, in {folder}", highlight=False)
     change(small, **copy.deepcopy(SMALL))
+    if small.student.is_head:  # a given head does not fit a small target
+        small.student.model = None
     if settings.teacher.signal == "vllm" or settings.teacher.engine.urls:
         console.print("  the target made here stands in no engine: it answers and gives states itself", highlight=False)
         small.teacher.signal = settings.teacher.kept
@@ -83,7 +85,7 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
     for training in (small.target.training, small.student.training, small.training):
         if not torch.cuda.is_available() and "bitsandbytes" in str(training.optimizer):
             training.optimizer = "adamw"
-    small.student.block.markov_rank = small.student.block.markov_rank and 8
+    small.student.block.markov_rank = None if small.student.kind == "dflash" else 8
     small.trainer.accumulate = min(2, small.trainer.accumulate)
     if not torch.cuda.is_available():
         change(small.trainer, accelerator="cpu", attention="auto")

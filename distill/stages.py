@@ -32,7 +32,7 @@ from distill.drafts.block import BlockDraft
 from distill.drafts.eagle import FeatureDraft
 from distill.drafts.language_model import LanguageModelDraft, cut
 from distill.drafts.reference import Draft, keep_reference
-from distill.drafts.start import check_states, frequent, start_from_target
+from distill.drafts.start import check_states, frequent, start_from_head, start_from_target
 from distill.files import fingerprint, remove, save_tokenizer
 from distill.layerskip import LayerSkip
 from distill.lm_head import LMHead, check_head
@@ -198,9 +198,13 @@ def train_language_model(
 
 
 def untrained_head(run: Run, key: str) -> StageResult:
-    """Return a head for the target, with its vocabulary; all but EAGLE-1 start from the target's weights or layers."""
+    """Return a head for the target, with its vocabulary: from a given one, or the target's weights (not EAGLE-1)."""
     settings, target, seed = run.settings.student, run.target_parts(), run.settings.seed
     head: DraftHead
+    if settings.model is not None:
+        head, new = start_from_head(settings, target, run.captured_layers, seed)
+        run.line(f"starts from the head in {settings.model}" + (f", with a new {', '.join(new)}" if new else ""))
+        return StageResult(new_record(run, key, head), head)
     if settings.version == MTP:
         head = load_mtp(target)
     else:
@@ -223,7 +227,7 @@ def untrained_head(run: Run, key: str) -> StageResult:
     if record.parameters >= target.num_parameters() and settings.version != MTP:
         raise UserError(
             f"the head has {record.parameters:,} parameters and the target {target.num_parameters():,}: a draft has to "
-            "be smaller; lower student.draft_vocab"
+            "be smaller; lower student.draft_vocab or student.block.markov_rank"
         )
     return StageResult(record, head)
 

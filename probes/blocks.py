@@ -61,7 +61,7 @@ def collect_blocks(target: PreTrainedModel, head: BlockHead, texts: Sequence[Tex
         read = at.T.flatten()  # slot by slot
         places = [(text, place) for place in read.tolist()]
         p = mode.probabilities(output(states.last_hidden_state[0, read]), places)
-        drafted = rows.transpose(0, 1).flatten(0, 1) @ weight.T
+        drafted = head.logits(rows.transpose(0, 1).flatten(0, 1), weight)
         if kept is not None:
             drafted = drafted.new_full(p.shape, -torch.inf).index_copy(1, kept, drafted)
         q, written = mode.probabilities(drafted, places), tokens[0, read + 1].cpu()

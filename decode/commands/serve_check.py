@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from decode.commands.settings import ServeCheckSettings, required
 from decode.core.sampling import LogitsWarper
 from decode.engines.check import (
     UNEXPLAINED,
+    Accepted,
     Cause,
     Drafts,
     ServedText,
@@ -32,7 +33,7 @@ from decode.engines.check import (
 )
 from decode.engines.gguf import convert
 from decode.engines.server import Engine, check_engine, opened
-from decode.errors import UserError, read_json, scratch_folder, write_text
+from decode.errors import Fields, UserError, read_json, scratch_folder, write_json
 from decode.measure import machine
 from decode.measure.report import console_table
 from decode.measure.session import BenchOptions, Item, Session
@@ -44,16 +45,13 @@ from decode.models.heads.mtp import MtpHead
 from decode.models.open import DraftModel
 from decode.progress import output_console
 
-Row = dict[str, Any]
-
-VLLM_METHODS: dict[Any, str] = {1: "eagle", 3: "eagle3", "dflash": "dflash", "dspark": "dspark"}
+VLLM_METHODS: dict[Any, str] = {1: "eagle", 3: "eagle3", "dflash": "dflash", "dspark": "dspark", "dflash2": "dflash"}
 """vLLM's names of methods, by the version of a head."""
 SERVED = (
     "engine", "temperature", "draft_length", "served_length", "predicted_length", "speedup", "identical_share",
     "texts",
 )  # fmt: skip
-POSITIONS = (*SERVED[:3], "position", "predicted", "served")
-"""Columns of the two tables, the second one by position."""
+POSITIONS = (*SERVED[:3], "position", "predicted", "served")  # columns of the two tables, the second one by position
 FORMULA = "accepted length: 1 + Σ accepted / Σ rounds, one request at a time, as the engine counts it and as predicted"
 
 
@@ -101,8 +99,7 @@ def run(settings: ServeCheckSettings) -> None:
     result |= {"suite": settings.suite, "machine": machine.describe(session.runner.device)}
     if profile:  # in place of the engine's earlier check
         earlier = [other for other in profile.get("served") or [] if other.get("engine") != engine.name]
-        text = json.dumps(profile | {"served": [*earlier, result]}, indent=2, ensure_ascii=False)
-        write_text(draft / "speculation_profile.json", text + "\n")
+        write_json(draft / "speculation_profile.json", profile | {"served": [*earlier, result]})
     print(json.dumps(result, ensure_ascii=False)) if settings.json else show(result["rows"], causes)
     if any(cause.name == UNEXPLAINED for cause in causes):
         raise SystemExit(1)
@@ -134,15 +131,10 @@ def serve_check(
     items: Sequence[Item],
     settings: ServeCheckSettings,
     progress: Callable[[str], None],
-) -> tuple[list[Row], list[Cause]]:
-    """Run prompts through an engine, without and with the draft, and predict the acceptance.
+) -> tuple[list[Fields], list[Cause]]:
+    """Run prompts through an engine that is started for every draft length, and predict the acceptance.
 
-    Args:
-        engine: what is started for every draft length.
-        session: target and draft as transformers loads them.
-        items: prompts.
-        settings: draft lengths, temperatures, budget and seed.
-        progress: called with the name of each step.
+    `progress` is called with the name of each step.
 
     Returns:
         A row for each temperature and draft length, and the causes of differences that the numbers show. A row's
@@ -155,8 +147,8 @@ def serve_check(
     (draft,) = session.draft_models.values()
     ends, budget = sorted(session.stop_ids), settings.max_new_tokens
     llama = engine.name == "llama.cpp"
-    limit = budget if llama else None  # it drafts no token beyond the budget
-    rows: list[Row] = []
+    limit = budget if llama else math.inf  # it drafts no token beyond the budget
+    rows = []
     other_ids: list[str] = []
 
     def written(length: int | None) -> dict[float, list[ServedText]]:
@@ -185,7 +177,7 @@ def serve_check(
             for t, texts in answers.items()
         }
 
-    def proposed(texts: Sequence[ServedText], length: int) -> tuple[list[list[list[bool]]], float]:
+    def proposed(texts: Sequence[ServedText], length: int) -> tuple[Accepted, float]:
         return acceptance(session.model, draft, [(item.ids, text.ids) for item, text in zip(items, texts)], length)
 
     def counts(accepted: Sequence[Any], texts: Sequence[ServedText], length: int, **more: bool) -> list[Drafts]:
@@ -225,7 +217,9 @@ def serve_check(
     return rows, causes + causes_in_counts(rows, cpu=cpu, layers=layers, numbers=numbers, known=bool(causes))
 
 
-def compared(texts: Sequence[ServedText], alone: Sequence[ServedText], expected: Sequence[Drafts], length: int) -> Row:
+def compared(
+    texts: Sequence[ServedText], alone: Sequence[ServedText], expected: Sequence[Drafts], length: int
+) -> Fields:
     """Texts with drafts of one length beside those without, and counted drafts beside the expected ones."""
     served = [text.drafts for text in texts]
     (mean, mean_se), (expected_mean, expected_se) = mean_length(served), mean_length(expected)
@@ -253,7 +247,7 @@ def compared(texts: Sequence[ServedText], alone: Sequence[ServedText], expected:
     }
 
 
-def show(rows: Sequence[Mapping[str, Any]], causes: Sequence[Cause]) -> None:
+def show(rows: Sequence[Fields], causes: Sequence[Cause]) -> None:
     """Print the tables and the causes."""
     console = output_console(width=150, highlight=False)
     by_position = [{key: row[key] for key in SERVED[:3]} | dict(at) for row in rows for at in row["positions"]]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from decode.core.draft import Draft
-from decode.core.sampling import LogitsWarper, argmax
+from decode.core.sampling import LogitsWarper
 from decode.drafters.base import DraftRequest
 from decode.drafters.model import Drafting, HeadDrafter, ModelState
 from decode.models.api import Model, Out
@@ -19,8 +19,8 @@ class BlockDrafter(HeadDrafter):
     """Drafts a chain: the likeliest tokens, as engines serve such heads, or with `sample` tokens drawn from q.
 
     The likeliest tokens are a deterministic draft, which exact rules accept with the target's probability. Drawn ones
-    come from q with the Markov bias of the token that was really drawn; without a Markov head all slots are drawn
-    independently, so that their tokens need not fit together.
+    come from q with the Markov bias of the token that was really drawn, which a selector restricts to the candidates of
+    each slot; without a Markov head all slots are drawn independently, so that their tokens need not fit together.
     """
 
     runner: BlockRunner
@@ -47,14 +47,15 @@ class BlockDrafter(HeadDrafter):
             return Draft.empty()
         out = yield request.ids[-1], limit
         certain = self.warp.greedy or not self.sample
-        if certain and runner.bias is None and not (watched or self.warp.needs_prefix or request.keep_logits):
-            return Draft.chain(runner.target_ids(argmax(out.logits)))
+        at_once = certain and (runner.bias is None or runner.head.candidates > 0)
+        if at_once and not (watched or self.warp.needs_prefix or request.keep_logits):
+            return Draft.chain(runner.likeliest(out, request.ids[-1]))
         choosing, slot = super().drafting(request), 0
-        made, state = None, None
+        made = None
         while True:
             try:
                 token = choosing.send(made)  # type: ignore[arg-type]
             except StopIteration as end:
                 return end.value
-            made, state = runner.condition(out, slot, token, state, greedy=certain if watched else None)
+            made = runner.condition(out, slot, token, greedy=certain if watched else None)
             made.logits, slot = runner.expand(made.logits), slot + 1

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.core.draft import Draft
-from decode.core.sampling import LogitsWarper, Prefixes
+from decode.core.draft import Draft, Ids
+from decode.core.sampling import LogitsWarper
 from decode.drafters.base import DraftRequest
 from decode.drafters.block import BlockDrafter
 from decode.drafters.model import Drafting, FeatureDrafter, HeadDrafter
@@ -33,7 +33,7 @@ class Candidates:
         self.least = math.log(threshold) if threshold else -math.inf
         self.tokens, self.parents, self.scores = list[int](), list[int](), list[float]()
 
-    def add(self, parent: int, tokens: Sequence[int], log_probs: Sequence[float]) -> range:
+    def add(self, parent: int, tokens: Ids, log_probs: Sequence[float]) -> range:
         """Children of a node (-1: the pending token), the likeliest first, but for those below the threshold."""
         first, above = len(self.tokens), self.scores[parent] if parent >= 0 else 0.0
         for token, value in zip(tokens, log_probs):
@@ -76,7 +76,7 @@ class TreeDrafter(HeadDrafter):
         super().__init__(runner, target, warp)
         self.width, self.nodes, self.threshold = width, nodes, threshold
 
-    def _children(self, logits: Tensor, ids: Tensor | None) -> tuple[list[list[int]], list[list[float]]]:
+    def _children(self, logits: Tensor, ids: Tensor | None) -> tuple[list[Ids], list[list[float]]]:
         """The likeliest tokens of each row, by their `ids` in the target, and their log-probabilities."""
         best = logits.float().log_softmax(-1).topk(min(self.width, logits.shape[-1]), -1)
         return (best.indices if ids is None else ids[best.indices]).tolist(), best.values.tolist()
@@ -98,7 +98,7 @@ class FeatureTreeDrafter(TreeDrafter, FeatureDrafter):
         for level in range(limit):
             logits, known = out.logits, runner.draft_ids
             if warp.needs_prefix:
-                prefixes: Prefixes = [ids + [tree.tokens[n] for n in paths[node]] for node in expanded]
+                prefixes = [ids + [tree.tokens[n] for n in paths[node]] for node in expanded]
                 logits, known = warp.process(runner.expand(logits), prefixes), None
             # as in EAGLE-2 at temperature 1 and without cuts: neither changes the order of a node's children
             children = [node for new in map(tree.add, expanded, *self._children(logits, known)) for node in new]
@@ -136,7 +136,6 @@ class BlockTreeDrafter(TreeDrafter, BlockDrafter):
             return Draft.empty()
         out = yield request.ids[-1], limit
         tree, heap, kept = Candidates(self.threshold), list[tuple[float, int]](), list[int]()
-        states: dict[int, Tensor | None] = {-1: None}  # a Markov head's, behind the parent of each expanded node
         depths = {-1: 0}
         # without a Markov head a slot's tokens are the same whatever stands before them
         apart = None if runner.bias is not None else self._children(out.logits, runner.draft_ids)
@@ -146,13 +145,13 @@ class BlockTreeDrafter(TreeDrafter, BlockDrafter):
             slot = depths[node]
             if apart is None:
                 before = torch.tensor(token, device=runner.device)
-                conditioned, state = runner.condition(out, slot, before, states[node])
+                conditioned = runner.condition(out, slot, before)
                 (tokens,), (values,) = self._children(conditioned.logits, runner.draft_ids)
             else:
-                tokens, values, state = apart[0][slot], apart[1][slot], None
+                tokens, values = apart[0][slot], apart[1][slot]
             for child in tree.add(node, tokens, values):
                 heappush(heap, (-tree.scores[child], child))
-                depths[child], states[child] = slot + 1, state
+                depths[child] = slot + 1
 
         expand(-1, request.ids[-1])
         while heap and len(kept) < self.nodes:

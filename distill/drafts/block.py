@@ -1,13 +1,14 @@
-"""DFlash and DSpark in training: the drafted tokens of many blocks of each text, all at once; and their calibration."""
+"""Block heads in training: the drafted tokens of many blocks of each text, all at once; and their calibration."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.models.heads.block import BlockHead, block_config, mask_token
@@ -16,7 +17,7 @@ from distill.data.dataset import Batch, Examples, label_mask
 from distill.drafts.eagle import head_rows
 from distill.lm_head import LMHead, places
 from distill.losses.chunked import Rows, compare
-from distill.losses.divergences import Divergence
+from distill.losses.divergences import Divergence, TargetRows
 from distill.models import seeded
 from distill.signal.target import Signal
 
@@ -24,8 +25,31 @@ CELLS = 1 << 26
 """Most entries of an attention mask, of which each takes some ten bytes while a mask is made on a CPU."""
 
 
+RANK = 64  # of the bias by the token before, unless the settings say another one
+CHUNK = 1 << 26  # most bytes of logits of all ids from which candidates are chosen at once
+IMPOSSIBLE = 40.0  # what logits of other ids are lowered by where q is measured, so that divergences stay finite
+
+
+class CandidateHead(LMHead):
+    """An output head whose second weight is a selector's, for measuring: ids that are no candidates are not drafted."""
+
+    count: int  # of candidates
+
+    def products(self, hidden: Tensor, vocab: int) -> Tensor:
+        """See `LMHead.products`."""
+        assert self.markov is not None
+        width = self.linear.in_features
+        unary = LMHead.of(self.linear).products(hidden[:, :width], vocab)
+        best, kept = unary.topk(min(self.count, vocab), -1)
+        scores = best + (self.markov[kept] @ hidden[:, width:, None])[..., 0]
+        return (unary - IMPOSSIBLE).scatter(1, kept, scores.to(unary.dtype))
+
+
 class BlockDraft:
     """A block head: a row for each slot of blocks that begin at some label tokens.
+
+    A selector is trained beside the divergence, which is that of the head without it, by the cross-entropy of its
+    choice among the candidates; validation measures what is drafted with it.
 
     Attributes:
         model: Is trained.
@@ -41,8 +65,9 @@ class BlockDraft:
 
     def rows(self, batch: Batch, signal: Signal, seed: int | None = None) -> Rows:
         """The rows of the batch's blocks: see `LanguageModelDraft.rows`."""
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
-        return self.blocks_at(batch, signal, *anchors_of(label_mask(batch["labels"]), self.anchors, generator))
+        generator, measured = None if seed is None else torch.Generator().manual_seed(seed), not self.model.training
+        blocks = anchors_of(label_mask(batch["labels"]), self.anchors, generator)
+        return self.blocks_at(batch, signal, *blocks, selected=measured and seed is None)
 
     def every_row(self, batch: Batch, signal: Signal) -> Iterator[Rows]:
         """The rows of blocks at every label token, in parts whose attention masks stay small."""
@@ -54,7 +79,7 @@ class BlockDraft:
         for some, real in zip(anchors.split(blocks, 1), chosen.split(blocks, 1)):
             yield self.blocks_at(batch, signal, some, real)
 
-    def blocks_at(self, batch: Batch, signal: Signal, anchors: Tensor, real: Tensor) -> Rows:
+    def blocks_at(self, batch: Batch, signal: Signal, anchors: Tensor, real: Tensor, *, selected: bool = False) -> Rows:
         """The rows of blocks at these positions.
 
         A block ends before the first token that is no label. The last token that was drafted is the text's own.
@@ -64,6 +89,7 @@ class BlockDraft:
             signal: The target.
             anchors: Positions whose next token is a label, ``[batch, blocks]``.
             real: Which of them count, ``[batch, blocks]``; the others fill up.
+            selected: The rows are what a selector makes of them.
         """
         head, mask, ids = self.model, label_mask(batch["labels"]), batch["input_ids"]
         (target, features), time, drafts = signal.rows(batch), mask.shape[1], head.drafts
@@ -81,18 +107,63 @@ class BlockDraft:
         weight = decay(slots, drafts)
         weight = weight / weight.mean()
         output, states = signal.head, states.flatten(0, 1).index_select(0, kept)
-        if head.markov_head is not None:
-            output = LMHead.of(output.linear, output.scale, output.cap, head.markov_head.markov_w2.weight)
+        hidden = states
+        if head.candidates and not selected:
+            hidden = states[:, : head.config.hidden_size]
+        elif head.markov_head is not None:
+            kind = CandidateHead if head.candidates else LMHead
+            output = kind.of(output.linear, output.scale, output.cap, head.markov_head.markov_w2.weight)
+            if isinstance(output, CandidateHead):
+                output.count = head.candidates
         if confidence is not None:
             confidence = confidence.flatten().index_select(0, kept)
-        return head_rows(states, output, target, batch, len(kept), at, slots, weight, confidence=confidence)
+        rows = head_rows(hidden, output, target, batch, len(kept), at, slots, weight, confidence=confidence)
+        if head.candidates and not selected and torch.is_grad_enabled():
+            assert rows.weight is not None
+            rows.distance = selector_loss(head, states, output, rows.target, at) * rows.weight
+        return rows
+
+
+def selector_loss(head: BlockHead, states: Tensor, output: LMHead, target: TargetRows, at: Tensor) -> Tensor:
+    """Returns −log of the selector's probability of the target's likeliest token among its candidates, ``[rows]``.
+
+    That token stands in for the last candidate where it is none. Only the candidates' scores have a gradient.
+
+    Args:
+        head: The head.
+        states: What `BlockHead.conditions` returns, ``[rows, ..]``.
+        output: The target's output head, of the ids that are drafted.
+        target: The target's distributions of the batch's label tokens.
+        at: The label token of each row.
+    """
+    assert head.markov_head is not None
+    vocab, losses, second = min(output.vocab, target.vocab), list[Tensor](), head.markov_head.markov_w2.weight
+    frozen, bias = output.linear.weight.detach(), output.linear.bias
+
+    def loss(states: Tensor, ids: Tensor, label: Tensor) -> Tensor:
+        weight = torch.cat([frozen[ids].to(second.dtype), second[ids]], -1)
+        scores = (weight @ states[..., None].to(second.dtype))[..., 0]
+        scores = output.finish(scores if bias is None else scores + bias[ids]).float()
+        return functional.cross_entropy(scores, label, reduction="none")
+
+    for some, place in zip(*(rows.split(max(64, CHUNK // (4 * vocab))) for rows in (states, at))):
+        with torch.no_grad():
+            wanted, hidden = target.at(place), some[:, : frozen.shape[1]].to(frozen.dtype)
+            best = wanted.log_probs(vocab).argmax(-1) if wanted.ids is None else wanted.ids[:, 0].long()
+            ids = output(hidden, vocab).topk(min(head.candidates, vocab)).indices
+            there = ids == best[:, None]
+            label = torch.where(there.any(1), there.int().argmax(1), ids.shape[1] - 1)
+            ids.scatter_(1, label[:, None], best[:, None])
+        # rows of the weights are gathered again in the backward pass, not kept for it
+        losses.append(cast(Tensor, checkpoint(loss, some, ids, label, use_reentrant=False)))
+    return torch.cat(losses)
 
 
 def create(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: StudentSettings, seed: int
 ) -> BlockHead:
     """Returns a head with random weights that depend on the seed alone."""
-    block, spark, rows = settings.block, settings.kind == "dspark", target.get_input_embeddings().num_embeddings
+    block, rows = settings.block, target.get_input_embeddings().num_embeddings
     config = block_config(
         target.config.get_text_config(),
         settings.kind,
@@ -101,11 +172,18 @@ def create(
         mask_id=mask_token(tokenizer, rows),
         target_layers=block.target_layers,
         draft_vocab=settings.draft_vocab,
-        markov_rank=(64 if spark else 0) if block.markov_rank is None else block.markov_rank,
-        confidence=spark,
+        window=block.window,
+        causal=block.causal,
+        **parts(settings),
     )
     with seeded(seed):
         return BlockHead(config)
+
+
+def parts(settings: StudentSettings) -> dict[str, Any]:
+    """Returns what this kind of head has beside its layers: arguments of `decode.models.heads.block.added`."""
+    rank = settings.block.markov_rank or (0 if settings.kind == "dflash" else RANK)
+    return {"markov_rank": rank, "confidence": settings.kind == "dspark"}
 
 
 def anchors_of(mask: Tensor, count: int | None, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:

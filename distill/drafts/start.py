@@ -1,7 +1,9 @@
-"""How a head begins: with weights of the target's layers, and for the most frequent tokens alone."""
+"""How a head begins: with weights of the target's layers or of another head, and for the most frequent tokens alone."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -13,9 +15,14 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from decode.models.heads.eagle import FeatureHead, RMSNorm
+from decode.models.heads.block import BlockHead, added, default_layers
+from decode.models.heads.eagle import DraftHead, FeatureHead, RMSNorm
+from decode.models.heads.files import load_head
+from distill.config import StudentSettings
 from distill.data.dataset import Examples
+from distill.drafts import block
 from distill.layers import decoder_layers, final_norm
+from distill.models import seeded
 
 
 def frequent(rows: Examples, count: int, vocab: int) -> tuple[Tensor, float]:
@@ -47,6 +54,58 @@ def check_states(target: PreTrainedModel) -> None:
             f"{type(target).__name__} keeps several states of a token between its layers ({between}), and heads read "
             "one: train a draft model (student.kind scratch, finetune, lora or cut)"
         )
+
+
+@torch.no_grad()
+def start_from_head(
+    settings: StudentSettings, target: PreTrainedModel, captured: Sequence[int], seed: int
+) -> tuple[DraftHead, list[str]]:
+    """Returns a head that drafts what the one that ``student.model`` names drafts, and its parts that are new.
+
+    A DFlash head can become another block head: what that adds changes nothing at first, but that a DFlash 2 head
+    drafts among its candidates alone. Everything else stays as it is in the given head.
+
+    Args:
+        settings: Of the student.
+        target: The target.
+        captured: Layers of the target whose states the run reads.
+        seed: Of the random weights of new parts.
+
+    Raises:
+        UserError: The given head is of a kind that does not fit, or of another shape than the settings say.
+    """
+    given = load_head(str(settings.model), target).float()
+    kind, name, shape, has = settings.kind, f"the head in {settings.model}", settings.block, vars(given.config)
+    if given.version != settings.version and not (given.version == "dflash" and settings.is_block):
+        its = f"eagle{given.version}".removesuffix("1") if isinstance(given, FeatureHead) else given.version
+        raise UserError(
+            f"{name} is of kind {its}, from which student.kind {kind} cannot be started: that takes a head of the same "
+            "kind, dspark and dflash2 also one of kind dflash"
+        )
+    told: dict[str, tuple[Any, Any]] = {}
+    if settings.kind != "mtp":
+        told["draft_vocab"] = settings.draft_vocab, has["draft_vocab_size"] if given.reduced else None
+    if isinstance(given, BlockHead):
+        layers = shape.target_layers or list(default_layers(int(has["num_target_layers"]), max(3, shape.layers)))
+        told |= {"block.layers": (shape.layers, len(given.layers)), "block.size": (shape.size, given.block)}
+        told["block.target_layers"] = layers, [layer - 1 for layer in given.captured_layers]
+        if len(set(given.kinds)) == 1:  # settings cannot say a mixture
+            told["block.window"], told["block.causal"] = zip((shape.window, shape.causal), given.kinds[0])
+        if given.version == kind != "dflash" and shape.markov_rank is not None:
+            told["block.markov_rank"] = shape.markov_rank, has["markov_rank"]
+    for key, (said, its) in told.items():
+        if said != its:
+            raise UserError(f"student.{key} is {said}, and {name} has {its}: set it to {its}")
+    if list(given.captured_layers) != list(captured):
+        raise UserError(f"{name} reads the states that enter layers {given.captured_layers}, and a run {captured}")
+    if given.version == settings.version:
+        return given, []
+    config = copy.deepcopy(given.config)
+    config.update(added(kind, has["hidden_size"], **block.parts(settings)))
+    with torch.enable_grad(), seeded(seed):
+        head = BlockHead(config)
+    lacking = head.load_state_dict(given.state_dict(), strict=False).missing_keys
+    return head, sorted({part for key in lacking for part in key.split(".") if part.endswith(("_head", "_conv"))})
 
 
 @torch.no_grad()

@@ -22,8 +22,12 @@ Report = Mapping[str, Any]  # of a run, or a part of it
 Facts = dict[str, Any]
 HERE = Path(__file__).parent
 PROFILE = "speculation_profile.json"
-KINDS: dict[int | str, str] = {1: "eagle", 3: "eagle3", "dflash": "dflash", "dspark": "dspark", "mtp": "mtp"}
-"""Kinds of heads, by their version."""
+KINDS: dict[int | str, str] = {1: "eagle", 3: "eagle3", "dflash2": "dflash"}
+KINDS |= {name: name for name in ("dflash", "dspark", "mtp")}
+"""Kinds of heads, by their version, as engines call them: they tell DFlash 2 from DFlash by the architecture."""
+ON_GPU = "vLLM runs it on a GPU only: its CPU build refuses DSpark."
+SECOND = "It is a DFlash 2 head (convolutions, choice among candidates), which vLLM and SGLang run on a GPU only."
+NOTES = {"dspark": [ON_GPU], "dflash2": [SECOND]}
 TOKEN_MAP = "token_map.pt"  # the ids that an EAGLE-1 head of a reduced vocabulary drafts, as SGLang reads them
 MEASURED = (
     "offline_alpha", "alpha", "accepted_length", "accepted_per_drafted", "speedup", "speedup_vs_generate",
@@ -161,7 +165,7 @@ def describe(
         "last_layer": max(captured) == layers,
         "mask_id": model.mask_id if isinstance(model, BlockHead) else None,
         "calibrated": isinstance(model, BlockHead) and bool(model.temperatures),
-        "notes": ["vLLM runs it on a GPU only: its CPU build refuses DSpark."] if model.version == "dspark" else [],
+        "notes": NOTES.get(str(model.version), []),
     }
 
 

@@ -97,16 +97,14 @@ def export_draft(
 
     with replaced(out_dir) as partial:
         # No length or sampling rules: the target's generation settings govern both models.
+        special = {key: getattr(target_generation, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        model.config.update(special)
         model.generation_config = GenerationConfig(
-            bos_token_id=target_generation.bos_token_id,
-            eos_token_id=target_generation.eos_token_id,
-            pad_token_id=target_generation.pad_token_id,
+            **special,
             num_assistant_tokens=DRAFTED,
             num_assistant_tokens_schedule="constant",
             assistant_confidence_threshold=0.0,
         )
-        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            setattr(model.config, key, getattr(target_generation, key))
         model.save_pretrained(partial, max_shard_size="1TB")
         add_legacy_fields(partial / "config.json")
         save_tokenizer(tokenizer, partial)

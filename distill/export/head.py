@@ -27,7 +27,7 @@ from distill.export.draft import DRAFTED, add_legacy_fields, check_export_path, 
 from distill.files import replaced, save_tokenizer, write_json
 from distill.models import hollow_target
 
-NETWORK = ("version", "captured_layers", "drafts", "mask_id", "temperatures")
+NETWORK = ("version", "captured_layers", "drafts", "mask_id", "temperatures", "candidates", "kinds")
 """Besides its tensors, these fields decide what a head drafts."""
 SKIPPED = ("modules_to_not_convert", "ignored_layers", "ignore")
 """Where a quantization_config lists modules that are not quantised: of transformers, of vLLM, of compressed-tensors."""

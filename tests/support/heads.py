@@ -9,7 +9,7 @@ from families import build_tiny, in_double
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.models.heads.block import BlockHead, block_config
+from decode.models.heads.block import BLOCK_ARCHITECTURES, BlockHead, block_config
 from decode.models.heads.eagle import FeatureHead, attend, head_config
 from distill.config import StudentSettings
 from distill.drafts.block import BlockDraft
@@ -64,10 +64,10 @@ def learned_head(
 
 def make_block_head(target: PreTrainedModel, version: str = "dspark", seed: int = 3, **shape: Any) -> BlockHead:
     """A random head on the target, whose vocabulary is the whole one unless `shape` says otherwise."""
-    spark = version == "dspark"
-    given = {"layers": 2, "block": 4, "mask_id": 0, "markov_rank": 3 * spark, "confidence": spark} | shape
-    other = {"sample_from_anchor": given.pop("from_anchor", spark)}
-    other |= {"markov_head_type": given.pop("markov_kind", "vanilla")}
+    spark, second = version == "dspark", version == "dflash2"
+    given = {"layers": 2, "block": 4, "mask_id": 0, "markov_rank": 3 * (spark or second), "confidence": spark} | shape
+    other = {"sample_from_anchor": given.pop("from_anchor", spark), "candidates": given.pop("candidates", 3 * second)}
+    other |= {key: given.pop(key) for key in ("layer_types", "is_causal", "conv_kernel_size") if key in given}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         config = block_config(target.config.get_text_config(), version, **given)
@@ -81,9 +81,32 @@ def make_block_head(target: PreTrainedModel, version: str = "dspark", seed: int 
 
 
 def filed_head(target: PreTrainedModel, version: str, **options: Any) -> BlockHead:
-    """A random head whose files are told apart by every field; DSpark with all that it may have."""
-    given = {"block": 5, "mask_id": MASK, "target_layers": [1, 2, 4], "markov_rank": 8 * (version == "dspark")}
+    """A random head whose files are told apart by every field; with all that its kind may have."""
+    given = {"block": 5, "mask_id": MASK, "target_layers": [1, 2, 4], "markov_rank": 8 * (version != "dflash")}
     return make_block_head(target, version, 5, **given | options)
+
+
+def plain_conv(conv: Any, side: int, read: Tensor, x: Tensor) -> Tensor:
+    """One side of a convolution over the slots of a block ``[slots, width]``, number by number."""
+    if conv is None:
+        return x
+    made = (read @ conv.kernel_projection.weight.T).view(len(x), *conv.base_kernel.shape[:2], -1)
+    out = torch.zeros_like(x)
+    for k in range(len(x)):
+        for i in range(min(k + 1, conv.base_kernel.shape[1])):
+            for channel in range(x.shape[1]):
+                weight = conv.base_kernel[side, i, channel] + made[k, side, i, channel // conv.group]
+                out[k, channel] += weight * x[k - i, channel]
+    return out
+
+
+def plain_visible(layer: Any, p: int, slots: int) -> Tensor:
+    """Which of p positions of context and the slots after them each slot sees, as vLLM has it, bool."""
+    rows = []
+    for k in range(slots):
+        context = [layer.window is None or (p + k) - j < layer.window for j in range(p)]
+        rows.append(context + [not layer.causal or j <= k for j in range(slots)])
+    return torch.tensor(rows)
 
 
 def _norm(x: Tensor, module: Any) -> Tensor:
@@ -116,25 +139,32 @@ def plain_block(head: BlockHead, target: PreTrainedModel, ids: list[int], drafts
 
     layer: Any
     for layer in head.layers:
-        attention, y = layer.self_attn, _norm(x, layer.input_layernorm)
+        attention, read = layer.self_attn, _norm(x, layer.input_layernorm)
+        y = plain_conv(layer.attention_conv, 0, read, read)
         both = torch.cat([context, y])
         q = by_head(y, attention.q_proj, attention.q_norm)
         k, v = by_head(both, attention.k_proj, attention.k_norm), by_head(both, attention.v_proj)
-        weights = (q @ k.repeat_interleave(group, 0).mT / d**0.5).softmax(-1)
-        x = x + (weights @ v.repeat_interleave(group, 0)).transpose(0, 1).flatten(1) @ attention.o_proj.weight.T
-        z = _norm(x, layer.post_attention_layernorm)
+        scores = q @ k.repeat_interleave(group, 0).mT / d**0.5
+        weights = scores.masked_fill(~plain_visible(layer, p, len(tokens)), -torch.inf).softmax(-1)
+        mixed = (weights @ v.repeat_interleave(group, 0)).transpose(0, 1).flatten(1) @ attention.o_proj.weight.T
+        x = x + plain_conv(layer.attention_conv, 1, read, mixed)
+        read = _norm(x, layer.post_attention_layernorm)
+        z = plain_conv(layer.mlp_conv, 0, read, read)
         gate = z @ layer.mlp.gate_proj.weight.T
-        x = x + (gate * gate.sigmoid() * (z @ layer.mlp.up_proj.weight.T)) @ layer.mlp.down_proj.weight.T
+        mapped = (gate * gate.sigmoid() * (z @ layer.mlp.up_proj.weight.T)) @ layer.mlp.down_proj.weight.T
+        x = x + plain_conv(layer.mlp_conv, 1, read, mapped)
     hidden = _norm(x, head.norm)[-drafts:]
     output, kept = target.get_output_embeddings().weight, head.draft_ids()
     return hidden @ (output if kept is None else output[kept]).T, hidden
 
 
 def biased(head: BlockHead, logits: Tensor, hidden: Tensor, before: int) -> Tensor:
-    """Logits ``[1, draft vocab]`` of one slot with the bias by the token before it."""
+    """Logits ``[1, draft vocab]`` of one slot with the bias by the token before it; only of a selector's candidates."""
     markov: Any = head.markov_head
-    m, _ = markov.step(hidden[None], markov.markov_w1(torch.tensor([before])), None)
-    return logits[None] + markov.markov_w2(m)
+    m = markov(hidden[None], markov.markov_w1(torch.tensor([before])))
+    scores = logits[None] + markov.markov_w2(m)
+    least = logits.sort(descending=True).values[head.candidates - 1] if head.candidates else -torch.inf
+    return scores.masked_fill(logits[None] < least, -torch.inf)
 
 
 @torch.no_grad()
@@ -151,8 +181,8 @@ def draft_of(kind: str, target: Any, steps: int = 2, **shape: Any) -> tuple[Draf
     if kind == "language model":
         model = in_double(build_tiny("llama", seed=7, dtype=torch.float64))
         return LanguageModelDraft(model.train(), 5), Signal(target)
-    if kind in ("dspark", "dflash"):
-        block: Any = make_block_head(target, kind, layers=1, block=3, **shape)
+    if kind in BLOCK_ARCHITECTURES:
+        block: Any = make_block_head(target, kind, **{"layers": 1, "block": 3} | shape)
         return BlockDraft(block.train(), 99), Signal(target, reader=block)  # a block at every label token
     settings = StudentSettings(kind=kind, unroll=steps)  # type: ignore[arg-type]
     head = make_head(target, int(settings.version or 0))

@@ -27,6 +27,7 @@ KEPT = 1 << 26  # most bytes of a cache that are kept when its last text is clos
 
 
 Views = tuple[Tensor, Tensor, Tensor]
+Windows = Sequence[int | None]  # positions that attention sees, by kind of layers; None: all
 
 
 class KVCache:
@@ -158,16 +159,10 @@ class NewTokens:
 def attention_mask(
     new: Sequence[NewTokens], groups: int, window: int | None, like: Tensor
 ) -> tuple[int, Tensor | None]:
-    """The first slot that any query sees, and the mask from it on; see `attention`.
+    """The first slot that any query sees, and the mask from it on (see `attention`), for texts that attend in one call.
 
     Texts with fewer tokens than the widest are padded with copies of their last query. A single text without a window
-    takes a shorter way, with half as many operations.
-
-    Args:
-        new: the new tokens of texts that attend in one call.
-        groups: query heads of a key head.
-        window: positions that attention sees, or None for all.
-        like: gives dtype and device.
+    takes a shorter way, with half as many operations. `groups` are query heads of a key head.
     """
     width, end = max(text.count for text in new), max(text.end for text in new)
     groups = groups if width <= PADDED else 1
@@ -206,32 +201,36 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     """
     texts, heads, n, d = q.shape
     kv_heads = k.shape[1]
-    if heads == kv_heads:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-        return out.transpose(1, 2).reshape(texts * n, -1)
-    if n <= PADDED:  # the group becomes rows of its key head, so that keys are read once
+    grouped, few = heads > kv_heads, n <= PADDED
+    if grouped and few:  # the group becomes rows of its key head, so that keys are read once
         q = q.reshape(texts, kv_heads, -1, d)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).unflatten(2, (-1, n))
-        return out.permute(0, 3, 1, 2, 4).reshape(texts * n, -1)
-    q = q[0].unflatten(0, (kv_heads, -1))  # a key head stands for a text, so that all heads share one mask
-    k, v = (x.transpose(0, 1).expand(-1, q.shape[1], -1, -1) for x in (k, v))
+    elif grouped:  # a key head stands for a text, so that all heads share one mask
+        q = q[0].unflatten(0, (kv_heads, -1))
+        k, v = (x.transpose(0, 1).expand(-1, q.shape[1], -1, -1) for x in (k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    if not grouped:
+        return out.transpose(1, 2).reshape(texts * n, -1)
+    if few:
+        return out.unflatten(2, (-1, n)).permute(0, 3, 1, 2, 4).reshape(texts * n, -1)
     return out.permute(2, 0, 1, 3).reshape(n, -1)
 
 
 class OneText:
-    """Where the tokens of a forward over one text belong; `windows` are those of kinds of layers."""
+    """Where the tokens of a forward over one text belong; `windows` and `rotary` are those of kinds of layers.
 
-    def __init__(self, new: Sequence[NewTokens], groups: int, windows: Sequence[int | None], like: Tensor) -> None:
-        self.new, self.device = new[0], like.device
+    Rotary factors are given by position; its own `rotary` are those of the tokens.
+    """
+
+    def __init__(
+        self, new: Sequence[NewTokens], groups: int, windows: Windows, rotary: Sequence[Tensor], like: Tensor
+    ) -> None:
+        self.new = text = new[0]
         self.masks = [attention_mask(new, groups, window, like) for window in windows]
-        self.rotary: list[Tensor] = []  # by kind of layers: rotary factors of the tokens
-
-    def select(self, table: Tensor) -> Tensor:
-        """The rows of a table by position."""
-        if self.new.depths is None:
-            return table.narrow(0, self.new.start, self.new.count)
-        return table.index_select(0, torch.tensor(self.new.positions(), device=self.device))
+        if text.depths is None:
+            self.rotary = [table.narrow(0, text.start, text.count) for table in rotary]
+        else:
+            at = torch.tensor(text.positions(), device=like.device)
+            self.rotary = [table.index_select(0, at) for table in rotary]
 
     def views(self, cache: KVCache, first: int, last: int) -> list[Views]:
         """Of layers ``[first, last)`` the slots of the new keys and values, and all keys and values in use."""
@@ -260,12 +259,14 @@ class RaggedBatch:
     the last token of each text, long ``[texts]``.
     """
 
-    def __init__(self, new: Sequence[NewTokens], groups: int, windows: Sequence[int | None], like: Tensor) -> None:
+    def __init__(
+        self, new: Sequence[NewTokens], groups: int, windows: Windows, rotary: Sequence[Tensor], like: Tensor
+    ) -> None:
         def index(values: Iterable[int]) -> Tensor:
             return torch.tensor(list(values), device=like.device)
 
-        self.rotary: list[Tensor] = []
-        self.positions = index(at for text in new for at in text.positions())
+        positions = index(at for text in new for at in text.positions())
+        self.rotary = [table.index_select(0, positions) for table in rotary]
         self.rows = index(text.cache.row for text in new for _ in range(text.count))
         self.places = index(slot for text in new for slot in range(text.start, text.end))
         self.last = index(text.count for text in new).cumsum(0) - 1
@@ -289,10 +290,6 @@ class RaggedBatch:
             masks = [attention_mask(run, groups, window, like) for window in windows]
             self.calls.append((rows, max(text.end for text in run), width, tokens, padded, real, masks))
             token = tokens.stop
-
-    def select(self, table: Tensor) -> Tensor:
-        """The rows of a table by position."""
-        return table.index_select(0, self.positions)
 
     def views(self, cache: KVCache, first: int, last: int) -> list[Views]:
         """Of layers ``[first, last)`` the whole cache, its keys and its values."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.errors import UserError
-from decode.models.api import Model, Out, Read, free_memory, joined
+from decode.errors import Fields, UserError
+from decode.models.api import Capture, Model, Out, Read, free_memory, joined
 from decode.models.fast.cache import KVCache, NewTokens, OneText, RaggedBatch, Row, Views
 from decode.models.fast.layout import (
     FAMILIES,
@@ -44,10 +44,6 @@ class FastForward:
         positions: positions that rotary factors are held for, those of a row of the cache.
         rotary_factors: of each kind of layers, by position: complex factors of a whole row of q, k and v (tuned), or
             cos and ∓sin, stacked.
-
-    Args:
-        weights: of the model.
-        rotary: the model's module that gives cos and sin of positions.
     """
 
     def __init__(self, weights: Weights, rotary: Any) -> None:
@@ -97,16 +93,14 @@ class FastForward:
         windows, like = [kind.window for kind in self.weights.kinds], self.weights.embedding
         several = len(new) > 1 or cache.tensor.shape[1] > 1
         groups = self.shape.heads // self.shape.kv_heads
-        placed = (RaggedBatch if several else OneText)(new, groups, windows, like)
-        placed.rotary = list(map(placed.select, self.rotary_factors))
-        return placed
+        return (RaggedBatch if several else OneText)(new, groups, windows, self.rotary_factors, like)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Input states of token ids."""
         x, scale = self.weights.embedding.index_select(0, tokens), self.weights.embedding_scale
         return x if scale == 1 else x.mul_(scale)
 
-    def run_tokens(self, tokens: Tensor, placed: Placed, capture: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+    def run_tokens(self, tokens: Tensor, placed: Placed, capture: Capture = ()) -> tuple[Tensor, Tensor | None]:
         """All layers on tokens; their last states, and the captured ones side by side (see `Model.forward`)."""
         x, count = self.embed(tokens), len(self.layers)
         if not capture:
@@ -179,13 +173,10 @@ def cos_and_sin(
 
 
 def fast_runner(model: PreTrainedModel, *, pack: str = "off", draft: bool = False) -> FastRunner:
-    """A runner of a model that `supports` knows.
+    """A runner of a model that `supports` knows; the weights of a draft may be rounded to 16 bits.
 
-    Args:
-        model: the model.
-        pack: of `decode.models.fast.weights.MODES`; ``auto`` packs large models (`COPIED`) only where float16
-            holds their weights and memory has room for a second copy.
-        draft: it is a draft, whose weights may be rounded to 16 bits.
+    The packing ``auto`` packs large models (`COPIED`) only where float16 holds their weights and memory has room for a
+    second copy.
     """
     facts, rotary, config = facts_of(model), model.base_model.rotary_emb, model.config.get_text_config()
     rotated = cos_and_sin(rotary, 1, facts["dtype"], facts["device"], layer_kinds(config)[0][0].rope)[0].shape[-1]
@@ -226,7 +217,7 @@ class FastRunner(RowRunner):
         depth: number of layers.
     """
 
-    def __init__(self, network: FastForward, facts: dict[str, Any], *, rounded: bool) -> None:
+    def __init__(self, network: FastForward, facts: Fields, *, rounded: bool) -> None:
         super().__init__(**facts | {"cache_bytes_per_token": network.cache.bytes_per_token})
         self.network, self.rounded, self.depth = network, rounded, len(network.layers)
 
@@ -234,7 +225,7 @@ class FastRunner(RowRunner):
         self,
         reads: Sequence[Read],
         *,
-        capture: tuple[int, ...] = (),
+        capture: Capture = (),
         last: int | None = None,
         exit_layer: int | None = None,
     ) -> list[Out]:
@@ -244,21 +235,16 @@ class FastRunner(RowRunner):
         norm and the head after them. What they computed is kept, and the next whole forward, which has to begin with
         the same tokens, takes it up. `Cache.truncate` drops it.
         """
-        new: list[NewTokens] = []
-        tokens: list[Tensor] = []
-        network, ahead = self.network, False
+        network, tokens, new = self.network, [read.tokens for read in reads], []
         for read in reads:
-            cache, ids = read.cache, read.tokens
-            ahead = ahead or bool(cache.ahead)
-            text = NewTokens(cache, cache.length if exit_layer is None else cache.known, ids.shape[0])
-            if read.tree is not None:
-                text.depths, text.seen = [0, *read.tree.depths()], read.tree.visible()
-            new.append(text)
-            tokens.append(ids)
+            cache, tree = read.cache, read.tree
+            new.append(NewTokens(cache, cache.length if exit_layer is None else cache.known, len(read.tokens)))
+            if tree is not None:
+                new[-1].depths, new[-1].seen = [0, *tree.depths()], tree.visible()
         placed, captured = network.place(new), None
         if exit_layer is not None:
             x = self._read_ahead(new, tokens, placed, exit_layer)
-        elif ahead:
+        elif any(text.cache.ahead for text in new):
             x = self._catch_up([text.cache for text in new], tokens, placed)
         else:
             x, captured = network.run_tokens(joined(tokens), placed, capture)
@@ -269,8 +255,7 @@ class FastRunner(RowRunner):
         if exit_layer is None:
             for text in new:
                 text.cache.length = text.end
-        out = Out(logits, hidden, captured)
-        return [out] if len(new) == 1 else out.split([text.count for text in new])
+        return Out(logits, hidden, captured).split([text.count for text in new])
 
     def _read_ahead(self, new: Sequence[NewTokens], tokens: Sequence[Tensor], placed: Placed, shared: int) -> Tensor:
         """The states of tokens after the first `shared` layers, which the caches keep for the next whole forward."""
@@ -294,11 +279,7 @@ class FastRunner(RowRunner):
 
 
 def self_speculating(runner: Model, exit_layer: int | None = None) -> FastRunner:
-    """The target's runner, if its first layers can draft.
-
-    Args:
-        runner: of the target.
-        exit_layer: how many of its layers draft, if that is known.
+    """The target's runner, if its first layers can draft, or so many of them if that is known.
 
     Raises:
         UserError: naming the model and the families that can, or the layers that it has.

@@ -7,6 +7,7 @@ always fused into one weight. It is a copy, or for models of more than `COPIED` 
 parameters become views of it, keep their values, and can be trained and saved.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
 from decode.models.fast.weights import WIDE, Function, Linear, Linears, NormedLinear, RmsNorm, half_scale, norm
+from decode.models.huggingface import rotations
 
 COPIED = 1 << 30  # most bytes of a model whose weights are copied
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma3_text")
@@ -30,6 +32,7 @@ PROJECTIONS = {
     "gpt_neox": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
 }
 """Of attention into and out of it, and of the MLP; families that are missing here are named as Llama."""
+WEIGHTED = re.compile("Linear|Embedding|LayerNorm|.*RMSNorm|.*TextScaledWordEmbedding")  # modules with known weights
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # scalings that rotate a position alike in every forward
 
 
@@ -41,11 +44,9 @@ def supports(model: PreTrainedModel) -> bool:
     if not isinstance(model, PreTrainedModel) or model.config.model_type not in FAMILIES:
         return False
     config, parameters = model.config, list(model.parameters())
-    rope = getattr(config, "rope_parameters", None) or {}
-    ropes = [value for value in rope.values() if isinstance(value, dict)] or [rope]  # of each kind of layers, or of all
     unknown = ("use_bidirectional_attention", "attn_logit_softcapping", "final_logit_softcapping")
     return (
-        all(settings.get("rope_type", "default") in ROPE_TYPES for settings in ropes)
+        all(settings.get("rope_type", "default") in ROPE_TYPES for settings in rotations(config))
         and set(getattr(config, "layer_types", None) or ()) <= {"full_attention", "sliding_attention"}
         and not (config.model_type == "phi" and getattr(config, "qk_layernorm", False))
         and not any(getattr(config, name, None) for name in unknown)
@@ -60,14 +61,12 @@ def _is_plain(module: nn.Module) -> bool:
     """Whether a module does what its class in torch or transformers does, with no weights but those known here."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     kind, weights = type(module), list(module.parameters(recurse=False))
-    known = kind.__name__ in ("Linear", "Embedding", "LayerNorm")
-    known = known or kind.__name__.endswith(("RMSNorm", "TextScaledWordEmbedding"))
     return (
         "forward" not in vars(module)
         # transformers leaves hooks of its own once hidden states have been asked for; they change nothing
         and all(getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks)
         and kind.__module__.startswith(("torch.", "transformers."))
-        and (known or not weights)
+        and (not weights or WEIGHTED.fullmatch(kind.__name__) is not None)
     )
 
 

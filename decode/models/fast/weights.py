@@ -79,15 +79,14 @@ class PackedLinear(Linear):
         rows = len(x)
         few = x.dim() == 2 and 0 < rows < self.least
         padded = F.pad(x, (0, 0, 0, self.least - rows)) if few else x
-        product: Tensor = self._product(padded, self.weight, self.bias, "none", [], "")
+        product = self._product(padded, self.weight, self.bias, "none", [], "")
         return product[:rows] if few else product
 
     def add_to(self, x: Tensor, y: Tensor) -> Tensor:
         """See `Linear.add_to`."""
         if x.dim() == 2 and 0 < len(x) < self.least:
             return x + self(y)
-        total: Tensor = self._sum(y, x, self.weight, self.bias, "add")
-        return total
+        return self._sum(y, x, self.weight, self.bias, "add")
 
 
 class TwoLayouts(Linear):
@@ -124,7 +123,7 @@ class HalfLinear(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear.__call__`."""
-        product: Tensor = self._product(x, self._packed)
+        product = self._product(x, self._packed)
         return product if self._scale == 1 else product.mul_(1 / self._scale)
 
     def add_to(self, x: Tensor, y: Tensor) -> Tensor:
@@ -188,14 +187,9 @@ _MEASURED: dict[tuple[object, ...], dict[str, list[float]]] = {}  # by all that 
 class Linears:
     """Makes the products of one model, and chooses a layout for each shape of its weights.
 
-    Args:
-        pack: one of `MODES`.
-        layers: how many weights of a shape the model has at least; a measurement reads as many in turn.
-        copies: whether plain weights may be copied into a faster layout.
-        half: whether weights may be held in float16.
-
-    Attributes:
-        bytes: bytes of the weights in each of `LAYOUTS`.
+    `pack` is one of `MODES`. The model has so many `layers`, thus weights of a shape; a measurement reads as many in
+    turn. With `copies` plain weights may be copied into a faster layout, with `half` they may be held in float16.
+    `bytes` are those of the weights in each of `LAYOUTS`.
     """
 
     def __init__(self, pack: str = "off", layers: int = 1, *, copies: bool = False, half: bool = False) -> None:

@@ -1,18 +1,23 @@
 """Block heads: a few decoder layers that draft a whole block in one forward (DFlash 2602.06036, DSpark 2607.05147).
 
 A block is the last verified token, the anchor at position p, followed by mask tokens. Its slots attend to each other in
-both directions, and to the target's features of all positions before p. Slot k predicts token p + k + 1 where the head
-samples from the anchor, else token p + k, and slot 0 predicts nothing. Embedding and output head are the target's own.
-DSpark adds a low-rank bias by the token before (Markov head), and an estimate of each token's acceptance (confidence
-head). Parameters are named as in the published checkpoints.
+both directions, in causal layers to those before them, and to the target's features of all positions before p, in
+sliding layers of those within the window. Slot k predicts token p + k + 1 where the head samples from the anchor, else
+token p + k, and slot 0 predicts nothing. Embedding and output head are the target's own. DSpark adds a low-rank bias by
+the token before (Markov head), and an estimate of each token's acceptance (confidence head). DFlash 2 adds convolutions
+over the slots, and a bias like DSpark's for the likeliest ids of each slot, which alone can be drafted (selector).
+Parameters are named as in the published checkpoints, but that the selector is a kind of Markov head here.
 
 `BlockHead` is the network; its `forward` reads many blocks of texts in training, `BlockRunner` one a text in decoding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,59 +25,39 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from decode.core.sampling import argmax
 from decode.core.stop import probability
 from decode.errors import UserError
 from decode.models.api import PIECE, Out, joined
-from decode.models.fast.cache import NewTokens
-from decode.models.fast.weights import norm
-from decode.models.heads.eagle import DraftHead, HeadLayer, RMSNorm, output_head, shape_of
+from decode.models.fast.cache import NewTokens, Views
+from decode.models.fast.forward import FastForward, Placed
+from decode.models.fast.layout import Kind, Layer
+from decode.models.fast.weights import Function, Linear, norm
+from decode.models.heads.eagle import DraftHead, HeadLayer, RMSNorm, Rotation, output_head, shape_of
 from decode.models.heads.runner import DraftHeadRunner, FeatureRow
 
-BLOCK_ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
-MARKOV_KINDS = ("vanilla", "gated", "rnn")
+BLOCK_ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
+NAMES = {"dflash": "DFlash", "dspark": "DSpark", "dflash2": "DFlash 2"}
+CANDIDATES, TAPS, GROUP = 16, 2, 16  # of DFlash 2, as published
 
 # -- the network -------------------------------------------------------------------------------------------------------
 
 
 class MarkovHead(nn.Module):
-    """A bias of the logits by the token before: W2·m, with m made of W1's row of that token (DSpark, section 3).
-
-    vanilla: m = W1[x]. gated: m = σ(G[h; W1[x]]) ⊙ W1[x]. rnn: a state s, 0 at the anchor, is updated by gates of
-    [s; W1[x]; h], and m = tanh o.
-    """
+    """A bias of the logits by the token before: W2·m, with m = W1[x] (DSpark, section 3), of a selector P h ⊙ W1[x]."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        rank, width = config.markov_rank, config.hidden_size
-        self.kind: str = getattr(config, "markov_head_type", None) or "vanilla"
+        rank = config.markov_rank
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
         nn.init.zeros_(self.markov_w2.weight)
-        if self.kind == "gated":
-            self.gate_proj = nn.Linear(width + rank, rank)
-        elif self.kind == "rnn":
-            self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
-
-    def step(self, hidden: Tensor, before: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """One slot's m ``[n, rank]`` and the new state, from ``hidden [n, width]`` and W1's ``before [n, rank]``."""
-        if self.kind == "vanilla":
-            return before, None
-        if self.kind == "gated":
-            return torch.sigmoid(self.gate_proj(torch.cat([hidden, before], -1))) * before, None
-        state = torch.zeros_like(before) if state is None else state
-        gate, new, out = self.joint_proj(torch.cat([state, before, hidden], -1)).chunk(3, -1)
-        gate = torch.sigmoid(gate)
-        return torch.tanh(out), gate * state + (1 - gate) * torch.tanh(new)
+        selects = getattr(config, "candidates", 0)
+        self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False) if selects else None
 
     def forward(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """m of all slots of blocks, ``[blocks, slots, rank]``, by teacher forcing (see `step`)."""
-        if self.kind != "rnn":
-            return self.step(hidden, before, None)[0]
-        made, state = [], None
-        for h, w in zip(hidden.unbind(1), before.unbind(1)):
-            m, state = self.step(h, w, state)
-            made.append(m)
-        return torch.stack(made, 1)
+        """m ``[.., rank]`` from states ``[.., width]`` and W1's rows ``[.., rank]`` of the tokens before."""
+        return before if self.hidden_projection is None else self.hidden_projection(hidden) * before
 
 
 class ConfidenceHead(nn.Module):
@@ -87,15 +72,89 @@ class ConfidenceHead(nn.Module):
         return self.proj(states[..., : self.proj.in_features]).squeeze(-1)
 
 
-class BlockHead(DraftHead):
-    """A DFlash or DSpark head, without the embedding and the output head, which are the target's.
+class BlockConv(nn.Module):
+    """Convolutions over the slots of a block, before and after a sublayer; new ones change nothing (DFlash 2).
+
+    In slot k, channel c of the slot i before it is weighed by base[side, i, c] + (W x_k)[side, i, ⌊c / group⌋], with x
+    what the sublayer would read.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        taps, width, self.group = config.conv_kernel_size, config.hidden_size, config.conv_group_size
+        base = torch.zeros(2, taps, width)
+        base[:, 0] = 1
+        self.base_kernel = nn.Parameter(base)
+        self.kernel_projection = nn.Linear(width, 2 * taps * (width // self.group), bias=False)
+        nn.init.zeros_(self.kernel_projection.weight)
+
+
+def convolved(conv: Any, x: Tensor, slots: Tensor | None, sublayer: Function) -> Tensor:
+    """A sublayer (attention or MLP, without the residual) of ``x [.., n, width]`` between its convolutions, if any.
+
+    ``slots [n]`` is the place of each row in its block; None: the rows are one block.
+    """
+    if conv is None:
+        return sublayer(x)
+    made = conv.kernel_projection(x).unflatten(-1, (*conv.base_kernel.shape[:2], -1, 1))
+    before, after = (conv.base_kernel.unflatten(-1, (-1, conv.group)) + made).flatten(-2).unbind(-3)
+    return _convolve(sublayer(_convolve(x, before, slots)), after, slots)
+
+
+def _convolve(x: Tensor, kernel: Tensor, slots: Tensor | None) -> Tensor:
+    """The sum of the slots before each of ``x [.., n, width]``, weighed by a kernel ``[.., n, taps, width]``."""
+    first, *rest = kernel.unbind(-2)
+    total = first * x
+    for i, weight in enumerate(rest[: x.shape[-2] - 1], 1):
+        before = F.pad(x, (0, 0, i, -i))
+        total = torch.addcmul(total, weight, before if slots is None else before * (slots >= i)[:, None])
+    return total
+
+
+class BlockLayer(HeadLayer):
+    """A decoder layer of a block head.
 
     Attributes:
-        version: ``dflash`` or ``dspark``, the format that it is saved in.
+        window: tokens that a slot sees, itself included, of the text and the block together. None: all.
+        causal: whether a slot sees those slots alone that stand before it.
+    """
+
+    def __init__(self, config: Any, number: int) -> None:
+        super().__init__(config, norms=["input_layernorm"], qk_norm=True)
+        slides, causal = config.layer_types[number] == "sliding_attention", config.is_causal
+        self.window: int | None = config.sliding_window if slides else None
+        self.causal: bool = slides if causal is None else causal  # as vLLM reads a file that does not say it
+        taps = getattr(config, "conv_kernel_size", None)
+        self.attention_conv, self.mlp_conv = (BlockConv(config) if taps else None for _ in range(2))
+
+    def forward(
+        self, x: Tensor, context: Tensor, rotation: Rotation, attend: Callable[..., Tensor], slots: Tensor
+    ) -> Tensor:
+        """States of blocks ``x [batch, n, width]`` that read ``context [batch, time, width]``, too: see `convolved`."""
+        turns = [factors[:, context.shape[1] :] for factors in rotation]
+
+        def attention(y: Tensor) -> Tensor:
+            both = torch.cat([context, y], 1)
+            heads = self.heads("q", y, turns), self.heads("k", both, rotation), self.heads("v", both)
+            mixed = attend(*(part.transpose(1, 2) for part in heads)).transpose(1, 2)
+            return cast(Tensor, self.self_attn.o_proj(mixed.flatten(-2)))
+
+        norms: Any = (self.input_layernorm, self.post_attention_layernorm)
+        x = x + convolved(self.attention_conv, norms[0](x), slots, attention)
+        return x + convolved(self.mlp_conv, norms[1](x), slots, self.mlp)
+
+
+class BlockHead(DraftHead):
+    """A DFlash, DSpark or DFlash 2 head, without the embedding and the output head, which are the target's.
+
+    Attributes:
+        version: ``dflash``, ``dspark`` or ``dflash2``, the format that it is saved in.
         block: slots of a block, the anchor's included.
         from_anchor: slot 0 predicts the token after the anchor.
         drafts: tokens that a block drafts at most.
         mask_id: the token in all slots but the first.
+        kinds: window and causality of each layer: see `BlockLayer`.
+        candidates: the likeliest ids of a slot, among which its token is chosen. 0: all ids.
         temperatures: by which the confidence's log-odds at each position are divided in greedy decoding (STS); empty:
             not calibrated.
         sampled_temperatures: the same at temperature 1.
@@ -108,10 +167,11 @@ class BlockHead(DraftHead):
         config.mlp_bias = False  # LlamaMLP reads it, Qwen3Config has none
         super().__init__(config)
         width, eps, fields = config.hidden_size, config.rms_norm_eps, vars(config)
-        self.version = "dspark" if config.architectures[0] == BLOCK_ARCHITECTURES["dspark"] else "dflash"
+        self.version = next(name for name, known in BLOCK_ARCHITECTURES.items() if known == config.architectures[0])
         self.block, self.mask_id = int(fields["block_size"]), int(fields["mask_token_id"])
         self.from_anchor = bool(fields["sample_from_anchor"])
         self.drafts = self.block - (not self.from_anchor)
+        self.candidates = min(int(fields.get("candidates") or 0), config.draft_vocab_size)
         self.temperatures: list[float] = list(fields.get("confidence_temperatures") or ())
         self.sampled_temperatures: list[float] = list(
             fields.get("confidence_sampled_temperatures") or self.temperatures
@@ -119,9 +179,10 @@ class BlockHead(DraftHead):
         self.rotary = LlamaRotaryEmbedding(config)
         self.fc = nn.Linear(self.feature_width, width, bias=False)
         self.hidden_norm, self.norm = RMSNorm(width, eps), RMSNorm(width, eps)
-        self.layers = nn.ModuleList(
-            HeadLayer(config, norms=["input_layernorm"], qk_norm=True) for _ in range(config.num_hidden_layers)
-        )
+        layers = [BlockLayer(config, i) for i in range(config.num_hidden_layers)]
+        self.layers, self.kinds = nn.ModuleList(layers), [(layer.window, layer.causal) for layer in layers]
+        if (window := config.sliding_window or self.block) < self.block:  # which engines read in different ways
+            raise UserError(f"a window of {window} tokens is shorter than a block of {self.block} slots: widen it")
         self.markov_head = MarkovHead(config) if fields.get("markov_rank") else None
         self.confidence_head: ConfidenceHead | None = None
         if fields.get("enable_confidence_head"):
@@ -158,16 +219,11 @@ class BlockHead(DraftHead):
         (batch, blocks, slots), time, device = embeds.shape[:3], features.shape[1], anchors.device
         places = (anchors[..., None] + torch.arange(slots, device=device)).flatten(1)
         every = torch.cat([torch.arange(time, device=device).expand(batch, -1), places], 1)
-        rotation = self.rotary(embeds, position_ids=every)
-        turns = [factors[:, time:] for factors in rotation]
+        rotation, number = self.rotary(embeds, position_ids=every), torch.arange(slots, device=device).repeat(blocks)
         context, x = self.hidden_norm(self.fc(features)), embeds.flatten(1, 2)
-        attend = block_attention(anchors, slots, time)
-        layer: Any
-        for layer in self.layers:
-            y = layer.input_layernorm(x)
-            both = torch.cat([context, y], 1)
-            heads = layer.heads("q", y, turns), layer.heads("k", both, rotation), layer.heads("v", both)
-            x = layer.finish(x, attend(*(part.transpose(1, 2) for part in heads)).transpose(1, 2))
+        attend = {kind: block_attention(anchors, slots, time, *kind) for kind in set(self.kinds)}
+        for layer, kind in zip(self.layers, self.kinds):
+            x = layer(x, context, rotation, attend[kind], number)
         return self.drafting(self.norm(x).unflatten(1, (blocks, slots)))
 
     def conditions(self, states: Tensor, before: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -178,7 +234,7 @@ class BlockHead(DraftHead):
             before: the token before each drafted one, ``[blocks, drafts]``; the first is the anchor.
 
         Returns:
-            The states, with m of the Markov head behind them, to be read by `outputs`; and the confidence's log-odds,
+            The states, with m of the Markov head behind them, to be read by `logits`; and the confidence's log-odds,
             ``[blocks, drafts]``, where there is a confidence head.
         """
         inputs = states
@@ -189,9 +245,17 @@ class BlockHead(DraftHead):
         return states, None if self.confidence_head is None else self.confidence_head(inputs)
 
     def outputs(self, head: Any) -> Tensor:
-        """The weight ``[draft vocab, ..]`` that maps what `conditions` returns to logits; `head`: the target's."""
+        """The weight ``[draft vocab, ..]`` that `logits` takes; `head`: the target's."""
         weight: Tensor = head.weight.detach()
         return weight if self.markov_head is None else torch.cat([weight, self.markov_head.markov_w2.weight], 1)
+
+    def logits(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """Logits ``[.., draft vocab]`` of what `conditions` returns, −∞ of ids that are no candidates."""
+        logits, width = rows @ weight.T, self.config.hidden_size
+        if not self.candidates:
+            return logits
+        kept = (rows[..., :width] @ weight[:, :width].T).topk(self.candidates, -1).indices
+        return torch.full_like(logits, -torch.inf).scatter(-1, kept, logits.gather(-1, kept))
 
     @torch.no_grad()
     def teacher_forced(self, model: PreTrainedModel, tokens: Tensor, features: Tensor, depth: int) -> list[Tensor]:
@@ -213,28 +277,35 @@ class BlockHead(DraftHead):
         for places, anchors, known in zip(*(x.split(64, 1) for x in (every, tokens, before))):  # few scores in memory
             states = self(F.embedding(self.tokens(anchors, depth), table), features, places)
             rows, _ = self.conditions(states.flatten(0, 1), known.flatten(0, 1))
-            parts.append((rows @ weight.T).unflatten(0, places.shape))
+            parts.append(self.logits(rows, weight).unflatten(0, places.shape))
         return list(torch.cat(parts, 1).unbind(2))
 
 
-def seen_by_blocks(anchors: Tensor, slots: int, time: int) -> Any:
-    """What a slot of blocks ``[batch, blocks · slots]`` sees of ``time`` positions of context and then of all slots."""
+def seen_by_blocks(anchors: Tensor, slots: int, time: int, window: int | None = None, causal: bool = False) -> Any:
+    """What a slot of blocks ``[batch, blocks · slots]`` sees of ``time`` positions of context and then of all slots.
+
+    `window` and `causal` are of `BlockLayer`; no block is longer than a window.
+    """
     owner = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(slots)
     before = anchors.repeat_interleave(slots, 1)
+    place = torch.arange(slots, device=anchors.device).repeat(anchors.shape[1])
+    oldest = torch.zeros_like(before) if window is None else before + place + 1 - window  # that each slot sees
 
     def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        same_block = owner[query] == owner[(key - time).clamp_min(0)]
-        return torch.where(key < time, key < before[b, query], same_block)
+        slot = (key - time).clamp_min(0)
+        inside = (owner[query] == owner[slot]) & ((slot <= query) if causal else (slot >= 0))
+        return torch.where(key < time, (key < before[b, query]) & (key >= oldest[b, query]), inside)
 
     return seen
 
 
-def block_attention(anchors: Tensor, slots: int, time: int) -> Any:
+def block_attention(anchors: Tensor, slots: int, time: int, window: int | None = None, causal: bool = False) -> Any:
     """Attention of blocks ``[batch, heads, blocks · slots, d]`` to ``time`` positions of context, then the blocks.
 
-    A GPU computes it by flex_attention, which skips what no block sees; a CPU with one mask.
+    A GPU computes it by flex_attention, which skips what no block sees; a CPU with one mask. See `seen_by_blocks`.
     """
-    seen, batch, count = seen_by_blocks(anchors, slots, time), len(anchors), anchors.shape[1] * slots
+    seen, batch = seen_by_blocks(anchors, slots, time, window, causal), len(anchors)
+    count = anchors.shape[1] * slots
     if anchors.device.type == "cuda":
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -272,8 +343,12 @@ def block_config(
     draft_vocab: int | None = None,
     markov_rank: int = 0,
     confidence: bool = False,
+    window: int | None = None,
+    causal: bool = False,
 ) -> Qwen3Config:
     """The configuration of a block head of the target's width; its target layers are as published if not given.
+
+    With a `window` (see `BlockLayer`) all layers slide.
 
     Raises:
         UserError: a number that does not fit the target.
@@ -287,23 +362,37 @@ def block_config(
         )
     if block < 2:
         raise UserError(f"a block has {block} slot, expected 2 or more: the anchor's and those of drafted tokens")
+    shape = shape_of(target)
     return Qwen3Config(
-        **shape_of(target),
-        architectures=[BLOCK_ARCHITECTURES[version]],
+        **shape,
+        **added(version, shape["hidden_size"], markov_rank, confidence=confidence),
         num_target_layers=depth,
         num_hidden_layers=layers,
-        layer_types=["full_attention"] * layers,
+        layer_types=["full_attention" if window is None else "sliding_attention"] * layers,
+        sliding_window=window,
+        use_sliding_window=window is not None,
         draft_vocab_size=min(draft_vocab or target.vocab_size, target.vocab_size),
         captured_layers=[layer + 1 for layer in ids],
         block_size=block,
         mask_token_id=mask_id,
         sample_from_anchor=version == "dspark",
-        is_causal=False,
-        markov_rank=markov_rank,
-        markov_head_type="vanilla",
-        enable_confidence_head=confidence,
-        confidence_head_with_markov=confidence and markov_rank > 0,
+        is_causal=causal,
     )
+
+
+def added(version: str, width: int, markov_rank: int, *, confidence: bool) -> dict[str, Any]:
+    """The fields of a head's configuration that its version decides, beside those of every block head."""
+    second = version == "dflash2"
+    return {
+        "architectures": [BLOCK_ARCHITECTURES[version]],
+        "conv_kernel_size": TAPS if second else 0,
+        "conv_group_size": math.gcd(GROUP, width),
+        "candidates": CANDIDATES if second else 0,
+        "markov_rank": markov_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": confidence,
+        "confidence_head_with_markov": confidence and markov_rank > 0,
+    }
 
 
 RESERVED = ("reserved", "unused", "extra_token", "placeholder", "<|extra", "[mask]", "<mask>", "<|mask")
@@ -353,10 +442,11 @@ class BlockRunner(DraftHeadRunner):
 
     @torch.no_grad()
     def __init__(self, head: BlockHead, target: PreTrainedModel, pack: str = "off") -> None:
-        name = "the DSpark head" if head.version == "dspark" else "the DFlash head"
-        super().__init__(head, target, list(head.layers), pack, name, "a block head drafts blocks")
+        layers: list[Any] = list(head.layers)
+        name = f"the {NAMES[str(head.version)]} head"
+        super().__init__(head, target, layers, pack, name, "a block head drafts blocks")
         make, kv_heads, d = self.make, self.shape.kv_heads, self.shape.width
-        attention: list[Any] = [layer.self_attn for layer in head.layers]
+        attention: list[Any] = [layer.self_attn for layer in layers]
         # elements of a head in the order of `FastForward`'s rotation
         order = torch.arange(d).view(2, -1).T.flatten() if self.shape.tuned else torch.arange(d)
         rows = torch.arange(kv_heads * d).view(-1, d)[:, order].flatten()
@@ -365,8 +455,28 @@ class BlockRunner(DraftHeadRunner):
         self.fuse = make(head.fc.weight)
         self.norm_context = norm(head.hidden_norm)
         self.context = make(torch.cat(parts))
-        self.bias = None if head.markov_head is None else make(head.markov_head.markov_w2.weight)
+        self.bias: Linear | None = None
+        if head.markov_head is not None:  # of which a selector reads single rows
+            self.bias = (Linear if head.candidates else make)(head.markov_head.markov_w2.weight)
+        self.convs = [
+            tuple(map(self._conv, (layer.attention_conv, layer.mlp_conv), (read.norm1, read.norm2)))
+            for layer, read in zip(layers, self.network.layers)
+        ]
+        of_layers, self.causal = map(list, zip(*head.kinds))
+        windows, weights = [*dict.fromkeys(of_layers)], self.network.weights
+        if windows != [None]:
+            weights.kinds = list(map(Kind, windows))
+            for window, read in zip(of_layers, weights.layers):
+                read.kind = windows.index(window)
+            self.network = FastForward(weights, head.rotary)
         self.packing = make.sentence()
+
+    def _conv(self, conv: Any, before: Any) -> Any:
+        """A convolution as `convolved` reads it, after a norm whose scale the following projections may hold."""
+        if conv is None:
+            return None
+        weight = conv.kernel_projection.weight * (before.scale if getattr(before, "folded", False) else 1)
+        return SimpleNamespace(base_kernel=conv.base_kernel, group=conv.group, kernel_projection=self.make(weight))
 
     def new_cache(self) -> FeatureRow:
         """See `Model.new_cache`."""
@@ -413,26 +523,57 @@ class BlockRunner(DraftHeadRunner):
         self.read(caches)
         network, head = self.network, self.head
         blocks = [head.tokens(torch.tensor(anchor), count) for anchor, count in zip(pending, drafts)]
-        counts = list(map(len, blocks))
-        new = [
-            NewTokens(cache, cache.length, n, None, torch.ones(n, n, dtype=torch.bool))
-            for cache, n in zip(caches, counts)
-        ]
-        embeds = network.embed(joined(blocks).to(self.device))
-        x = network.run(embeds, 0, len(network.layers), network.place(new))
+        counts, placed = list(map(len, blocks)), dict[bool, Placed]()
+        for causal in set(self.causal):
+            new = [NewTokens(cache, cache.length, n) for cache, n in zip(caches, counts)]  # seen as in any text: causal
+            for text in () if causal else new:
+                text.seen = torch.ones(text.count, text.count, dtype=torch.bool)
+            placed[causal] = network.place(new)
+        x = self._run(network.embed(joined(blocks).to(self.device)), placed, counts)
         logits, hidden = network.project(joined([head.drafting(states) for states in x.split(counts)]))
         return Out(logits, hidden).split(list(drafts))
 
-    def condition(
-        self, out: Out, slot: int, token: Tensor, state: Tensor | None, *, greedy: bool | None = None
-    ) -> tuple[Out, Tensor | None]:
-        """A slot after the token before it, and the Markov head's next state.
+    def _run(self, x: Tensor, placed: dict[bool, Placed], counts: Sequence[int]) -> Tensor:
+        """All layers on the slots of blocks, which see each other as `placed` has it for causal layers and others."""
+        network, count, where = self.network, len(self.causal), next(iter(placed.values()))
+        if len(placed) == 1 and self.convs[0][0] is None:
+            return network.run(x, 0, count, where)
+        slots = None if len(counts) == 1 else torch.tensor([i for n in counts for i in range(n)], device=self.device)
+
+        def attention(layer: Layer, causal: bool, views: Views, y: Tensor) -> Tensor:
+            return layer.out(network.attention(layer, layer.qkv(y), placed[causal], views))
+
+        def mlp(layer: Layer, z: Tensor) -> Tensor:
+            return layer.down(network.mlp(layer, z))
+
+        layer: Any
+        of_layers = network.layers, self.convs, self.causal, where.views(network.cache, 0, count)
+        for layer, (first, second), causal, views in zip(*of_layers):
+            x = x + convolved(first, layer.norm1(x), slots, partial(attention, layer, causal, views))
+            x = x + convolved(second, layer.norm2(x), slots, partial(mlp, layer))
+        return x
+
+    def likeliest(self, out: Out, anchor: int) -> Tensor:
+        """The likeliest token of each slot after the anchor, ``[drafts]``, with a selector given its choice before."""
+        markov, k = self.head.markov_head, self.head.candidates
+        if markov is None:
+            return self.target_ids(argmax(out.logits))
+        unary, ids = out.logits.topk(k)
+        tokens = self.target_ids(ids)  # of all pairs of neighbours the scores are computed at once: [slots, k, k]
+        before = markov.markov_w1.weight[torch.cat([tokens.new_full((1, k), anchor), tokens[:-1]])]
+        m = markov(out.hidden[:, None], before)
+        best, chosen = (unary[:, None] + m @ markov.markov_w2.weight[ids].mT).argmax(-1).tolist(), [0]
+        for row in best:
+            chosen.append(row[chosen[-1]])
+        return tokens.gather(1, torch.tensor(chosen[1:], device=tokens.device)[:, None])[:, 0]
+
+    def condition(self, out: Out, slot: int, token: Tensor, *, greedy: bool | None = None) -> Out:
+        """A slot after the token before it.
 
         Args:
             out: of the block.
             slot: of those that draft.
             token: before it, of one element.
-            state: the Markov head's.
             greedy: whether the confidence head's estimate is calibrated for greedy decoding; None: it is not asked. It
                 does not look at the token that is drafted.
         """
@@ -440,10 +581,16 @@ class BlockRunner(DraftHeadRunner):
         inputs, accepted = hidden, None
         if head.markov_head is not None and self.bias is not None:
             row = head.markov_head.markov_w1.weight.index_select(0, token.view(1))
-            m, state = head.markov_head.step(hidden, row, state)
-            logits, inputs = self.bias.add_to(logits, m), torch.cat([hidden, row], -1)
+            m = head.markov_head(hidden, row)
+            inputs = torch.cat([hidden, row], -1)
+            if head.candidates:
+                unary, kept = logits.topk(head.candidates)
+                chosen = unary + m @ self.bias.weight[kept[0]].T
+                logits = torch.full_like(logits, -torch.inf).scatter_(1, kept, chosen)
+            else:
+                logits = self.bias.add_to(logits, m)
         if greedy is not None and head.confidence_head is not None:
             temperatures = head.temperatures if greedy else head.sampled_temperatures
             odds = head.confidence_head(inputs).item() / (temperatures[slot] if slot < len(temperatures) else 1.0)
             accepted = probability(odds)
-        return Out(logits, hidden, accepted=accepted), state
+        return Out(logits, hidden, accepted=accepted)

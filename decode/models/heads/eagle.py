@@ -14,7 +14,7 @@ config.json) or one of each (``fc_norm``), and of queries and keys (``qk_norm``)
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, rotate_half
 
-from decode.errors import UserError
+from decode.errors import Fields, UserError
 from decode.models.fast.weights import Function
 
 ARCHITECTURES = {1: "LlamaForCausalLMEagle", 3: "LlamaForCausalLMEagle3"}  # names in config.json, by version
@@ -43,8 +43,7 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.variance_epsilon)
 
 
-Rotation = Sequence[Tensor]
-"""cos and sin of positions, ``[.., n, d]`` each."""
+Rotation = Sequence[Tensor]  # cos and sin of positions, ``[.., n, d]`` each
 
 
 class HeadLayer(nn.Module):
@@ -53,12 +52,14 @@ class HeadLayer(nn.Module):
     EAGLE-1's has no norm before its attention; EAGLE-3's norms the embedding and the state apart.
     """
 
+    post_attention_layernorm: Any
+
     def __init__(self, config: Any, inputs: int = 1, norms: Sequence[str] = (), *, qk_norm: bool = False) -> None:
         super().__init__()
         width, self.head_dim, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
         queries, keys = (count * self.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
         shapes = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-        modules: dict[str, Any] = {name: nn.Linear(inputs * width, rows, bias=False) for name, rows in shapes.items()}
+        modules: Fields = {name: nn.Linear(inputs * width, rows, bias=False) for name, rows in shapes.items()}
         modules["o_proj"] = nn.Linear(queries, width, bias=False)
         modules |= {name: RMSNorm(self.head_dim, eps) for name in (("q_norm", "k_norm") if qk_norm else ())}
         self.self_attn: Any = nn.ModuleDict(modules)
@@ -68,7 +69,7 @@ class HeadLayer(nn.Module):
 
     def heads(self, name: str, x: Tensor, rotation: Rotation = ()) -> Tensor:
         """The queries, keys or values (``q``, ``k`` or ``v``) of states, ``[.., n, heads, d]``."""
-        heads: Tensor = self.self_attn[f"{name}_proj"](x).unflatten(-1, (-1, self.head_dim))
+        heads = self.self_attn[f"{name}_proj"](x).unflatten(-1, (-1, self.head_dim))
         if f"{name}_norm" in self.self_attn:
             heads = self.self_attn[f"{name}_norm"](heads)
         if not rotation:
@@ -78,9 +79,8 @@ class HeadLayer(nn.Module):
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """The layer's states, from those that it adds to and what its heads have attended to, ``[.., n, heads, d]``."""
-        norm: Any = self.post_attention_layernorm
         x = x + self.self_attn.o_proj(attended.flatten(-2))
-        return x + cast(Tensor, self.mlp(norm(x)))
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class DraftHead(nn.Module):
@@ -148,8 +148,8 @@ class FeatureHead(DraftHead):
         super().__init__(config)
         self.version = 3 if config.architectures[0] == ARCHITECTURES[3] else 1
         self.embed_tokens: nn.Embedding | None = None
-        self.normed_states: bool = getattr(config, "norm_output", False)
-        self.normed_residual: bool = getattr(config, "norm_before_residual", False)
+        self.normed_states = getattr(config, "norm_output", False)
+        self.normed_residual = getattr(config, "norm_before_residual", False)
         width, eps = config.hidden_size, config.rms_norm_eps
         self.rotary, qk_norm = LlamaRotaryEmbedding(config), bool(getattr(config, "qk_norm", False))
         if self.version == 1:
@@ -201,12 +201,11 @@ class FeatureHead(DraftHead):
 
     def output(self, states: Tensor) -> Tensor:
         """States as the output head reads them."""
-        return states if self.version == 1 or self.normed_states else cast(Tensor, self.norm(states))
+        return states if self.version == 1 or self.normed_states else self.norm(states)
 
     def logits(self, states: Tensor, target_head: Any) -> Tensor:
         """Logits ``[..., draft vocab]`` of states, by the target's head (EAGLE-1) or the head's own."""
-        logits: Tensor = (target_head if self.version == 1 else self.lm_head)(self.output(states))
-        return logits
+        return (target_head if self.version == 1 else self.lm_head)(self.output(states))
 
     def unroll(self, embeds: Tensor, features: Tensor, steps: int, rows: Tensor | None = None) -> Iterator[Tensor]:
         """States of several drafting steps from every position of texts (EAGLE-3's training-time test).
@@ -240,7 +239,7 @@ class FeatureHead(DraftHead):
             values = values.repeat_interleave(group, 1) if group > 1 else values
             return values.unflatten(0, grid).transpose(1, 2)
 
-        seen: list[Tensor] = []  # keys and values in turn: the text's, then those of each step
+        seen = []  # keys and values in turn: the text's, then those of each step
         for step in range(steps):
             places = wanted if step else every  # the first step reads all pairs of the text
             e = embeds.index_select(0, (places + step).clamp_max(count - 1)) if step else embeds
@@ -295,13 +294,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *chain: Tensor) -> Tensor:
     """Attention of every position to the text up to itself, and to keys of its own, ``[batch, heads, time, d]``.
 
     Masked attention over all keys takes 1.4 to 1.8 times as long a training step of seven steps (CPU, 256 to 1,024
-    tokens).
-
-    Args:
-        q: queries ``[batch, heads, time, d]``.
-        k: the text's keys; all arguments have the shape of the queries.
-        v: its values.
-        chain: keys and values in turn, one of each for every query.
+    tokens). All arguments have the shape of the queries; `chain` has keys and values in turn, one of each for every
+    query.
     """
     d, scale = q.shape[-1], q.shape[-1] ** -0.5
     # of a width that is a multiple of eight, which CUDA's kernel needs
@@ -367,7 +361,7 @@ TAKEN = (
 )  # fmt: skip
 
 
-def shape_of(target: Any) -> dict[str, Any]:
+def shape_of(target: Any) -> Fields:
     """What the configurations of all heads take from a target's.
 
     Where its layers differ it is the last one's; a target without attention gets heads of 64 elements.

@@ -24,22 +24,30 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from decode.errors import UserError
 from decode.models.fast.layout import ROPE_TYPES
-from decode.models.heads.block import BLOCK_ARCHITECTURES, MARKOV_KINDS, BlockHead
+from decode.models.heads.block import BLOCK_ARCHITECTURES, BlockHead
 from decode.models.heads.eagle import ARCHITECTURES, DraftHead, FeatureHead, default_captured_layers
 from decode.models.heads.mtp import MTP, MtpHead, load_mtp
 from decode.models.sources import pinned
 
+SELECTOR = {
+    "markov_head.markov_w1.weight": "candidate_selector.predecessor_codebook",
+    "markov_head.markov_w2.weight": "candidate_selector.successor_codebook",
+    "markov_head.hidden_projection.weight": "candidate_selector.hidden_projection.weight",
+}
+"""Our names of DFlash 2's selector, and those in files."""
 RENAMED = {r"^(model\.)+": "", r"^layers\.0\.": "midlayer.", r"^draft_id_to_target_id$": "d2t"}
+RENAMED |= {f"^{re.escape(theirs)}$": ours for ours, theirs in SELECTOR.items()}
 """Names of tensors in other projects' files, and ours; EAGLE-1's layer is called as EAGLE-3's here."""
 UNREAD = re.compile(r"rotary_emb\.inv_freq$|^verifier_")  # tensors that decoding does not read
 SHARED, HEAD = "embed_tokens.weight", "lm_head.weight"
-NEXT = "take another head of this target, or train one (student.kind: eagle3, dflash or dspark)"
+NEXT = "take another head of this target, or train one (student.kind: eagle3, dflash, dflash2 or dspark)"
 
 # -- config.json -------------------------------------------------------------------------------------------------------
 
 FORMATS: dict[str, int | str | None] = {
     "peagle": "P-EAGLE", "domino": "Domino", "medusa": "Medusa", "mtp": "MTP", "mlpspeculator": "MLPSpeculator",
-    "dspark": "dspark", "dflash": "dflash", "eagle25": None, "eagle3": 3, "eagle": 1,
+    "xpress": "XPress", "lilicorr": "LiLiCorr", "dflash2beam": "DFlash 2 with beams",
+    "dspark": "dspark", "dflash2": "dflash2", "dflash": "dflash", "eagle25": None, "eagle3": 3, "eagle": 1,
 }  # fmt: skip
 """What a config.json describes whose kinds hold this word, the first of these. Names in capitals are formats of drafts
 that we refuse; Eagle 2.5 is a family of vision models.
@@ -56,27 +64,29 @@ KEPT = (
     "hidden_act", "max_position_embeddings", "rms_norm_eps", "bos_token_id", "eos_token_id", "pad_token_id", "dtype",
     "attention_bias", "tie_word_embeddings", "num_assistant_tokens", "fc_norm", "norm_output", "norm_before_residual",
     "norm_before_fc", "block_size", "mask_token_id", "markov_rank", "sample_from_anchor", "confidence_temperatures",
-    "confidence_sampled_temperatures",
+    "confidence_sampled_temperatures", "conv_kernel_size", "conv_group_size", "candidates",
 )  # fmt: skip
 """Keys that mean the same everywhere."""
+SLIDING = "sliding_attention"
 OFF = (None, False)
 COMPUTED: dict[str, Sequence[Any]] = {
     "quantization_config": OFF, "logit_scale": OFF, "final_logit_softcapping": OFF, "use_gemma_norm": OFF,
-    "output_multiplier": (None, 1), "attention_value_scale": (None, 1), "parallel_draft_step": (None, 0, 1),
-    "is_causal": OFF, "causal": OFF, "use_swa": OFF, "use_sliding_window": OFF, "sliding_attention": OFF,
+    "output_multiplier": (None, 1), "input_embedding_scale": (None, 1), "attention_value_scale": (None, 1),
+    "parallel_draft_step": (None, 0, 1), "is_causal": OFF, "causal": OFF, "use_swa": OFF, "use_sliding_window": OFF,
+    "sliding_attention": OFF, "layers of another kind": OFF, "a sliding layer without a window": OFF,
     "rope_type": ROPE_TYPES, "rotation by layer type": OFF, "partial_rotary_factor": (None, 1),
-    "is_neox_style": (None, True), "markov_head_type": MARKOV_KINDS, "Gemma's norms": OFF,
-    "an rnn whose state passes the slot that drafts nothing": OFF,
+    "is_neox_style": (None, True), "markov_head_type": (None, "vanilla"), "Gemma's norms": OFF,
 }  # fmt: skip
 """Keys that change the network, with the values that are computed here."""
+SEEN = "is_causal", "causal", "use_swa", "use_sliding_window", SLIDING  # block heads may have any values of these
 
 
 def head_format(fields: dict[str, Any], names: Iterable[str] = ()) -> int | str | None:
     """What a config.json describes, with the names of the tensors beside it, as they are called here.
 
     Returns:
-        1 or 3 for an EAGLE head of this version, ``dflash`` or ``dspark`` for a block head, ``mtp`` for tuned
-        next-token layers of a target, the name of another format of drafts, or None for anything else.
+        1 or 3 for an EAGLE head of this version, ``dflash``, ``dspark`` or ``dflash2`` for a block head, ``mtp`` for
+        tuned next-token layers of a target, the name of another format of drafts, or None for anything else.
     """
     if fields.get("draft_format") == MTP:  # the rest is the target's own
         return MTP
@@ -100,7 +110,7 @@ def read_config(
 
     The tensors do not tell whether slot 0 of a block drafts, so `sample_from_anchor` is believed. Where it is absent,
     slot 0 of a DSpark head drafts and that of a DFlash head does not; in speculators' format it does not in either, as
-    vLLM reads it.
+    vLLM reads it. Where causality is not told, sliding layers are causal and others are not.
 
     Raises:
         UserError: a head that is not computed here, or that does not fit the target.
@@ -140,13 +150,18 @@ def read_config(
         )
     if version == 3 and fused is False:
         state["fc.weight"] = torch.eye(width)  # the last hidden state is the feature as it is
-    heads, kind = said["num_attention_heads"], str(said.get("markov_head_type") or "vanilla").lower()
+    if version == "dflash2":
+        said |= {"markov_rank": said.get("selector_rank"), "candidates": said.get("selector_top_k")}
+    types, window = _sliding(said) if block else ([], None)
+    causal = next((said[key] for key in ("is_causal", "causal") if said.get(key) is not None), None)
+    causal = False if causal is None and said.get("sliding_window_non_causal") else causal
+    heads = said["num_attention_heads"]
     confidence = state.get("confidence_head.proj.weight")
     rows = next((len(state[key]) for key in (HEAD, "d2t") if key in state), vocab)
     config = {key: said[key] for key in KEPT if said.get(key) is not None} | {
         "architectures": [(BLOCK_ARCHITECTURES if block else ARCHITECTURES)[version]],  # type: ignore[index]
         "head_dim": said.get("head_dim") or width // heads,
-        "rope_parameters": _rotation(said | {"markov_head_type": kind}, name, block, foreign),
+        "rope_parameters": _rotation(said, name, block),
         "target_hidden_size": of_target,
         "draft_vocab_size": said.get("draft_vocab_size") or rows,
         "captured_layers": captured,
@@ -156,15 +171,26 @@ def read_config(
     return Qwen3Config(
         **{"num_key_value_heads": heads} | config,
         num_target_layers=layers,
-        layer_types=["full_attention"] * said["num_hidden_layers"],
-        is_causal=False,
-        markov_head_type=kind,
+        layer_types=types,
+        sliding_window=window,
+        use_sliding_window=window is not None,
+        is_causal=causal if causal is None and window else bool(causal),
+        markov_head_type="vanilla",
         enable_confidence_head=bool(said.get("enable_confidence_head")) or confidence is not None,
         confidence_head_with_markov=confidence is not None and confidence.shape[1] > width,
     )
 
 
-def _rotation(said: dict[str, Any], name: str, block: bool, foreign: bool) -> dict[str, Any]:
+def _sliding(said: dict[str, Any]) -> tuple[list[str], int | None]:
+    """The kind of each layer of a block head, and the window of those that slide."""
+    count, window = said["num_hidden_layers"], said.get("swa_window_size") or said.get("sliding_window")
+    types = list(said.get("layer_types") or ["full_attention"] * count)[:count]
+    if said.get("use_swa") and SLIDING not in types:
+        types = [SLIDING] * count
+    return types, window if SLIDING in types else None
+
+
+def _rotation(said: dict[str, Any], name: str, block: bool) -> dict[str, Any]:
     """The rotation of a head whose network is computed here.
 
     Raises:
@@ -175,12 +201,15 @@ def _rotation(said: dict[str, Any], name: str, block: bool, foreign: bool) -> di
     rope["rope_type"] = "default" if "mrope_section" in rope else rope.get("type") or rope["rope_type"]
     architecture = (said.get("architectures") or ["none"])[0]
     seen = said | rope
-    seen["sliding_attention"] = "sliding_attention" in (said.get("layer_types") or [])[: None if block else 1]
+    types, window = _sliding(said) if block else (list(said.get("layer_types") or [])[:1], 0)
+    seen[SLIDING] = SLIDING in types
+    if block:
+        seen |= dict.fromkeys(SEEN)
+        seen["layers of another kind"] = bool({*types} - {"full_attention", SLIDING})
+        slides = SLIDING in types or bool(said.get("use_sliding_window"))
+        seen["a sliding layer without a window"] = slides and not window
     seen["rotation by layer type"] = any(isinstance(value, dict) for value in rope.values())
     seen["Gemma's norms"] = "gemma" in architecture.lower()
-    # elsewhere its state is 0 at the first slot that drafts
-    passes = foreign and said["markov_head_type"] == "rnn" and not said["sample_from_anchor"]
-    seen["an rnn whose state passes the slot that drafts nothing"] = passes
     wrong = [f"{key} {seen[key]}" for key, values in COMPUTED.items() if seen.get(key) not in values]
     if wrong:
         raise UserError(f"{name} ({architecture}) has {', '.join(wrong)}, with which heads are not run: {NEXT}")
@@ -195,16 +224,19 @@ def unserved(head: DraftHead) -> dict[str, str]:
     if not isinstance(head, BlockHead):
         return {}
     markov, every, spark = head.markov_head, ("vllm", "sglang", "llama.cpp"), head.version == "dspark"
-    kind = "vanilla" if markov is None else markov.kind
+    windows, causal = map(set, zip(*head.kinds))
+    lattice, second = head.candidates * (head.candidates + 1), head.version == "dflash2"
     joined = head.confidence_head is None or head.config.confidence_head_with_markov
     why: dict[str, tuple[bool, Sequence[str]]] = {
         "its confidence head does not read the Markov head": (not joined, ["llama.cpp"]),
         f"it drafts {head.config.draft_vocab_size:,} of {head.config.vocab_size:,} tokens": (
-            head.reduced, ["sglang"] if spark else ["sglang", "llama.cpp"],
+            head.reduced, every if second else ["sglang"] if spark else ["sglang", "llama.cpp"],
         ),
-        f"its Markov head is {kind}": (kind != "vanilla", ["vllm", "llama.cpp"]),
+        f"{head.candidates} candidates need states of {lattice}": (lattice > head.config.hidden_size, ["llama.cpp"]),
+        "its window is not read there": (windows != {None}, ["sglang"]),
+        "its layers differ in what is causal": (len(causal) > 1, ["sglang", "llama.cpp"]),
         "a DSpark head without a Markov head is not known there": (spark and markov is None, every),
-        "a DFlash head with a Markov head is not known there": (markov is not None and not spark, every),
+        "a DFlash head with a Markov head is not known there": (markov is not None and not (spark or second), every),
         "a DFlash head that drafts in its first slot is not known there": (head.from_anchor and not spark, every),
     }  # fmt: skip
     return {engine: reason for reason, (there, engines) in why.items() if there for engine in engines}
@@ -255,6 +287,12 @@ def save_head(head: DraftHead, folder: str | Path, shared: dict[str, Tensor] | N
     if isinstance(head, BlockHead):  # as vLLM and SGLang read it, beside our own keys
         layers = [layer - 1 for layer in head.captured_layers]
         slots = {LEFT: layers, "mask_token_id": head.mask_id, "sample_from_anchor": head.from_anchor}
+        if head.version == "dflash2":
+            slots |= {key: fields.get(key, 0) for key in ("conv_kernel_size", "conv_group_size")}
+            slots |= {"selector_rank": fields["markov_rank"], "selector_top_k": head.candidates}
+            state = {SELECTOR.get(name, name): tensor for name, tensor in state.items()}
+        if fields["is_causal"] is None:  # readers take a key that is there for an answer
+            del fields["is_causal"]
         fields |= {"dflash_config": slots, "confidence_temperatures": head.temperatures}
         # the architecture that vLLM and SGLang know in all their versions
         fields |= {"architectures": ["Qwen3DSparkModel"], LEFT: layers} if head.version == "dspark" else {}

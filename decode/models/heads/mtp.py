@@ -7,8 +7,7 @@ as EAGLE's is; of several layers each drafts one token. transformers loads the l
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from textwrap import shorten
 from typing import Any
 
@@ -18,11 +17,13 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
+from decode.core.draft import Ids
 from decode.errors import UserError
-from decode.models.api import Cache, Model, Out, Read
+from decode.models.api import Cache, Capture, Model, Out, Read
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.runner import Features
 from decode.models.huggingface import RollbackCache, facts_of
+from decode.models.sources import Name
 
 MTP = "mtp"  # the name of the draft, and its version among heads
 QWEN = "qwen3_next", "qwen3_5"
@@ -43,7 +44,7 @@ class MtpHead(DraftHead):
     mtp: MtpModel
 
     def __init__(self, mtp: MtpModel, target_config: PreTrainedConfig) -> None:
-        of_target: Any = target_config.get_text_config()
+        of_target = target_config.get_text_config()
         mtp.config.captured_layers = [of_target.num_hidden_layers]
         mtp.config.target_hidden_size = of_target.hidden_size
         super().__init__(mtp.config)
@@ -58,8 +59,7 @@ class MtpHead(DraftHead):
 
     def logits(self, states: Tensor, target_head: Any = None) -> Tensor:
         """Logits ``[..., vocab]`` of states, by the target's output head."""
-        logits: Tensor = self.mtp._project_to_logits(states)
-        return logits
+        return self.mtp._project_to_logits(states)
 
     def output(self, states: Tensor) -> Tensor:
         """States as the output head reads them."""
@@ -95,7 +95,7 @@ class MtpHead(DraftHead):
 
     def tensors(self) -> dict[str, Tensor]:
         """The layers' tensors under the names of the target's files."""
-        family, tensors = self.config.model_type, dict[str, Tensor]()
+        family, tensors = self.config.model_type, {}
         for name, tensor in self.layers.state_dict().items():
             layer, part, rest = name.split(".", 2)
             if family.startswith(("mellum", *QWEN)):
@@ -114,13 +114,13 @@ class MtpHead(DraftHead):
         return tensors
 
 
-def load_mtp(target: PreTrainedModel, folder: str | os.PathLike[str] | None = None) -> MtpHead:
+def load_mtp(target: PreTrainedModel, folder: Name | None = None) -> MtpHead:
     """The next-token layers in the files that a target was loaded from, or tuned ones of it in another folder.
 
     Raises:
         UserError: there are none, or transformers does not load them.
     """
-    config: Any = target.config.get_text_config()
+    config = target.config.get_text_config()
     origin = target.config.name_or_path
     if config.model_type.startswith(QWEN):
         config.num_mtp_layers, config.mtp_layer_types = 1, ["full_attention"]
@@ -160,7 +160,7 @@ class MtpCache(Cache):
     """
 
     def __init__(self, keys: RollbackCache, none: Tensor) -> None:
-        self.keys, self.unread, self.recent = keys, Features(none, none.shape[1]), none
+        self.keys, self.unread, self.recent = keys, Features(), none
         self.states = none.new_zeros(1, none.shape[1])
         self.settled = self.layer = 0
         self.tokens = torch.empty(0, dtype=torch.long, device=none.device)
@@ -192,7 +192,7 @@ class MtpRunner(Model):
         head.mtp.tie_with_main_model(target)  # layers in training were loaded with another copy of its tables
         table, self.head, self.layers = target.get_output_embeddings().weight, head, len(head.layers)
         read = sum(p.numel() for p in head.parameters()) // self.layers + table.numel()
-        config: Any = target.config.get_text_config()
+        config = target.config.get_text_config()
         cached = facts_of(target)["cache_bytes_per_token"] // config.num_hidden_layers  # of a layer like the target's
         super().__init__(
             "the target's next-token layers",
@@ -211,11 +211,11 @@ class MtpRunner(Model):
         none = torch.empty(0, self.head.config.hidden_size, dtype=self.dtype, device=self.device)
         return MtpCache(RollbackCache(self.head.config), none)
 
-    def remaining(self, ids: Sequence[int]) -> int:
+    def remaining(self, ids: Ids) -> int:
         """See `Model.remaining`; several layers draft no more than a token each."""
         return min(super().remaining(ids), self.head.drafts or self.limit)
 
-    def _read(self, read: Read, capture: tuple[int, ...], last: int | None) -> Out:
+    def _read(self, read: Read, capture: Capture, last: int | None) -> Out:
         """With features in the queue the first layer reads the tokens that they are paired with."""
         cache, tokens = read.cache, read.tokens
         true, layer, keys = len(cache.unread) > 0, cache.layer, cache.keys

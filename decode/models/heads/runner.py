@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decode.models.api import Out, Read, joined
+from decode.models.api import Capture, Out, Read, joined
 from decode.models.fast.cache import KVCache, NewTokens, Row
 from decode.models.fast.forward import FastForward, RowRunner
 from decode.models.fast.layout import Kind, Shape, Weights, decoder_layer, tunable
@@ -25,8 +25,8 @@ class Features:
     They are joined when they are read: a text may be decoded for long without a draft.
     """
 
-    def __init__(self, like: Tensor, width: int) -> None:
-        self._none, self._pieces, self._count = like.new_zeros(0, width), list[Tensor](), 0
+    def __init__(self) -> None:
+        self.clear()
 
     def __len__(self) -> int:
         return self._count
@@ -38,7 +38,7 @@ class Features:
 
     def take(self, count: int) -> Tensor:
         """The first `count` features, which wait no longer."""
-        every = joined(self._pieces) if self._pieces else self._none
+        every = joined(self._pieces)
         self.clear()
         if count < len(every):
             self.put(every[count:])
@@ -46,7 +46,7 @@ class Features:
 
     def clear(self) -> None:
         """Drop all features."""
-        self._pieces, self._count = [], 0
+        self._pieces, self._count = list[Tensor](), 0
 
 
 class FeatureRow(Row):
@@ -102,18 +102,7 @@ def in_target(logits: Tensor, ids: Tensor | None, vocab: int) -> Tensor:
 class DraftHeadRunner(RowRunner):
     """The layers of a head in the role of a draft model: `FastForward` on the target's embedding and output head.
 
-    Args:
-        head: the head.
-        target: the model that it drafts for.
-        layers: of the head.
-        pack: see `decode.models.check.open_runner`.
-        name: of the head, for messages.
-        refusal: see `Model.tree_refusal`.
-
-    Attributes:
-        head: the head.
-        make: makes the products of what lies around the layers.
-        draft_ids: see `DraftHead.draft_ids`.
+    `make` makes the products of what lies around the layers.
     """
 
     def __init__(
@@ -155,7 +144,7 @@ class DraftHeadRunner(RowRunner):
 
     def queue(self) -> Features:
         """An empty queue of features."""
-        return Features(self.network.weights.embedding, self.head.feature_width)
+        return Features()
 
     def expand(self, logits: Tensor) -> Tensor:
         """Logits from the head's vocabulary to the target's."""
@@ -201,14 +190,11 @@ class HeadRunner(DraftHeadRunner):
     def new_cache(self) -> HeadCache:
         """See `Model.new_cache`."""
         state = self.network.weights.embedding.new_zeros(1, self.head.config.hidden_size)
-        made: HeadCache = self.network.cache.new_row(HeadCache, self.queue(), state)
-        return made
+        return self.network.cache.new_row(HeadCache, self.queue(), state)
 
-    def forward(self, reads: Sequence[Read], *, capture: tuple[int, ...] = (), last: int | None = None) -> list[Out]:
+    def forward(self, reads: Sequence[Read], *, capture: Capture = (), last: int | None = None) -> list[Out]:
         """See `Model.forward`; with features in the queue, as many as tokens have to be there."""
         outs = self.read_pairs([read.cache for read in reads], [read.tokens for read in reads], last)
-        if outs[0].logits.shape[1] == self.vocab_size:
-            return outs
         return [Out(self.expand(out.logits), out.hidden) for out in outs]
 
     def read_pairs(self, caches: Sequence[HeadCache], tokens: Sequence[Tensor], last: int | None = None) -> list[Out]:
@@ -216,7 +202,7 @@ class HeadRunner(DraftHeadRunner):
 
         Features wait for all of the texts or for none.
         """
-        true, new, read, states = len(caches[0].unread) > 0, list[NewTokens](), list[Tensor](), list[Tensor]()
+        true, new, read, states = len(caches[0].unread) > 0, [], [], []
         for cache, ids in zip(caches, tokens):
             if not cache.length:
                 ids, cache.length = ids[1:], 1
@@ -259,5 +245,4 @@ class HeadRunner(DraftHeadRunner):
     def _outs(self, ends: Sequence[Tensor]) -> list[Out]:
         """The outputs of texts with these states."""
         hidden = joined(ends)
-        out = Out(self.network.project(hidden)[0], hidden)
-        return [out] if len(ends) == 1 else out.split(list(map(len, ends)))
+        return Out(self.network.project(hidden)[0], hidden).split(list(map(len, ends)))

@@ -107,6 +107,6 @@ def test_probe_methods_decode_greedily_as_generate_does_and_take_advice(tiny, fo
     expected = model.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False)[0].tolist()
     given = MethodOptions(probes=str(folder), exit_layer=None if method == "adaspeed-probe" else 1)
     system = build(method, MethodInputs(runner, LogitsWarper(), options=given))
-    assert decode(runner, system, LogitsWarper(), PROMPT, max_new_tokens=20).ids == expected
     if method == "adaspeed-probe":
-        assert (system.drafter.exit_layer, system.stop.window, system.stop.threshold.start) == (3, 4, 0.2)
+        assert (system.drafter.exit_layer, system.stop.window, system.stop.threshold.value) == (3, 4, 0.2)
+    assert decode(runner, system, LogitsWarper(), PROMPT, max_new_tokens=20).ids == expected

@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 
 from decode.errors import UserError
 from decode.models.heads.block import BlockHead
-from decode.models.heads.files import COMPUTED, is_head, load_head, save_head, unserved
+from decode.models.heads.files import COMPUTED, SEEN, SLIDING, is_head, load_head, save_head, unserved
 
 DRAFTED = 24  # tokens of a reduced vocabulary
-DERIVED = ("sliding_attention", "rope_type")  # of other keys
+DERIVED = ("rope_type", *SEEN)  # of other keys, or any value of which is computed
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +50,15 @@ def publish(folder: Path, head: BlockHead, target: PreTrainedModel, format: str)
         names = "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"
         markov = {key: config[key] for key in names}
     state = {key: tensor.clone() for key, tensor in head.state_dict().items()}
+    if head.version == "dflash2":
+        names = "predecessor_codebook", "successor_codebook", "hidden_projection.weight"
+        ours = "markov_w1.weight", "markov_w2.weight", "hidden_projection.weight"
+        state |= {f"candidate_selector.{name}": state.pop(f"markov_head.{key}") for name, key in zip(names, ours)}
+        markov = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 3}
     if format == "z-lab":
-        slots = {"target_layer_ids": layers, "mask_token_id": MASK}
-        fields = shape | old_rope | {"architectures": ["DFlashDraftModel"], "block_size": 5, "dflash_config": slots}
+        slots = {"target_layer_ids": layers, "mask_token_id": MASK} | markov
+        name = "DFlash2DraftModel" if markov else "DFlashDraftModel"
+        fields = shape | old_rope | {"architectures": [name], "block_size": 5, "dflash_config": slots}
         fields |= {"num_target_layers": 6, "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}
     elif format == "DeepSpec":
         fields = shape | old_rope | markov | {"architectures": ["Qwen3DSparkModel"], "block_size": 5}
@@ -89,12 +95,14 @@ HEADS = {
     "DFlash": {"version": "dflash"},
     "DFlash that drafts in slot 0": {"version": "dflash", "from_anchor": True},
     "DSpark": {"version": "dspark"},
-    "DSpark, gated": {"version": "dspark", "markov_kind": "gated", "draft_vocab": DRAFTED},
-    "DSpark, gated, fill-in": {"version": "dspark", "markov_kind": "gated", "from_anchor": False},
-    "DSpark, rnn": {"version": "dspark", "markov_kind": "rnn"},
-    "DSpark, rnn, fill-in": {"version": "dspark", "markov_kind": "rnn", "from_anchor": False},
+    "DSpark, reduced": {"version": "dspark", "draft_vocab": DRAFTED},
+    "DSpark, fill-in": {"version": "dspark", "from_anchor": False},
     "DSpark without Markov head": {"version": "dspark", "markov_rank": 0},
     "reduced vocabulary": {"version": "dflash", "draft_vocab": DRAFTED},
+    "DFlash 2": {"version": "dflash2"},
+    "DFlash 2, reduced": {"version": "dflash2", "draft_vocab": DRAFTED, "window": 6},
+    "sliding and causal": {"version": "dflash", "window": 6, "causal": True},
+    "mixed": {"version": "dspark", "window": 6, "is_causal": None, "layer_types": [SLIDING, "full_attention"]},
 }
 
 
@@ -124,9 +132,10 @@ def test_a_saved_head_drafts_as_before(name: str, target: PreTrainedModel, tmp_p
         ("speculators", "DFlash"),
         ("speculators", "DFlash that drafts in slot 0"),
         ("speculators", "reduced vocabulary"),
-        ("speculators", "DSpark, gated"),
-        ("speculators", "DSpark, gated, fill-in"),
-        ("speculators", "DSpark, rnn"),
+        ("speculators", "DSpark, reduced"),
+        ("speculators", "DSpark, fill-in"),
+        ("z-lab", "DFlash 2"),
+        ("speculators", "DFlash 2"),
     ],
 )
 def test_a_published_head_drafts_as_it_does_there(format: str, name: str, target: PreTrainedModel, tmp_path) -> None:
@@ -148,12 +157,22 @@ def test_a_published_head_drafts_as_it_does_there(format: str, name: str, target
         ("DeepSpec", {"target_layer_ids": [1, 4, 2]}, r"layers \[2, 5, 3\].*ascending"),
         ("DeepSpec", {"target_layer_ids": None}, "does not name its feature layers"),
         ("DeepSpec", {"block_size": None}, "does not say its block_size"),
-        ("DeepSpec", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention True, with which"),
+        ("DeepSpec", {"layer_types": ["full_attention", SLIDING]}, "a sliding layer without a window True, with which"),
+        ("DeepSpec", {"layer_types": ["full_attention", "chunked_attention"]}, "layers of another kind True"),
+        ("DeepSpec", {"use_sliding_window": True}, "a sliding layer without a window True"),
+        (
+            "DeepSpec",
+            {"dflash_config": {"use_swa": True, "swa_window_size": 4}},
+            "window of 4 tokens is shorter than a",
+        ),
+        ("DeepSpec", {"architectures": ["DFlash2BeamDraftModel"]}, "format of DFlash 2 with beams"),
+        ("DeepSpec", {"architectures": ["Qwen3XPressModel"]}, "format of XPress"),
+        ("DeepSpec", {"architectures": ["LiLiCorrDraftModel"], "dflash_config": {}}, "format of LiLiCorr"),
         ("DeepSpec", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type dynamic"),
         ("DeepSpec", {"rope_scaling": {"full_attention": {"rope_type": "default"}}}, "rotation by layer type"),
         ("DeepSpec", {"architectures": ["Gemma3DSparkModel"]}, "Gemma's norms"),
-        ("speculators", {"markov_head_type": "rnn", "sample_from_anchor": False}, "state passes the slot that drafts"),
-        ("DeepSpec", {"markov_head_type": "gated"}, r"dspark head of 2 Qwen3 layers .*it lacks .*gate_proj"),
+        ("DeepSpec", {"markov_head_type": "gated"}, "markov_head_type gated, with which"),
+        ("DeepSpec", {"num_hidden_layers": 3}, r"dspark head of 3 Qwen3 layers .*it lacks"),
         ("DeepSpec", {"markov_rank": 0}, r"has .*markov_w1.* beside it"),
         ("DeepSpec", {"vocab_size": 99}, "99 tokens; this target has"),
         *(  # in either part of the file
@@ -168,6 +187,27 @@ def test_what_is_not_computed_here_is_refused(format, fields, told: str, target:
     assert is_head(tmp_path)
     with pytest.raises(UserError, match=told):
         load_head(tmp_path, target)
+
+
+@pytest.mark.parametrize(
+    ("fields", "window", "causal"),
+    [
+        ({"layer_types": [SLIDING] * 2, "sliding_window": 8}, [8, 8], [True, True]),
+        ({"layer_types": [SLIDING, "full_attention"], "sliding_window": 8}, [8, None], [True, False]),
+        ({"layer_types": [SLIDING, "full_attention"], "sliding_window": 8, "is_causal": True}, [8, None], [True, True]),
+        ({"dflash_config": {"use_swa": True, "swa_window_size": 9}, "sliding_window": 8}, [9, 9], [True, True]),
+        ({"dflash_config": {"causal": True}}, [None, None], [True, True]),
+        ({"dflash_config": {"causal": True}, "is_causal": False}, [None, None], [False, False]),
+        ({"layer_types": [SLIDING] * 2, "sliding_window": 8, "sliding_window_non_causal": True}, [8, 8], [False] * 2),
+    ],
+)
+def test_windows_and_causality_are_read_as_vllm_reads_them(fields, window, causal, target, tmp_path: Path) -> None:
+    published = publish(tmp_path, filed_head(target, "dspark"), target, "DeepSpec")
+    (tmp_path / "config.json").write_text(json.dumps(published | fields))
+    for _ in range(2):  # and once more, as we write it
+        head = load_head(tmp_path, target)
+        assert head.kinds == list(zip(window, causal))
+        save_head(head, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight", "confidence_head.proj.weight"])
@@ -190,4 +230,9 @@ def test_engines_that_would_skip_parts_of_a_head_are_named(target: PreTrainedMod
     assert unserved(make_block_head(target, "dflash")) == {} == unserved(make_block_head(target, "dspark"))
     for shape in ({"version": "dflash", "markov_rank": 8}, {"version": "dspark", "markov_rank": 0}):
         assert unserved(make_block_head(target, **shape)).keys() == {"vllm", "sglang", "llama.cpp"}
-    assert unserved(make_block_head(target, "dspark", markov_kind="gated")).keys() == {"vllm", "llama.cpp"}
+    assert unserved(make_block_head(target, "dflash2")) == {}
+    wide = unserved(make_block_head(target, "dflash2", candidates=16))
+    assert wide == {"llama.cpp": "16 candidates need states of 272"}
+    assert unserved(make_block_head(target, "dflash2", draft_vocab=24)).keys() == {"vllm", "sglang", "llama.cpp"}
+    assert unserved(make_block_head(target, "dflash", window=6)) == {"sglang": "its window is not read there"}
+    assert unserved(make_block_head(target, "dflash", causal=True)) == {}

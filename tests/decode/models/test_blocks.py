@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from copy import copy
+from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,33 +12,41 @@ import torch
 from enumeration import Experiment, joint_bias
 from families import in_double
 from greedy import GREEDY, PROMPTS, assert_decodes, generate
-from heads import biased, make_block_head, plain_block
+from heads import biased, make_block_head, plain_block, plain_visible
 from plain_logits import after, response_logits
+from torch import Tensor
 
+from decode.core.draft import Draft
 from decode.core.loop import Method, Text, decode, run
 from decode.core.sampling import LogitsWarper, TorchRng, argmax
 from decode.core.stop import CostOptimal, Fixed, StopRule, own_estimate, token_probability
+from decode.drafters.base import DraftRequest
 from decode.drafters.block import BlockDrafter
+from decode.drafters.model import Drafting
 from decode.drafters.trees import BlockTreeDrafter
 from decode.errors import UserError
 from decode.measure.acceptance import offline_alphas
 from decode.methods import MethodInputs, build
 from decode.models.check import open_runner
 from decode.models.fast.forward import fast_runner
-from decode.models.heads.block import BlockRunner, block_config, default_layers, mask_token
+from decode.models.heads.block import BlockHead, BlockRunner, block_config, default_layers, mask_token
 from decode.options import MethodOptions
 
 SMALL = 8
 PROMPT = [3, 1, 4, 1, 5, 1, 4]
-KINDS = [("dflash", {}), ("dflash", {"from_anchor": True}), ("dspark", {}), ("dspark", {"markov_kind": "gated"}),
-         ("dspark", {"markov_kind": "rnn", "draft_vocab": SMALL // 2})]  # fmt: skip
+KINDS = [("dflash", {}), ("dflash", {"from_anchor": True}), ("dspark", {}),
+         ("dspark", {"draft_vocab": SMALL // 2}), ("dflash2", {}),
+         ("dflash2", {"layers": 3, "window": 4, "is_causal": None, "conv_kernel_size": 3, "draft_vocab": SMALL // 2,
+                      "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+         ("dflash", {"window": 5}), ("dspark", {"causal": True})]  # fmt: skip
 
 
 def small(tiny, family: str = "llama"):
     return in_double(tiny(family, vocab_size=SMALL, dtype=torch.float64))
 
 
-def test_a_gpus_visibility_is_the_cpus_mask() -> None:
+@pytest.mark.parametrize(("window", "causal"), [(None, False), (3, False), (None, True), (4, True)])
+def test_a_gpus_visibility_is_the_cpus_mask_and_vllms(window: int | None, causal: bool) -> None:
     from torch.nn.attention.flex_attention import create_mask
 
     from decode.models.heads.block import block_attention, seen_by_blocks
@@ -43,9 +54,16 @@ def test_a_gpus_visibility_is_the_cpus_mask() -> None:
     anchors, slots, time = torch.tensor([[1, 3], [0, 4]]), 3, 5
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, n, 4, generator=generator) for n in (6, 11, 11))
-    mask = create_mask(seen_by_blocks(anchors, slots, time), 2, 1, 6, 11, device="cpu")
+    shape = anchors, slots, time, window, causal
+    mask = create_mask(seen_by_blocks(*shape), 2, 1, 6, 11, device="cpu")
+    for text, block in product(range(2), range(2)):
+        p, rows = int(anchors[text, block]), slice(block * slots, (block + 1) * slots)
+        seen = plain_visible(SimpleNamespace(window=window, causal=causal), p, slots)
+        wanted = torch.zeros(slots, 11, dtype=torch.bool)
+        wanted[:, :p], wanted[:, time + rows.start : time + rows.stop] = seen[:, :p], seen[:, p:]
+        assert mask[text, 0, rows].equal(wanted)
     scores = (q @ k.mT / 2).masked_fill(~mask, -torch.inf).softmax(-1)
-    torch.testing.assert_close(block_attention(anchors, slots, time)(q, k, v), scores @ v)
+    torch.testing.assert_close(block_attention(*shape)(q, k, v), scores @ v)
 
 
 @pytest.mark.parametrize("pack", ["off", "on"])
@@ -102,7 +120,7 @@ def test_block_heads_are_lossless(version: str, shape: dict[str, Any], tiny) -> 
                 assert joint_bias(runner, method, warp, [PROMPT, [2, 7]], 2) < 1e-12, name
 
 
-@pytest.mark.parametrize(("version", "shape"), [KINDS[0], KINDS[2]])
+@pytest.mark.parametrize(("version", "shape"), [KINDS[0], KINDS[2], KINDS[4]])
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_greedy_text_is_that_of_generate(family: str, version: str, shape: dict[str, Any], tiny) -> None:
     target = tiny(family)
@@ -122,25 +140,91 @@ def test_greedy_text_is_that_of_generate(family: str, version: str, shape: dict[
     assert [text.ids for text in texts] == wanted
 
 
-def test_the_likeliest_token_of_each_slot_is_drafted_given_the_one_before(tiny) -> None:
-    target = tiny("llama")
-    module = make_block_head(target, "dspark")
+WINDOWED = {"window": 5, "is_causal": None, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize(
+    ("version", "shape"), [("dspark", {}), ("dflash2", WINDOWED), ("dflash2", {"draft_vocab": 24})]
+)
+def test_every_round_drafts_each_slot_given_the_token_before(
+    version: str, shape: Any, sample: bool, tiny, monkeypatch
+) -> None:
+    """Greedily or drawn from q, which a selector sets to 0 outside its candidates; a window's rows stay in the cache."""
+    target = in_double(tiny("llama", dtype=torch.float64))
+    module, warp, ids = make_block_head(target, version, **shape), LogitsWarper(0.8), list(PROMPTS[0])
     head, runner = BlockRunner(module, target), open_runner(target)
-    method = build("block", MethodInputs(runner, LogitsWarper(1.0), head, options=MethodOptions(draft_length=3)))
-    text = Text(runner, method, LogitsWarper(1.0), PROMPTS[0], max_new_tokens=4, rng=TorchRng(0))
-    for _, step in run(runner, method, [text]):
-        logits, hidden = plain_block(module, target, PROMPTS[0], 3)
-        wanted = PROMPTS[0][-1:]
-        for slot in range(3):
-            wanted.append(int(argmax(biased(module, logits[slot], hidden[slot], wanted[-1]))))
-        assert step.draft.ids == wanted[1:]
-        assert step.draft.probs is None or bool((step.draft.probs.amax(-1) == 1).all())
-        break
+    method = build(
+        "block", MethodInputs(runner, warp, head, options=MethodOptions(draft_length=3, sample_block=sample))
+    )
+    text, kept = Text(runner, method, warp, ids, max_new_tokens=24, rng=TorchRng(0)), module.draft_ids()
+    propose, proposed = method.drafter.propose, list[Draft]()
+
+    def noted(requests: Any) -> list[Draft]:
+        made = propose(requests)
+        proposed.append(copy(made[0]))  # rounds do not keep q
+        return made
+
+    monkeypatch.setattr(method.drafter, "propose", noted)
+    for _ in run(runner, method, [text]):
+        draft = proposed[-1]
+        logits, hidden = plain_block(module, target, ids, draft.depth or 1)
+        for slot, token in enumerate(draft.ids):
+            row = biased(module, logits[slot], hidden[slot], [ids[-1], *draft.ids][slot])
+            if kept is not None:
+                row = row.new_full((1, len(target.lm_head.weight)), -torch.inf).index_copy(1, kept, row)
+            if sample:
+                torch.testing.assert_close(draft.probs[slot], warp(row)[0], rtol=1e-4, atol=1e-6)
+                assert not module.candidates or int(draft.probs[slot].count_nonzero()) == module.candidates
+            else:
+                assert (token, draft.probs) == (int(argmax(row)), None)
+        ids = list(text.ids)
+    assert len(ids) > 24
 
 
-def test_offline_acceptance_of_every_slot_is_that_of_its_own_distribution(tiny) -> None:
+class SaysBase(BlockDrafter):
+    """Draws from the selector's q, and says that it drew from the logits without it."""
+
+    def drafting(self, request: DraftRequest) -> Drafting:
+        drafting = super().drafting(request)
+        try:
+            out = yield next(drafting)
+            drafting.send(out)
+        except StopIteration as end:
+            draft = end.value
+            return Draft.chain(draft.tokens, self.warp(out.logits[: len(draft)])) if len(draft) else draft
+        raise AssertionError
+
+
+class SeesItsToken(BlockDrafter):
+    """Draws from all ids, and says that it drew from the likeliest ones and the drawn one, renormalised."""
+
+    def drafting(self, request: DraftRequest) -> Drafting:
+        if (limit := self.limit(request)) < 1:
+            return Draft.empty()
+        out, tokens, rows = (yield request.ids[-1], limit), list[Tensor](), list[Tensor]()
+        for row in self.warp(out.logits):
+            tokens.append(request.rng.draw(row).view(1))
+            kept = row.topk(self.runner.head.candidates - 1).indices
+            q = torch.zeros_like(row).index_copy(0, kept, row[kept]).index_copy(0, tokens[-1], row[tokens[-1]])
+            rows.append(q / q.sum())
+        return Draft.chain(torch.cat(tokens), torch.stack(rows))
+
+
+def test_a_selector_that_tells_another_q_than_it_drew_from_is_caught(tiny) -> None:
+    target, warp = small(tiny), LogitsWarper(temperature=1.3)
+    runner = fast_runner(target)
+    head = BlockRunner(make_block_head(target, "dflash2"), target)
+    there = Experiment(runner, warp, PROMPT, 2, forward=after(target))
+    for drafter, exact in ((BlockDrafter, True), (SaysBase, False), (SeesItsToken, False)):
+        bias = there.bias(Method("", drafter(head, runner, warp, sample=True), StopRule(2)))
+        assert (bias < 1e-12) if exact else (bias > 1e-3), (drafter.__name__, bias)
+
+
+@pytest.mark.parametrize(("version", "block"), [("dspark", 4), ("dflash2", 5)])
+def test_offline_acceptance_of_every_slot_is_that_of_its_own_distribution(version: str, block: int, tiny) -> None:
     target = small(tiny)
-    head, ids, start = make_block_head(target, "dspark"), [*PROMPT, 5, 6, 2, 7], len(PROMPT)
+    head, ids, start = make_block_head(target, version, block=block), [*PROMPT, 5, 6, 2, 7], len(PROMPT)
     (by_depth,) = offline_alphas(target, {"": head}, [(ids, start)], LogitsWarper(1.0), depth=3).values()
     p = response_logits(target, ids, start).softmax(-1)
     for i, found in enumerate(by_depth):
@@ -157,6 +241,8 @@ def test_what_does_not_fit_is_refused(tiny) -> None:
     for wrong in ([layers - 1], [0, 0], [2, 1], [-1]):
         with pytest.raises(UserError, match="target layers"):
             block_config(config, "dflash", layers=1, block=4, mask_id=0, target_layers=wrong)
+    with pytest.raises(UserError, match="a window of 3 tokens is shorter than a block of 4 slots"):
+        BlockHead(block_config(config, "dflash", layers=1, block=4, mask_id=0, window=3))
     with pytest.raises(UserError, match="2 or more"):
         block_config(config, "dflash", layers=1, block=1, mask_id=0)
     assert default_layers(36, 5) == (1, 9, 17, 25, 33)

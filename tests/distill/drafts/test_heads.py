@@ -8,22 +8,25 @@ import numpy as np
 import pytest
 import torch
 from families import NEEDED, in_double, with_layers
-from heads import biased, draft_of, plain_block
+from heads import biased, draft_of, drafted, filed_head, make_head, plain_block
 from plain_logits import head_logits
 from some_rows import TRAINING, attached, everything, from_lists, some_rows
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from decode.errors import UserError
+from decode.models.heads.block import BlockHead
 from decode.models.heads.eagle import FeatureHead, head_config
+from decode.models.heads.files import save_head
 from decode.models.heads.mtp import load_mtp
-from distill.config import DraftSettings, StudentSettings
+from distill.config import BlockSettings, DraftSettings, StudentSettings
 from distill.data.dataset import label_mask
 from distill.drafts import block
 from distill.drafts.block import anchors_of, calibration_error, decay, temperatures
 from distill.drafts.eagle import FeatureDraft
 from distill.drafts.reference import keep_reference
-from distill.drafts.start import frequent, start_from_target
+from distill.drafts.start import frequent, start_from_head, start_from_target
 from distill.losses.chunked import compare
 from distill.losses.divergences import Divergence
 from distill.modules import DistillModule
@@ -98,13 +101,26 @@ def test_rows_are_what_the_head_drafts_when_each_step_is_read_after_the_other(ma
     assert seen == len(rows) > 20
 
 
-@pytest.mark.parametrize("kind", ["dspark", "dflash"])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("dspark", {}),
+        ("dflash", {}),
+        ("dflash", {"window": 4}),
+        ("dspark", {"window": 3, "causal": True}),
+        ("dflash2", {"block": 4}),
+        ("dflash2 measured", {"is_causal": None, "window": 3}),
+    ],
+)
 @pytest.mark.parametrize("vocab", [None, 24])
-def test_rows_are_those_of_every_block_read_alone(make: Any, kind: str, vocab: int | None) -> None:
+def test_rows_are_those_of_every_block_read_alone(make: Any, kind: str, shape: Any, vocab: int | None) -> None:
     """Slot by slot, with the text's own tokens before it, up to the first token that is no label."""
-    target, draft, signal = make(kind, draft_vocab=vocab)
+    target, draft, signal = make(kind.split()[0], draft_vocab=vocab, **shape)
     batch, head = everything(texts()), draft.model
+    chooses = bool(head.candidates)
+    head.train(not kind.endswith("measured"))
     rows = draft.rows(batch, signal)
+    choices = list[float]()
     mask, ids = label_mask(batch["labels"]), head.draft_ids()
     logits, measured, number = rows.head(rows.hidden), compare(rows, Divergence("kl_tv")), 0
     learnable, following = torch.ones(len(rows)), batch["labels"].roll(-1, 1)[mask][rows.at]
@@ -118,10 +134,17 @@ def test_rows_are_those_of_every_block_read_alone(make: Any, kind: str, vocab: i
                 if at >= mask.shape[1] or not mask[text, anchor : at + 1].all():
                     break
                 plain = wanted[slot]
-                if head.markov_head is not None:
-                    plain = biased(head, plain, hidden[slot], tokens[at])[0]
-                torch.testing.assert_close(logits[number], plain, rtol=1e-5, atol=1e-6)
-                q = plain.softmax(-1)
+                scored = plain if head.markov_head is None else biased(head, plain, hidden[slot], tokens[at])[0]
+                plain = plain if chooses and head.training else scored
+                drafted = plain.isfinite()
+                torch.testing.assert_close(logits[number][drafted], plain[drafted], rtol=1e-5, atol=1e-6)
+                q, mine = plain.softmax(-1), p[at] if ids is None else p[at][ids]
+                if chooses:  # the last candidate is replaced where the target's likeliest token is none
+                    best, order = int(mine.argmax()), wanted[slot].argsort(descending=True)[: head.candidates].tolist()
+                    order = order if best in order else [*order[:-1], best]
+                    m = head.markov_head(hidden[slot], head.markov_head.markov_w1.weight[tokens[at]])
+                    scores = (wanted[slot] + head.markov_head.markov_w2(m))[order].detach()
+                    choices.append(float(scores.logsumexp(0) - scores[order.index(best)]))
                 if ids is not None:  # the head drafts every second id
                     q, learnable[number] = torch.zeros_like(p[at]).index_copy(0, ids, q), 1 - p[at].argmax() % 2
                 overlap = torch.minimum(p[at], q).sum().detach()
@@ -129,6 +152,11 @@ def test_rows_are_those_of_every_block_read_alone(make: Any, kind: str, vocab: i
                 assert (rows.step[number], rows.at[number]) == (slot, mask[:text].sum() + mask[text, :at].sum())
                 number += 1
     assert number == len(rows) == rows.count > 10
+    if chooses and head.training:
+        chosen = rows.distance / rows.weight.where(rows.weight > 0, 1.0)
+        torch.testing.assert_close(chosen.detach(), torch.tensor(choices).to(chosen) * (rows.weight > 0))
+    else:
+        assert rows.distance is None
     weights = decay(rows.step, 3)
     torch.testing.assert_close(
         rows.weight, weights / weights.mean() * learnable
@@ -192,7 +220,7 @@ def test_noise_is_a_function_of_the_seed_and_absent_without_one(make: Any, monke
     assert module(batch, training=True)[1] is ranked[0]
 
 
-@pytest.mark.parametrize("kind", ["dspark", *UNROLLED])
+@pytest.mark.parametrize("kind", ["dspark", "dflash2", *UNROLLED])
 def test_every_weight_learns_and_one_gradient_of_the_output_head_is_kept_for_all_steps(make: Any, kind: str) -> None:
     """Seven copies of it are 17 GB for a vocabulary of 150,000 ids. The target learns nothing."""
     batch, eagle3 = everything(some_rows(8)), kind == "eagle3"
@@ -208,7 +236,7 @@ def test_every_weight_learns_and_one_gradient_of_the_output_head_is_kept_for_all
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda values: values):
             loss = module(batch, training=True)[0]
         gradients = sum(shape == weight.shape for at, shape in sizes.items() if at != weight.data_ptr())
-        assert kind == "dspark" or gradients == int(eagle3)
+        assert kind in ("dspark", "dflash2") or gradients == int(eagle3)
         loss.backward()
         assert weight.requires_grad == eagle3
         assert dict(module.named_parameters()).keys() == {f"model.{n}" for n, _ in draft.model.named_parameters()}
@@ -308,3 +336,61 @@ def test_the_reduced_vocabulary_is_the_most_frequent_label_tokens() -> None:
     assert (ids.tolist(), covered) == ([2, 3, 9], 1.0)
     assert frequent(rows, 2, 12)[1] == 5 / 6
     assert frequent(rows, 5, 12)[0].tolist() == [0, 1, 2, 3, 9]  # never seen: the lowest ids
+
+
+STARTS = {
+    "dflash": ("dflash", {"draft_vocab": 24}, {"draft_vocab": 24}),
+    "dspark": ("dspark", {"from_anchor": False}, {}),
+    "dspark from dflash": ("dflash", {"draft_vocab": 24}, {"draft_vocab": 24}),
+    "dspark from dflash, in slot 0": ("dflash", {"from_anchor": True, "causal": True}, {"causal": True}),
+    "dflash2": ("dflash2", {"candidates": 5}, {"markov_rank": 8}),
+    "dflash2 from dflash": ("dflash", {"window": 6, "is_causal": None}, {"window": 6, "causal": True}),
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_a_head_that_starts_from_another_one_drafts_what_that_drafts(name: str, tiny: Any, tmp_path: Path) -> None:
+    target, (version, shape, told) = tiny("llama", num_hidden_layers=6), STARTS[name]
+    given, kind = filed_head(target, version, **shape), name.split()[0]
+    save_head(given, tmp_path)
+    vocab = {"draft_vocab": told.pop("draft_vocab")} if "draft_vocab" in told else {}
+    block = BlockSettings(**{"size": 5, "target_layers": [1, 2, 4]} | told)
+    settings = StudentSettings(kind=kind, model=str(tmp_path), block=block, **vocab)  # type: ignore[arg-type]
+    head, new = start_from_head(settings, target, given.captured_layers, 0)
+    assert isinstance(head, BlockHead)
+    assert (head.version, head.drafts, head.mask_id) == (kind, given.drafts, given.mask_id)
+    added = {"dspark": ["confidence_head", "markov_head"], "dflash2": ["attention_conv", "markov_head", "mlp_conv"]}
+    assert new == (added[kind] if kind != version else [])
+    found, wanted = (drafted(each, target) for each in (head, given))
+    kept = found.isfinite() if kind != version and kind == "dflash2" else torch.ones_like(found, dtype=torch.bool)
+    torch.testing.assert_close(found[kept], wanted[kept], rtol=1e-5, atol=1e-5)
+    assert found.argmax(-1).equal(wanted.argmax(-1))
+
+
+def test_what_does_not_fit_the_head_that_is_started_from_is_named(tiny: Any, tmp_path: Path) -> None:
+    target, folder = tiny("llama", num_hidden_layers=6), str(tmp_path)
+
+    def start(given: Any, kind: Any, vocab: int | None = None, captured: Any = None, **block: Any) -> Any:
+        save_head(given, tmp_path)
+        shape = BlockSettings(**{"size": 5, "target_layers": [1, 2, 4]} | block)
+        settings = StudentSettings(kind=kind, model=folder, draft_vocab=vocab, block=shape)
+        return start_from_head(settings, target, captured or given.captured_layers, 0)[0]
+
+    eagle, flash, spark = make_head(target, 3), filed_head(target, "dflash"), filed_head(target, "dspark")
+    again = start(eagle, "eagle3", 24).state_dict()
+    assert all(torch.equal(value, again[key]) for key, value in eagle.state_dict().items())
+    wrong: list[tuple[Any, ...]] = [
+        (eagle, "dflash", {}, "is of kind eagle3, from which student.kind dflash cannot be started"),
+        (spark, "dflash2", {}, "is of kind dspark, from which student.kind dflash2"),
+        (flash, "eagle3", {}, "is of kind dflash, from which"),
+        (flash, "dspark", {"size": 8}, r"student.block.size is 8, and the head in .* has 5: set it to 5"),
+        (flash, "dspark", {"layers": 3}, r"student.block.layers is 3, and .* has 2"),
+        (flash, "dflash", {"target_layers": []}, r"student.block.target_layers is \[.*set it to \[1, 2, 4\]"),
+        (flash, "dflash2", {"window": 9}, r"student.block.window is 9, and .* has None"),
+        (spark, "dspark", {"markov_rank": 4}, r"student.block.markov_rank is 4, and .* has 8"),
+        (flash, "dflash", {"vocab": 24}, "student.draft_vocab is 24"),
+        (eagle, "eagle3", {"vocab": 24, "captured": [2, 3, 4]}, r"reads the states that enter layers"),
+    ]
+    for given, kind, options, told in wrong:
+        with pytest.raises(UserError, match=told):
+            start(given, kind, **options)

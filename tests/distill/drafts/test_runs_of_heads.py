@@ -1,5 +1,6 @@
 """Drafts from settings to saved weights: each one learns, is continued after a kill, and is made once; those cut from a target."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from families import FAMILIES, NEEDED, build_tiny, in_double, with_layers
 from pairs import make_tokenizer
 from safetensors.torch import load_file
-from tiny_run import STAGES, begun, check_killed_ends_alike, run_tiny, tiny_settings
+from tiny_run import STAGES, begun, bench, check_killed_ends_alike, run_tiny, tiny_settings
 from transformers import AutoModelForCausalLM
 
 from decode.models.heads.files import load_head
@@ -24,9 +25,13 @@ from distill.config import (
 from distill.drafts.language_model import cut, kept_layers
 from distill.layers import decoder_layers, final_norm
 from distill.lm_head import LMHead, check_head
+from distill.stages import run_stages
 
 STUDENTS = {
     "dspark": StudentSettings(kind="dspark", draft_vocab=64, block=BlockSettings(size=3, anchors=6, markov_rank=4)),
+    "dflash2": StudentSettings(
+        kind="dflash2", draft_vocab=64, block=BlockSettings(size=4, anchors=6, markov_rank=4, window=8)
+    ),
     "eagle3": StudentSettings(kind="eagle3", unroll=2, draft_vocab=64),
 }
 
@@ -65,7 +70,9 @@ def test_a_run_makes_every_head_and_learns(run: Any) -> None:
             assert history[-1]["loss"] < history[0]["loss"], stage
             assert {"alpha", "alpha_2", "alpha_3"} <= history[-1].keys()
             assert "alpha_4" not in history[-1]  # a block drafts three tokens
-            assert len(head.temperatures) == len(head.sampled_temperatures) == head.drafts
+            counts = len(head.temperatures), len(head.sampled_temperatures)
+            assert counts == ((0, 0) if head.confidence_head is None else (3, 3))
+            assert {window for window, _ in head.kinds} == {settings.student.block.window}
     plain, chosen = (made.record(stage).account for stage in ("distillspec", "adaspec"))
     assert plain["selected_tokens"] == plain["teacher_tokens"] == chosen["teacher_tokens"]
     assert 0 < chosen["selected_tokens"] < 0.5 * settings.student.steps * chosen["teacher_tokens"]
@@ -78,6 +85,17 @@ def test_a_run_makes_every_head_and_learns(run: Any) -> None:
 def test_a_killed_training_ends_with_the_weights_of_an_undisturbed_one(run: Any, tmp_path: Path) -> None:
     kills = {"distillspec": 5, "adaspec": 6, "own": 7}  # the last one between two refreshes of its texts
     check_killed_ends_alike(run[0], tmp_path, {draft.name: kills[draft.name] for draft in run[0].drafts})
+
+
+def test_another_run_goes_on_from_the_trained_head(run: Any, tmp_path: Path) -> None:
+    settings, made = run
+    student = replace(settings.student, model=str(made.path("distillspec")))
+    target = TargetSettings(kind="as_is", model=str(made.path("target")))
+    again, told = bench(replace(settings, output_dir=str(tmp_path), student=student, target=target))
+    run_stages(again, only=("target", "initial"))
+    first, last = (load_head(path).state_dict() for path in (again.path("initial"), made.path("distillspec")))
+    assert all(torch.equal(value, last[key]) for key, value in first.items())
+    assert "starts from the head in" in told.getvalue()
 
 
 def mtp_settings(folder: Path, patch: pytest.MonkeyPatch, kind: str, layers: int = 1) -> Settings:
