@@ -4,6 +4,7 @@ import difflib
 import json
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,11 @@ class UserError(ValueError):
 
     The command-line front ends print it without a traceback and exit with status 2.
     """
+
+
+def first_line(message: object) -> str:
+    """The first line of a message that says something; empty if none does."""
+    return next((line.strip() for line in str(message).splitlines() if line.strip()), "")
 
 
 def unknown(kind: str, name: str, known: Collection[str]) -> str:
@@ -43,7 +49,7 @@ def write_safely(path: str | Path, write: Callable[[Path], object]) -> None:
     if path.exists() and not path.is_file():
         raise UserError(f"{str(path)!r} is not a file that can be replaced but a folder or a device; give another path")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+    temporary = path.with_name(f".tmp-{os.getpid()}-{threading.get_ident()}-{path.name}")
     try:
         write(temporary)
         with temporary.open("rb+") as file:
@@ -58,13 +64,21 @@ def write_text(path: str | Path, content: str) -> None:
     write_safely(path, lambda file: file.write_text(content, encoding="utf-8"))
 
 
-def read_json(path: Path) -> dict[str, Any]:
+Fields = dict[str, Any]  # values by name: an object of JSON or YAML, a row of a report, arguments by keyword
+
+
+def read_json(path: Path) -> Fields:
     """A JSON file's object; empty if there is none, or none that can be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def write_json(path: str | Path, content: Fields, indent: int = 2) -> None:
+    """Write an object as a JSON file; raises as `write_safely` does."""
+    write_text(path, json.dumps(content, indent=indent, ensure_ascii=False) + "\n")
 
 
 @contextmanager

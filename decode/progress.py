@@ -65,10 +65,8 @@ class Work:
 class Progress(Bars):
     """Shows pieces of work: as bars on a terminal; elsewhere a line about the newest one every `EVERY` seconds.
 
-    Args:
-        console: console to print to; None: standard error.
-        transient: whether bars vanish at the end.
-        bars: whether bars are drawn at all; lines are printed by the innermost `Progress` alone.
+    The console is standard error if none is given. Transient bars vanish at the end. Lines are printed by the innermost
+    `Progress` alone.
     """
 
     _open: ClassVar[list[Progress]] = []

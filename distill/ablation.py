@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -21,6 +20,7 @@ from decode.measure import machine
 from decode.measure.acceptance import OfflineAlpha, offline_accepted_length, paired, paired_lengths
 from decode.measure.report import COLUMNS, console_table, markdown
 from decode.measure.session import BenchOptions, Session
+from decode.measure.suites import Row
 from decode.models.open import open_draft
 from decode.options import Seed
 from decode.progress import output_console, working
@@ -32,7 +32,6 @@ from distill.pipeline import prepare_settings
 from distill.run import Run, alone_in
 from distill.stages import run_stages
 
-Row = dict[str, Any]
 Alphas = dict[str, list[list[OfflineAlpha]]]  # by mode, of each seed, as first, second, … drafted token
 
 MODES = {"sampled": 1.0, "greedy": 0.0}

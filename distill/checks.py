@@ -1,23 +1,19 @@
 """What is refused before the first training: settings, data, models and a machine that do not fit each other."""
 
-from __future__ import annotations
-
-import shutil
 from pathlib import Path
 
 import torch
 
 from decode.engines import server
 from decode.errors import UserError
-from decode.models.open import DTYPES
 from distill import ranks
-from distill.config import ModelSettings
 from distill.data.dataset import Examples
 from distill.drafts.language_model import kept_layers
-from distill.engine import Engine, answer_ids, bytes_in_flight
-from distill.files import existing
+from distill.engine import Engine, answer_ids
+from distill.files import free_bytes
 from distill.models import check_attention, check_quantization, config_of, count_parameters, multiplies_bfloat16
 from distill.run import Run
+from distill.signal.target import BYTES
 
 
 def check_inputs(run: Run) -> None:
@@ -26,16 +22,11 @@ def check_inputs(run: Run) -> None:
     Raises:
         UserError: With the key, the value seen, and what was expected.
     """
-    models: dict[str, ModelSettings] = {"target": run.settings.target}
-    if not run.settings.student.is_head:
-        models["student"] = run.settings.student
-    _check_machine(run, models)
-    _check_batches(run, models)
-    _check_models(run, models)
-    _check_disk(run)
+    for check in (_check_machine, _check_batches, _check_models, _check_disk):
+        check(run)
 
 
-def _check_machine(run: Run, models: dict[str, ModelSettings]) -> None:
+def _check_machine(run: Run) -> None:
     """Refuse devices, number formats and servers that are not there."""
     settings, device = run.settings, run.device
     trainer, target = settings.trainer, settings.target
@@ -48,16 +39,15 @@ def _check_machine(run: Run, models: dict[str, ModelSettings]) -> None:
         check_quantization(target.quantization, device)
     if target.kind == "as_is":
         check_engine(run)  # a target that is trained first can be served only later
-    frozen = [model.dtype for model in models.values() if not model.trained]
-    if not trainer.precision.startswith("bf16") and "bfloat16" not in frozen:
+    frozen = [model.dtype for model in settings.language_models.values() if not model.trained]
+    if not (trainer.precision.startswith("bf16") or "bfloat16" in frozen) or multiplies_bfloat16(device):
         return
-    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if device.type == "cuda":
         raise UserError(
             f"{torch.cuda.get_device_name(device)} has no bfloat16: set trainer.precision to 16-mixed or 32-true, and "
             "the dtype of a frozen target or student to float16 or float32"
         )
-    if device.type == "cpu" and not multiplies_bfloat16(device):
-        run.line("this processor is several times slower in bfloat16: set trainer.precision and models' dtype to auto")
+    run.line("this processor is several times slower in bfloat16: set trainer.precision and models' dtype to auto")
 
 
 def check_engine(run: Run) -> None:
@@ -72,9 +62,7 @@ def check_engine(run: Run) -> None:
         return
     if not given.urls:
         server.check_engine("vllm")
-        planes, size = len(run.engine_layers), DTYPES[settings.target.dtype].itemsize
-        most = bytes_in_flight(given, length, planes, run.target_config.hidden_size, size)
-        if most > (free := shutil.disk_usage(existing(Path(given.folder))).free):
+        if (most := run.bytes_in_flight) > (free := free_bytes(Path(given.folder))):
             raise UserError(
                 f"states in flight take up to {most / 1e9:.2f} GB and {free / 1e9:.2f} GB are free in {given.folder}: "
                 "lower teacher.engine.in_flight, or set teacher.engine.folder to a fast disk"
@@ -96,10 +84,11 @@ def check_engine(run: Run) -> None:
         engine.close()
 
 
-def _check_batches(run: Run, models: dict[str, ModelSettings]) -> None:
+def _check_batches(run: Run) -> None:
     """Refuse batches that the processes cannot divide among them, or that the examples do not fill."""
     settings, parts = run.settings, run.settings.trainer.accumulate * ranks.process_count(run.settings.trainer)
-    trainings = {name: (model.training, len(run.corpus.train)) for name, model in models.items() if model.trained}
+    models = settings.language_models.items()
+    trainings = {name: (model.training, len(run.corpus.train)) for name, model in models if model.trained}
     for draft in settings.drafts:
         trainings[f"drafts.{draft.name}"] = draft.training_of(settings.training), len(run.examples)
     for name, (training, examples) in trainings.items():
@@ -110,13 +99,13 @@ def _check_batches(run: Run, models: dict[str, ModelSettings]) -> None:
             )
 
 
-def _check_models(run: Run, models: dict[str, ModelSettings]) -> None:
+def _check_models(run: Run) -> None:
     """Refuse texts longer than a model's context, an attention that it lacks, and a draft that is not smaller."""
     settings, corpus, longest = run.settings, run.corpus, run.settings.data.max_length
     vocab, attention = len(corpus.tokenizer), settings.trainer.attention
     if not (settings.teacher.responses.from_target or any(draft.on_policy for draft in settings.drafts)):
         longest = max(int(Examples.of(split).lengths.max()) for split in (corpus.train, corpus.validation))
-    for name, model in models.items():
+    for name, model in settings.language_models.items():
         if model.kind == "cut":
             continue
         config = config_of(model, vocab)
@@ -130,9 +119,9 @@ def _check_models(run: Run, models: dict[str, ModelSettings]) -> None:
                 f"{positions}, or raise it"
             )
     if settings.student.kind == "cut":
-        kept_layers(settings.student.layers, config_of(settings.target, vocab).get_text_config().num_hidden_layers)
+        kept_layers(settings.student.layers, run.target_config.num_hidden_layers)
     elif not settings.student.is_head:
-        target, student = (count_parameters(model, vocab) for model in models.values())
+        target, student = (count_parameters(model, vocab) for model in settings.language_models.values())
         if student >= target:
             raise UserError(
                 f"the draft has {student:,} parameters and the target {target:,}: make student.architecture smaller or "
@@ -142,26 +131,17 @@ def _check_models(run: Run, models: dict[str, ModelSettings]) -> None:
 
 def signal_sizes(run: Run) -> dict[str, float]:
     """Return the bytes that each kind of kept signal takes; of texts that have yet to be written, at most."""
-    teacher, target, student = run.settings.teacher, run.settings.target, run.settings.student
-    config, tokens, labels = config_of(target, len(run.tokenizer)).get_text_config(), 0, 0
+    teacher, tokens, labels = run.settings.teacher, 0, 0
     for rows in map(Examples.of, (run.examples, run.validation)):
         unwritten = teacher.responses.from_target or not run.corpus.answered
         longest = min(teacher.responses.max_new_tokens, run.settings.data.max_length) * len(rows) if unwritten else 0
         tokens, labels = tokens + int(rows.lengths.sum()) + longest, labels + max(rows.label_count, longest)
-    bits = {"float32": 4, "bfloat16": 2, "float8": 1}[teacher.number_format(target.dtype)]
-    state = config.hidden_size * bits + 4 * (bits == 1)
-    block_layers = len(student.block.target_layers) or max(3, student.block.layers)
-    read = block_layers if student.is_block else {"eagle": 1, "eagle3": 3, "mtp": 1}.get(student.kind, 0)
+    number, scale = BYTES[teacher.number_format(run.settings.target.dtype)]
+    state = int(run.target_config.hidden_size) * number + scale
+    read = len(run.captured_layers) * state * tokens
     # the states that EAGLE-1 and next-token layers read are those that logits are made of
-    hidden = 0 if student.kind in ("eagle", "mtp") else state * labels
-    topk = read * state * tokens + 8 * teacher.signal_k * labels
-    return {"hidden": read * state * tokens + hidden, "topk": topk, "online": 0}
-
-
-def free_space(run: Run) -> tuple[Path, int]:
-    """Return the folder of the run's disk that exists, and the bytes that are free there."""
-    place = existing(run.work)
-    return place, shutil.disk_usage(place).free
+    hidden = 0 if run.settings.student.kind in ("eagle", "mtp") else state * labels
+    return {"hidden": read + hidden, "topk": read + 8 * teacher.signal_k * labels, "online": 0}
 
 
 def _check_disk(run: Run) -> None:
@@ -175,10 +155,10 @@ def _check_disk(run: Run) -> None:
         run.line(f"kept of the engine's states: {what},{most} {signal_sizes(run)[kind] / 1e9:.2f} GB")
     if kind not in ("hidden", "topk") or not known or (run.work / "signals").exists():
         return
-    size, (place, free) = signal_sizes(run)[kind], free_space(run)
-    if size > free:
+    if (size := signal_sizes(run)[kind]) > (free := free_bytes(run.work)):
         raise UserError(
-            f"the target's signal ({kind}) will take {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free in {place}: "
+            f"the target's signal ({kind}) will take {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free in "
+            f"{run.work}: "
             "set teacher.signal to auto (of an engine teacher.engine.keep to float8 or false), use fewer "
             "teacher.examples, or another output_dir"
         )

@@ -5,8 +5,6 @@ are asked again after a failure. What the engine says of them is in `distill.res
 `distill.signal.vllm` (hidden states).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -24,7 +22,7 @@ import torch
 from decode.engines import server
 from decode.errors import UserError, read_json
 from distill.config import EngineSettings, TargetSettings
-from distill.files import fingerprint, write_json
+from distill.files import fingerprint, locked, write_json
 
 Answer = dict[str, Any]
 TRIES, PAUSE = 7, 0.5  # of one request; seconds before the second one, doubled before each further one
@@ -39,10 +37,19 @@ class Retry(Exception):
     """What an answer lacks that another try may bring."""
 
 
+def attempts(tries: int = TRIES) -> Iterator[int]:
+    """The numbers of tries, with a pause before each further one that is twice as long as the one before."""
+    for number in range(tries):
+        if number:
+            time.sleep(PAUSE * 2 ** (number - 1))
+        yield number
+
+
 @dataclass(frozen=True)
 class Served:
     """A model on a server."""
 
+    client: httpx.Client
     url: str
     name: str
     context: int | None  # longest text and answer in tokens, where the server says so
@@ -62,20 +69,12 @@ class Engine:
 
     def __init__(self, urls: Sequence[str], settings: EngineSettings, log: Path | None = None) -> None:
         self.log, self.workers = log, settings.in_flight * len(urls)
-        headers = {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY') or 'none'}"}
-        self.clients = [
-            httpx.Client(
-                base_url=url, timeout=ANSWER, headers=headers, limits=httpx.Limits(max_connections=None),
-                trust_env=urlsplit(url).hostname not in ("127.0.0.1", "localhost"),
-            )
-            for url in urls
-        ]  # fmt: skip
-        self.models = [Served(url, *self._model(client, url)) for client, url in zip(self.clients, urls)]
+        self.models = list(map(self._served, urls))
 
     def close(self) -> None:
         """Close the connections."""
-        for client in self.clients:
-            client.close()
+        for model in self.models:
+            model.client.close()
 
     def complete(self, number: int, ids: Sequence[int], tries: int = TRIES, **how: Any) -> Answer:
         """The answer of a server to the request of this number: its ``choices[0]``, with ``kv_transfer_params``.
@@ -83,70 +82,40 @@ class Engine:
         Raises:
             UserError: It fails, after all tries; with what the server says and the next step.
         """
-        client, model = self.clients[number % len(self.clients)], self.models[number % len(self.clients)]
+        model = self.models[number % len(self.models)]
         body = {"model": model.name, "prompt": list(ids), "return_token_ids": True} | how
-        answer = self._call(client, model.url, tries, "POST", "completions", json=body)
-        try:
-            return {"kv_transfer_params": answer.get("kv_transfer_params")} | answer["choices"][0]
-        except (KeyError, IndexError, TypeError):
-            raise self._failed(model.url, f"its answer has no choices: {str(answer)[:200]}") from None
+        answer, choice = self._call(model.client, model.url, tries, "choices", "POST", "completions", json=body)
+        return {"kv_transfer_params": answer.get("kv_transfer_params")} | choice
 
-    def states_file(self, number: int, ids: Sequence[int], **how: Any) -> tuple[Answer, Path]:
-        """An answer, and the path of the file of hidden states that the engine writes for it.
+    def _served(self, url: str) -> Served:
+        headers = {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY') or 'none'}"}
+        abroad = urlsplit(url).hostname not in ("127.0.0.1", "localhost")
+        limits = httpx.Limits(max_connections=None)
+        client = httpx.Client(base_url=url, timeout=ANSWER, headers=headers, limits=limits, trust_env=abroad)
+        _, model = self._call(client, url, TRIES if self.log else 2, "data", "GET", "models")
+        return Served(client, url, str(model.get("id")), model.get("max_model_len"))
 
-        Raises:
-            UserError: The answer names no file.
-        """
-        params = {"include_output_tokens": how.get("max_tokens", 1) > 1}
-        answer = self.complete(number, ids, **({"max_tokens": 1, "temperature": 0.0} | how), kv_transfer_params=params)
-        path = (answer["kv_transfer_params"] or {}).get("hidden_states_path")
-        if not path:
-            raise UserError(
-                f"{self.models[0].url} names no file of hidden states: start vLLM with the arguments that python -m "
-                "distill check-engine prints, without a proxy that drops kv_transfer_params. SGLang gives no states "
-                "of the last layer away, so that it can only answer (teacher.signal hidden, topk or online)"
-            )
-        return answer, Path(path)
-
-    def _model(self, client: httpx.Client, url: str) -> tuple[str, int | None]:
-        answer = self._call(client, url, TRIES if self.log else 2, "GET", "models")
-        try:
-            return str(answer["data"][0]["id"]), answer["data"][0].get("max_model_len")
-        except (KeyError, IndexError, TypeError):
-            raise self._failed(url, f"it serves no model: {str(answer)[:200]}") from None
-
-    def _call(self, client: httpx.Client, url: str, tries: int, method: str, path: str, **options: Any) -> Any:
+    def _call(self, client: httpx.Client, url: str, tries: int, key: str, *request: str, **options: Any) -> Any:
+        """An answer, and the first of the list that it has under a key."""
         why = ""
-        for number in range(tries):
-            if number:
-                time.sleep(PAUSE * 2 ** (number - 1))
+        for _ in attempts(tries):
             try:
-                answer = client.request(method, path, **options)
+                answer = client.request(*request, **options)
                 if answer.status_code == 200:
-                    return answer.json()
+                    values = answer.json()
+                    return values, values[key][0]
                 why = f"status {answer.status_code}: {answer.text[:400].strip()}"
                 if answer.status_code not in TRANSIENT and answer.status_code < 500:
                     break
+            except (KeyError, IndexError, TypeError):
+                why = f"its answer has no {key}: {answer.text[:200]}"
+                break
             except (httpx.HTTPError, ValueError) as error:
                 why = f"{type(error).__name__}: {error}"
-            if self.log is not None and not self._lives():
+            if self.log is not None and not _answers(url, 10.0, slow=True):
                 words = self.log.read_text(encoding="utf-8", errors="replace")[-server.LAST :]
                 raise UserError(f"the engine of the target ended ({why}). {KEPT}. Its last lines:\n{words}")
-        raise self._failed(url, why)
-
-    def _lives(self) -> bool:
-        """Whether the engine that this process started still answers."""
-        try:
-            return (
-                self.clients[0].get(f"{self.models[0].url.removesuffix('/v1')}/health", timeout=10).status_code == 200
-            )
-        except httpx.TimeoutException:
-            return True
-        except httpx.HTTPError:
-            return False
-
-    def _failed(self, url: str, why: str) -> UserError:
-        return UserError(
+        raise UserError(
             f"{url} failed: {why}: start it with the target (docs/engines.md), put its key into OPENAI_API_KEY, or "
             f"leave teacher.engine.urls out. {KEPT}"
         )
@@ -166,6 +135,11 @@ def answer_ids(answer: Answer) -> list[int]:
     return ids
 
 
+def request_seed(seed: int, number: int) -> int:
+    """The seed of the request of a number."""
+    return (seed * 1_000_003 + number) % (1 << 31)
+
+
 # -- an engine of one's own --------------------------------------------------------------------------------------------
 
 
@@ -178,11 +152,6 @@ def arguments(layers: Sequence[int], folder: str | Path) -> list[str]:
     how = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": {"hf_config": aux}}
     where = CLASS | {"kv_role": "kv_producer", "kv_connector_extra_config": {"shared_storage_path": str(folder)}}
     return ["--speculative-config", json.dumps(how), "--kv-transfer-config", json.dumps(where)]
-
-
-def bytes_in_flight(settings: EngineSettings, length: int, planes: int, width: int, size: int) -> int:
-    """The most that files of states take in `EngineSettings.folder`, for texts of this length."""
-    return settings.in_flight * length * planes * width * size
 
 
 @contextmanager
@@ -207,51 +176,37 @@ def opened(
         UserError: No vLLM, an engine that does not start, a folder that is too small; with the next step.
     """
     with ExitStack() as stack:
-        if settings.urls:
-            engine = Engine(settings.urls, settings)
-            stack.callback(engine.close)
-            yield engine
-            return
-        folder = Path(settings.folder) / f"draftsmith-{fingerprint(str(work.resolve()), os.getuid())[:12]}"
-        made_from = {"model": str(model.resolve()), "layers": list(layers), "arguments": settings.arguments}
-        with _alone(folder, settings):
-            known = read_json(folder / "engine.json")
-            url, log = str(known.get("url")), None
-            if known.get("made_from") != made_from or not _answers(url):
-                for left in folder.glob("*.safetensors*"):
-                    left.unlink()
-                url, log = _started(stack, settings, target, model, layers, length, folder, threads)
-                stack.callback(shutil.rmtree, folder, ignore_errors=True)
-                write_json(folder / "engine.json", {"url": url, "made_from": made_from})
-        engine = Engine([url], settings, log)
+        urls, log = settings.urls, None
+        if not urls:
+            folder = Path(settings.folder) / f"draftsmith-{fingerprint(str(work.resolve()), os.getuid())[:12]}"
+            made_from = {"model": str(model.resolve()), "layers": list(layers), "arguments": settings.arguments}
+            unwritable = (
+                f"teacher.engine.folder is {settings.folder!r}, where nothing can be written: give a folder in memory "
+                "or on a fast disk that the engine sees too"
+            )
+            with locked(folder / "lock", unwritable):
+                known = read_json(folder / "engine.json")
+                url = str(known.get("url"))
+                if known.get("made_from") != made_from or not _answers(url):
+                    for left in folder.glob("*.safetensors*"):
+                        left.unlink()
+                    url, log = _started(stack, settings, target, model, layers, length, folder, threads)
+                    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+                    write_json(folder / "engine.json", {"url": url, "made_from": made_from})
+                urls = [url]
+        engine = Engine(urls, settings, log)
         stack.callback(engine.close)
         yield engine
 
 
-def _answers(url: str) -> bool:
-    """Whether an engine on this machine is ready."""
+def _answers(url: str, seconds: float = 2.0, *, slow: bool = False) -> bool:
+    """Whether an engine on this machine is ready; ``slow`` if it takes longer to say so."""
     try:
-        return httpx.get(f"{url.removesuffix('/v1')}/health", trust_env=False, timeout=2.0).status_code == 200
+        return httpx.get(f"{url.removesuffix('/v1')}/health", trust_env=False, timeout=seconds).status_code == 200
+    except httpx.TimeoutException:
+        return slow
     except (httpx.HTTPError, httpx.InvalidURL):
         return False
-
-
-@contextmanager
-def _alone(folder: Path, settings: EngineSettings) -> Iterator[None]:
-    """Keep other processes of the machine from starting an engine at the same time."""
-    import fcntl
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("w")
-    except OSError as error:
-        raise UserError(
-            f"teacher.engine.folder is {settings.folder!r}, where nothing can be written ({error.strerror}): give a "
-            "folder in memory or on a fast disk that the engine sees too"
-        ) from error
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _started(

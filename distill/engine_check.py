@@ -1,7 +1,5 @@
 """Whether a serving engine says of the target what its files say: on a few texts, by layer and position."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +9,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
+from distill.engine import answer_ids
 from distill.layers import final_norm
 from distill.lm_head import LMHead
 from distill.states import StateFiles
 
+SAMPLED = 24  # tokens that are sampled after each prompt
 CLOSE = {"float32": 1e-3}  # largest relative difference of states, by number format; of the others:
 ROUNDED = 0.06
 
@@ -79,6 +80,48 @@ def check_states(
             f"revision is served than {name}, or the engine's class of it computes its logits otherwise"
         )
     say(f"log-probabilities from the engine's last state are {away:.1e} (mean) away from its own")
+
+
+@torch.no_grad()
+def check_samples(
+    files: StateFiles,
+    parts: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    warp: LogitsWarper,
+    say: Callable[[str], None],
+) -> None:
+    """Compare what an engine writes with the distribution that its states give, by the mean log-probability.
+
+    Args:
+        files: Of the engine.
+        parts: The target's final norm and output head.
+        prompts: Token ids.
+        warp: Temperature and top_p of the answers.
+        say: Called with what was found.
+
+    Raises:
+        UserError: The answers are no samples of the target.
+    """
+    head, norm, sums = LMHead(parts), final_norm(parts), torch.zeros(3, dtype=torch.float64)
+    how = {"max_tokens": SAMPLED, "temperature": warp.temperature, "top_p": warp.top_p}
+    for number, ids in enumerate(prompts):
+        answer, states = files.ask(number, list(ids), seed=number, **how)
+        logits = head(norm(states[len(ids) - 1 :, -1].to(head.linear.weight))).double()
+        p = warp(logits)
+        log_p = p.clamp_min(1e-13).log()
+        new = torch.tensor(answer_ids(answer))
+        mean = (p * log_p).sum(-1)
+        variance = (p * log_p.square()).sum(-1) - mean.square()
+        seen = log_p.gather(1, new[:, None])[:, 0]
+        sums += torch.stack([(seen - mean).sum(), variance.sum(), torch.tensor(float(len(new)))])
+    away, spread, count = sums.tolist()
+    if abs(away) > 6 * spread**0.5 + 0.05 * count:
+        raise UserError(
+            f"the engine's answers at temperature {warp.temperature:g} and top_p {warp.top_p:g} are no samples of the "
+            f"target: their log-probabilities are {away / count:+.2f} a token from what is expected. Start it with "
+            "--generation-config vllm, or another version of it"
+        )
+    say(f"log-probabilities of {count:.0f} sampled tokens are {away / count:+.3f} a token from what is expected")
 
 
 def holds(folder: Path, device: torch.device) -> bool:

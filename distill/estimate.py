@@ -1,7 +1,5 @@
 """``--estimate``: tokens, time and memory of a run, from a batch of texts and a few steps of every part, scaled up."""
 
-from __future__ import annotations
-
 import copy
 import time
 from typing import Any, ClassVar
@@ -20,6 +18,7 @@ from distill.dry_run import shorten
 from distill.pipeline import with_formats
 from distill.responses.target import answered_texts
 from distill.run import Run
+from distill.signal.target import BYTES
 from distill.stages import run_stages
 from distill.trainer import peak_memory
 
@@ -46,7 +45,7 @@ def estimate(settings: Settings, console: Console) -> dict[str, tuple[float, flo
     """
     hf_logging.disable_progress_bar()
     settings.validate()
-    full, parts = with_formats(settings), dict[str, tuple[float, float]]()
+    full, parts = with_formats(settings), {}
     with scratch_folder() as folder:
         run = Run(_small(full, str(folder)), Console(quiet=True))
         run.prompts_together = PROMPTS + 4 * FEW
@@ -54,8 +53,8 @@ def estimate(settings: Settings, console: Console) -> dict[str, tuple[float, flo
         if not written:
             run.corpus = Run(full, console).corpus
         here = len(run.corpus.train)
-        train = full.data.train_limit or here if written else here
-        parts["the data"] = (time.perf_counter() - began) * train / here, 0
+        train = full.data.limits["train"] or here if written else here
+        parts["the data"] = (time.perf_counter() - began) * train / here, 0.0
         count = min(train, full.teacher.examples or train)
         trainings = {"target": (full.target.training, train), "initial": (full.student.training, train)}
         trainings |= {draft.name: (draft.training_of(full.training), count) for draft in full.drafts}
@@ -96,7 +95,7 @@ def states_table(run: Run) -> Table:
     table = Table(title=title, title_justify="left")
     for name in ("format", "bytes a token", "GB a million tokens", *(f"tokens/s, {link}" for link in LINKS)):
         table.add_column(name, justify="left" if name == "format" else "right")
-    for name, size, scale in (("float32", 4, 0), ("bfloat16", 2, 0), ("float8", 1, 4)):
+    for name, (size, scale) in BYTES.items():
         count = planes * (width * size + scale)
         speeds = (f"{speed / count:,.0f}" for speed in LINKS.values())
         table.add_row(name, f"{count:,}", f"{count / 1e3:.2f}", *speeds)

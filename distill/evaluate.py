@@ -1,7 +1,5 @@
 """The measurements of a finished run: acceptance on held-out prompts, decoding, what the drafts learned."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -16,7 +14,7 @@ from decode.measure.acceptance import DEPTH, OfflineAlpha, offline_accepted_leng
 from decode.measure.benchmark import BenchEntry, Benchmark
 from decode.measure.costs import LONGEST, best_length, break_even, speedups_by_length
 from decode.measure.session import BenchOptions, Session
-from decode.measure.suites import Prompt, Suite
+from decode.measure.suites import Prompt, Row, Suite
 from decode.models.heads.block import BlockHead
 from decode.models.open import DraftModel, described, open_draft, own_warp
 from decode.options import MethodOptions
@@ -26,7 +24,6 @@ from distill.data.corpus import test_suite
 from distill.export.card import fastest_row
 from distill.run import Run
 
-Row = dict[str, Any]
 Text = tuple[list[int], int]  # token ids, and how many of them are the prompt
 Alphas = dict[str, list[OfflineAlpha]]  # by draft, as first, second, … drafted token
 TREE_WIDTH, TREE_NODES = 4, 8  # tried with heads: nodes expanded a level, and nodes of the tree
@@ -72,8 +69,8 @@ class Evaluation:
             name: open_draft(path, self.target, run.tokenizer, trust_remote_code=student.trust_remote_code)
             for name, path in run.drafts.items()
         }
-        counts = measured.prompts, measured.accuracy_prompts, measured.decode_prompts
-        suite = test_suite(run.corpus, self.settings.data.source, max(counts))
+        count = max(measured.prompts, measured.accuracy_prompts, measured.decode_prompts)
+        suite = test_suite(run.corpus, self.settings.data.source, count)
         self.prompts = list(suite.prompts)
         self.suite = Suite(suite.name, self.prompts[: measured.decode_prompts], suite.score)
         options = BenchOptions(

@@ -1,12 +1,14 @@
 """Files that are either complete or absent, and fingerprints of what they were made from."""
 
 import errno
+import fcntl
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -54,15 +56,16 @@ def _hash(path: Path, *_: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()[:32]
 
 
-def sizes(folder: Path) -> dict[str, int]:
-    """Bytes of every file below a folder, by its path in there; a truncated file is noticed by them."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
+def sizes(folder: Path, *but: str) -> dict[str, int]:
+    """Bytes of every file below a folder, by its path in there, but of some; a truncated file is noticed by them."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in but]
     return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(files)}
 
 
-def existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that exists."""
-    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+def free_bytes(path: Path) -> int:
+    """Bytes that are free at a path, or where it will be."""
+    path = path.absolute()
+    return shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
 
 
 def remove(path: Path) -> None:
@@ -83,12 +86,12 @@ def replaced(out_dir: Path) -> Iterator[Path]:
         partial, old = Path(scratch) / "new", Path(scratch) / "old"
         partial.mkdir()
         yield partial
-        if out_dir.exists():
+        if os.path.lexists(out_dir):  # a link may lead nowhere
             out_dir.rename(old)
         try:
             partial.rename(out_dir)
         except OSError:
-            if old.exists():
+            if os.path.lexists(old):
                 old.rename(out_dir)
             raise
 
@@ -99,33 +102,30 @@ def fingerprint(*parts: object) -> str:
 
 
 @contextmanager
-def only_one(path: Path) -> Iterator[None]:
-    """Keep a second process out of a run's folder; the lock ends with the process.
+def locked(path: Path, unwritable: str, taken: str = "") -> Iterator[None]:
+    """Hold the lock of a file, which ends with the process. Another holder is waited for, or refused as ``taken``.
 
     Raises:
-        UserError: Another process holds the lock, or the folder cannot be written to.
+        UserError: Another process holds it, or the file cannot be written, which is told as ``unwritable``.
     """
     try:
-        import fcntl
-    except ImportError:  # Windows has no such lock
-        yield
-        return
-    folder = path.parent.parent
-    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.open("w")
+        file = path.open("w")
     except OSError as error:
-        raise UserError(
-            f"nothing can be written to {folder} ({error.strerror}): choose another --output-dir or --name, or make "
-            "room for a folder there"
-        ) from error
-    with lock as file:
-        if ranks.is_first():  # further ranks belong to the first one's run
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:  # of another kind on a file system without flock
-                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                    raise UserError(
-                        f"another process is working in {folder}: wait for it, stop it, or choose another --name"
-                    ) from error
+        raise UserError(f"{unwritable} ({error.strerror})") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (fcntl.LOCK_NB if taken else 0))
+        except OSError as error:  # of another kind on a file system without flock
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise UserError(taken) from error
         yield
+
+
+def only_one(path: Path) -> AbstractContextManager[None]:
+    """Keep a second process out of a run's folder; further ranks belong to the first one's run."""
+    if not ranks.is_first():
+        return nullcontext()
+    folder, instead = path.parent.parent, "choose another --output-dir or --name, or make room for a folder there"
+    taken = f"another process is working in {folder}: wait for it, stop it, or choose another --name"
+    return locked(path, f"nothing can be written to {folder}: {instead}", taken)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,7 +74,8 @@ class LayerSkip:
         self.rates: list[float] = []
         self.exits: list[int] = []
         self.states: dict[int, Tensor] = {}
-        self.hooks = [layer.register_forward_hook(self._hook(i), with_kwargs=True) for i, layer in enumerate(layers)]
+        add = nn.Module.register_forward_hook
+        self.hooks = [add(layer, partial(self._hook, i), with_kwargs=True) for i, layer in enumerate(layers)]
 
     def begin(self, step: int) -> None:
         """Start a training step, counted from 0: its exits are set, and the layers' dropout rates."""
@@ -105,16 +107,14 @@ class LayerSkip:
         for hook in self.hooks:
             hook.remove()
 
-    def _hook(self, index: int) -> Callable[..., Any]:
-        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            state = state_of(output)
-            if module.training and self.rates and self.rates[index] > 0:
-                before = args[0] if args else kwargs["hidden_states"]
-                kept = torch.rand(len(state), 1, 1, device=state.device) >= self.rates[index]
-                state = torch.where(kept, state, before)
-                output = (state, *output[1:]) if isinstance(output, tuple) else state
-            if index in self.exits:
-                self.states[index] = state
-            return output
-
-        return after
+    def _hook(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Drop what a layer did to some samples, and keep the states of an exit."""
+        state = state_of(output)
+        if module.training and self.rates and self.rates[index] > 0:
+            before = args[0] if args else kwargs["hidden_states"]
+            kept = torch.rand(len(state), 1, 1, device=state.device) >= self.rates[index]
+            state = torch.where(kept, state, before)
+            output = (state, *output[1:]) if isinstance(output, tuple) else state
+        if index in self.exits:
+            self.states[index] = state
+        return output

@@ -1,7 +1,5 @@
 """The output head on gathered rows, so that logits are computed only where a loss needs them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -40,7 +38,7 @@ class LMHead(nn.Module):
     @classmethod
     def of(
         cls, linear: nn.Linear, scale: float = 1.0, cap: float | None = None, markov: Tensor | None = None
-    ) -> LMHead:
+    ) -> "LMHead":
         """Return a head without a model."""
         head = cls.__new__(cls)
         nn.Module.__init__(head)
@@ -48,7 +46,7 @@ class LMHead(nn.Module):
         object.__setattr__(head, "markov", markov)  # a parameter of another module, not of this one
         return head
 
-    def only(self, ids: Tensor | None) -> LMHead:
+    def only(self, ids: Tensor | None) -> "LMHead":
         """Return the head of some ids, with a frozen copy of their weights; of None, the head itself."""
         return self if ids is None else LMHead.of(some_outputs(self.linear, ids), self.scale, self.cap)
 

@@ -1,8 +1,5 @@
 """Models for training: built or loaded, whole or in parts; where they are; adapters, optimisers, number formats."""
 
-from __future__ import annotations
-
-import pkgutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,7 +26,15 @@ from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 from decode.errors import UserError, read_json
 from decode.models.open import load_config, load_model
 from decode.models.sources import gguf_file, located, unreadable
-from distill.config import Architecture, Attention, LoraSettings, ModelSettings, TargetSettings, TrainingSettings
+from distill.config import (
+    Architecture,
+    Attention,
+    LoraSettings,
+    ModelSettings,
+    TargetSettings,
+    TrainingSettings,
+    Values,
+)
 from distill.layers import decoder_layers, final_norm
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
@@ -46,7 +51,7 @@ def config_for(shape: Architecture, vocab: int, tokenizer: PreTrainedTokenizerBa
         UserError: A family that transformers does not know, or fields that it refuses.
     """
     family, width, heads = shape.model_type, shape.hidden_size, shape.heads
-    values: dict[str, Any] = {
+    values: Values = {
         "hidden_size": width,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": heads,
@@ -141,10 +146,8 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
         raise UserError(
             f"{type(model).__name__} has no gradient checkpointing: set trainer.gradient_checkpointing to false"
         )
-    if hasattr(model, "activation_checkpointing_enable"):  # its name from transformers 5.23 on
-        model.activation_checkpointing_enable({"use_reentrant": False})
-    else:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # from 5.23 on
+    enable({"use_reentrant": False})
 
 
 def ready_to_save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -213,7 +216,7 @@ def hollow_target(folder: str | Path, *, last: int = 1, trust_remote_code: bool 
     Raises:
         UserError: It cannot be read.
     """
-    trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    trust: Values = {"trust_remote_code": trust_remote_code}
     if not gguf_file(folder):
         source = source_folder(str(folder))
         config = load_config(source, **trust)
@@ -242,7 +245,7 @@ def _fill(model: PreTrainedModel, files: dict[str, Path], last: int) -> bool:
     if len(stems) != 1 or not isinstance(head, nn.Linear):
         return False
     other_form = bool(getattr(config, "quantization_config", None)) or any("experts" in name for name in files)
-    weights, absent = dict[str, Tensor](), set[str]()
+    weights, absent = {}, set()
     for part in dict.fromkeys((*outside, layers[0], *layers[-last:])):
         for name, value in part.state_dict(prefix=f"{names[part]}.").items():
             same = [file for file in files if f".{file}".endswith(f".{name}")]  # an output head may stand deeper
@@ -296,7 +299,7 @@ def open_placed(settings: TargetSettings, path: str | Path, device: torch.device
     Raises:
         UserError: It cannot be read or placed.
     """
-    options: dict[str, Any] = {"dtype": settings.dtype, "trust_remote_code": settings.trust_remote_code}
+    options: Values = {"dtype": settings.dtype, "trust_remote_code": settings.trust_remote_code}
     if settings.device_map:
         options["device_map"] = settings.device_map
     if settings.quantization:
@@ -304,7 +307,7 @@ def open_placed(settings: TargetSettings, path: str | Path, device: torch.device
     return load_model(path, device=device if settings.quantization else "cpu", **options)
 
 
-def check_quantization(wanted: dict[str, Any], device: str | torch.device) -> None:
+def check_quantization(wanted: Values, device: str | torch.device) -> None:
     """Refuse a ``target.quantization`` that cannot be used here.
 
     Args:
@@ -370,17 +373,16 @@ def make_optimizer(model: nn.Module, settings: TrainingSettings, *, precision: s
     for weight in filter(lambda weight: weight.requires_grad, model.parameters()):
         groups[settings.weight_decay if weight.ndim == 2 and id(weight) not in undecayed else 0.0].append(weight)
     given = [{"params": weights, "weight_decay": decay} for decay, weights in groups.items() if weights]
-    chosen = settings.optimizer
-    if isinstance(chosen, str):
+    if settings.optimizer == "adamw":
         fused = None if precision in AUTOCAST else True
         return AdamW(given, lr=settings.lr, betas=(0.9, settings.beta2), fused=fused)
+    kind, arguments = settings.optimizer_class()
     try:
-        kind = pkgutil.resolve_name(chosen["class_path"])
-        return kind(given, lr=settings.lr, **chosen.get("init_args", {}))
-    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        return kind(given, lr=settings.lr, **arguments)
+    except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"training.optimizer is {chosen}, which cannot be made ({error}): correct class_path and init_args, or "
-            "choose adamw"
+            f"training.optimizer is {settings.optimizer}, which cannot be made ({error}): correct class_path and "
+            "init_args, or choose adamw"
         ) from error
 
 

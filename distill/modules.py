@@ -15,7 +15,7 @@ from torchmetrics import MeanMetric
 
 from decode.errors import UserError
 from distill import ranks
-from distill.config import DraftSettings, TrainingSettings
+from distill.config import DraftSettings, TrainingSettings, Values
 from distill.data.dataset import Batch, label_mask
 from distill.drafts.block import decay
 from distill.drafts.reference import Draft
@@ -27,6 +27,9 @@ from distill.losses.divergences import Divergence
 from distill.losses.selection import accepted_rows, by_reach, share, top_k
 from distill.models import make_optimizer, make_schedule
 from distill.signal.target import Signal
+
+Metrics = dict[str, float]
+"""Means by name, of a validation with its ``step``."""
 
 
 class TrainingModule(L.LightningModule):
@@ -54,7 +57,7 @@ class TrainingModule(L.LightningModule):
     def __init__(self, model: Any, training: TrainingSettings, steps: int, *, seed: int = 0) -> None:
         super().__init__()
         self.model, self.training_settings, self.steps, self.seed = model, training, steps, seed
-        self.history: list[dict[str, float]] = []
+        self.history: list[Metrics] = []
         self.metrics: dict[str, MeanMetric] = {}
         self.bad_step = torch.tensor(-1)  # the first whose loss was no number, on the device, so that no step waits
         self.strict_loading = all(weight.requires_grad for weight in model.parameters())  # Lightning's: all are saved
@@ -151,20 +154,20 @@ class TrainingModule(L.LightningModule):
             shown = name in ("alpha", "accepted_length") or f"validation_{name}" == self.monitor
             self.log(f"validation_{name}", value, prog_bar=shown)
 
-    def further(self, values: dict[str, float]) -> dict[str, float]:
+    def further(self, values: Metrics) -> Metrics:
         """Adds what follows from the means."""
         return values
 
     # -- what checkpoints hold ----------------------------------------------------------------------------------------
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint: Values) -> None:
         """Saves the learning curve and the selected rows of all ranks; of a partly frozen model the trained weights."""
         checkpoint |= {"history": self.history, "selected": sum(ranks.exchange(self.selected))}
         if not self.strict_loading:
             trained = {name for name, weight in self.named_parameters() if weight.requires_grad}
             checkpoint["state_dict"] = {n: w for n, w in checkpoint["state_dict"].items() if n in trained}
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, checkpoint: Values) -> None:
         """Restores the learning curve, and on the first rank the number of selected rows."""
         self.history = list(checkpoint["history"])
         self.selected = checkpoint["selected"] if ranks.is_first() else 0
@@ -256,13 +259,13 @@ class DistillModule(TrainingModule):
         warm = self.global_step < round(self.settings.kl_first * self.steps)
         divergence, chosen, compared, count = Divergence() if warm else self.divergence, None, None, rows.count
         if self.settings.selects:
-            compared = compare(rows, self.divergence, metrics=self.draft.blocks, keep=True)
+            compared = compare(rows, self.divergence, metrics=self.draft.blocks)
             chosen, count = self.choose(rows, compared), share(self.settings.k, rows.count)
             self.selected += len(chosen)
         elif self.settings.accepted_only:
             chosen = accepted_rows(rows, places(label_mask(batch["labels"])), self.divergence)
         metrics, compiled = self.logs_this_step or rows.confidence is not None, rows.hidden.is_cuda
-        total, measured = chunked_loss(rows, divergence, chosen, compared, metrics=metrics, compiled=compiled)
+        total, measured = chunked_loss(rows, divergence, chosen, metrics=metrics, compiled=compiled)
         loss = total / max(1, count)
         if rows.distance is not None:
             loss = loss + rows.distance.sum() / max(1, rows.count)
@@ -310,7 +313,7 @@ class DistillModule(TrainingModule):
             for position, (total, count) in enumerate(positions, 1):
                 self.measure(name if position == 1 else f"{name}_{position}", total, count)
 
-    def further(self, values: dict[str, float]) -> dict[str, float]:
+    def further(self, values: Metrics) -> Metrics:
         """Adds the accepted length 1 + α₁ + α₁·α₂ + …."""
         alphas = [values["alpha"], *(values[f"alpha_{i}"] for i in range(2, self.draft.depth + 1))]
         return values | {"accepted_length": 1 + sum(accumulate(alphas, operator.mul))}

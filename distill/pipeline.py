@@ -1,30 +1,27 @@
 """The whole run: stages in order, each skipped if nothing it depends on has changed, then export and measurement."""
 
-from __future__ import annotations
-
 import copy
 import json
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import yaml
 from rich.console import Console
 
 from decode.errors import UserError, read_json, scratch_folder, write_text
-from decode.models.open import DTYPES
 from decode.progress import output_console, working
 from distill import ranks
-from distill.checks import check_engine, free_space, signal_sizes
-from distill.config import Settings, Signal, change
+from distill.checks import check_engine, signal_sizes
+from distill.config import Settings, Signal, Values, change
 from distill.data.chat import show
-from distill.engine import arguments, bytes_in_flight
+from distill.engine import CONNECTOR, arguments
 from distill.engine_check import holds
 from distill.export.card import PROFILE, add_measurements, exported_facts
 from distill.export.draft import check_export_path, check_gguf, export_draft, export_gguf
 from distill.export.head import export_head
-from distill.files import files_state, fingerprint, sizes, write_json
+from distill.files import files_state, fingerprint, free_bytes, sizes, write_json
 from distill.models import multiplies_bfloat16
 from distill.report import console_tables, figures, write_report
 from distill.responses.target import answered_texts
@@ -104,7 +101,7 @@ def _choose_signal(run: Run) -> Signal:
     key = fingerprint(data_key(settings), teacher.examples, teacher.responses.key(), teacher.signal_k, model, head)
     known = read_json(note)
     if known.get("made_from") != key:
-        needed, room = signal_sizes(run), ROOM * free_space(run)[1]
+        needed, room = signal_sizes(run), ROOM * free_bytes(run.work)
         kind = next(kind for kind, size in needed.items() if size <= room)
         known = {"signal": kind, "made_from": key}
         if kind != "hidden":
@@ -139,16 +136,14 @@ def check_command(run: Run) -> None:
     urls = run.settings.teacher.engine.urls
     given = " ".join(f"'{part}'" if "{" in part else part for part in arguments(run.engine_layers, "/dev/shm/states"))
     served = (
-        f"PYTHONPATH=$(python -c 'import distill.engine as e; print(e.CONNECTOR)') vllm serve {run.served_folder} "
+        f"PYTHONPATH={CONNECTOR} vllm serve {run.served_folder} "
         f"--max-model-len {run.settings.data.max_length} --generation-config vllm {given}"
     )
     run.console.print(f"a server for these settings, for teacher.engine.urls:\n{served}", soft_wrap=True)
-    config = run.target_config
-    planes, size = len(run.engine_layers), DTYPES[run.settings.target.dtype].itemsize
-    most = bytes_in_flight(run.settings.teacher.engine, run.settings.data.max_length, planes, config.hidden_size, size)
-    run.console.print(f"its states take at most {most / 1e6:.1f} MB in the folder at a time", soft_wrap=True)
+    megabytes = run.bytes_in_flight / 1e6
+    run.console.print(f"its states take at most {megabytes:.1f} MB in the folder at a time", soft_wrap=True)
     if not urls:
-        run.captured_layers = list(range(config.num_hidden_layers))  # to name the first one that differs
+        run.captured_layers = list(range(run.target_config.num_hidden_layers))  # to name the first one that differs
     try:
         check_engine(run)
         if run.states.engine.log is None and not urls:  # a run's engine is there already
@@ -160,11 +155,13 @@ def check_command(run: Run) -> None:
 
 # -- export and measurement -------------------------------------------------------------------------------------------
 
+CHANGING = PROFILE, "README.md"
+"""Files of an export that people and serve-check may change."""
 PROBED = ("probes", "self_speculation", "probe_settings")
 """Parts of a report that ``python -m probes`` adds, which stay true as long as the target does."""
 
 
-def measure(run: Run) -> dict[str, Any]:
+def measure(run: Run) -> Values:
     """Export the chosen draft, then evaluate and report, unless all is there and nothing it depends on has changed.
 
     Returns:
@@ -177,8 +174,8 @@ def measure(run: Run) -> dict[str, Any]:
     note, path = run.work / "report.json", run.folder / "report.json"
     known, report = read_json(note), read_json(path) if settings.evaluation else {}
     if known.get("fingerprint") == key:
-        profile = read_json(run.export / PROFILE)
-        if known.get("export") == _files(run.export) and profile and bool(report) == bool(settings.evaluation):
+        profile, intact = read_json(run.export / PROFILE), known.get("export") == sizes(run.export, *CHANGING)
+        if intact and profile and bool(report) == bool(settings.evaluation):
             run.line(f"up to date: {path if report else run.export}")
             if "served" in report:  # by `measure_served`
                 return {}
@@ -217,14 +214,9 @@ def measure(run: Run) -> dict[str, Any]:
         write_report(run.folder, report)
         report = read_json(path)
         log_report(run.logger, report, lambda: {name: svg for name, (svg, _) in figures(report).items()})
-    write_json(note, {"fingerprint": key, "target": target, "export": _files(run.export)})
+    write_json(note, {"fingerprint": key, "target": target, "export": sizes(run.export, *CHANGING)})
     run.line(f"{path if report else run.export} [dim]{time.monotonic() - began:.1f} s[/dim]")
     return report
-
-
-def _files(export: Path) -> dict[str, int]:
-    """Return the sizes of an export's files, but for those that people and serve-check may change."""
-    return {name: size for name, size in sizes(export).items() if name not in (PROFILE, "README.md")}
 
 
 def write_settings(settings: Settings, path: Path) -> None:

@@ -40,8 +40,8 @@ def write_report(run_dir: str | Path, report: Row) -> None:
 
     Args:
         run_dir: The run's folder.
-        report: What `Evaluation.report` returns, with ``name`` and optionally ``settings``, ``commands`` and
-            ``exported`` (see `exported_facts`); None for what was not measured.
+        report: What `Evaluation.report` returns, with ``name``, ``settings``, ``commands`` and optionally ``exported``
+            (see `exported_facts`); None for what was not measured.
     """
     folder = Path(run_dir)
     content = json.dumps(plain(dict(report)), indent=2, ensure_ascii=False, allow_nan=False, default=str)
@@ -60,7 +60,7 @@ def console_tables(report: Row) -> Group:
 
 def exported(report: Row) -> str:
     """Returns the name of the exported draft."""
-    return str((report.get("profile") or {}).get("draft") or "adaspec")
+    return str(report["profile"]["draft"])
 
 
 def fastest(rows: Iterable[Row]) -> list[Row]:
@@ -75,8 +75,8 @@ def fastest(rows: Iterable[Row]) -> list[Row]:
 def draft_rows(report: Row) -> list[Row]:
     """Returns the drafts, each with its fastest decoding and how its offline α differs from the exported draft's."""
     best, rows = exported(report), []
-    paired = [pair for pair in report.get("paired") or [] if pair["label"].startswith("T = 1")]
-    pairs = {pair["b"]: pair for pair in paired if pair["a"] == best}
+    paired = [pair for pair in report["paired"] if pair["a"] == best and pair["label"].startswith("T = 1")]
+    pairs = {pair["b"]: pair for pair in paired}
     for draft in report["drafts"]:
         row = card.fastest_row(report, draft["name"], f"{draft['name']}-tree") | draft
         if draft["name"] == best:
@@ -115,7 +115,7 @@ def sections(report: Row, run_dir: Path) -> Iterable[Section]:
     yield Section("Drafts", text, tables=tables)
     if rows:
         tables = [Table(DECODING, fastest(rows)), Table(DECODING, rows, f"All {len(rows)} measurements", True)]
-        tables.append(Table(PROFILE, [report.get("profile") or {}], "Costs in target forwards of one token", True))
+        tables.append(Table(PROFILE, [report["profile"]], "Costs in target forwards of one token", True))
         tables.append(Table(ACCEPTANCE, list(acceptance(report, run_dir)), "Greedy acceptance by position", True))
         yield Section("Decoding", "Each draft at its fastest draft length.", tables=tables)
     if curves := [figure for key, figure in drawn.items() if key not in FIRST_SCREEN]:
@@ -125,8 +125,8 @@ def sections(report: Row, run_dir: Path) -> Iterable[Section]:
         lines = {title: text for title, _, text in card.commands(str(run_dir / "target"), draft, export)}
         yield Section("Use", f"The export is in `{draft}`.", code=lines)
     facts = {f"target's {name}": value for name, value in report["target"].items()}
-    facts |= {"created": report.get("created"), **(report.get("machine") or {}), **(report.get("commands") or {})}
-    code = {"Settings": json.dumps(report.get("settings") or {}, indent=2, ensure_ascii=False)}
+    facts |= {"created": report["created"], **report["machine"], **report["commands"]}
+    code = {"Settings": json.dumps(report["settings"], indent=2, ensure_ascii=False)}
     yield Section("Provenance", facts=facts, code=code, folded=True)
 
 
@@ -135,24 +135,24 @@ def acceptance(report: Row, run_dir: Path) -> Iterable[Row]:
     checks = read_json(run_dir / "export" / card.PROFILE).get("served") or []
     counted = [row["positions"] for check in checks for row in check["rows"] if row["temperature"] == 0]
     served = {row["position"]: row.get("served") for row in max(counted, key=len, default=[])}
-    for name, positions in ((report.get("analysis") or {}).get("acceptance") or {}).items():
+    for name, positions in report["analysis"].get("acceptance", {}).items():
         for row in positions:
             yield {"name": name, **row, "served": served.get(row["position"]) if name == exported(report) else None}
 
 
 def figures(report: Row) -> dict[str, Figure]:
     """Returns the plots by name; those without data are left out."""
-    profile, analysis, name = report.get("profile") or {}, report.get("analysis") or {}, exported(report)
+    analysis, name = report["analysis"], exported(report)
     named = [draft["name"] + form for form in ("", "-tree") for draft in report["drafts"]]
     colours = {name: plots.COLOURS[i % len(plots.COLOURS)] for i, name in enumerate(named)}
     greedy = [row for row in report["decoding"] if row["temperature"] == 0 and row["draft_length"] and row["speedup"]]
-    drawn: dict[str, Figure] = {}
+    drawn = {}
     best = [{**row, "name": f"{row['draft']}, k = {row['draft_length']}"} for row in fastest(greedy)]
     if len(best) > 1:
         drawn["speedup"] = (plots.speedup_bars(best[::-1], "Greedy speedup at the best draft length"), "")
     of_export = [row for row in greedy if row["draft"] == name]
     points: dict[str, list[Any]] = {
-        "predicted": sorted((int(k), v) for k, v in (profile.get("predicted_speedup") or {}).items()),
+        "predicted": sorted((int(k), v) for k, v in report["profile"].get("predicted_speedup", {}).items()),
         "measured": sorted(
             (row["draft_length"], row["speedup"], *(row.get("speedup_ci95") or ())) for row in of_export
         ),

@@ -5,22 +5,22 @@ stage's fingerprint, its result is a folder, and a record in ``work/`` ties both
 from the same inputs, and whose files have the sizes that they were written with, is not made again.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from datasets import Dataset
 from lightning.pytorch.loggers import Logger
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
+from decode.core.sampling import LogitsWarper
 from decode.errors import read_json
 from decode.measure.suites import quiet_datasets
 from decode.models.heads.block import block_config
@@ -30,17 +30,14 @@ from decode.models.open import DTYPES, load_model, load_tokenizer, stop_ids_of
 from decode.models.sources import gguf_file
 from decode.progress import output_console, working
 from distill import engine, ranks
-from distill.config import START, ModelSettings, Settings
+from distill.config import START, ModelSettings, Settings, Values
 from distill.data.corpus import Corpus, load_corpus
 from distill.data.dataset import Examples
 from distill.data.prompts import PromptWriter, continued_by, continued_here
-from distill.engine_check import check_states, holds
-from distill.files import files_state, fingerprint, only_one, remove, sizes, write_json
+from distill.engine_check import SAMPLED, check_samples, check_states, holds
+from distill.files import files_state, fingerprint, only_one, remove, replaced, sizes, write_json
 from distill.models import config_of, hollow_target, open_placed, source_folder
 from distill.states import StateFiles, layers_for
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 VERSION = 3
 """Raised when a change of the code changes what a stage produces."""
@@ -127,19 +124,14 @@ class Run:
         The first process does so, the others wait.
         """
         if ranks.is_first():
-            path, temporary, note = self.path(stage), self.work / f".tmp-{stage}", self.work / f"{stage}.json"
-            self.work.mkdir(parents=True, exist_ok=True)
-            remove(temporary)
-            try:
-                make(temporary)
-                record.files = sizes(temporary)
+            note = self.work / f"{stage}.json"
+            with replaced(self.path(stage)) as aside:
+                aside.rmdir()  # a stage may be a link
+                make(aside)
+                record.files = sizes(aside)
                 note.unlink(missing_ok=True)
-                remove(path)
-                temporary.rename(path)
-                write_json(note, vars(record))
-                remove(self.work / f"checkpoints-{stage}")
-            finally:
-                remove(temporary)
+            write_json(note, vars(record))
+            remove(self.work / f"checkpoints-{stage}")
         ranks.barrier()
 
     def checkpoints(self, stage: str, key: str) -> Path:
@@ -175,15 +167,15 @@ class Run:
     def corpus(self) -> Corpus:
         """The examples, tokenised as the target does."""
         target, data = self.settings.target, self.settings.data
-        model, trust, folder = target.model, target.trust_remote_code, self.work / "corpus"
+        model, trust, folder, seed = target.model, target.trust_remote_code, self.work / "corpus", self.settings.seed
         tokenizer, sampler, ends = None, None, list[int]()
         with working(self.console, "reading the data"):
             if model is not None and data.tokenizer is None:
                 tokenizer = load_tokenizer(model, trust_remote_code=trust)
                 ends = stop_ids_of(model, tokenizer, trust)
             if model is not None and data.from_target:
-                made_from: dict[str, Any] = {"dtype": target.dtype, "quantization": target.quantization}
-                made_from["target"], seed = files_state([model]) or model, self.settings.seed
+                made_from: Values = {"dtype": target.dtype, "quantization": target.quantization}
+                made_from["target"] = files_state([model]) or model
                 if served := self.settings.teacher.served:
                     made_from["served"] = served
                 sampler = PromptWriter(
@@ -197,7 +189,6 @@ class Run:
                     self.line,
                     self.prompts_together,
                 )
-            seed = self.settings.seed
             corpus = load_corpus(data, seed=seed, folder=folder, tokenizer=tokenizer, sampler=sampler, ends=ends)
         for note in corpus.notes:
             self.line(note)
@@ -271,6 +262,13 @@ class Run:
         """The layers whose states an engine gives away."""
         return layers_for(self.captured_layers, int(self.target_config.num_hidden_layers))
 
+    @property
+    def bytes_in_flight(self) -> int:
+        """The most that files of states take in `distill.config.EngineSettings.folder`."""
+        settings, width = self.settings, int(self.target_config.hidden_size)
+        tokens = settings.teacher.engine.in_flight * settings.data.max_length
+        return tokens * len(self.engine_layers) * width * DTYPES[settings.target.dtype].itemsize
+
     @cached_property
     def served_folder(self) -> Path:
         """The folder that the engine serves, before the stage of the target too where that is taken as it is."""
@@ -300,6 +298,11 @@ class Run:
         whole = (lambda: self.at_work(self.open_target())) if holds(self.target, self.device) else None
         parts = self.target_parts().to(DTYPES[dtype])
         check_states(files, parts, [ids for ids in texts if len(ids) > 1], dtype, whole, self.line)
+        how = self.settings.teacher.responses
+        if self.settings.teacher.served and how.temperature:
+            prompts = [rows.prompt(number)[: max(1, longest - SAMPLED)] for number in range(len(rows))]
+            warp = LogitsWarper(how.temperature, top_p=how.top_p)
+            check_samples(files, parts, [ids for ids in prompts if ids], warp, self.line)
 
     def close(self) -> None:
         """End the engine, if it was started."""
@@ -350,7 +353,7 @@ def stage_fingerprints(settings: Settings) -> dict[str, str]:
     common = {"version": VERSION, "extra": extra, **{name: getattr(trainer, name) for name in names}}
     frozen = {"target_dtype": target.dtype, "target_quantization": target.quantization}
     texts = {"examples": teacher.examples, "responses": responses.key(), "served": teacher.served, **frozen}
-    made_from: dict[str, Any] = {"version": VERSION}
+    made_from: Values = {"version": VERSION}
     if target.kind == "as_is":
         made_from |= {"chat": settings.data.template(), "tokenizer": files_state([settings.data.tokenizer])}
     else:
@@ -360,7 +363,9 @@ def stage_fingerprints(settings: Settings) -> dict[str, str]:
     if student.is_head:
         values, shape = asdict(student), "block" if student.is_block else "unroll"
         made_from = {"version": VERSION, "head": {name: values[name] for name in ("kind", "draft_vocab", shape)}}
-        reads_texts = student.draft_vocab is not None  # the vocabulary is that of the texts
+        if student.model is not None:
+            made_from |= {"model": student.model, "files": files_state([student.model])}
+        reads_texts = student.draft_vocab is not None and student.model is None  # the vocabulary is that of the texts
     else:
         made_from, reads_texts = common | {"model": _model_key(student)}, settings.data.from_target and student.trained
     keys["initial"] = fingerprint(made_from | data | (texts if reads_texts else {}) | keys)
@@ -380,7 +385,7 @@ def stage_fingerprints(settings: Settings) -> dict[str, str]:
     return keys
 
 
-def data_key(settings: Settings) -> dict[str, Any]:
+def data_key(settings: Settings) -> Values:
     """Return what the training examples come from: settings, seed, and the files."""
     data = settings.data.key()
     del data["test_examples"]  # no stage sees a test example, but without a file they are split off the others
@@ -401,7 +406,7 @@ def measurement_fingerprint(settings: Settings) -> str:
     return fingerprint(VERSION, stages, test, values["evaluation"], values["export"], settings.trainer.accelerator)
 
 
-def _model_key(settings: ModelSettings) -> dict[str, Any]:
+def _model_key(settings: ModelSettings) -> Values:
     """Return what a language model is made from, without the settings that its kind does not use."""
     used = {
         "scratch": ("architecture", "training", "layerskip"),

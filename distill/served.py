@@ -1,9 +1,7 @@
 """Measurements of an exported draft in vLLM, for a target that this process cannot hold."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
-from typing import Any, cast
+from typing import cast
 
 from decode.commands.serve_check import VLLM_METHODS
 from decode.engines import server
@@ -12,6 +10,7 @@ from decode.errors import read_json
 from decode.measure import machine
 from decode.measure.report import console_table
 from decode.measure.statistics import median_interval, plain
+from decode.measure.suites import Row
 from decode.models.open import stop_ids_of
 from decode.progress import current
 from distill.config import EvaluationSettings
@@ -21,7 +20,6 @@ from distill.export.card import PROFILE
 from distill.files import write_json
 from distill.run import Run
 
-Row = dict[str, Any]
 COLUMNS = ("temperature", "draft_length", "accepted_length", "speedup", "identical_share", "texts")
 
 
@@ -60,7 +58,7 @@ def measure_served(run: Run) -> None:
             return texts
 
     current().begin(0, len(prompts) * len(how.temperatures) * (1 + len(lengths)))
-    alone, rows = written(None), list[Row]()
+    alone, rows = written(None), []
     for length in lengths:
         for t, texts in written(length).items():
             drafts = [text.drafts for text in texts]

@@ -1,7 +1,5 @@
 """Files of hidden states that a serving engine writes: asked for ahead of use, read, checked, and deleted."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -16,7 +14,7 @@ from torch import Tensor
 
 from decode.errors import UserError, write_safely
 from distill.data.dataset import Batch, Examples, Ints, label_mask
-from distill.engine import KEPT, PAUSE, TRIES, Answer, Engine, Retry, answer_ids
+from distill.engine import KEPT, TRIES, Answer, Engine, Retry, answer_ids, attempts
 from distill.files import fingerprint
 
 WAIT, POLL = 120.0, 0.002  # seconds until a file has to be there after its answer, and between two looks for it
@@ -95,7 +93,7 @@ class StateFiles:
 
     def take(self, texts: Sequence[Ids]) -> list[Tensor]:
         """The states ``[tokens, layers, width]`` of texts, in the engine's number format."""
-        futures = list[Future[Tensor]]()
+        futures = []
         for key in map(tuple, texts):
             for _ in texts:  # what is expected comes in this order
                 if key in self.waiting or not self._next():
@@ -142,21 +140,32 @@ class StateFiles:
         return self.folder / f"{fingerprint(list(ids), self.layers)}.safetensors"
 
     def ask(self, number: int, ids: Ids, **how: Any) -> tuple[Answer, Tensor]:
-        """An answer and its states, asked for again while a sample is not as it should be."""
-        why = ""
-        for again in range(TRIES):
-            if again:
-                time.sleep(PAUSE * 2 ** (again - 1))
+        """An answer and its states, asked for again while a sample is not as it should be.
+
+        Raises:
+            UserError: The engine names no file of states, gives those of other layers away, or fails.
+        """
+        why, how = "", {"max_tokens": 1, "temperature": 0.0} | how
+        several = how["max_tokens"] > 1
+        for again in attempts():
             try:
-                answer, path = self.engine.states_file(number + again, ids, **how)
-                told = answer["kv_transfer_params"].get("layers", self.layers)
-                if told != self.layers:
+                params = {"include_output_tokens": several}
+                answer = self.engine.complete(number + again, ids, **how, kv_transfer_params=params)
+                told = answer["kv_transfer_params"] or {}
+                if not (path := told.get("hidden_states_path")):
                     raise UserError(
-                        f"the engine gives the states of layers {told} away, and {self.layers} are needed, ascending "
+                        f"{self.engine.models[0].url} names no file of hidden states: start vLLM with the arguments "
+                        "that python -m distill check-engine prints, without a proxy that drops kv_transfer_params. "
+                        "SGLang gives no states of the last layer away, so that it can only answer (teacher.signal "
+                        "hidden, topk or online)"
+                    )
+                if (layers := told.get("layers", self.layers)) != self.layers:
+                    raise UserError(
+                        f"the engine gives the states of layers {layers} away, and {self.layers} are needed, ascending "
                         "and each once: start it with the arguments that python -m distill check-engine prints"
                     )
-                written = answer_ids(answer)[:-1] if how.get("max_tokens", 1) > 1 else []
-                return answer, take_file(path, [*ids, *written], self.layers)
+                written = answer_ids(answer)[:-1] if several else []
+                return answer, take_file(Path(path), [*ids, *written], self.layers)
             except Retry as error:
                 why = str(error)
         raise UserError(f"the engine of the target {why}. It was asked {TRIES} times. {KEPT}")

@@ -115,23 +115,26 @@ def log_report(logger: Logger | None, report: Mapping[str, Any], figures: Callab
     Numbers have report.json's names: ``speedup`` and the like are of the exported draft, ``offline_alpha/NAME`` of any.
     """
     best = fastest_row(report, exported(report), f"{exported(report)}-tree")  # which the report's page begins with
-    values = {key: best.get(key) for key in OF_EXPORT} | {"target/accuracy": report.get("target", {}).get("accuracy")}
-    values |= {f"{key}/{row['name']}": row.get(key) for row in report.get("drafts", []) for key in OF_DRAFTS}
+    values = {key: best.get(key) for key in OF_EXPORT} | {"target/accuracy": report["target"]["accuracy"]}
+    values |= {f"{key}/{row['name']}": row.get(key) for row in report["drafts"] for key in OF_DRAFTS}
     summary = {name: float(value) for name, value in values.items() if value is not None}
     if isinstance(logger, RunLogger):
         import wandb
 
         for table in ("drafts", "paired", "decoding"):
-            rows = report.get(table) or []
+            rows = report[table]
             columns = list(dict.fromkeys(name for row in rows for name in row))
-            cells = [[row.get(name) for name in columns] for row in rows]
-            texts = [[json.dumps(cell) if isinstance(cell, list | dict) else cell for cell in row] for row in cells]
-            logger.log_table(f"tables/{table}", columns, texts)
+            cells = [[_shown(row.get(name)) for name in columns] for row in rows]
+            logger.log_table(f"tables/{table}", columns, cells)
         logger.log_metrics({f"plots/{name}": wandb.Html(svg, inject=False) for name, svg in figures().items()})  # type: ignore[misc]
         logger.experiment.summary.update(summary)
     elif logger is not None:
         logger.log_metrics(summary, step=0)
         logger.save()
+
+
+def _shown(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, list | dict) else value
 
 
 def finish(logger: Logger | None) -> None:

@@ -4,8 +4,6 @@ A training of S steps is one epoch. The batches and all random numbers are funct
 killed and continued from its last checkpoint ends with the weights of an uninterrupted one.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import resource
@@ -29,10 +27,10 @@ from transformers import PreTrainedModel
 from decode.errors import UserError
 from decode.progress import EVERY, Progress, Work
 from distill import ranks
-from distill.config import SHARDED, TrainerSettings
+from distill.config import SHARDED, TrainerSettings, Values
 from distill.data.dataset import DistillDataModule
 from distill.models import checkpoint_layers, use_attention
-from distill.modules import TrainingModule
+from distill.modules import Metrics, TrainingModule
 
 
 class ProgressLines(Callback):
@@ -79,7 +77,7 @@ def fit(
     console: Console,
     logger: Logger | None = None,
     callbacks: tuple[Callback, ...] = (),
-) -> tuple[list[dict[str, float]], float, int]:
+) -> tuple[list[Metrics], float, int]:
     """Train to the end, from the last checkpoint in ``work`` if there is one; ends with the best weights.
 
     Args:
@@ -115,11 +113,14 @@ def fit(
     )
     timer, further = Timer(), [*settings.callback_instances(), *callbacks]
     bar = any(isinstance(callback, ProgressBar) for callback in further)
-    options: dict[str, Any] = {
+    strategy: Any = settings.strategy
+    if sharded:
+        strategy = ModelParallelStrategy(ranks.process_count(settings), 1, save_distributed_checkpoint=False)
+    options: Values = {
         "accelerator": ranks.accelerator(settings),
         "devices": settings.devices,
         "num_nodes": settings.num_nodes,
-        "strategy": settings.strategy,
+        "strategy": strategy,
         "accumulate_grad_batches": settings.accumulate,
         "inference_mode": not sharded,
         "precision": settings.precision,
@@ -135,8 +136,6 @@ def fit(
         "use_distributed_sampler": False,
         "default_root_dir": work,
     }
-    if sharded:
-        options["strategy"] = ModelParallelStrategy(ranks.process_count(settings), 1, save_distributed_checkpoint=False)
     with quiet(), Progress(Console(quiet=True) if bar else console) as shown:
         lines = ProgressLines(name, shown.add(name if last else f"{name}: validation before training"))
         if logger is not None:
@@ -176,14 +175,8 @@ def _take_best(module: TrainingModule, trainer: L.Trainer, plain: torch.nn.Modul
 @contextmanager
 def quiet() -> Iterator[None]:
     """Suppress Lightning's remarks about things that are meant here (no workers, unsaved loops, tips, ...)."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "lightning")]
-    levels = [logger.level for logger in loggers]
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="lightning.*")
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels):
-                logger.setLevel(level)
+        yield

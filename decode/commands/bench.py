@@ -21,7 +21,7 @@ from decode.commands.cli import check_writable
 from decode.commands.settings import BenchSettings, required
 from decode.commands.stores import read_corpus, write_stores
 from decode.drafters.corpus import join_documents
-from decode.errors import UserError, scratch_folder
+from decode.errors import Fields, UserError, scratch_folder
 from decode.measure import machine
 from decode.measure.baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
 from decode.measure.benchmark import BenchEntry, Benchmark, plan
@@ -107,7 +107,7 @@ def bench_options(settings: BenchSettings, methods: Sequence[str], pair: Pair, f
 
 def bench(
     pair: Pair, methods: Sequence[str] = (), suite: Sequence[str] = ("arithmetic",), **options: Any
-) -> list[dict[str, Any]]:
+) -> list[Fields]:
     """Compare decoding methods on this machine; nothing is printed or written.
 
     Args:
@@ -123,7 +123,7 @@ def bench(
     Raises:
         UserError: an unknown method, suite or option, a value out of range, prompts that do not fit.
     """
-    drafts: dict[str, DraftModel] = {"draft": pair.draft} if pair.draft is not None else {}
+    drafts = {"draft": pair.draft} if pair.draft is not None else {}
     options, given = {"baselines": not methods} | options, [f"{name}={pair.draft_name}" for name in drafts]
     settings = api_settings(BenchSettings, pair, options, draft=given, methods=methods, suite=suite)
     chosen, suites = choose_methods(settings), open_suites(settings)
@@ -154,8 +154,8 @@ def run(settings: BenchSettings) -> None:
     options = bench_options(settings, methods, pair, folder)
     session = Session(pair.target, drafts, pair.tokenizer, options)
     lines = [f"{settings.target} {placement(pair.target)}", described(pair.target, options.warp), *session.how]
-    lines.append(f"{len(entries)} entries, {sum(len(s.prompts) for s in suites)} prompts")
-    console.print("\n".join(filter(None, lines)), soft_wrap=True)
+    count = f"{len(entries)} entries, {sum(len(s.prompts) for s in suites)} prompts"
+    console.print(*filter(None, lines), count, sep="\n", soft_wrap=True)
     benchmark = Benchmark(session)
     try:
         with working(console, "reading prompts"):
@@ -167,5 +167,4 @@ def run(settings: BenchSettings) -> None:
             lines = [f"{benchmark.stopped}: stopped early"] if benchmark.stopped else []
             lines += [f"{name}: {note}" for name, note in session.notes.items()]
             lines += [*answers(benchmark.rows), machine.load_warning(session.threads)]
-            lines.append(f"wrote {' and '.join(map(str, files))}")
-            console.print("\n".join(filter(None, lines)), soft_wrap=True)
+            console.print(*filter(None, lines), f"wrote {' and '.join(map(str, files))}", sep="\n", soft_wrap=True)

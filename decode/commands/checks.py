@@ -20,7 +20,7 @@ from decode.commands.settings import (
 )
 from decode.core.lengths import RoundCosts
 from decode.core.sampling import LogitsWarper
-from decode.errors import UserError, choose
+from decode.errors import Fields, UserError, choose
 from decode.measure import machine
 from decode.measure.baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
 from decode.methods import DRAFTED, METHODS
@@ -36,10 +36,8 @@ Options = TypeVar("Options")
 
 PLACED = {f.name for f in dataclasses.fields(LoadSettings)} - {"threads"}
 """Settings that are fixed once the models are open."""
-DRAFTING = NEEDS_DRAFT | DRAFTED
-"""Methods that draft with a model."""
-STORES = {"rest": "datastore", "adaptix": "trigrams"}
-"""Methods that draft from a store, and which one."""
+DRAFTING = NEEDS_DRAFT | DRAFTED  # methods that draft with a model
+STORES = {"rest": "datastore", "adaptix": "trigrams"}  # methods that draft from a store, and which one
 
 
 def check_methods(
@@ -51,8 +49,7 @@ def check_methods(
         choose("method", method, dict.fromkeys([*METHODS, *TRANSFORMERS_BASELINES]))
         if method in DRAFTING and not has_draft:
             raise UserError(f"{method} drafts with a model; give one with --draft (a folder or hub name)")
-        store = STORES.get(method)
-        if store and not (has_corpus or settings.datastore or getattr(settings, store)):
+        if (store := STORES.get(method)) and not (has_corpus or settings.datastore or getattr(settings, store)):
             raise UserError(
                 f"{method} drafts from a {store} folder; build one with python -m decode {store} build and give it "
                 f"with --{store} DIR"
@@ -62,10 +59,7 @@ def check_methods(
 def use_chat(settings: ChatSettings, tokenizer: PreTrainedTokenizerBase, *, tell: bool = False) -> bool:
     """Whether prompts are put into the chat template: by the settings, else if the tokenizer has one.
 
-    Args:
-        settings: of the command.
-        tokenizer: of the target.
-        tell: print a notice where the template is used by default.
+    With `tell` a notice is printed where the template is used by default.
 
     Raises:
         UserError: the template is missing, or does not take a system message that is given.
@@ -123,7 +117,7 @@ def open_pair(settings: LoadSettings, draft: str | None = None) -> Pair:
     return load(str(settings.target), draft, **{name: getattr(settings, name) for name in PLACED - {"target"}})
 
 
-def api_settings(settings_class: type[Settings], pair: Pair, options: dict[str, Any], **given: Any) -> Settings:
+def api_settings(settings_class: type[Settings], pair: Pair, options: Fields, **given: Any) -> Settings:
     """Settings of a command for models that are open already: `options` of the user, and those that are `given`.
 
     Raises:

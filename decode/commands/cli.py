@@ -16,14 +16,14 @@ import signal
 import sys
 import tempfile
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jsonargparse
 import yaml
 
-from decode.errors import UserError
+from decode.errors import Fields, UserError
 
 Settings = TypeVar("Settings")
 
@@ -108,7 +108,7 @@ def config_paths(argv: Sequence[str]) -> list[Path]:
     return [Path(value) for name, value in itertools.pairwise(words) if name == "--config"]
 
 
-def read_config(paths: Sequence[Path]) -> dict[str, Any]:
+def read_config(paths: Sequence[Path]) -> Fields:
     """The content of configuration files and of those that they build on; later files override earlier ones.
 
     Raises:
@@ -117,7 +117,7 @@ def read_config(paths: Sequence[Path]) -> dict[str, Any]:
     return functools.reduce(merge, map(_read_file, paths), {})
 
 
-def _read_file(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+def _read_file(path: Path, above: tuple[Path, ...] = ()) -> Fields:
     if not path.is_file():
         raise UserError(f"{Path.cwd()} has no configuration file {str(path)!r}; the repository's configs/ has some")
     try:
@@ -135,7 +135,7 @@ def _read_file(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     return merge(_read_file(below, above), content)
 
 
-def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def merge(below: Fields, above: Fields) -> Fields:
     """Two configurations as one: sections are merged key by key; any other value of `above` wins, as does ``{}``."""
     both = {
         k: merge(below[k], v) if v and isinstance(v, dict) and isinstance(below.get(k), dict) else v
@@ -155,9 +155,9 @@ def _types(hint: Any) -> Iterator[Any]:
 
 
 @functools.cache
-def known_keys(settings_class: type, prefix: str = "") -> dict[str, Any]:
+def known_keys(settings_class: type, prefix: str = "") -> Fields:
     """Dotted names and types of all fields, those of sections and of lists of sections included."""
-    keys: dict[str, Any] = {}
+    keys = {}
     hints = typing.get_type_hints(settings_class)
     for name in (field.name for field in dataclasses.fields(settings_class) if field.init):
         keys[prefix + name] = hints[name]
@@ -167,7 +167,7 @@ def known_keys(settings_class: type, prefix: str = "") -> dict[str, Any]:
     return keys
 
 
-def _check_keys(content: Mapping[str, Any], known: Mapping[str, Any], prefix: str, source: str) -> None:
+def _check_keys(content: Fields, known: Fields, prefix: str, source: str) -> None:
     """Refuse the first key of nested mappings that is not known, and a value in place of a section."""
     for key, value in content.items():
         name = f"{prefix}{key}"
@@ -187,7 +187,7 @@ def _nearest(key: str, known: Collection[str]) -> str:
     return f"the nearest known key is '{close[0]}'" if close else f"known keys are {', '.join(list(known)[:40])}"
 
 
-def _read_options(known: Mapping[str, Any], argv: Sequence[str], prog: str) -> dict[str, Any]:
+def _read_options(known: Fields, argv: Sequence[str], prog: str) -> Fields:
     """The options but ``--config`` as a nested mapping of texts and lists of texts."""
     groups: list[tuple[str, list[str]]] = []  # options with their values
     for word in argv:
@@ -256,8 +256,7 @@ def run_main(function: Callable[[], object]) -> int:
         _close_stdout()
         return 0
     except Exception as error:
-        reason = writing_error(error)
-        if reason is None:
+        if not (reason := writing_error(error)):
             raise
         try:
             sys.stdout.flush()

@@ -6,6 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,11 +25,12 @@ from decode.commands.checks import (
     use_chat,
 )
 from decode.commands.settings import GenerateSettings, required
+from decode.core.draft import Ids
 from decode.core.loop import Method, Text
 from decode.core.loop import run as decode_rounds
 from decode.core.round import FORMULAS, metrics
 from decode.core.sampling import TorchRng
-from decode.errors import UserError
+from decode.errors import Fields, UserError
 from decode.measure import machine
 from decode.measure.statistics import plain
 from decode.methods import METHODS, PRICED, MethodInputs, build, exported_length, is_lossless
@@ -36,22 +38,33 @@ from decode.models.open import Pair, described, placement, stop_ids
 from decode.models.tokens import Detokenizer, StopStrings, chat_ids, marked, prompt_ids, user_says
 from decode.options import MethodOptions
 
-Pieces = list[dict[str, str]]
-"""Tokens as marked text (`decode.models.tokens.marked`)."""
+Pieces = list[dict[str, str]]  # tokens as marked text (`decode.models.tokens.marked`)
 
 
 @dataclass
 class Generation:
     """A text with the record of its decoding."""
 
-    prompt: list[int]  # token ids
+    prompt: Ids  # token ids
     method: str
     lossless: bool  # whether the output distribution is the target's
     seed: int
     decoded: Text = field(repr=False)  # its ``rounds`` are the trace
-    # the tokens of each round; iterating over them generates the text, once
-    pieces: Iterator[Pieces] = field(default_factory=lambda: iter(()), repr=False)
+    pair: Pair = field(repr=False)
+    system: Method = field(repr=False)
     tokens: Pieces = field(default_factory=list, repr=False)  # marked tokens so far
+
+    @cached_property
+    def pieces(self) -> Iterator[Pieces]:
+        """The tokens of each round; iterating over them generates the text, once."""
+        alone, detokenizer = METHODS[self.method][0] == "none", Detokenizer(self.pair.tokenizer)
+        for _, r in decode_rounds(self.pair.runner, self.system, [self.decoded]):
+            pieces = marked(detokenizer, r.new, r.written_by, r.rejected, alone)
+            self.tokens += pieces
+            yield pieces
+        if rest := detokenizer.finish():
+            self.tokens.append({"text": rest, "who": (self.tokens or [{"who": "target"}])[-1]["who"]})
+            yield self.tokens[-1:]
 
     @property
     def text(self) -> str:
@@ -59,7 +72,7 @@ class Generation:
         return written(self.tokens)
 
     @property
-    def ids(self) -> list[int]:
+    def ids(self) -> Ids:
         """The tokens generated so far."""
         return self.decoded.new_ids
 
@@ -69,13 +82,13 @@ class Generation:
         return self.decoded.finish or None
 
     @property
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> Fields:
         """Acceptance, accepted length and times; their formulas are in `decode.core.round.FORMULAS`."""
         seconds = {"prefill_seconds": self.decoded.prefill_seconds, "total_seconds": self.decoded.total_seconds}
         speed = len(self.ids) / (self.decoded.total_seconds or float("nan"))
-        return dict(plain(metrics([self.decoded.rounds]) | seconds | {"tokens_per_second": speed}))
+        return plain(metrics([self.decoded.rounds]) | seconds | {"tokens_per_second": speed})
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Fields:
         """The object that ``--json`` prints."""
         names = ("text", "ids", "method", "lossless", "seed", "finish_reason", "metrics", "tokens")
         return {"prompt_ids": self.prompt} | {name: getattr(self, name) for name in names}
@@ -172,9 +185,7 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
         pair.runner, system, warp, ids, max_new_tokens=settings.max_new_tokens, stop_ids=ends, stop_strings=strings,
         rng=TorchRng(seed, pair.runner.device),
     )  # fmt: skip
-    generation = Generation(ids, method, is_lossless(method, settings.rule), seed, text)
-    generation.pieces = _pieces(generation, pair, system)
-    return generation
+    return Generation(ids, method, is_lossless(method, settings.rule), seed, text, pair, system)
 
 
 def opened(settings: GenerateSettings, draft: str | None) -> Pair:
@@ -186,18 +197,6 @@ def opened(settings: GenerateSettings, draft: str | None) -> Pair:
     notices = f"{settings.target} {placement(pair.target)}", described(pair.target, warp)
     print("\n".join(filter(None, notices)), file=sys.stderr)
     return pair
-
-
-def _pieces(generation: Generation, pair: Pair, method: Method) -> Iterator[Pieces]:
-    """Generate the text and keep it in `generation`; yields the tokens of each round with those who wrote them."""
-    alone, detokenizer = METHODS[generation.method][0] == "none", Detokenizer(pair.tokenizer)
-    for _, r in decode_rounds(pair.runner, method, [generation.decoded]):
-        pieces = marked(detokenizer, r.new, r.written_by, r.rejected, alone)
-        generation.tokens += pieces
-        yield pieces
-    if rest := detokenizer.finish():
-        generation.tokens.append({"text": rest, "who": (generation.tokens or [{"who": "target"}])[-1]["who"]})
-        yield generation.tokens[-1:]
 
 
 def run(settings: GenerateSettings) -> None:

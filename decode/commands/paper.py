@@ -2,23 +2,21 @@
 
 import csv
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
 from decode.commands.settings import PaperSettings, bench_settings
-from decode.errors import UserError, choose, read_json
+from decode.errors import Fields, UserError, choose, read_json
 from decode.progress import output_console
 
-Row = dict[str, Any]
 PUBLISHED = {file.stem: file for file in sorted(Path(__file__).with_name("published").glob("*.csv"))}
 """One CSV a paper: setting, method (of `decode.methods.METHODS`, with options as in reports), columns of `measured`."""
 BASELINES = {"adasd": "vanilla", "adaspeed": "layerskip", "ears": "vanilla"}  # by which the column ``ratio`` divides
 
 
-def measured(row: Row, baseline: Row) -> dict[str, float | None]:
+def measured(row: Fields, baseline: Fields) -> dict[str, float | None]:
     """The published columns from a row of our report, and from that of the paper's baseline."""
-    speed, length, alpha = (row.get(key) for key in ("tokens_per_second", "accepted_length", "offline_alpha"))
+    speed, length, alpha = map(row.get, ("tokens_per_second", "accepted_length", "offline_alpha"))
     return {
         "tokens/s": speed,
         "ms/token": speed and 1000 / speed,
@@ -33,15 +31,15 @@ def measured(row: Row, baseline: Row) -> dict[str, float | None]:
     }
 
 
-def rows_of(report: Row) -> list[Row]:
+def rows_of(report: Fields) -> list[Fields]:
     """The methods of a benchmark's report, else the drafts of a training's, each at its fastest draft length."""
-    rows: list[Row] = report.get("methods", [])
+    rows = report.get("methods", [])
     decoded = {r["draft"]: r for r in sorted(report.get("decoding", []), key=lambda r: r["tokens_per_second"])}
     texts = {"suite": "texts of the target", "temperature": 1.0}
     return rows or [decoded.get(draft["name"], {}) | draft | texts for draft in report.get("drafts", [])]
 
 
-def table_of(paper: str, rows: list[Row]) -> Table:
+def table_of(paper: str, rows: list[Fields]) -> Table:
     """The paper's rows and ours, by method."""
     with PUBLISHED[paper].open(newline="", encoding="utf-8") as file:
         published = list(csv.DictReader(file))

@@ -12,7 +12,7 @@ from rich.console import Console
 from decode.commands.checks import api_settings, make_warp, open_pair, open_suites, picked, use_chat
 from decode.commands.settings import ProfileSettings, required
 from decode.core.round import FORMULAS
-from decode.errors import UserError, read_json, write_text
+from decode.errors import Fields, UserError, read_json, write_json
 from decode.measure import machine
 from decode.measure.acceptance import DEPTH, OfflineAlpha, offline_alphas
 from decode.measure.costs import SCHEDULE, Costs, best_length, break_even, forecast, speedups_by_length, verdict
@@ -34,29 +34,25 @@ class PairProfile:
 
     cost: Costs
     alpha: OfflineAlpha  # offline, over all positions of all texts
-    lengths: list[dict[str, Any]]  # predictions by draft length
+    lengths: list[Fields]  # predictions by draft length
     best: int  # the length with the largest predicted speedup; 0 if none gains
     verdict: str  # in a sentence
-    batches: dict[str, Any]  # `forecast` by batch size; empty if no batch sizes were asked for
+    batches: Fields  # `forecast` by batch size; empty if no batch sizes were asked for
     session: Session
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Fields:
         """The object that ``--json`` prints."""
         alpha = {"offline_alpha": self.alpha.mean, "offline_alpha_se": self.alpha.se}
         rest = {"draft_lengths": self.lengths, "best_draft_length": self.best, "verdict": self.verdict}
-        return dict(plain(self.cost.to_dict() | alpha | rest | {"machine": self.session.facts()} | self.batches))
+        return plain(self.cost.to_dict() | alpha | rest | {"machine": self.session.facts()} | self.batches)
 
 
 def profile_pair(
     settings: ProfileSettings, pair: Pair, suites: Sequence[Suite], allowed: int | None = None
 ) -> PairProfile:
-    """Measure costs and acceptance of a pair, and predict the speedup of every draft length.
+    """Measure costs and acceptance of a pair on the target's answers, and predict the speedup of every draft length.
 
-    Args:
-        settings: of the measurement.
-        pair: with a draft.
-        suites: prompts; acceptance is measured on the target's answers.
-        allowed: largest draft length by batch size; vLLM takes none above its ``num_speculative_tokens``.
+    `allowed` is the largest draft length by batch size: vLLM takes none above its ``num_speculative_tokens``.
 
     Raises:
         UserError: a pair without a draft, or a target that wrote nothing.
@@ -114,7 +110,7 @@ def run(settings: ProfileSettings) -> None:
     print(json.dumps(result.to_dict())) if settings.json else show(result)
     if result.batches and content:
         content |= plain(result.batches) | {"batch_size_conditions": result.session.facts()}
-        write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        write_json(path, content)
         print(f"wrote the draft lengths by batch size into {path}", file=sys.stderr)
     for name, note in result.session.notes.items():
         print(f"{name}: {note}", file=sys.stderr)

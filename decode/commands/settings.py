@@ -52,8 +52,8 @@ class MethodSettings(MethodOptions):
     stop_rule: StopName | None = None
     """Another stop rule than the method's own."""
     rule: RuleName | None = None
-    """Another acceptance rule than the method's own. All but exact are relaxed: the output is no longer distributed as
-    the target's, and drafts may not be trees."""
+    """Another acceptance rule than the method's own. All but exact and block-verification are relaxed: the output is no
+    longer distributed as the target's, and drafts may not be trees."""
     datastore: str | None = None
     """Folder made by `python -m decode datastore build`, for rest; hybrid copies from it too."""
     trigrams: str | None = None

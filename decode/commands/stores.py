@@ -11,6 +11,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from decode.commands.settings import StoreSettings, required
+from decode.core.draft import Ids
 from decode.drafters.adaptix import save_ngram_table
 from decode.drafters.corpus import join_documents, tokenizer_fingerprint
 from decode.drafters.rest import save_datastore
@@ -47,17 +48,10 @@ def read_texts(path: Path) -> Iterator[str]:
             yield block
 
 
-def read_corpus(
-    inputs: Sequence[str], tokenizer: PreTrainedTokenizerBase, texts: int, seed: int = 0
-) -> Iterator[list[int]]:
-    """Token ids of every document.
+def read_corpus(inputs: Sequence[str], tokenizer: PreTrainedTokenizerBase, texts: int, seed: int = 0) -> Iterator[Ids]:
+    """Token ids of every document of text or .jsonl files and of suites, by name or as files of other kinds.
 
-    Args:
-        inputs: text or .jsonl files; suites, by name or as files of other kinds, give prompt and answer of their
-            training split.
-        tokenizer: of the target.
-        texts: most texts of each suite.
-        seed: of the choice of texts.
+    Suites give prompt and answer of their training split, of at most `texts` rows that the seed chooses.
 
     Raises:
         UserError: an input is neither a file nor a suite.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+Ids = list[int]  # token ids
 
-def id_tensor(ids: Sequence[int]) -> Tensor:
+
+def id_tensor(ids: Ids) -> Tensor:
     """Token ids, long ``[n]``, in half of `torch.tensor`'s time."""
     return torch.from_numpy(np.asarray(ids, dtype=np.int64))
 
@@ -40,29 +42,22 @@ class Draft:
         return cls(tokens, list(range(-1, tokens.shape[0] - 1)), probs, logits, confidence or [])
 
     @classmethod
-    def tree(cls, tokens: Sequence[int], parents: Sequence[int]) -> Draft:
+    def tree(cls, tokens: Ids, parents: Sequence[int]) -> Draft:
         """A deterministic tree. Raises ValueError where a parent does not precede its child."""
         if len(tokens) != len(parents) or any(not -1 <= p < i for i, p in enumerate(parents)):
             raise ValueError(f"parents must precede their children, got {list(parents)}")
-        return cls(torch.tensor(list(tokens), dtype=torch.long), list(parents))
+        return cls(id_tensor(tokens), list(parents))
 
     @classmethod
     def empty(cls) -> Draft:
         """Nothing proposed: the round becomes a plain autoregressive step."""
         return cls(torch.empty(0, dtype=torch.long), [])
 
-    def with_branch(self, tokens: Sequence[int]) -> Draft:
+    def with_branch(self, tokens: Ids) -> Draft:
         """This deterministic tree and a chain below the pending token; what both hold is drafted once."""
-        parents, node = list(self.parents), -1
-        new: list[int] = []
-        for token in tokens:
-            below = self.children[node + 1].get(token) if not new else None
-            if below is None:
-                new.append(token)
-                parents.append(node)
-                below = len(parents) - 1
-            node = below
-        return Draft(torch.cat([self.tokens, self.tokens.new_tensor(new)]), parents) if new else self
+        tree = Trie(self)
+        tree.grow(tokens)
+        return tree.draft() if len(tree.tokens) > len(self) else self
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -73,7 +68,7 @@ class Draft:
         return self.parents == list(range(-1, len(self.parents) - 1))
 
     @cached_property
-    def ids(self) -> list[int]:
+    def ids(self) -> Ids:
         """The tokens on the host, fetched once."""
         return self.tokens.tolist()
 
@@ -105,7 +100,7 @@ class Draft:
             seen[i + 1] |= seen[p + 1]
         return torch.from_numpy(seen)
 
-    def prefixes(self, ids: list[int]) -> list[Tensor]:
+    def prefixes(self, ids: Ids) -> list[Tensor]:
         """The text before each row of the target: of the pending token `ids`, of a node also the path down to it."""
         texts = [id_tensor(ids)]
         for token, parent in zip(self.tokens.cpu().split(1), self.parents):
@@ -116,10 +111,11 @@ class Draft:
 class Trie:
     """A token tree under construction; node -1 is the pending token, siblings carry different tokens."""
 
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
+    def __init__(self, draft: Draft | None = None) -> None:
+        self.tokens, self.parents = (list(draft.ids), list(draft.parents)) if draft else ([], [])
         self._index: dict[tuple[int, int], int] = {}
+        for node, place in enumerate(zip(self.parents, self.tokens)):
+            self._index.setdefault(place, node)
 
     def add(self, parent: int, token: int) -> int:
         """The child of ``parent`` that carries ``token``, made if it is missing."""
@@ -128,6 +124,12 @@ class Trie:
             self.tokens.append(token)
             self.parents.append(parent)
         return node
+
+    def grow(self, tokens: Iterable[int]) -> None:
+        """Hold this chain below the pending token; what the tree holds already is held once."""
+        node = -1
+        for token in tokens:
+            node = self.add(node, token)
 
     def draft(self) -> Draft:
         """The deterministic draft of this tree."""

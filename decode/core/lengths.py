@@ -6,12 +6,12 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 
 from decode.core.round import Round
 from decode.core.stop import count
+from decode.errors import Fields
 
 EVERY = 16  # rounds between two choices of the draft length
 LOOK = 64  # every so many rounds with drafts the limit is larger than the chosen one
@@ -47,12 +47,12 @@ class RoundCosts:
         token = max(0.0, far - first) / (FAR - 1) / plain
         return token, max(0.0, first / plain - 1 - token)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Fields:
         """For JSON."""
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> RoundCosts:
+    def from_dict(cls, content: Fields) -> RoundCosts:
         """From `to_dict`, read from JSON, whose keys are strings."""
         return cls({int(size): {int(k): float(v) for k, v in row.items()} for size, row in content["seconds"].items()})
 
@@ -67,6 +67,7 @@ def between(values: Mapping[int, float], x: float) -> float:
     return max(0.0, values[low] + (values[high] - values[low]) * ((x - low) / (high - low)))
 
 
+@dataclass
 class DraftLengths:
     """Chooses the longest draft of each round; `chosen` is 0 where drafting does not pay.
 
@@ -74,8 +75,11 @@ class DraftLengths:
     are limited only where they do not pay as they are, which a first `EVERY` rounds show.
     """
 
-    def __init__(self, costs: RoundCosts, window: int, *, weighed: bool = False) -> None:
-        self.costs, self.window, self.weighed = costs, window, weighed
+    costs: RoundCosts
+    window: int
+    weighed: bool = False
+
+    def __post_init__(self) -> None:
         self._rounds_of: dict[int, np.ndarray] = {}  # seconds of rounds of 0, 1, … drafted tokens, by batch size
         self.reset()
 

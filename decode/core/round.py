@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.core.draft import Draft
+from decode.core.draft import Draft, Ids
 
 Values = Tensor | list[float]  # one number for each tested position
 
@@ -23,7 +23,7 @@ class Round:
     draft: Draft  # what was proposed, without its probabilities
     path: list[int]  # accepted nodes, root to leaf
     token: int  # the token after the path: a correction, or the bonus token
-    new: list[int]  # what the text grew by: the accepted tokens and this one, cut where the text ended
+    new: Ids  # what the text grew by: the accepted tokens and this one, cut where the text ended
     cut: bool = False  # the draft was shortened by the budget, the context or the text's end
     seconds: tuple[float, float] = (0.0, 0.0)  # drafting and verifying; of texts decoded together, an equal share
     together: tuple[int, ...] = ()  # drafted tokens of every text of the same forward, this one included
@@ -49,23 +49,24 @@ class Round:
 
     @property
     def tested(self) -> int:
-        """t = min(m + 1, k) on a chain; on a tree the depth reached, plus one if the node left had children."""
-        if self.draft.is_chain:
-            return min(self.accepted + 1, self.drafted)
-        last = self.path[-1] if self.path else -1
-        return self.accepted + (last in self.draft.parents)
+        """The depth reached, plus one if the node left had children; on a chain t = min(m + 1, k)."""
+        return self.accepted + (self.last in self.draft.parents)
 
     @property
-    def rejected_at_end(self) -> list[int]:
+    def last(self) -> int:
+        """The last accepted node; -1, the pending token, where there is none."""
+        return self.path[-1] if self.path else -1
+
+    @property
+    def rejected_at_end(self) -> Ids:
         """The drafted tokens that were proposed for the place of the last emitted token."""
-        last = self.path[-1] if self.path else -1
-        return [token for token, parent in zip(self.draft.ids, self.draft.parents) if parent == last]
+        return [token for token, parent in zip(self.draft.ids, self.draft.parents) if parent == self.last]
 
     @property
-    def rejected(self) -> list[list[int]]:
+    def rejected(self) -> list[Ids]:
         """For each token of `new` the drafted tokens that were rejected in its place."""
         at_end = self.rejected_at_end if len(self.new) == len(self.path) + 1 else []
-        return [[] for _ in self.new[:-1]] + [at_end] * bool(self.new)
+        return [*([] for _ in self.new[1:]), at_end]
 
     @property
     def written_by(self) -> list[str]:
@@ -74,22 +75,15 @@ class Round:
 
 
 def clustered_ratio(
-    sums: Sequence[float], counts: Sequence[float], clusters: Sequence[int] | None = None
+    sums: Sequence[float], counts: Sequence[float], clusters: Sequence[int] = ()
 ) -> tuple[float, float]:
     """Σsums / Σcounts over independent clusters (texts, or all texts of a prompt), and its linearised standard error.
 
     The positions of a text depend on each other, so a text is one observation; so do the texts of a prompt, so that a
-    repeat of a deterministic text adds nothing.
-
-    Args:
-        sums: sum of the averaged values of each part.
-        counts: number of positions of each part.
-        clusters: the cluster that each part belongs to; each is its own if not given.
-
-    Returns:
-        The mean and its standard error; NaN where nothing was counted, or for the error of fewer than two clusters.
+    repeat of a deterministic text adds nothing. Each part is its own cluster if none are given. The mean is NaN where
+    nothing was counted, its error that of fewer than two clusters.
     """
-    _, place = np.unique(range(len(sums)) if clusters is None else clusters, return_inverse=True)
+    _, place = np.unique(clusters or range(len(sums)), return_inverse=True)
     totals, counted = np.bincount(place, sums), np.bincount(place, counts)
     n, positions = np.count_nonzero(counted), counted.sum()
     if not positions:
@@ -100,14 +94,13 @@ def clustered_ratio(
     return mean, math.sqrt(n / (n - 1) * ((totals - mean * counted) ** 2).sum()) / float(positions)
 
 
-Texts = Sequence[Sequence[Round]]
-"""The rounds of each text."""
+Texts = Sequence[Sequence[Round]]  # the rounds of each text
 
 
-def _numbered(texts: Texts, clusters: Sequence[int] | None) -> list[tuple[int, Round]]:
+def _numbered(texts: Texts, clusters: Sequence[int]) -> list[tuple[int, Round]]:
     """Every round with the cluster of its text."""
-    numbers = range(len(texts)) if clusters is None else clusters
-    return [(cluster, r) for cluster, rounds in zip(numbers, texts, strict=True) for r in rounds]
+    numbered = zip(clusters or range(len(texts)), texts, strict=True)
+    return [(cluster, r) for cluster, rounds in numbered for r in rounds]
 
 
 def _mean(measured: Sequence[tuple[int, Values | None]]) -> tuple[float, float]:
@@ -121,13 +114,8 @@ def _mean(measured: Sequence[tuple[int, Values | None]]) -> tuple[float, float]:
     return clustered_ratio(sums, [part.numel() for _, part in parts], [cluster for cluster, _ in parts])
 
 
-def metrics(texts: Texts, clusters: Sequence[int] | None = None) -> dict[str, float]:
-    """The numbers of reports, by their defined names (the formulas stand in `FORMULAS`).
-
-    Args:
-        texts: the rounds of each text.
-        clusters: the unit of standard errors that each text belongs to; each is its own if not given.
-    """
+def metrics(texts: Texts, clusters: Sequence[int] = ()) -> dict[str, float]:
+    """The numbers of reports, by their defined names (see `FORMULAS`); clusters are the unit of standard errors."""
     rows = _numbered(texts, clusters)
     rounds = [r for _, r in rows]
     tokens = sum(len(r.new) for r in rounds)
@@ -152,7 +140,7 @@ def metrics(texts: Texts, clusters: Sequence[int] | None = None) -> dict[str, fl
     }
 
 
-def acceptance_by_position(texts: Texts, clusters: Sequence[int] | None = None) -> list[dict[str, float]]:
+def acceptance_by_position(texts: Texts, clusters: Sequence[int] = ()) -> list[dict[str, float]]:
     """Acceptance at each draft position i, over the rounds whose draft neither budget nor text's end cut short.
 
     ``marginal`` is the share of these rounds (those that drafted anything) that accept i tokens or more, so that
@@ -168,7 +156,7 @@ def acceptance_by_position(texts: Texts, clusters: Sequence[int] | None = None) 
     rows = []
     for i in range(max((depth for *_, depth in full), default=0)):
         tested = [(cluster, m > i) for cluster, m, depth in full if m >= i and depth > i]
-        row: dict[str, float] = {"position": i + 1, "rounds": len(full), "tested": len(tested)}
+        row = {"position": i + 1, "rounds": len(full), "tested": len(tested)}
         marginal = share("marginal", [(cluster, m > i) for cluster, m, _ in full])
         rows.append(row | share("conditional", tested) | marginal)
     return rows

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -49,22 +50,17 @@ class TargetAcceptance(Threshold):
     the threshold by at most (1 − β₂)·ε, 0.001 with the paper's constants.
     """
 
-    start: float = 0.6
+    value: float = 0.6
     alpha: float = 0.9
     step: float = 0.01
     beta1: float = 0.5
     beta2: float = 0.9
     keep_at: int | None = 12  # drafts of this length do not lower the threshold (Draft & Verify's code; not AdaSPEED)
-    value: float = field(init=False)
     rate: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.value = self.start
 
     def observe(self, round: Round) -> None:
         """Move towards the target acceptance."""
-        depth = round.depth
-        if not depth:
+        if not (depth := round.depth):
             return
         self.rate = self.beta1 * self.rate + (1 - self.beta1) * round.accepted / depth
         goal = self.value
@@ -96,14 +92,10 @@ class MeanOfRejected(Threshold):
 class Roc(Threshold):
     """Hugging Face's update: the threshold on the ROC curve that minimises fpr + 3·(1 − tpr) over the history."""
 
-    start: float = 0.4
+    value: float = 0.4
     limit: int = 4096  # tokens of the history
-    value: float = field(init=False)
     matches: list[int] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.value = self.start
 
     def observe(self, round: Round) -> None:
         """Add the accepted tokens and the first rejected one; refit once both kinds have been seen."""
@@ -178,7 +170,7 @@ class DraftedToken:
     """A drafted token as stop rules see it."""
 
     probs: Tensor  # warped probabilities ``[vocab]`` that the token is drawn from
-    token: Tensor | None  # token id (0-d long), None before it is drawn
+    token: Any  # token id (0-d long), None before it is drawn
     logits: Tensor  # unwarped logits ``[vocab]``
     hidden: Tensor  # hidden state ``[width]`` that the logits are computed from
     greedy: bool = False  # `probs` is one-hot and carries no confidence
@@ -195,13 +187,11 @@ def probability(log_odds: float) -> float:
 
 def token_probability(drafted: DraftedToken) -> float:
     """q(x) of the drafted token, unwarped (Draft & Verify, AdaSPEED)."""
-    assert drafted.token is not None
     return drafted.logits.float().softmax(-1)[drafted.token].item()
 
 
 def warped_token_probability(drafted: DraftedToken) -> float:
     """q(x) after warping (Hugging Face); unwarped in greedy decoding."""
-    assert drafted.token is not None
     return token_probability(drafted) if drafted.greedy else drafted.probs[drafted.token].item()
 
 
@@ -261,7 +251,8 @@ class Watch:
 
     def _below(self, drafted: DraftedToken) -> bool:
         rule = self.rule
-        assert rule.confidence is not None
+        if rule.confidence is None:
+            return False
         value = rule.confidence(drafted)
         if math.isnan(value):
             raise UserError("the draft's logits are NaN; check its weights, or load it in bfloat16 or float32")
@@ -274,8 +265,8 @@ class Watch:
 
     def before(self, drafted: DraftedToken) -> bool:
         """Whether to stop before drawing from ``drafted.probs``."""
-        return self.rule.confidence is not None and self.rule.refuse and self._below(drafted)
+        return self.rule.refuse and self._below(drafted)
 
     def after(self, drafted: DraftedToken) -> bool:
         """Whether to stop after ``drafted.token``, which stays in the draft."""
-        return self.rule.confidence is not None and not self.rule.refuse and self._below(drafted)
+        return not self.rule.refuse and self._below(drafted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -12,7 +12,7 @@ from random import Random
 
 import numpy as np
 
-from decode.core.draft import Draft, Trie
+from decode.core.draft import Draft, Ids, Trie
 from decode.drafters.base import Drafter, DraftRequest, Prompt
 from decode.drafters.corpus import map_arrays, save_arrays
 from decode.errors import UserError
@@ -21,6 +21,8 @@ KIND = "n-gram table"
 FILE = "ngrams-3.safetensors"
 SUCCESSORS = 12
 BITS = 21  # of a token, so that a trigram is one 64-bit key
+Weighted = tuple[Ids, list[float]]  # tokens that follow a context, and their weights
+Successors = Callable[[int], Weighted]
 MASK = (1 << 2 * BITS) - 1  # of a context, two tokens
 
 
@@ -61,11 +63,8 @@ class NgramTable:
     """A memory-mapped table of trigrams.
 
     A context is one integer, the last two tokens packed in `BITS` bits each; appending a token is
-    ``((context << BITS) | token) & MASK``.
-
-    Attributes:
-        successors: of a packed context the tokens that follow it, most frequent first, and their probabilities, whose
-            sum may be below 1.
+    ``((context << BITS) | token) & MASK``. Its `successors` are the tokens that follow it, most frequent first, and
+    their probabilities, whose sum may be below 1.
 
     Raises:
         UserError: the table is missing, truncated, or of another tokenizer.
@@ -76,7 +75,7 @@ class NgramTable:
         contexts, offsets = arrays["contexts"].data, arrays["offsets"].data
         tokens, probabilities = arrays["tokens"].data, arrays["probabilities"].data
 
-        def successors(context: int) -> tuple[list[int], list[float]]:
+        def successors(context: int) -> Weighted:
             at = bisect_left(contexts, context)
             if at == len(contexts) or contexts[at] != context:
                 return [], []
@@ -86,14 +85,12 @@ class NgramTable:
         self.successors: Successors = lru_cache(maxsize=1 << 16)(successors)
 
 
-def packed(ids: Sequence[int]) -> int | None:
+def packed(ids: Ids) -> int | None:
     """The context of the last two tokens; None where there are too few, or an id is out of range."""
     if len(ids) < 2 or max(ids[-2:]) >> BITS:
         return None
     return ids[-2] << BITS | ids[-1]
 
-
-Successors = Callable[[int], tuple[list[int], list[float]]]
 
 C1, C2 = 32.0, 8.0
 
@@ -106,14 +103,7 @@ def search(
     An iteration walks down by PUCT, Q + (C1 + ln((N + C2 + 1) / C2)) · P · √N / (1 + n), an unvisited child
     first; expands the node it ends at, steps into its heaviest child, goes on to ``depth`` by sampling
     successors, and backs the path's score 1 + Σ w up. (Eq. 8 has Σ ln w; the published code looks each w up one token
-    early, so its score hardly varies.)
-
-    Args:
-        root: the packed context.
-        successors: tokens and weights that follow a packed context.
-        iterations: number of searches.
-        depth: deepest node.
-        random: for the samples.
+    early, so its score hardly varies.) The root is a packed context.
 
     Returns:
         Token, parent, visits and packed context of each node. Node 0 is the root, and a node comes after its parent.
@@ -185,7 +175,7 @@ def search(
     return token, parent, visits, context
 
 
-Learned = dict[int, tuple[list[int], list[float]]]  # by packed context: tokens that follow it, and their weights
+Learned = dict[int, Weighted]  # by packed context: tokens that follow it, and their weights
 
 
 @dataclass
@@ -235,7 +225,7 @@ class TrigramDrafter(Drafter):
             return Draft.empty()
         learned, shared, known = state.learned, state.shared, self.table.successors
 
-        def after(context: int) -> tuple[list[int], list[float]]:
+        def after(context: int) -> Weighted:
             return learned.get(context) or shared.get(context) or known(context)
 
         levels = min(self.depth, most)
@@ -253,7 +243,7 @@ class TrigramDrafter(Drafter):
                 tree.add(place[i], tokens[weights.index(max(weights))])
         return tree.draft()
 
-    def learn(self, state: Memory, ids: list[int]) -> None:
+    def learn(self, state: Memory, ids: Ids) -> None:
         """Raise the weight of each trigram among the last ``recent`` tokens."""
         learned, window = state.learned, ids[-self.recent :]
         for end in range(2, len(window)) if self.gain else ():

@@ -8,18 +8,18 @@ from typing import Any
 
 from torch import Tensor
 
-from decode.core.draft import Draft
+from decode.core.draft import Draft, Ids
 from decode.core.round import Round
 from decode.core.sampling import Rng
 from decode.core.stop import StopRule
-from decode.models.api import Out
+from decode.models.api import Capture, Out
 
 
 @dataclass
 class Prompt:
     """A sequence that begins, as a drafter sees it."""
 
-    ids: list[int]  # the last one is pending, chosen but not yet read by the target
+    ids: Ids  # the last one is pending, chosen but not yet read by the target
     cache: Any = None  # the target's cache of the sequence
     captured: Tensor | None = None  # `Drafter.capture` states of all tokens that the target has read
     stop_ids: Collection[int] = ()  # tokens that end the text
@@ -32,7 +32,7 @@ class DraftRequest:
     """What a drafter needs to propose a draft for one sequence."""
 
     state: Any  # what the drafter remembers of the sequence
-    ids: list[int]  # the sequence; its last token is pending
+    ids: Ids  # the sequence; its last token is pending
     stop: StopRule  # asked after each drafted token whether to go on
     max_depth: int  # the deepest node allowed: the tokens that the text may still grow by, less one
     rng: Rng  # source of every random choice
@@ -45,7 +45,7 @@ class Drafter:
     A drafter has to define `draft`, or `propose` where sequences are drafted for together.
     """
 
-    capture: tuple[int, ...] = ()
+    capture: Capture = ()
     """Hidden states of the target that the drafter reads; see `Model.forward`."""
     cache_bytes_per_token: int = 0
     """Bytes that a token of a sequence takes in caches of the drafter."""
@@ -61,7 +61,7 @@ class Drafter:
         """A draft for each of several sequences."""
         return [self.draft(request) for request in requests]
 
-    def update(self, state: Any, ids: list[int], round: Round, out: Out) -> None:
+    def update(self, state: Any, ids: Ids, round: Round, out: Out) -> None:
         """Learn from a verified round, after which the text is `ids`; its last token is pending.
 
         `out` is the target's, row 0 after the token that was pending and row i + 1 after node i of the draft.

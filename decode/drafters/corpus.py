@@ -4,14 +4,13 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
-from decode.errors import UserError, write_safely
+from decode.errors import Fields, UserError, write_safely
 
 FORMAT = "2"
 
@@ -59,9 +58,7 @@ def save_arrays(path: Path, arrays: dict[str, np.ndarray], *, kind: str, fingerp
     write_safely(path, lambda file: save_file(arrays, file, metadata={"manifest": manifest}))
 
 
-def map_arrays(
-    path: Path, *, kind: str, fingerprint: str, command: str
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def map_arrays(path: Path, *, kind: str, fingerprint: str, command: str) -> tuple[Fields, dict[str, np.ndarray]]:
     """The manifest and the memory-mapped arrays of a file that `save_arrays` wrote, as `command` does.
 
     Raises:

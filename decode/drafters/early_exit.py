@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from decode.core.draft import Ids
 from decode.core.round import Round
 from decode.core.sampling import LogitsWarper
 from decode.drafters.base import Prompt
@@ -37,7 +38,7 @@ class EarlyExitDrafter(ModelDrafter):
         """See `ModelDrafter.read`."""
         return self.runner.forward(list(map(Read, caches, feeds)), last=1, exit_layer=self.exit_layer)
 
-    def update(self, state: ModelState, ids: list[int], round: Round, out: Out) -> None:
+    def update(self, state: ModelState, ids: Ids, round: Round, out: Out) -> None:
         """The target has dropped what was rejected for both."""
 
     def close(self, state: ModelState) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from decode.core.draft import Draft
+from decode.core.draft import Draft, Ids
 from decode.core.round import Round
 from decode.drafters.base import Drafter, DraftRequest, Prompt
 from decode.drafters.lookup import SuffixIndex, commonest, copy_from
@@ -28,26 +28,23 @@ class HybridState:
     index: SuffixIndex
 
 
+@dataclass
 class HybridDrafter(Drafter):
     """The continuation of the longest matching end of the text, of at least `match` tokens; else the head's draft.
 
     Where the head drafts nothing, because its stop rule refuses or its context is full, a shorter match serves. What
     is copied depends on the text alone, so a copy is a deterministic draft and as lossless as prompt lookup's; whether
     the head is asked depends on the text alone too.
-
-    Attributes:
-        head: the draft model or feature head.
-        store: a corpus, such as the target's own answers; None looks in the text only.
-        match: tokens that have to match for a copy to be preferred to the head's draft.
-        length: most tokens copied; twice as many as matched at most.
-        branch: most tokens copied after a shorter match, as a branch of the head's tree; 0 where it drafts chains.
     """
 
-    def __init__(
-        self, head: ModelDrafter, store: Datastore | None = None, *, match: int = 4, length: int = 10, branch: int = 0
-    ) -> None:
-        self.head, self.store, self.match, self.length, self.branch = head, store, match, length, branch
-        self.capture, self.cache_bytes_per_token = head.capture, head.cache_bytes_per_token
+    head: ModelDrafter  # the draft model or feature head
+    store: Datastore | None = None  # a corpus, such as the target's own answers; None looks in the text only
+    match: int = 4  # tokens that have to match for a copy to be preferred to the head's draft
+    length: int = 10  # most tokens copied; twice as many as matched at most
+    branch: int = 0  # most tokens copied after a shorter match, as a branch of the head's tree; 0: of a chain
+
+    def __post_init__(self) -> None:
+        self.capture, self.cache_bytes_per_token = self.head.capture, self.head.cache_bytes_per_token
 
     def start(self, prompt: Prompt) -> HybridState:
         """Index the text, and let the head read it."""
@@ -55,11 +52,11 @@ class HybridDrafter(Drafter):
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """A copy or the head's draft; the heads that are asked draft together, and the stop rule's window is theirs."""
-        matches = [self._match(request) for request in requests]
+        matches = list(map(self._match, requests))
         drafts = [Draft.empty()] * len(requests)
-        for i, (in_text, after, in_store) in enumerate(matches):
+        for i, (in_text, _, in_store) in enumerate(matches):
             if max(in_text, in_store) >= self.match:
-                drafts[i] = drafts[i].with_branch(self._copy(requests[i], self.length, in_text, after, in_store))
+                drafts[i] = drafts[i].with_branch(self._copy(requests[i], self.length, *matches[i]))
         heads = [i for i, request in enumerate(requests) if request.max_depth > 0 and not len(drafts[i])]
         asked = [replace(requests[i], state=requests[i].state.head) for i in heads]
         for i, draft in zip(heads, self.head.propose(asked) if asked else ()):
@@ -73,7 +70,7 @@ class HybridDrafter(Drafter):
         in_store = self.store.longest(ids, longest, SHORTEST)[0] if self.store is not None else 0
         return *request.state.index.latest(ids, longest), in_store
 
-    def _copy(self, request: DraftRequest, most: int, in_text: int, after: int, in_store: int) -> list[int]:
+    def _copy(self, request: DraftRequest, most: int, in_text: int, after: int, in_store: int) -> Ids:
         """The continuation of the longer match; from the corpus, the most frequent one that `SUPPORT` holds for."""
         matched = max(in_text, in_store)
         count = min(most, request.max_depth, 2 * matched)
@@ -86,7 +83,7 @@ class HybridDrafter(Drafter):
         )
         return commonest(rows.tolist(), SUPPORT)[0]
 
-    def update(self, state: HybridState, ids: list[int], round: Round, out: Out) -> None:
+    def update(self, state: HybridState, ids: Ids, round: Round, out: Out) -> None:
         """The head learns from copies too: it drafts on from their features."""
         self.head.update(state.head, ids, round, out)
 

@@ -10,7 +10,7 @@ exact verification may accept any part of it.
 from dataclasses import dataclass, field
 from random import Random
 
-from decode.core.draft import Draft, Trie
+from decode.core.draft import Draft, Ids, Trie
 from decode.core.round import Round
 from decode.drafters.base import Drafter, DraftRequest, Prompt
 from decode.models.api import Out
@@ -20,7 +20,7 @@ from decode.models.api import Out
 class LookaheadState:
     """The window and the pool of a sequence."""
 
-    levels: list[list[int]] = field(default_factory=list)
+    levels: list[Ids] = field(default_factory=list)
     pool: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
     bottom: list[int | None] = field(default_factory=list)  # nodes of the window's last level; None where it was cut
     pending: int = -1
@@ -58,12 +58,10 @@ class LookaheadDrafter(Drafter):
                 nodes[column] = add(nodes[column], token, column + level)
         state.bottom = nodes
         for gram in reversed(state.pool.get(state.pending, [])):
-            node = -1
-            for token in gram[:depth]:
-                node = tree.add(node, token)
+            tree.grow(gram[:depth])
         return tree.draft()
 
-    def update(self, state: LookaheadState, ids: list[int], round: Round, out: Out) -> None:
+    def update(self, state: LookaheadState, ids: Ids, round: Round, out: Out) -> None:
         """Read the target's answers after the window, pool finished n-grams and move the window on.
 
         A window that `max_depth` has cut stays as it is: the text is about to end.
@@ -71,7 +69,7 @@ class LookaheadDrafter(Drafter):
         bottom = [node for node in state.bottom if node is not None]
         if not bottom or len(bottom) < len(state.bottom):
             return
-        answers: list[int] = out.logits[[node + 1 for node in bottom]].argmax(-1).tolist()
+        answers = out.logits[[node + 1 for node in bottom]].argmax(-1).tolist()
         levels = [*state.levels, answers]
         if len(state.levels) < self.level - 1:  # still filling: every level loses the column that the text has passed
             state.levels = [row[1:] for row in levels]

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from decode.core.draft import Draft
+from decode.core.draft import Draft, Ids
 from decode.core.round import Round
 from decode.drafters.base import Drafter, DraftRequest, Prompt
 from decode.models.api import Out
@@ -21,10 +21,10 @@ class SuffixIndex:
     """Tokens, and for each n-gram of them the positions after its occurrences."""
 
     ngram: int = 1  # shortest match
-    tokens: list[int] = field(default_factory=list)
+    tokens: Ids = field(default_factory=list)
     _after: dict[tuple[int, ...], list[int]] = field(default_factory=dict, init=False, repr=False)
 
-    def extend(self, tokens: Sequence[int]) -> None:
+    def extend(self, tokens: Ids) -> None:
         """Add tokens at the end; of an index of several texts, a text and `END`."""
         known = self.tokens
         first, n = max(self.ngram, len(known)), self.ngram
@@ -32,16 +32,11 @@ class SuffixIndex:
         for at in range(first, len(known)):
             self._after.setdefault(tuple(known[at - n : at]), []).append(at)
 
-    def matches(self, ids: Sequence[int], longest: int, newest: int = 0) -> Iterator[tuple[int, list[int]]]:
+    def matches(self, ids: Ids, longest: int, newest: int = 0) -> Iterator[tuple[int, list[int]]]:
         """What the end of a text matches here, shorter matches first; of those at the same places only the longest.
 
-        Args:
-            ids: the text.
-            longest: most tokens that are compared.
-            newest: most places that are looked at, the last ones; 0: all.
-
-        Yields:
-            How many tokens match, and the positions after them in ascending order.
+        At most so many tokens are compared, at the `newest` places (0: all). Yields how many tokens match, and the
+        positions after them in ascending order.
         """
         known, end, matched = self.tokens, ids[-longest:], self.ngram
         places = self._after.get(tuple(end[-matched:]), [])[-newest:]
@@ -52,14 +47,14 @@ class SuffixIndex:
                 yield matched, places
             matched, places = matched + 1, longer
 
-    def latest(self, ids: list[int], longest: int) -> tuple[int, int]:
+    def latest(self, ids: Ids, longest: int) -> tuple[int, int]:
         """Tokens at the end of a growing text that stand in it earlier too (0: none), and the last place after them."""
         self.extend(ids[len(self.tokens) :])
         matched, places = [(0, [0]), *self.matches(ids, longest)][-1]
         return matched, places[-1]
 
 
-def copy_from(ids: list[int], after: int, count: int) -> list[int]:
+def copy_from(ids: Ids, after: int, count: int) -> Ids:
     """The `count` tokens from a position on; a copy that reaches the end of the text goes on with itself."""
     copied = ids[after : after + count]
     period = len(ids) - after
@@ -69,16 +64,12 @@ def copy_from(ids: list[int], after: int, count: int) -> list[int]:
 
 
 def commonest(rows: Sequence[Sequence[int]], least: float) -> tuple[list[int], float]:
-    """Follow the commonest token of each column, among the rows that agree so far.
+    """Follow the commonest token of each column, among the rows that agree so far; of equals that of the first row.
 
-    Args:
-        rows: continuations, ended early by `END`; of equally common tokens that of the first row is taken.
-        least: share of all rows that has to begin with the result: the product of the frequencies of its tokens.
-
-    Returns:
-        The tokens, and the sum of their products, an estimate of how many of them are accepted.
+    A share of at least `least` of all rows, which `END` may end early, begins with the result: the product of the
+    frequencies of its tokens. The sum of these products, which is returned too, estimates how many are accepted.
     """
-    total, chain, score = len(rows), list[int](), 0.0
+    total, chain, score = len(rows), Ids(), 0.0
     while True:
         depth = len(chain)
         counts = Counter(row[depth] for row in rows if len(row) > depth and row[depth] != END)
@@ -134,10 +125,12 @@ class SuffixDrafter(Drafter):
     def draft(self, request: DraftRequest) -> Draft:
         """A chain of at most `max_depth` tokens and the stop rule's window; empty where nothing matches."""
         index, most = request.state[0], min(request.max_depth, request.stop.window)
-        matches = [(n, places, index.tokens) for n, places in index.matches(request.ids, self.longest)]
-        earlier = self.earlier.matches(request.ids, self.longest, self.newest)
-        matches += [(n, places, self.earlier.tokens) for n, places in earlier]
-        chain, score = list[int](), 0.0
+        matches = [
+            (n, places, known.tokens)
+            for known, newest in ((index, 0), (self.earlier, self.newest))
+            for n, places in known.matches(request.ids, self.longest, newest)
+        ]
+        chain, score = [], 0.0
         for n, places, tokens in sorted(matches, key=lambda match: -match[0]):
             length = min(most, int(self.factor * n))
             if length <= score:  # a token counts one at most
@@ -148,7 +141,7 @@ class SuffixDrafter(Drafter):
                 chain, score = new, expected
         return Draft.empty().with_branch(chain)
 
-    def update(self, state: tuple[SuffixIndex, bool], ids: list[int], round: Round, out: Out) -> None:
+    def update(self, state: tuple[SuffixIndex, bool], ids: Ids, round: Round, out: Out) -> None:
         """Index what the round added to the text."""
         state[0].extend(ids[len(state[0].tokens) :])
 

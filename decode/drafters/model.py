@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.core.draft import Draft, id_tensor
+from decode.core.draft import Draft, Ids, id_tensor
 from decode.core.round import Round
 from decode.core.sampling import LogitsWarper, argmax
 from decode.core.stop import DraftedToken
@@ -35,19 +35,14 @@ class ModelDrafter(Drafter):
 
     A drafted token that ends the text is kept and ends the draft.
 
-    Attributes:
-        runner: the draft model.
-        warp: the same object that warps the target.
-        vocab: the target's vocabulary size. Padded vocabularies of one family differ after the ids they share: a
-            longer draft row is cut, a shorter one filled with probability 0, which the residual makes up for.
-        sample: draw tokens; else the likeliest are drafted, as they are in greedy decoding.
+    Padded vocabularies of one family differ after the ids they share: a draft row that is longer than the target's
+    vocabulary is cut, a shorter one filled with probability 0, which the residual makes up for.
     """
 
-    sample = True
+    sample = True  # draw tokens; else the likeliest are drafted, as they are in greedy decoding
 
     def __init__(self, runner: Model, warp: LogitsWarper, vocab: int) -> None:
         self.runner, self.warp, self.vocab = runner, warp, vocab
-        self.padded = vocab != runner.vocab_size
         self.cache_bytes_per_token = runner.cache_bytes_per_token
 
     def start(self, prompt: Prompt) -> ModelState:
@@ -57,7 +52,7 @@ class ModelDrafter(Drafter):
             read_prompt(self.runner, state.cache, self.ids(prompt.ids[:-1]))
         return state
 
-    def room(self, state: ModelState, ids: list[int]) -> int:
+    def room(self, state: ModelState, ids: Ids) -> int:
         """How many tokens may be drafted after a text."""
         return self.runner.remaining(ids)
 
@@ -71,7 +66,7 @@ class ModelDrafter(Drafter):
         drafting = [self.drafting(request) for request in requests]
         results: dict[int, Any] = dict.fromkeys(range(len(requests)))
         while results:
-            feeds: dict[int, Any] = {}
+            feeds = {}
             for i, result in results.items():
                 try:
                     feeds[i] = drafting[i].send(result)
@@ -94,11 +89,11 @@ class ModelDrafter(Drafter):
         plain = certain and not (watch or prefixed or request.keep_logits)
         # what follows the end of the text is never used; where nobody waits for the token anyway, looking is free
         looks = bool(state.stop_ids) and (watch is not None or self.runner.device.type == "cpu")
-        tokens, probs, logits = list[Tensor](), list[Tensor](), list[Tensor]()
+        tokens, probs, logits = list[Tensor](), [], []
         feed = self.unread(request) if limit > 0 else None
         for _ in range(limit):
             out = yield feed
-            row = in_target(out.logits, None, self.vocab) if self.padded else out.logits
+            row = in_target(out.logits, None, self.vocab)
             if plain:
                 feed = argmax(row)
             else:
@@ -126,7 +121,7 @@ class ModelDrafter(Drafter):
         drawn, raw = (torch.cat(rows) if rows else None for rows in (probs, logits))
         return Draft.chain(torch.cat(tokens), drawn, raw, watch.seen if watch else None)
 
-    def ids(self, ids: list[int]) -> list[int]:
+    def ids(self, ids: Ids) -> Ids:
         """Ids as the draft reads them; one that only the target knows is read as the draft's last."""
         last = self.runner.vocab_size - 1
         return [min(i, last) for i in ids] if self.vocab > self.runner.vocab_size else ids
@@ -138,7 +133,7 @@ class ModelDrafter(Drafter):
             read_prompt(self.runner, cache, self.ids(ids[cache.length : -1]))
         return id_tensor(self.ids(ids[cache.length :])).to(self.runner.device)
 
-    def update(self, state: ModelState, ids: list[int], round: Round, out: Out) -> None:
+    def update(self, state: ModelState, ids: Ids, round: Round, out: Out) -> None:
         """Drop what was rejected; an unread tail is fed by the next proposal."""
         state.cache.truncate(len(ids) - 1)
 
@@ -167,18 +162,18 @@ class HeadDrafter(ModelDrafter):
                 self._read_text(state, prompt.ids)
         return state
 
-    def _queue(self, state: ModelState, ids: list[int], features: Tensor) -> None:
+    def _queue(self, state: ModelState, ids: Ids, features: Tensor) -> None:
         """Queue the target's features of a text's last tokens; in a full context none is ever read again."""
         if self.runner.remaining(ids) > 0:
             state.cache.settle(features)
         else:
             state.cache.truncate(0)
 
-    def _read_text(self, state: ModelState, ids: list[int]) -> None:
+    def _read_text(self, state: ModelState, ids: Ids) -> None:
         """Read a text but for its pending token."""
         read_prompt(self.runner, state.cache, self.ids(ids[:-1]))
 
-    def update(self, state: ModelState, ids: list[int], round: Round, out: Out) -> None:
+    def update(self, state: ModelState, ids: Ids, round: Round, out: Out) -> None:
         """Queue the target's features of the token that was pending and of the accepted ones."""
         assert out.captured is not None
         rows = torch.tensor([0, *(node + 1 for node in round.path)], device=out.captured.device)
@@ -191,6 +186,6 @@ class FeatureDrafter(HeadDrafter):
     After every round the pairs that were drafted from the head's own states are replaced by pairs with the target's.
     """
 
-    def room(self, state: ModelState, ids: list[int]) -> int:
+    def room(self, state: ModelState, ids: Ids) -> int:
         """See `ModelDrafter.room`; a text of one token has no feature yet."""
         return super().room(state, ids) if len(state.cache.unread) else 0

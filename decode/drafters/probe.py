@@ -8,7 +8,7 @@ that were fastest.
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from decode.core.stop import DraftedToken, probability
 from decode.core.verify import LN2, entropy, pick
-from decode.errors import UserError, write_safely, write_text
+from decode.errors import Fields, UserError, write_json, write_safely
 
 KINDS = ("probe", "confidence-probe")
 """`probe` sees the hidden state alone (AdaSPEED); `confidence-probe` also the exit's `confidence_features`."""
@@ -54,7 +54,7 @@ class AcceptanceProbe:
     extra: Tensor  # u ``[3]`` of a confidence probe, else empty
     bias: float  # b
     temperature: float = 1.0  # T, from calibration on held-out prompts
-    metrics: dict[str, Any] = field(default_factory=dict)  # its judgement on test prompts
+    metrics: Fields = field(default_factory=dict)  # its judgement on test prompts
 
     def logit(self, hidden: Tensor, features: Tensor | None = None) -> Tensor:
         """Log-odds ``[n]`` for states ``[n, width]`` and, for a confidence probe, features ``[n, 3]``."""
@@ -66,7 +66,6 @@ class AcceptanceProbe:
 
     def __call__(self, drafted: DraftedToken) -> float:
         """Confidence of a drafted token, for `decode.core.stop.StopRule`."""
-        assert drafted.token is not None
         self.weight = self.weight.to(drafted.hidden.device)  # itself after the first time
         z = torch.dot(drafted.hidden.float(), self.weight).item() + self.bias
         if len(self.extra):
@@ -79,13 +78,16 @@ class AcceptanceProbe:
         return probability(z / self.temperature)
 
 
-def weight_sample(model: PreTrainedModel) -> dict[str, Any]:
-    """What tells one model from another: a hash of its weights' names and shapes, and a few values of each."""
+def weight_sample(model: PreTrainedModel) -> Fields:
+    """What tells one model from another: a hash of its weights' names and shapes, and a few values of each.
+
+    Weights on the meta device, of a target that stands in an engine, have NaN for values.
+    """
     digest = hashlib.sha256()
     values: list[float] = []
     for name, weight in sorted(model.named_parameters()):
         digest.update(f"{name} {tuple(weight.shape)}".encode())
-        flat = weight.detach().flatten()
+        flat = (torch.full((weight.numel(),), math.nan) if weight.is_meta else weight.detach()).flatten()
         values += flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].tolist()
     return {"shapes": digest.hexdigest()[:32], "values": values}
 
@@ -95,29 +97,30 @@ def same_weights(a: Any, b: Any) -> bool:
     if not (isinstance(a, dict) and isinstance(b, dict)) or a.get("shapes") != b.get("shapes"):
         return False
     # bfloat16 rounds by a share of up to 2^-9, float16 below its normal numbers by up to 3e-8
-    return all(math.isclose(*both, rel_tol=2**-8, abs_tol=1e-7) for both in zip(a["values"], b["values"], strict=True))
+    pairs = zip(a["values"], b["values"], strict=True)
+    return all(math.isclose(*both, rel_tol=2**-8, abs_tol=1e-7) or any(map(math.isnan, both)) for both in pairs)
 
 
 def save_probes(
-    folder: Path, model: PreTrainedModel, probes: Sequence[AcceptanceProbe], best: Mapping[str, Any] | None = None
+    folder: Path, model: PreTrainedModel, probes: Sequence[AcceptanceProbe], best: Fields | None = None
 ) -> None:
     """Write a folder of probes; the description is replaced last, so that it never describes older weights.
 
     `best` holds for ``greedy`` and ``sampled`` the fastest `decode.methods.MethodOptions` of each method.
     """
-    tensors = dict[str, Tensor]()
+    tensors = {}
     for p in probes:
         for name, values in (("weight", p.weight), ("extra", p.extra), ("bias", torch.tensor([p.bias]))):
             tensors[f"{p.label}/{p.kind}/{p.layer}/{name}"] = values.contiguous().clone()
     fields = ("label", "kind", "layer", "temperature", "metrics")
     described = [{key: getattr(p, key) for key in fields} for p in probes]
-    note: dict[str, Any] = {"model": weight_sample(model), "class": type(model).__name__, "features": FEATURES}
+    note: Fields = {"model": weight_sample(model), "class": type(model).__name__, "features": FEATURES}
     note |= {"best": dict(best or {}), "probes": described}
     write_safely(folder / "probes.safetensors", lambda path: save_file(tensors, path))
-    write_text(folder / "probes.json", json.dumps(note, indent=1) + "\n")
+    write_json(folder / "probes.json", note, indent=1)
 
 
-def describe_probes(folder: str | Path) -> dict[str, Any]:
+def describe_probes(folder: str | Path) -> Fields:
     """The description of a folder of probes.
 
     Raises:
@@ -125,26 +128,18 @@ def describe_probes(folder: str | Path) -> dict[str, Any]:
     """
     path = Path(folder) / "probes.json"
     try:
-        description: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(
             f"there are no probes in {str(folder)!r} ({type(error).__name__}); train some with python -m probes, which "
             "writes runs/<name>/probes"
         ) from error
-    return description
 
 
 def load_probe(
     folder: str | Path, model: PreTrainedModel, layer: int, kind: str, labels: Sequence[str]
 ) -> AcceptanceProbe:
-    """The probe of a folder for one layer of one model.
-
-    Args:
-        folder: as written by `save_probes`.
-        model: the model that will draft.
-        layer: layers that run before the exit.
-        kind: one of `KINDS`.
-        labels: acceptable labels, the preferred one first.
+    """The probe of a folder for one layer of a model that will draft; of several labels the preferred one first.
 
     Raises:
         UserError: no probes there, probes of another model, or none for this layer, kind and label.
@@ -175,7 +170,7 @@ def load_probe(
         ) from error
 
 
-def advised(folder: str | Path, method: str, *, greedy: bool) -> dict[str, Any]:
+def advised(folder: str | Path, method: str, *, greedy: bool) -> Fields:
     """The options that were fastest for a method when the probes were trained; empty if it was not measured."""
-    best: dict[str, Any] = describe_probes(folder).get("best", {}).get("greedy" if greedy else "sampled", {})
-    return dict(best.get(method, {}))
+    best = describe_probes(folder).get("best", {}).get("greedy" if greedy else "sampled", {})
+    return best.get(method, {})

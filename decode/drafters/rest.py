@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
 
-from decode.core.draft import Draft
+from decode.core.draft import Draft, Ids
 from decode.drafters.base import Drafter, DraftRequest
 from decode.drafters.corpus import map_arrays, save_arrays
 from decode.errors import UserError
@@ -75,16 +75,13 @@ class Datastore:
         facts, arrays = map_arrays(Path(path) / FILE, kind=KIND, fingerprint=fingerprint, command="datastore build")
         self.text, self.suffixes = arrays["text"].view(f">u{facts['width']}"), arrays["suffixes"]
 
-    def longest(self, ids: Sequence[int], max_span: int = 16, min_span: int = 2) -> tuple[int, tuple[int, int]]:
+    def longest(self, ids: Ids, max_span: int = 16, min_span: int = 2) -> tuple[int, tuple[int, int]]:
         """The longest tail of ``ids`` that occurs (its length, 0 if none does), and its interval of suffixes."""
         width = self.text.itemsize
         text, suffixes = self.text.view(np.uint8).data, self.suffixes.data
-        known: list[int] = []
-        for token in reversed(ids[-max_span:]):
-            if not 0 <= token < (1 << 8 * width) - 1:  # the store cannot hold it
-                break
-            known.insert(0, token + 1)
-        pattern = np.array(known, dtype=self.text.dtype).tobytes()
+        most = (1 << 8 * width) - 1  # ids that the store can hold
+        known = [*takewhile(lambda token: 0 <= token < most, reversed(ids[-max_span:]))]
+        pattern = np.array([token + 1 for token in reversed(known)], dtype=self.text.dtype).tobytes()
 
         # where a tail occurs every shorter one does, so the longest is found by bisection
         span, interval, low, high = 0, (0, 0), min_span, len(known)
@@ -104,7 +101,7 @@ class Datastore:
         return span, interval
 
     def continuations(
-        self, ids: Sequence[int], *, length: int = 10, limit: int = 5000, max_span: int = 16, min_span: int = 2
+        self, ids: Ids, *, length: int = 10, limit: int = 5000, max_span: int = 16, min_span: int = 2
     ) -> np.ndarray:
         """What followed the longest tail of ``ids`` that occurs.
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from decode.core.draft import Ids
 from decode.core.round import clustered_ratio
-from decode.errors import read_json
+from decode.errors import Fields, read_json
 from decode.measure.baselines import using_config
 from decode.models.open import DraftModel, stop_ids
 from decode.models.texts import teacher_forced
 
+Accepted = list[list[list[bool]]]  # whether a drafted token is accepted, by text, depth and position
 Text = tuple[Sequence[int], Sequence[int]]  # ids of a prompt, and of the tokens that follow it
 
 
@@ -42,7 +43,7 @@ class Drafts:
 class ServedText:
     """One text that an engine wrote."""
 
-    ids: list[int]  # new tokens, including the stop token
+    ids: Ids  # new tokens, including the stop token
     seconds: float  # wall time of the request
     decode_seconds: float = 0.0  # time after the first token by the engine's clock; 0 if it reports none
     drafts: Drafts = field(default_factory=Drafts)
@@ -80,20 +81,13 @@ def difference_error(served: Sequence[Drafts], predicted: Sequence[Drafts]) -> f
 
 
 @torch.inference_mode()
-def acceptance(
-    target: PreTrainedModel, draft: DraftModel, texts: Sequence[Text], depth: int
-) -> tuple[list[list[list[bool]]], float]:
+def acceptance(target: PreTrainedModel, draft: DraftModel, texts: Sequence[Text], depth: int) -> tuple[Accepted, float]:
     """Which tokens of texts that the target wrote a draft proposes, by teacher forcing.
 
     vLLM and llama.cpp draft the most probable token at every temperature. Exact verification accepts it with
-    probability p(argmax q), so given the text exactly where the text has that token.
-
-    Args:
-        target: p.
-        draft: q.
-        texts: prompt and new tokens of each text.
-        depth: tokens drafted per round, which are the slots of a block; as many greedy tokens of the target are
-            appended to each text, since drafts reach beyond its end.
+    probability p(argmax q), so given the text exactly where the text has that token. A round drafts `depth` tokens,
+    which are the slots of a block; as many greedy tokens of the target are appended to each text, since drafts reach
+    beyond its end.
 
     Returns:
         By text, depth and position whether a drafted token is accepted, the last depth standing for all deeper ones
@@ -109,7 +103,7 @@ def acceptance(
             with using_config(target, GenerationConfig(max_new_tokens=depth, do_sample=False, pad_token_id=0)):
                 ids = target.generate(given, attention_mask=torch.ones_like(given))[0].tolist()
         read.append((ids, len(prompt)))
-    accepted: list[list[list[bool]]] = [[[]] for _ in texts]
+    accepted: Accepted = [[[]] for _ in texts]
     right = 0
     for forced in teacher_forced(target, {"": draft}, read, depth=depth):
         ids, start = read[forced.number]
@@ -124,23 +118,25 @@ def predicted_drafts(
     length: int,
     draft_length: int,
     *,
-    budget: int | None = None,
+    budget: float = math.inf,
     ended: bool = False,
     beyond: bool | None = None,
 ) -> Drafts:
-    """Counts of drafts in one text whose first token came from the prompt, as every token after a draft does.
+    """Counts of drafts in one text of `length` tokens, the first of which came from the prompt.
+
+    Tokens accepted after the end of the text count too.
 
     Args:
         accept: whether a drafted token is accepted, by depth and position (see `acceptance`).
         length: tokens of the text.
-        draft_length: tokens drafted per round; tokens accepted after the end of the text count too.
+        draft_length: tokens drafted per round.
         budget: most tokens that the text could have had, if the engine limits drafts to what is left of it, less one.
         ended: the text ends with a token at which llama.cpp stops counting, unless it is the last one drafted.
         beyond: whether tokens after the end are accepted; None: as `accept` says.
     """
     counted, start = Drafts(0, [0] * draft_length), 1
     while start < length:
-        k, n = min(draft_length, len(accept[0]) - start, math.inf if budget is None else budget - start - 1), 0
+        k, n = min(draft_length, len(accept[0]) - start, budget - start - 1), 0
         while n < k and not (ended and n + 1 < k and start + n == length - 1):
             known = beyond is None or start + n < length
             if not (accept[min(n, len(accept) - 1)][start + n] if known else beyond):
@@ -187,7 +183,7 @@ def weight_fingerprints(folder: str | Path) -> dict[str, str]:
 
 def serving_facts(
     target: PreTrainedModel, folder: str | Path, tokenizer: PreTrainedTokenizerBase, *, chat: bool
-) -> dict[str, Any]:
+) -> Fields:
     """What a draft is trained with and has to be served with: noted in its profile, compared by `causes_in_files`.
 
     It is about a loaded target, the folder of its files, and its tokenizer's template if texts are chats.
@@ -204,16 +200,13 @@ def serving_facts(
         "weights of the target": short(weights) if weights else None,
         **{f"{key} of the target": config[key] for key in SHAPE if key in config},
     }
-    return dict(json.loads(json.dumps(facts, default=str)))
+    return json.loads(json.dumps(facts, default=str))
 
 
-def causes_in_files(target: Path, draft: Path, facts: Mapping[str, Any] | None = None) -> list[Cause]:
+def causes_in_files(target: Path, draft: Path, facts: Fields | None = None) -> list[Cause]:
     """Causes that the folders of target and draft show before anything is started.
 
-    Args:
-        target: folder of the target.
-        draft: folder of the draft or head.
-        facts: `serving_facts` of the target, compared with those of the draft's training.
+    `facts` are `serving_facts` of the target, which are compared with those of the draft's training.
     """
     profile, config = read_json(draft / "speculation_profile.json"), read_json(draft / "config.json")
     trained, again = profile.get("trained_with") or {}, "export the draft again"
@@ -221,7 +214,7 @@ def causes_in_files(target: Path, draft: Path, facts: Mapping[str, Any] | None =
     causes = [
         Cause(f"other {name}", f"training had {trained[name]}, served is {value}", remedy)
         for name, value in (facts or {}).items()
-        if None not in (trained.get(name), value) and trained[name] != value
+        if trained.get(name, value) not in (None, value) and value is not None
     ]
     if profile.get("weights") not in (None, weight_fingerprints(draft)):
         evidence = "the safetensors files differ from those that speculation_profile.json was measured on"
@@ -240,11 +233,10 @@ def causes_in_files(target: Path, draft: Path, facts: Mapping[str, Any] | None =
 def causes_in_numbers(other_ids: str | None, agreement: float | None) -> list[Cause]:
     """Causes that the engine's answers show.
 
-    Args:
-        other_ids: the first prompt that the engine splits into other token ids, if any.
-        agreement: share of the tokens of the engine's greedy texts that are the argmax of the target here.
+    They are the first prompt that it splits into other token ids, if any, and the share of the tokens of its greedy
+    texts that are the argmax of the target here.
     """
-    causes: list[Cause] = []
+    causes = []
     if other_ids:
         remedy = "give the engine the target's own tokenizer files"
         causes.append(Cause("another template or start token", f"the engine makes other ids: {other_ids}", remedy))
@@ -258,23 +250,16 @@ def causes_in_numbers(other_ids: str | None, agreement: float | None) -> list[Ca
     return causes
 
 
-UNEXPLAINED = "unexplained difference"
-"""The cause by which a check fails."""
+UNEXPLAINED = "unexplained difference"  # the cause by which a check fails
 
 
-def causes_in_counts(
-    rows: Sequence[Mapping[str, Any]], *, cpu: bool, layers: int, numbers: str, known: bool
-) -> list[Cause]:
-    """Why counts of texts differ from the prediction, or the texts themselves are not the target's.
+def causes_in_counts(rows: Sequence[Fields], *, cpu: bool, layers: int, numbers: str, known: bool) -> list[Cause]:
+    """Why counts of texts in rows of `serve_check` differ from the prediction, or texts are not the target's.
 
-    Args:
-        rows: of `serve_check`.
-        cpu: the engine is vLLM's CPU build.
-        layers: of a block head; 0 for other drafts.
-        numbers: number format of the engine's weights.
-        known: there are causes of other kinds.
+    `cpu`: the engine is vLLM's CPU build; `layers`: of a block head, else 0; `numbers`: number format of the engine's
+    weights; `known`: there are causes of other kinds.
     """
-    causes, build = list[Cause](), "vLLM's CPU build"
+    causes, build = [], "vLLM's CPU build"
     wrong = [row for row in rows if row["unequal"] or row["other_texts"]]
     if cpu and any(row["temperature"] for row in wrong):
         evidence = "it fills the temperatures into a copy (_expand_kernel_impl in vllm/utils/cpu_triton_utils.py)"

@@ -60,16 +60,9 @@ def find_converter() -> Path:
 
 
 def convert(folder: str | Path, file: str | Path, kind: str = "f32", *, target: str | Path | None = None) -> Path:
-    """Write a model's folder as a GGUF file, atomically.
+    """Write a folder, of a model as transformers saves it or of a head of a target, as a GGUF file, atomically.
 
-    Args:
-        folder: a model as transformers saves it, or an EAGLE-3 or block head.
-        file: to write.
-        kind: number format: f32, f16, bf16 or q8_0.
-        target: folder of the target, for a head.
-
-    Returns:
-        The file.
+    `kind` is the number format: f32, f16, bf16 or q8_0. Returns the file.
 
     Raises:
         UserError: there is no converter, or it does not take the model.

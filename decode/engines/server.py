@@ -21,15 +21,15 @@ import httpx
 from packaging.version import Version
 from prometheus_client.parser import text_string_to_metric_families
 
+from decode.core.draft import Ids
 from decode.engines.check import Drafts, ServedText
-from decode.errors import UserError, scratch_folder
+from decode.errors import Fields, UserError, scratch_folder
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Where `make engines` installs the engines, unless that is the working directory."""
 VLLM_PYTHON = Path(".venv-vllm/bin/python")
 LLAMA_SERVER = Path(".engines/llama.cpp/build/bin/llama-server")
-ENGINES = {"vllm": VLLM_PYTHON, "llama.cpp": LLAMA_SERVER}
-"""The engines' programs as `make engines` installs them."""
+ENGINES = {"vllm": VLLM_PYTHON, "llama.cpp": LLAMA_SERVER}  # the engines' programs as `make engines` installs them
 OLDEST_VLLM = Version("0.32")
 COMMANDS = {
     "vllm": "-m vllm.entrypoints.cli.main serve {target} --host 127.0.0.1 --port {port} --dtype {dtype} "
@@ -155,7 +155,7 @@ def free_port() -> int:
     """A port of this machine that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        return probe.getsockname()[1]
 
 
 def inherited_environment() -> dict[str, str]:
@@ -173,16 +173,10 @@ def running(
     seconds: float,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Path]:
-    """Run a server until the block is left; yields its log once it is ready.
+    """Run a server until the block is left; yields its log once `ready`, asked twice a second, says that it answers.
 
-    The server and everything it started end with the block, and with this process however that ends.
-
-    Args:
-        command: the program and its arguments.
-        ready: called twice a second; whether the server answers.
-        name: of the engine, for messages.
-        seconds: time limit for becoming ready.
-        environment: variables added to `inherited_environment`.
+    The server and everything it started end with the block, and with this process however that ends. Variables of
+    `environment` are added to `inherited_environment`.
 
     Raises:
         UserError: it ends before it is ready, or is not ready in time; with its first error and its last lines.
@@ -269,18 +263,16 @@ def parse_metrics(page: str) -> Metrics:
     return Metrics(drafts, values["request_decode_time_seconds_sum"], tokens)
 
 
+@dataclass
 class Server:
-    """Sends requests to one server, one at a time.
+    """Sends requests to one server, one at a time."""
 
-    Args:
-        url: address of the server.
-        name: vllm or llama.cpp.
-        seconds: time limit of each request.
-    """
+    url: str  # its address
+    name: str  # vllm or llama.cpp
+    seconds: float = 300.0  # time limit of each request
 
-    def __init__(self, url: str, name: str, seconds: float = 300.0) -> None:
-        self.url, self.name, self.seconds = url.rstrip("/"), name, seconds
-        self.client = httpx.Client(base_url=self.url, timeout=seconds, trust_env=False)
+    def __post_init__(self) -> None:
+        self.client = httpx.Client(base_url=self.url, timeout=self.seconds, trust_env=False)
 
     def close(self) -> None:
         """Close the connections."""
@@ -294,11 +286,11 @@ class Server:
             return False
 
     def write(
-        self, ids: Sequence[int], *, temperature: float, seed: int, max_new_tokens: int, stop_ids: Sequence[int] = ()
+        self, ids: Ids, *, temperature: float, seed: int, max_new_tokens: int, stop_ids: Sequence[int] = ()
     ) -> ServedText:
         """Write one text after a prompt of token ids and count its drafts; the distribution is not cut."""
-        body: dict[str, Any] = {"prompt": list(ids), "temperature": temperature, "seed": seed}
-        body |= {"top_p": 1.0, "min_p": 0.0}  # not as the model's generation_config has them
+        # top_p and min_p are not as the model's generation_config has them
+        body: Fields = {"prompt": ids, "temperature": temperature, "seed": seed, "top_p": 1.0, "min_p": 0.0}
         if self.name == "llama.cpp":
             # llama-server stops at strings, not at ids, and shows special tokens only where they are preserved
             texts = [self._call("POST", "/detokenize", json={"tokens": [i]}).json()["content"] for i in stop_ids]
@@ -322,17 +314,17 @@ class Server:
         decode_seconds = after.decode_seconds - before.decode_seconds
         if self.name == "llama.cpp":
             decode_seconds = answer["timings"]["predicted_ms"] / 1e3
-        end = next((n for n, i in enumerate(new, 1) if i in stop_ids), len(new))
+        end = next((n for n, i in enumerate(new, 1) if i in stop_ids), None)
         ended = answer.get("stop_type") == "eos"
-        return ServedText(list(new[:end]), seconds, decode_seconds, after.drafts - before.drafts, ended)
+        return ServedText(new[:end], seconds, decode_seconds, after.drafts - before.drafts, ended)
 
-    def differs_in_ids(self, text: str, ids: Sequence[int]) -> str | None:
+    def differs_in_ids(self, text: str, ids: Ids) -> str | None:
         """The server's token ids of a text beside these; None where they do not differ."""
         body = {"content": text, "add_special": True} if self.name == "llama.cpp" else {"prompt": text}
-        theirs = [int(i) for i in self._call("POST", "/tokenize", json=body).json()["tokens"]]
-        if not theirs or theirs == list(ids):
+        theirs = self._call("POST", "/tokenize", json=body).json()["tokens"]
+        if not theirs or theirs == ids:
             return None
-        return f"of {text[:40]!r}: {theirs[:8]} there, {list(ids[:8])} here"
+        return f"of {text[:40]!r}: {theirs[:8]} there, {ids[:8]} here"
 
     def _settled(self, tokens: float = 0.0) -> Metrics:
         """Counters that no longer change and have reached `tokens`; engines publish them after the answer."""

@@ -1,6 +1,8 @@
 """Acceptance at every response position of texts that the target generated, by teacher forcing; rounds over them."""
 
-from collections import Counter
+from __future__ import annotations
+
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +31,8 @@ class OfflineAlpha:
     # min(1, q(x) / p(x)) of the token x that stands there: the probability that a draft which led to it was accepted,
     # so that products of it are unbiased where α varies with the token; empty: as `texts`, the same if greedy
     kept: list[list[float]] = field(default_factory=list)
+    # of a block head's first token: acceptance by depth at each smaller draft length, whose tokens are others
+    shorter: dict[int, list[OfflineAlpha]] = field(default_factory=dict)
 
     @property
     def sums(self) -> list[float]:
@@ -48,26 +52,18 @@ class OfflineAlpha:
     @property
     def se(self) -> float:
         """Standard error with prompts as the unit of sampling (positions of one text are not independent)."""
-        return clustered_ratio(self.sums, self.counts, self.prompts or None)[1]
+        return clustered_ratio(self.sums, self.counts, self.prompts)[1]
 
 
-class ByDepth(list[OfflineAlpha]):
-    """Acceptance as first, second, … drafted token.
-
-    Attributes:
-        shorter: the same of each smaller draft length, where its tokens are others, as a block head's are.
-    """
-
-    def __init__(self, alphas: Iterable[OfflineAlpha] = ()) -> None:
-        super().__init__(alphas)
-        self.shorter: dict[int, list[OfflineAlpha]] = {}
+ByDraft = dict[str, list[OfflineAlpha]]
+"""Acceptance by the name of a draft and by depth: as first, second, … drafted token."""
 
 
 def paired(a: OfflineAlpha, b: OfflineAlpha) -> dict[str, float]:
     """Difference b − a over the same texts, its standard error and two-sided p-value, with prompts as observations."""
     if a.counts != b.counts:
         raise ValueError("the two measurements are not over the same texts")
-    sums, numbers = [y - x for x, y in zip(a.sums, b.sums)], a.prompts or list(range(len(a.texts)))
+    sums, numbers = [y - x for x, y in zip(a.sums, b.sums)], a.prompts or range(len(a.texts))
     difference, se = clustered_ratio(sums, a.counts, numbers)
     prompts = len({number for number, count in zip(numbers, a.counts) if count})
     return {"difference": difference, "se": se, "p_value": p_value(difference, se, prompts), "n": len(sums)}
@@ -81,31 +77,24 @@ def offline_alphas(
     *,
     depth: int = 1,
     seen: Callable[[TeacherForcedLogits], None] | None = None,
-) -> dict[str, list[OfflineAlpha]]:
+) -> ByDraft:
     """Measure drafts on texts that the target generated, with one forward of the target for all drafts.
 
-    Args:
-        target: p.
-        drafts: q, by name.
-        texts: (token ids, prompt length) of each text; those without a response are left out.
-        warp: logits to probabilities.
-        depth: number of drafted tokens of feature heads; of block heads all are measured.
-        seen: called with the logits of every text.
+    Texts without a response are left out. `seen` is called with the logits of every text.
 
     Returns:
-        For each draft the acceptance as first drafted token; of heads then as second, third, …, and of block heads
-        those of all shorter drafts too.
+        For each draft the acceptance as first drafted token; of feature heads then as second, third, … up to `depth`,
+        and of block heads all, and those of all shorter drafts too.
     """
     texts = [(ids, prompt_length) for ids, prompt_length in texts if len(ids) > prompt_length]
     blocks = {name: draft for name, draft in drafts.items() if isinstance(draft, BlockHead)}
-    longest, found = max((draft.drafts for draft in blocks.values()), default=0), {name: ByDepth() for name in drafts}
-    for name, alphas in _by_depth(target, drafts, texts, warp, max(depth, longest), seen).items():
-        found[name].extend(alphas)
+    longest = max((draft.drafts for draft in blocks.values()), default=0)
+    found = _by_depth(target, drafts, texts, warp, max(depth, longest), seen)
     for length in range(1, longest):
         some = {name: draft for name, draft in blocks.items() if draft.drafts > length}
         for name, alphas in _by_depth(target, some, texts, warp, length).items():
-            found[name].shorter[length] = alphas
-    return {name: alphas or ByDepth([OfflineAlpha([])]) for name, alphas in found.items()}
+            found[name][0].shorter[length] = alphas
+    return {name: found.get(name, [OfflineAlpha([])]) for name in drafts}
 
 
 def _by_depth(
@@ -115,9 +104,9 @@ def _by_depth(
     warp: LogitsWarper,
     depth: int,
     seen: Callable[[TeacherForcedLogits], None] | None = None,
-) -> dict[str, list[OfflineAlpha]]:
+) -> ByDraft:
     """`offline_alphas` of drafts of one length; those are absent that no text has a token for."""
-    numbers, known = prompt_numbers(texts), dict[str, list[OfflineAlpha]]()
+    numbers, known = prompt_numbers(texts), ByDraft()
     for forced in teacher_forced(target, drafts, texts, depth=depth):
         place, (ids, start) = forced.number, texts[forced.number]
         before = prefixes(warp, ids, start)
@@ -150,28 +139,20 @@ def replay(
 ) -> tuple[float, dict[int, float]]:
     """Expected rounds over a text whose position i is accepted with probability ``accept[i]`` once it is reached.
 
-    Greedy acceptances are 0 or 1, and the result is then exactly the rounds that decode this text.
-
-    Args:
-        accept: acceptance of each position as the first token of a draft.
-        draft_length: of the drafts.
-        deeper: the same as the second, third, … token; deeper tokens have the last one's acceptance.
+    As the second, third, … token of a draft it is accepted with those of `deeper`, the last of which holds for all
+    deeper tokens. Greedy acceptances are 0 or 1, and the result is then exactly the rounds that decode this text.
 
     Returns:
         The expected number of rounds, and the expected number of rounds that draft k tokens, for each k (fewer than
         `draft_length` only where the text ends).
     """
-    n, rows = len(accept), [accept, *deeper]
-    reach = [0.0] * (n + 1)  # probability that a round starts at this position
-    reach[0] = 1.0
-    lengths: dict[int, float] = {}
-    for s in range(n):
-        here = reach[s]
-        if not here:
+    n, rows, lengths = len(accept), [accept, *deeper], defaultdict[int, float](float)
+    reach = [1.0] + [0.0] * n  # probability that a round starts at this position
+    for s, alive in zip(range(n), reach):
+        if not alive:
             continue
         k = min(draft_length, n - s - 1)
-        lengths[k] = lengths.get(k, 0.0) + here
-        alive = here
+        lengths[k] += alive
         for depth in range(k):
             i, chance = s + depth, rows[min(depth, len(rows) - 1)]
             reach[i + 1] += alive * (1 - chance[i])  # the correction is token i
@@ -181,10 +162,8 @@ def replay(
 
 
 def rounds_of_texts(alphas: Sequence[OfflineAlpha], draft_length: int) -> list[dict[int, float]]:
-    """Rounds by drafted tokens of each text; `alphas` by depth in the draft (see `replay` and `ByDepth`)."""
-    if isinstance(alphas, ByDepth):
-        alphas = alphas.shorter.get(draft_length, alphas)
-    by_depth = [alpha.kept or alpha.texts for alpha in alphas]
+    """Rounds by drafted tokens of each text; `alphas` by depth in the draft (see `replay`)."""
+    by_depth = [alpha.kept or alpha.texts for alpha in alphas[0].shorter.get(draft_length, alphas)]
     return [replay(first, draft_length, deeper)[1] for first, *deeper in zip(*by_depth)]
 
 
@@ -199,9 +178,7 @@ def replayed(alphas: Sequence[OfflineAlpha], draft_length: int) -> tuple[int, di
 def offline_accepted_length(alphas: Sequence[OfflineAlpha], draft_length: int | None = None) -> float:
     """Tokens per round of texts that are `replayed`, the target's own token included.
 
-    Args:
-        alphas: by depth in the draft.
-        draft_length: None: as many as `alphas`, at least `DEPTH`.
+    The drafts are as long as there are `alphas` by depth, at least `DEPTH`, unless a length is given.
     """
     tokens, rounds = replayed(alphas, draft_length or max(DEPTH, len(alphas)))
     return tokens / max(1, sum(rounds.values()))
@@ -214,5 +191,5 @@ def paired_lengths(a: Sequence[OfflineAlpha], b: Sequence[OfflineAlpha]) -> dict
     """
     draft_length, product = max(DEPTH, len(a)), offline_accepted_length(a) * offline_accepted_length(b)
     rounds = [[sum(text.values()) for text in rounds_of_texts(alphas, draft_length)] for alphas in (a, b)]
-    fewer, se = clustered_ratio([x - y for x, y in zip(*rounds)], a[0].counts, a[0].prompts or None)
+    fewer, se = clustered_ratio([x - y for x, y in zip(*rounds)], a[0].counts, a[0].prompts)
     return {"difference": product * fewer, "se": product * se}

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from random import Random
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import yaml
 
-from decode.errors import choose
+from decode.errors import Fields, choose
 
 SPLITS = ("train", "train", "validation", "test")
 """The split of a question is ``SPLITS[hash % 4]``: half of all questions are for training."""
@@ -36,14 +36,10 @@ class Problem:
 
 
 def problem(seed: int, split: str, index: int, difficulty: int | str = 1) -> Problem:
-    """The problem number ``index`` of a split: a pure function of its arguments.
+    """The problem number ``index``, from 0, of a split's sequence, which the seed chooses: a pure function of these.
 
-    Args:
-        seed: chooses the sequence of problems.
-        split: ``train``, ``validation`` or ``test``.
-        index: position in the sequence, from 0.
-        difficulty: 1 (one or two calculations, results below 100), 2 (two or three, below 1000) or
-            3 (two to four, below 10000).
+    Difficulty 1 has one or two calculations and results below 100, 2 two or three below 1000, 3 two to four below
+    10000.
 
     Raises:
         UserError: unknown split or difficulty.
@@ -79,7 +75,7 @@ def _draw(rng: Random, ends: Sequence[int]) -> int:
     return _choice(rng, range(ends[0], ends[1] + 1))
 
 
-def _result(size: dict[str, Any], op: str, left: int, right: int) -> int | None:
+def _result(size: Fields, op: str, left: int, right: int) -> int | None:
     """``left op right`` if it is a whole number in the range of a difficulty and at least 2 (a plural), else None."""
     if op == "/":
         result = left // right if left % right == 0 else 0
@@ -89,7 +85,7 @@ def _result(size: dict[str, Any], op: str, left: int, right: int) -> int | None:
     return result if 2 <= result <= size["limit"] and factor <= size["factor"] else None
 
 
-def _cast(rng: Random) -> dict[str, Any]:
+def _cast(rng: Random) -> Fields:
     """Values of all words that a template may contain."""
     words = tables()
     (a, who), (b, _), (c, _) = rng.sample(list(words["people"].items()), 3)
@@ -100,10 +96,10 @@ def _cast(rng: Random) -> dict[str, Any]:
     return cast | words["pronouns"][who] | {"day": day, "day2": day2}
 
 
-def _fill_scene(rng: Random, size: dict[str, Any], steps: int) -> tuple[str, str, int] | None:
+def _fill_scene(rng: Random, size: Fields, steps: int) -> tuple[str, str, int] | None:
     """Question, solution and answer of a whole scene; None if a number does not fit the difficulty."""
     scene, name = _choice(rng, tables()["scenes"][steps]), ""
-    values: dict[str, Any] = {name: _draw(rng, size[kind]) for name, kind in scene["draws"].items()}
+    values: Fields = {name: _draw(rng, size[kind]) for name, kind in scene["draws"].items()}
     for name, left, op, right in scene["sums"]:
         values[name] = _result(size, op, values.get(left, left), values.get(right, right))
         if values[name] is None:
@@ -112,7 +108,7 @@ def _fill_scene(rng: Random, size: dict[str, Any], steps: int) -> tuple[str, str
     return _choice(rng, scene["questions"]).format_map(fill), scene["solution"].format_map(fill), values[name]
 
 
-def _fill_story(rng: Random, size: dict[str, Any], steps: int) -> tuple[str, str, int] | None:
+def _fill_story(rng: Random, size: Fields, steps: int) -> tuple[str, str, int] | None:
     """Question, solution and answer of an opening, ``steps`` events and a closing; None as in `_fill_scene`."""
     words, fill = tables(), _cast(rng)
     fill["t"] = _draw(rng, size["big"])
@@ -133,7 +129,6 @@ def _fill_story(rng: Random, size: dict[str, Any], steps: int) -> tuple[str, str
 
 
 @cache
-def tables() -> dict[str, Any]:
+def tables() -> Fields:
     """The tables of ``arithmetic.yaml``."""
-    content: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    return content
+    return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))

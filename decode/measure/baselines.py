@@ -3,15 +3,16 @@
 import copy
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.utils import logging as hf_logging
 
+from decode.core.draft import Ids
 from decode.core.sampling import LogitsWarper
 from decode.models.api import synchronize
+from decode.models.texts import side_by_side
 
 TRANSFORMERS_BASELINES: dict[str, int | None] = {
     "generate": None,
@@ -33,34 +34,26 @@ def generate(
     target: PreTrainedModel,
     draft: Any,
     warp: LogitsWarper,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[Ids],
     *,
     max_new_tokens: int,
     seed: int,
     stop_ids: Collection[int] = (),
     draft_length: int | None = None,
-) -> tuple[list[list[int]], float, int]:
+) -> tuple[list[Ids], float, int]:
     """Call ``generate`` once for several prompts, padded on the left; several prompts only for ``generate`` itself.
 
-    Args:
-        name: a key of `TRANSFORMERS_BASELINES`.
-        target: the model.
-        draft: the assistant, for the methods that take one.
-        warp: sampling settings; further processors are those of the model's own generation_config.
-        prompts: token ids.
-        max_new_tokens: of each text.
-        seed: of sampling.
-        stop_ids: tokens that end a text; none generates to the full length.
-        draft_length: tokens drafted in a round or looked up.
+    The name is a key of `TRANSFORMERS_BASELINES`; processors besides those of `warp` are those of the model's own
+    generation_config. Without `stop_ids` texts have the full length. `draft_length` tokens are drafted in a round or
+    looked up.
 
     Returns:
         The new tokens of each up to its end, the seconds it took (prompts included), and the target's forwards.
     """
-    model: Any = target
-    device, ends, longest = model.get_input_embeddings().weight.device, sorted(stop_ids), max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
-    config, extra, forwards = copy.deepcopy(model.generation_config), dict[str, Any](), list[None]()
+    device, ends = target.get_input_embeddings().weight.device, sorted(stop_ids)
+    ids, mask = side_by_side(prompts, device)
+    config = copy.deepcopy(target.generation_config)
+    forwards: list[None] = []
     sampling = {key: getattr(warp, key) or None for key in ("temperature", "top_k", "top_p", "min_p")}
     config.update(
         max_new_tokens=max_new_tokens, max_length=None, do_sample=not warp.greedy, num_beams=1,
@@ -71,45 +64,30 @@ def generate(
         num_assistant_tokens=draft_length, num_assistant_tokens_schedule="constant", pad_token_id=0,
         assistant_confidence_threshold=0.0 if name == "generate-assistant" else 0.4,
     )  # fmt: skip
-    if name in NEEDS_DRAFT:
-        extra["assistant_model"] = draft
-    if name == "generate-prompt-lookup":
-        extra["prompt_lookup_num_tokens"] = draft_length
-    hook = model.register_forward_pre_hook(lambda *_: forwards.append(None))
+    hook = target.register_forward_pre_hook(lambda *_: forwards.append(None))
     try:
-        with using_config(model, config), using_config(draft, draft_config):
+        with using_config(target, config), using_config(draft, draft_config) if draft else nullcontext():
             torch.manual_seed(seed)
             synchronize(device)
             began = time.perf_counter()
-            out = model.generate(ids, attention_mask=mask, **extra)
+            out = target.generate(
+                ids, attention_mask=mask, assistant_model=draft if name in NEEDS_DRAFT else None,
+                prompt_lookup_num_tokens=draft_length if name == "generate-prompt-lookup" else None,
+            )  # fmt: skip
             synchronize(device)
             seconds = time.perf_counter() - began
     finally:
         hook.remove()
-    new = out[:, longest:].tolist()
+    new = out[:, ids.shape[1] :].tolist()
     texts = [row[: next((i + 1 for i, token in enumerate(row) if token in ends), None)] for row in new]
     return texts, seconds, len(forwards)
 
 
 @contextmanager
 def using_config(model: Any, config: GenerationConfig) -> Iterator[None]:
-    """Replace the generation config of a model, if there is one, inside the block."""
-    if model is None:
-        yield
-        return
+    """Replace the generation config of a model inside the block."""
     before, model.generation_config = model.generation_config, config
     try:
         yield
     finally:
         model.generation_config = before
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Suppress transformers' warnings about its own arguments."""
-    level = hf_logging.get_verbosity()
-    hf_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(level)

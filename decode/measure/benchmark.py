@@ -24,13 +24,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedModel
 
+from decode.core.draft import Ids
 from decode.core.loop import Method, decode, decode_texts
 from decode.core.round import Round, acceptance_by_position, clustered_ratio, metrics
 from decode.core.sampling import TorchRng
 from decode.core.verify import JensenShannon
+from decode.errors import Fields, first_line
 from decode.measure import machine
 from decode.measure.acceptance import prompt_numbers
-from decode.measure.baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES, generate, quiet
+from decode.measure.baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES, generate
 from decode.measure.costs import speedup_of_rounds
 from decode.measure.session import Item, Session
 from decode.measure.statistics import median_interval, plain, ratio_interval
@@ -40,6 +42,7 @@ from decode.models.heads.block import BlockHead
 from decode.models.heads.eagle import FeatureHead
 from decode.models.heads.mtp import MtpHead
 from decode.models.open import DraftModel
+from decode.models.sources import quiet
 from decode.options import MethodOptions, split_spec
 from decode.progress import current
 
@@ -146,7 +149,7 @@ def kind_of_draft(method: str) -> Any:
 class Written(NamedTuple):
     """One text (of a chat all turns) as one method wrote it once."""
 
-    new_ids: list[int]  # the generated tokens
+    new_ids: Ids  # the generated tokens
     seconds: float  # from the prompt on; of texts decoded together, an equal share of each round
     forwards: int  # target forwards that gave the tokens
     rounds: list[Round]  # none of transformers' own generation
@@ -182,17 +185,16 @@ class Record:
 def paired_ratios(record: Record, base: Record) -> list[float]:
     """For each prompt the median over repeats of this method's speed over the other's in the same repeat."""
     ours, theirs = (tokens / seconds for tokens, seconds, _ in (record.numbers(), base.numbers()))
-    ratios: list[float] = np.median(ours / theirs, 1).tolist()
-    return ratios
+    return np.median(ours / theirs, 1).tolist()
 
 
-def measured(record: Record, bases: Mapping[str, Record]) -> dict[str, Any]:
+def measured(record: Record, bases: Mapping[str, Record]) -> Fields:
     """The columns of a row that come from the timed texts: speeds, acceptance and counts.
 
     At batch size 1 a ratio of speeds is the median over prompts of `paired_ratios`; above, it is the ratio of
     throughputs Σ tokens / Σ seconds. Intervals are over prompts. `bases` are records of the same block by method.
     """
-    rounds, clusters, row = record.rounds, record.clusters, dict[str, Any]()
+    rounds, clusters, row = record.rounds, record.clusters, Fields()
     if any(rounds):
         row |= metrics(rounds, clusters)
         row["draft_lengths"] = dict(sorted(Counter(r.drafted for r in chain(*rounds)).items()))
@@ -202,13 +204,14 @@ def measured(record: Record, bases: Mapping[str, Record]) -> dict[str, Any]:
     row |= {"tokens": int(tokens.sum()), "tokens_per_second": np.median(tokens.sum(0) / seconds.sum(0))}
     sums = numbers.sum(-1).T
     row["accepted_length"], row["accepted_length_ci95"] = ratio_interval(clusters, sums[:, ::2])
-    for key in (key for key, method in RATIOS.items() if method in bases):
-        base = bases[RATIOS[key]]
-        if record.batch_size > 1:
-            speeds = np.concatenate([sums[:, :2], base.numbers().sum(-1).T[:, :2]], 1)
-            row[key], row[f"{key}_ci95"] = ratio_interval(clusters, speeds)
-        else:
-            row[key], row[f"{key}_ci95"] = median_interval(paired_ratios(record, base))
+    for key, method in RATIOS.items():
+        if base := bases.get(method):
+            if record.batch_size > 1:
+                speeds = np.concatenate([sums[:, :2], base.numbers().sum(-1).T[:, :2]], 1)
+                found = ratio_interval(clusters, speeds)
+            else:
+                found = median_interval(paired_ratios(record, base))
+            row[key], row[f"{key}_ci95"] = found
     return row
 
 
@@ -218,11 +221,8 @@ def measured(record: Record, bases: Mapping[str, Record]) -> dict[str, Any]:
 class EntryRun:
     """An entry ready to run: one copy of its method for each repeat, so that no repeat has learned from another.
 
-    Attributes:
-        methods: the copies; the last one warms up.
-        record: the timed texts.
-        draft_length: the largest draft length at the start, if there is one.
-        note: why transformers refused the entry; empty if it ran.
+    The last of the `methods` warms up. `draft_length` is the largest one at the start, if there is one; `note` says why
+    transformers refused the entry.
     """
 
     def __init__(self, session: Session, entry: BenchEntry, batch_size: int = 1) -> None:
@@ -241,7 +241,7 @@ class EntryRun:
         )
         for _ in range(session.options.repeats + 1):
             self.methods.append(build(entry.method, inputs, stop=entry.stop, rule=entry.rule))
-        self.draft_length = None if entry.method == BASELINE else int(self.methods[0].stop.window)
+        self.draft_length = None if entry.method == BASELINE else self.methods[0].stop.window
 
     def write(self, chats: Sequence[Chat], repeat: int, first: int, budget: int) -> list[Written]:
         """Decode chats, whose first is number `first`, once with the method's copy of this repeat (-1 warms up)."""
@@ -255,9 +255,7 @@ class EntryRun:
             turns = iter(self._decode(self.methods[repeat], prompts, seeds, how))
         return [Written(*(reduce(add, values) for values in zip(*islice(turns, len(chat))))) for chat in chats]
 
-    def _decode(
-        self, method: Method, prompts: Sequence[list[int]], seeds: Sequence[int], how: Mapping[str, Any]
-    ) -> list[Written]:
+    def _decode(self, method: Method, prompts: Sequence[Ids], seeds: Sequence[int], how: Fields) -> list[Written]:
         """The prompts' texts by this project's loop."""
         models = self.session.runner, method, self.warp
         rngs = [TorchRng(seed, self.session.runner.device) for seed in seeds]
@@ -267,9 +265,10 @@ class EntryRun:
             outs = decode_texts(*models, prompts, rngs=rngs, batch_size=self.batch_size, **how)
         return [Written(o.new_ids, o.total_seconds, len(o.rounds), o.rounds, o.prefill_seconds) for o in outs]
 
-    def _generate(self, prompts: Sequence[list[int]], seeds: Sequence[int], how: Mapping[str, Any]) -> list[Written]:
+    def _generate(self, prompts: Sequence[Ids], seeds: Sequence[int], how: Fields) -> list[Written]:
         """The prompts' texts by transformers, those of similar length together."""
-        order, texts = sorted(range(len(prompts)), key=lambda i: len(prompts[i])), dict[int, Written]()
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        texts: dict[int, Written] = {}
         draft = self.session.draft_models.get(self.entry.draft or "")
         while some := order[len(texts) : len(texts) + self.batch_size]:
             new, seconds, forwards = generate(
@@ -294,7 +293,7 @@ def time_texts(runs: Sequence[EntryRun], groups: Sequence[Sequence[Chat]], name:
         except Exception as error:
             if not run.entry.is_baseline:
                 raise
-            run.note = f"transformers refused: {type(error).__name__}: {str(error).splitlines()[0][:160]}"
+            run.note = f"transformers refused: {type(error).__name__}: {first_line(error)[:160]}"
     running = [run for run in runs if not run.note]
     for i, chats in enumerate(groups):
         written: list[list[list[Written]]] = [[] for _ in running]  # by entry and repeat
@@ -319,21 +318,16 @@ class Benchmark:
 
     def __init__(self, session: Session) -> None:
         self.session, self.stopped = session, ""
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[Fields] = []
         self.records: dict[tuple[str, float, int, str], Record] = {}
 
     def run(
         self, suites: Iterable[Suite], entries: Iterable[BenchEntry], *, batch_sizes: Iterable[int] = (1,)
-    ) -> list[dict[str, Any]]:
+    ) -> list[Fields]:
         """Measure all entries on all suites at all batch sizes; the baselines are added at every temperature.
 
-        Args:
-            suites: prompts with their scorers; a batch that needs more prompts takes them again from the start.
-            entries: in the order of the table; of transformers' methods only ``generate`` decodes batches.
-            batch_sizes: texts at once.
-
-        Returns:
-            `rows`.
+        A batch that needs more prompts takes them again from the start. Of transformers' methods only ``generate``
+        decodes batches. Returns `rows`, in which entries keep their order.
 
         Raises:
             UserError: a store is missing, or no prompt fits the context.
@@ -389,7 +383,7 @@ class Benchmark:
             record.clusters = numbers[: len(record.texts)]
             self.records[suite.name, entry.temperature, run.batch_size, entry.label] = record
             lossless = entry.is_baseline or is_lossless(entry.method, entry.rule)
-            row: dict[str, Any] = dict.fromkeys(MEASURED) | {
+            row: Fields = dict.fromkeys(MEASURED) | {
                 "suite": suite.name,
                 "temperature": entry.temperature,
                 "batch_size": run.batch_size,

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from decode.core.draft import Draft
+from decode.core.draft import Draft, Ids
 from decode.core.lengths import RoundCosts
 from decode.core.loop import Method, Text, run
 from decode.core.round import Round
@@ -30,6 +30,7 @@ from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.stop import Confidence, Fixed, StopRule, token_probability
 from decode.drafters.base import Drafter, DraftRequest, NoDrafter
 from decode.drafters.early_exit import EarlyExitDrafter
+from decode.errors import Fields
 from decode.measure.acceptance import OfflineAlpha, replayed
 from decode.methods import MethodInputs, build
 from decode.models.api import Model, synchronize
@@ -57,17 +58,17 @@ class Costs:
     context: int  # tokens before the rounds that were timed
     reading: float = 0.0  # seconds that a stop rule's look at a drafted token adds, as token_probability does
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Fields:
         """For reports; v as a list of ``[n, v(n)]``."""
         content = {"cost_ratio": self.cost_ratio, "verify_cost": [[n, v] for n, v in sorted(self.verify_cost.items())]}
         return content | {"context": self.context, "reading": self.reading, "round_costs": self.rounds.to_dict()}
 
 
+@dataclass
 class Copies(Drafter):
     """Drafts the last token of the text a number of times: what a round costs whose draft costs nothing."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    count: int
 
     def draft(self, request: DraftRequest) -> Draft:
         """A chain of copies."""
@@ -76,7 +77,7 @@ class Copies(Drafter):
 
 
 def time_methods(
-    target: Model, methods: Mapping[Key, Method], warp: LogitsWarper, prompts: Sequence[list[int]], batch: int = 1
+    target: Model, methods: Mapping[Key, Method], warp: LogitsWarper, prompts: Sequence[Ids], batch: int = 1
 ) -> dict[Key, tuple[float, ...]]:
     """Time rounds of several methods in turn, so that another load of the machine affects all of them alike.
 
@@ -110,19 +111,14 @@ def measure_costs(
     target: Model,
     draft: Model | None,
     warp: LogitsWarper,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[Ids],
     lengths: Iterable[int] = LENGTHS,
     batch_sizes: Iterable[int] = (1,),
 ) -> Costs:
-    """Time rounds of a pair, or of a target that is given drafts for nothing.
+    """Time rounds of a pair, or without a draft of a target that is given drafts for nothing.
 
-    Args:
-        target: the target.
-        draft: the draft model or head; None: drafts that cost nothing.
-        warp: logits to probabilities.
-        prompts: token ids, as long as typical texts are in the middle.
-        lengths: drafted tokens of a round; fewer where the context is short.
-        batch_sizes: texts decoded together; 1 is always measured.
+    The prompts should be as long as typical texts are in the middle. Where the context is short, fewer tokens than
+    `lengths` are drafted. Batch size 1 is always measured.
     """
     room = min(runner.limit for runner in (target, draft) if runner is not None)
     longest = max(1, min(max(lengths), room // (2 * ROUNDS + 2) - 2))
@@ -151,18 +147,12 @@ def exit_costs(
     exits: Sequence[int],
     probes: Mapping[str, Confidence],
     warp: LogitsWarper,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[Ids],
     longest: int,
 ) -> tuple[RoundCosts, dict[str, float]]:
-    """Time rounds whose drafts exit early: of many exits the first, the middle and the last, the others lie between.
+    """Time rounds whose drafts exit early: of ascending exits the first, the middle and the last; others lie between.
 
-    Args:
-        runner: the target.
-        exits: exit layers, ascending.
-        probes: one of each kind, to time them.
-        warp: decoding mode.
-        prompts: token ids, as long as typical texts are in the middle.
-        longest: longest draft that costs are wanted for.
+    One of each kind of `probes` is timed too. The prompts should be as long as typical texts are in the middle.
 
     Returns:
         Costs of rounds with the exit layer in the place of the batch size; and, by the name of a confidence (``token``
@@ -184,14 +174,9 @@ def exit_costs(
 def speedup(
     tokens: float, rounds: Mapping[int, float], costs: RoundCosts, batch: int = 1, *, more: float = 0.0
 ) -> float:
-    """Predicted speedup over rounds without a draft.
+    """Predicted speedup over rounds without a draft, of the tokens of all rounds, which are counted by draft length.
 
-    Args:
-        tokens: written in all rounds.
-        rounds: number of rounds by drafted tokens.
-        costs: of rounds.
-        batch: texts decoded together.
-        more: seconds that the rounds take besides.
+    `more` are seconds that the rounds take besides.
     """
     spent = sum(count * costs.round(batch, k) for k, count in rounds.items()) + more
     return tokens * costs.round(batch, 0) / spent if spent else float("nan")
@@ -249,19 +234,17 @@ def verdict(alpha: float, costs: RoundCosts, speedups: Mapping[int, float]) -> s
     return f"no speedup: {gains} (α = {alpha:.3f})"
 
 
-def forecast(costs: RoundCosts, alphas: Sequence[OfflineAlpha], longest: int) -> dict[str, Any]:
+def forecast(costs: RoundCosts, alphas: Sequence[OfflineAlpha], longest: int) -> Fields:
     """Predicted speedups by batch size, over the same batch without a draft.
 
-    Args:
-        costs: of rounds at several batch sizes, between which they are interpolated.
-        alphas: acceptance by depth in the draft.
-        longest: largest draft length.
+    Costs are interpolated between the measured batch sizes; `alphas` are by depth in the draft.
 
     Returns:
         ``batches``: rows of each measured batch size; vLLM's schedule of the best lengths, [first batch size, last
         batch size, drafted tokens]; ``round_costs``.
     """
-    rounds, batches, best = {k: replayed(alphas, k) for k in range(1, longest + 1)}, [], dict[int, int]()
+    rounds = {k: replayed(alphas, k) for k in range(1, longest + 1)}
+    batches, best = [], {}
     for size in range(1, max(costs.seconds) + 1):
         speedups = {k: speedup(*known, costs, size) for k, known in rounds.items()}
         length = best[size] = best_length(speedups)

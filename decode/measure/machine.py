@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import timeit
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from decode.errors import Fields
 from decode.models.api import Read
 from decode.models.check import open_runner
 
@@ -22,13 +24,12 @@ CLEARLY = 0.85  # waiting for a descheduled thread is expensive, so all threads 
 HARDWARE = ("cpu", "cores", "device", "accelerator")  # facts without which costs are those of another machine
 
 
-def describe(device: torch.device | str = "cpu") -> dict[str, Any]:
+def describe(device: torch.device | str = "cpu") -> Fields:
     """Processor, cores, threads, accelerator and library versions, for reports."""
     device, info = torch.device(device), Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    facts: dict[str, Any] = {
-        "cpu": names[0] if names else platform.processor() or platform.machine(),
+    named = re.search(r"^model name\s*: (.*)", info.read_text(encoding="utf-8") if info.exists() else "", re.MULTILINE)
+    facts: Fields = {
+        "cpu": named[1] if named else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "device": str(device),

@@ -21,13 +21,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from decode.errors import Fields
 from decode.measure.statistics import finite
 
+Row = Mapping[str, Any]
 COLOURS = BLUE, ORANGE, *_ = ("#3d85c6", "#d07a1f", "#2a9d76", "#8d72cf", "#d0587c", "#97902d", "#868c94")
 MARKERS = "os^Dvph"
-INK = "#010203"
-"""The colour of text and axes in ``plots.mplstyle``, replaced by currentColor in the SVG."""
-DASHED: dict[str, Any] = {"color": INK, "linewidth": 1, "linestyle": (0, (4, 3)), "alpha": 0.6}
+INK = "#010203"  # the colour of text and axes in ``plots.mplstyle``, replaced by currentColor in the SVG
+DASHED: Fields = {"color": INK, "linewidth": 1, "linestyle": (0, (4, 3)), "alpha": 0.6}
 STYLE: Any = rc_params_from_file(Path(__file__).with_name("plots.mplstyle"), use_default_template=False)
 
 
@@ -57,7 +58,7 @@ def as_svg(axes: Axes) -> str:
 
 
 @mpl.rc_context(STYLE)
-def speedup_bars(rows: Iterable[Mapping[str, Any]], title: str = "Speedup over no draft") -> str:
+def speedup_bars(rows: Iterable[Row], title: str = "Speedup over no draft") -> str:
     """Horizontal bars with their intervals, and a dashed line at 1.
 
     A row is ``{name, speedup, speedup_ci95?: [low, high], lossless?: bool}``; relaxed methods are orange, and rows
@@ -117,9 +118,7 @@ def lines(
     return as_svg(axes)
 
 
-def acceptance_by_position(
-    series: Mapping[str, Sequence[Mapping[str, Any]]], colours: Mapping[str, str] | None = None
-) -> str:
+def acceptance_by_position(series: Mapping[str, Sequence[Row]], colours: Mapping[str, str] | None = None) -> str:
     """Share of the rounds that accept 1, 2, … drafted tokens or more (`decode.core.round.acceptance_by_position`)."""
     points = {name: [(row["position"], row["marginal"]) for row in rows] for name, rows in series.items()}
     xlabel, ylabel = "position in the draft (token)", "accepted ÷ rounds"

@@ -6,7 +6,6 @@ template ``html_page.html`` escapes all text (pairs of backticks become code); o
 """
 
 import csv
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,15 +18,14 @@ from markupsafe import Markup, escape
 from rich.table import Table as RichTable
 
 from decode.core.round import FORMULAS
-from decode.errors import read_json, write_text
+from decode.errors import Fields, read_json, write_json, write_text
 from decode.measure import plots
 from decode.measure.benchmark import BASELINE, Benchmark
 from decode.measure.machine import sentence
 from decode.measure.statistics import finite
 
-Row = Mapping[str, Any]
-Figure = tuple[str, str]
-"""A plot as SVG, and its caption."""
+Row = plots.Row
+Figure = tuple[str, str]  # a plot as SVG, and its caption
 
 # -- tables and pages -------------------------------------------------------------------------------------------------
 
@@ -115,7 +113,7 @@ class Section:
 
     heading: str = ""
     text: str = ""
-    facts: Mapping[str, Any] = field(default_factory=dict)  # only values that are `present`
+    facts: Row = field(default_factory=dict)  # only values that are `present`
     tables: Sequence[Table] = ()
     figures: Sequence[Figure] = ()
     code: Mapping[str, str] = field(default_factory=dict)  # preformatted texts by their captions
@@ -144,8 +142,7 @@ KEYS = (
 )  # fmt: skip
 """Columns of the page's tables."""
 LONG = {"speedup_vs_assistant", "accepted_per_tested", "accepted_per_drafted", "js_distance", "note"}
-SHORT = [key for key in KEYS if key not in LONG]
-"""Columns of the terminal's tables."""
+SHORT = [key for key in KEYS if key not in LONG]  # columns of the terminal's tables
 STYLES = {"lossless": "", "relaxed": "yellow", "baseline": "dim"}
 
 
@@ -193,7 +190,7 @@ def answers(rows: Sequence[Row]) -> list[str]:
 
     lines, wrong = [], {place(r) for r in rows if r["kind"] == "lossless" and r["identical_to_target"] is False}
     for title, block in by_block(rows).items():
-        differ, parts = [r for r in block if place(r) in wrong], list[str]()
+        differ, parts = [r for r in block if place(r) in wrong], []
         best = [r for r in drafting(block) if r["kind"] == "lossless" and r not in differ]
         if best and all(r["method"] != BASELINE for r in differ):
             parts.append(f"fastest lossless method {best[0]['name']}: speedup {cell(best[0], 'speedup')}")
@@ -208,14 +205,14 @@ def answers(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def write_report(bench: Benchmark, settings: Mapping[str, Any], folder: Path) -> tuple[Path, Path]:
+def write_report(bench: Benchmark, settings: Row, folder: Path) -> tuple[Path, Path]:
     """Write report.json and the page.
 
     Other keys of an existing report.json are kept; ``methods``, ``bench`` and ``machine`` are set. The page is
     report.html, or bench.html if report.json is that of another command.
     """
     session, path = bench.session, folder / "report.json"
-    ours: dict[str, Any] = {
+    ours: Fields = {
         "methods": bench.rows,
         "machine": session.facts(),
         "bench": {
@@ -228,13 +225,13 @@ def write_report(bench: Benchmark, settings: Mapping[str, Any], folder: Path) ->
     }
     content = read_json(path)
     page = folder / ("bench.html" if content.keys() - ours else "report.html")
-    write_text(path, json.dumps(content | ours, indent=1, ensure_ascii=False) + "\n")
+    write_json(path, content | ours, indent=1)
     headline, *others = answers(bench.rows) or [""]
     write_page(page, "Decoding methods compared", headline, [Section(text=" ".join(others)), *sections(**ours)])
     return path, page
 
 
-def sections(methods: Sequence[Row], machine: Row, bench: Row) -> Iterable[Section]:
+def sections(methods: Sequence[Row], machine: Fields, bench: Fields) -> Iterable[Section]:
     """The page of a benchmark, from the keys of report.json."""
     by_size: dict[str, list[tuple[float, ...]]] = {}  # speedups by batch size
     for title, rows in by_block(methods).items():

@@ -4,15 +4,12 @@ import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.core.loop import Method, decode_texts
-from decode.core.sampling import LogitsWarper, TorchRng
-from decode.core.stop import StopRule
-from decode.drafters.base import NoDrafter
-from decode.errors import UserError
+from decode.core.draft import Ids
+from decode.core.sampling import LogitsWarper
+from decode.errors import Fields, UserError
 from decode.measure import machine
 from decode.measure.costs import LENGTHS, WIDE, Costs, measure_costs
 from decode.measure.suites import Prompt, Suite
@@ -48,7 +45,7 @@ class Item:
     """One prompt, or one turn of a chat, as token ids."""
 
     prompt: Prompt
-    ids: list[int]
+    ids: Ids
 
 
 class Session:
@@ -67,11 +64,10 @@ class Session:
         model: PreTrainedModel,
         drafts: Mapping[str, DraftModel] | None,
         tokenizer: PreTrainedTokenizerBase,
-        options: BenchOptions | None = None,
+        options: BenchOptions,
     ) -> None:
-        self.options = options or BenchOptions()
-        self.model, self.tokenizer = model, tokenizer
-        self.draft_models: dict[str, DraftModel] = dict(drafts or {})
+        self.options, self.model, self.tokenizer = options, model, tokenizer
+        self.draft_models = dict(drafts or {})
         self.threads, reason = machine.choose_threads(model, self.options.threads)
         pack = self.options.pack
         with machine.using_threads(self.threads):  # layouts of weights are chosen by measurement
@@ -79,24 +75,23 @@ class Session:
             self.drafts = {name: open_draft_runner(draft, model, pack) for name, draft in self.draft_models.items()}
         opened = {"target": self.runner} | self.drafts
         self.how = [reason, *(f"{name}: {runner.packing}" for name, runner in opened.items() if runner.packing)]
-        self.stop_ids: Collection[int] = stop_ids(model, tokenizer)
+        self.stop_ids = stop_ids(model, tokenizer)
         self.costs: dict[str | None, Costs] = {}
         self.notes: dict[str, str] = {}
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Fields:
         """The machine, the threads and the weight layouts, for reports."""
         return machine.describe(self.runner.device) | {"threads": self.threads, "note": "; ".join(self.how)}
 
-    def text(self, ids: Sequence[int]) -> str:
+    def text(self, ids: Ids) -> str:
         """The text of generated tokens."""
         return Detokenizer(self.tokenizer).text(ids)
 
     def items(self, suite: Suite) -> list[Item]:
         """All prompts (of chats, all turns) that fit the contexts together with their answers."""
-        notes, prompts = list[str](), suite.prompts
+        notes, prompts = [], suite.prompts
         if self.options.chat:
-            texts = [[{"content": text} for text in prompt.turns or (prompt.text,)] for prompt in prompts]
-            asked = [p for p, said in zip(prompts, texts) if not control_token(self.tokenizer, said)]
+            asked = [p for p in prompts if not control_token(self.tokenizer, [{"content": said} for said in p.said])]
             if spelt := len(prompts) - len(asked):
                 notes.append(f"{spelt} prompts are left out, whose text spells a control token of the tokenizer")
             items = self._turns(asked)
@@ -120,26 +115,26 @@ class Session:
 
     def _turns(self, prompts: Sequence[Prompt]) -> list[Item]:
         """The turns of chats, each after the target's greedy answers to the earlier ones."""
-        chats = [(prompt.turns or (prompt.text,), list[Message](), list[Item]()) for prompt in prompts]
-        for turn in range(max((len(said) for said, *_ in chats), default=0)):
-            going = [chat for chat in zip(prompts, chats) if turn < len(chat[1][0])]
+        chats = [(prompt, list[Message](), list[Item]()) for prompt in prompts]
+        for turn in range(max((len(prompt.said) for prompt in prompts), default=0)):
+            going = [chat for chat in chats if turn < len(chat[0].said)]
             if turn:
-                asked = [items[-1].ids for _, (_, _, items) in going]
+                asked = [items[-1].ids for *_, items in going]
                 answers = self.written(asked, replace(self.options.warp, temperature=0.0))
-                for (_, (_, history, _)), answer in zip(going, answers):
+                for (_, history, _), answer in zip(going, answers):
                     history.append({"role": "assistant", "content": self.text(answer)})
-            for prompt, (said, history, items) in going:
-                history += user_says(said[turn], None if turn else self.options.system)
+            for prompt, history, items in going:
+                history += user_says(prompt.said[turn], None if turn else self.options.system)
                 items.append(Item(prompt, chat_ids(self.tokenizer, history)))
         return [item for *_, items in chats for item in items]
 
     def written(
         self,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[Ids],
         warp: LogitsWarper,
         batch_size: int = ANSWERED_AT_ONCE,
         progress: Callable[[int], None] | None = None,
-    ) -> list[list[int]]:
+    ) -> list[Ids]:
         """New tokens that the target writes after each prompt; none if the prompt fills the context."""
         longest, limit = self.options.max_new_tokens, self.runner.limit
         return write_texts(
@@ -170,13 +165,10 @@ class Session:
         count, warp = max(TIMED, *batch_sizes), replace(self.options.warp, temperature=temperature)
         middle = statistics.median(len(item.ids) for item in items)
         ids = sorted((item.ids for item in items), key=lambda ids: abs(len(ids) - middle))[:count]
-        rngs = [TorchRng(self.options.seed, self.runner.device) for _ in ids]
+        half, draws = max(1, self.options.max_new_tokens // 2), draws_of_loop(self.options.seed)
         with machine.using_threads(self.threads):
-            begun = decode_texts(
-                self.runner, Method("", NoDrafter(), StopRule(1)), warp, ids, rngs=rngs, batch_size=1,
-                max_new_tokens=max(1, self.options.max_new_tokens // 2),
-            )  # fmt: skip
-            texts, alike = [text.ids for text in begun], dict[Any, Costs]()
+            begun = write_texts(self.runner, ids, warp, budgets=half, stop_ids=(), draws=draws)
+            texts, alike = [prompt + new for prompt, new in zip(ids, begun)], {}
             for name in drafts:
                 draft = self.drafts[name] if name else None
                 # drafts of one shape cost the same, so one of them is timed

@@ -35,9 +35,7 @@ def median_interval(values: Iterable[float]) -> tuple[float, Interval]:
 def ratio_interval(clusters: Iterable[int], sums: Iterable[Sequence[float]]) -> tuple[float, Interval]:
     """Σa / Σb, or (Σa / Σb) / (Σc / Σd), and its interval by Student's t on the linearised logarithm.
 
-    Args:
-        clusters: the cluster of each observation; all texts of a prompt are one observation.
-        sums: a and b, or a, b, c and d of each.
+    The observations, a and b or a, b, c and d each, are in clusters: all texts of a prompt are one.
     """
     parts, numbers = np.array(list(sums), float), np.array(list(clusters))
     values = np.stack([parts[numbers == number].sum(0) for number in np.unique(numbers)])

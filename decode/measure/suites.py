@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -26,17 +26,17 @@ from typing import Any
 import yaml
 from jinja2 import Environment, StrictUndefined, Template, TemplateError
 
-from decode.errors import UserError, unknown
+from decode.errors import Fields, UserError, unknown
 from decode.measure.arithmetic import problems
 
-Row = dict[str, Any]
+Row = Fields
 
 # -- rows of files and of the Hub -------------------------------------------------------------------------------------
 
 FORMATS = (".csv", ".json", ".jsonl", ".parquet", ".arrow", ".txt")
 """File name suffixes of `iter_rows`. JSON and CSV are not read by ``datasets``, which changes values: in version 5 the
 JSON text "2020-01-01" becomes a datetime, and the CSV text "1.50" becomes 1.5."""
-PACKED: dict[str, Any] = {".gz": gzip, ".bz2": bz2}
+PACKED: Fields = {".gz": gzip, ".bz2": bz2}
 csv.field_size_limit(2**31 - 1)  # a chat in one field may be long
 
 
@@ -198,6 +198,11 @@ class Prompt:
     turns: tuple[str, ...] = ()  # the user's turns for a chat model; empty: the text is the only turn
     ids: tuple[int, ...] = ()  # token ids of the prompt, if they are known; text and turns are then for display only
 
+    @property
+    def said(self) -> tuple[str, ...]:
+        """The user's turns for a chat model."""
+        return self.turns or (self.text,)
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -252,7 +257,7 @@ class Preset:
         return scorer and (lambda prompt, output: scorer(prompt.reference or "", output))
 
 
-def _filled(template: str, row: Mapping[str, Any]) -> str:
+def _filled(template: str, row: Fields) -> str:
     try:
         return _template(template).render(row)
     except TemplateError as error:
@@ -285,10 +290,7 @@ PRESETS = {
 # -- suites -----------------------------------------------------------------------------------------------------------
 
 OTHER = Preset(["prompt"], response_template="{{ reference | default('') | innermost }}", category="category")
-SHIPPED = {
-    name: str(Path(__file__).with_name(file))
-    for name, file in (("chat", "chat_prompts.jsonl"), ("open", "open_prompts.txt"))
-}
+SHIPPED = {"chat": Path(__file__).with_name("chat_prompts.jsonl"), "open": Path(__file__).with_name("open_prompts.txt")}
 """Prompts written for this project: 16 in each of Spec-Bench's categories, in its format; and open questions."""
 BESIDES = {"chat": PRESETS["spec_bench"], "open": OTHER, "prompts": OTHER}
 """The presets of suites that are no data sets."""
@@ -305,13 +307,10 @@ class Suite:
 
 
 def load_suite(spec: str, *, limit: int | None = None, seed: int = 0, split: str = "test") -> Suite:
-    """Load the prompts of a spec.
+    """Load the prompts of a spec (see the module's docstring), of a split where its source has several.
 
-    Args:
-        spec: see the module's docstring.
-        limit: maximum number of prompts: a sample chosen by the seed, in the file's order, balanced over categories.
-        seed: chooses the sample, and the problems of arithmetic.
-        split: train, validation or test of sources that have several.
+    The seed chooses the problems of arithmetic, else at most `limit` prompts, balanced over categories, in the file's
+    order.
 
     Raises:
         UserError: unknown suite or option, no such file, rows or columns, or the Hub does not answer.
@@ -330,7 +329,7 @@ def load_suite(spec: str, *, limit: int | None = None, seed: int = 0, split: str
         rows = [{"question": p.question, "answer": p.solution, "steps": p.steps} for p in made]
         name, option = f"{name}/{option or 1}/{seed}/{split}", ""
     else:
-        rows = _rows(name, preset, path or SHIPPED.get(name, ""), split)
+        rows = _rows(name, preset, path or SHIPPED.get(name), split)
     try:
         prompts = _prompts(name, preset, rows, option, limit, seed)
     except UserError:
@@ -344,7 +343,7 @@ def load_suite(spec: str, *, limit: int | None = None, seed: int = 0, split: str
     return Suite(spec, prompts, preset.score)
 
 
-def _rows(name: str, preset: Preset, path: str, split: str) -> list[Row]:
+def _rows(name: str, preset: Preset, path: str | Path | None, split: str) -> list[Row]:
     """Rows of one split; for a split that the Hub lacks, the share of the training rows that is held out for it."""
     if path:
         rows = [row for row in iter_rows(path) if preset.split_of(row) in (None, split)]
@@ -410,23 +409,21 @@ def final_number(text: str) -> Decimal | None:
     return Decimal(re.sub("[$,]", "", numbers[-1])) if numbers else None
 
 
-def number_score(reference: str, output: str) -> float:
-    """1.0 if both texts end in the same number (3.0 equals 3)."""
-    wanted = final_number(reference)
-    return float(wanted is not None and final_number(output) == wanted)
+def chosen_letter(text: str) -> str | None:
+    """The letter of a stated answer, otherwise the first A to D that stands alone."""
+    stated = re.search(r"(?i:answer(?:\s+is)?)\s*:?\s*\(?([A-D]\b|[a-d](?=[).,:;!]|\s*(?:\n|$)))", text)
+    chosen = stated or re.search(r"(?<![\w'])([A-D])(?![\w'])", text)
+    return chosen.group(1).upper() if chosen else None
 
 
-def letter_score(reference: str, output: str) -> float:
-    """1.0 if the chosen letter is the reference's: a stated answer, otherwise the first A to D that stands alone."""
-
-    def letter(text: str) -> str | None:
-        stated = re.search(r"(?i:answer(?:\s+is)?)\s*:?\s*\(?([A-D]\b|[a-d](?=[).,:;!]|\s*(?:\n|$)))", text)
-        chosen = stated or re.search(r"(?<![\w'])([A-D])(?![\w'])", text)
-        return chosen.group(1).upper() if chosen else None
-
-    wanted = letter(reference)
-    return float(wanted is not None and letter(output) == wanted)
+def same_answer(read: Callable[[str], Any], reference: str, output: str) -> float:
+    """1.0 if the same answer is read in both texts (the number 3.0 equals 3)."""
+    wanted = read(reference)
+    return float(wanted is not None and read(output) == wanted)
 
 
-SCORERS: dict[str, Callable[[str, str], float]] = {"number": number_score, "letter": letter_score}
+SCORERS: dict[str, Callable[[str, str], float]] = {
+    "number": partial(same_answer, final_number),
+    "letter": partial(same_answer, chosen_letter),
+}
 """Scorers by the name that a preset gives: (reference, output) to 0..1."""

@@ -13,7 +13,11 @@ import psutil
 import torch
 from torch import Tensor
 
-from decode.core.draft import Draft, id_tensor
+from decode.core.draft import Draft, Ids, id_tensor
+
+Capture = tuple[int, ...]
+"""Hidden states of all tokens to return, ascending: i is the state that enters layer i, the number of layers is the
+state after the final norm."""
 
 
 @dataclass
@@ -100,22 +104,21 @@ class Model(ABC):
     def reserve(self, rows: int) -> None:  # noqa: B027 (most models share no memory between texts)
         """Keep memory for so many texts at once until another number is asked for; 1 gives the rest back."""
 
-    def forward(self, reads: Sequence[Read], *, capture: tuple[int, ...] = (), last: int | None = None) -> list[Out]:
+    def forward(self, reads: Sequence[Read], *, capture: Capture = (), last: int | None = None) -> list[Out]:
         """Append tokens to texts, each of which occurs once.
 
         Args:
             reads: the tokens of each text.
-            capture: hidden states to return of all tokens, ascending; i is the state that enters layer i, the number
-                of layers is the state after the final norm.
+            capture: see `Capture`.
             last: compute logits of the last `last` tokens of each text (0 or 1 for several texts); None: of all.
         """
         return [self._read(read, capture, last) for read in reads]
 
-    def _read(self, read: Read, capture: tuple[int, ...], last: int | None) -> Out:
+    def _read(self, read: Read, capture: Capture, last: int | None) -> Out:
         """`forward` of one text, for models that read one at a time."""
         raise NotImplementedError
 
-    def remaining(self, ids: Sequence[int]) -> int:
+    def remaining(self, ids: Ids) -> int:
         """How many tokens fit after `ids`; negative if `ids` do not fit."""
         return self.limit - len(ids)
 
@@ -128,7 +131,7 @@ class Model(ABC):
 PIECE = 512  # most tokens of a prompt that are read in one forward
 
 
-def read_prompt(model: Model, cache: Any, ids: list[int], *, capture: tuple[int, ...] = ()) -> Tensor | None:
+def read_prompt(model: Model, cache: Any, ids: Ids, *, capture: Capture = ()) -> Tensor | None:
     """Read the start of a text in pieces, so that memory does not grow with the square of its length.
 
     Returns:
@@ -137,8 +140,10 @@ def read_prompt(model: Model, cache: Any, ids: list[int], *, capture: tuple[int,
     states = []
     for at in range(0, len(ids), PIECE):
         tokens = id_tensor(ids[at : at + PIECE]).to(model.device)
-        states.append(model.forward([Read(cache, tokens)], capture=capture, last=0)[0].captured)
-    return joined([part for part in states if part is not None]) if capture and states else None
+        (out,) = model.forward([Read(cache, tokens)], capture=capture, last=0)
+        if out.captured is not None:
+            states.append(out.captured)
+    return joined(states) if states else None
 
 
 def synchronize(device: torch.device) -> None:
@@ -153,13 +158,9 @@ GROWTH = 2.5  # memory that caches take for a moment while they grow, in caches
 def rows_that_fit(
     device: torch.device, bytes_per_token: int, lengths: Sequence[int], batch_size: int | None = None
 ) -> int:
-    """How many texts to have at once: as many as asked for, unless memory holds fewer, which a warning says.
+    """How many texts of these lengths to have at once: as many as asked for (None: all), or fewer, with a warning.
 
-    Args:
-        device: that holds the caches.
-        bytes_per_token: of the caches; 0 where that is unknown.
-        lengths: tokens of the texts.
-        batch_size: texts asked for; None: all.
+    They are fewer where the device has no memory for their caches, whose bytes a token may be unknown, 0.
     """
     longest, wanted = max(lengths, default=1), max(1, min(batch_size or len(lengths), len(lengths)))
     most = free_memory(device) / (GROWTH * longest * max(1, bytes_per_token))

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.core.draft import Draft
-from decode.errors import UserError
+from decode.errors import UserError, first_line
 from decode.models.api import Model, Read
 from decode.models.fast.forward import FastRunner, fast_runner
 from decode.models.fast.layout import supports
@@ -41,7 +41,7 @@ def open_runner(model: PreTrainedModel, *, fast: bool = True, pack: str = "off",
         model: a causal language model, or one with adapters (peft).
         fast: use the hand-written forward where it is possible.
         pack: how weights are laid out for CPUs (one of `decode.models.fast.weights.MODES`).
-        draft: the model is a draft, whose weights may be rounded to 16 bits where that is faster.
+        draft: it is a draft, whose weights may be rounded to 16 bits where that is faster.
 
     Raises:
         UserError: a model that cannot be rolled back (a state outside its cache, encoder–decoder, bidirectional), or
@@ -51,8 +51,7 @@ def open_runner(model: PreTrainedModel, *, fast: bool = True, pack: str = "off",
         raise _unserved(model, "it is an encoder–decoder")
     if not arguments_of(model).intersection(CACHES):
         raise _unserved(model, f"its forward takes no cache ({', '.join(CACHES)})")
-    quick = fast_if_equal(model, pack, draft=draft) if fast else None
-    if quick is not None:
+    if fast and (quick := fast_if_equal(model, pack, draft=draft)):
         return quick
     try:
         runner: Model = HuggingFaceRunner(model)
@@ -64,7 +63,7 @@ def open_runner(model: PreTrainedModel, *, fast: bool = True, pack: str = "off",
     except UserError:
         raise
     except Exception as error:  # whatever a forward raises that was not made for a cache that rolls back
-        raise _unserved(model, f"its forward fails here ({_reason(error)})") from error
+        raise _unserved(model, f"its forward fails here ({first_line(error) or type(error).__name__})") from error
     if not gaps.chain < tolerance:
         raise _unserved(
             model,
@@ -92,11 +91,6 @@ def fast_if_equal(model: PreTrainedModel, pack: str = "off", *, draft: bool = Fa
         stacklevel=3,
     )
     return None
-
-
-def _reason(error: Exception) -> str:
-    """The first line of an error's message, or its type."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _unserved(model: PreTrainedModel, reason: str) -> UserError:
@@ -191,6 +185,7 @@ def compare(model: PreTrainedModel, runner: Model) -> Gaps:
                 cache.keep(start, [start, start + 2, start + 4, start + 5])
                 gaps.tree = max(gaps.tree, gap(fresh[1, start + 4 :], texts[1, start + 4 :]))
             except Exception as error:  # a family's forward may not be made for trees in many ways
-                gaps.tree, gaps.tree_error = torch.inf, f"its forward fails on trees ({_reason(error)})"
+                gaps.tree = torch.inf
+                gaps.tree_error = f"its forward fails on trees ({first_line(error) or type(error).__name__})"
         cache.close()
         return gaps

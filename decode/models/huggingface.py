@@ -15,13 +15,15 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from decode.core.draft import Draft
-from decode.models.api import Cache, Model, Out, Read
+from decode.errors import Fields
+from decode.models.api import Cache, Capture, Model, Out, Read
 
 # -- the cache ---------------------------------------------------------------------------------------------------------
 
 OTHERS = ("LinearAttentionLayer", "DummyLayer")
 """transformers' layers that are taken as they are, beside those that a layer of this module stands for."""
 LEAST = 256  # positions that a layer has memory for at first
+States = dict[str, dict[Any, Any]]  # of a layer beside its keys and values, by attribute and place
 UNLIMITED = 1 << 60  # a window that is never full
 
 
@@ -31,9 +33,6 @@ class RollbackLayer(DynamicLayer):
     Sliding-window layers keep everything too: the mask hides what lies outside the window, so that any rollback stays
     possible. `keys` and `values` are views ``[batch, heads, length, width]`` of the first positions of `memory`.
     """
-
-    keys: Any
-    values: Any
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +93,7 @@ class RollbackCache(TransformersCache, Cache):
         TransformersCache.__init__(self, layers=list(map(_rolling, DynamicCache(config=config).layers)))
         self.recurrent = [layer for layer in self.layers if _states(layer)]
         self.length = self.read = self._saved_at = 0
-        self._ids, self._saved = torch.empty(0, dtype=torch.long), list[dict[str, dict[Any, Any]]]()
+        self._ids, self._saved = torch.empty(0, dtype=torch.long), list[States]()
 
     @property
     def unread(self) -> Tensor:
@@ -162,7 +161,7 @@ class RollbackCache(TransformersCache, Cache):
         return self.get_seq_length(layer_idx) + query_length, 0
 
 
-def _states(layer: Any, *, copied: bool = False) -> dict[str, dict[Any, Any]]:
+def _states(layer: Any, *, copied: bool = False) -> States:
     """The states of a layer beside keys and values, which transformers keeps in dictionaries.
 
     `LinearAttentionLayer` changes them in place; others replace them, so holding them is a copy.
@@ -174,7 +173,7 @@ def _states(layer: Any, *, copied: bool = False) -> dict[str, dict[Any, Any]]:
     return states
 
 
-def _restore(layer: Any, saved: dict[str, dict[Any, Any]]) -> None:
+def _restore(layer: Any, saved: States) -> None:
     """Put back what `_states` has copied."""
     for name, states in saved.items():
         values = getattr(layer, name)
@@ -223,7 +222,7 @@ def masks_of_tree(tree: Draft, past: int, device: torch.device) -> Iterator[None
 
 def _reading_trees(implementation: str) -> Callable[..., Any]:
     """transformers' function that makes masks, which makes those of trees within `masks_of_tree`."""
-    plain: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
+    plain = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
 
     def masks(**given: Any) -> Any:
         if (tree := _TREE.get()) is None:
@@ -275,7 +274,7 @@ class HuggingFaceRunner(Model):
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.config: Any = model.config.get_text_config()
+        self.config = model.config.get_text_config()
         super().__init__(**facts_of(model))
         self._arguments = arguments_of(model)
         self._cache_argument = next(name for name in CACHES if name in self._arguments)
@@ -286,12 +285,12 @@ class HuggingFaceRunner(Model):
         """See `Model.new_cache`."""
         return RollbackCache(self.config)
 
-    def _read(self, read: Read, capture: tuple[int, ...], last: int | None) -> Out:
+    def _read(self, read: Read, capture: Capture, last: int | None) -> Out:
         if len(read.cache.unread) > AGAIN:
             self._append(Read(read.cache, read.tokens[:0]), (), 1)
         return self._append(read, capture, last)
 
-    def _append(self, read: Read, capture: tuple[int, ...], last: int | None) -> Out:
+    def _append(self, read: Read, capture: Capture, last: int | None) -> Out:
         """Read the unread tokens and these; the output has rows of these."""
         cache, tokens, tree = read.cache, read.tokens, read.tree
         n, past, rows = len(tokens), cache.read, len(tokens) if last is None else last
@@ -304,7 +303,7 @@ class HuggingFaceRunner(Model):
         if "position_ids" in self._arguments:
             depths = torch.arange(len(feed)) if tree is None else torch.tensor([0, *tree.depths()])
             extra["position_ids"] = (past + depths).to(self.device)[None]
-        head_inputs: list[Tensor] = []
+        head_inputs = []
         hook = self.model.get_output_embeddings().register_forward_pre_hook(
             lambda module, inputs: head_inputs.append(inputs[0][0])
         )
@@ -325,17 +324,16 @@ class HuggingFaceRunner(Model):
         return Out(logits[len(logits) - rows :], hidden[len(hidden) - rows :], captured)
 
 
-def facts_of(model: PreTrainedModel) -> dict[str, Any]:
+def facts_of(model: PreTrainedModel) -> Fields:
     """What every `Model` of a model is constructed with."""
-    config: Any = model.config.get_text_config()
-    embedding: Any = model.get_input_embeddings()
-    head: Any = model.get_output_embeddings()
+    config = model.config.get_text_config()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     weights = {id(p): p for p in model.parameters()}
     if embedding.weight is not head.weight:  # reading one token takes all weights but the embedding, of which a row
         weights.pop(id(embedding.weight), None)
     limit, cached = getattr(config, "max_position_embeddings", 0) or 1 << 30, 0
-    ropes = getattr(config, "rope_parameters", None) or {}
-    for rope in (ropes, *(value for value in ropes.values() if isinstance(value, dict))):
+    for rope in rotations(config):
         if rope.get("rope_type") == "longrope":  # behind the boundary all keys would have to be rotated anew
             short = rope.get("original_max_position_embeddings")
             limit = min(limit, short or getattr(config, "original_max_position_embeddings", None) or limit)
@@ -355,9 +353,15 @@ def facts_of(model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
+def rotations(config: Any) -> list[Fields]:
+    """The settings of a model's rotation, or of the one of each kind of layers."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [value for value in rope.values() if isinstance(value, dict)] or [rope]
+
+
 def arguments_of(model: PreTrainedModel) -> set[str]:
     """The named arguments that a model's forward takes; of an adapted model (peft), the adapted one's."""
-    adapted: Any = model if isinstance(model, PreTrainedModel) else model.get_base_model()
+    adapted = model if isinstance(model, PreTrainedModel) else model.get_base_model()
     return set(inspect.signature(adapted.forward).parameters)
 
 

@@ -3,8 +3,6 @@
 Errors are `UserError`s with transformers' own message, and the next step where that message leaves it open.
 """
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -29,14 +27,15 @@ from transformers.generation.logits_process import (
     SuppressTokensLogitsProcessor,
 )
 
+from decode.core.draft import Ids
 from decode.core.sampling import LogitsWarper
-from decode.errors import UserError
+from decode.errors import Fields, UserError
 from decode.models.api import Model
 from decode.models.check import open_draft_runner, open_runner
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import is_head, load_head
 from decode.models.heads.mtp import MTP, load_mtp
-from decode.models.sources import language_config, language_model, located, read_weights, unreadable
+from decode.models.sources import Name, language_config, language_model, located, read_weights, reading
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 """Number formats by their names in settings; `choose_dtype` decides ``auto``."""
@@ -94,7 +93,7 @@ def placement(model: PreTrainedModel) -> str:
 
 
 def load_model(
-    name: str | os.PathLike[str],
+    name: Name,
     *,
     device: str | torch.device,
     dtype: str,
@@ -105,7 +104,7 @@ def load_model(
     """A causal language model in evaluation mode; of a model that reads images or audio too, the language model alone.
 
     Args:
-        name: folder, Hub name (with its revision after an @) or GGUF file.
+        name: folder, Hub name or GGUF file.
         device: the model's device; ignored with a `device_map`.
         dtype: one of `DTYPES`, or ``auto`` (see `choose_dtype`).
         device_map: passed to transformers, to spread a model over several devices.
@@ -119,7 +118,7 @@ def load_model(
     device, extra = choose_device(device), dict(options)
     number_format = choose_dtype(dtype, device)
     auto, inside = AutoModelForCausalLM, False
-    try:
+    with reading(name, "model"):
         folder, at = located(name)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **at)
         quantised = getattr(config, "quantization_config", None)
@@ -135,46 +134,34 @@ def load_model(
             model = language_model(model, **extra)
         if "device_map" not in extra:
             model = model.to(device)
-    except UserError:
-        raise
-    except Exception as error:  # damaged files raise whatever the bytes lead to
-        raise unreadable(name, "model", error) from error
     if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
         model.base_model_prefix = "model"  # Llama 4's class names another
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()
-    if model.config.tie_word_embeddings and getattr(head, "weight", None) is not table.weight:
+    head = model.get_output_embeddings()
+    if model.config.tie_word_embeddings and getattr(head, "weight", None) is not model.get_input_embeddings().weight:
         model.config.tie_word_embeddings = False  # the file holds two: transformers keeps both, an engine would tie
     return model.eval()
 
 
-def load_tokenizer(name: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: Name, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or Hub name, or of a GGUF file.
 
     Raises:
         UserError: it cannot be found or read.
     """
-    try:
+    with reading(name, "tokenizer"):
         folder, at = located(name)
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **at)
-    except UserError:
-        raise
-    except Exception as error:  # the tokenizers package raises bare Exceptions for damaged files
-        raise unreadable(name, "tokenizer", error) from error
 
 
-def load_config(name: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PretrainedConfig:
+def load_config(name: Name, *, trust_remote_code: bool = False) -> PretrainedConfig:
     """The configuration of the model that `load_model` opens, without its weights.
 
     Raises:
         UserError: it cannot be found or read.
     """
-    try:
+    with reading(name, "model"):
         folder, at = located(name)
         return language_config(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **at))
-    except UserError:
-        raise
-    except Exception as error:
-        raise unreadable(name, "model", error) from error
 
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> set[int]:
@@ -182,7 +169,7 @@ def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None =
     return set(_ends_of(model.generation_config, model.config, tokenizer))
 
 
-def stop_ids_of(name: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase, trust: bool = False) -> list[int]:
+def stop_ids_of(name: Name, tokenizer: PreTrainedTokenizerBase, trust: bool = False) -> Ids:
     """The `stop_ids` of a model that is not loaded, in the order in which its files name them."""
     folder, at = located(name)
     try:
@@ -192,7 +179,7 @@ def stop_ids_of(name: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase
     return _ends_of(generation, load_config(name, trust_remote_code=trust), tokenizer)
 
 
-def _ends_of(*sources: Any) -> list[int]:
+def _ends_of(*sources: Any) -> Ids:
     for source in sources:
         if (eos := getattr(source, "eos_token_id", None)) is not None:
             return list(eos) if isinstance(eos, (list, tuple)) else [int(eos)]
@@ -205,7 +192,7 @@ DraftModel: TypeAlias = PreTrainedModel | DraftHead  # what can draft for a targ
 
 
 def open_draft(
-    name: str | os.PathLike[str],
+    name: Name,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -213,12 +200,7 @@ def open_draft(
 ) -> DraftModel:
     """A draft model, on the target's device and in its number format, after their tokenizers have been compared.
 
-    Args:
-        name: folder or Hub name of a language model, or of a head of this target; or ``mtp``, the target's own
-            next-token layers.
-        target: the target.
-        tokenizer: the target's tokenizer.
-        trust_remote_code: run code of the Hub repository.
+    The name is that of a language model or of a head of this target, or ``mtp``, the target's own next-token layers.
 
     Raises:
         UserError: it or its tokenizer cannot be read, or its token ids mean other strings.
@@ -254,8 +236,7 @@ def check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizer
         "use a draft of the same model family, or train one with python -m distill; transformers' own assisted "
         "generation takes a draft of another tokenizer (generate with assistant_model and assistant_tokenizer)"
     )
-    ours = {i: t for t, i in target.get_vocab().items()}
-    theirs = {i: t for t, i in draft.get_vocab().items()}
+    ours, theirs = ({i: token for token, i in each.get_vocab().items()} for each in (target, draft))
     for i in sorted(ours.keys() & theirs.keys()):
         if ours[i] != theirs[i]:
             raise UserError(
@@ -295,8 +276,8 @@ class Pair:
 
 
 def load(
-    target: str | os.PathLike[str],
-    draft: str | os.PathLike[str] | None = None,
+    target: Name,
+    draft: Name | None = None,
     *,
     device: str = "auto",
     dtype: str = "auto",
@@ -320,16 +301,15 @@ def load(
     """
     tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code)
     model = load_model(target, device=device, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code)
-    pair = Pair(model, tokenizer, target_name=str(target), pack=pack)
-    if draft is not None:
-        pair.draft_name = str(draft)
-        pair.draft = open_draft(draft, model, tokenizer, trust_remote_code=trust_remote_code)
-    return pair
+    if draft is None:
+        return Pair(model, tokenizer, target_name=str(target), pack=pack)
+    head = open_draft(draft, model, tokenizer, trust_remote_code=trust_remote_code)
+    return Pair(model, tokenizer, head, str(target), str(draft), pack)
 
 
 # -- sampling ----------------------------------------------------------------------------------------------------------
 
-NEUTRAL: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+NEUTRAL: Fields = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Sampling settings that change nothing."""
 
 UNSUPPORTED: dict[Any, tuple[str, ...]] = {
@@ -342,7 +322,7 @@ UNSUPPORTED: dict[Any, tuple[str, ...]] = {
 """Fields that change the texts of `generate` and are not followed here, by their neutral value besides None."""
 
 
-def own_sampling(model: PreTrainedModel) -> dict[str, Any]:
+def own_sampling(model: PreTrainedModel) -> Fields:
     """The settings of the model's ``generation_config`` that are in `NEUTRAL` and not neutral."""
     given = {name: getattr(model.generation_config, name, None) for name in NEUTRAL}
     return {name: value for name, value in given.items() if value not in (None, NEUTRAL[name])}
@@ -351,7 +331,7 @@ def own_sampling(model: PreTrainedModel) -> dict[str, Any]:
 def own_processors(model: PreTrainedModel) -> list[LogitsProcessor]:
     """Further processors that the model's ``generation_config`` asks for, in the order of `generate`."""
     config, device = model.generation_config, model.get_input_embeddings().weight.device
-    processors: list[LogitsProcessor] = []
+    processors = []
     if size := getattr(config, "no_repeat_ngram_size", None):
         processors.append(NoRepeatNGramLogitsProcessor(size))
     if bad := getattr(config, "bad_words_ids", None):
@@ -362,14 +342,8 @@ def own_processors(model: PreTrainedModel) -> list[LogitsProcessor]:
     return processors
 
 
-def own_warp(model: PreTrainedModel, temperature: float, given: Mapping[str, Any]) -> LogitsWarper:
-    """The sampling of a target: given settings first, then those of its ``generation_config``.
-
-    Args:
-        model: the target.
-        temperature: 0 is greedy.
-        given: values for names in `NEUTRAL`; None leaves one to the model.
-    """
+def own_warp(model: PreTrainedModel, temperature: float, given: Fields) -> LogitsWarper:
+    """The sampling of a target: settings given for names in `NEUTRAL` unless None, then its ``generation_config``."""
     settings = NEUTRAL | own_sampling(model) | {name: value for name, value in given.items() if value is not None}
     return LogitsWarper(temperature, **settings, processors=own_processors(model))
 
@@ -379,7 +353,11 @@ def described(model: PreTrainedModel, warp: LogitsWarper) -> str:
     followed = [f"{name} {value:g}" for name, value in own_sampling(model).items() if getattr(warp, name) == value]
     followed += [type(processor).__name__.removesuffix("LogitsProcessor") for processor in own_processors(model)]
     config, parts = model.generation_config, [f"follows {', '.join(followed)}"] if followed else []
-    fields = [(name, neutral) for neutral, names in UNSUPPORTED.items() for name in names]
-    if missing := [name for name, neutral in fields if getattr(config, name, None) not in (None, neutral)]:
+    if missing := [
+        name
+        for neutral, names in UNSUPPORTED.items()
+        for name in names
+        if getattr(config, name, None) not in (None, neutral)
+    ]:
         parts.append(f"does not follow {', '.join(missing)}, so texts differ from the model's own generate")
     return f"the model's generation_config: decoding {'; '.join(parts)}" if parts else ""

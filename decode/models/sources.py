@@ -33,15 +33,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as hf_logging
 from transformers.utils import quantization_config
 
-from decode.errors import UserError
+from decode.errors import Fields, UserError, first_line
 
 # -- names -------------------------------------------------------------------------------------------------------------
 
+Name = str | os.PathLike[str]  # a folder, a name on the Hub (with its revision after an @) or a GGUF file
 MEMORY = 60.0  # seconds for which the answer of `hub_offline` is kept
 _asked: dict[str, tuple[float, bool]] = {}
 
 
-def located(name: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
+def located(name: Name) -> tuple[str, Fields]:
     """The folder or Hub name that transformers reads, and arguments for it; a GGUF file is converted first.
 
     Raises:
@@ -54,7 +55,7 @@ def located(name: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
     return repository, at | local
 
 
-def pinned(name: str | os.PathLike[str]) -> tuple[str, dict[str, str]]:
+def pinned(name: Name) -> tuple[str, dict[str, str]]:
     """A Hub name, and the revision after its @ as an argument of the Hub's libraries; folders stay as they are."""
     repository, at, revision = str(name).rpartition("@")
     return (repository, {"revision": revision}) if at and not Path(name).exists() else (str(name), {})
@@ -79,7 +80,18 @@ def hub_offline() -> bool:
     return silent
 
 
-def unreadable(name: str | os.PathLike[str], what: str, error: Exception) -> UserError:
+@contextmanager
+def reading(name: Name, what: str) -> Iterator[None]:
+    """Within it, whatever transformers raises over a model or tokenizer becomes a `UserError`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # damaged files raise whatever the bytes lead to
+        raise unreadable(name, what, error) from error
+
+
+def unreadable(name: Name, what: str, error: Exception) -> UserError:
     """The error of a model or tokenizer that transformers could not open."""
     hint, path = "", Path(name)
     if path.suffix.lower() == ".gguf":
@@ -103,8 +115,7 @@ def unreadable(name: str | os.PathLike[str], what: str, error: Exception) -> Use
                 "and the Hub is switched off (HF_HUB_OFFLINE) or does not answer: fetch the model with `hf download` "
                 "where there is a network, or give its folder"
             )
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return UserError(f"cannot load the {what} {str(name)!r}: {type(error).__name__}: {first}{hint}")
+    return UserError(f"cannot load the {what} {str(name)!r}: {type(error).__name__}: {first_line(error)}{hint}")
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -113,7 +124,7 @@ _LOADING = RLock()
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No progress bars and warnings of transformers, whose settings are the process's: one load at a time."""
     with _LOADING:
         bars, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
@@ -127,13 +138,13 @@ def _quiet() -> Iterator[None]:
                 hf_logging.enable_progress_bar()
 
 
-def read_weights(auto: Any, folder: str, name: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
+def read_weights(auto: Any, folder: str, name: Name, **options: Any) -> PreTrainedModel:
     """A model by transformers' ``from_pretrained`` of a class.
 
     Raises:
         UserError: weights that are missing or have another shape than the configuration says.
     """
-    with _quiet():  # sizes that differ are refused below, by name
+    with quiet():  # sizes that differ are refused below, by name
         model: PreTrainedModel
         model, info = auto.from_pretrained(
             folder, output_loading_info=True, ignore_mismatched_sizes=True, use_safetensors=True, **options
@@ -157,16 +168,18 @@ DIGIT_BY_DIGIT = {"starcoder", "refact", "command-r", "smollm", "codeshell", "ex
 PRE = b"\x12\0\0\0\0\0\0\0tokenizer.ggml.pre\x08\0\0\0"  # that key in a header: its length, its name, "a text follows"
 
 
-def gguf_file(name: str | os.PathLike[str]) -> Path | None:
+def gguf_file(name: Name) -> Path | None:
     """The path of a GGUF file; None for other names.
 
     Raises:
         UserError: there is no such file.
     """
     path = Path(name)
-    if path.suffix.lower() == ".gguf" and not path.is_file():
+    if path.suffix.lower() != ".gguf":
+        return None
+    if not path.is_file():
         raise UserError(f"there is no file {str(name)!r}; check the path (it is relative to {Path.cwd()})")
-    return path if path.suffix.lower() == ".gguf" else None
+    return path
 
 
 def unpacked(file: Path) -> Path:
@@ -181,20 +194,18 @@ def unpacked(file: Path) -> Path:
     if folder.exists():
         return folder
     print(f"{file.name} is converted once, to {folder}", file=sys.stderr)
-    try:
+    with reading(file, "model"):
         tokenizer = _gguf_tokenizer(file)
-        options: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.float32}
+        options: Fields = {"gguf_file": file.name, "dtype": torch.float32}
         if hasattr(quantization_config, "GgufConfig"):  # from transformers 5.23 on weights may stay packed
             options["quantization_config"] = quantization_config.GgufConfig(dequantize=True)
         model = read_weights(AutoModelForCausalLM, str(file.parent), file, **options)
-    except Exception as error:  # damaged files raise whatever the bytes lead to
-        raise error if isinstance(error, UserError) else unreadable(file, "model", error) from error
     for attribute in ("hf_quantizer", "is_quantized", "quantization_method"):  # the weights are plain ones now
         vars(model).pop(attribute, None)
     vars(model.config).pop("quantization_config", None)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as partial, _quiet():
+        with tempfile.TemporaryDirectory(dir=folder.parent) as partial, quiet():
             model.save_pretrained(Path(partial) / "made")
             tokenizer.save_pretrained(Path(partial) / "made")
             for outdated in folder.parent.glob(f"{file.stem}-{place}-*"):
@@ -210,7 +221,7 @@ def _gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
 
     transformers builds it from tokens and merges alone, and would read digits otherwise than the model's own.
     """
-    tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     with file.open("rb") as opened:
         after = opened.read(1 << 26).partition(PRE)[2]
     if after[8 : 8 + int.from_bytes(after[:8], "little")].decode() in DIGIT_BY_DIGIT:
@@ -271,8 +282,8 @@ def language_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
         return model
     config = copy.deepcopy(language_config(model.config))
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    decoder: Any = model.get_decoder()
-    head: Any = model.get_output_embeddings()
+    decoder = model.get_decoder()
+    head = model.get_output_embeddings()
     config.tie_word_embeddings = head.weight is decoder.get_input_embeddings().weight
     with torch.device("meta"):
         empty = kind(config)
@@ -280,7 +291,7 @@ def language_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
     base = decoder if decoder.get_output_embeddings() is None else decoder.base_model
     weights = {f"{kind.base_model_prefix}.{key}": weight for key, weight in base.state_dict().items()}
     weights |= {f"{name}.{key}": weight for key, weight in head.state_dict().items()}
-    made: PreTrainedModel = kind.from_pretrained(None, config=config, state_dict=weights, dtype=model.dtype, **options)
+    made = kind.from_pretrained(None, config=config, state_dict=weights, dtype=model.dtype, **options)
     made.generation_config = copy.deepcopy(model.generation_config)
     made.config.name_or_path = model.config.name_or_path  # where its next-token layers are read
     ids = (torch.arange(8) * 7 % len(head.weight))[None]

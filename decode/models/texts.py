@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
+from decode.core.draft import Ids
 from decode.core.sampling import LogitsWarper, TorchRng, inverse
 from decode.models.api import Model, Read, read_prompt, rows_that_fit
 from decode.models.check import fast_if_equal
@@ -51,21 +52,26 @@ def uniform_draws(*name: int, count: int) -> list[float]:
     return np.random.default_rng(name).random(count).tolist()
 
 
+def side_by_side(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, ...]:
+    """The tokens of prompts, filled up on the left, and their attention mask, ``[batch, time]`` each."""
+    known = [torch.tensor([list(ids), [1] * len(ids)]).T for ids in prompts]
+    return pad_sequence(known, batch_first=True, padding_side="left").to(device).unbind(-1)
+
+
+@dataclass
 class _Writer:
     """The texts of `write_texts`, which grow by one token at a time."""
 
-    def __init__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        limits: Sequence[int],
-        warp: LogitsWarper,
-        stop_ids: Collection[int],
-        draws: Draws,
-    ) -> None:
-        self.prompts, self.limits, self.warp, self.stop_ids = prompts, limits, warp, stop_ids
-        self.asked = [i for i, limit in enumerate(limits) if limit > 0]
-        self.texts: list[list[int]] = [[] for _ in prompts]
-        self.uniforms = {} if warp.greedy else {i: draws(i, limits[i]) for i in self.asked}
+    prompts: Sequence[Sequence[int]]
+    limits: Sequence[int]
+    warp: LogitsWarper
+    stop_ids: Collection[int]
+    draws: Draws
+
+    def __post_init__(self) -> None:
+        self.asked = [i for i, limit in enumerate(self.limits) if limit > 0]
+        self.texts: list[Ids] = [[] for _ in self.prompts]
+        self.uniforms = {} if self.warp.greedy else {i: self.draws(i, self.limits[i]) for i in self.asked}
 
     def grow(self, live: Sequence[int], logits: Tensor) -> list[bool]:
         """Append one token to each of these texts, by its own uniform number; whether each goes on."""
@@ -116,9 +122,8 @@ class _Writer:
         """By the model's own forward: batches, in which finished texts leave their places empty."""
         for at in range(0, len(self.asked), rows):
             live, cache = self.asked[at : at + rows], DynamicCache(config=model.config)
-            known = [torch.tensor([list(self.prompts[i]), [1] * len(self.prompts[i])]).T for i in live]
             device = model.get_input_embeddings().weight.device
-            feed, mask = pad_sequence(known, batch_first=True, padding_side="left").to(device).unbind(-1)
+            feed, mask = side_by_side([self.prompts[i] for i in live], device)
             positions = (mask.cumsum(-1) - 1).clamp_min(0)
             while live:
                 inputs = {"input_ids": feed, "attention_mask": mask, "position_ids": positions}
@@ -144,31 +149,31 @@ def write_texts(
     draws: Draws,
     batch_size: int | None = None,
     progress: Callable[[int], None] | None = None,
-) -> list[list[int]]:
-    """Continue every prompt to an end-of-text token or its budget.
+) -> list[Ids]:
+    """Continue every prompt to an end-of-text token, which is the last one, or to its budget.
 
     Args:
         target: a causal language model, put into evaluation mode meanwhile, or an opened one.
         prompts: token ids, at least one each.
         warp: logits to probabilities.
         budgets: longest continuation, of all prompts or of each; none is written for 0 or less.
-        stop_ids: tokens that end a text and are its last.
+        stop_ids: tokens that end a text.
         draws: of sampling; greedy texts draw nothing.
-        batch_size: prompts at once, those of similar length together; None: all. Where memory does not hold so many,
-            fewer are taken. The hand-written forward begins a waiting text as soon as one is finished.
+        batch_size: prompts at once, those of similar length together; None: all, or as many as memory holds. The
+            hand-written forward begins a waiting text as soon as one is finished.
         progress: called with the number of texts finished since the last call.
 
     Returns:
         The continuations, in the order of the prompts.
     """
     opened = target if isinstance(target, Model) else None
-    model: PreTrainedModel = target.model if isinstance(target, Model) else target
+    model = target.model if isinstance(target, Model) else target
     limits = [budgets] * len(prompts) if isinstance(budgets, int) else budgets
     writer, training = _Writer(prompts, limits, warp, stop_ids, draws), model.training
     asked, tell = writer.asked, progress or (lambda count: None)
+    tell(len(prompts) - len(asked))
     if batch_size:
         asked.sort(key=lambda i: len(prompts[i]))
-    tell(len(prompts) - len(asked))
     if not asked:
         return writer.texts
     model.eval()
@@ -180,8 +185,10 @@ def write_texts(
             opened = fast_if_equal(model, "on" if packed else "off")
         facts, lengths = facts_of(model), [len(prompts[i]) + limits[i] for i in asked]
         rows = rows_that_fit(facts["device"], facts["cache_bytes_per_token"], lengths, batch_size)
-        fast = isinstance(opened, FastRunner)
-        for _ in writer.continuously(opened, rows) if fast else writer.in_batches(model, rows):  # type: ignore[arg-type]
+        finished = writer.in_batches(model, rows)
+        if isinstance(opened, FastRunner):
+            finished = writer.continuously(opened, rows)
+        for _ in finished:
             tell(1)
     finally:
         model.train(training)
@@ -215,13 +222,8 @@ def teacher_forced(
 ) -> Iterator[TeacherForcedLogits]:
     """Read all texts that have a response with the target and with every draft, those of similar length together.
 
-    Texts stand side by side, filled up on the right: attention looks to the left and never sees that.
-
-    Args:
-        target: p.
-        drafts: q, by name.
-        texts: token ids, and how many of them are the prompt.
-        depth: drafted tokens that feature heads are asked about.
+    Texts stand side by side, filled up on the right: attention looks to the left and never sees that. Feature heads
+    are asked about `depth` drafted tokens.
 
     Yields:
         The logits of each text, shortest text first.
@@ -233,7 +235,7 @@ def teacher_forced(
         group = [texts[i] for i in numbers]
         tokens = pad_sequence([torch.tensor(list(ids)) for ids, _ in group], batch_first=True).to(target.device)
         p, states = _logits(target, tokens, group, {layer for head in heads.values() for layer in head.captured_layers})
-        q: dict[str, list[list[Tensor]]] = {}  # by draft, depth and text
+        q = {}  # by draft, depth and text
         for name, draft in drafts.items():
             if not isinstance(draft, DraftHead):
                 q[name] = [_logits(draft, tokens, group)[0]]
@@ -273,11 +275,9 @@ def rows_of(head: DraftHead, logits: Tensor, vocab: int, text: ForcedText) -> Te
 def _groups(texts: Sequence[ForcedText], most: int) -> Iterator[list[int]]:
     """Numbers of texts with a response, in the order of their lengths, as many as have `most` tokens when filled up."""
     group: list[int] = []
-    for i in sorted(range(len(texts)), key=lambda i: len(texts[i][0])):
-        ids, start = texts[i]
-        if len(ids) <= start:
-            continue
-        if group and (len(group) + 1) * len(ids) > most:
+    answered = [i for i, (ids, start) in enumerate(texts) if len(ids) > start]
+    for i in sorted(answered, key=lambda i: len(texts[i][0])):
+        if group and (len(group) + 1) * len(texts[i][0]) > most:
             yield group
             group = []
         group.append(i)

@@ -6,32 +6,33 @@ its template and nothing more, as in transformers and the engines: it has a star
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any
 
 import jinja2
 import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from decode.errors import UserError
+from decode.core.draft import Ids
+from decode.errors import Fields, UserError
 
-Message = Mapping[str, Any]
+Message = Fields
 """One turn of a chat as OpenAI and chat templates write it: ``role``, ``content``, possibly ``tool_calls``."""
 REASONING = "reasoning_content", "reasoning", "thinking"
 """The names under which templates read what an assistant thought before it answered; they mean the same."""
 REFUSALS = jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError  # what rendering a chat may raise
 
 
-def start_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def start_ids(tokenizer: PreTrainedTokenizerBase) -> Ids:
     """Ids that the tokenizer itself puts before every text: one start token, or none."""
     ids, bare = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
     return next((ids[:i] for i in range(len(ids)) if ids[i : i + len(bare)] == bare), [])
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Ids:
     """Ids of a prompt, without an end token; see `batch_prompt_ids`.
 
     Raises:
@@ -43,7 +44,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids
 
 
-def batch_prompt_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+def batch_prompt_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Ids]:
     """Ids of prompts. Where the tokenizer has a start token they begin with exactly one, also if the text has it."""
     start, prompts = start_ids(tokenizer), []
     for ids in plain_ids(tokenizer, texts):
@@ -54,8 +55,8 @@ def batch_prompt_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -
 
 
 def chat_ids(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], template_args: Mapping[str, Any] | None = None
-) -> list[int]:
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], template_args: Fields | None = None
+) -> Ids:
     """Ids of a chat up to the beginning of the assistant's turn, equal to transformers' ``apply_chat_template``.
 
     Raises:
@@ -72,20 +73,19 @@ def chat_ids(
 
 def control_token(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str | None:
     """The first special token that is spelt out in the text of a message, or None."""
-    special = _special_tokens(tokenizer, len(tokenizer))
-    beginnings = {token[:1] for token in special}
-    texts = [str(message.get(name) or "") for message in messages for name in ("content", REASONING[0])]
-    texts = [text for text in texts if any(beginning in text for beginning in beginnings)]
-    return next((token for text in texts for token in special if token in text), None)
+    texts = (str(message.get(name) or "") for message in messages for name in ("content", REASONING[0]))
+    found = filter(None, map(_special_tokens(tokenizer, len(tokenizer)).search, texts))
+    return next((token[0] for token in found), None)
 
 
 @lru_cache(maxsize=8)
-def _special_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> list[str]:
-    """The special tokens as text (Gemma has thousands); ``size`` is the cache's key."""
-    return sorted(str(token) for token in tokenizer.added_tokens_decoder.values() if token.special and str(token))
+def _special_tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> re.Pattern[str]:
+    """Any special token as text (Gemma has thousands), the longest first; ``size`` is the cache's key."""
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} - {""}
+    return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
 
 
-def written_ids(tokenizer: PreTrainedTokenizerBase, chat: str) -> list[int]:
+def written_ids(tokenizer: PreTrainedTokenizerBase, chat: str) -> Ids:
     """Ids of a chat that a template has written.
 
     Raises:
@@ -135,18 +135,13 @@ def render_chat(
     messages: Sequence[Message],
     *,
     ask: bool,
-    template_args: Mapping[str, Any] | None = None,
+    template_args: Fields | None = None,
 ) -> str:
     """The text of a chat.
 
     Contents become parts for templates that read nothing else (LLaVA, SmolVLM), and an assistant's reasoning stands
-    under every name that templates read it by.
-
-    Args:
-        tokenizer: the target's tokenizer, with a chat template.
-        messages: the turns.
-        ask: end with the beginning of the assistant's next turn (``add_generation_prompt``).
-        template_args: further variables of the template, such as ``enable_thinking``.
+    under every name that templates read it by. With `ask` it ends with the beginning of the assistant's next turn;
+    `template_args` are further variables of the template, such as ``enable_thinking``.
 
     Raises:
         UserError: no chat template, or one that does not accept these messages.
@@ -161,7 +156,7 @@ def render_chat(
         try:
             return _render(tokenizer, messages, parts, ask, args)
         except TypeError:  # a template may take a tool call's arguments as text, as APIs write them (DeepSeek-V3)
-            texts: list[Any] = json.loads(json.dumps(list(messages)))
+            texts = json.loads(json.dumps(list(messages)))
             for function in (call["function"] for message in texts for call in message.get("tool_calls") or ()):
                 function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
             return _render(tokenizer, texts, parts, ask, args)
@@ -170,7 +165,7 @@ def render_chat(
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], parts: bool, ask: bool, args: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], parts: bool, ask: bool, args: Fields
 ) -> str:
     turns = []
     for message in messages:
@@ -179,7 +174,7 @@ def _render(
         if parts and isinstance(message.get("content"), str):
             turn["content"] = [{"type": "text", "text": message["content"]}]
         turns.append(turn)
-    return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=ask, **args))
+    return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=ask, **args)
 
 
 @lru_cache(maxsize=8)
@@ -197,13 +192,12 @@ def _reads_parts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     return written(True) > written(False)
 
 
-def plain_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+def plain_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Ids]:
     """Ids of texts, without start and end tokens."""
-    ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
+    return tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def continuation_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+def continuation_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Ids]:
     """Ids of texts that follow other text: without a start token, and without a space before the first word.
 
     SentencePiece tokenizers write "▁" before the first word of any text. With them the texts are encoded after a line
@@ -245,13 +239,13 @@ class Detokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self.ids: list[int] = []
+        self.ids: Ids = []
         self._before = 0  # first id of the last piece
         self._shown = 0  # ids whose text has been returned
 
-    def text(self, ids: Sequence[int]) -> str:
+    def text(self, ids: Ids) -> str:
         """The text of some ids on their own."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def push(self, ids: Iterable[int], *, last: bool = False) -> str:
         """Add ids; returns the text that is certain by now, possibly none, or all of it after the last ids."""
@@ -274,7 +268,7 @@ class StopStrings:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
         self._met = StopStringCriteria(tokenizer, list(strings))
 
-    def ends(self, ids: list[int]) -> bool:
+    def ends(self, ids: Ids) -> bool:
         """Whether the last token completes a string; tokens before the longest string are not read."""
         recent = torch.tensor([ids[-self._met.maximum_token_len :]])
         return bool(self._met(recent, torch.empty(0))[0])
@@ -282,19 +276,15 @@ class StopStrings:
 
 def marked(
     detokenizer: Detokenizer,
-    tokens: Sequence[int],
+    tokens: Ids,
     written_by: Sequence[str],
     rejected: Sequence[Sequence[int]],
     alone: bool = False,
 ) -> list[dict[str, str]]:
-    """Tokens as ``{text, who}``: accepted, corrected, bonus or target, each after the tokens rejected in its place.
+    """Tokens as ``{text, who}``: accepted, corrected, bonus or target, each after up to three rejected in its place.
 
-    Args:
-        detokenizer: has read the text before.
-        tokens: the next tokens.
-        written_by: `decode.core.round.Round.written_by`.
-        rejected: for each token the drafted ones that were rejected in its place; at most three are shown.
-        alone: there is no drafter, so the target's tokens are no bonus.
+    The detokenizer has read the text before them; for `written_by` and `rejected` see `decode.core.round.Round`.
+    Where the target is alone, its tokens are no bonus.
     """
     names = {"draft": "accepted", "correction": "corrected", "target": "target" if alone else "bonus"}
     pieces = []

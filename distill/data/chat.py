@@ -5,13 +5,11 @@ answer that is learned. `label` makes token ids and labels of them, and checks t
 row that cannot be used raises `UnusableRow`; the corpus leaves it out and counts it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, groupby, takewhile
+from itertools import groupby, islice, takewhile
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -33,6 +31,7 @@ from decode.models.tokens import (
 )
 from distill.data.messages import KEYS, Messages, UnusableRow
 
+Ids = list[int]
 IGNORE = -100  # label of a position that no loss is taken on
 NO_THOUGHT = (
     "without reasoning, for which the chat template has a place (data.template_args: {enable_thinking: false}?)"
@@ -54,8 +53,8 @@ class Turn:
 class Example:
     """Token ids, labels of the same length (not shifted), and the texts before and from the first label."""
 
-    input_ids: list[int]
-    labels: list[int]
+    input_ids: Ids
+    labels: Ids
     prompt: str
     response: str
 
@@ -93,37 +92,36 @@ def label(
         if turn.answer and not any(token in ends for token in ids):
             ids.append(last)
 
-    def check(piece: Piece, text: str) -> None:
-        lost = [said for said in piece.turn.said if squash(said) not in squash(text)]
-        reread = _decoded(tokenizer, plain_ids(tokenizer, lost)) if lost else []  # the tokenizer may change texts
-        lost = [said for said, read in zip(lost, reread) if squash(read) not in squash(text)]
-        if lost or any(token in ends for token in piece.answer[:-1]):
-            raise UnusableRow("whose answer is not learned whole, up to one stop token", repr([*lost, text][0][:80]))
+    def lost(piece: Piece, text: str) -> str:
+        """What is not learned whole of an answer, or the answer where more than its end is a stop token."""
+        for said in piece.turn.said:
+            if squash(said) not in squash(text):  # the tokenizer may change texts
+                (read,) = _decoded(tokenizer, plain_ids(tokenizer, [said]))
+                if squash(read) not in squash(text):
+                    return said
+        return text if any(token in ends for token in piece.answer[:-1]) else ""
 
-    written = zip(map(Piece, before, answers, turns), _decoded(tokenizer, answers))
-    made: list[list[Example] | UnusableRow] = []
+    pieces, made = list(map(Piece, before, answers, turns)), []
+    judged = zip(pieces, map(lost, pieces, _decoded(tokenizer, answers)))
     for row in rows:
-        here = [next(written) for _ in row]
-        try:
-            for piece, text in here:
-                check(piece, text)
-            made.append(joined(piece for piece, _ in here))
-        except UnusableRow as problem:
-            made.append(problem)
+        parts, problems = zip(*islice(judged, len(row)))
+        problem = next(filter(None, problems), "")[:80]
+        why = "whose answer is not learned whole, up to one stop token"
+        made.append(UnusableRow(why, repr(problem)) if problem else joined(parts))
     return made
 
 
 class Piece(NamedTuple):
     """The ids of a prompt and of its answer, and both as text."""
 
-    prompt: list[int]
-    answer: list[int]
+    prompt: Ids
+    answer: Ids
     turn: Turn
 
 
 def joined(pieces: Iterable[Piece]) -> list[Example]:
     """Examples of the turns of a conversation, one as long as each prompt continues the example before it."""
-    examples = list[Example]()
+    examples: list[Example] = []
     for prompt, answer, turn in pieces:
         labels, first = [IGNORE] * len(prompt) + answer, turn.prompt
         if examples and prompt[: len(examples[-1].input_ids)] == examples[-1].input_ids:
@@ -133,7 +131,7 @@ def joined(pieces: Iterable[Piece]) -> list[Example]:
     return examples
 
 
-def rendered_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], ends: Sequence[int]) -> list[list[int]]:
+def rendered_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], ends: Sequence[int]) -> list[Ids]:
     """Ids of rendered chats, of which parts that many of them have, such as earlier turns, are tokenised once.
 
     Nothing is merged across a special token, so the ids of parts that begin with one are those of the whole text.
@@ -143,7 +141,7 @@ def rendered_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], ends:
     stops = [re.escape(str(stop)) for stop in plain if not any(str(stop) in str(other)[1:] for other in added.values())]
     pattern = re.compile(f"(?={'|'.join(stops) or '(?!)'})")
     parts = [pattern.split(text) for text in texts]
-    known = ["", *dict.fromkeys(chain.from_iterable(parts))]
+    known = ["", *{part for text in parts for part in text}]
     ids = dict(zip(known, plain_ids(tokenizer, known)))
     return [[token for part in text for token in ids[part]] for text in parts]
 
@@ -163,29 +161,24 @@ def _writes(written: str, text: str) -> bool:
     return text in written or any(squash(form) in squash(written) for form in forms)
 
 
-def until_end(response: Sequence[int], ends: Collection[int | None]) -> list[int]:
+def until_end(response: Sequence[int], ends: Collection[int | None]) -> Ids:
     """The ids up to and with the first of ``ends``."""
     stop = next((place + 1 for place, token in enumerate(response) if token in ends), len(response))
     return list(response[:stop])
 
 
-def prompt_part(input_ids: Sequence[int], labels: Sequence[int]) -> list[int]:
+def prompt_part(input_ids: Sequence[int], labels: Sequence[int]) -> Ids:
     """The ids before the first label; of plain text, whose tokens are all labels, the first quarter."""
     first = next((place for place, token in enumerate(labels) if token != IGNORE), len(labels))
     return list(input_ids[: first or max(1, len(input_ids) // 4)])
 
 
-def pair(prompt: str, response: str) -> Turn:
-    """A prompt followed by its response, which is learned."""
-    return Turn(prompt, response, (response,))
-
-
 def text_blocks(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int) -> Iterator[Example]:
     """Blocks of ``length`` tokens from texts joined by the end-of-text token; every token is a label."""
     start, end = start_ids(tokenizer), end_token(tokenizer)
-    held: list[int] = []
+    held: Ids = []
 
-    def block(ids: list[int]) -> Example:
+    def block(ids: Ids) -> Example:
         prompt = prompt_part(ids, ids)
         return Example(ids, ids, str(tokenizer.decode(prompt)), str(tokenizer.decode(ids[len(prompt) :])))
 
@@ -273,12 +266,12 @@ def render_row(row: Row, chat: ChatFormat | None) -> tuple[list[Turn], list[str]
         UnusableRow: See `chat_turns`.
     """
     if chat is None:
-        return [pair(row["prompt"], row["response"])], []
-    said = row["said"] or row["prompt"]  # what only separates a pair's prompt and response is left to the template
-    texts = {"user": said.strip(), "assistant": row["response"].strip()}
-    messages = [{"role": role, "content": text} for role, text in texts.items()]
+        return [Turn(row["prompt"], row["response"], (row["response"],))], []
     if row["messages"]:
         messages = json.loads(row["messages"])
+    else:  # what only separates a pair's prompt and response is left to the template
+        texts = {"user": row["said"] or row["prompt"], "assistant": row["response"]}
+        messages = [{"role": role, "content": text.strip()} for role, text in texts.items()]
     if messages[-1]["role"] != "assistant":
         return [Turn(chat.ask(chat.prepared(messages)), "")], []
     turns, notes = chat_turns(chat, messages, json.loads(row["tools"] or "null"))
@@ -302,7 +295,7 @@ def chat_turns(chat: ChatFormat, messages: Messages, tools: Any = None) -> tuple
     template, messages = str(chat.tokenizer.chat_template), chat.prepared(messages)
     unread = {key for message in messages for key in message if key not in KEYS and key not in template}
     notes = [f"with a message's {key!r}, which is not used" for key in sorted(unread)]
-    turns = list[Turn]()
+    turns = []
     for place, message in enumerate(messages):
         if message["role"] == "assistant":
             prompt = chat.ask(messages[:place], tools)

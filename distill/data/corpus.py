@@ -1,7 +1,5 @@
 """The corpus: three splits of token ids with labels, made by ``datasets`` and kept in the run's folder."""
 
-from __future__ import annotations
-
 import atexit
 import hashlib
 import json
@@ -29,7 +27,7 @@ from decode.models.tokens import check_template
 from decode.progress import current
 from distill import ranks
 from distill.config import DataSettings
-from distill.data.chat import IGNORE, ChatFormat, Example, Turn, label, prompt_part, render_row, text_blocks
+from distill.data.chat import IGNORE, ChatFormat, Example, label, prompt_part, render_row, text_blocks
 from distill.data.dataset import Examples
 from distill.data.messages import UnusableRow
 from distill.data.prompts import PromptWriter, prompt_rows
@@ -116,10 +114,10 @@ def load_corpus(
         folder = Path(tempfile.mkdtemp(prefix="corpus-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     note = folder / "corpus.json"
-    if (alone or ranks.is_first()) and read_json(note) != {"key": key, "files": _sizes(folder)}:
+    if (alone or ranks.is_first()) and read_json(note) != {"key": key, "files": sizes(folder, note.name)}:
         with replaced(folder) as aside:
             _make(aside, settings, seed, tokenizer, sampler, ends)
-            write_json(aside / "corpus.json", {"key": key, "files": _sizes(aside)})
+            write_json(aside / note.name, {"key": key, "files": sizes(aside)})
     ranks.barrier()
     if read_json(note).get("key") != key:
         raise UserError(
@@ -129,10 +127,6 @@ def load_corpus(
     splits: dict[str, Any] = {split: load_from_disk(str(folder / split)) for split in SPLITS}
     tokenizer = tokenizer or load_tokenizer(str(folder / "tokenizer"))
     return Corpus(tokenizer, **splits, **read_json(folder / "about.json"))
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    return {name: size for name, size in sizes(folder).items() if name != "corpus.json"}
 
 
 def _make(
@@ -154,7 +148,7 @@ def _make(
         rows = load_rows(settings, seed)
     if tokenizer is None:
         train = rows.splits["train"]
-        chosen = Random(seed).sample(range(len(train)), min(len(train), settings.train_limit or len(train)))
+        chosen = Random(seed).sample(range(len(train)), min(len(train), settings.limits["train"] or len(train)))
         tokenizer = train_tokenizer(map(_text_of, train.select(chosen)))
         tokenizer.chat_template = settings.template()
         tokenizer.save_pretrained(folder / "tokenizer")
@@ -170,8 +164,8 @@ def _make(
         if rows.kind == "pairs":
             rows.notes.append("pairs are put into the tokenizer's chat template; data.chat false leaves them plain")
     digest = hashlib.sha256(json.dumps([settings.key(), _identity(tokenizer), *ends], sort_keys=True).encode())
-    limits = settings.train_limit or sys.maxsize, settings.validation_examples, settings.test_examples
-    for split, limit in zip(SPLITS, limits, strict=True):
+    for split, wanted in settings.limits.items():
+        limit = wanted or sys.maxsize
         order = list(range(len(rows.splits[split])))
         Random(f"{seed}/{split}").shuffle(order)
         ordered, left_out = rows.splits[split].select(order), LeftOut()
@@ -251,7 +245,7 @@ def _examples(rows: Dataset, limit: int, function: Any, folder: Path) -> tuple[D
 
 def _tokenised(columns: Mapping[str, list[Any]], settings: DataSettings, form: ChatFormat, chat: bool) -> Row:
     """The entries of a batch of rows."""
-    entries, usable, length = list[Row](), list[tuple[Row, list[Turn]]](), settings.max_length
+    entries, usable, length = [], [], settings.max_length
 
     def tell(row: Row, reason: str, detail: str = "") -> None:
         entries.append(_entry(number=row["number"], reason=reason, detail=detail))

@@ -1,7 +1,5 @@
 """Examples as flat arrays, batches of them, the order in which they are trained on, and Lightning's data module."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -60,7 +58,7 @@ class Examples:
     columns: dict[str, Column] = field(default_factory=dict)  # values of frozen models by name, which batches carry
 
     @classmethod
-    def of(cls, dataset: Dataset, limit: int | None = None) -> Examples:
+    def of(cls, dataset: Dataset, limit: int | None = None) -> "Examples":
         """The first ``limit`` examples of a data set with the columns ``input_ids`` and ``labels``."""
         table = dataset.select_columns(["input_ids", "labels"]).with_format("arrow")[:limit]
         ids, labels = (list_flatten(column).to_numpy().astype(np.int32) for column in table.columns)
@@ -247,6 +245,8 @@ class DistillDataModule(L.LightningDataModule):
         validation: Examples by which checkpoints are compared.
     """
 
+    trainer: Any
+
     def __init__(self, training: TrainingBatches, validation: Examples) -> None:
         super().__init__()
         self.training, self.validation = training, validation
@@ -254,7 +254,6 @@ class DistillDataModule(L.LightningDataModule):
     def train_dataloader(self) -> DataLoader[Batch]:
         """The batches of all steps that are left."""
         training, trainer = self.training, self.trainer
-        assert trainer is not None
         training.rank, training.world = trainer.global_rank, trainer.world_size
         training.micros = trainer.accumulate_grad_batches
         workers = training.workers if training.texts is None else 0
@@ -271,10 +270,9 @@ class DistillDataModule(L.LightningDataModule):
 
     def val_dataloader(self) -> DataLoader[Batch]:
         """This rank's validation examples; every rank has as many batches, as sharded weights require."""
-        training, trainer = self.training, self.trainer
-        assert trainer is not None
+        trainer = self.trainer
         rank, world = trainer.global_rank, trainer.world_size
-        size = max(1, training.schedule.batch_size // (world * trainer.accumulate_grad_batches))
+        size = max(1, self.training.schedule.batch_size // (world * trainer.accumulate_grad_batches))
         share, batches = np.argsort(self.validation.lengths, kind="stable")[rank::world], []
         for start in range(0, math.ceil(len(self.validation) / world), size):
             examples = share[start : start + size]
@@ -296,7 +294,6 @@ class DistillDataModule(L.LightningDataModule):
         Raises:
             UserError: A step then had another number of batches, by which Lightning counts.
         """
-        assert self.trainer is not None
         if state_dict["micros"] != (micros := self.trainer.accumulate_grad_batches):
             raise UserError(
                 f"this training was begun with trainer.accumulate {state_dict['micros']} and is continued with "

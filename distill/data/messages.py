@@ -4,9 +4,10 @@ import json
 from typing import Any
 
 from decode.errors import UserError
+from decode.measure.suites import Row
 from decode.models.tokens import REASONING
 
-Messages = list[dict[str, Any]]
+Messages = list[Row]
 """A chat: its turns as ``{role, content}``, possibly with further keys."""
 SPEAKERS = {
     "user": ("human", "prompter"),
@@ -33,19 +34,19 @@ class UnusableRow(UserError):
         self.reason, self.detail = reason, detail
 
 
-def clean_messages(value: Any) -> tuple[Messages, list[str]]:
+def clean_messages(value: Any) -> tuple[Messages, str]:
     """The messages of a row (see `read_messages`), up to the assistant's last turn, and what is to be noted of it.
 
     Raises:
         UnusableRow: Messages that cannot be read, no assistant's turn, or none before it.
     """
-    messages, notes = read_messages(value)
+    messages, note = read_messages(value)
     turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
-        raise UnusableRow("without an assistant's turn", *notes)
+        raise UnusableRow("without an assistant's turn", note)
     if all(message["role"] in ("system", "developer") for message in messages[: turns[0]]):
         raise UnusableRow("that begin with the assistant")
-    return messages[: turns[-1] + 1], notes
+    return messages[: turns[-1] + 1], note
 
 
 def parsed(value: Any, reason: str) -> Any:
@@ -60,8 +61,8 @@ def parsed(value: Any, reason: str) -> Any:
         raise UnusableRow(reason) from None
 
 
-def read_messages(value: Any) -> tuple[Messages, list[str]]:
-    """Messages as ``{role, content}``, the content a text, with tool calls whose arguments are objects, and notes.
+def read_messages(value: Any) -> tuple[Messages, str]:
+    """Messages as ``{role, content}``, the content a text, with tool calls whose arguments are objects, and a note.
 
     Accepts OpenAI's messages, their content parts of text, JSON text of messages (CSV), and ShareGPT's fields, whose
     chats may begin with the assistant. Reasoning stands under its first name. A chat is cut before an assistant's turn
@@ -95,15 +96,19 @@ def read_messages(value: Any) -> tuple[Messages, list[str]]:
         if function is not None and not calls:
             calls = [{"type": "function", "function": function}]
         if role == "assistant" and not content.strip() and not calls:
-            return messages, ["cut before an assistant's turn without an answer"]
+            return messages, "cut before an assistant's turn without an answer"
         thought = next((str(message[name]) for name in REASONING if message.get(name)), "")
         message = {key: item for key, item in message.items() if key not in REASONING}
-        message |= {"role": role, "content": content} | ({REASONING[0]: thought} if thought.strip() else {})
-        messages.append(message | ({"tool_calls": list(map(_call, calls))} if calls else {}))
-    return messages, []
+        message |= {"role": role, "content": content}
+        if thought.strip():
+            message[REASONING[0]] = thought
+        if calls:
+            message["tool_calls"] = list(map(_call, calls))
+        messages.append(message)
+    return messages, ""
 
 
-def _call(call: Any) -> dict[str, Any]:
+def _call(call: Any) -> Row:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UnusableRow(NAMELESS)

@@ -1,7 +1,5 @@
 """Prompts without answers: those of a file and those that the target writes (Magpie), in three splits."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -24,10 +22,10 @@ from decode.models.texts import GROUP, uniform_draws, write_texts
 from decode.models.tokens import plain_ids, written_ids
 from decode.progress import current
 from distill.config import DataSettings, PromptSettings
-from distill.data.chat import ChatFormat
+from distill.data.chat import ChatFormat, Ids
 from distill.data.messages import Messages, UnusableRow, read_messages
 from distill.data.sources import plain_rows
-from distill.engine import Engine, answer_ids
+from distill.engine import Engine, answer_ids, request_seed
 from distill.files import write_json
 
 WORD = re.compile(r"\w+")
@@ -50,9 +48,9 @@ class TextFile:
     path: Path  # the file (``.jsonl``); a manifest beside it (``.json``) names what the texts are made from
     made_from: Row  # everything that decides what is in it
     # Token ids by the number of the prompt, with the end token if the text ended before its limit
-    texts: dict[int, list[int]] = field(default_factory=dict)
+    texts: dict[int, Ids] = field(default_factory=dict)
 
-    def read(self) -> dict[int, list[int]]:
+    def read(self) -> dict[int, Ids]:
         """The texts on disk; none of a file made from something else. A torn last line is not read."""
         same = self.path.exists() and read_json(self.path.with_suffix(".json")) == self.made_from
         lines = self.path.read_bytes().split(b"\n")[:-1] if same else []
@@ -72,8 +70,8 @@ class TextFile:
             os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
         self.read()
 
-    def add(self, texts: Iterable[tuple[int, list[int]]], tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
-        """Writes texts that are not there yet; returns the number of each."""
+    def add(self, texts: Iterable[tuple[int, Ids]], tokenizer: PreTrainedTokenizerBase) -> None:
+        """Writes texts that are not there yet."""
         with self.path.open("a", encoding="utf-8") as file:
             for example, ids in texts:
                 if example not in self.texts:
@@ -81,7 +79,6 @@ class TextFile:
                     file.write(json.dumps(values, ensure_ascii=False) + "\n")
                     file.flush()
                     self.texts[example] = ids
-                    yield example
 
 
 # -- which prompts are kept -------------------------------------------------------------------------------------------
@@ -128,7 +125,7 @@ def prompt_rows(
     Raises:
         UserError: Too few of the samples can be used, or a file without prompts.
     """
-    limits = dict(zip(ORDER, (settings.test_examples, settings.validation_examples, settings.train_limit or 0)))
+    limits = {split: settings.limits[split] for split in ORDER}
     notes, path, dropped, seen = list[str](), settings.prompts.file, Counter[str](), set[str]()
     rows: dict[str, list[Row]] = {split: [] for split in ORDER}
 
@@ -252,14 +249,14 @@ def user_turn(chat: ChatFormat) -> tuple[str, set[int], set[str]]:
     return before, stops, {text.strip() for text in texts if len(text.strip()) > 2}
 
 
-Continue = Callable[[int, Sequence[list[int]], Collection[int]], list[list[int]]]
+Continue = Callable[[int, Sequence[Ids], Collection[int]], list[Ids]]
 """Continues beginnings until one of the end tokens; the chance of each is a function of its number, the first given."""
 
 
 def continued_here(model: PreTrainedModel, seed: int) -> Continue:
     """Continues beginnings by the model itself."""
 
-    def write(first: int, beginnings: Sequence[list[int]], ends: Collection[int]) -> list[list[int]]:
+    def write(first: int, beginnings: Sequence[Ids], ends: Collection[int]) -> list[Ids]:
         draws = lambda i, size: uniform_draws(seed, 5, first + i, count=size)  # noqa: E731
         return write_texts(
             model, beginnings, SAMPLING, budgets=LONGEST + 1, stop_ids=ends, draws=draws, batch_size=BATCH
@@ -271,12 +268,11 @@ def continued_here(model: PreTrainedModel, seed: int) -> Continue:
 def continued_by(engine: Engine, seed: int) -> Continue:
     """Continues beginnings by an engine."""
 
-    def write(first: int, beginnings: Sequence[list[int]], ends: Collection[int]) -> list[list[int]]:
-        def ask(i: int) -> list[int]:
-            number = first + i
+    def write(first: int, beginnings: Sequence[Ids], ends: Collection[int]) -> list[Ids]:
+        def ask(i: int) -> Ids:
             how: Row = {"temperature": 1.0, "top_p": SAMPLING.top_p, "stop_token_ids": sorted(ends)}
-            chance: Row = {"seed": (seed * 1_000_003 + number) % (1 << 31), "max_tokens": LONGEST + 1}
-            return answer_ids(engine.complete(number, beginnings[i], **how, **chance))
+            how |= {"seed": request_seed(seed, first + i), "max_tokens": LONGEST + 1}
+            return answer_ids(engine.complete(first + i, beginnings[i], **how))
 
         with ThreadPoolExecutor(engine.workers) as pool:
             return list(pool.map(ask, range(len(beginnings))))
@@ -310,7 +306,7 @@ class PromptWriter:
                     current().begin(current().done)
                 beginnings = [written_ids(tokenizer, before + settings.opening(number)) for number in numbers]
                 texts = write(start, beginnings, ends)
-                list(file.add(zip(numbers, texts), tokenizer))
+                file.add(zip(numbers, texts), tokenizer)
                 self.say(f"{len(file.texts)} prompts written")
             for number in numbers:
                 ids = file.texts[number]

@@ -6,9 +6,8 @@ training rows by a hash of the prompt of a pair, of a whole chat or of a text, s
 the order, and equal rows stay together.
 """
 
-from __future__ import annotations
-
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -27,11 +26,8 @@ from distill.config import DataSettings
 from distill.data.messages import UnusableRow, clean_messages, parsed
 
 SPLITS = ("train", "validation", "test")
-SPLIT_NAMES = {
-    "train": ("train",),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test",),
-}  # on the Hub
+SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
+"""Names of the splits on the Hub."""
 TEMPLATES = (
     ("{prompt}", "{response}"),
     ("{prompt}", "{completion}"),
@@ -108,7 +104,7 @@ def load_rows(settings: DataSettings, seed: int) -> SourceRows:
 
 def _shaped(rows: Iterable[Row], shape: Shape) -> tuple[Dataset, LeftOut]:
     """The rows of a split in their plain shape, and those that are left out."""
-    kept, left_out = list[Row](), LeftOut()
+    kept, left_out = [], []
     for number, row in enumerate(rows, 1):
         try:
             made = shape(row)
@@ -184,13 +180,10 @@ def _shape(settings: DataSettings, rows: Sequence[Row]) -> tuple[str, Shape, Seq
 
 
 def _chat(column: str, row: Row) -> Row:
-    tools, (messages, notes) = (
-        parsed(row.get("tools") or None, "whose tools are no JSON"),
-        clean_messages(row.get(column)),
-    )
+    tools = parsed(row.get("tools") or None, "whose tools are no JSON")
+    messages, note = clean_messages(row.get(column))
     write = partial(json.dumps, ensure_ascii=False, default=str)
-    written = write(messages, sort_keys=True)
-    return {"messages": written, "tools": write(tools) if tools else "", "note": "".join(notes)}
+    return {"messages": write(messages, sort_keys=True), "tools": write(tools) if tools else "", "note": note}
 
 
 def _text(row: Row) -> Row:
@@ -236,15 +229,14 @@ def _pairs(source: Preset | tuple[str, str]) -> tuple[Sequence[str], Shape]:
 
 def _raw_rows(settings: DataSettings, seed: int) -> dict[str, Iterable[Row]]:
     """Rows by split as they are in files, in a data set of the Hub, or made by the built-in task."""
-    source, preset = settings.source, PRESETS.get(settings.source)
-    counts = (settings.train_limit or 0, settings.validation_examples, settings.test_examples)
+    source, preset, limits = settings.source, PRESETS.get(settings.source), settings.limits
     files: dict[str, list[str]] = {split: [path] for split, path in settings.files.items()}
     if source == "arithmetic" and not files:
-        made = {split: problems(seed, split, count) for split, count in zip(SPLITS, counts)}
-        return {split: [{"question": p.question, "answer": p.solution} for p in made[split]] for split in SPLITS}
+        made = {split: problems(seed, split, count) for split, count in limits.items()}
+        return {split: [{"question": p.question, "answer": p.solution} for p in some] for split, some in made.items()}
     if preset is None:  # the name of a preset wins over a path
         files = _local(Path(source)) | files
-    raw = {} if "train" in files else _from_hub(settings, preset, seed, 4 * sum(counts) if counts[0] else None)
+    raw = {} if "train" in files else _from_hub(settings, preset, seed)
     for split, paths in files.items():
         if len(forms := {file_format(path) for path in paths}) > 1:
             raise UserError(f"data.source: {split} rows are in files of the formats {sorted(forms)}: see data.files")
@@ -272,19 +264,19 @@ def _local(path: Path) -> dict[str, list[str]]:
     }
 
 
-def _from_hub(settings: DataSettings, preset: Preset | None, seed: int, enough: int | None) -> dict[str, Iterable[Row]]:
+def _from_hub(settings: DataSettings, preset: Preset | None, seed: int) -> dict[str, Iterable[Row]]:
     """A data set of the Hub; of one with far more rows than needed a sample."""
     name = preset.hub if preset else settings.source
     if name is None:
         raise UserError(f"data.source {settings.source!r} is not on the Hub: give local rows with data.files.train")
-    splits: dict[str, Iterable[Row]] = {}
+    splits, enough = {}, 4 * sum(settings.limits.values()) if settings.limits["train"] else sys.maxsize
     try:
         loaded = load_hub(name, preset.config if preset else None)
         for split, names in SPLIT_NAMES.items():
             wanted = preset.splits.get(split) if preset else next((n for n in names if n in loaded), None)
             if wanted in loaded:
                 rows = loaded[wanted]
-                splits[split] = rows.shuffle(seed=seed).select(range(enough)) if enough and len(rows) > enough else rows
+                splits[split] = rows.shuffle(seed=seed).select(range(enough)) if len(rows) > enough else rows
         if "train" not in splits:
             raise ValueError(f"none of its splits {', '.join(loaded)} is named train")
     except (OSError, ValueError, RuntimeError) as error:

@@ -3,13 +3,11 @@
 `compare` measures rows without a graph, for a selection, for metrics and for validation. `chunked_loss` gives the loss
 of the chosen rows with its gradient. Both process the rows in chunks that fit the processor's cache. The gradient is
 computed in closed form together with the loss and summed up in float32, so no tensor of all rows times the vocabulary
-exists, neither of logits nor of their gradient. Distributions that are small are kept from the first for the second.
+exists, neither of logits nor of their gradient.
 """
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +17,7 @@ from torch.nn import functional
 
 from decode.errors import UserError
 from distill.lm_head import LMHead
-from distill.losses.divergences import Divergence, RowIndex, TargetRows, TokenDistributions, pick
+from distill.losses.divergences import Divergence, TargetRows
 from distill.models import autocast_to_bfloat16, loss_precision
 
 CPU_CHUNK, CUDA_CHUNK = 1 << 18, 1 << 28
@@ -29,9 +27,6 @@ FEWEST_ROWS, FEWEST_NARROW = 64, 256
 WAITING, MOST_WAITING = 1 << 23, 1 << 26
 """Bytes of row gradients that are collected before the weight's gradient is updated: as many as that has, within these
 bounds, since every update reads and writes all of it."""
-KEPT = 1 << 22
-"""Most bytes of one model's log-probabilities for which `compare` keeps distributions. Beyond it, reading them from
-memory again costs as much as computing them again."""
 AUTOGRAD_CPU, AUTOGRAD_CUDA = 1 << 26, 1 << 28
 """Bytes of float32 logits up to which autograd takes less time for the next token's loss."""
 
@@ -89,17 +84,11 @@ class Compared:
         losses: Divergence of every row, ``[rows]``.
         alpha: Σ min(p, q), ``[rows]``; not set without ``metrics``.
         agreement: 1 where the draft's most probable token is the target's, ``[rows]``; not set without ``metrics``.
-        divergence: Of the losses.
-        kept: Distributions of each chunk, for `chunked_loss`; None: too large.
-        chunk: Rows of a chunk.
     """
 
     losses: Tensor
     alpha: Tensor
     agreement: Tensor
-    divergence: Divergence | None = None
-    kept: list[TokenDistributions] | None = None
-    chunk: int = 0
 
 
 @torch.no_grad()
@@ -107,11 +96,9 @@ def compare(
     rows: Rows,
     divergence: Divergence,
     only: Tensor | None = None,
-    compared: Compared | None = None,
-    gradients: _HeadGradients | None = None,
+    gradients: "_HeadGradients | None" = None,
     *,
     metrics: bool = True,
-    keep: bool = False,
     compiled: bool = False,
 ) -> Compared:
     """Measures rows in chunks.
@@ -120,10 +107,8 @@ def compare(
         rows: Of a batch.
         divergence: The loss.
         only: Indices of the rows, ascending; the results are of these alone. None: all.
-        compared: Of all rows, whose distributions are used if they were kept.
         gradients: Collects the rows' gradients.
         metrics: Measure alpha and agreement too.
-        keep: Keep the distributions for `chunked_loss`, where they are small.
         compiled: Use kernels of torch.compile.
     """
     head, vocab, count = rows.head, rows.vocab, len(rows) if only is None else len(only)
@@ -131,28 +116,24 @@ def compare(
     fewest = FEWEST_NARROW if gradients is not None and gradients.narrow else FEWEST_ROWS
     size = max(fewest, (CUDA_CHUNK if hidden.is_cuda else CPU_CHUNK) // (4 * vocab))
     values = hidden.new_empty(3, count, dtype=torch.promote_types(hidden.dtype, torch.float32))
-    wanted = divergence, metrics, gradients is not None
-    kept: list[TokenDistributions] | None = [] if keep and count * vocab * 4 <= KEPT else None
+    evaluate = _compiled if compiled else _chunk
     with loss_precision(hidden.device):
-        for part, place, pair in _chunks(count, size, only, compared):
-            if pair is not None and compared is not None:
-                known = compared.losses[place] if compared.divergence == divergence else None
-                measures, gradient = _evaluated(pair, wanted, known)
-            else:
-                given = head.products(pick(hidden, place), vocab), rows.target.at(pick(rows.at, place)), head, wanted
-                measures, gradient = _compiled(*given) if compiled else _chunk(*given, kept)
+        for start in range(0, count, size):
+            part = slice(start, start + size)
+            place = part if only is None else only[part]
+            products, target = head.products(hidden[place], vocab), rows.target.at(rows.at[place])
+            measures, gradient = evaluate(products, target, head, divergence, metrics, gradients is not None)
             for every, some in zip(values, measures):
                 every[part] = some
             if gradients is not None and gradient is not None:
-                gradients.add(place, gradient if rows.weight is None else gradient * pick(rows.weight, place)[:, None])
-    return Compared(values[0], values[1], values[2], divergence, kept, size)
+                gradients.add(place, gradient if rows.weight is None else gradient * rows.weight[place, None])
+    return Compared(*values)
 
 
 def chunked_loss(
     rows: Rows,
     divergence: Divergence,
     chosen: Tensor | None = None,
-    compared: Compared | None = None,
     *,
     metrics: bool = True,
     compiled: bool = False,
@@ -172,11 +153,11 @@ def chunked_loss(
     gradients = None
     if torch.is_grad_enabled():
         hidden = rows.hidden.to(head.linear.weight.dtype)
-        gradients = _HeadGradients(hidden, head, rows.vocab, narrow=autocast_to_bfloat16(device))
-    measured = compare(rows, divergence, chosen, compared, gradients, metrics=metrics, compiled=compiled)
+        gradients = _HeadGradients(hidden, head, rows.vocab)
+    measured = compare(rows, divergence, chosen, gradients, metrics=metrics, compiled=compiled)
     losses = measured.losses
     if rows.weight is not None:
-        losses = losses * (rows.weight if chosen is None else pick(rows.weight, chosen))
+        losses = losses * (rows.weight if chosen is None else rows.weight[chosen])
     total = losses.sum()
     if gradients is not None:
         with loss_precision(device):
@@ -201,7 +182,7 @@ def next_token_loss(hidden: Tensor, head: LMHead, labels: Tensor) -> Tensor:
         if small or type(head.linear) is not nn.Linear:  # such as one with an adapter
             wide = torch.promote_types(hidden.dtype, torch.float32)
             return functional.cross_entropy(head(hidden).to(wide), labels)
-    return chunked_loss(_label_rows(hidden, head, labels), Divergence("cross_entropy"))[0] / len(labels)
+    return chunked_loss(_label_rows(hidden, head, labels), Divergence("cross_entropy"), metrics=False)[0] / len(labels)
 
 
 def next_token_hits(hidden: Tensor, head: LMHead, labels: Tensor) -> Tensor:
@@ -215,53 +196,24 @@ def _label_rows(hidden: Tensor, head: LMHead, labels: Tensor) -> Rows:
 
 # -- a chunk ----------------------------------------------------------------------------------------------------------
 
-Wanted = tuple[Divergence, bool, bool]
-"""The loss, whether alpha and agreement are measured, and whether the gradient is computed."""
 Chunk = tuple[list[Tensor], Tensor | None]
 """Losses, with metrics alpha and agreement, each ``[rows]``; and the gradient by the linear layer's output."""
 
 
-def _chunks(
-    count: int, size: int, chosen: Tensor | None, compared: Compared | None
-) -> Iterator[tuple[slice, RowIndex, TokenDistributions | None]]:
-    """Yields for each chunk its place among the chosen rows, the rows, and their distributions if they were kept."""
-    if chosen is None or compared is None or compared.kept is None:
-        for start in range(0, count, size):
-            part = slice(start, min(count, start + size))
-            yield part, part if chosen is None else chosen[part], None
-        return
-    counts, start = torch.bincount(chosen // compared.chunk, minlength=len(compared.kept)).tolist(), 0
-    for number, (place, pair) in enumerate(zip(chosen.split(counts), compared.kept)):
-        yield slice(start, start := start + len(place)), place, pair.at(place - number * compared.chunk)
-
-
 def _chunk(
-    products: Tensor,
-    target: TargetRows,
-    head: LMHead,
-    wanted: Wanted,
-    kept: list[TokenDistributions] | None = None,
+    products: Tensor, target: TargetRows, head: LMHead, divergence: Divergence, metrics: bool, gradient: bool
 ) -> Chunk:
-    """Evaluates rows for which the linear layer gave ``products [rows, vocab]``; their distributions go to ``kept``."""
+    """Evaluates rows for which the linear layer gave ``products [rows, vocab]``."""
     logits = head.finish(products)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     pair = target.compare(logits)
-    pair.slope = head.slope(logits)
-    if kept is not None:
-        kept.append(pair)
-    return _evaluated(pair, wanted)
-
-
-def _evaluated(pair: TokenDistributions, wanted: Wanted, losses: Tensor | None = None) -> Chunk:
-    """Returns the rows' measures and gradients; ``losses`` if these are known."""
-    divergence, metrics, gradient = wanted
-    measures = [divergence.loss(pair) if losses is None else losses]
+    measures = [divergence.loss(pair)]
     if metrics:
         measures += [pair.accepted(), pair.agreement()]
     if not gradient:
         return measures, None
-    slopes = divergence.gradient(pair)
-    return measures, slopes if pair.slope is None else slopes * pair.slope
+    slopes, slope = divergence.gradient(pair), head.slope(logits)
+    return measures, slopes if slope is None else slopes * slope
 
 
 _kernels: list[Callable[..., Chunk]] = []  # the compiled `_chunk`, once it is needed
@@ -288,11 +240,13 @@ def _compiled(*chunk: Any) -> Chunk:
 class _HeadGradients:
     """Sums of the gradients of hidden states, head and bias; those of the head in float32 (float64 stays).
 
-    ``narrow``: the factors of their matrix products are rounded to bfloat16. Logits are of the first ``vocab`` ids.
+    ``narrow``: the factors of their matrix products are rounded to bfloat16, as those of the training's autocast are,
+    so that this is made outside of `loss_precision`. Logits are of the first ``vocab`` ids.
     """
 
-    def __init__(self, hidden: Tensor, head: LMHead, vocab: int, *, narrow: bool) -> None:
-        linear, markov, self.vocab, self.narrow = head.linear, head.markov, vocab, narrow
+    def __init__(self, hidden: Tensor, head: LMHead, vocab: int) -> None:
+        linear, markov, self.vocab = head.linear, head.markov, vocab
+        self.narrow = autocast_to_bfloat16(hidden.device)
         self.inputs = hidden, linear.weight, linear.bias, markov
         wide = torch.promote_types(hidden.dtype, torch.float32)
         self.sums = tuple(
@@ -302,14 +256,14 @@ class _HeadGradients:
             for value in self.inputs
         )
         self.hidden, self.weight, self.bias, _ = self.sums
-        self.states = (hidden.bfloat16() if narrow else hidden).detach()
+        self.states = (hidden.bfloat16() if self.narrow else hidden).detach()
         self.weights = [w[:vocab].detach().to(self.states.dtype) for w in (linear.weight, markov) if w is not None]
         self.columns = slice(0, None)
         if markov is not None:  # it is trained instead of the linear layer
             self.weight, self.columns = self.sums[3], slice(linear.weight.shape[1], None)
         self.waiting: list[tuple[Tensor, Tensor]] = []  # gradients and states that the weight's gradient lacks
 
-    def add(self, place: RowIndex, gradient: Tensor) -> None:
+    def add(self, place: slice | Tensor, gradient: Tensor) -> None:
         """Adds the gradients ``[rows, vocab]`` of some rows with respect to the linear layer's output."""
         narrow = gradient.to(self.states.dtype)
         if self.bias is not None:
@@ -317,7 +271,7 @@ class _HeadGradients:
         if self.hidden is not None:
             self.hidden[place] = _joined([narrow @ weight for weight in self.weights], 1).to(self.hidden.dtype)
         if self.weight is not None:
-            self.waiting.append((narrow, pick(self.states, place)[:, self.columns]))
+            self.waiting.append((narrow, self.states[place, self.columns]))
             if sum(part.nbytes for part, _ in self.waiting) >= max(WAITING, min(MOST_WAITING, self.weight.nbytes)):
                 self.update_weight()
 

@@ -18,13 +18,10 @@ together with one (Samarin et al., 2026, arXiv:2602.23881; AdaSPEC, Table 4).
 | dspark | 0.1·cross_entropy + 0.9·‖p − q‖₁ (twice tv) | DSpark (2607.05147); ``{"ce": 0.1, "tv": 1.8}`` |
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
-from copy import copy
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,39 +39,18 @@ WEIGHTS: dict[DivergenceName, tuple[float, float, float]] = {
 """Of KL(p‖q), total variation and the cross-entropy of the text's own token, in the divergences that are their sums."""
 HYBRID_DECAY = 3.0  # η of the hybrid's weight λ = exp(−η·α), from its paper
 LEAST_TAIL = 1e-7  # smallest probability of a tail: the accuracy of a float32 sum of 1
-RowIndex = slice | Tensor  # a range of rows, or indices
 
 
-def once(compute: Callable[[Any], Tensor]) -> Any:
-    """A property that is computed when it is first needed; torch.compile does not support functools.cached_property."""
-    name = f"_{compute.__name__}"
-
-    def get(self: Any) -> Tensor:
-        if not hasattr(self, name):
-            setattr(self, name, compute(self))
-        return getattr(self, name)
-
-    return property(get)
-
-
-class OfRows:
-    """Fields of which each tensor has a value for every row."""
-
-    def at(self, rows: Tensor) -> Self:
-        """Returns some of the rows."""
-        part = copy(self)
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                setattr(part, name, value.index_select(0, rows))
-        return part
-
-
-class TokenDistributions(OfRows):
+class TokenDistributions:
     """Distributions of target and draft for the same rows.
 
     Args:
         log_p: The target's log-probabilities ``[rows, vocab]``, in float32 or float64.
         log_q: The draft's log-probabilities.
+
+    Attributes:
+        p: The target's probabilities, ``[rows, vocab]``.
+        q: The draft's.
     """
 
     best: Tensor | None = None  # the target's most probable token ``[rows]``; None: not known yet
@@ -82,22 +58,13 @@ class TokenDistributions(OfRows):
     labels: Any = None  # of `TargetRows`, as are the next two
     mass: Tensor | None = None
     learnable: Tensor | None = None
-    slope: Tensor | float | None = None  # derivative of the logits by the linear layer's output; None: 1
 
     def __init__(self, log_p: Tensor, log_q: Tensor) -> None:
         self.log_p, self.log_q = log_p, log_q
+        self.q = log_q.exp()  # softmax would be faster on a CPU, and lose digits in saturated rows
+        self.p = self.q if log_p is log_q else log_p.exp()
 
-    @once
-    def p(self) -> Tensor:
-        """The target's probabilities, ``[rows, vocab]``."""
-        return self.log_p.exp()  # softmax would be faster on a CPU, and lose digits in saturated rows
-
-    @once
-    def q(self) -> Tensor:
-        """The draft's probabilities, ``[rows, vocab]``."""
-        return self.log_q.exp()
-
-    @once
+    @property
     def alpha(self) -> Tensor:
         """Σ min(p, q), ``[rows]``."""
         return torch.minimum(self.p, self.q).sum(-1)
@@ -174,13 +141,8 @@ class FoldedDistributions(TokenDistributions):
         return spread.scatter_(1, self.ids, gradient[:, : self.ids.shape[1]])
 
 
-def pick(values: Tensor, place: RowIndex) -> Tensor:
-    """Returns some of the rows: a view of a range, a copy of indexed ones."""
-    return values[place] if isinstance(place, slice) else values.index_select(0, place)
-
-
 @dataclass
-class TargetRows(OfRows):
+class TargetRows:
     """The target's distributions at some label rows, in the form in which its signal holds them.
 
     Attributes:
@@ -203,6 +165,11 @@ class TargetRows(OfRows):
     mass: Tensor | None = None
     learnable: Tensor | None = None
 
+    def at(self, rows: Tensor) -> "TargetRows":
+        """Returns some of the rows."""
+        some: dict[str, Any] = {name: each[rows] for name, each in vars(self).items() if isinstance(each, Tensor)}
+        return replace(self, **some)
+
     def log_probs(self, vocab: int) -> Tensor:
         """Returns the log-probabilities of the first ``vocab`` ids, ``[rows, vocab]``, where all of them are known."""
         assert self.values is not None
@@ -223,6 +190,9 @@ class TargetRows(OfRows):
             pair = TokenDistributions(self.log_probs(log_q.shape[1]).to(log_q.dtype), log_q)
         pair.labels, pair.mass, pair.learnable = self.labels, self.mass, self.learnable
         return pair
+
+
+Weight = Tensor | float
 
 
 @dataclass(frozen=True)
@@ -269,9 +239,6 @@ class Divergence:
             share = torch.exp(-HYBRID_DECAY * pair.alpha.detach())
             return share, 1 - share, 0
         return WEIGHTS[self.name]
-
-
-Weight = Tensor | float
 
 
 def _weighted(*terms: tuple[Weight, Callable[[], Tensor]]) -> Tensor:

@@ -4,8 +4,6 @@ AdaSPEC trains on the ⌈k·n⌉ label tokens with the largest ΔL: the draft's 
 official code these are chosen among the tokens of a device's micro-batch.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

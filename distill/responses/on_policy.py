@@ -7,7 +7,6 @@ a continued run trains on the same ones.
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +22,12 @@ from decode.models.heads.eagle import DraftHead
 from decode.models.texts import Draws, uniform_draws
 from decode.options import MethodOptions
 from distill import ranks
-from distill.config import ResponseSettings
+from distill.config import ResponseSettings, Values
+from distill.data.chat import Ids
 from distill.data.dataset import Examples, Picks, Schedule
 from distill.responses.target import response_rows
 
-Writer = Callable[..., list[list[int]]]
+Writer = Callable[..., list[Ids]]
 """Continues prompts with the draft's weights of the moment; called as `decode.models.texts.write_texts`."""
 Place = tuple[int, int]  # a step, and the place of an example in it
 
@@ -49,7 +49,7 @@ class OnPolicy:
     label_tokens: int = 0  # labels of the steps so far, over all ranks
     counted: int = -1  # the last step whose labels were counted
     window: int = -1  # number of the rewriting that the texts are of
-    texts: list[list[list[int]]] = field(default_factory=list)  # the draft's texts, by rank
+    texts: list[list[Ids]] = field(default_factory=list)  # the draft's texts, by rank
     # The examples made of the texts, by their places; None: not made yet
     rows: dict[Place, tuple[Examples, int]] | None = None
 
@@ -91,11 +91,11 @@ class OnPolicy:
             rows |= {place: (examples, number) for number, place in enumerate(part)}
         return rows
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Values:
         """What a checkpoint holds of this."""
         return {"window": self.window, "texts": self.texts, "label_tokens": self.label_tokens}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Values) -> None:
         """Restores it.
 
         Raises:
@@ -122,7 +122,7 @@ def head_texts(
     stop_ids: Collection[int],
     draws: Draws,
     batch_size: int | None = None,
-) -> list[list[int]]:
+) -> list[Ids]:
     """Writes with a head in training: ``depth`` drafted tokens, the target's next one, and so on.
 
     These are the texts that decoding visits while the head is drafting. The target reads them for its features.
@@ -130,7 +130,7 @@ def head_texts(
     The arguments after ``depth``, the tokens of a draft, are those of `decode.models.texts.write_texts`; texts are
     written one at a time.
     """
-    runner, drafter, texts = open_runner(target), open_draft_runner(head, target), list[list[int]]()
+    runner, drafter, texts = open_runner(target), open_draft_runner(head, target), list[Ids]()
     for number, (prompt, limit) in enumerate(zip(prompts, budgets, strict=True)):
         if limit < 1:
             texts.append([])

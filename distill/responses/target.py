@@ -1,16 +1,13 @@
 """The texts that drafts are trained on: the data set's responses, or the target's, written here or by an engine."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
-from typing import Any
 
 from datasets import Dataset, Features
 from transformers import PreTrainedModel
@@ -25,8 +22,10 @@ from decode.progress import current, working
 from distill import ranks
 from distill.config import ResponseSettings
 from distill.data.chat import (
+    IGNORE,
     ChatFormat,
     Example,
+    Ids,
     Piece,
     Turn,
     joined,
@@ -37,11 +36,9 @@ from distill.data.chat import (
 from distill.data.corpus import COLUMNS
 from distill.data.messages import Messages, UnusableRow
 from distill.data.prompts import TextFile
-from distill.engine import answer_ids
+from distill.engine import answer_ids, request_seed
 from distill.files import files_state, fingerprint
 from distill.run import Run
-
-Ids = list[int]
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,7 @@ def _answered(
 ) -> dict[str, Dataset]:
     """The splits' prompts with the responses of the target at a path, kept in a folder of the run's work."""
     teacher, data, tokenizer = run.settings.teacher, run.settings.data, run.tokenizer
-    settings, served = teacher.responses, teacher.served and target is None
+    settings, served, longest = teacher.responses, teacher.served and target is None, data.max_length
     ends = stop_ids_of(path, tokenizer, run.settings.target.trust_remote_code)
     chat = ChatFormat(tokenizer, data.system, data.template_args, ends) if run.corpus.chat else None
 
@@ -116,26 +113,28 @@ def _answered(
         file, title = run.work / folder / f"{split}.jsonl", f"the target's responses, {split}"
         about = made_from | {"split": split, "prompts": len(rows)}
         talks = [_Talk(row, chat) for row in rows if not row["turn"]]
-        budgets, empty = list[int](), 0
+        answers = empty = 0
         for turn in count():
             asked = {number: talk for number, talk in enumerate(talks) if talk.places}
             if not asked:
                 break
-            rest = [max(0, min(settings.max_new_tokens, data.max_length - len(talk.ids))) for talk in asked.values()]
-            jobs = [Job(turn * len(talks) + n, talk.ids, budget) for (n, talk), budget in zip(asked.items(), rest)]
+            jobs = [
+                Job(turn * len(talks) + n, talk.ids, max(0, min(settings.max_new_tokens, longest - len(talk.ids))))
+                for n, talk in asked.items()
+            ]
             shown = f"{title}, turn {turn + 1}" if turn else title
             written = write_responses(run, jobs, settings, file, about, writer, shown, served)
             for talk, ids in zip(asked.values(), written):
-                talk.answer(ids, ends, data.max_length)
-            budgets += rest
-            empty += sum(budget > 0 and not ids for budget, ids in zip(rest, written))
+                talk.answer(ids, ends, longest)
+            answers += len(jobs)
+            empty += sum(job.budget > 0 and not ids for job, ids in zip(jobs, written))
         for reason, chats in Counter(talk.lost for talk in talks if talk.lost).items():
             run.line(f"{title}: {chats} chats lose their later turns, {reason}")
         if empty:
-            run.line(f"{empty} of {len(budgets)} responses are empty, and nothing of them is learned")
-        if 2 * empty > len(budgets):
+            run.line(f"{empty} of {answers} responses are empty, and nothing of them is learned")
+        if 2 * empty > answers:
             raise UserError(
-                f"{title}: {empty} of {len(budgets)} are empty: look at what the target writes for these prompts "
+                f"{title}: {empty} of {answers} are empty: look at what the target writes for these prompts "
                 f"(python -m decode generate), then delete {file} and run again"
             )
         answered[split] = _dataset([example for talk in talks for example in joined(talk.pieces)])
@@ -197,8 +196,11 @@ def response_rows(
         responses: Token ids; one that was cut by its budget has no end-of-text token, and so none is learned.
         ends: Every end-of-text token. Padding may be one of them: it is added later, and never a label.
     """
-    pairs = zip(prompts, responses, strict=True)
-    return _dataset([*chain.from_iterable(joined([Piece([*p], until_end(r, ends), Turn("", ""))]) for p, r in pairs)])
+    examples = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        answer = until_end(response, ends)
+        examples.append(Example([*prompt, *answer], [IGNORE] * len(prompt) + answer, "", ""))
+    return _dataset(examples)
 
 
 def _dataset(examples: Sequence[Example]) -> Dataset:
@@ -249,11 +251,11 @@ def write_responses(
         ordered = sorted(jobs, key=lambda job: (len(job.ids), job.example))  # those of similar length together
         groups = [ordered[start : start + size] for start in range(0, len(ordered), size)][rank::world]
         unfinished = [group for group in groups if any(job.example not in texts for job in group)]
-        asked = [job for group in unfinished for job in group]  # whole groups, so that bits are those of one process
-        missing = [job for job in asked if job.example not in texts]
-        if missing:
+        if missing := [job for group in unfinished for job in group if job.example not in texts]:
             with working(run.console, title, len(missing)):
-                list(file.add(writer()(missing if served else asked), run.tokenizer))
+                answer = writer()
+                for group in [missing] if served else unfinished:  # whole groups, so that bits are those of one process
+                    file.add(answer(group), run.tokenizer)
             run.line(f"{title}: {len(jobs)}, {len(missing)} of them written now")
     ranks.barrier()
     texts = known()
@@ -267,7 +269,7 @@ def answered_here(
     stop_ids: Collection[int],
     warp: LogitsWarper | None = None,
 ) -> Answer:
-    """Answers by the model itself, in the groups of prompts that `write_responses` makes, so that bits repeat.
+    """Answers by the model itself, all jobs together.
 
     Args:
         model: The target.
@@ -279,19 +281,17 @@ def answered_here(
     warp = warp or LogitsWarper(settings.temperature, top_p=settings.top_p)
 
     def answers(jobs: Sequence[Job]) -> Iterator[tuple[int, Ids]]:
-        size = GROUP * settings.batch_size
-        for group in (jobs[start : start + size] for start in range(0, len(jobs), size)):
-            texts = write_texts(
-                model,
-                [job.ids for job in group],
-                warp,
-                budgets=[job.budget for job in group],
-                stop_ids=stop_ids,
-                draws=lambda i, count, group=group: uniform_draws(seed, 0, group[i].example, count=count),  # type: ignore[misc]
-                batch_size=settings.batch_size,
-                progress=current().advance,
-            )
-            yield from ((job.example, text) for job, text in zip(group, texts))
+        texts = write_texts(
+            model,
+            [job.ids for job in jobs],
+            warp,
+            budgets=[job.budget for job in jobs],
+            stop_ids=stop_ids,
+            draws=lambda i, count: uniform_draws(seed, 0, jobs[i].example, count=count),
+            batch_size=settings.batch_size,
+            progress=current().advance,
+        )
+        return zip((job.example for job in jobs), texts)
 
     return answers
 
@@ -300,7 +300,7 @@ def answered_here(
 
 
 def answered_by_engine(
-    ask: Callable[..., dict[str, Any]],
+    ask: Callable[..., Row],
     workers: int,
     settings: ResponseSettings,
     seed: int,
@@ -320,9 +320,8 @@ def answered_by_engine(
     how: Row = {"temperature": settings.temperature, "top_p": settings.top_p, "stop_token_ids": sorted(ends)}
 
     def answer(job: Job) -> tuple[int, Ids]:
-        number = (seed * 1_000_003 + job.example) % (1 << 31)
-        given = ask(job.example, job.ids, max_tokens=job.budget, seed=number, **how)
-        ids = list(answer_ids(given))
+        given = ask(job.example, job.ids, max_tokens=job.budget, seed=request_seed(seed, job.example), **how)
+        ids = answer_ids(given)
         if given.get("finish_reason") == "stop" and ids and not any(token in ends for token in ids):
             ids = [*ids, end]
         return job.example, ids[: job.budget]

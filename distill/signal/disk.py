@@ -4,10 +4,8 @@
 writes its share of the examples, and reads those of all.
 """
 
-from __future__ import annotations
-
-import shutil
 from collections.abc import Callable, Iterable
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from decode.errors import UserError
 from decode.progress import current
 from distill import ranks
 from distill.data.dataset import PER_TOKEN, Batch, Column, Examples, Ints
-from distill.files import fingerprint
+from distill.files import fingerprint, free_bytes
 
 Shapes = dict[str, tuple[tuple[int, ...], str]]
 """Shape of a row and number format of each column, by name."""
@@ -68,8 +66,9 @@ def keep_columns(
     order = np.concatenate([np.zeros(0, np.int64), *examples.batches(BATCH)])
     world = 1 if folder is None else ranks.world()
     key = fingerprint(key, name, len(examples), world)
+    computed = partial(_computed, examples, compute, shapes, key, expect)
     if folder is None:
-        parts: list[Dataset | None] = [_computed(examples, order, compute, shapes, None, key, expect)]
+        parts: list[Dataset | None] = [computed(order, None)]
     else:
         size = size_of(examples, shapes)
         files = {folder / f"{name}-{key[:16]}-{n}.arrow": each for n, each in enumerate(np.array_split(order, world))}
@@ -79,14 +78,14 @@ def keep_columns(
             for other in set(folder.glob(f"{name}-*.arrow")) - files.keys():  # made from something else
                 other.unlink()
         there = _open(path, len(share)) is not None
-        if not there and size // world > (free := shutil.disk_usage(folder).free):
+        if not there and size // world > (free := free_bytes(folder)):
             raise UserError(
                 f"{name} needs {size / 1e9:.2f} GB and {free / 1e9:.2f} GB are free in {folder}: free some space, use "
                 "fewer teacher.examples, or set teacher.signal to topk or online (an engine's teacher.engine.keep to "
                 "float8 or false)"
             )
         if not there:
-            _computed(examples, share, compute, shapes, path, key, expect)
+            computed(share, path)
         ranks.barrier()
         parts = [_open(path, len(share)) for path, share in files.items()]
     if None in parts:
@@ -108,12 +107,12 @@ def _open(path: Path, count: int) -> Dataset | None:
 
 def _computed(
     examples: Examples,
-    numbers: Ints,
     compute: Compute,
     shapes: Shapes,
-    path: Path | None,
     key: str,
     expect: Expect | None,
+    numbers: Ints,
+    path: Path | None,
 ) -> Dataset:
     """Computes the columns of some examples, in batches of these numbers, into a file or in memory."""
     work = current()
@@ -124,7 +123,7 @@ def _computed(
 
     def columns(batch: dict[str, list[int]]) -> dict[str, list[Any]]:
         chosen = np.array(batch["example"])
-        values, made = compute(examples.batch(chosen)), dict[str, list[Any]]()
+        values, made = compute(examples.batch(chosen)), {}
         for name, tensor in values.items():
             array = tensor.numpy()
             if array.dtype.kind == "f" and not np.isfinite(array).all():

@@ -1,7 +1,5 @@
 """What the frozen target says of a batch: its distributions at label tokens, and the states that a head reads."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,6 +26,8 @@ States = tuple[Tensor, Tensor | None]
 ``[batch, time, width]``, zeros after the last label."""
 Source = Callable[[Batch], States]
 """Gives the target's states of a batch: `read_states` by a forward pass here, `distill.signal.vllm` by an engine."""
+BYTES = {"float32": (4, 0), "bfloat16": (2, 0), "float8": (1, 4)}
+"""Of a kept number, and of the scale of a layer's state of a token."""
 FORMATS = {"float32": "float32", "bfloat16": "int16", "float8": "uint8"}
 """How numbers are kept, by numpy's name: it has no bfloat16 or float8, so that their bits are."""
 
@@ -45,8 +45,10 @@ def read_states(model: PreTrainedModel, layers: Sequence[int], batch: Batch) -> 
         return last[mask.to(last.device)], features
 
 
-def packed(states: Tensor, planes: int) -> Tensor:
-    """States ``[..., planes · width]`` in float8 (e4m3), with a float32 scale for each of the planes: their bytes."""
+def packed(states: Tensor, planes: int, dtype: str) -> Tensor:
+    """States ``[..., planes · width]`` as they are kept: in float8 (e4m3) with a float32 scale for each plane."""
+    if dtype != "float8":
+        return states.bfloat16().view(torch.int16) if dtype == "bfloat16" else states.float()
     parts = states.float().unflatten(-1, (planes, -1))
     scale = parts.abs().amax(-1, keepdim=True).clamp_min(1e-12) / torch.finfo(torch.float8_e4m3fn).max
     numbers = (parts / scale).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -102,15 +104,16 @@ class Signal:
         self.k = min(k, self.vocab)
         self.embedding = nn.Module() if reader is None else target.get_input_embeddings()
         self.layers: tuple[int, ...] = () if reader is None else reader.captured_layers
+        self.planes = {FEATURES: len(self.layers), HIDDEN: 1}
         self.source = partial(read_states, target, self.layers) if source is None else source
-        self.dtype, state, scales = dtype, FORMATS[dtype], 4 * (dtype == "float8")  # bytes of the scales
+        self.dtype, state, (_, scale) = dtype, FORMATS[dtype], BYTES[dtype]
         self.columns: dict[str, tuple[tuple[int, ...], str]] = {}  # shape of a row and number format of what is kept
         if reader is not None:
-            self.columns[FEATURES] = (reader.feature_width + scales * len(self.layers),), state
+            self.columns[FEATURES] = (reader.feature_width + scale * len(self.layers),), state
         if kind == "topk":
             self.columns[TOPK] = (2, self.k), "int32"
         elif reader is None or reader.version not in (1, MTP):  # these read the last hidden state alone
-            self.columns[HIDDEN] = (int(self.head.linear.weight.shape[1]) + scales,), state
+            self.columns[HIDDEN] = (int(self.head.linear.weight.shape[1]) + scale,), state
         if self.ids is not None:
             self.columns[INSIDE] = (2,), "float32"
 
@@ -145,8 +148,7 @@ class Signal:
         if self.ids is not None:
             place = torch.searchsorted(self.ids, labels).clamp_max(len(self.ids) - 1)
             labels = place.where(self.ids[place] == labels, -1)
-        planes = {FEATURES: len(self.layers), HIDDEN: 1}
-        features, hidden = (unpacked(batch[n], planes[n]) if n in batch else None for n in (FEATURES, HIDDEN))
+        features, hidden = (unpacked(batch[n], planes) if n in batch else None for n, planes in self.planes.items())
         if features is not None:
             features = features.to(torch.promote_types(features.dtype, torch.float32))
         if self.kind == "topk":
@@ -189,10 +191,6 @@ class Signal:
                 top = log_probs(self.head(rows, self.vocab)).float().topk(self.k, sorted=True)
                 parts.append(torch.stack([top.indices.int(), top.values.view(torch.int32)], 1))
             values[TOPK] = torch.cat(parts)
-        for name, planes in ((FEATURES, len(self.layers)), (HIDDEN, 1)):
-            if name in self.columns and self.dtype == "float8":
-                values[name] = packed(values[name], planes)
-            elif name in self.columns:
-                states = values[name]
-                values[name] = states.bfloat16().view(torch.int16) if self.dtype == "bfloat16" else states.float()
+        for name in self.planes.keys() & self.columns.keys():
+            values[name] = packed(values[name], self.planes[name], self.dtype)
         return {name: values[name].cpu() for name in self.columns}

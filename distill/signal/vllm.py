@@ -4,12 +4,9 @@ It gives the states that enter the asked layers, and the last layer's output bef
 own norm and output head, read from its files, turn into its distributions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
@@ -42,7 +39,7 @@ class EngineStates:
         mask, like = label_mask(batch["labels"]).to(self.like.device), self.like
         texts = read_texts(batch)
         states = iter(self.files.take([ids for ids in texts if ids]))
-        hidden, features = [like], list[Tensor]()
+        hidden, features = [like], []
         for ids, labels in zip(texts, mask):
             part = next(states).to(like) if ids else like[:, None].expand(0, self.last + 1, -1)
             with torch.autocast(like.device.type, enabled=False):

@@ -107,7 +107,7 @@ def measure(settings: Settings, steps: int, rounds: int, console: Console) -> di
     chosen = next((each for each in settings.drafts if each.selects), DraftSettings())
     draft, training = DraftSettings("draft", "reference", k=chosen.k), chosen.training_of(settings.training)
     with scratch_folder() as folder:
-        limit = min(settings.data.train_limit or 1000, settings.teacher.examples or 1000)
+        limit = min(settings.data.limits["train"] or 1000, settings.teacher.examples or 1000)
         data = replace(settings.data, train_examples=limit)
         run = Run(replace(settings, output_dir=str(folder), data=data), console)
         examples, tokenizer = Examples.of(run.corpus.train), run.tokenizer

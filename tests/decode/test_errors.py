@@ -1,6 +1,7 @@
 """Files are complete or not there."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,3 +26,11 @@ def test_folders_and_devices_are_not_replaced(tmp_path: Path) -> None:
             write_text(tmp_path / name, "new")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "pipe"]
     assert (tmp_path / "pipe").is_fifo()
+
+
+def test_threads_that_write_the_same_file_do_not_disturb_one_another(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: write_text(path, "text"), range(64)))
+    assert [file.name for file in tmp_path.iterdir()] == ["a.txt"]
+    assert path.read_text() == "text"

@@ -75,17 +75,23 @@ def test_a_draft_stands_in_one_row_with_its_fastest_decoding_and_its_difference_
 
 
 def test_what_was_not_measured_is_left_out_and_the_json_is_strict(tmp_path) -> None:
-    page = written(tmp_path, {key: FULL[key] for key in ("name", "target", "drafts", "decoding")})
-    for part in ("-0.0019", "Costs in", "Learning curves", "Samples"):
+    page = written(tmp_path, changed(paired=[], analysis={}, exported=None))
+    for part in ("-0.0019", "Learning curves", "Samples", "The export is in"):
         assert part not in page
     unmeasured = {**draft("undistilled", None), "offline_alpha_se": None}
     assert "was not measured" in written(tmp_path, changed(decoding=[], drafts=[unmeasured]))
     report = changed(
         target={"parameters": np.int64(5), "accuracy": float("nan")},
-        profile={"cost_ratio": torch.tensor(0.25), "costs": np.array([1.0, np.inf]), "folder": tmp_path},
+        profile={
+            "draft": "adaspec",
+            "cost_ratio": torch.tensor(0.25),
+            "costs": np.array([1.0, np.inf]),
+            "folder": tmp_path,
+        },
         analysis={},
     )
     write_report(tmp_path, report)
     data = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"), parse_constant=int)  # NaN is no integer
     assert data["target"] == {"parameters": 5, "accuracy": None}
-    assert data["profile"] == {"cost_ratio": 0.25, "costs": [1.0, None], "folder": str(tmp_path)}
+    plain = {"draft": "adaspec", "cost_ratio": 0.25, "costs": [1.0, None], "folder": str(tmp_path)}
+    assert data["profile"] == plain

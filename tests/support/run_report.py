@@ -44,7 +44,7 @@ FULL = {
         decoding("adaspec", 0.0, 2, 1.62),
         decoding("adaspec", 1.0, 4, 1.40, same=None),
     ],
-    "profile": {"cost_ratio": 0.14, "best_draft_length": 2, "break_even_alpha": 0.41},
+    "profile": {"draft": "adaspec", "cost_ratio": 0.14, "best_draft_length": 2, "break_even_alpha": 0.41},
     "analysis": {
         "acceptance_by_position": {"adaspec": POSITIONS},
         "acceptance": {"adaspec": [{"position": 1, "validation": 0.91, "offline": 0.92}]},

@@ -18,6 +18,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     ExampleHiddenStatesConnector,
     extract_from_kv_cache,
 )
+from vllm.platforms import current_platform
+from vllm.v1.sample import rejection_sampler
+
+if current_platform.is_cpu():  # vLLM 0.32 fills temperatures into a copy there (utils/cpu_triton_utils.py:398)
+
+    def _spread(values: Any, ends: Any, count: int, replace_from: float = 0, replace_to: float = 0) -> Any:
+        """The value of each text for every one of its tokens, which end at ``ends``."""
+        counts = torch.diff(ends.long(), prepend=ends.new_zeros(1).long())
+        expanded = torch.repeat_interleave(values, counts, output_size=count)
+        return expanded if replace_from == replace_to else expanded.masked_fill(expanded == replace_from, replace_to)
+
+    rejection_sampler.expand_batch_to_tokens = _spread
 
 UNFETCHED = 900  # seconds after which a file that nobody has fetched is deleted
 

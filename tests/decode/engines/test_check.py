@@ -74,7 +74,7 @@ def test_the_prediction_is_what_an_engine_counts_in_every_text(tiny, temperature
     def predicted(texts, counts: bool = True, **more: bool) -> list[Drafts]:
         accepted, agreement = acceptance(target, draft, [(item[0], text.ids) for item, text in zip(items, texts)], 4)
         assert temperature or agreement == 1
-        limit = 24 if llama else None
+        limit = 24 if llama else float("inf")
         return [
             predicted_drafts(accept, len(text.ids), 4, budget=limit, ended=text.ended and counts, **more)
             for accept, text in zip(accepted, texts)

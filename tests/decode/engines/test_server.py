@@ -112,7 +112,7 @@ def test_a_program_of_another_version_is_said(tmp_path, monkeypatch) -> None:
         with pytest.raises(UserError, match=sentence):
             check_engine(name, program)
 
-    refused("vllm", r"has no vLLM, expected 0\.32 or newer; .* with --program", sys.executable)
+    refused("vllm", r"has no vLLM, expected 0\.32 or newer; .* by --program", sys.executable)
     (tmp_path / "vllm-0.11.0.dist-info").mkdir()
     (tmp_path / "vllm-0.11.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.11.0\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -13,7 +13,7 @@ from datasets import Dataset
 from decode.commands.checks import open_suites
 from decode.commands.settings import ProfileSettings
 from decode.errors import UserError
-from decode.measure.suites import PRESETS, final_number, held_out, iter_rows, letter_score, load_suite, number_score
+from decode.measure.suites import PRESETS, SCORERS, final_number, held_out, iter_rows, load_suite
 
 ROWS = [{"question": f"What is {n} plus {n}?", "answer": f"{n}+{n}={2 * n}\n#### {2 * n}"} for n in range(20)]
 
@@ -257,11 +257,11 @@ def test_the_final_number_and_the_chosen_letter_are_scored():
     for text, number in numbers.items():
         assert final_number(text) == final_number(number)
     assert final_number("no digits") is None
-    assert number_score("#### 3", "The final answer is: 3.00") == 1.0
-    assert number_score("#### 3", "The final answer is: 30") == number_score("none", "none") == 0.0
+    assert SCORERS["number"]("#### 3", "The final answer is: 3.00") == 1.0
+    assert SCORERS["number"]("#### 3", "The final answer is: 30") == SCORERS["number"]("none", "none") == 0.0
     right = (
         " B", "B. four", "(B)", "The answer is B", "A careful look: the answer is (B)", "The answer is a bee, so B",
         "The answer is b.", "Answer: b\nSince A",
     )  # fmt: skip
-    assert [letter_score(" B", output) for output in right] == [1] * len(right)
-    assert [letter_score(" B", output) for output in (" C", "Because", "")] == [0] * 3
+    assert [SCORERS["letter"](" B", output) for output in right] == [1] * len(right)
+    assert [SCORERS["letter"](" B", output) for output in (" C", "Because", "")] == [0] * 3

@@ -8,7 +8,7 @@ from tokenizers_of_kinds import CHAT_TEMPLATES, byte_level, sentencepiece, with_
 
 from decode.errors import UserError
 from decode.models.tokens import StopStrings, chat_ids, check_template, continuation_ids, prompt_ids, start_ids
-from distill.data.chat import label, pair, prompt_part
+from distill.data.chat import Turn, label, prompt_part
 
 HELLO = [{"role": "user", "content": "Hi"}]
 
@@ -29,7 +29,7 @@ def test_a_chat_is_what_its_template_writes_whether_the_tokenizer_adds_a_start_t
 
 def test_a_prompt_has_the_same_ids_in_training_and_in_decoding() -> None:
     for tokenizer in (with_start(), with_start(end=True), with_start(adds=False), byte_level(), sentencepiece()):
-        ((example,),) = label(tokenizer, [[pair("a b", "c")]], chat=False)
+        ((example,),) = label(tokenizer, [[Turn("a b", "c", ("c",))]], chat=False)
         assert prompt_part(example.input_ids, example.labels) == prompt_ids(tokenizer, "a b")
         assert example.input_ids[-1] == tokenizer.eos_token_id
         assert tokenizer.eos_token_id not in prompt_ids(tokenizer, "a b")

@@ -16,7 +16,7 @@ from datasets import Dataset, DatasetDict
 from decode.errors import UserError
 from decode.measure.suites import PRESETS
 from distill.config import DataSettings
-from distill.data.chat import IGNORE, label, pair, prompt_part
+from distill.data.chat import IGNORE, Turn, label, prompt_part
 from distill.data.corpus import Corpus, load_corpus, train_tokenizer
 from distill.data.sources import SourceRows, _shape, load_rows
 
@@ -99,7 +99,7 @@ def test_plain_text_becomes_blocks_that_are_learned_whole(tmp_path: Path, ending
 
 def test_the_prompt_keeps_its_ids_where_the_response_would_merge_with_it() -> None:
     tokenizer = train_tokenizer(["How many pens are there?"] * 9, 300)
-    (examples,) = label(tokenizer, [[pair("How man", "y pens")]], chat=False)
+    (examples,) = label(tokenizer, [[Turn("How man", "y pens", ("y pens",))]], chat=False)
     assert isinstance(examples, list)
     example, alone = examples[0], tokenizer("How man")["input_ids"]
     assert tokenizer("How many pens")["input_ids"][: len(alone)] != alone

@@ -252,13 +252,13 @@ def test_what_would_not_be_learned_as_served_is_refused(name: str, messages: lis
 def test_speakers_calls_and_keys_of_published_chats() -> None:
     turns, _ = chat_turns(format_of("deepseek"), [SYSTEM | {"role": "developer"}, *CHAT])
     assert turns[0].prompt == "Made by developers.<|system|>Be kind.<|user|>Hi<|assistant|>"
-    messages, notes = read_messages([
+    messages, note = read_messages([
         {"from": "human", "value": "Rome?"}, {"from": "function_call", "value": '{"name": "w", "arguments": {"c": 1}}'},
         {"from": "observation", "value": "sun"}, {"from": "chatgpt", "value": "Sunny"},
     ])  # fmt: skip
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
     assert messages[1]["tool_calls"][0]["function"] == {"name": "w", "arguments": {"c": 1}}
-    assert notes == []
+    assert not note
     old = {"role": "assistant", "content": None, "tool_calls": [], "function_call": {"name": "w", "arguments": "{}"}}
     assert read_messages([USER, old])[0][1]["tool_calls"][0]["function"] == {"name": "w", "arguments": {}}
     with pytest.raises(UnusableRow, match="names no function"):

@@ -103,6 +103,31 @@ def test_vllm_and_sglang_find_what_they_read_of_a_dflash_head(tmp_path: Path) ->
     assert "--spec-type draft-dflash --spec-draft-n-max 4" in card
 
 
+def test_engines_find_what_they_read_of_a_dflash_2_head_whose_layers_slide(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="sglang does not run this export as it was trained: its window is not read"):
+        head, target, out = export(tmp_path, "dflash2", window=6)
+    config, state, card = read(out)
+    assert config["architectures"] == ["DFlash2DraftModel"]
+    sizes = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 3}
+    slots = {"target_layer_ids": [1, 2, 4], "mask_token_id": 47, "sample_from_anchor": False}
+    assert config["dflash_config"] == slots | sizes
+    assert [config[key] for key in ("sliding_window", "use_sliding_window", "is_causal")] == [6, True, False]
+    assert config["layer_types"] == ["sliding_attention"] * 2
+    parts = "base_kernel", "kernel_projection.weight"
+    convs = {f"layers.{i}.{sub}_conv.{part}" for i in range(2) for sub in ("attention", "mlp") for part in parts}
+    names = "predecessor_codebook", "successor_codebook", "hidden_projection.weight"
+    assert state.keys() == BACKBONE | convs | {f"candidate_selector.{name}" for name in names}
+    assert state["layers.0.attention_conv.base_kernel"].shape == (2, 2, 32)
+    assert state["layers.0.mlp_conv.kernel_projection.weight"].shape == (2 * 2 * 2, 32)
+    assert state["candidate_selector.successor_codebook"].shape == (48, 8)
+    assert drafted(load_head(out, target), target).equal(drafted(head, target))
+    assert "# DFlash head for" in card
+    assert "It is a DFlash 2 head" in card
+    assert '"method": "dflash"' in card
+    assert '"num_speculative_tokens": 4}' in card
+    assert "SGLang (on a GPU):" not in card
+
+
 def test_engines_find_what_they_read_of_a_dspark_head_of_some_tokens(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="sglang does not run this export as it was trained: it drafts 24 of"):
         _, target, out = export(tmp_path, "dspark", "bfloat16", draft_vocab=24)

@@ -93,13 +93,10 @@ def measures(found: Result) -> list[Tensor]:
 
 
 def results(rows: Rows, name: Any, chosen: Tensor | None = None, **options: Any) -> Iterator[tuple[Result, Result]]:
-    """The chunked loss of chosen rows beside its plain twin: alone, and after all rows were compared and kept or not."""
+    """The chunked loss of chosen rows and their comparison, each beside its plain twin."""
     divergence = Divergence(name)
     plain = run(rows, plain_loss, divergence, chosen)
-    for keep in (None, False, True):
-        compared = None if keep is None else compare(rows, divergence, keep=keep)
-        assert compared is None or (compared.kept is not None) == keep
-        yield run(rows, chunked_loss, divergence, chosen, compared, **options), plain
+    yield run(rows, chunked_loss, divergence, chosen, **options), plain
     whole = compare(rows, divergence, chosen)
     yield (plain[0], whole, plain[2]), plain
 
@@ -191,13 +188,12 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("chosen", [None, torch.arange(0, 300, 2)])
 def test_no_tensor_of_all_rows_times_the_vocabulary_is_ever_made(chosen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"FEWEST_ROWS": 20, "KEPT": 0, "WAITING": 0, "MOST_WAITING": 0}.items():
+    for name, value in {"FEWEST_ROWS": 20, "WAITING": 0, "MOST_WAITING": 0}.items():
         monkeypatch.setattr(chunked, name, value)
     rows = case(vocab=400, known=400, rows=300)
     with Largest() as seen:
-        compared = compare(rows, Divergence(), keep=True)
-        assert compared.kept is None
-        chunked_loss(rows, Divergence(), chosen, compared)[0].backward()
+        compare(rows, Divergence())
+        chunked_loss(rows, Divergence(), chosen)[0].backward()
     assert seen.numel == 20 * 400
     with Largest() as seen:
         plain_loss(rows, Divergence(), chosen)[0].backward()

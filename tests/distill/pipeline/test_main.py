@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import yaml
+from run_report import FULL
 from tiny_run import tiny_settings
 from wandb.sdk.launch.sweeps import utils
 
@@ -139,5 +140,5 @@ def test_the_sweep_gives_commands_that_are_accepted_and_names_a_metric_that_is_l
     assert [draft.name for draft in settings.drafts] == ["distillspec", "adaspec"]
     assert options == {"--drafts.adaspec.k": ("adaspec", "k", "0.2")}
     logger = Mock()
-    log_report(logger, {"drafts": [{"name": "adaspec", "offline_alpha": 0.5}], "decoding": []}, dict)
+    log_report(logger, FULL, dict)
     assert content["metric"]["name"] in logger.log_metrics.call_args.args[0]

@@ -82,7 +82,7 @@ def test_auto_is_bfloat16_where_that_is_fast(tmp_path: Path, monkeypatch: pytest
     check_inputs(run)
     assert ("slower in bfloat16" in printed.getvalue()) is not can
     monkeypatch.setattr(Run, "device", torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    monkeypatch.setattr("distill.checks.multiplies_bfloat16", lambda device: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla V100")
     with pytest.raises(UserError, match=r"Tesla V100 has no bfloat16: set trainer.precision to 16-mixed"):
         check_inputs(run)

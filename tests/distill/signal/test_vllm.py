@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import time
@@ -23,6 +24,7 @@ from tiny_run import begun, bench, check_killed_ends_alike, given, run_tiny, tin
 from tokenizers_of_kinds import with_start
 from transformers import PreTrainedModel
 
+from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
 from decode.models.heads.eagle import FeatureHead, head_config
 from distill import engine as engine_module
@@ -31,7 +33,7 @@ from distill.checks import check_engine
 from distill.config import EngineSettings, ResponseSettings, Settings
 from distill.data.dataset import FEATURES, label_mask
 from distill.engine import CONNECTOR, Engine
-from distill.engine_check import Difference, refuse_differences
+from distill.engine_check import Difference, check_samples, refuse_differences
 from distill.files import sizes
 from distill.lm_head import LMHead
 from distill.run import Run
@@ -51,8 +53,7 @@ NORMS = (
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("distill.engine", "distill.states"):
-        monkeypatch.setattr(f"{module}.PAUSE", 0.005)
+    monkeypatch.setattr("distill.engine.PAUSE", 0.005)
     monkeypatch.setattr("distill.states.WAIT", 60)
 
 
@@ -110,7 +111,7 @@ def test_a_float8_state_has_a_scale_for_each_plane() -> None:
     states = (
         torch.randn(50, 3, 16, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 1e-3, 1e3])[:, None]
     )
-    kept = packed(states.flatten(1), 3)
+    kept = packed(states.flatten(1), 3, "float8")
     assert kept.shape == (50, 3 * (16 + 4))
     assert kept.dtype == torch.uint8
     again = unpacked(kept, 3).view_as(states)
@@ -233,7 +234,7 @@ def test_an_answer_and_its_states_come_from_one_pass(tmp_path: Path, monkeypatch
     without_target(monkeypatch)
     with serving(server) as (url, bodies):
         settings = standing(tmp_path, url)
-        settings.teacher.responses = ResponseSettings(source="target", max_new_tokens=6)
+        settings.teacher.responses = ResponseSettings(source="target", max_new_tokens=6, temperature=0.0)
         _, run, printed = run_tiny(begun(settings))
     answers = [body for body in bodies if body["kv_transfer_params"]["include_output_tokens"]]
     assert len(answers) == 20 + 8
@@ -285,6 +286,27 @@ def test_an_engine_with_other_weights_is_refused(tiny: Tiny, tmp_path: Path) -> 
             run_tiny(settings)
 
 
+@pytest.mark.parametrize(("temperature", "sound"), [(0.7, True), (2.0, False)])
+def test_answers_that_are_no_samples_of_the_target_are_refused(
+    tiny: Tiny, tmp_path: Path, temperature: float, sound: bool
+) -> None:
+    model, said = tiny("llama", seed=3), list[str]()
+    cold = copy.deepcopy(model)
+    with torch.no_grad():  # the server's own temperature
+        cold.get_output_embeddings().weight.div_(0.7 if sound else 1.0)
+    server = StatesServer(cold, [2], tmp_path)
+    with serving(server) as (url, _):
+        files = StateFiles(Engine([url], EngineSettings()), [2], tmp_path / "kept")
+        warp = LogitsWarper(temperature)
+        prompts = [[3 + i, 7, 9] for i in range(8)]
+        if sound:
+            check_samples(files, model, prompts, warp, said.append)
+            assert "sampled tokens" in said[0]
+            return
+        with pytest.raises(UserError, match="are no samples of the target"):
+            check_samples(files, model, prompts, warp, said.append)
+
+
 # -- the engine's side ------------------------------------------------------------------------------------------------
 
 
@@ -303,6 +325,11 @@ def connector(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = ModuleType(name)
     module.ExampleHiddenStatesConnector, module.extract_from_kv_cache = Base, None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, name, module)
+    sampler, platforms = ModuleType("vllm.v1.sample"), ModuleType("vllm.platforms")
+    sampler.rejection_sampler = SimpleNamespace()  # type: ignore[attr-defined]
+    platforms.current_platform = SimpleNamespace(is_cpu=lambda: True)  # type: ignore[attr-defined]
+    for other in (sampler, platforms):
+        monkeypatch.setitem(sys.modules, other.__name__, other)
     spec = util.spec_from_file_location("draftsmith_connector", CONNECTOR / "draftsmith_connector.py")
     assert spec is not None
     assert spec.loader is not None
@@ -319,6 +346,8 @@ def test_the_connector_writes_whole_files_marks_failures_and_clears_what_nobody_
     config = SimpleNamespace(speculative_config=draft, model_config=SimpleNamespace(quantization="fp8"))
     made = connector.DraftsmithConnector(config, None, None)
     assert not made.use_lock
+    spread = connector.rejection_sampler.expand_batch_to_tokens(torch.tensor([0.5, 0.0]), torch.tensor([2, 5]), 5, 0, 1)
+    assert spread.tolist() == [0.5, 0.5, 1, 1, 1]
     told = {"hidden_states_path": "x", "layers": [1, 4], "quantization": "fp8"}
     assert made.request_finished(None, [3]) == (True, told)
     assert made.request_finished(None, []) == (False, None)
