@@ -26,7 +26,8 @@ from distill.files import fingerprint, locked, write_json
 
 Answer = dict[str, Any]
 TRIES, PAUSE = 7, 0.5  # of one request; seconds before the second one, doubled before each further one
-ANSWER, START = 600.0, 3600.0  # seconds in which a request is answered, and an engine has loaded its model
+ANSWER, READ = 600.0, 120.0  # seconds in which a prompt is answered, and read
+START = 3600.0  # seconds in which an engine has loaded its model
 TRANSIENT = {408, 409, 425, 429}  # and from 500 on: statuses that another try may change
 KEPT = "What is finished is kept: run the same command again to continue"
 CONNECTOR = Path(__file__).with_name("signal") / "connector"
@@ -84,7 +85,9 @@ class Engine:
         """
         model = self.models[number % len(self.models)]
         body = {"model": model.name, "prompt": list(ids), "return_token_ids": True} | how
-        answer, choice = self._call(model.client, model.url, tries, "choices", "POST", "completions", json=body)
+        seconds = ANSWER if how.get("max_tokens") != 1 else READ
+        request = {"json": body, "timeout": seconds}
+        answer, choice = self._call(model.client, model.url, tries, "choices", "POST", "completions", **request)
         return {"kv_transfer_params": answer.get("kv_transfer_params")} | choice
 
     def _served(self, url: str) -> Served:
@@ -104,14 +107,16 @@ class Engine:
                 if answer.status_code == 200:
                     values = answer.json()
                     return values, values[key][0]
-                why = f"status {answer.status_code}: {answer.text[:400].strip()}"
+                why = f"status {answer.status_code}: {_short(answer)}"
                 if answer.status_code not in TRANSIENT and answer.status_code < 500:
                     break
             except (KeyError, IndexError, TypeError):
-                why = f"its answer has no {key}: {answer.text[:200]}"
+                why = f"its answer has no {key}: {_short(answer)}"
                 break
             except (httpx.HTTPError, ValueError) as error:
                 why = f"{type(error).__name__}: {error}"
+                if isinstance(error, httpx.ReadTimeout) and not _answers(url, 10.0):  # nor will it to another try
+                    break
             if self.log is not None and not _answers(url, 10.0, slow=True):
                 words = self.log.read_text(encoding="utf-8", errors="replace")[-server.LAST :]
                 raise UserError(f"the engine of the target ended ({why}). {KEPT}. Its last lines:\n{words}")
@@ -119,6 +124,10 @@ class Engine:
             f"{url} failed: {why}: start it with the target (docs/engines.md), put its key into OPENAI_API_KEY, or "
             f"leave teacher.engine.urls out. {KEPT}"
         )
+
+
+def _short(answer: httpx.Response) -> str:
+    return " ".join(answer.text.split())[:300]
 
 
 def answer_ids(answer: Answer) -> list[int]:

@@ -159,13 +159,15 @@ class StateFiles:
                         "SGLang gives no states of the last layer away, so that it can only answer (teacher.signal "
                         "hidden, topk or online)"
                     )
+                read = [*ids, *(answer_ids(answer)[:-1] if several else [])]
                 if (layers := told.get("layers", self.layers)) != self.layers:
+                    with suppress(Retry, UserError):
+                        take_file(Path(path), read, layers)  # which deletes it
                     raise UserError(
                         f"the engine gives the states of layers {layers} away, and {self.layers} are needed, ascending "
                         "and each once: start it with the arguments that python -m distill check-engine prints"
                     )
-                written = answer_ids(answer)[:-1] if several else []
-                return answer, take_file(Path(path), [*ids, *written], self.layers)
+                return answer, take_file(Path(path), read, self.layers)
             except Retry as error:
                 why = str(error)
         raise UserError(f"the engine of the target {why}. It was asked {TRIES} times. {KEPT}")

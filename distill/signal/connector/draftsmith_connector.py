@@ -58,7 +58,10 @@ class DraftsmithConnector(ExampleHiddenStatesConnector):
         }
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Add the layers of the file, and how the engine is quantised, to what the answer says."""
+        """Write no file that is not asked for; add its layers, and how the engine is quantised, to the answer."""
+        if not request.kv_transfer_params:
+            self._request_filenames.pop(request.request_id, None)
+            return False, None
         delayed, params = super().request_finished(request, block_ids)
         return delayed, params if params is None else params | self.told
 

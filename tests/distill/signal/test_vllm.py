@@ -349,8 +349,12 @@ def test_the_connector_writes_whole_files_marks_failures_and_clears_what_nobody_
     spread = connector.rejection_sampler.expand_batch_to_tokens(torch.tensor([0.5, 0.0]), torch.tensor([2, 5]), 5, 0, 1)
     assert spread.tolist() == [0.5, 0.5, 1, 1, 1]
     told = {"hidden_states_path": "x", "layers": [1, 4], "quantization": "fp8"}
-    assert made.request_finished(None, [3]) == (True, told)
-    assert made.request_finished(None, []) == (False, None)
+    asked = SimpleNamespace(request_id="a", kv_transfer_params={"include_output_tokens": False})
+    assert made.request_finished(asked, [3]) == (True, told)
+    assert made.request_finished(asked, []) == (False, None)
+    made._request_filenames = {"b": "b.safetensors"}
+    assert made.request_finished(SimpleNamespace(request_id="b", kv_transfer_params=None), [3]) == (False, None)
+    assert not made._request_filenames  # nothing is written for an answer alone
     tensors, path = {"hidden_states": torch.ones(2, 1, 3)}, tmp_path / "a.safetensors"
     old, other = tmp_path / "old.safetensors", tmp_path / "notes.txt"
     for file in (old, other):

@@ -56,7 +56,7 @@ def test_a_run_ends_as_from_disk_although_its_engine_was_killed(
 
     def killing(self: Engine, number: int, *given: object, **how: object) -> object:
         if number == 9:
-            (worker,) = (p for p in psutil.process_iter(["name"]) if "EngineCor" in p.info["name"])
+            (worker,) = (p for p in psutil.Process().children(recursive=True) if "EngineCor" in p.name())
             worker.send_signal(signal.SIGKILL)
         return complete(self, number, *given, **how)
 
