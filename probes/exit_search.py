@@ -180,9 +180,11 @@ def run_best(
     rows, records = bench(run, model, mode, options, entries)
     empty = dict.fromkeys((*EXIT_OPTIONS, "predicted_speedup"))
     fastest = {row["method"]: row["name"] for row in sorted(rows, key=lambda row: row["tokens_per_second"] or 0.0)}
-    reference = records[fastest["layerskip"]]
+    reference, (_, read) = records[fastest["layerskip"]], records[fastest["autoregressive"]].plain()
     for row in rows:
         row |= {"title": row["method"], "top_p": mode.warp.top_p} | empty | chosen.get(row["name"], {})
+        if expected := row["predicted_speedup"]:  # both sides read the prompts too
+            row["predicted_speedup"] = (row["tokens"] + read) / (row["tokens"] / expected + read)
         row["best"] = row["name"] == fastest[row["method"]]
         if records[row["name"]].texts and reference.texts:
             middle, interval = median_interval(paired_ratios(records[row["name"]], reference))
