@@ -98,13 +98,13 @@ def test_the_engines_states_are_kept_as_those_of_a_forward_pass(tiny: Tiny, tmp_
     names = {HIDDEN, TOPK, FEATURES, INSIDE}
     assert names & ours.keys() == names & theirs.keys()
     for name in {HIDDEN, INSIDE} & ours.keys():
-        assert torch.allclose(ours[name], theirs[name], atol=1e-5)
+        assert torch.allclose(ours[name], theirs[name], atol=1e-4)
     if TOPK in ours:
         values = [batch[TOPK][:, 1].contiguous().view(torch.float32) for batch in (ours, theirs)]
-        assert torch.allclose(*values, atol=1e-5)
+        assert torch.allclose(*values, atol=1e-4)
     if FEATURES in ours:
         read = label_mask(ours["labels"])
-        assert torch.allclose(ours[FEATURES][read], theirs[FEATURES][read], atol=1e-5)
+        assert torch.allclose(ours[FEATURES][read], theirs[FEATURES][read], atol=1e-4)
 
 
 def test_a_float8_state_has_a_scale_for_each_plane() -> None:
@@ -160,7 +160,7 @@ def test_a_sample_that_fails_is_asked_for_again_and_in_the_end_named(
         monkeypatch.setattr("distill.states.WAIT", 0.5)
     wanted = Signal(model).source(batch)[0]
     with states_of(model, [], tmp_path, spoil=spoiled(fault, 2)) as (source, _, bodies):
-        assert torch.allclose(source(batch)[0], wanted, atol=1e-5)
+        assert torch.allclose(source(batch)[0], wanted, atol=1e-4)
         assert len(bodies) == 4 + 2 or (fault == "no file" and len(bodies) > 6)  # on a busy machine files are late
     assert not list(tmp_path.glob("*.safetensors*"))
     monkeypatch.setattr("distill.states.TRIES", 2)
