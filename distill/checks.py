@@ -9,7 +9,7 @@ from decode.errors import UserError
 from distill import ranks
 from distill.data.dataset import Examples
 from distill.drafts.language_model import kept_layers
-from distill.engine import Engine, answer_ids
+from distill.engine.servers import Engine, answer_ids
 from distill.files import free_bytes
 from distill.models import check_attention, check_quantization, config_of, count_parameters, multiplies_bfloat16
 from distill.run import Run
@@ -158,7 +158,6 @@ def _check_disk(run: Run) -> None:
     if (size := signal_sizes(run)[kind]) > (free := free_bytes(run.work)):
         raise UserError(
             f"the target's signal ({kind}) will take {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free in "
-            f"{run.work}: "
-            "set teacher.signal to auto (of an engine teacher.engine.keep to float8 or false), use fewer "
+            f"{run.work}: set teacher.signal to auto (of an engine teacher.engine.keep to float8 or false), use fewer "
             "teacher.examples, or another output_dir"
         )

@@ -23,7 +23,9 @@ from decode.measure.suites import PRESETS
 from decode.models.open import load_tokenizer
 from decode.models.sources import language_config, located
 from decode.progress import output_console
-from distill.config import ModelSettings, Settings, Split, change
+from distill.config import Settings
+from distill.config.base import Split, change
+from distill.config.models import ModelSettings
 from distill.data.corpus import load_corpus
 from distill.models import build_model
 

@@ -12,7 +12,8 @@ from transformers.utils import logging as hf_logging
 
 from decode.errors import scratch_folder
 from decode.progress import duration, working
-from distill.config import Settings, change
+from distill.config import Settings
+from distill.config.base import change
 from distill.data.dataset import Examples
 from distill.dry_run import shorten
 from distill.pipeline import with_formats

@@ -19,7 +19,8 @@ from decode.models.heads.block import BlockHead
 from decode.models.open import DraftModel, described, open_draft, own_warp
 from decode.options import MethodOptions
 from decode.progress import Progress, as_current, current
-from distill.config import START, EvaluationSettings
+from distill.config import EvaluationSettings
+from distill.config.base import START
 from distill.data.corpus import test_suite
 from distill.export.card import fastest_row
 from distill.run import Run

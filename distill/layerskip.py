@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from distill.config import LayerSkipSettings
+from distill.config.models import LayerSkipSettings
 from distill.layers import check_structure, decoder_layers, final_norm, state_of
 
 WATCHED = 4  # most exits whose loss is part of a validation

@@ -26,15 +26,8 @@ from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 from decode.errors import UserError, read_json
 from decode.models.open import load_config, load_model
 from decode.models.sources import gguf_file, located, unreadable
-from distill.config import (
-    Architecture,
-    Attention,
-    LoraSettings,
-    ModelSettings,
-    TargetSettings,
-    TrainingSettings,
-    Values,
-)
+from distill.config.base import Attention, Values
+from distill.config.models import Architecture, LoraSettings, ModelSettings, TargetSettings, TrainingSettings
 from distill.layers import decoder_layers, final_norm
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]

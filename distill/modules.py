@@ -15,7 +15,9 @@ from torchmetrics import MeanMetric
 
 from decode.errors import UserError
 from distill import ranks
-from distill.config import DraftSettings, TrainingSettings, Values
+from distill.config import DraftSettings
+from distill.config.base import Values
+from distill.config.models import TrainingSettings
 from distill.data.dataset import Batch, label_mask
 from distill.drafts.block import decay
 from distill.drafts.reference import Draft

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shlex
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -14,10 +15,11 @@ from decode.errors import UserError, read_json, scratch_folder, write_text
 from decode.progress import output_console, working
 from distill import ranks
 from distill.checks import check_engine, signal_sizes
-from distill.config import Settings, Signal, Values, change
+from distill.config import Settings
+from distill.config.base import Signal, Values, change
 from distill.data.chat import show
-from distill.engine import CONNECTOR, arguments
-from distill.engine_check import holds
+from distill.engine.check import holds
+from distill.engine.servers import CONNECTOR, arguments
 from distill.export.card import PROFILE, add_measurements, exported_facts
 from distill.export.draft import check_export_path, check_gguf, export_draft, export_gguf
 from distill.export.head import export_head
@@ -132,24 +134,23 @@ def check_command(run: Run) -> None:
     """``python -m distill check-engine``: print the command of a server, then compare every layer."""
     if run.settings.teacher.signal != "vllm":
         raise UserError(f"teacher.signal is {run.settings.teacher.signal}, and check-engine is about vllm: set it so")
-    run_stages(run, ("target",), check=False)
-    urls = run.settings.teacher.engine.urls
-    given = " ".join(f"'{part}'" if "{" in part else part for part in arguments(run.engine_layers, "/dev/shm/states"))
-    served = (
-        f"PYTHONPATH={CONNECTOR} vllm serve {run.served_folder} "
-        f"--max-model-len {run.settings.data.max_length} --generation-config vllm {given}"
-    )
-    run.console.print(f"a server for these settings, for teacher.engine.urls:\n{served}", soft_wrap=True)
-    megabytes = run.bytes_in_flight / 1e6
-    run.console.print(f"its states take at most {megabytes:.1f} MB in the folder at a time", soft_wrap=True)
-    if not urls:
-        run.captured_layers = list(range(run.target_config.num_hidden_layers))  # to name the first one that differs
-    try:
-        check_engine(run)
-        if run.states.engine.log is None and not urls:  # a run's engine is there already
-            run.check_states(run.states)
-    finally:
-        run.close()
+    with alone_in(run):
+        run_stages(run, ("target",), check=False)
+        given = shlex.join(arguments(run.engine_layers, "/dev/shm/states"))
+        served = (
+            f"PYTHONPATH={CONNECTOR} vllm serve {run.served_folder} "
+            f"--max-model-len {run.settings.data.max_length} --generation-config vllm {given}"
+        )
+        run.console.print(f"a server for these settings, for teacher.engine.urls:\n{served}", soft_wrap=True)
+        megabytes = run.bytes_in_flight / 1e6
+        run.console.print(f"its states take at most {megabytes:.1f} MB in the folder at a time", soft_wrap=True)
+        if not run.settings.teacher.engine.urls:
+            run.captured_layers = list(range(run.target_config.num_hidden_layers))  # to name the first one that differs
+        try:
+            check_engine(run)
+            _ = run.states  # compares as it is opened
+        finally:
+            run.close()
     run.console.print("the engine gives the target's states", highlight=False)
 
 

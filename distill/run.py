@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +23,24 @@ from transformers.utils import logging as hf_logging
 from decode.core.sampling import LogitsWarper
 from decode.errors import read_json
 from decode.measure.suites import quiet_datasets
-from decode.models.heads.block import block_config
+from decode.models.heads.block_config import block_config
 from decode.models.heads.eagle import DraftHead, head_config
 from decode.models.heads.files import load_head
 from decode.models.open import DTYPES, load_model, load_tokenizer, stop_ids_of
 from decode.models.sources import gguf_file
 from decode.progress import output_console, working
-from distill import engine, ranks
-from distill.config import START, ModelSettings, Settings, Values
+from distill import ranks
+from distill.config import Settings
+from distill.config.base import START, Values
+from distill.config.models import ModelSettings
 from distill.data.corpus import Corpus, load_corpus
 from distill.data.dataset import Examples
-from distill.data.prompts import PromptWriter, continued_by, continued_here
-from distill.engine_check import SAMPLED, check_samples, check_states, holds
+from distill.data.prompts import Continue, PromptWriter, continued_by, continued_here
+from distill.engine.check import SAMPLED, check_samples, check_states, holds
+from distill.engine.servers import Engine, opened
+from distill.engine.states import StateFiles, layers_for
 from distill.files import files_state, fingerprint, only_one, remove, replaced, sizes, write_json
 from distill.models import config_of, hollow_target, open_placed, source_folder
-from distill.states import StateFiles, layers_for
 
 VERSION = 3
 """Raised when a change of the code changes what a stage produces."""
@@ -175,17 +178,11 @@ class Run:
                 ends = stop_ids_of(model, tokenizer, trust)
             if model is not None and data.from_target:
                 made_from: Values = {"dtype": target.dtype, "quantization": target.quantization}
-                made_from["target"] = files_state([model]) or model
-                if served := self.settings.teacher.served:
-                    made_from["served"] = served
+                made_from |= {"target": files_state([model]) or model, "served": self.settings.teacher.served}
                 sampler = PromptWriter(
                     made_from,
                     self.work / "prompts" / "samples.jsonl",
-                    lambda: (
-                        continued_by(self.engine, seed)
-                        if served
-                        else continued_here(self.at_work(self.open_target(model)), seed)
-                    ),
+                    partial(self._prompt_writer, model),
                     self.line,
                     self.prompts_together,
                 )
@@ -193,6 +190,11 @@ class Run:
         for note in corpus.notes:
             self.line(note)
         return corpus
+
+    def _prompt_writer(self, model: str) -> Continue:
+        if self.settings.teacher.served:
+            return continued_by(self.engine, self.settings.seed)
+        return continued_here(self.at_work(self.open_target(model)), self.settings.seed)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -248,14 +250,14 @@ class Run:
         return [int(config.num_hidden_layers)] if student.is_head else []
 
     @cached_property
-    def engine(self) -> engine.Engine:
+    def engine(self) -> Engine:
         """The engine that the target stands in, which is started at the first use and ends with `close`."""
         settings, given = self.settings, self.settings.teacher.engine
         layers = self.engine_layers if settings.teacher.signal == "vllm" else []
         if not given.urls:
             self.line(f"vLLM is started for {self.served_folder} [dim](minutes)[/dim]")
         place = settings.target, self.served_folder, layers, settings.data.max_length, self.work, settings.threads
-        return self._opened.enter_context(engine.opened(given, *place))
+        return self._opened.enter_context(opened(given, *place))
 
     @property
     def engine_layers(self) -> list[int]:
@@ -264,7 +266,7 @@ class Run:
 
     @property
     def bytes_in_flight(self) -> int:
-        """The most that files of states take in `distill.config.EngineSettings.folder`."""
+        """The most that files of states take in `distill.config.teacher.EngineSettings.folder`."""
         settings, width = self.settings, int(self.target_config.hidden_size)
         tokens = settings.teacher.engine.in_flight * settings.data.max_length
         return tokens * len(self.engine_layers) * width * DTYPES[settings.target.dtype].itemsize

@@ -10,12 +10,12 @@ from decode.errors import read_json
 from decode.measure import machine
 from decode.measure.report import console_table
 from decode.measure.statistics import median_interval, plain
-from decode.measure.suites import Row
 from decode.models.open import stop_ids_of
 from decode.progress import current
 from distill.config import EvaluationSettings
+from distill.config.base import Values
 from distill.data.dataset import Examples
-from distill.engine import START
+from distill.engine.servers import START
 from distill.export.card import PROFILE
 from distill.files import write_json
 from distill.run import Run
@@ -48,7 +48,7 @@ def measure_served(run: Run) -> None:
         with server.opened(engine, length) as served:
             texts = dict[float, list[ServedText]]()
             for t in how.temperatures:
-                options: Row = {"temperature": t, "stop_ids": ends}
+                options: Values = {"temperature": t, "stop_ids": ends}
                 served.write(prompts[0], seed=0, max_new_tokens=8, **options)  # compiles kernels and fills caches
                 texts[t] = []
                 for number, ids in enumerate(prompts):

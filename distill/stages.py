@@ -25,7 +25,8 @@ from decode.models.texts import write_texts
 from decode.progress import working
 from distill import ranks
 from distill.checks import check_inputs
-from distill.config import DraftSettings, ModelSettings, StudentSettings, TargetSettings, TrainerSettings
+from distill.config import DraftSettings, TrainerSettings
+from distill.config.models import ModelSettings, StudentSettings, TargetSettings
 from distill.data.dataset import DistillDataModule, Examples, Schedule, TrainingBatches
 from distill.drafts import block, eagle
 from distill.drafts.block import BlockDraft
@@ -51,7 +52,7 @@ from distill.responses.target import answered_texts
 from distill.run import ACCOUNT, Run, StageRecord, stage_fingerprints
 from distill.signal.disk import Expect, keep_columns
 from distill.signal.target import TOPK, Signal, Source, read_states
-from distill.signal.vllm import EngineStates
+from distill.signal.vllm import EngineStates, texts_of
 from distill.tracking import for_stage
 from distill.trainer import fit
 
@@ -314,7 +315,7 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
         stays=target.placed,
     )
     signal.to(run.device)
-    ahead: Expect | None = (lambda *coming: run.states.expect(*coming)) if served else None
+    ahead: Expect | None = (lambda *coming: run.states.expect(texts_of(*coming))) if served else None
     reference: Draft | None = None
     if settings.selects:
         reference = open_draft(run, run.path(cast(str, settings.reference)), dtype=weights_dtype(trainer.precision))

@@ -27,7 +27,8 @@ from transformers import PreTrainedModel
 from decode.errors import UserError
 from decode.progress import EVERY, Progress, Work
 from distill import ranks
-from distill.config import SHARDED, TrainerSettings, Values
+from distill.config import TrainerSettings
+from distill.config.base import SHARDED, Values
 from distill.data.dataset import DistillDataModule
 from distill.models import checkpoint_layers, use_attention
 from distill.modules import Metrics, TrainingModule

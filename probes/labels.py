@@ -18,7 +18,7 @@ from decode.core.verify import pick, ratio
 from decode.errors import UserError
 from decode.models.open import NEUTRAL, described, own_warp, stop_ids
 from distill import ranks
-from distill.config import ResponseSettings
+from distill.config.teacher import ResponseSettings
 from distill.data.dataset import Examples
 from distill.evaluate import Text
 from distill.files import fingerprint

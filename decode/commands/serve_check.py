@@ -93,8 +93,7 @@ def run(settings: ServeCheckSettings) -> None:
             status.update("converting to GGUF")
             engine.target = as_gguf(target, draft, scratch, "target", settings.gguf_type)
             engine.draft = as_gguf(str(draft), draft, scratch, "draft", settings.gguf_type, target if head else None)
-        rows, more = serve_check(engine, session, items, settings, status.update)
-    causes = [cause for cause in (*causes, *more) if not causes or cause.name != UNEXPLAINED]
+        rows, causes = serve_check(engine, session, items, settings, causes, status.update)
     result = plain({"engine": engine.name, "rows": rows, "causes": [vars(cause) for cause in causes]})
     result |= {"suite": settings.suite, "machine": machine.describe(session.runner.device)}
     if profile:  # in place of the engine's earlier check
@@ -130,16 +129,17 @@ def serve_check(
     session: Session,
     items: Sequence[Item],
     settings: ServeCheckSettings,
+    known: Sequence[Cause],
     progress: Callable[[str], None],
 ) -> tuple[list[Fields], list[Cause]]:
     """Run prompts through an engine that is started for every draft length, and predict the acceptance.
 
-    `progress` is called with the name of each step.
+    `known` are causes of differences that were found before; `progress` is called with the name of each step.
 
     Returns:
-        A row for each temperature and draft length, and the causes of differences that the numbers show. A row's
-        ``equal_texts`` have the counts that follow from their own tokens, at every position of the draft; with
-        ``other_texts`` the tokens are the target's most probable ones more or less often than without the draft.
+        A row for each temperature and draft length, and all causes of differences. A row's ``equal_texts`` have the
+        counts that follow from their own tokens, at every position of the draft; with ``other_texts`` the tokens are
+        the target's most probable ones more or less often than without the draft.
 
     Raises:
         UserError: the engine does not start, or does not answer.
@@ -197,7 +197,8 @@ def serve_check(
             if row["identical_share"] < 1:
                 accepted, ours = proposed(texts, length)
                 tokens = sum(1 / max(1, sum(len(text.ids) for text in some)) for some in (texts, alone[t]))
-                # whether a token is the most probable one is an observation of its own, given the tokens before it
+                # the error is that of a share of independent observations: of each token, given those before it,
+                # whether it is the target's most probable one
                 row["other_texts"] = abs(ours - share) > 4 * math.sqrt(share * (1 - share) * tokens) + 0.02
             # sampled tokens behind the end of a text are not known; llama.cpp drafts none
             chance = [{"beyond": beyond} if t and not llama else {} for beyond in (False, True)]
@@ -210,7 +211,7 @@ def serve_check(
             ]
             row |= {"equal_texts": len(texts) - len(apart), "unequal": next(iter(apart), None)}
             rows.append(row if t == 0 else row | {"identical_share": None})
-    causes = causes_in_numbers(next(iter(other_ids), None), agreement)
+    causes = [*known, *causes_in_numbers(next(iter(other_ids), None), agreement)]
     layers = len(draft.layers) if isinstance(draft, BlockHead) else 0
     cpu = not (llama or torch.cuda.is_available())
     numbers = settings.gguf_type if llama and settings.url is None else engine.dtype
@@ -224,7 +225,7 @@ def compared(
     served = [text.drafts for text in texts]
     (mean, mean_se), (expected_mean, expected_se) = mean_length(served), mean_length(expected)
     same = [a.ids == b.ids for a, b in zip(texts, alone)]
-    # of the same texts the errors are those of the differences
+    # the same texts are paired; other ones have errors of their own
     error = difference_error(served, expected) if all(same) else math.hypot(mean_se, expected_se)
     rates = zip(acceptance_rates(served, length), acceptance_rates(expected, length))
     middle, interval = median_interval(
@@ -238,7 +239,7 @@ def compared(
         "served_length_se": mean_se,
         "predicted_length": expected_mean,
         "predicted_length_se": expected_se,
-        # 0.02: where there is no error, which is nan then
+        # 0.02 is allowed in any case: the error of a single text is nan
         "fits": abs(mean - expected_mean) <= max(0.02, 2 * error),
         "speedup": middle,
         "speedup_ci95": interval,

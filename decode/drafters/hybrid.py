@@ -41,7 +41,7 @@ class HybridDrafter(Drafter):
     store: Datastore | None = None  # a corpus, such as the target's own answers; None looks in the text only
     match: int = 4  # tokens that have to match for a copy to be preferred to the head's draft
     length: int = 10  # most tokens copied; twice as many as matched at most
-    branch: int = 0  # most tokens copied after a shorter match, as a branch of the head's tree; 0: of a chain
+    branch: int = 0  # most tokens copied after a shorter match, as a branch of the head's tree; 0: it drafts chains
 
     def __post_init__(self) -> None:
         self.capture, self.cache_bytes_per_token = self.head.capture, self.head.cache_bytes_per_token

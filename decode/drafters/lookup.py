@@ -35,8 +35,8 @@ class SuffixIndex:
     def matches(self, ids: Ids, longest: int, newest: int = 0) -> Iterator[tuple[int, list[int]]]:
         """What the end of a text matches here, shorter matches first; of those at the same places only the longest.
 
-        At most so many tokens are compared, at the `newest` places (0: all). Yields how many tokens match, and the
-        positions after them in ascending order.
+        At most `longest` tokens are compared; at most `newest` places are looked at, the last ones (0: all). Yields how
+        many tokens match, and the positions after them in ascending order.
         """
         known, end, matched = self.tokens, ids[-longest:], self.ngram
         places = self._after.get(tuple(end[-matched:]), [])[-newest:]
@@ -66,8 +66,9 @@ def copy_from(ids: Ids, after: int, count: int) -> Ids:
 def commonest(rows: Sequence[Sequence[int]], least: float) -> tuple[list[int], float]:
     """Follow the commonest token of each column, among the rows that agree so far; of equals that of the first row.
 
-    A share of at least `least` of all rows, which `END` may end early, begins with the result: the product of the
-    frequencies of its tokens. The sum of these products, which is returned too, estimates how many are accepted.
+    Rows are continuations, which `END` may end early. The tokens are followed while at least the share `least` of all
+    rows begins with them, which estimates the probability that they are accepted. Returns the tokens, and the sum of
+    these shares, which estimates how many of them are accepted.
     """
     total, chain, score = len(rows), Ids(), 0.0
     while True:

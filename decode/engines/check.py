@@ -84,10 +84,10 @@ def difference_error(served: Sequence[Drafts], predicted: Sequence[Drafts]) -> f
 def acceptance(target: PreTrainedModel, draft: DraftModel, texts: Sequence[Text], depth: int) -> tuple[Accepted, float]:
     """Which tokens of texts that the target wrote a draft proposes, by teacher forcing.
 
-    vLLM and llama.cpp draft the most probable token at every temperature. Exact verification accepts it with
-    probability p(argmax q), so given the text exactly where the text has that token. A round drafts `depth` tokens,
-    which are the slots of a block; as many greedy tokens of the target are appended to each text, since drafts reach
-    beyond its end.
+    vLLM and llama.cpp draft the most probable token x of q at every temperature. Exact verification accepts it with
+    probability p(x), which is the probability that the target itself writes x there: so in a text that is known, a
+    drafted token is accepted exactly where the text has it. A round drafts `depth` tokens, which are the slots of a
+    block; as many greedy tokens of the target are appended to each text, since drafts reach beyond its end.
 
     Returns:
         By text, depth and position whether a drafted token is accepted, the last depth standing for all deeper ones
@@ -130,9 +130,11 @@ def predicted_drafts(
         accept: whether a drafted token is accepted, by depth and position (see `acceptance`).
         length: tokens of the text.
         draft_length: tokens drafted per round.
-        budget: most tokens that the text could have had, if the engine limits drafts to what is left of it, less one.
-        ended: the text ends with a token at which llama.cpp stops counting, unless it is the last one drafted.
-        beyond: whether tokens after the end are accepted; None: as `accept` says.
+        budget: most tokens that the text could have had, for an engine that drafts no more than what is left of it,
+            less one.
+        ended: the text ends with a token of llama.cpp's own, which it does not count unless it is the last one of its
+            draft.
+        beyond: whether drafted tokens after the end of the text are accepted; None: as `accept` says.
     """
     counted, start = Drafts(0, [0] * draft_length), 1
     while start < length:
@@ -186,7 +188,7 @@ def serving_facts(
 ) -> Fields:
     """What a draft is trained with and has to be served with: noted in its profile, compared by `causes_in_files`.
 
-    It is about a loaded target, the folder of its files, and its tokenizer's template if texts are chats.
+    The target is loaded from `folder`; its tokenizer's template counts only where texts are chats.
     """
 
     def short(value: object) -> str:
@@ -233,8 +235,8 @@ def causes_in_files(target: Path, draft: Path, facts: Fields | None = None) -> l
 def causes_in_numbers(other_ids: str | None, agreement: float | None) -> list[Cause]:
     """Causes that the engine's answers show.
 
-    They are the first prompt that it splits into other token ids, if any, and the share of the tokens of its greedy
-    texts that are the argmax of the target here.
+    `other_ids` tells the first prompt that it splits into other token ids, if any; `agreement` is the share of the
+    tokens of its greedy texts that are the argmax of the target here.
     """
     causes = []
     if other_ids:
@@ -257,7 +259,7 @@ def causes_in_counts(rows: Sequence[Fields], *, cpu: bool, layers: int, numbers:
     """Why counts of texts in rows of `serve_check` differ from the prediction, or texts are not the target's.
 
     `cpu`: the engine is vLLM's CPU build; `layers`: of a block head, else 0; `numbers`: number format of the engine's
-    weights; `known`: there are causes of other kinds.
+    weights; `known`: there are causes of other kinds, which explain what would else be unexplained.
     """
     causes, build = [], "vLLM's CPU build"
     wrong = [row for row in rows if row["unequal"] or row["other_texts"]]

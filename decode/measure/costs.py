@@ -115,7 +115,7 @@ def measure_costs(
     lengths: Iterable[int] = LENGTHS,
     batch_sizes: Iterable[int] = (1,),
 ) -> Costs:
-    """Time rounds of a pair, or without a draft of a target that is given drafts for nothing.
+    """Time rounds of a pair; without a draft model, those of the target with drafts that cost nothing to make.
 
     The prompts should be as long as typical texts are in the middle. Where the context is short, fewer tokens than
     `lengths` are drafted. Batch size 1 is always measured.
@@ -150,9 +150,10 @@ def exit_costs(
     prompts: Sequence[Ids],
     longest: int,
 ) -> tuple[RoundCosts, dict[str, float]]:
-    """Time rounds whose drafts exit early: of ascending exits the first, the middle and the last; others lie between.
+    """Time rounds whose drafts exit early.
 
-    One of each kind of `probes` is timed too. The prompts should be as long as typical texts are in the middle.
+    The first, the middle and the last of `exits` (exit layers, ascending) are timed; the costs of others lie between.
+    Of `probes`, one of each kind is to be given. The prompts should be as long as typical texts are in the middle.
 
     Returns:
         Costs of rounds with the exit layer in the place of the batch size; and, by the name of a confidence (``token``
@@ -174,9 +175,10 @@ def exit_costs(
 def speedup(
     tokens: float, rounds: Mapping[int, float], costs: RoundCosts, batch: int = 1, *, more: float = 0.0
 ) -> float:
-    """Predicted speedup over rounds without a draft, of the tokens of all rounds, which are counted by draft length.
+    """Predicted speedup over rounds without a draft.
 
-    `more` are seconds that the rounds take besides.
+    `tokens` are those that all rounds wrote, `rounds` the number of rounds by draft length, `more` the seconds that
+    they take besides.
     """
     spent = sum(count * costs.round(batch, k) for k, count in rounds.items()) + more
     return tokens * costs.round(batch, 0) / spent if spent else float("nan")
@@ -185,12 +187,11 @@ def speedup(
 def speedup_of_rounds(
     texts: Iterable[Sequence[Round]], costs: Costs, batch: int, plain: float, prompts: float, *, watched: bool
 ) -> float:
-    """`speedup` of decoded rounds; where the costs are those of a target alone, the measured time of drafting is added.
+    """`speedup` of decoded rounds; both sides also read the prompts, as long as `prompts` rounds without a draft.
 
-    That is compared with a round without a draft of the same measurement (`plain` seconds), under the same load.
-
-    A stop rule that watches the drafted tokens takes the time of reading them besides. Reading the `prompts` takes as
-    long as so many rounds without a draft, on both sides.
+    If the rounds are `watched`, the stop rule's look at every drafted token is added. Costs of a target alone hold no
+    drafting. Its measured time is added then, counted in rounds without a draft of the same measurement (`plain`
+    seconds each), which ran under the same load.
     """
     rounds = [r for text in texts for r in text]
     drafted = Counter(r.drafted for r in rounds)

@@ -223,7 +223,7 @@ def teacher_forced(
     """Read all texts that have a response with the target and with every draft, those of similar length together.
 
     Texts stand side by side, filled up on the right: attention looks to the left and never sees that. Feature heads
-    are asked about `depth` drafted tokens.
+    draft `depth` tokens at each position.
 
     Yields:
         The logits of each text, shortest text first.

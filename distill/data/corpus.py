@@ -26,7 +26,7 @@ from decode.models.open import load_tokenizer
 from decode.models.tokens import check_template
 from decode.progress import current
 from distill import ranks
-from distill.config import DataSettings
+from distill.config.data import DataSettings
 from distill.data.chat import IGNORE, ChatFormat, Example, label, prompt_part, render_row, text_blocks
 from distill.data.dataset import Examples
 from distill.data.messages import UnusableRow

@@ -21,11 +21,12 @@ from decode.measure.suites import Row, iter_rows, messages_of
 from decode.models.texts import GROUP, uniform_draws, write_texts
 from decode.models.tokens import plain_ids, written_ids
 from decode.progress import current
-from distill.config import DataSettings, PromptSettings
+from distill.config.base import Values
+from distill.config.data import DataSettings, PromptSettings
 from distill.data.chat import ChatFormat, Ids
 from distill.data.messages import Messages, UnusableRow, read_messages
 from distill.data.sources import plain_rows
-from distill.engine import Engine, answer_ids, request_seed
+from distill.engine.servers import Engine, answer_ids, request_seed
 from distill.files import write_json
 
 WORD = re.compile(r"\w+")
@@ -46,7 +47,7 @@ class TextFile:
     """Texts that a model writes, each a JSON line at once, so that a kill costs no more than those being written."""
 
     path: Path  # the file (``.jsonl``); a manifest beside it (``.json``) names what the texts are made from
-    made_from: Row  # everything that decides what is in it
+    made_from: Values  # everything that decides what is in it
     # Token ids by the number of the prompt, with the end token if the text ended before its limit
     texts: dict[int, Ids] = field(default_factory=dict)
 
@@ -270,7 +271,7 @@ def continued_by(engine: Engine, seed: int) -> Continue:
 
     def write(first: int, beginnings: Sequence[Ids], ends: Collection[int]) -> list[Ids]:
         def ask(i: int) -> Ids:
-            how: Row = {"temperature": 1.0, "top_p": SAMPLING.top_p, "stop_token_ids": sorted(ends)}
+            how: Values = {"temperature": 1.0, "top_p": SAMPLING.top_p, "stop_token_ids": sorted(ends)}
             how |= {"seed": request_seed(seed, first + i), "max_tokens": LONGEST + 1}
             return answer_ids(engine.complete(first + i, beginnings[i], **how))
 
@@ -284,7 +285,7 @@ def continued_by(engine: Engine, seed: int) -> Continue:
 class PromptWriter:
     """The target, as far as it writes prompts."""
 
-    made_from: Row  # the target's files and number format
+    made_from: Values  # the target's files and number format
     path: Path  # file of the samples
     writer: Callable[[], Continue]  # makes what writes; called once, when a sample is missing
     say: Callable[[str], None]  # called with a line of progress after every batch

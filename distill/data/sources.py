@@ -22,7 +22,7 @@ from datasets.data_files import DataFilesDict, get_data_patterns
 from decode.errors import UserError
 from decode.measure.arithmetic import problems
 from decode.measure.suites import PRESETS, Preset, Row, file_format, held_out, iter_rows, load_hub, messages_of
-from distill.config import DataSettings
+from distill.config.data import DataSettings
 from distill.data.messages import UnusableRow, clean_messages, parsed
 
 SPLITS = ("train", "validation", "test")

@@ -11,8 +11,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.models.heads.block import BlockHead, block_config, mask_token
-from distill.config import StudentSettings
+from decode.models.heads.block import BlockHead
+from decode.models.heads.block_config import block_config, mask_token
+from distill.config.models import StudentSettings
 from distill.data.dataset import Batch, Examples, label_mask
 from distill.drafts.eagle import head_rows
 from distill.lm_head import LMHead, places

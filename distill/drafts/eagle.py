@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from decode.models.heads.eagle import FeatureHead, head_config
 from decode.models.heads.mtp import MtpHead
-from distill.config import StudentSettings
+from distill.config.models import StudentSettings
 from distill.data.dataset import REFERENCE, Batch, label_mask
 from distill.lm_head import LMHead, places
 from distill.losses.chunked import Rows

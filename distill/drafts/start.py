@@ -15,10 +15,11 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from decode.models.heads.block import BlockHead, added, default_layers
+from decode.models.heads.block import BlockHead
+from decode.models.heads.block_config import added, default_layers
 from decode.models.heads.eagle import DraftHead, FeatureHead, RMSNorm
 from decode.models.heads.files import load_head
-from distill.config import StudentSettings
+from distill.config.models import StudentSettings
 from distill.data.dataset import Examples
 from distill.drafts import block
 from distill.layers import decoder_layers, final_norm

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.config import DivergenceName
+from distill.config.base import DivergenceName
 from distill.lm_head import LMHead
 
 WEIGHTS: dict[DivergenceName, tuple[float, float, float]] = {

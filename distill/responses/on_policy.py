@@ -22,7 +22,8 @@ from decode.models.heads.eagle import DraftHead
 from decode.models.texts import Draws, uniform_draws
 from decode.options import MethodOptions
 from distill import ranks
-from distill.config import ResponseSettings, Values
+from distill.config.base import Values
+from distill.config.teacher import ResponseSettings
 from distill.data.chat import Ids
 from distill.data.dataset import Examples, Picks, Schedule
 from distill.responses.target import response_rows

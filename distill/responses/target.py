@@ -20,7 +20,8 @@ from decode.models.texts import GROUP, uniform_draws, write_texts
 from decode.models.tokens import REASONING, end_token, plain_ids
 from decode.progress import current, working
 from distill import ranks
-from distill.config import ResponseSettings
+from distill.config.base import Values
+from distill.config.teacher import ResponseSettings
 from distill.data.chat import (
     IGNORE,
     ChatFormat,
@@ -36,7 +37,7 @@ from distill.data.chat import (
 from distill.data.corpus import COLUMNS
 from distill.data.messages import Messages, UnusableRow
 from distill.data.prompts import TextFile
-from distill.engine import answer_ids, request_seed
+from distill.engine.servers import answer_ids, request_seed
 from distill.files import files_state, fingerprint
 from distill.run import Run
 
@@ -69,7 +70,7 @@ def answered_texts(
     """
     settings, record = run.settings, None if original else run.record("target")
     path = settings.target.model if record is None else run.target
-    made_from: Row = {
+    made_from: Values = {
         "target": (files_state([str(path)]) or str(path)) if record is None else record.fingerprint,
         "corpus": run.corpus.fingerprint,
         "examples": None if original else settings.teacher.examples,
@@ -88,7 +89,7 @@ def answered_texts(
 def _answered(
     run: Run,
     splits: dict[str, Dataset],
-    made_from: Row,
+    made_from: Values,
     folder: str,
     path: str | Path,
     target: PreTrainedModel | None,
@@ -216,7 +217,7 @@ def write_responses(
     jobs: Sequence[Job],
     settings: ResponseSettings,
     path: Path,
-    made_from: Row,
+    made_from: Values,
     writer: Callable[[], Answer],
     title: str,
     served: bool = False,
@@ -300,7 +301,7 @@ def answered_here(
 
 
 def answered_by_engine(
-    ask: Callable[..., Row],
+    ask: Callable[..., Values],
     workers: int,
     settings: ResponseSettings,
     seed: int,
@@ -310,14 +311,14 @@ def answered_by_engine(
     """Answers by an engine, each as soon as it comes.
 
     Args:
-        ask: `distill.engine.Engine.complete`, or what keeps the states of what it answers too.
+        ask: `distill.engine.servers.Engine.complete`, or what keeps the states of what it answers too.
         workers: Requests in flight.
         settings: Sampling.
         seed: Sent with every request, different for each; its effect depends on the engine.
         ends: End-of-text tokens.
         end: The one that answers end with, which an engine may leave out.
     """
-    how: Row = {"temperature": settings.temperature, "top_p": settings.top_p, "stop_token_ids": sorted(ends)}
+    how: Values = {"temperature": settings.temperature, "top_p": settings.top_p, "stop_token_ids": sorted(ends)}
 
     def answer(job: Job) -> tuple[int, Ids]:
         given = ask(job.example, job.ids, max_tokens=job.budget, seed=request_seed(seed, job.example), **how)

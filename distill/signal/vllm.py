@@ -4,16 +4,16 @@ It gives the states that enter the asked layers, and the last layer's output bef
 own norm and output head, read from its files, turn into its distributions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from distill.data.dataset import Batch, label_mask
+from distill.data.dataset import Batch, Examples, Ints, label_mask
+from distill.engine.states import Ids, StateFiles
 from distill.layers import final_norm
 from distill.signal.target import States
-from distill.states import StateFiles, read_texts
 
 
 class EngineStates:
@@ -50,3 +50,15 @@ class EngineStates:
                 rows = torch.cat(planes, -1)
                 features.append(functional.pad(rows, (0, 0, 0, len(labels) - len(ids))))
         return torch.cat(hidden), torch.stack(features) if features else None
+
+
+def read_texts(batch: Batch) -> list[Ids]:
+    """The tokens of each text of a batch whose states are needed: all that precede its last label."""
+    mask = label_mask(batch["labels"])
+    counts = [int(row.nonzero().max()) + 1 if row.any() else 0 for row in mask]
+    return [ids[:count].tolist() for ids, count in zip(batch["input_ids"], counts)]
+
+
+def texts_of(examples: Examples, numbers: Iterable[Ints]) -> Iterator[Ids]:
+    """The texts of batches of examples whose states will be asked for, in order."""
+    return (ids for batch in numbers for ids in read_texts(examples.batch(batch)) if ids)

@@ -38,7 +38,8 @@ from decode.measure.costs import LENGTHS, LONGEST, break_even, measure_costs
 from decode.measure.report import markdown_table
 from decode.models.api import synchronize
 from decode.models.check import open_draft_runner, open_runner
-from distill.config import Architecture, Settings
+from distill.config import Settings
+from distill.config.models import Architecture
 from distill.data.corpus import train_tokenizer
 from distill.drafts import eagle
 from distill.estimate import StepTimes

@@ -24,7 +24,8 @@ from decode.methods import MethodInputs, build
 from decode.models.check import open_draft_runner, open_runner
 from decode.models.open import load_model
 from decode.options import MethodOptions
-from distill.config import BlockSettings, Settings, StudentSettings
+from distill.config import Settings
+from distill.config.models import BlockSettings, StudentSettings
 from distill.pipeline import run_pipeline
 
 DEVICE = os.environ.get("DRAFTSMITH_TEST_DEVICE", "cuda")

@@ -14,7 +14,7 @@ from decode.models.api import Model
 from decode.models.check import open_runner
 from decode.models.fast.forward import FastRunner, self_speculating
 from decode.models.heads.eagle import output_head
-from distill.config import LayerSkipSettings
+from distill.config.models import LayerSkipSettings
 from distill.drafts import eagle
 from distill.drafts.start import check_states, start_from_target
 from distill.layerskip import LayerSkip

@@ -18,7 +18,8 @@ from some_rows import TRAINING, add_column, some_rows
 from tiny_run import altered, tiny_settings
 
 from distill import ranks
-from distill.config import DraftSettings, Settings, StudentSettings, TrainerSettings
+from distill.config import DraftSettings, Settings, TrainerSettings
+from distill.config.models import StudentSettings
 from distill.data.dataset import DistillDataModule, Schedule, TrainingBatches
 from distill.modules import DistillModule
 from distill.run import Run, alone_in

@@ -9,9 +9,10 @@ from families import build_tiny, in_double
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.models.heads.block import BLOCK_ARCHITECTURES, BlockHead, block_config
+from decode.models.heads.block import BlockHead
+from decode.models.heads.block_config import BLOCK_ARCHITECTURES, block_config
 from decode.models.heads.eagle import FeatureHead, attend, head_config
-from distill.config import StudentSettings
+from distill.config.models import StudentSettings
 from distill.drafts.block import BlockDraft
 from distill.drafts.eagle import FeatureDraft
 from distill.drafts.language_model import LanguageModelDraft

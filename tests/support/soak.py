@@ -20,7 +20,8 @@ from tiny_run import tiny_settings
 
 import distill.evaluate  # noqa: F401  (the pipeline loads it late)
 from distill import pipeline
-from distill.config import DraftSettings, EvaluationSettings, ResponseSettings, Settings
+from distill.config import DraftSettings, EvaluationSettings, Settings
+from distill.config.teacher import ResponseSettings
 from distill.trainer import ProgressLines
 
 TIMED = ("README.md", "speculation_profile.json", "generation_config.json")

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow
 from datasets import Dataset
 
-from distill.config import TrainingSettings
+from distill.config.models import TrainingSettings
 from distill.data.chat import IGNORE
 from distill.data.dataset import Column, Examples
 

@@ -216,9 +216,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 
 
 class OneText:
-    """Where the tokens of a forward over one text belong; `windows` and `rotary` are those of kinds of layers.
+    """Where the tokens of a forward over one text belong.
 
-    Rotary factors are given by position; its own `rotary` are those of the tokens.
+    `windows` and `rotary` are given for each kind of layers. Rotary factors are given of all positions; the attribute
+    `rotary` keeps those of the tokens.
     """
 
     def __init__(

@@ -279,7 +279,7 @@ class FastRunner(RowRunner):
 
 
 def self_speculating(runner: Model, exit_layer: int | None = None) -> FastRunner:
-    """The target's runner, if its first layers can draft, or so many of them if that is known.
+    """The target's runner, if its first layers can draft: `exit_layer` of them, or any number if that is None.
 
     Raises:
         UserError: naming the model and the families that can, or the layers that it has.

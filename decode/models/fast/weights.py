@@ -187,8 +187,8 @@ _MEASURED: dict[tuple[object, ...], dict[str, list[float]]] = {}  # by all that 
 class Linears:
     """Makes the products of one model, and chooses a layout for each shape of its weights.
 
-    `pack` is one of `MODES`. The model has so many `layers`, thus weights of a shape; a measurement reads as many in
-    turn. With `copies` plain weights may be copied into a faster layout, with `half` they may be held in float16.
+    `pack` is one of `MODES`. The model has at least as many weights of a shape as `layers`; a measurement reads as many
+    in turn. With `copies` plain weights may be copied into a faster layout, with `half` they may be held in float16.
     `bytes` are those of the weights in each of `LAYOUTS`.
     """
 

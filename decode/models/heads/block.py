@@ -13,7 +13,6 @@ Parameters are named as in the published checkpoints, but that the selector is a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
+from transformers import PreTrainedModel, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from decode.core.sampling import argmax
@@ -33,12 +32,11 @@ from decode.models.fast.cache import NewTokens, Views
 from decode.models.fast.forward import FastForward, Placed
 from decode.models.fast.layout import Kind, Layer
 from decode.models.fast.weights import Function, Linear, norm
-from decode.models.heads.eagle import DraftHead, HeadLayer, RMSNorm, Rotation, output_head, shape_of
+from decode.models.heads.block_config import BLOCK_ARCHITECTURES
+from decode.models.heads.eagle import DraftHead, HeadLayer, RMSNorm, Rotation, output_head
 from decode.models.heads.runner import DraftHeadRunner, FeatureRow
 
-BLOCK_ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
 NAMES = {"dflash": "DFlash", "dspark": "DSpark", "dflash2": "DFlash 2"}
-CANDIDATES, TAPS, GROUP = 16, 2, 16  # of DFlash 2, as published
 
 # -- the network -------------------------------------------------------------------------------------------------------
 
@@ -314,118 +312,6 @@ def block_attention(anchors: Tensor, slots: int, time: int, window: int | None =
     at = torch.arange(time + count, device=anchors.device)
     visible = seen(torch.arange(batch)[:, None, None], at, at[None, :count, None], at[None, None])[:, None]
     return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
-
-
-# -- configuration -----------------------------------------------------------------------------------------------------
-
-
-def default_layers(layers: int, count: int) -> tuple[int, ...]:
-    """DFlash's target layers, counted from 0 as it counts them: spread evenly from layer 1 to layer N − 3.
-
-    Raises:
-        UserError: a target of too few layers.
-    """
-    if layers < 2:
-        raise UserError(f"a block head reads states between the target's layers, and a target of {layers} has none")
-    first = min(1, layers - 2)
-    last = max(first, layers - 3)
-    return tuple(sorted({round(first + i * (last - first) / (count - 1)) for i in range(count)}))
-
-
-def block_config(
-    target: Any,
-    version: str,
-    *,
-    layers: int,
-    block: int,
-    mask_id: int,
-    target_layers: list[int] | None = None,
-    draft_vocab: int | None = None,
-    markov_rank: int = 0,
-    confidence: bool = False,
-    window: int | None = None,
-    causal: bool = False,
-) -> Qwen3Config:
-    """The configuration of a block head of the target's width; its target layers are as published if not given.
-
-    With a `window` (see `BlockLayer`) all layers slide.
-
-    Raises:
-        UserError: a number that does not fit the target.
-    """
-    depth = int(target.num_hidden_layers)
-    ids = target_layers or list(default_layers(depth, max(3, layers)))
-    if sorted(set(ids)) != list(ids) or ids[0] < 0 or ids[-1] >= depth - 1:
-        raise UserError(
-            f"the target layers of a block head are {list(ids)}; expected ascending numbers from 0 to {depth - 2} (the "
-            f"last layer, {depth - 1}, is left out: its state is normed before heads can read it)"
-        )
-    if block < 2:
-        raise UserError(f"a block has {block} slot, expected 2 or more: the anchor's and those of drafted tokens")
-    shape = shape_of(target)
-    return Qwen3Config(
-        **shape,
-        **added(version, shape["hidden_size"], markov_rank, confidence=confidence),
-        num_target_layers=depth,
-        num_hidden_layers=layers,
-        layer_types=["full_attention" if window is None else "sliding_attention"] * layers,
-        sliding_window=window,
-        use_sliding_window=window is not None,
-        draft_vocab_size=min(draft_vocab or target.vocab_size, target.vocab_size),
-        captured_layers=[layer + 1 for layer in ids],
-        block_size=block,
-        mask_token_id=mask_id,
-        sample_from_anchor=version == "dspark",
-        is_causal=causal,
-    )
-
-
-def added(version: str, width: int, markov_rank: int, *, confidence: bool) -> dict[str, Any]:
-    """The fields of a head's configuration that its version decides, beside those of every block head."""
-    second = version == "dflash2"
-    return {
-        "architectures": [BLOCK_ARCHITECTURES[version]],
-        "conv_kernel_size": TAPS if second else 0,
-        "conv_group_size": math.gcd(GROUP, width),
-        "candidates": CANDIDATES if second else 0,
-        "markov_rank": markov_rank,
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": confidence,
-        "confidence_head_with_markov": confidence and markov_rank > 0,
-    }
-
-
-RESERVED = ("reserved", "unused", "extra_token", "placeholder", "<|extra", "[mask]", "<mask>", "<|mask")
-"""Parts of the names of tokens that a tokenizer keeps for later use."""
-UNWRITTEN = ("ÿ", "<0xFF>")  # the names of a byte that no text in UTF-8 holds
-
-
-def mask_token(tokenizer: PreTrainedTokenizerBase, rows: int) -> int:
-    """The id that stands in the slots of a block: one that no text holds, and neither pad nor the end of a text.
-
-    In this order: a mask token of the tokenizer, a reserved token, a row of the embedding behind the tokenizer's ids,
-    or the byte 0xFF of a byte-level vocabulary.
-
-    Args:
-        tokenizer: the target's.
-        rows: of the target's embedding.
-
-    Raises:
-        UserError: there is none.
-    """
-    known: dict[str, int] = tokenizer.get_vocab()
-    special = tokenizer.all_special_tokens
-    taken = {None, tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}
-    named = {i: token for token, i in known.items() if any(part in token.lower() for part in RESERVED)}
-    reserved = sorted(i for i, token in named.items() if token[:1] in "<[" or token in special)
-    behind = max(known.values(), default=-1) + 1
-    for choice in (tokenizer.mask_token_id, *reserved, behind, *map(known.get, UNWRITTEN)):
-        if choice not in taken and choice < rows:
-            return int(choice)
-    raise UserError(
-        "the target's vocabulary has no reserved token for the masked slots of a block, no row behind its ids and no "
-        "unused byte: add a special token to its tokenizer that no text holds, or set student.kind to eagle3"
-    )
 
 
 # -- decoding ----------------------------------------------------------------------------------------------------------

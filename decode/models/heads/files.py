@@ -24,7 +24,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from decode.errors import UserError
 from decode.models.fast.layout import ROPE_TYPES
-from decode.models.heads.block import BLOCK_ARCHITECTURES, BlockHead
+from decode.models.heads.block import BlockHead
+from decode.models.heads.block_config import BLOCK_ARCHITECTURES
 from decode.models.heads.eagle import ARCHITECTURES, DraftHead, FeatureHead, default_captured_layers
 from decode.models.heads.mtp import MTP, MtpHead, load_mtp
 from decode.models.sources import pinned
@@ -78,7 +79,7 @@ COMPUTED: dict[str, Sequence[Any]] = {
     "is_neox_style": (None, True), "markov_head_type": (None, "vanilla"), "Gemma's norms": OFF,
 }  # fmt: skip
 """Keys that change the network, with the values that are computed here."""
-SEEN = "is_causal", "causal", "use_swa", "use_sliding_window", SLIDING  # block heads may have any values of these
+SEEN = "is_causal", "causal", "use_swa", "use_sliding_window", SLIDING  # any value of these is computed in a block head
 
 
 def head_format(fields: dict[str, Any], names: Iterable[str] = ()) -> int | str | None:
@@ -120,6 +121,7 @@ def read_config(
     said = (anchor if block else {"norm_before_residual": foreign}) | fields
     for key in NESTED:
         part = dict(fields.get(key) or {})
+        # SGLang's section names the layers that states leave by the key with which vLLM names those that they enter
         said |= {"left": part.pop(ENTERED, None)} | part if key == "eagle_config" else part
     needed = ("hidden_size", "vocab_size", *(("block_size", "mask_token_id") if block else ()))
     if lacking := [key for key in needed if said.get(key) is None]:
@@ -191,10 +193,10 @@ def _sliding(said: dict[str, Any]) -> tuple[list[str], int | None]:
 
 
 def _rotation(said: dict[str, Any], name: str, block: bool) -> dict[str, Any]:
-    """The rotation of a head whose network is computed here.
+    """The rotation's settings of a head, after a check that its whole network is computed here (`COMPUTED`).
 
     Raises:
-        UserError: one that is not, with what it has.
+        UserError: a head whose network is not, with the settings that are in the way.
     """
     rope: dict[str, Any] = said.get("rope_parameters") or said.get("rope_scaling") or {}
     rope = {"rope_theta": said.get("rope_theta") or 10000.0, "rope_type": "default"} | rope

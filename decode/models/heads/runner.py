@@ -102,7 +102,7 @@ def in_target(logits: Tensor, ids: Tensor | None, vocab: int) -> Tensor:
 class DraftHeadRunner(RowRunner):
     """The layers of a head in the role of a draft model: `FastForward` on the target's embedding and output head.
 
-    `make` makes the products of what lies around the layers.
+    `make` chooses the layout of each weight, as subclasses do for those outside the layers.
     """
 
     def __init__(

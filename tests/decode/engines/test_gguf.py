@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from decode.engines.gguf import CONVERTER, convert, split_of
 from decode.engines.server import CHECKOUT
 from decode.errors import UserError
-from decode.models.heads.block import BlockHead, block_config
+from decode.models.heads.block import BlockHead
+from decode.models.heads.block_config import block_config
 from decode.models.heads.eagle import FeatureHead, head_config
 from distill.config import ExportSettings
 from distill.export.draft import check_gguf, export_gguf

@@ -29,7 +29,8 @@ from decode.measure.acceptance import offline_alphas
 from decode.methods import MethodInputs, build
 from decode.models.check import open_runner
 from decode.models.fast.forward import fast_runner
-from decode.models.heads.block import BlockHead, BlockRunner, block_config, default_layers, mask_token
+from decode.models.heads.block import BlockHead, BlockRunner
+from decode.models.heads.block_config import block_config, default_layers, mask_token
 from decode.options import MethodOptions
 
 SMALL = 8

@@ -17,7 +17,7 @@ from decode.errors import UserError
 from decode.models.check import open_runner
 from decode.models.open import load_config, load_model
 from distill.drafts.language_model import cut
-from distill.layers import decoder_layers
+from distill.layers import decoder_layers, final_norm
 
 CPU = {"device": "cpu", "dtype": "float32"}
 SERVED = [kind for kind, (*_, name) in WRAPPERS.items() if name]
@@ -57,6 +57,12 @@ def test_a_cut_draft_is_a_text_model_of_the_text_layers(kind: str, tmp_path: Pat
         draft.save_pretrained(tmp_path)
         again = AutoModelForCausalLM.from_pretrained(tmp_path)
         torch.testing.assert_close(again(input_ids=ids, use_cache=False).logits, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_layers_are_never_those_of_a_vision_tower() -> None:
+    whole = build_wrapper("smolvlm")  # both towers have two layers, and the vision tower comes first
+    assert decoder_layers(whole) is whole.model.text_model.layers
+    assert final_norm(whole) is whole.model.text_model.norm
 
 
 def test_a_cut_that_its_family_cannot_hold_is_refused(tmp_path: Path) -> None:

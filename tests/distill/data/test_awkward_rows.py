@@ -9,7 +9,7 @@ from tokenizers_of_kinds import CHAT_TEMPLATES, with_start
 
 from decode.errors import UserError
 from decode.models.tokens import start_ids
-from distill.config import DataSettings
+from distill.config.data import DataSettings
 from distill.data.chat import IGNORE
 from distill.data.corpus import Corpus, load_corpus
 

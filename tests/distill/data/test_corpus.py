@@ -17,7 +17,7 @@ from decode.errors import UserError
 from decode.measure.arithmetic import problems
 from decode.measure.suites import SCORERS
 from distill import ranks
-from distill.config import DataSettings
+from distill.config.data import DataSettings
 from distill.data import corpus as corpus_module
 from distill.data.chat import IGNORE
 from distill.data.corpus import Corpus, load_corpus, train_tokenizer

@@ -15,7 +15,7 @@ from datasets import Dataset, DatasetDict
 
 from decode.errors import UserError
 from decode.measure.suites import PRESETS
-from distill.config import DataSettings
+from distill.config.data import DataSettings
 from distill.data.chat import IGNORE, Turn, label, prompt_part
 from distill.data.corpus import Corpus, load_corpus, train_tokenizer
 from distill.data.sources import SourceRows, _shape, load_rows

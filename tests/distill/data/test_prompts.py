@@ -13,7 +13,8 @@ from tokenizers_of_kinds import with_start
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from distill.config import DataSettings, PromptSettings, ResponseSettings
+from distill.config.data import DataSettings, PromptSettings
+from distill.config.teacher import ResponseSettings
 from distill.data import prompts as prompts_module
 from distill.data.chat import ChatFormat
 from distill.data.prompts import ORDER, Sample, problem_of, prompt_of, prompt_rows, user_turn

@@ -9,7 +9,7 @@ from tokenizers_of_kinds import byte_level
 
 from decode.errors import UserError
 from decode.models.tokens import chat_ids, plain_ids
-from distill.config import DataSettings
+from distill.config.data import DataSettings
 from distill.data.chat import IGNORE, ChatFormat, Example, chat_turns, label, rendered_ids
 from distill.data.corpus import Corpus, load_corpus
 from distill.data.messages import UnusableRow, read_messages

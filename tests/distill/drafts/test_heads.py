@@ -20,7 +20,8 @@ from decode.models.heads.block import BlockHead
 from decode.models.heads.eagle import FeatureHead, head_config
 from decode.models.heads.files import save_head
 from decode.models.heads.mtp import load_mtp
-from distill.config import BlockSettings, DraftSettings, StudentSettings
+from distill.config import DraftSettings
+from distill.config.models import BlockSettings, StudentSettings
 from distill.data.dataset import label_mask
 from distill.drafts import block
 from distill.drafts.block import anchors_of, calibration_error, decay, temperatures

@@ -13,15 +13,9 @@ from tiny_run import STAGES, begun, bench, check_killed_ends_alike, run_tiny, ti
 from transformers import AutoModelForCausalLM
 
 from decode.models.heads.files import load_head
-from distill.config import (
-    BlockSettings,
-    DraftSettings,
-    ResponseSettings,
-    Settings,
-    StudentSettings,
-    TargetSettings,
-    TrainingSettings,
-)
+from distill.config import DraftSettings, Settings
+from distill.config.models import BlockSettings, StudentSettings, TargetSettings, TrainingSettings
+from distill.config.teacher import ResponseSettings
 from distill.drafts.language_model import cut, kept_layers
 from distill.layers import decoder_layers, final_norm
 from distill.lm_head import LMHead, check_head

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from decode.errors import UserError
-from distill.config import DivergenceName
+from distill.config.base import DivergenceName
 from distill.lm_head import LMHead
 from distill.losses import chunked
 from distill.losses.chunked import Compared, Rows, chunked_loss, compare, next_token_hits, next_token_loss

@@ -9,7 +9,7 @@ from families import build_tiny, in_double
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from distill.config import LayerSkipSettings, TrainingSettings
+from distill.config.models import LayerSkipSettings, TrainingSettings
 from distill.data.dataset import label_mask
 from distill.layers import final_norm
 from distill.layerskip import LayerSkip, dropout_rates, exit_weights, exits_on

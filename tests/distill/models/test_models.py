@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from decode.errors import UserError
 from decode.models.open import load_model
 from distill import models
-from distill.config import LoraSettings, TargetSettings, TrainingSettings
+from distill.config.models import LoraSettings, TargetSettings, TrainingSettings
 from distill.layers import final_norm
 from distill.lm_head import LMHead, check_head
 from distill.models import (

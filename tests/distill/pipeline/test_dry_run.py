@@ -11,15 +11,10 @@ from tiny_run import bench, given, tiny_settings
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from distill.config import (
-    DataSettings,
-    DraftSettings,
-    ResponseSettings,
-    Settings,
-    StudentSettings,
-    TargetSettings,
-    TrainingSettings,
-)
+from distill.config import DraftSettings, Settings
+from distill.config.data import DataSettings
+from distill.config.models import StudentSettings, TargetSettings, TrainingSettings
+from distill.config.teacher import ResponseSettings
 from distill.data import prompts
 from distill.dry_run import PLAIN_CHAT, shrink
 from distill.estimate import estimate

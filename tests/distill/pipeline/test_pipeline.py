@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from decode.errors import UserError
 from decode.models.open import load_model
 from distill import pipeline, stages
-from distill.config import DraftSettings, LayerSkipSettings, StudentSettings, TargetSettings, TrainingSettings
+from distill.config import DraftSettings
+from distill.config.models import LayerSkipSettings, StudentSettings, TargetSettings, TrainingSettings
 from distill.files import only_one
 from distill.models import checkpoint_layers
 from distill.pipeline import measure, run_pipeline

@@ -11,7 +11,7 @@ from tiny_run import altered, bench, tiny_settings
 
 from decode.errors import UserError
 from distill.checks import check_inputs
-from distill.config import StudentSettings
+from distill.config.models import StudentSettings
 from distill.pipeline import prepare_settings, run_pipeline
 from distill.run import Run
 

@@ -21,11 +21,13 @@ from decode.errors import UserError
 from decode.models.texts import write_texts
 from distill import ranks
 from distill.checks import check_engine
-from distill.config import DataSettings, EngineSettings, ResponseSettings, Settings
+from distill.config import Settings
+from distill.config.data import DataSettings
+from distill.config.teacher import EngineSettings, ResponseSettings
 from distill.data.chat import IGNORE, until_end
 from distill.data.dataset import Examples, Picks, Schedule
 from distill.data.prompts import TextFile
-from distill.engine import Engine
+from distill.engine.servers import Engine
 from distill.responses import target as target_module
 from distill.responses.on_policy import OnPolicy
 from distill.responses.target import Job, answered_by_engine, answered_texts
@@ -145,7 +147,7 @@ def good(body: dict[str, Any], number: int) -> Reply:
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distill.engine.PAUSE", 0.005)
+    monkeypatch.setattr("distill.engine.servers.PAUSE", 0.005)
 
 
 def test_servers_share_the_prompts_as_ids_with_many_requests_in_flight() -> None:

@@ -27,20 +27,21 @@ from transformers import PreTrainedModel
 from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
 from decode.models.heads.eagle import FeatureHead, head_config
-from distill import engine as engine_module
 from distill import models
 from distill.checks import check_engine
-from distill.config import EngineSettings, ResponseSettings, Settings
+from distill.config import Settings
+from distill.config.teacher import EngineSettings, ResponseSettings
 from distill.data.dataset import FEATURES, label_mask
-from distill.engine import CONNECTOR, Engine
-from distill.engine_check import Difference, check_samples, refuse_differences
+from distill.engine import servers
+from distill.engine.check import Difference, check_samples, refuse_differences
+from distill.engine.servers import CONNECTOR, Engine
+from distill.engine.states import StateFiles, layers_for
 from distill.files import sizes
 from distill.lm_head import LMHead
 from distill.run import Run
-from distill.signal.disk import keep_columns
+from distill.signal.disk import Expect, keep_columns
 from distill.signal.target import HIDDEN, INSIDE, TOPK, Signal, packed, unpacked
-from distill.signal.vllm import EngineStates
-from distill.states import StateFiles, layers_for
+from distill.signal.vllm import EngineStates, texts_of
 
 Tiny = Callable[..., PreTrainedModel]
 NORMS = (
@@ -53,8 +54,8 @@ NORMS = (
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distill.engine.PAUSE", 0.005)
-    monkeypatch.setattr("distill.states.WAIT", 60)
+    monkeypatch.setattr("distill.engine.servers.PAUSE", 0.005)
+    monkeypatch.setattr("distill.engine.states.WAIT", 60)
 
 
 @contextmanager
@@ -68,6 +69,10 @@ def states_of(
         files = StateFiles(Engine([url], EngineSettings(in_flight=3)), layers, folder / "kept")
         yield EngineStates(files, parts or model, captured, torch.device("cpu")), server, bodies
         files.close()
+
+
+def expecting(source: EngineStates) -> Expect:
+    return lambda *coming: source.files.expect(texts_of(*coming))
 
 
 @pytest.mark.parametrize("family", NORMS)
@@ -93,7 +98,7 @@ def test_the_engines_states_are_kept_as_those_of_a_forward_pass(tiny: Tiny, tmp_
     with states_of(model, captured, tmp_path) as (source, _, _):
         for each, its in zip(examples, (None, source)):
             signal = Signal(model, "topk" if kind == "topk" else "hidden", head, its, k=6)
-            keep_columns(each, signal.kept, signal.columns, expect=its.files.expect if its else None)
+            keep_columns(each, signal.kept, signal.columns, expect=expecting(its) if its else None)
     ours, theirs = (everything(each) for each in examples)
     names = {HIDDEN, TOPK, FEATURES, INSIDE}
     assert names & ours.keys() == names & theirs.keys()
@@ -157,13 +162,13 @@ def test_a_sample_that_fails_is_asked_for_again_and_in_the_end_named(
 ) -> None:
     model, batch = tiny("llama"), everything(some_rows(4))
     if fault == "no file":
-        monkeypatch.setattr("distill.states.WAIT", 0.5)
+        monkeypatch.setattr("distill.engine.states.WAIT", 0.5)
     wanted = Signal(model).source(batch)[0]
     with states_of(model, [], tmp_path, spoil=spoiled(fault, 2)) as (source, _, bodies):
         assert torch.allclose(source(batch)[0], wanted, atol=1e-4)
         assert len(bodies) == 4 + 2 or (fault == "no file" and len(bodies) > 6)  # on a busy machine files are late
     assert not list(tmp_path.glob("*.safetensors*"))
-    monkeypatch.setattr("distill.states.TRIES", 2)
+    monkeypatch.setattr("distill.engine.states.TRIES", 2)
     always = states_of(model, [], tmp_path, spoil=spoiled(fault, 99))
     with always as (source, _, _), pytest.raises(UserError, match=WORDS[fault]):
         source(batch)
@@ -185,7 +190,7 @@ def test_no_more_files_wait_than_requests_are_in_flight(tiny: Tiny, tmp_path: Pa
     examples = some_rows(60)
     with states_of(tiny("llama"), [], tmp_path) as (source, server, bodies):
         signal = Signal(tiny("llama"), "hidden", None, source)
-        keep_columns(examples, signal.kept, signal.columns, expect=source.files.expect)
+        keep_columns(examples, signal.kept, signal.columns, expect=expecting(source))
         assert len(bodies) == 60
         assert 0 < server.most <= 3
 
@@ -381,15 +386,15 @@ def test_of_the_processes_of_a_machine_one_starts_the_engine(tmp_path: Path, mon
             starts.append(str(folder))
             return url, tmp_path / "log"
 
-        monkeypatch.setattr(engine_module, "_started", started)
+        monkeypatch.setattr(servers, "_started", started)
         settings, target = EngineSettings(folder=str(tmp_path / "shm")), tiny_settings(tmp_path).target
         run = Run(tiny_settings(tmp_path))
         place = target, tmp_path, [1, 4], 64, run.work
-        with engine_module.opened(settings, *place) as first, engine_module.opened(settings, *place) as second:
+        with servers.opened(settings, *place) as first, servers.opened(settings, *place) as second:
             assert (first.log, second.log) == (tmp_path / "log", None)
             assert len(starts) == 1
         assert not list((tmp_path / "shm").iterdir())
         blocked = EngineSettings(folder=str(tmp_path / "log"))
         (tmp_path / "log").touch()
-        with pytest.raises(UserError, match="where nothing can be written"), engine_module.opened(blocked, *place):
+        with pytest.raises(UserError, match="where nothing can be written"), servers.opened(blocked, *place):
             pass

@@ -13,8 +13,10 @@ from safetensors.torch import load_file
 from tiny_run import bench, run_tiny, tiny_settings
 
 from decode.errors import UserError
-from distill.config import EngineSettings, ResponseSettings, Settings, StudentSettings, TargetSettings
-from distill.engine import Engine
+from distill.config import Settings
+from distill.config.models import StudentSettings, TargetSettings
+from distill.config.teacher import EngineSettings, ResponseSettings
+from distill.engine.servers import Engine
 from distill.pipeline import check_command
 from distill.stages import run_stages
 

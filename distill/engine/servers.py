@@ -21,7 +21,8 @@ import torch
 
 from decode.engines import server
 from decode.errors import UserError, read_json
-from distill.config import EngineSettings, TargetSettings
+from distill.config.models import TargetSettings
+from distill.config.teacher import EngineSettings
 from distill.files import fingerprint, locked, write_json
 
 Answer = dict[str, Any]
@@ -30,7 +31,7 @@ ANSWER, READ = 600.0, 120.0  # seconds in which a prompt is answered, and read
 START = 3600.0  # seconds in which an engine has loaded its model
 TRANSIENT = {408, 409, 425, 429}  # and from 500 on: statuses that another try may change
 KEPT = "What is finished is kept: run the same command again to continue"
-CONNECTOR = Path(__file__).with_name("signal") / "connector"
+CONNECTOR = Path(__file__).with_name("connector")
 CLASS = {"kv_connector": "DraftsmithConnector", "kv_connector_module_path": "draftsmith_connector"}
 
 

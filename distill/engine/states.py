@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from decode.errors import UserError, write_safely
-from distill.data.dataset import Batch, Examples, Ints, label_mask
-from distill.engine import KEPT, TRIES, Answer, Engine, Retry, answer_ids, attempts
+from distill.engine.servers import KEPT, TRIES, Answer, Engine, Retry, answer_ids, attempts
 from distill.files import fingerprint
 
 WAIT, POLL = 120.0, 0.002  # seconds until a file has to be there after its answer, and between two looks for it
@@ -84,12 +83,12 @@ class StateFiles:
         self.pool.shutdown(wait=False, cancel_futures=True)
         wait(self.asked, timeout=LAST_WAIT)
 
-    def expect(self, examples: Examples, numbers: Iterable[Ints]) -> None:
-        """Ask for the states of these batches' texts, as far ahead of their use as requests may be in flight."""
+    def expect(self, texts: Iterable[Ids]) -> None:
+        """Ask for the states of these texts, in this order, as far ahead of their use as requests may be in flight."""
         for future in self.waiting.values():
             future.cancel()
         self.waiting.clear()
-        self.coming = (ids for batch in numbers for ids in read_texts(examples.batch(batch)) if ids)
+        self.coming = iter(texts)
 
     def take(self, texts: Sequence[Ids]) -> list[Tensor]:
         """The states ``[tokens, layers, width]`` of texts, in the engine's number format."""
@@ -171,10 +170,3 @@ class StateFiles:
             except Retry as error:
                 why = str(error)
         raise UserError(f"the engine of the target {why}. It was asked {TRIES} times. {KEPT}")
-
-
-def read_texts(batch: Batch) -> list[Ids]:
-    """The tokens of each text of a batch whose states are needed: all that precede its last label."""
-    mask = label_mask(batch["labels"])
-    counts = [int(row.nonzero().max()) + 1 if row.any() else 0 for row in mask]
-    return [ids[:count].tolist() for ids, count in zip(batch["input_ids"], counts)]

@@ -1,0 +1,270 @@
+"""All settings of ``python -m distill``: typed, with the trade-off beside each key (``--help`` prints the texts)."""
+
+import copy
+import inspect
+import re
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+from jsonargparse.typing import ClosedUnitInterval, PositiveInt
+
+from decode.errors import UserError
+from decode.options import Seed, Share, Temperature, check_numbers
+from distill.config.base import HEADS, RESERVED, SHARDED, Attention, DivergenceName, Precision, Values, refuse
+from distill.config.data import DataSettings
+from distill.config.models import ModelSettings, StudentSettings, TargetSettings, TrainingSettings
+from distill.config.teacher import TeacherSettings
+
+
+@dataclass
+class DraftSettings:
+    """A draft: the student, distilled from the target. With a reference it is AdaSPEC, without one DistillSpec."""
+
+    name: str = ""
+    """Name of the draft in the report, and of its folder in the run."""
+    reference: str | None = None
+    """Name of an earlier draft, to train tokens where its loss is lower by most (AdaSPEC). null: all (DistillSpec)."""
+    k: Share = 0.4
+    """With a reference: share of the response tokens of a device's batch that are selected. Paper: 0.2 to 0.4."""
+    divergence: DivergenceName = "forward_kl"
+    """Loss per token between target p and draft q, and what dL is measured in; alpha = sum_x min(p(x), q(x)).
+    forward_kl: KL(p || q), as in the papers. reverse_kl: KL(q || p). jsd: Jensen-Shannon. tv: 1 - alpha (slow from a
+    cold start: see kl_first). neg_log_alpha: -log alpha. lk_hybrid: w·KL + (1 - w)·tv, w = exp(-3·alpha). kl_tv: KL +
+    2·tv. cross_entropy: of the next token (DFlash). dspark: 0.1·cross_entropy + 1.8·tv."""
+    kl_first: ClosedUnitInterval = 0.0
+    """Share of the steps, from the first, that use forward KL before divergence takes over."""
+    on_policy: ClosedUnitInterval = 0.0
+    """Share of training examples whose response the draft writes, rewritten every refresh_every steps (DistillSpec)."""
+    accepted_only: bool = False
+    """Feature heads of at least two steps: a further step is trained only after tokens that would be accepted."""
+    seed: Seed | None = None
+    """Seed of the order of examples; null: the run's seed."""
+    training: Values = field(default_factory=dict)
+    """Keys of the section training whose values differ for this draft, such as {epochs: 3}."""
+
+    @property
+    def selects(self) -> bool:
+        """Whether a reference selects tokens."""
+        return self.reference is not None and self.k < 1
+
+    def training_of(self, shared: TrainingSettings) -> TrainingSettings:
+        """Return the section ``training`` with this draft's values; steps replace epochs, and epochs steps."""
+        if not self.training:
+            return shared
+        length: Values = {"steps": None, "epochs": None} if self.training.keys() & {"steps", "epochs"} else {}
+        changed = replace(shared, **(length | self.training))
+        check_numbers(changed, f"drafts.{self.name}.training.")
+        return changed
+
+
+@dataclass
+class EvaluationSettings:
+    """What is measured at the end, on test prompts."""
+
+    prompts: PositiveInt = 128
+    """Test prompts for offline alpha: the mean of sum_x min(p(x), q(x)) over responses sampled at temperature 1."""
+    accuracy_prompts: PositiveInt = 200
+    """Prompts on which the target's answers are scored, where the task has a score."""
+    decode_prompts: PositiveInt = 24
+    """Prompts decoded for speeds: each once per draft, temperature and draft length."""
+    max_new_tokens: PositiveInt = 128
+    """Longest generated response."""
+    temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
+    """Decoding modes: 0 is greedy."""
+    draft_lengths: list[PositiveInt] = field(default_factory=lambda: [2, 4, 6, 8])
+    """Draft lengths tried with the exported draft."""
+
+
+@dataclass
+class ExportSettings:
+    """How the exported draft is written."""
+
+    choose: str = "best"
+    """Name of the exported draft, or best: by alpha (heads: accepted length) on the validation examples."""
+    dtype: Literal["keep", "float32", "bfloat16", "float16"] = "keep"
+    """Number format of the exported weights; keep: as trained."""
+    gguf: list[Literal["f32", "f16", "bf16", "q8_0"]] = field(default_factory=list)
+    """Number formats in which target and draft are also written for llama.cpp, by its converter (make engines)."""
+
+
+@dataclass
+class TrainerSettings:
+    """How training runs on the machine; Lightning's trainer takes most of these as they are."""
+
+    accelerator: Literal["auto", "cpu", "gpu", "cuda"] = "auto"
+    """auto: CUDA where PyTorch finds it, else the CPU. Apple's GPUs are refused: they add no losses in float64."""
+    devices: int | str = "auto"
+    """Devices per machine. auto: one CPU process, or every GPU of the machine."""
+    num_nodes: PositiveInt = 1
+    """Machines. The processes of several machines are started by torchrun or srun."""
+    strategy: str = "auto"
+    """auto; ddp: a model on every device; fsdp: weights and optimiser states spread; or a name of Lightning."""
+    accumulate: PositiveInt = 1
+    """Micro-batches per optimiser step, in less memory, with the same result but that AdaSPEC selects within each."""
+    attention: Attention = "auto"
+    """Attention by transformers' name. auto: sdpa where the model has it. flash_attention_2 needs bf16 on a GPU."""
+    precision: Precision = "32-true"
+    """Lightning's precision. auto: bf16-mixed where the processor multiplies in bfloat16, else 32-true."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass: a fraction of the memory, a third more time. Not for heads."""
+    validate_every: PositiveInt = 100
+    """Steps between validations, each with a checkpoint, from which a killed run goes on; the best weights are kept."""
+    validation_examples: PositiveInt = 128
+    """Validation examples used at each validation during training."""
+    callbacks: list[Values] = field(default_factory=list)
+    """Further Lightning callbacks: [{class_path: EarlyStopping, init_args: {monitor: validation_loss}}]. Also logged:
+    loss, validation_accuracy, and in distillation validation_alpha, _agreement and _accepted_length."""
+    extra: Values = field(default_factory=dict)
+    """Further arguments of lightning.Trainer, such as {gradient_clip_val: 0.5} (1.0 without it)."""
+
+    def callback_instances(self) -> list[Any]:
+        """Return new instances of the callbacks: a stage must not see what another one left in them."""
+        from jsonargparse import ArgumentError, ArgumentParser
+        from lightning.pytorch.callbacks import Callback
+
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_argument("--value", type=list[Callback])
+        try:
+            made = parser.instantiate_classes(parser.parse_object({"value": copy.deepcopy(self.callbacks)}))
+        except (ArgumentError, ValueError, TypeError, ImportError) as error:
+            raise UserError(f"trainer.callbacks is {self.callbacks}: {error}") from error
+        return list(made.value)
+
+
+@dataclass
+class Settings:
+    """All settings of a run: target, student, teacher -> drafts -> export, measurement and report."""
+
+    name: str = "run"
+    """Name of the run, and of its folder."""
+    seed: Seed = 0
+    """Seed of the data, the initial weights and the order of examples."""
+    output_dir: str = "runs"
+    """Folder of all runs."""
+    threads: PositiveInt | None = None
+    """CPU threads for training; null: PyTorch's choice (all cores)."""
+    tracker: Literal["wandb", "csv", "none"] = "wandb"
+    """Where settings, losses, tables and plots are recorded. W&B is offline unless you are logged in."""
+    data: DataSettings = field(default_factory=DataSettings)
+    target: TargetSettings = field(default_factory=TargetSettings)
+    student: StudentSettings = field(default_factory=StudentSettings)
+    """Shape and start of every draft."""
+    teacher: TeacherSettings = field(default_factory=TeacherSettings)
+    training: TrainingSettings = field(default_factory=TrainingSettings)
+    """Distillation of every draft that does not say otherwise."""
+    drafts: list[DraftSettings] = field(default_factory=list)
+    """The drafts, in the order in which they are trained."""
+    evaluation: EvaluationSettings | Literal[False] = field(default_factory=EvaluationSettings)
+    """Measurements after the export; false: none."""
+    export: ExportSettings = field(default_factory=ExportSettings)
+    trainer: TrainerSettings = field(default_factory=TrainerSettings)
+
+    @property
+    def language_models(self) -> dict[str, ModelSettings]:
+        """The target, and the student where it is no head."""
+        return {"target": self.target} | ({} if self.student.is_head else {"student": self.student})
+
+    def validate(self, *, drafts: bool = True) -> None:
+        """Refuse what can be judged without models and data; without ``drafts`` not what only their training needs."""
+        from lightning import Trainer
+
+        check_numbers(self, nested=True)
+        self.data.validate()
+        self.trainer.callback_instances()
+        target, student, responses = self.target, self.student, self.teacher.responses
+        engine, prompts, head = self.teacher.engine, self.data.from_target, student.is_head
+        early = target.trained and not (target.layerskip.enabled and target.kind != "scratch")
+        strange = not all(re.match("https?://", url) for url in engine.urls)
+        decided = {"self", "logger", "max_epochs", "max_steps", "plugins", "val_check_interval"}
+        decided |= {"accumulate_grad_batches", *(each.name for each in fields(TrainerSettings))}
+        arguments = inspect.signature(Trainer.__init__).parameters.keys() - decided
+        unknown = self.trainer.extra.keys() - arguments
+        rounded, stands = target.round_to and target.kind != "as_is", self.teacher.signal == "vllm"
+        idle = engine.urls and not responses.from_target and not stands
+        refuse(
+            self,
+            (not re.match(r"[^/.][^/]*$", self.name), "name", "expected a plain folder name"),
+            (target.kind in ("cut", *HEADS), "target.kind", "expected scratch, finetune, lora or as_is"),
+            (rounded, "target.round_to", f"for kind as_is, and target.kind is {target.kind}"),
+            (stands and target.placed, "teacher.signal", "and the target stands in an engine: set target.device_map "
+             "and target.quantization to null, and give such options as teacher.engine.arguments"),
+            (stands and head and engine.keep == "topk", "teacher.engine.keep", "and heads learn from whole "
+             "distributions here: set it to bfloat16 or float8"),
+            (engine.arguments and (engine.urls or not stands), "teacher.engine.arguments", "for an engine that the run "
+             "starts, with teacher.signal vllm and without urls"),
+            (prompts and self.drafts and not responses.from_target, "data.source", "whose prompts have no answers: set "
+             "teacher.responses.source to target"),
+            (prompts and early, "target.kind", "which trains it on answers to data.source target that it has yet to "
+             "write: set target.kind to as_is (or enable target.layerskip on a given target)"),
+            (idle, "teacher.engine.urls", "which is asked for nothing: set teacher.responses.source to target, or "
+             "teacher.signal to vllm"),
+            (strange, "teacher.engine.urls", "expected addresses such as http://127.0.0.1:8000/v1"),
+            (unknown, "trainer.extra", f"expected keys among {', '.join(sorted(arguments))}"),
+        )  # fmt: skip
+        for name, model in self.language_models.items():
+            if name == "student" and not drafts:
+                continue
+            given, heads = model.kind not in ("scratch", "cut"), model.architecture.heads
+            uneven = model.kind == "scratch" and model.architecture.hidden_size % heads
+            refuse(
+                model,
+                (given == (model.model is None), "model", f"and kind is {model.kind}: scratch and cut take no model, "
+                 "other kinds a folder, a Hub name or a GGUF file"),
+                (uneven, "architecture.hidden_size", f"expected a multiple of the {heads} heads"),
+                where=f"{name}.",
+            )  # fmt: skip
+            if model.trained:
+                model.training.validate(f"{name}.training")
+        if drafts:
+            self._validate_drafts()
+
+    def _validate_drafts(self) -> None:
+        """Check the drafts, what they start from, and that no part needs weights in a single place that are spread."""
+        target, student, measured = self.target, self.student, self.evaluation
+        names, keys = [draft.name for draft in self.drafts], [each.name for each in fields(TrainingSettings)]
+        for index, draft in enumerate(self.drafts):
+            earlier, where = names[:index], f"drafts[{index}]."
+            reserved = draft.name in RESERVED or draft.name.startswith("checkpoints-")
+            refuse(
+                draft,
+                (not re.sub("[-_]", "", draft.name).isalnum(), "name", "expected letters, digits, '-' and '_'"),
+                (reserved, "name", "which is a file or folder of every run: choose another"),
+                (draft.name in earlier, "name", "which is used twice: give each draft another name"),
+                (draft.reference not in (None, *earlier), "reference", f"expected an earlier draft, one of {earlier}"),
+                (draft.kl_first == 1, "kl_first", f"which leaves no step for {draft.divergence}: lower it"),
+                (draft.training.keys() - set(keys), "training", f"expected keys of the section training: {keys}"),
+                (draft.accepted_only and draft.selects, "accepted_only", "and its reference selects too: remove one"),
+                where=where,
+            )
+            draft.training_of(self.training).validate(f"{where}training" if draft.training else "training")
+        kind, head, on_policy = student.kind, student.is_head, any(draft.on_policy for draft in self.drafts)
+        single = any(draft.accepted_only for draft in self.drafts) and (student.steps == 1 or student.is_block)
+        size = student.block.size
+        uses = {
+            "drafts[].on_policy": on_policy,
+            "target.layerskip": target.layerskip.enabled,
+            "target.kind lora": target.kind == "lora",
+            f"student.kind {kind}": head or kind == "lora",
+        }
+        unsupported = [name for name, used in uses.items() if used and self.trainer.strategy in SHARDED]
+        refuse(
+            self,
+            (not names, "drafts", "expected at least one, such as drafts: [{name: distillspec}]"),
+            (self.export.choose not in ("best", *names), "export.choose", f"expected best or one of {names}"),
+            (head and student.steps < 1, "student.block.size", "which leaves no token to draft: raise it to 2 or more"),
+            (kind == "dflash" and student.block.markov_rank, "student.block.markov_rank", "and only dspark and "
+             "dflash2 have a bias by the token before: set it to null"),
+            (student.is_block and (student.block.window or size) < size, "student.block.window", f"and a block of "
+             f"{size} slots has to fit into it"),
+            (kind == "mtp" and student.draft_vocab, "student.draft_vocab", "and mtp drafts all tokens: set it to null"),
+            (kind == "mtp" and (target.kind != "as_is" or target.round_to), "student.kind", "and reads the target's "
+             "files: set target.kind to as_is, target.round_to to null"),
+            (single, "student.kind", "and accepted_only needs an EAGLE head of two drafting steps (unroll) or more"),
+            (measured and not (measured.temperatures and measured.draft_lengths), "evaluation", "expected at least one "
+             "of temperatures and of draft_lengths"),
+            (on_policy and head and (target.placed or self.teacher.signal == "vllm"), "student.kind", "and "
+             "drafts[].on_policy needs the target beside a head: choose another teacher.signal, and set "
+             "target.device_map and target.quantization to null"),
+            (unsupported, "trainer.strategy", f"which shards the weights and does not support {unsupported}: set it to "
+             "ddp, or change these settings"),
+        )  # fmt: skip

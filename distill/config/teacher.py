@@ -1,0 +1,92 @@
+"""Settings of what the target gives to drafts: texts, distributions and states."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jsonargparse.typing import PositiveInt
+
+from decode.options import Share, Temperature
+from distill.config.base import Signal, Values
+
+
+@dataclass
+class EngineSettings:
+    """The serving engine that the target stands in: it answers prompts, and as vLLM gives its hidden states away."""
+
+    urls: list[str] = field(default_factory=list)
+    """Addresses such as http://127.0.0.1:8000/v1 of servers of the target that return token ids (key: OPENAI_API_KEY),
+    for answers, and with signal vllm for states (docs/engines.md has their command). Empty: with signal vllm the run
+    starts vLLM itself."""
+    arguments: list[str] = field(default_factory=list)
+    """Further arguments of the vLLM that the run starts, such as [--tensor-parallel-size=4]."""
+    in_flight: PositiveInt = 16
+    """Requests in flight at each server. They bound the memory that states take on both sides; 256 answers faster."""
+    folder: str = "/dev/shm"
+    """Folder through which states pass, in memory or on a fast disk, which engine and trainers share."""
+    keep: Literal["auto", "float32", "bfloat16", "float8", "topk", False] = "auto"
+    """Of signal vllm, what is kept on disk: states in a number format (auto: the target's; float8: a scale for each
+    token and layer), or topk: for language models signal_k log-probabilities. false: nothing, asked again each step."""
+
+
+@dataclass
+class ResponseSettings:
+    """Who writes the responses that drafts are trained on, and how they are sampled."""
+
+    source: Literal["dataset", "target"] = "dataset"
+    """dataset: those of the data set. target: the target answers the prompts, once. See also drafts[].on_policy."""
+    temperature: Temperature = 1.0
+    """Sampling temperature of written responses; 0 is greedy."""
+    top_p: Share = 1.0
+    """Probability mass of nucleus sampling; 1 samples from the whole distribution."""
+    max_new_tokens: PositiveInt = 256
+    """Longest response in tokens. One that is cut off has no end-of-text label."""
+    batch_size: PositiveInt = 16
+    """Prompts answered together by this process."""
+    refresh_every: PositiveInt = 100
+    """Of drafts with on_policy: steps between two rewritings of the texts that the draft writes."""
+
+    @property
+    def from_target(self) -> bool:
+        """Whether the target answers the prompts before distillation."""
+        return self.source == "target"
+
+    def key(self) -> Values:
+        """Return the settings that decide the fixed responses, for fingerprints."""
+        return self.written() if self.from_target else {"source": self.source}
+
+    def written(self) -> Values:
+        """Return the settings that decide a response that the target writes."""
+        return {name: getattr(self, name) for name in ("temperature", "top_p", "max_new_tokens", "batch_size")}
+
+
+@dataclass
+class TeacherSettings:
+    """What the target gives to all drafts: its next-token distributions, and the texts that they are taken on."""
+
+    examples: PositiveInt | None = None
+    """Number of training examples used for distillation (the first ones); null: all."""
+    signal: Signal = "auto"
+    """What is kept of the target. hidden: last hidden states of response tokens (exact). topk: their signal_k largest
+    log-probabilities. online: nothing; it runs beside the draft. auto: the first of these that the disk has room for.
+    vllm: hidden states out of a serving engine, for targets of any size (see engine)."""
+    signal_k: PositiveInt = 64
+    """Number of log-probabilities kept per token with signal topk."""
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    responses: ResponseSettings = field(default_factory=ResponseSettings)
+
+    @property
+    def served(self) -> bool:
+        """Whether the target's answers come from an engine."""
+        return self.responses.from_target and (self.signal == "vllm" or bool(self.engine.urls))
+
+    @property
+    def kept(self) -> Any:
+        """The kind of signal as it is kept: hidden, topk or online; ``auto`` as it is."""
+        if self.signal != "vllm":
+            return self.signal
+        return {"topk": "topk", False: "online"}.get(self.engine.keep, "hidden")
+
+    def number_format(self, dtype: str) -> str:
+        """The number format in which states of a target of this one are kept."""
+        keep = str(self.engine.keep) if self.signal == "vllm" else "auto"
+        return keep if keep in ("float32", "bfloat16", "float8") else "bfloat16" if dtype == "bfloat16" else "float32"
