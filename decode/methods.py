@@ -45,7 +45,7 @@ from decode.drafters.trees import BlockTreeDrafter, FeatureTreeDrafter
 from decode.errors import UserError, choose
 from decode.models.api import Model
 from decode.models.fast.forward import FastRunner, self_speculating
-from decode.models.heads.block import BlockRunner
+from decode.models.heads.block_runner import BlockRunner
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.mtp import MtpRunner
 from decode.models.heads.runner import HeadRunner

@@ -1,8 +1,8 @@
 """``python -m distill ablate``: the drafts of a configuration, each trained with several seeds, compared in one table.
 
-A draft of every name and seed is trained from one target, one student and one reference; the seed decides the order of
-the training examples. Acceptance is measured on one set of texts that the target generated, so drafts are compared text
-by text. Nothing is decoded. Finished drafts are kept, so a killed run continues.
+A draft of every name, seed and kind is trained from one target, one student of that kind and one reference; the seed
+decides the order of the training examples. Acceptance is measured on one set of texts that the target generated, so
+drafts are compared text by text. Nothing is decoded. Finished drafts are kept, so a killed run continues.
 """
 
 import math
@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,8 +26,9 @@ from decode.models.open import open_draft
 from decode.options import Seed
 from decode.progress import output_console, working
 from distill.config import EvaluationSettings, ExportSettings, Settings
+from distill.config.base import StudentKind
 from distill.data.corpus import test_suite
-from distill.evaluate import acceptance, target_texts
+from distill.evaluate import Text, acceptance, target_texts
 from distill.files import write_json
 from distill.pipeline import prepare_settings
 from distill.run import Run, alone_in
@@ -41,15 +43,26 @@ GAINS: dict[str, tuple[str, Callable[..., dict[str, float]]]] = {
     "length_gain": ("sampled", paired_lengths),
 }
 """Columns that compare a draft with the first one: the decoding mode, and how measurements of the same texts differ."""
-TABLE = "name", "seeds", "offline_alpha", "offline_accepted_length", *GAINS, "teacher_tokens", "seconds"
+TABLE = (
+    "name",
+    "seeds",
+    "offline_alpha",
+    "offline_accepted_length",
+    "greedy_accepted_length",
+    *GAINS,
+    "teacher_tokens",
+    "seconds",
+)
 
 
 @dataclass
 class AblationSettings:
-    """The seeds of an ablation."""
+    """The seeds of an ablation, and the kinds of drafts."""
 
     seeds: list[Seed] = field(default_factory=lambda: [1, 2, 3])
     """Seeds of the order of the training examples. Every draft is trained once with each."""
+    kinds: list[StudentKind] = field(default_factory=list)
+    """Kinds of drafts (student.kind) to compare, with as many drafted tokens as blocks have. Empty: student.kind."""
 
 
 @dataclass
@@ -66,45 +79,69 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
     The table is written after each draft. Raises a `UserError` where the settings cannot be used.
     """
     settings.validate()
-    seeds, console = settings.ablation.seeds, console or output_console()
+    seeds, kinds, console = settings.ablation.seeds, settings.ablation.kinds, console or output_console()
     if not seeds or len(set(seeds)) < len(seeds):
         raise UserError(f"ablation.seeds is {seeds}, expected different numbers from 0 up, such as [1, 2, 3]")
+    if kinds and (len(set(kinds)) < len(kinds) or settings.target.trained):
+        raise UserError(
+            f"ablation.kinds is {kinds}, expected different kinds for a finished target (target.kind as_is; it is "
+            f"{settings.target.kind})"
+        )
     variants = {draft.name: draft for draft in settings.drafts}
     references = [name for name in variants if any(d.selects and d.reference == name for d in settings.drafts)]
     drafts = [replace(v, name=f"{name}-seed{seed}", seed=seed) for seed in seeds for name, v in variants.items()]
     full = replace(settings, drafts=[*(variants[name] for name in references), *drafts], export=ExportSettings())
     full.validate()
     full.trainer = replace(full.trainer, devices=1, num_nodes=1, strategy="auto")
-    alphas: dict[str, Alphas] = {name: {mode: [] for mode in MODES} for name in variants}
-    used: dict[str, list[Row]] = {name: [] for name in variants}
-    run = Run(full, console)
-    with alone_in(run):
-        run.settings = prepare_settings(full, console)
-        run_stages(run, ("target", "initial", *references))
-        target = run.load_target("float32" if run.device.type == "cpu" else None)
-        measured, threads = full.evaluation or EvaluationSettings(), torch.get_num_threads()
-        options = BenchOptions(max_new_tokens=measured.max_new_tokens, seed=full.seed, threads=threads, pack="off")
-        session = Session(target, None, run.tokenizer, options)
-        prompts = test_suite(run.corpus, full.data.source, measured.prompts).prompts
-        with working(console, "  the target's answers"):
-            texts = {mode: target_texts(session, prompts, temperature) for mode, temperature in MODES.items()}
-        for seed in seeds:
-            for name, variant in variants.items():
-                draft, trust = f"{name}-seed{seed}", full.student.trust_remote_code
-                run_stages(run, (draft,))
-                models = {draft: open_draft(run.path(draft), target, run.tokenizer, trust_remote_code=trust)}
-                with working(console, f"  acceptance of {draft}"):
-                    for mode, temperature in MODES.items():
-                        alphas[name][mode] += acceptance(target, models, texts[mode], temperature).values()
-                record = run.draft_record(draft)
-                used[name].append({**record.account, "seconds": record.seconds, "settings": asdict(variant)})
-                write_table(run.folder / "ablation.md", table(alphas, used), console)
-    return run.folder
+    folder = Path(full.output_dir) / full.name
+    runs: dict[str, Run] = {kind: Run(_of_kind(full, kind), console) for kind in kinds} or {"": Run(full, console)}
+    length = full.student.block.size - 1 if kinds else None
+    labels = {(kind, name): " ".join(filter(None, (kind, name))) for kind in runs for name in variants}
+    alphas: dict[str, Alphas] = {label: {mode: [] for mode in MODES} for label in labels.values()}
+    used: dict[str, list[Row]] = {label: [] for label in labels.values()}
+    texts = dict[str, list[Text]]()
+    for kind, run in runs.items():
+        with alone_in(run):
+            run.settings = prepare_settings(run.settings, console)
+            run_stages(run, ("target", "initial", *references))
+            target = run.load_target("float32" if run.device.type == "cpu" else None)
+            if not texts:
+                measured, threads = full.evaluation or EvaluationSettings(), torch.get_num_threads()
+                options = BenchOptions(measured.max_new_tokens, seed=full.seed, threads=threads, pack="off")
+                session = Session(target, None, run.tokenizer, options)
+                prompts = test_suite(run.corpus, full.data.source, measured.prompts).prompts
+                with working(console, "  the target's answers"):
+                    texts = {mode: target_texts(session, prompts, heat) for mode, heat in MODES.items()}
+            for seed in seeds:
+                for name, variant in variants.items():
+                    draft, trust, label = f"{name}-seed{seed}", full.student.trust_remote_code, labels[kind, name]
+                    run_stages(run, (draft,))
+                    models = {draft: open_draft(run.path(draft), target, run.tokenizer, trust_remote_code=trust)}
+                    with working(console, f"  acceptance of {kind} {draft}"):
+                        for mode, temperature in MODES.items():
+                            alphas[label][mode] += acceptance(target, models, texts[mode], temperature).values()
+                    record = run.draft_record(draft)
+                    used[label].append({**record.account, "seconds": record.seconds, "settings": asdict(variant)})
+                    write_table(folder / "ablation.md", table(alphas, used, length), console)
+    return folder
 
 
-def table(alphas: Mapping[str, Alphas], used: Mapping[str, Sequence[Row]]) -> list[Row]:
-    """Returns a row for each measured draft: α, gains over the first draft, and what the training of a seed took."""
+def _of_kind(settings: AblateSettings, kind: StudentKind) -> AblateSettings:
+    """Returns the settings with another kind of student, in a folder of its own; all blocks draft as many tokens."""
+    size = settings.student.block.size - (kind == "dspark")
+    student = replace(settings.student, kind=kind, block=replace(settings.student.block, size=size))
+    made = replace(settings, student=student, output_dir=str(Path(settings.output_dir) / settings.name), name=kind)
+    made.validate()
+    return made
+
+
+def table(alphas: Mapping[str, Alphas], used: Mapping[str, Sequence[Row]], length: int | None = None) -> list[Row]:
+    """Returns a row for each measured draft: α, gains over the first draft, and what the training of a seed took.
+
+    Accepted lengths are of drafts of `length` tokens: see `offline_accepted_length`.
+    """
     first, *_ = alphas.values()
+    gains_of = GAINS | {"length_gain": ("sampled", partial(paired_lengths, draft_length=length))}
     rows = []
     for name, accounts in used.items():
         if not accounts:
@@ -113,10 +150,12 @@ def table(alphas: Mapping[str, Alphas], used: Mapping[str, Sequence[Row]]) -> li
         mean = _mean([depths[0] for depths in sampled])
         row = accounts[0] | {"name": name, "seeds": len(accounts), "offline_alpha": mean.mean}
         row["offline_alpha_se"] = None if math.isnan(mean.se) else mean.se
-        row["offline_accepted_length"] = statistics.fmean(map(offline_accepted_length, sampled))
+        for key, mode in (("offline_accepted_length", "sampled"), ("greedy_accepted_length", "greedy")):
+            row[key] = statistics.fmean(offline_accepted_length(depths, length) for depths in alphas[name][mode])
+        row["alpha_by_position"] = [_mean(each).mean for each in zip(*sampled)]
         for key in ("optimiser_steps", "teacher_tokens", "seconds"):
             row[key] = statistics.fmean(account[key] for account in accounts)
-        for key, (mode, compare) in GAINS.items() if alphas[name] is not first else ():
+        for key, (mode, compare) in gains_of.items() if alphas[name] is not first else ():
             before, after = first[mode][: len(accounts)], alphas[name][mode]
             gains = [compare(x, y)["difference"] for x, y in zip(before, after)]
             se_texts = compare(*([_mean(by_depth) for by_depth in zip(*each)] for each in (before, after)))["se"]

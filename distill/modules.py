@@ -231,7 +231,7 @@ class DistillModule(TrainingModule):
     """DistillSpec; with a reference, AdaSPEC. The best checkpoint has the draft's largest ``monitor``.
 
     The loss is Σ w·D(p, q) over the chosen rows, divided by their number. EAGLE-1 adds the distance of its states from
-    the target's, DSpark the cross-entropy of its confidences.
+    the target's, DSpark the cross-entropy of its confidences, other block heads the losses of their scorers.
 
     Args:
         draft: Makes rows of batches; its model is trained.
@@ -269,6 +269,9 @@ class DistillModule(TrainingModule):
         metrics, compiled = self.logs_this_step or rows.confidence is not None, rows.hidden.is_cuda
         total, measured = chunked_loss(rows, divergence, chosen, metrics=metrics, compiled=compiled)
         loss = total / max(1, count)
+        if rows.further is not None:
+            more, _ = chunked_loss(rows.further, divergence, metrics=False, compiled=compiled)
+            loss = loss + more / max(1, rows.count)
         if rows.distance is not None:
             loss = loss + rows.distance.sum() / max(1, rows.count)
         if rows.confidence is not None:

@@ -55,13 +55,13 @@ def collect_blocks(target: PreTrainedModel, head: BlockHead, texts: Sequence[Tex
         features = torch.cat([states.hidden_states[layer] for layer in head.captured_layers], -1)
         anchors = torch.arange(start - 1, len(ids) - n, device=tokens.device)[None]
         embeds = functional.embedding(head.tokens(tokens[0, anchors[0]], n), table)[None]
-        hidden = head(embeds, features, anchors)[0]
+        slots = head(embeds, features, anchors)
         at = anchors[0, :, None] + torch.arange(n, device=tokens.device)
-        rows, odds = head.conditions(hidden, tokens[0, at])
+        drafted, odds = head.logits(slots, tokens[0, head.before(anchors[0], embeds.shape[2])], weight, table)
+        drafted, hidden = drafted.transpose(0, 1).flatten(0, 1), head.drafting(slots.states)
         read = at.T.flatten()  # slot by slot
         places = [(text, place) for place in read.tolist()]
         p = mode.probabilities(output(states.last_hidden_state[0, read]), places)
-        drafted = head.logits(rows.transpose(0, 1).flatten(0, 1), weight)
         if kept is not None:
             drafted = drafted.new_full(p.shape, -torch.inf).index_copy(1, kept, drafted)
         q, written = mode.probabilities(drafted, places), tokens[0, read + 1].cpu()

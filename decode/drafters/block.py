@@ -1,4 +1,4 @@
-"""A block head drafts a chain from one forward (DFlash, DSpark)."""
+"""A block head drafts a chain from one forward (DFlash and its descendants)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from decode.core.draft import Draft
 from decode.core.sampling import LogitsWarper
 from decode.drafters.base import DraftRequest
 from decode.drafters.model import Drafting, HeadDrafter, ModelState
-from decode.models.api import Model, Out
-from decode.models.heads.block import BlockRunner
+from decode.models.api import Model
+from decode.models.heads.block_runner import BlockRunner
 
 
 class BlockDrafter(HeadDrafter):
     """Drafts a chain: the likeliest tokens, as engines serve such heads, or with `sample` tokens drawn from q.
 
     The likeliest tokens are a deterministic draft, which exact rules accept with the target's probability. Drawn ones
-    come from q with the Markov bias of the token that was really drawn, which a selector restricts to the candidates of
-    each slot; without a Markov head all slots are drawn independently, so that their tokens need not fit together.
+    come from q given the tokens that were really drawn, which is 0 of ids that are no candidates where a scorer chooses
+    among these; without a scorer all slots are drawn independently, so that their tokens need not fit together.
     """
 
     runner: BlockRunner
@@ -32,8 +32,8 @@ class BlockDrafter(HeadDrafter):
     def _read_text(self, state: ModelState, ids: list[int]) -> None:
         self.runner.read([state.cache])
 
-    def read(self, caches: list[Any], feeds: list[Any]) -> list[Out]:
-        """The outputs of a block for each sequence."""
+    def read(self, caches: list[Any], feeds: list[Any]) -> list[Any]:
+        """The `Block` of each sequence."""
         return self.runner.draft(caches, *zip(*feeds))
 
     def unread(self, request: DraftRequest) -> Tensor:
@@ -45,17 +45,17 @@ class BlockDrafter(HeadDrafter):
         runner, limit, watched = self.runner, self.limit(request), request.stop.confidence is not None
         if limit < 1:
             return Draft.empty()
-        out = yield request.ids[-1], limit
+        out: Any = yield request.ids[-2:], limit
         certain = self.warp.greedy or not self.sample
-        at_once = certain and (runner.bias is None or runner.head.candidates > 0)
+        at_once = certain and (not runner.head.conditional or runner.head.candidates > 0)
         if at_once and not (watched or self.warp.needs_prefix or request.keep_logits):
-            return Draft.chain(runner.likeliest(out, request.ids[-1]))
-        choosing, slot = super().drafting(request), 0
+            return Draft.chain(runner.likeliest(out))
+        choosing, path = super().drafting(request), list[Tensor]()
         made = None
         while True:
             try:
-                token = choosing.send(made)  # type: ignore[arg-type]
+                path.append(choosing.send(made).view(1))  # type: ignore[arg-type]
             except StopIteration as end:
                 return end.value
-            made = runner.condition(out, slot, token, greedy=certain if watched else None)
-            made.logits, slot = runner.expand(made.logits), slot + 1
+            made = runner.condition(out, torch.cat(path)[1:], greedy=certain if watched else None)
+            made.logits = runner.expand(made.logits)

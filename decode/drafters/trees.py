@@ -19,7 +19,7 @@ from decode.drafters.base import DraftRequest
 from decode.drafters.block import BlockDrafter
 from decode.drafters.model import Drafting, FeatureDrafter, HeadDrafter
 from decode.models.api import Model, Out
-from decode.models.heads.block import BlockRunner
+from decode.models.heads.block_runner import BlockRunner
 from decode.models.heads.runner import HeadRunner, Level
 
 
@@ -134,18 +134,21 @@ class BlockTreeDrafter(TreeDrafter, BlockDrafter):
         runner, limit = self.runner, self.limit(request)
         if limit < 1:
             return Draft.empty()
-        out = yield request.ids[-1], limit
+        out: Any = yield request.ids[-2:], limit
         tree, heap, kept = Candidates(self.threshold), list[tuple[float, int]](), list[int]()
         depths = {-1: 0}
-        # without a Markov head a slot's tokens are the same whatever stands before them
-        apart = None if runner.bias is not None else self._children(out.logits, runner.draft_ids)
+        # without a scorer a slot's tokens are the same whatever stands before them
+        apart = None if runner.head.conditional else self._children(out.logits, runner.draft_ids)
+        paths: dict[int, list[int]] = {-1: []}
 
-        def expand(node: int, token: int) -> None:
+        def expand(node: int) -> None:
             """Add the children of a node."""
             slot = depths[node]
             if apart is None:
-                before = torch.tensor(token, device=runner.device)
-                conditioned = runner.condition(out, slot, before)
+                if node >= 0:
+                    paths[node] = [*paths[tree.parents[node]], tree.tokens[node]]
+                path = torch.tensor(paths[node], dtype=torch.long, device=runner.device)
+                conditioned = runner.condition(out, path)
                 (tokens,), (values,) = self._children(conditioned.logits, runner.draft_ids)
             else:
                 tokens, values = apart[0][slot], apart[1][slot]
@@ -153,10 +156,10 @@ class BlockTreeDrafter(TreeDrafter, BlockDrafter):
                 heappush(heap, (-tree.scores[child], child))
                 depths[child] = slot + 1
 
-        expand(-1, request.ids[-1])
+        expand(-1)
         while heap and len(kept) < self.nodes:
             _, node = heappop(heap)
             kept.append(node)
             if depths[node] < limit and len(kept) < self.nodes:
-                expand(node, tree.tokens[node])
+                expand(node)
         return tree.draft(kept)

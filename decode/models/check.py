@@ -17,7 +17,8 @@ from decode.errors import UserError, first_line
 from decode.models.api import Model, Read
 from decode.models.fast.forward import FastRunner, fast_runner
 from decode.models.fast.layout import supports
-from decode.models.heads.block import BlockHead, BlockRunner
+from decode.models.heads.block import BlockHead
+from decode.models.heads.block_runner import BlockRunner
 from decode.models.heads.eagle import DraftHead, FeatureHead
 from decode.models.heads.mtp import MtpHead, MtpRunner
 from decode.models.heads.runner import HeadRunner

@@ -252,8 +252,8 @@ class Settings:
             (not names, "drafts", "expected at least one, such as drafts: [{name: distillspec}]"),
             (self.export.choose not in ("best", *names), "export.choose", f"expected best or one of {names}"),
             (head and student.steps < 1, "student.block.size", "which leaves no token to draft: raise it to 2 or more"),
-            (kind == "dflash" and student.block.markov_rank, "student.block.markov_rank", "and only dspark and "
-             "dflash2 have a bias by the token before: set it to null"),
+            (kind == "dflash" and student.block.markov_rank, "student.block.markov_rank", "and a dflash head "
+             "scores no token by those before: set it to null"),
             (student.is_block and (student.block.window or size) < size, "student.block.window", f"and a block of "
              f"{size} slots has to fit into it"),
             (kind == "mtp" and student.draft_vocab, "student.draft_vocab", "and mtp drafts all tokens: set it to null"),

@@ -20,10 +20,12 @@ Precision = Literal[
 Signal = Literal["auto", "hidden", "topk", "online", "vllm"]
 Split = Literal["train", "validation", "test"]
 StudentKind = Literal[
-    "scratch", "finetune", "lora", "as_is", "cut", "eagle", "eagle3", "dflash", "dspark", "dflash2", "mtp"
+    "scratch", "finetune", "lora", "as_is", "cut", "eagle", "eagle3", "dflash", "dspark", "dflash2", "xpress",
+    "lilicorr", "mtp",
 ]  # fmt: skip
 
-HEADS = ("eagle", "eagle3", "dflash", "dspark", "dflash2", "mtp")
+BLOCKS = ("dflash", "dspark", "dflash2", "xpress", "lilicorr")
+HEADS = ("eagle", "eagle3", *BLOCKS, "mtp")
 """Kinds of students that are heads on the target's hidden states."""
 SHARDED = ("fsdp",)
 """Strategies that spread a model's weights over devices."""

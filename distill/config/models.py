@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, cast
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from decode.errors import UserError
-from distill.config.base import HEADS, StudentKind, Values, refuse
+from distill.config.base import BLOCKS, HEADS, StudentKind, Values, refuse
 
 
 @dataclass
@@ -144,7 +144,7 @@ class TargetSettings(ModelSettings):
 
 @dataclass
 class BlockSettings:
-    """Shape and training of a block head (student.kind dflash, dspark or dflash2)."""
+    """Shape and training of a block head (student.kind dflash, dspark, dflash2, xpress or lilicorr)."""
 
     layers: PositiveInt = 2
     """Decoder layers. Published heads have 5; they are read once a block, so that a few more cost little."""
@@ -155,7 +155,7 @@ class BlockSettings:
     anchors: PositiveInt = 32
     """Blocks of a text that are trained at a step, drawn anew each time. Published: 512 for long texts."""
     markov_rank: PositiveInt | None = None
-    """dspark and dflash2: rank of the bias by the token before. null: 64. Published: 256."""
+    """Rank of what scores tokens by those before, of lilicorr its width. null: 64. Published: 256, of lilicorr 1024."""
     window: PositiveInt | None = None
     """Tokens that a slot sees, itself included, at least a block. null: all. SGLang does not read it."""
     causal: bool = False
@@ -166,12 +166,13 @@ class BlockSettings:
 class StudentSettings(ModelSettings):
     """What every draft starts from: a language model of any kind, or a head on the target's hidden states.
 
-    Of a head, model names one to start from, ours or a published one: of its kind, or dflash for dspark and dflash2.
+    Of a head, model names one to start from, ours or a published one: of its kind, or dflash for dspark,
+    dflash2 and xpress.
     """
 
     kind: StudentKind = "scratch"
     """A language model (scratch to cut) or a head: eagle (on the target's last state), eagle3 (on three), dflash
-    (drafts a block), dspark, dflash2 (a block whose tokens depend on each other; dflash2 chooses among 16 ids), mtp
+    (drafts a block), dspark, dflash2, xpress, lilicorr (a block whose tokens depend on each other: docs/heads.md), mtp
     (the target's next-token layers)."""
     layers: PositiveInt | list[NonNegativeInt] = 1
     """cut: number of the target's layers that are kept, spread evenly, or a list of layers, from 0."""
@@ -191,7 +192,7 @@ class StudentSettings(ModelSettings):
     @property
     def is_block(self) -> bool:
         """Whether it is a block head."""
-        return self.kind in ("dflash", "dspark", "dflash2")
+        return self.kind in BLOCKS
 
     @property
     def decay(self) -> float:
@@ -200,7 +201,7 @@ class StudentSettings(ModelSettings):
 
     @property
     def version(self) -> int | str | None:
-        """1 or 3 of EAGLE, dflash, dspark, dflash2 or mtp; None of a language model."""
+        """1 or 3 of EAGLE, else the kind; None of a language model."""
         return {"eagle": 1, "eagle3": 3}.get(self.kind, self.kind) if self.is_head else None
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -11,8 +12,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.models.heads.block import BlockHead
+from decode.models.heads.block import BlockHead, Slots
 from decode.models.heads.block_config import block_config, mask_token
+from decode.models.heads.block_parts import RefinerHead
 from distill.config.models import StudentSettings
 from distill.data.dataset import Batch, Examples, label_mask
 from distill.drafts.eagle import head_rows
@@ -26,31 +28,37 @@ CELLS = 1 << 26
 """Most entries of an attention mask, of which each takes some ten bytes while a mask is made on a CPU."""
 
 
-RANK = 64  # of the bias by the token before, unless the settings say another one
+RANK = 64  # of a scorer, unless the settings say another one
+FREE, FREELY, UNREFINED = 3, 0.3, 0.6  # XPress: rounds on its own tokens, their weight and that of the logits before
+LATTICE = 0.25  # LiLiCorr: weight of the cross-entropy of its choice, and of the target's preference for the text
 CHUNK = 1 << 26  # most bytes of logits of all ids from which candidates are chosen at once
 IMPOSSIBLE = 40.0  # what logits of other ids are lowered by where q is measured, so that divergences stay finite
 
 
 class CandidateHead(LMHead):
-    """An output head whose second weight is a selector's, for measuring: ids that are no candidates are not drafted."""
+    """An output head for measuring a choice among candidates: other ids are not drafted.
+
+    What stands behind the states are a lattice's scores, of a selector what its second weight multiplies.
+    """
 
     count: int  # of candidates
 
     def products(self, hidden: Tensor, vocab: int) -> Tensor:
         """See `LMHead.products`."""
-        assert self.markov is not None
         width = self.linear.in_features
-        unary = LMHead.of(self.linear).products(hidden[:, :width], vocab)
+        unary, scores = LMHead.of(self.linear).products(hidden[:, :width], vocab), hidden[:, width:]
         best, kept = unary.topk(min(self.count, vocab), -1)
-        scores = best + (self.markov[kept] @ hidden[:, width:, None])[..., 0]
+        if self.markov is not None:
+            scores = best + (self.markov[kept] @ scores[..., None])[..., 0]
         return (unary - IMPOSSIBLE).scatter(1, kept, scores.to(unary.dtype))
 
 
 class BlockDraft:
     """A block head: a row for each slot of blocks that begin at some label tokens.
 
-    A selector is trained beside the divergence, which is that of the head without it, by the cross-entropy of its
-    choice among the candidates; validation measures what is drafted with it.
+    A selector and a lattice are trained beside the divergence, which is that of the head without them, by losses of
+    their choice among the candidates; validation measures what is drafted with them. A refiner is trained on the text's
+    own tokens, on its own and on none.
 
     Attributes:
         model: Is trained.
@@ -97,32 +105,132 @@ class BlockDraft:
         after = anchors[..., None] + torch.arange(drafts, device=ids.device)  # the position that each token follows
         inside = (after < time) & real[..., None]
         place = torch.arange(len(ids), device=ids.device)[:, None, None], after.clamp_max(time - 1)
-        live, before = (mask[place] & inside).cumprod(2).bool(), ids[place]
+        live = (mask[place] & inside).cumprod(2).bool()
         features = features.to(head.fc.weight.dtype)
         table = cast(Tensor, signal.embedding.weight)
-        embeds = functional.embedding(head.tokens(ids.gather(1, anchors), drafts), table)
-        states = head(embeds.detach().to(features.dtype), features, anchors)
-        states, confidence = head.conditions(states.flatten(0, 1), before.flatten(0, 1))
+        blocks = head.tokens(ids.gather(1, anchors), drafts)
+        slots = head(functional.embedding(blocks, table).detach().to(features.dtype), features, anchors)
+        earlier = head.before(anchors, blocks.shape[-1]).clamp_max(time - 1).flatten(1)
+        known = ids.gather(1, earlier).view_as(blocks).flatten(0, 1)
+        states, confidence = head.conditions(slots, known)
         kept = places(live)
-        at, slots = (mask.flatten().cumsum(0) - 1).view_as(mask)[place][live], kept % drafts
-        weight = decay(slots, drafts)
+        at, step = (mask.flatten().cumsum(0) - 1).view_as(mask)[place][live], kept % drafts
+        weight = decay(step, drafts)
         weight = weight / weight.mean()
-        output, states = signal.head, states.flatten(0, 1).index_select(0, kept)
-        hidden = states
-        if head.candidates and not selected:
-            hidden = states[:, : head.config.hidden_size]
-        elif head.markov_head is not None:
-            kind = CandidateHead if head.candidates else LMHead
-            output = kind.of(output.linear, output.scale, output.cap, head.markov_head.markov_w2.weight)
+        output, learns, narrow = signal.head, not selected and torch.is_grad_enabled(), head.config.hidden_size
+        chooses, lattice = head.candidates > 0 and head.xpress_head is None, head.lilicorr is not None
+        if selected and lattice:
+            states = torch.cat([states, lattice_scores(head, slots, known, output, table)], -1)
+        states = states.flatten(0, 1).index_select(0, kept)
+        hidden = states[:, :narrow] if chooses and not selected else states
+        if selected if chooses else head.second is not None:
+            kind = CandidateHead if chooses else LMHead
+            output = kind.of(output.linear, output.scale, output.cap, head.second)
             if isinstance(output, CandidateHead):
                 output.count = head.candidates
         if confidence is not None:
             confidence = confidence.flatten().index_select(0, kept)
-        rows = head_rows(hidden, output, target, batch, len(kept), at, slots, weight, confidence=confidence)
-        if head.candidates and not selected and torch.is_grad_enabled():
-            assert rows.weight is not None
+        rows = head_rows(hidden, output, target, batch, len(kept), at, step, weight, confidence=confidence)
+        if not learns:
+            return rows
+        assert rows.weight is not None
+        if lattice:
+            truth = functional.pad(ids, (0, drafts)).gather(1, (after + 1).flatten(1)).view_as(after).flatten(0, 1)
+            losses = lattice_loss(head, slots, truth, live.flatten(0, 1), signal.head, table, rows.target.at(at))
+            rows.distance = losses * rows.weight
+        elif chooses:
             rows.distance = selector_loss(head, states, output, rows.target, at) * rows.weight
+        elif head.xpress_head is not None:
+            free = [x.flatten(0, 1).index_select(0, kept) for x in free_rounds(head, slots, known, output)]
+            base, n = states[:, :narrow], len(kept)
+            inputs = [torch.cat([base, x], 1) for x in (*free, torch.zeros_like(free[0]))]
+            weights = torch.cat([rows.weight * (FREELY / FREE)] * FREE + [rows.weight * UNREFINED])
+            rows.further = Rows(torch.cat(inputs), output, rows.target, n, at.repeat(FREE + 1), weight=weights)
         return rows
+
+
+def free_rounds(head: BlockHead, slots: Slots, known: Tensor, output: LMHead) -> list[Tensor]:
+    """Returns what a refiner's second weight multiplies, ``[blocks, drafts, rank]``, of rounds on its own tokens.
+
+    The first round reads the likeliest tokens of the logits without it, each further one those of the one before.
+
+    Args:
+        head: The head.
+        slots: Of blocks.
+        known: The token before that of each slot in the text, of which the first, or two, are kept.
+        output: The output head with the second weight.
+    """
+    refiner, rounds, lead = cast(RefinerHead, head.xpress_head), list[Tensor](), known[:, : 2 - head.from_anchor]
+    fixed, states = refiner.fixed(slots.states), head.drafting(slots.states)
+    x = states.new_zeros(*states.shape[:2], fixed.shape[-1])
+    for _ in range(FREE):
+        with torch.no_grad():
+            rows = torch.cat([states, x], -1).flatten(0, 1)
+            best = [output.products(some, output.vocab).argmax(-1) for some in rows.split(rows_at_once(output.vocab))]
+            tokens = head.in_text(torch.cat(best).view(states.shape[:2]))
+        x = head.drafting(refiner(fixed, torch.cat([lead, tokens[:, :-1]], 1)))
+        rounds.append(x)
+    return rounds
+
+
+def rows_at_once(vocab: int) -> int:
+    """Returns of how many rows logits of all ids may be in memory."""
+    return max(64, CHUNK // (4 * vocab))
+
+
+def _of_blocks(head: BlockHead, slots: Slots, output: LMHead, *beside: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Yields a few blocks at a time, with what stands beside them."""
+    count = max(8, rows_at_once(output.vocab) // head.drafts)
+    for part in zip(*(x.split(count) for x in (slots.states, slots.context, slots.there, *beside))):
+        yield Slots(*part[:3]), *part[3:]
+
+
+@torch.no_grad()
+def lattice_scores(head: BlockHead, slots: Slots, known: Tensor, output: LMHead, table: Tensor) -> Tensor:
+    """Returns a lattice's scores of its candidates given the text, ``[blocks, drafts, k]``: see `BlockHead.walked`."""
+    made = [head.walked(output(head.drafting(some.states)), some, before, table)[1]
+            for some, before in _of_blocks(head, slots, output, known)]  # fmt: skip
+    return torch.cat(made)
+
+
+def lattice_loss(
+    head: BlockHead, slots: Slots, truth: Tensor, live: Tensor, output: LMHead, table: Tensor, target: TargetRows
+) -> Tensor:
+    """Returns a lattice's loss of every live slot, ``[rows]``; 0 from the first token of a text that is no candidate.
+
+    It is the cross-entropy of the text's token among the candidates, given the token before, and the mean over the
+    candidates, by their probabilities, of how much likelier the target finds the text's token.
+
+    Args:
+        head: The head.
+        slots: Of blocks.
+        truth: The text's token of each slot that drafts, ``[blocks, drafts]``.
+        live: Which slots count, ``[blocks, drafts]``.
+        output: The target's output head, of the ids that are drafted.
+        table: The target's embedding.
+        target: The target's distributions of the live slots.
+    """
+
+    def loss(states: Tensor, some: Slots, truth: Tensor, live: Tensor, target: TargetRows) -> Tensor:
+        kept, pairs = head.pairs(output(head.drafting(states)), replace(some, states=states), table)
+        at, there = head.places(kept, truth)
+        counts = (there & live).cumprod(1).bool()
+        before = at.roll(1, 1)[..., None, None].expand(-1, -1, 1, pairs.shape[-1])
+        scores = pairs.gather(2, before)[:, :, 0][live].float()
+        losses = functional.cross_entropy(scores, at[live], reduction="none")
+        if target.values is not None and target.ids is None:
+            with torch.no_grad():
+                log_p = target.log_probs(min(output.vocab, target.vocab)).float().gather(1, kept[live])
+                lost = (log_p.gather(1, at[live][:, None]) - log_p).relu()
+            losses = losses + (scores.softmax(-1) * lost).sum(-1)
+        return LATTICE * losses * counts[live]
+
+    losses, done = list[Tensor](), 0
+    for some, tokens, mask in _of_blocks(head, slots, output, truth, live):
+        rows = torch.arange(done, done + int(mask.sum()), device=mask.device)
+        part, done = (some.states, some, tokens, mask, target.at(rows)), done + len(rows)
+        losses.append(cast(Tensor, checkpoint(loss, *part, use_reentrant=False)))
+    return torch.cat(losses)
 
 
 def selector_loss(head: BlockHead, states: Tensor, output: LMHead, target: TargetRows, at: Tensor) -> Tensor:
@@ -137,8 +245,7 @@ def selector_loss(head: BlockHead, states: Tensor, output: LMHead, target: Targe
         target: The target's distributions of the batch's label tokens.
         at: The label token of each row.
     """
-    assert head.markov_head is not None
-    vocab, losses, second = min(output.vocab, target.vocab), list[Tensor](), head.markov_head.markov_w2.weight
+    vocab, losses, second = min(output.vocab, target.vocab), list[Tensor](), cast(Tensor, head.second)
     frozen, bias = output.linear.weight.detach(), output.linear.bias
 
     def loss(states: Tensor, ids: Tensor, label: Tensor) -> Tensor:
@@ -147,7 +254,7 @@ def selector_loss(head: BlockHead, states: Tensor, output: LMHead, target: Targe
         scores = output.finish(scores if bias is None else scores + bias[ids]).float()
         return functional.cross_entropy(scores, label, reduction="none")
 
-    for some, place in zip(*(rows.split(max(64, CHUNK // (4 * vocab))) for rows in (states, at))):
+    for some, place in zip(*(rows.split(rows_at_once(vocab)) for rows in (states, at))):
         with torch.no_grad():
             wanted, hidden = target.at(place), some[:, : frozen.shape[1]].to(frozen.dtype)
             best = wanted.log_probs(vocab).argmax(-1) if wanted.ids is None else wanted.ids[:, 0].long()

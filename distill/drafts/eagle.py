@@ -83,7 +83,7 @@ def head_rows(
     at: Tensor,
     step: Tensor,
     weight: Tensor,
-    **further: Tensor | None,
+    **beside: Tensor | None,
 ) -> Rows:
     """Returns the rows of a head, with what signal and reference say of them: see `Rows` for the values."""
     if target.head is not None and target.values is not None and len(target.values) * target.vocab * 4 <= KEPT:
@@ -91,7 +91,7 @@ def head_rows(
             target = replace(target, values=target.log_probs(target.vocab), head=None)
     weight = weight if target.learnable is None else weight * target.learnable[at]
     reference = batch[REFERENCE][at, step] if REFERENCE in batch else None
-    return Rows(hidden, head, target, count, at, step, weight, reference, **further)
+    return Rows(hidden, head, target, count, at, step, weight, reference, **beside)  # type: ignore[arg-type]
 
 
 def create(target: PreTrainedModel, version: int, draft_vocab: int | None, seed: int) -> FeatureHead:

@@ -25,6 +25,8 @@ from distill.drafts import block
 from distill.layers import decoder_layers, final_norm
 from distill.models import seeded
 
+GROWN = ("dspark", "dflash2", "xpress")  # kinds that a DFlash head can become
+
 
 def frequent(rows: Examples, count: int, vocab: int) -> tuple[Tensor, float]:
     """Returns the most frequent label tokens (FR-Spec, arXiv 2502.14856), ascending, and their share of all labels.
@@ -77,11 +79,11 @@ def start_from_head(
     """
     given = load_head(str(settings.model), target).float()
     kind, name, shape, has = settings.kind, f"the head in {settings.model}", settings.block, vars(given.config)
-    if given.version != settings.version and not (given.version == "dflash" and settings.is_block):
+    if given.version != settings.version and not (given.version == "dflash" and kind in GROWN):
         its = f"eagle{given.version}".removesuffix("1") if isinstance(given, FeatureHead) else given.version
         raise UserError(
             f"{name} is of kind {its}, from which student.kind {kind} cannot be started: that takes a head of the same "
-            "kind, dspark and dflash2 also one of kind dflash"
+            f"kind, {', '.join(GROWN)} also one of kind dflash"
         )
     told: dict[str, tuple[Any, Any]] = {}
     if settings.kind != "mtp":
@@ -105,6 +107,8 @@ def start_from_head(
     config.update(added(kind, has["hidden_size"], **block.parts(settings)))
     with torch.enable_grad(), seeded(seed):
         head = BlockHead(config)
+    if head.xpress_head is not None:
+        head.xpress_head.w2.weight.zero_()
     lacking = head.load_state_dict(given.state_dict(), strict=False).missing_keys
     return head, sorted({part for key in lacking for part in key.split(".") if part.endswith(("_head", "_conv"))})
 

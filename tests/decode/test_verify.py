@@ -33,7 +33,7 @@ from decode.core.verify import (
 from decode.drafters.model import ModelDrafter
 from decode.errors import UserError
 from decode.methods import MethodInputs, build, is_lossless
-from decode.models.heads.block import BlockRunner
+from decode.models.heads.block_runner import BlockRunner
 
 Probs = list[Fraction]
 

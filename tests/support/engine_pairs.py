@@ -93,14 +93,17 @@ def learned_block(target: Any, prompts: list[list[int]], kind: str, steps: int) 
             anchors = torch.arange(len(prompt), tokens.shape[1] - head.drafts)[None]
             if anchors.numel():
                 features = torch.cat([states[layer] for layer in head.captured_layers], -1)
-                examples.append((features, anchors, tokens[0].unfold(0, head.drafts + 1, 1)[anchors[0]]))
+                read = tokens[0].unfold(0, head.drafts + 1, 1)[anchors[0]]
+                examples.append((tokens, features, anchors, read))
     optimiser = torch.optim.Adam(head.parameters(), 5e-3)
     for _ in range(steps):
         loss = torch.zeros(())
-        for features, anchors, read in examples:
+        for tokens, features, anchors, read in examples:
             blocks = head.tokens(read[None, :, 0], head.drafts)
-            rows, _ = head.conditions(head(F.embedding(blocks, table).detach(), features, anchors)[0], read[:, :-1])
-            loss = loss + F.cross_entropy((rows @ head.outputs(output).T).flatten(0, 1), read[:, 1:].flatten())
+            slots = head(F.embedding(blocks, table).detach(), features, anchors)
+            known = tokens[0, head.before(anchors[0], blocks.shape[-1])]
+            logits, _ = head.logits(slots, known, head.outputs(output), table)
+            loss = loss + F.cross_entropy(logits.flatten(0, 1).clamp_min(-40.0), read[:, 1:].flatten())
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()

@@ -6,16 +6,16 @@ sliding layers of those within the window. Slot k predicts token p + k + 1 where
 token p + k, and slot 0 predicts nothing. Embedding and output head are the target's own. DSpark adds a low-rank bias by
 the token before (Markov head), and an estimate of each token's acceptance (confidence head). DFlash 2 adds convolutions
 over the slots, and a bias like DSpark's for the likeliest ids of each slot, which alone can be drafted (selector).
-Parameters are named as in the published checkpoints, but that the selector is a kind of Markov head here.
+XPress and LiLiCorr have other scorers: see `decode.models.heads.block_parts`. Parameters are named as in the published
+checkpoints, but that the selector is a kind of Markov head here.
 
-`BlockHead` is the network; its `forward` reads many blocks of texts in training, `BlockRunner` one a text in decoding.
+`BlockHead.forward` reads many blocks of texts in training; `decode.models.heads.block_runner` one a text in decoding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from types import SimpleNamespace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -24,89 +24,24 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from decode.core.sampling import argmax
-from decode.core.stop import probability
 from decode.errors import UserError
-from decode.models.api import PIECE, Out, joined
-from decode.models.fast.cache import NewTokens, Views
-from decode.models.fast.forward import FastForward, Placed
-from decode.models.fast.layout import Kind, Layer
-from decode.models.fast.weights import Function, Linear, norm
 from decode.models.heads.block_config import BLOCK_ARCHITECTURES
+from decode.models.heads.block_parts import (
+    BlockConv,
+    ConfidenceHead,
+    LatticeHead,
+    MarkovHead,
+    RefinerHead,
+    convolved,
+    top_log_probs,
+)
 from decode.models.heads.eagle import DraftHead, HeadLayer, RMSNorm, Rotation, output_head
-from decode.models.heads.runner import DraftHeadRunner, FeatureRow
 
-NAMES = {"dflash": "DFlash", "dspark": "DSpark", "dflash2": "DFlash 2"}
+NAMES = {"dflash": "DFlash", "dspark": "DSpark", "dflash2": "DFlash 2", "xpress": "XPress", "lilicorr": "LiLiCorr"}
+
+PASSES = 6  # of a refiner, as published
 
 # -- the network -------------------------------------------------------------------------------------------------------
-
-
-class MarkovHead(nn.Module):
-    """A bias of the logits by the token before: W2·m, with m = W1[x] (DSpark, section 3), of a selector P h ⊙ W1[x]."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        rank = config.markov_rank
-        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
-        nn.init.zeros_(self.markov_w2.weight)
-        selects = getattr(config, "candidates", 0)
-        self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False) if selects else None
-
-    def forward(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """m ``[.., rank]`` from states ``[.., width]`` and W1's rows ``[.., rank]`` of the tokens before."""
-        return before if self.hidden_projection is None else self.hidden_projection(hidden) * before
-
-
-class ConfidenceHead(nn.Module):
-    """The log-odds that a drafted token is accepted, from h or [h; W1[x]] of its slot and the token before."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(width, 1)
-
-    def forward(self, states: Tensor) -> Tensor:
-        """``[.., width]``, or more elements of which only these are read, to ``[..]``."""
-        return self.proj(states[..., : self.proj.in_features]).squeeze(-1)
-
-
-class BlockConv(nn.Module):
-    """Convolutions over the slots of a block, before and after a sublayer; new ones change nothing (DFlash 2).
-
-    In slot k, channel c of the slot i before it is weighed by base[side, i, c] + (W x_k)[side, i, ⌊c / group⌋], with x
-    what the sublayer would read.
-    """
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        taps, width, self.group = config.conv_kernel_size, config.hidden_size, config.conv_group_size
-        base = torch.zeros(2, taps, width)
-        base[:, 0] = 1
-        self.base_kernel = nn.Parameter(base)
-        self.kernel_projection = nn.Linear(width, 2 * taps * (width // self.group), bias=False)
-        nn.init.zeros_(self.kernel_projection.weight)
-
-
-def convolved(conv: Any, x: Tensor, slots: Tensor | None, sublayer: Function) -> Tensor:
-    """A sublayer (attention or MLP, without the residual) of ``x [.., n, width]`` between its convolutions, if any.
-
-    ``slots [n]`` is the place of each row in its block; None: the rows are one block.
-    """
-    if conv is None:
-        return sublayer(x)
-    made = conv.kernel_projection(x).unflatten(-1, (*conv.base_kernel.shape[:2], -1, 1))
-    before, after = (conv.base_kernel.unflatten(-1, (-1, conv.group)) + made).flatten(-2).unbind(-3)
-    return _convolve(sublayer(_convolve(x, before, slots)), after, slots)
-
-
-def _convolve(x: Tensor, kernel: Tensor, slots: Tensor | None) -> Tensor:
-    """The sum of the slots before each of ``x [.., n, width]``, weighed by a kernel ``[.., n, taps, width]``."""
-    first, *rest = kernel.unbind(-2)
-    total = first * x
-    for i, weight in enumerate(rest[: x.shape[-2] - 1], 1):
-        before = F.pad(x, (0, 0, i, -i))
-        total = torch.addcmul(total, weight, before if slots is None else before * (slots >= i)[:, None])
-    return total
 
 
 class BlockLayer(HeadLayer):
@@ -142,17 +77,33 @@ class BlockLayer(HeadLayer):
         return x + convolved(self.mlp_conv, norms[1](x), slots, self.mlp)
 
 
-class BlockHead(DraftHead):
-    """A DFlash, DSpark or DFlash 2 head, without the embedding and the output head, which are the target's.
+@dataclass
+class Slots:
+    """What the layers make of blocks.
 
     Attributes:
-        version: ``dflash``, ``dspark`` or ``dflash2``, the format that it is saved in.
+        states: of all slots, after the final norm, ``[blocks, slots, width]``.
+        context: the normed features of the token before each anchor, ``[blocks, width]``.
+        there: whether there is such a token, ``[blocks]``.
+    """
+
+    states: Tensor
+    context: Tensor
+    there: Tensor
+
+
+class BlockHead(DraftHead):
+    """A block head, without the embedding and the output head, which are the target's.
+
+    Attributes:
+        version: of `BLOCK_ARCHITECTURES`, the format that it is saved in.
         block: slots of a block, the anchor's included.
         from_anchor: slot 0 predicts the token after the anchor.
         drafts: tokens that a block drafts at most.
         mask_id: the token in all slots but the first.
         kinds: window and causality of each layer: see `BlockLayer`.
         candidates: the likeliest ids of a slot, among which its token is chosen. 0: all ids.
+        passes: of a refiner, at most; each reads the tokens that the one before it chose in all slots.
         temperatures: by which the confidence's log-odds at each position are divided in greedy decoding (STS); empty:
             not calibrated.
         sampled_temperatures: the same at temperature 1.
@@ -169,7 +120,9 @@ class BlockHead(DraftHead):
         self.block, self.mask_id = int(fields["block_size"]), int(fields["mask_token_id"])
         self.from_anchor = bool(fields["sample_from_anchor"])
         self.drafts = self.block - (not self.from_anchor)
-        self.candidates = min(int(fields.get("candidates") or 0), config.draft_vocab_size)
+        refines, self.passes = self.version == "xpress", int(fields.get("xpress_num_passes") or PASSES)
+        self.candidates = int(fields.get("candidates") or 0) or (config.draft_vocab_size if refines else 0)
+        self.candidates = min(self.candidates, config.draft_vocab_size)
         self.temperatures: list[float] = list(fields.get("confidence_temperatures") or ())
         self.sampled_temperatures: list[float] = list(
             fields.get("confidence_sampled_temperatures") or self.temperatures
@@ -181,7 +134,10 @@ class BlockHead(DraftHead):
         self.layers, self.kinds = nn.ModuleList(layers), [(layer.window, layer.causal) for layer in layers]
         if (window := config.sliding_window or self.block) < self.block:  # which engines read in different ways
             raise UserError(f"a window of {window} tokens is shorter than a block of {self.block} slots: widen it")
-        self.markov_head = MarkovHead(config) if fields.get("markov_rank") else None
+        self.xpress_head = RefinerHead(config) if refines else None
+        self.lilicorr = LatticeHead(config) if self.version == "lilicorr" else None
+        other = refines or self.lilicorr is not None
+        self.markov_head = MarkovHead(config) if fields.get("markov_rank") and not other else None
         self.confidence_head: ConfidenceHead | None = None
         if fields.get("enable_confidence_head"):
             extra = config.markov_rank if fields.get("confidence_head_with_markov") else 0
@@ -189,8 +145,21 @@ class BlockHead(DraftHead):
         if self.reduced:
             self._add_tables()
 
+    @property
+    def second(self) -> Tensor | None:
+        """The weight ``[draft vocab, rank]`` by which a scorer adds to the logits; None: there is none."""
+        linear = self.get_output_embeddings()
+        return None if linear is None else cast(Tensor, linear.weight)
+
+    @property
+    def conditional(self) -> bool:
+        """Whether the logits of a slot depend on the tokens before it."""
+        return self.second is not None or self.lilicorr is not None
+
     def get_output_embeddings(self) -> nn.Module | None:
-        """The weight that makes logits, which optimisers treat as they do output heads."""
+        """The layer of `second`, which optimisers treat as they do output heads."""
+        if self.xpress_head is not None:
+            return self.xpress_head.w2
         return None if self.markov_head is None else self.markov_head.markov_w2
 
     def tokens(self, anchors: Tensor, drafts: int) -> Tensor:
@@ -203,8 +172,16 @@ class BlockHead(DraftHead):
         """Of the slots of blocks ``[.., slots, width]`` those that draft."""
         return states if self.from_anchor else states[..., 1:, :]
 
-    def forward(self, embeds: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
-        """States of blocks at any positions of texts, each as if it were alone.
+    def before(self, anchors: Tensor, slots: int) -> Tensor:
+        """The positions ``[.., slots]`` of the tokens before those of a block's slots; a text's first is its own.
+
+        A slot's token is the one that it predicts, of slot 0 otherwise the anchor.
+        """
+        first = anchors[..., None] - int(not self.from_anchor)
+        return (first + torch.arange(slots, device=anchors.device)).clamp_min(0)
+
+    def forward(self, embeds: Tensor, features: Tensor, anchors: Tensor) -> Slots:
+        """Blocks at any positions of texts, each as if it were alone.
 
         Args:
             embeds: of the blocks' tokens, ``[batch, blocks, slots, width]``.
@@ -212,7 +189,7 @@ class BlockHead(DraftHead):
             anchors: positions of the blocks, ``[batch, blocks]``; a block sees the features before it.
 
         Returns:
-            ``[batch, blocks, drafts, width]``, after the final norm.
+            Of the blocks of all texts one after the other.
         """
         (batch, blocks, slots), time, device = embeds.shape[:3], features.shape[1], anchors.device
         places = (anchors[..., None] + torch.arange(slots, device=device)).flatten(1)
@@ -222,38 +199,98 @@ class BlockHead(DraftHead):
         attend = {kind: block_attention(anchors, slots, time, *kind) for kind in set(self.kinds)}
         for layer, kind in zip(self.layers, self.kinds):
             x = layer(x, context, rotation, attend[kind], number)
-        return self.drafting(self.norm(x).unflatten(1, (blocks, slots)))
+        text = torch.arange(batch, device=device)[:, None]
+        last = context[text, (anchors - 1).clamp_min(0)].flatten(0, 1)
+        return Slots(self.norm(x).unflatten(1, (blocks, slots)).flatten(0, 1), last, anchors.flatten() > 0)
 
-    def conditions(self, states: Tensor, before: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the tokens before add to states ``[blocks, drafts, width]``, by teacher forcing.
+    def conditions(self, slots: Slots, before: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the tokens before add to the states of the slots that draft, by teacher forcing.
 
         Args:
-            states: of the slots that draft.
-            before: the token before each drafted one, ``[blocks, drafts]``; the first is the anchor.
+            slots: of blocks.
+            before: the token before that of each slot, ``[blocks, slots]``: see `before`.
 
         Returns:
-            The states, with m of the Markov head behind them, to be read by `logits`; and the confidence's log-odds,
-            ``[blocks, drafts]``, where there is a confidence head.
+            The states ``[blocks, drafts, width]``, and behind them what `second` multiplies, to be read by `logits`;
+            and the confidence's log-odds, ``[blocks, drafts]``, where there is a confidence head.
         """
-        inputs = states
+        states = inputs = self.drafting(slots.states)
         if self.markov_head is not None:
-            rows = self.markov_head.markov_w1(before)
+            rows = self.markov_head.markov_w1(before[:, -states.shape[1] :])
             inputs = torch.cat([states, rows], -1)
             states = torch.cat([states, self.markov_head(states, rows)], -1)
+        elif self.xpress_head is not None:
+            x = self.xpress_head(self.xpress_head.fixed(slots.states), before)
+            states = torch.cat([states, self.drafting(x)], -1)
         return states, None if self.confidence_head is None else self.confidence_head(inputs)
 
     def outputs(self, head: Any) -> Tensor:
         """The weight ``[draft vocab, ..]`` that `logits` takes; `head`: the target's."""
         weight: Tensor = head.weight.detach()
-        return weight if self.markov_head is None else torch.cat([weight, self.markov_head.markov_w2.weight], 1)
+        return weight if self.second is None else torch.cat([weight, self.second], 1)
 
-    def logits(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """Logits ``[.., draft vocab]`` of what `conditions` returns, −∞ of ids that are no candidates."""
-        logits, width = rows @ weight.T, self.config.hidden_size
+    def logits(self, slots: Slots, before: Tensor, weight: Tensor, table: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What is drafted by teacher forcing.
+
+        Args:
+            slots: of blocks.
+            before: see `conditions`.
+            weight: of `outputs`.
+            table: the target's embedding.
+
+        Returns:
+            Logits ``[blocks, drafts, draft vocab]``, −∞ of ids that are no candidates, and the confidence's log-odds.
+        """
+        (rows, confidence), width = self.conditions(slots, before), self.config.hidden_size
+        logits = rows @ weight.T
         if not self.candidates:
-            return logits
-        kept = (rows[..., :width] @ weight[:, :width].T).topk(self.candidates, -1).indices
-        return torch.full_like(logits, -torch.inf).scatter(-1, kept, logits.gather(-1, kept))
+            return logits, confidence
+        if self.lilicorr is not None:
+            kept, scores = self.walked(logits, slots, before, table)
+        else:
+            kept = (rows[..., :width] @ weight[:, :width].T).topk(self.candidates, -1).indices
+            scores = logits.gather(-1, kept)
+        return torch.full_like(logits, -torch.inf).scatter(-1, kept, scores.to(logits.dtype)), confidence
+
+    def pairs(self, unary: Tensor, slots: Slots, table: Tensor) -> tuple[Tensor, Tensor]:
+        """A lattice's candidates, and their scores given each candidate of the slot before.
+
+        Args:
+            unary: logits of the slots that draft, ``[blocks, drafts, draft vocab]``.
+            slots: of which the last ones draft.
+            table: the target's embedding.
+
+        Returns:
+            Ids of the draft vocabulary ``[blocks, drafts, k]``, and scores ``[blocks, drafts, k, k]``.
+        """
+        assert self.lilicorr is not None
+        known, kept = top_log_probs(unary, self.candidates)
+        states = slots.states[:, -kept.shape[1] :]
+        embeds = F.embedding(self.in_text(kept), table).to(states.dtype)
+        return kept, self.lilicorr(embeds, known, states, slots.context, slots.there)
+
+    def in_text(self, ids: Tensor) -> Tensor:
+        """Ids of the draft vocabulary as the target's."""
+        known = self.draft_ids()
+        return ids if known is None else known[ids]
+
+    def places(self, kept: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of its slot's candidates ``kept [blocks, drafts, k]`` each of ``known [blocks, drafts]`` is.
+
+        Returns:
+            The place, 0 of a token that is none, and whether it is one; both ``[blocks, drafts]``.
+        """
+        match = self.in_text(kept) == known[..., None]
+        return match.int().argmax(-1), match.any(-1)
+
+    def walked(self, unary: Tensor, slots: Slots, before: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        """A lattice's candidates and their scores by teacher forcing, ``[blocks, drafts, k]``: see `pairs`.
+
+        After a token that was no candidate, which no draft holds, they are those after the likeliest one.
+        """
+        kept, scores = self.pairs(unary, slots, table)
+        at, _ = self.places(kept.roll(1, 1), before[:, -kept.shape[1] :])  # of the first all rows are alike
+        return kept, scores.gather(2, at[..., None, None].expand(-1, -1, 1, scores.shape[-1]))[:, :, 0]
 
     @torch.no_grad()
     def teacher_forced(self, model: PreTrainedModel, tokens: Tensor, features: Tensor, depth: int) -> list[Tensor]:
@@ -271,11 +308,12 @@ class BlockHead(DraftHead):
         depth, table = min(depth, self.drafts), model.get_input_embeddings().weight
         weight, parts = self.outputs(output_head(model, self.draft_ids())), []
         every = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        before = F.pad(tokens, (0, depth)).unfold(1, depth, 1)[:, :-1]
-        for places, anchors, known in zip(*(x.split(64, 1) for x in (every, tokens, before))):  # few scores in memory
-            states = self(F.embedding(self.tokens(anchors, depth), table), features, places)
-            rows, _ = self.conditions(states.flatten(0, 1), known.flatten(0, 1))
-            parts.append(self.logits(rows, weight).unflatten(0, places.shape))
+        for places, anchors in zip(*(x.split(64, 1) for x in (every, tokens))):  # few scores in memory
+            blocks = self.tokens(anchors, depth)
+            slots = self(F.embedding(blocks, table), features, places)
+            at = self.before(places, blocks.shape[-1]).clamp_max(tokens.shape[1] - 1)
+            known = tokens.gather(1, at.flatten(1)).view_as(blocks).flatten(0, 1)
+            parts.append(self.logits(slots, known, weight, table)[0].unflatten(0, places.shape))
         return list(torch.cat(parts, 1).unbind(2))
 
 
@@ -312,171 +350,3 @@ def block_attention(anchors: Tensor, slots: int, time: int, window: int | None =
     at = torch.arange(time + count, device=anchors.device)
     visible = seen(torch.arange(batch)[:, None, None], at, at[None, :count, None], at[None, None])[:, None]
     return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
-
-
-# -- decoding ----------------------------------------------------------------------------------------------------------
-
-
-class BlockRunner(DraftHeadRunner):
-    """Drafts blocks after sequences.
-
-    The cache of a sequence holds keys and values that the head made of the target's features; they are never rolled
-    back. A feature passes no layer: every layer's keys and values are linear maps of it, all computed by one product.
-    """
-
-    head: BlockHead
-
-    @torch.no_grad()
-    def __init__(self, head: BlockHead, target: PreTrainedModel, pack: str = "off") -> None:
-        layers: list[Any] = list(head.layers)
-        name = f"the {NAMES[str(head.version)]} head"
-        super().__init__(head, target, layers, pack, name, "a block head drafts blocks")
-        make, kv_heads, d = self.make, self.shape.kv_heads, self.shape.width
-        attention: list[Any] = [layer.self_attn for layer in layers]
-        # elements of a head in the order of `FastForward`'s rotation
-        order = torch.arange(d).view(2, -1).T.flatten() if self.shape.tuned else torch.arange(d)
-        rows = torch.arange(kv_heads * d).view(-1, d)[:, order].flatten()
-        parts = [weight for layer in attention for weight in (layer.k_proj.weight[rows], layer.v_proj.weight)]
-        self.norms = torch.stack([layer.k_norm.weight[order] for layer in attention])
-        self.fuse = make(head.fc.weight)
-        self.norm_context = norm(head.hidden_norm)
-        self.context = make(torch.cat(parts))
-        self.bias: Linear | None = None
-        if head.markov_head is not None:  # of which a selector reads single rows
-            self.bias = (Linear if head.candidates else make)(head.markov_head.markov_w2.weight)
-        self.convs = [
-            tuple(map(self._conv, (layer.attention_conv, layer.mlp_conv), (read.norm1, read.norm2)))
-            for layer, read in zip(layers, self.network.layers)
-        ]
-        of_layers, self.causal = map(list, zip(*head.kinds))
-        windows, weights = [*dict.fromkeys(of_layers)], self.network.weights
-        if windows != [None]:
-            weights.kinds = list(map(Kind, windows))
-            for window, read in zip(of_layers, weights.layers):
-                read.kind = windows.index(window)
-            self.network = FastForward(weights, head.rotary)
-        self.packing = make.sentence()
-
-    def _conv(self, conv: Any, before: Any) -> Any:
-        """A convolution as `convolved` reads it, after a norm whose scale the following projections may hold."""
-        if conv is None:
-            return None
-        weight = conv.kernel_projection.weight * (before.scale if getattr(before, "folded", False) else 1)
-        return SimpleNamespace(base_kernel=conv.base_kernel, group=conv.group, kernel_projection=self.make(weight))
-
-    def new_cache(self) -> FeatureRow:
-        """See `Model.new_cache`."""
-        made: FeatureRow = self.network.cache.new_row(FeatureRow, self.queue())
-        return made
-
-    def remaining(self, ids: Sequence[int]) -> int:
-        """See `Model.remaining`; no more than a block drafts."""
-        return min(self.head.drafts, self.limit - len(ids) + self.head.from_anchor)
-
-    def read(self, caches: Sequence[FeatureRow]) -> None:
-        """Read the features that wait, a piece of each sequence at a time."""
-        network, shape = self.network, self.shape
-        kv_heads, d = shape.kv_heads, shape.width
-        while waiting := [cache for cache in caches if len(cache.unread)]:
-            new = [NewTokens(cache, cache.length, min(PIECE, len(cache.unread))) for cache in waiting]
-            factors = network.place(new).rotary[0]
-            features = joined([text.cache.unread.take(text.count) for text in new])
-            made = self.context(self.norm_context(self.fuse(features)))
-            made = made.view(len(made), len(network.layers), 2 * kv_heads, d)
-            keys = made[:, :, :kv_heads]
-            keys.copy_(F.rms_norm(keys, (d,), eps=self.head.config.rms_norm_eps) * self.norms[:, None])
-            if shape.tuned:  # the factors of values are 1
-                torch.view_as_complex(made.view(*made.shape[:2], -1, 2)).mul_(factors[:, None, -kv_heads * d :])
-            else:
-                rolled = keys.roll(d // 2, -1)
-                cos, sin = factors[:, None, None].unbind(3)
-                keys.mul_(cos).add_(rolled.mul_(sin))
-            for text, values in zip(new, made.permute(1, 2, 0, 3).split([text.count for text in new], 2)):
-                network.cache.tensor[:, text.cache.row, :, text.start : text.end] = values
-                text.cache.length = text.end
-
-    def draft(self, caches: Sequence[FeatureRow], pending: Sequence[int], drafts: Sequence[int]) -> list[Out]:
-        """Run a block after each sequence, whose pending token is the anchor.
-
-        Args:
-            caches: one of each sequence, each once; those of the same memory in the order of their rows.
-            pending: the anchors.
-            drafts: tokens to draft of each.
-
-        Returns:
-            Of each the logits ``[drafts, draft vocab]`` without a Markov head's bias, and the states that give them.
-        """
-        self.read(caches)
-        network, head = self.network, self.head
-        blocks = [head.tokens(torch.tensor(anchor), count) for anchor, count in zip(pending, drafts)]
-        counts, placed = list(map(len, blocks)), dict[bool, Placed]()
-        for causal in set(self.causal):
-            new = [NewTokens(cache, cache.length, n) for cache, n in zip(caches, counts)]  # seen as in any text: causal
-            for text in () if causal else new:
-                text.seen = torch.ones(text.count, text.count, dtype=torch.bool)
-            placed[causal] = network.place(new)
-        x = self._run(network.embed(joined(blocks).to(self.device)), placed, counts)
-        logits, hidden = network.project(joined([head.drafting(states) for states in x.split(counts)]))
-        return Out(logits, hidden).split(list(drafts))
-
-    def _run(self, x: Tensor, placed: dict[bool, Placed], counts: Sequence[int]) -> Tensor:
-        """All layers on the slots of blocks, which see each other as `placed` has it for causal layers and others."""
-        network, count, where = self.network, len(self.causal), next(iter(placed.values()))
-        if len(placed) == 1 and self.convs[0][0] is None:
-            return network.run(x, 0, count, where)
-        slots = None if len(counts) == 1 else torch.tensor([i for n in counts for i in range(n)], device=self.device)
-
-        def attention(layer: Layer, causal: bool, views: Views, y: Tensor) -> Tensor:
-            return layer.out(network.attention(layer, layer.qkv(y), placed[causal], views))
-
-        def mlp(layer: Layer, z: Tensor) -> Tensor:
-            return layer.down(network.mlp(layer, z))
-
-        layer: Any
-        of_layers = network.layers, self.convs, self.causal, where.views(network.cache, 0, count)
-        for layer, (first, second), causal, views in zip(*of_layers):
-            x = x + convolved(first, layer.norm1(x), slots, partial(attention, layer, causal, views))
-            x = x + convolved(second, layer.norm2(x), slots, partial(mlp, layer))
-        return x
-
-    def likeliest(self, out: Out, anchor: int) -> Tensor:
-        """The likeliest token of each slot after the anchor, ``[drafts]``, with a selector given its choice before."""
-        markov, k = self.head.markov_head, self.head.candidates
-        if markov is None:
-            return self.target_ids(argmax(out.logits))
-        unary, ids = out.logits.topk(k)
-        tokens = self.target_ids(ids)  # of all pairs of neighbours the scores are computed at once: [slots, k, k]
-        before = markov.markov_w1.weight[torch.cat([tokens.new_full((1, k), anchor), tokens[:-1]])]
-        m = markov(out.hidden[:, None], before)
-        best, chosen = (unary[:, None] + m @ markov.markov_w2.weight[ids].mT).argmax(-1).tolist(), [0]
-        for row in best:
-            chosen.append(row[chosen[-1]])
-        return tokens.gather(1, torch.tensor(chosen[1:], device=tokens.device)[:, None])[:, 0]
-
-    def condition(self, out: Out, slot: int, token: Tensor, *, greedy: bool | None = None) -> Out:
-        """A slot after the token before it.
-
-        Args:
-            out: of the block.
-            slot: of those that draft.
-            token: before it, of one element.
-            greedy: whether the confidence head's estimate is calibrated for greedy decoding; None: it is not asked. It
-                does not look at the token that is drafted.
-        """
-        head, logits, hidden = self.head, out.logits[slot : slot + 1], out.hidden[slot : slot + 1]
-        inputs, accepted = hidden, None
-        if head.markov_head is not None and self.bias is not None:
-            row = head.markov_head.markov_w1.weight.index_select(0, token.view(1))
-            m = head.markov_head(hidden, row)
-            inputs = torch.cat([hidden, row], -1)
-            if head.candidates:
-                unary, kept = logits.topk(head.candidates)
-                chosen = unary + m @ self.bias.weight[kept[0]].T
-                logits = torch.full_like(logits, -torch.inf).scatter_(1, kept, chosen)
-            else:
-                logits = self.bias.add_to(logits, m)
-        if greedy is not None and head.confidence_head is not None:
-            temperatures = head.temperatures if greedy else head.sampled_temperatures
-            odds = head.confidence_head(inputs).item() / (temperatures[slot] if slot < len(temperatures) else 1.0)
-            accepted = probability(odds)
-        return Out(logits, hidden, accepted=accepted)

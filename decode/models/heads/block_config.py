@@ -10,8 +10,15 @@ from transformers import PreTrainedTokenizerBase, Qwen3Config
 from decode.errors import UserError
 from decode.models.heads.eagle import shape_of
 
-BLOCK_ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
-CANDIDATES, TAPS, GROUP = 16, 2, 16  # of DFlash 2, as published
+BLOCK_ARCHITECTURES = {
+    "dflash": "DFlashDraftModel",
+    "dspark": "DSparkDraftModel",
+    "dflash2": "DFlash2DraftModel",
+    "xpress": "Qwen3XPressModel",
+    "lilicorr": "LiLiCorrDraftModel",
+}
+CANDIDATES = {"dflash2": 16, "xpress": 512, "lilicorr": 8}  # as published and served
+TAPS, GROUP = 2, 16  # of DFlash 2, as published
 
 
 def default_layers(layers: int, count: int) -> tuple[int, ...]:
@@ -76,18 +83,25 @@ def block_config(
 
 
 def added(version: str, width: int, markov_rank: int, *, confidence: bool) -> dict[str, Any]:
-    """The fields of a head's configuration that its version decides, beside those of every block head."""
-    second = version == "dflash2"
-    return {
+    """The fields of a head's configuration that its version decides, beside those of every block head.
+
+    Of a lattice the rank is its width; its other sizes are as published.
+    """
+    fields: dict[str, Any] = {
         "architectures": [BLOCK_ARCHITECTURES[version]],
-        "conv_kernel_size": TAPS if second else 0,
+        "conv_kernel_size": TAPS if version == "dflash2" else 0,
         "conv_group_size": math.gcd(GROUP, width),
-        "candidates": CANDIDATES if second else 0,
+        "candidates": CANDIDATES.get(version, 0),
         "markov_rank": markov_rank,
         "markov_head_type": "vanilla",
         "enable_confidence_head": confidence,
         "confidence_head_with_markov": confidence and markov_rank > 0,
     }
+    if version == "lilicorr":
+        heads = math.gcd(8, markov_rank)
+        sizes = {"hidden_size": markov_rank, "num_layers": 2, "num_heads": heads, "mlp_ratio": 2.0, "factor_dim": 128}
+        fields |= {f"lilicorr_{name}": size for name, size in sizes.items()}
+    return fields
 
 
 UNUSED_NAMES = ("reserved", "unused", "extra_token", "placeholder", "<|extra", "[mask]", "<mask>", "<|mask")

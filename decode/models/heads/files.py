@@ -26,6 +26,7 @@ from decode.errors import UserError
 from decode.models.fast.layout import ROPE_TYPES
 from decode.models.heads.block import BlockHead
 from decode.models.heads.block_config import BLOCK_ARCHITECTURES
+from decode.models.heads.block_parts import COSINES, LEAST_NORM
 from decode.models.heads.eagle import ARCHITECTURES, DraftHead, FeatureHead, default_captured_layers
 from decode.models.heads.mtp import MTP, MtpHead, load_mtp
 from decode.models.sources import pinned
@@ -38,16 +39,25 @@ SELECTOR = {
 """Our names of DFlash 2's selector, and those in files."""
 RENAMED = {r"^(model\.)+": "", r"^layers\.0\.": "midlayer.", r"^draft_id_to_target_id$": "d2t"}
 RENAMED |= {f"^{re.escape(theirs)}$": ours for ours, theirs in SELECTOR.items()}
+RENAMED |= {  # speculators' names of XPress's refiner
+    r"^refiner_head\.token_embed\.": "xpress_head.w1.", r"^refiner_head\.readout\.": "xpress_head.w2.",
+    r"^refiner_head\.mlp_(gate|up|down)\.": r"xpress_head.mlp.\1_proj.", r"^refiner_head\.mix_l$": "xpress_head.mix.L",
+    r"^refiner_head\.": "xpress_head.",
+}  # fmt: skip
 """Names of tensors in other projects' files, and ours; EAGLE-1's layer is called as EAGLE-3's here."""
 UNREAD = re.compile(r"rotary_emb\.inv_freq$|^verifier_")  # tensors that decoding does not read
 SHARED, HEAD = "embed_tokens.weight", "lm_head.weight"
-NEXT = "take another head of this target, or train one (student.kind: eagle3, dflash, dflash2 or dspark)"
+NEXT = "take another head of this target, or train one (student.kind: eagle3, dflash2, …)"
+
+LATTICE = [f"lilicorr_{name}" for name in ("hidden_size", "num_layers", "num_heads", "mlp_ratio", "factor_dim")]
+"""Sizes of LiLiCorr's scorer."""
 
 # -- config.json -------------------------------------------------------------------------------------------------------
 
 FORMATS: dict[str, int | str | None] = {
     "peagle": "P-EAGLE", "domino": "Domino", "medusa": "Medusa", "mtp": "MTP", "mlpspeculator": "MLPSpeculator",
-    "xpress": "XPress", "lilicorr": "LiLiCorr", "dflash2beam": "DFlash 2 with beams",
+    "jetspec": "JetSpec", "eagle4": "EAGLE-4", "dflash2beam": "DFlash 2 with beams", "xpress": "xpress",
+    "lilicorr": "lilicorr",
     "dspark": "dspark", "dflash2": "dflash2", "dflash": "dflash", "eagle25": None, "eagle3": 3, "eagle": 1,
 }  # fmt: skip
 """What a config.json describes whose kinds hold this word, the first of these. Names in capitals are formats of drafts
@@ -65,9 +75,16 @@ KEPT = (
     "hidden_act", "max_position_embeddings", "rms_norm_eps", "bos_token_id", "eos_token_id", "pad_token_id", "dtype",
     "attention_bias", "tie_word_embeddings", "num_assistant_tokens", "fc_norm", "norm_output", "norm_before_residual",
     "norm_before_fc", "block_size", "mask_token_id", "markov_rank", "sample_from_anchor", "confidence_temperatures",
-    "confidence_sampled_temperatures", "conv_kernel_size", "conv_group_size", "candidates",
+    "confidence_sampled_temperatures", "conv_kernel_size", "conv_group_size", "candidates", "xpress_num_passes",
+    *LATTICE,
 )  # fmt: skip
 """Keys that mean the same everywhere."""
+SCORERS = {
+    "dflash2": {"markov_rank": "selector_rank", "candidates": "selector_top_k"},
+    "xpress": {"markov_rank": "xpress_rank", "candidates": "xpress_topc"},
+    "lilicorr": {"markov_rank": "lilicorr_hidden_size", "candidates": "lilicorr_candidate_topk"},
+}
+"""Our keys of scorers, and those in files."""
 SLIDING = "sliding_attention"
 OFF = (None, False)
 COMPUTED: dict[str, Sequence[Any]] = {
@@ -77,6 +94,8 @@ COMPUTED: dict[str, Sequence[Any]] = {
     "sliding_attention": OFF, "layers of another kind": OFF, "a sliding layer without a window": OFF,
     "rope_type": ROPE_TYPES, "rotation by layer type": OFF, "partial_rotary_factor": (None, 1),
     "is_neox_style": (None, True), "markov_head_type": (None, "vanilla"), "Gemma's norms": OFF,
+    "lilicorr_enabled": (None, True), "lilicorr_vector_eps": (None, LEAST_NORM),
+    "lilicorr_logit_scale": (None, COSINES),
 }  # fmt: skip
 """Keys that change the network, with the values that are computed here."""
 SEEN = "is_causal", "causal", "use_swa", "use_sliding_window", SLIDING  # any value of these is computed in a block head
@@ -152,8 +171,8 @@ def read_config(
         )
     if version == 3 and fused is False:
         state["fc.weight"] = torch.eye(width)  # the last hidden state is the feature as it is
-    if version == "dflash2":
-        said |= {"markov_rank": said.get("selector_rank"), "candidates": said.get("selector_top_k")}
+    for ours, theirs in SCORERS.get(str(version), {}).items():  # a key of ours is not believed
+        said[ours] = said.get(theirs)
     types, window = _sliding(said) if block else ([], None)
     causal = next((said[key] for key in ("is_causal", "causal") if said.get(key) is not None), None)
     causal = False if causal is None and said.get("sliding_window_non_causal") else causal
@@ -228,13 +247,17 @@ def unserved(head: DraftHead) -> dict[str, str]:
     markov, every, spark = head.markov_head, ("vllm", "sglang", "llama.cpp"), head.version == "dspark"
     windows, causal = map(set, zip(*head.kinds))
     lattice, second = head.candidates * (head.candidates + 1), head.version == "dflash2"
+    newest = head.version in ("xpress", "lilicorr")
     joined = head.confidence_head is None or head.config.confidence_head_with_markov
     why: dict[str, tuple[bool, Sequence[str]]] = {
         "its confidence head does not read the Markov head": (not joined, ["llama.cpp"]),
         f"it drafts {head.config.draft_vocab_size:,} of {head.config.vocab_size:,} tokens": (
-            head.reduced, every if second else ["sglang"] if spark else ["sglang", "llama.cpp"],
+            head.reduced, every if second or newest else ["sglang"] if spark else ["sglang", "llama.cpp"],
         ),
-        f"{head.candidates} candidates need states of {lattice}": (lattice > head.config.hidden_size, ["llama.cpp"]),
+        f"{head.candidates} candidates need states of {lattice}": (
+            second and lattice > head.config.hidden_size, ["llama.cpp"],
+        ),
+        "this kind of head is not known there": (newest, ["llama.cpp", "sglang"][: 1 + (head.version == "xpress")]),
         "its window is not read there": (windows != {None}, ["sglang"]),
         "its layers differ in what is causal": (len(causal) > 1, ["sglang", "llama.cpp"]),
         "a DSpark head without a Markov head is not known there": (spark and markov is None, every),
@@ -289,10 +312,18 @@ def save_head(head: DraftHead, folder: str | Path, shared: dict[str, Tensor] | N
     if isinstance(head, BlockHead):  # as vLLM and SGLang read it, beside our own keys
         layers = [layer - 1 for layer in head.captured_layers]
         slots = {LEFT: layers, "mask_token_id": head.mask_id, "sample_from_anchor": head.from_anchor}
+        told = {theirs: fields.get(ours) for ours, theirs in SCORERS.get(str(head.version), {}).items()}
+        told |= {theirs: head.candidates for theirs in told if "top" in theirs}
         if head.version == "dflash2":
-            slots |= {key: fields.get(key, 0) for key in ("conv_kernel_size", "conv_group_size")}
-            slots |= {"selector_rank": fields["markov_rank"], "selector_top_k": head.candidates}
+            told |= {key: fields.get(key, 0) for key in ("conv_kernel_size", "conv_group_size")}
             state = {SELECTOR.get(name, name): tensor for name, tensor in state.items()}
+        if head.version == "lilicorr":
+            told |= {key: fields[key] for key in LATTICE} | {"lilicorr_enabled": True}
+            told |= {"lilicorr_vector_eps": LEAST_NORM, "lilicorr_logit_scale": COSINES, "block_size": head.block}
+        if head.version == "xpress":  # beside our own keys, as vLLM reads them
+            fields |= told | {"xpress_mlp_hidden": 2 * fields["markov_rank"], "xpress_block_size": head.block}
+            fields["xpress_num_passes"], told = head.passes, {}
+        slots |= told
         if fields["is_causal"] is None:  # readers take a key that is there for an answer
             del fields["is_causal"]
         fields |= {"dflash_config": slots, "confidence_temperatures": head.temperatures}

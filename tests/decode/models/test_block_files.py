@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from decode.errors import UserError
 from decode.models.heads.block import BlockHead
+from decode.models.heads.block_config import BLOCK_ARCHITECTURES
 from decode.models.heads.files import COMPUTED, SEEN, SLIDING, is_head, load_head, save_head, unserved
 
 DRAFTED = 24  # tokens of a reduced vocabulary
@@ -55,9 +56,20 @@ def publish(folder: Path, head: BlockHead, target: PreTrainedModel, format: str)
         ours = "markov_w1.weight", "markov_w2.weight", "hidden_projection.weight"
         state |= {f"candidate_selector.{name}": state.pop(f"markov_head.{key}") for name, key in zip(names, ours)}
         markov = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 3}
+    if head.version == "xpress":
+        short = {"w1.weight": "token_embed.weight", "w2.weight": "readout.weight", "mix.L": "mix_l"}
+        short |= {f"mlp.{part}_proj.weight": f"mlp_{part}.weight" for part in ("gate", "up", "down")}
+        for key in [key for key in state if key.startswith("xpress_head.")] if format == "speculators" else ():
+            ours = key.removeprefix("xpress_head.")
+            state[f"refiner_head.{short.get(ours, ours)}"] = state.pop(key)
+        markov = {"xpress_rank": 8, "xpress_mlp_hidden": 16, "xpress_num_passes": 6}
+    if head.version == "lilicorr":
+        sizes = {"candidate_topk": 3, "hidden_size": 8, "num_layers": 2, "num_heads": 8, "mlp_ratio": 2.0}
+        sizes |= {"factor_dim": 128, "vector_eps": 1e-4, "logit_scale": 8.0, "enabled": True}
+        markov = {f"lilicorr_{key}": value for key, value in sizes.items()}
     if format == "z-lab":
         slots = {"target_layer_ids": layers, "mask_token_id": MASK} | markov
-        name = "DFlash2DraftModel" if markov else "DFlashDraftModel"
+        name = BLOCK_ARCHITECTURES[head.version]
         fields = shape | old_rope | {"architectures": [name], "block_size": 5, "dflash_config": slots}
         fields |= {"num_target_layers": 6, "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}
     elif format == "DeepSpec":
@@ -101,6 +113,10 @@ HEADS = {
     "reduced vocabulary": {"version": "dflash", "draft_vocab": DRAFTED},
     "DFlash 2": {"version": "dflash2"},
     "DFlash 2, reduced": {"version": "dflash2", "draft_vocab": DRAFTED, "window": 6},
+    "XPress": {"version": "xpress", "candidates": 0},
+    "XPress, reduced": {"version": "xpress", "draft_vocab": DRAFTED, "window": 6, "candidates": 7},
+    "LiLiCorr": {"version": "lilicorr"},
+    "LiLiCorr, reduced": {"version": "lilicorr", "draft_vocab": DRAFTED, "causal": True},
     "sliding and causal": {"version": "dflash", "window": 6, "causal": True},
     "mixed": {"version": "dspark", "window": 6, "is_causal": None, "layer_types": [SLIDING, "full_attention"]},
 }
@@ -136,6 +152,9 @@ def test_a_saved_head_drafts_as_before(name: str, target: PreTrainedModel, tmp_p
         ("speculators", "DSpark, fill-in"),
         ("z-lab", "DFlash 2"),
         ("speculators", "DFlash 2"),
+        ("z-lab", "XPress"),
+        ("speculators", "XPress"),
+        ("z-lab", "LiLiCorr"),
     ],
 )
 def test_a_published_head_drafts_as_it_does_there(format: str, name: str, target: PreTrainedModel, tmp_path) -> None:
@@ -166,8 +185,10 @@ def test_a_published_head_drafts_as_it_does_there(format: str, name: str, target
             "window of 4 tokens is shorter than a",
         ),
         ("DeepSpec", {"architectures": ["DFlash2BeamDraftModel"]}, "format of DFlash 2 with beams"),
-        ("DeepSpec", {"architectures": ["Qwen3XPressModel"]}, "format of XPress"),
-        ("DeepSpec", {"architectures": ["LiLiCorrDraftModel"], "dflash_config": {}}, "format of LiLiCorr"),
+        ("DeepSpec", {"architectures": ["PEagleDraftModel"]}, "format of P-EAGLE"),
+        ("DeepSpec", {"dflash_config": {"projector_type": "domino"}}, "format of Domino"),
+        ("DeepSpec", {"architectures": ["JetSpecDraftModel"]}, "format of JetSpec"),
+        ("DeepSpec", {"architectures": ["LlamaForCausalLMEagle4"]}, "format of EAGLE-4"),
         ("DeepSpec", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type dynamic"),
         ("DeepSpec", {"rope_scaling": {"full_attention": {"rope_type": "default"}}}, "rotation by layer type"),
         ("DeepSpec", {"architectures": ["Gemma3DSparkModel"]}, "Gemma's norms"),
@@ -236,3 +257,5 @@ def test_engines_that_would_skip_parts_of_a_head_are_named(target: PreTrainedMod
     assert unserved(make_block_head(target, "dflash2", draft_vocab=24)).keys() == {"vllm", "sglang", "llama.cpp"}
     assert unserved(make_block_head(target, "dflash", window=6)) == {"sglang": "its window is not read there"}
     assert unserved(make_block_head(target, "dflash", causal=True)) == {}
+    assert unserved(make_block_head(target, "xpress")).keys() == {"sglang", "llama.cpp"}
+    assert unserved(make_block_head(target, "lilicorr")).keys() == {"llama.cpp"}

@@ -35,8 +35,8 @@ from decode.models import api
 from decode.models.api import Model, Out
 from decode.models.check import open_runner
 from decode.models.fast.forward import FastForward, fast_runner
-from decode.models.heads import block
-from decode.models.heads.block import BlockRunner
+from decode.models.heads import block_runner
+from decode.models.heads.block_runner import BlockRunner
 from decode.models.heads.eagle import default_captured_layers
 from decode.models.heads.files import is_head, load_head, save_head
 from decode.models.heads.runner import DraftHeadRunner, HeadRunner, Level
@@ -339,7 +339,7 @@ def test_a_long_text_is_read_in_pieces_also_where_the_first_rounds_have_no_draft
         drafter = ModelDrafter(head, GREEDY, head.vocab_size) if make is None else make(head, runner, GREEDY)
         wanted = drafted(drafter, runner, ids, 3)
         with monkeypatch.context() as patch, torch.inference_mode():
-            for module in (api, model, block):
+            for module in (api, model, block_runner):
                 patch.setattr(module, "PIECE", 8)
             patch.setattr(FastForward, "place", placed)
             for defer in (False, True):

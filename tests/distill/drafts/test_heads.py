@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from families import NEEDED, in_double, with_layers
-from heads import biased, draft_of, drafted, filed_head, make_head, plain_block
+from heads import draft_of, drafted, filed_head, make_head, plain_block, plain_scores
 from plain_logits import head_logits
 from some_rows import TRAINING, attached, everything, from_lists, some_rows
 from torch import Tensor
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from decode.errors import UserError
 from decode.models.heads.block import BlockHead
+from decode.models.heads.block_config import BLOCK_ARCHITECTURES
 from decode.models.heads.eagle import FeatureHead, head_config
 from decode.models.heads.files import save_head
 from decode.models.heads.mtp import load_mtp
@@ -24,7 +25,7 @@ from distill.config import DraftSettings
 from distill.config.models import BlockSettings, StudentSettings
 from distill.data.dataset import label_mask
 from distill.drafts import block
-from distill.drafts.block import anchors_of, calibration_error, decay, temperatures
+from distill.drafts.block import IMPOSSIBLE, anchors_of, calibration_error, decay, temperatures
 from distill.drafts.eagle import FeatureDraft
 from distill.drafts.reference import keep_reference
 from distill.drafts.start import frequent, start_from_head, start_from_target
@@ -111,6 +112,10 @@ def test_rows_are_what_the_head_drafts_when_each_step_is_read_after_the_other(ma
         ("dspark", {"window": 3, "causal": True}),
         ("dflash2", {"block": 4}),
         ("dflash2 measured", {"is_causal": None, "window": 3}),
+        ("xpress", {"block": 4, "candidates": 99}),
+        ("xpress measured", {"block": 4, "candidates": 99}),
+        ("lilicorr", {"block": 4, "candidates": 8}),
+        ("lilicorr measured", {"block": 4}),
     ],
 )
 @pytest.mark.parametrize("vocab", [None, 24])
@@ -118,10 +123,10 @@ def test_rows_are_those_of_every_block_read_alone(make: Any, kind: str, shape: A
     """Slot by slot, with the text's own tokens before it, up to the first token that is no label."""
     target, draft, signal = make(kind.split()[0], draft_vocab=vocab, **shape)
     batch, head = everything(texts()), draft.model
-    chooses = bool(head.candidates)
+    chooses, refines = bool(head.candidates) and head.xpress_head is None, head.xpress_head is not None
     head.train(not kind.endswith("measured"))
     rows = draft.rows(batch, signal)
-    choices = list[float]()
+    choices, free = list[float](), [list[torch.Tensor]() for _ in range(4)]
     mask, ids = label_mask(batch["labels"]), head.draft_ids()
     logits, measured, number = rows.head(rows.hidden), compare(rows, Divergence("kl_tv")), 0
     learnable, following = torch.ones(len(rows)), batch["labels"].roll(-1, 1)[mask][rows.at]
@@ -129,23 +134,45 @@ def test_rows_are_those_of_every_block_read_alone(make: Any, kind: str, shape: A
         tokens = batch["input_ids"][text].tolist()
         p = target(input_ids=torch.tensor([tokens])).logits[0].softmax(-1).detach()
         for anchor in mask[text].nonzero()[:, 0].tolist():
-            wanted, hidden = plain_block(head, target, tokens[: anchor + 1], head.drafts)
+            wanted, rounds, whole = plain_block(head, target, tokens[: anchor + 1], head.drafts)[0], [], True
+            for _ in range(3 * refines):
+                drafted = (rounds[-1] if rounds else wanted).argmax(-1)
+                path = (drafted if ids is None else ids[drafted]).tolist()
+                rounds.append(plain_scores(head, target, tokens[: anchor + 1], path[:-1], head.drafts))
             for slot in range(head.drafts):
                 at = anchor + slot
                 if at >= mask.shape[1] or not mask[text, anchor : at + 1].all():
                     break
                 plain = wanted[slot]
-                scored = plain if head.markov_head is None else biased(head, plain, hidden[slot], tokens[at])[0]
+                try:
+                    path = tokens[anchor + 1 : at + 1]
+                    scored = plain_scores(head, target, tokens[: anchor + 1], path, head.drafts)[slot].detach()
+                except (
+                    ValueError
+                ):  # the token before is no candidate of a lattice: what is measured there is not drafted
+                    scored = logits[number].detach().where(logits[number] > -IMPOSSIBLE / 2, -torch.inf)
+                    whole = False
                 plain = plain if chooses and head.training else scored
                 drafted = plain.isfinite()
                 torch.testing.assert_close(logits[number][drafted], plain[drafted], rtol=1e-5, atol=1e-6)
                 q, mine = plain.softmax(-1), p[at] if ids is None else p[at][ids]
-                if chooses:  # the last candidate is replaced where the target's likeliest token is none
+                for each, row in zip(free, [*(every[slot] for every in rounds), wanted[slot]]):
+                    each.append(row)
+                if kind.startswith("dflash2"):  # the last candidate is replaced where the target's token is none
                     best, order = int(mine.argmax()), wanted[slot].argsort(descending=True)[: head.candidates].tolist()
                     order = order if best in order else [*order[:-1], best]
-                    m = head.markov_head(hidden[slot], head.markov_head.markov_w1.weight[tokens[at]])
+                    before = head.markov_head.markov_w1.weight[tokens[at]]
+                    m = head.markov_head(plain_block(head, target, tokens[: anchor + 1], head.drafts)[1][slot], before)
                     scores = (wanted[slot] + head.markov_head.markov_w2(m))[order].detach()
                     choices.append(float(scores.logsumexp(0) - scores[order.index(best)]))
+                if kind.startswith("lilicorr"):  # as far as the text's tokens are candidates
+                    row = torch.full_like(p[at], -torch.inf)
+                    row = scored if ids is None else row.index_copy(0, ids, scored)
+                    truth = tokens[at + 1]
+                    whole = whole and bool(row[truth].isfinite())
+                    less = (p[at][truth].log() - p[at].log()).relu()
+                    loss = row.logsumexp(0) - row[truth] + (row.softmax(0) * less).sum()
+                    choices.append(0.25 * float(loss) if whole else 0.0)
                 if ids is not None:  # the head drafts every second id
                     q, learnable[number] = torch.zeros_like(p[at]).index_copy(0, ids, q), 1 - p[at].argmax() % 2
                 overlap = torch.minimum(p[at], q).sum().detach()
@@ -158,6 +185,13 @@ def test_rows_are_those_of_every_block_read_alone(make: Any, kind: str, shape: A
         torch.testing.assert_close(chosen.detach(), torch.tensor(choices).to(chosen) * (rows.weight > 0))
     else:
         assert rows.distance is None
+    if refines and head.training:
+        assert rows.further is not None
+        made = rows.further.head(rows.further.hidden).detach().split(len(rows))
+        factors = [(weight / rows.weight)[rows.weight > 0].unique() for weight in rows.further.weight.split(len(rows))]
+        for each, found, factor in zip(free, made, factors, strict=True):
+            torch.testing.assert_close(found, torch.stack(each), rtol=1e-5, atol=1e-6)
+            assert factor.tolist() == pytest.approx([0.6 if each is free[-1] else 0.1])
     weights = decay(rows.step, 3)
     torch.testing.assert_close(
         rows.weight, weights / weights.mean() * learnable
@@ -221,12 +255,13 @@ def test_noise_is_a_function_of_the_seed_and_absent_without_one(make: Any, monke
     assert module(batch, training=True)[1] is ranked[0]
 
 
-@pytest.mark.parametrize("kind", ["dspark", "dflash2", *UNROLLED])
+@pytest.mark.parametrize("kind", ["dspark", "dflash2", "xpress", "lilicorr", *UNROLLED])
 def test_every_weight_learns_and_one_gradient_of_the_output_head_is_kept_for_all_steps(make: Any, kind: str) -> None:
     """Seven copies of it are 17 GB for a vocabulary of 150,000 ids. The target learns nothing."""
     batch, eagle3 = everything(some_rows(8)), kind == "eagle3"
     for steps in (1, 4):
-        target, draft, signal = make(kind, steps)
+        # texts' tokens are among most of the candidates
+        target, draft, signal = make(kind, steps, **({"candidates": 40} if kind == "lilicorr" else {}))
         module = attached(DistillModule(draft, signal, TRAINING, 1))
         weight, sizes = draft.rows(batch, signal).head.linear.weight, {}
 
@@ -237,7 +272,7 @@ def test_every_weight_learns_and_one_gradient_of_the_output_head_is_kept_for_all
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda values: values):
             loss = module(batch, training=True)[0]
         gradients = sum(shape == weight.shape for at, shape in sizes.items() if at != weight.data_ptr())
-        assert kind in ("dspark", "dflash2") or gradients == int(eagle3)
+        assert kind in BLOCK_ARCHITECTURES or gradients == int(eagle3)
         loss.backward()
         assert weight.requires_grad == eagle3
         assert dict(module.named_parameters()).keys() == {f"model.{n}" for n, _ in draft.model.named_parameters()}
@@ -345,6 +380,8 @@ STARTS = {
     "dspark from dflash": ("dflash", {"draft_vocab": 24}, {"draft_vocab": 24}),
     "dspark from dflash, in slot 0": ("dflash", {"from_anchor": True, "causal": True}, {"causal": True}),
     "dflash2": ("dflash2", {"candidates": 5}, {"markov_rank": 8}),
+    "xpress from dflash": ("dflash", {}, {}),
+    "lilicorr": ("lilicorr", {}, {"markov_rank": 8}),
     "dflash2 from dflash": ("dflash", {"window": 6, "is_causal": None}, {"window": 6, "causal": True}),
 }
 
@@ -360,7 +397,11 @@ def test_a_head_that_starts_from_another_one_drafts_what_that_drafts(name: str, 
     head, new = start_from_head(settings, target, given.captured_layers, 0)
     assert isinstance(head, BlockHead)
     assert (head.version, head.drafts, head.mask_id) == (kind, given.drafts, given.mask_id)
-    added = {"dspark": ["confidence_head", "markov_head"], "dflash2": ["attention_conv", "markov_head", "mlp_conv"]}
+    added = {
+        "xpress": ["xpress_head"],
+        "dspark": ["confidence_head", "markov_head"],
+        "dflash2": ["attention_conv", "markov_head", "mlp_conv"],
+    }
     assert new == (added[kind] if kind != version else [])
     found, wanted = (drafted(each, target) for each in (head, given))
     kept = found.isfinite() if kind != version and kind == "dflash2" else torch.ones_like(found, dtype=torch.bool)

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 from tiny_run import begun, tiny_settings
 
+from decode.errors import UserError
 from decode.measure.acceptance import OfflineAlpha, paired, prompt_numbers
 from distill.ablation import AblateSettings, ablate, table
 from distill.config import DraftSettings
@@ -54,3 +55,20 @@ def test_texts_of_one_prompt_are_one_observation() -> None:
     assert [a.se for a in twice] == pytest.approx([a.se for a in once])
     assert paired(*twice)["se"] == pytest.approx(paired(*once)["se"])
     assert prompt_numbers([([1, 2, 3], 2), ([1, 3, 3], 2), ([1, 2, 4], 2)]) == [0, 1, 0]
+
+
+def test_kinds_are_compared_on_one_target_with_as_many_drafted_tokens(tmp_path: Path) -> None:
+    tiny = begun(tiny_settings(tmp_path))
+    tiny.evaluation.prompts, tiny.evaluation.max_new_tokens, tiny.drafts = 3, 6, [DraftSettings(name="kl")]
+    settings = AblateSettings(**vars(tiny))
+    settings.ablation.seeds, settings.ablation.kinds = [3], ["dflash2", "dspark", "eagle3"]
+    settings.student.draft_vocab, settings.student.block.markov_rank, settings.student.block.layers = 50, 2, 1
+    with pytest.raises(UserError, match=r"target\.kind as_is; it is scratch"):
+        ablate(settings, Console(file=io.StringIO()))
+    settings.target.kind, settings.target.model = "as_is", str(tmp_path / "tiny" / "target")
+    folder = ablate(settings, Console(file=io.StringIO()))
+    rows = json.loads((folder / "ablation.json").read_text())["drafts"]
+    assert [row["name"] for row in rows] == ["dflash2 kl", "dspark kl", "eagle3 kl"]
+    assert [len(row["alpha_by_position"]) for row in rows[:2]] == [settings.student.block.size - 1] * 2
+    assert all((folder / kind / "kl-seed3" / "model.safetensors").is_file() for kind in settings.ablation.kinds)
+    assert rows[0]["optimiser_steps"] == rows[2]["optimiser_steps"]

@@ -49,7 +49,7 @@ Usage = namedtuple("Usage", "total used free")
         ({"teacher__engine__arguments": ["--x"]}, r"for an engine that the run starts"),
         ({"teacher__engine__urls": ["127.0.0.1"], "teacher__signal": "vllm"}, r"expected addresses such as"),
         ({"student": StudentSettings(kind="mtp")}, r"set target.kind to as_is"),
-        ({"student__kind": "dflash", "student__block__markov_rank": 8}, r"markov_rank is 8, and only dspark"),
+        ({"student__kind": "dflash", "student__block__markov_rank": 8}, r"markov_rank is 8, and a dflash head scores"),
         ({"student__kind": "dflash", "student__block__size": 1}, r"student.block.size is 1, which leaves no token"),
         ({"student__architecture__positions": 16}, r"student.architecture.positions is 16"),
         ({"student__architecture__model_type": "lama"}, r"architecture.model_type 'lama' cannot be built"),
