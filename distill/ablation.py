@@ -128,8 +128,10 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
 
 def _of_kind(settings: AblateSettings, kind: StudentKind) -> AblateSettings:
     """Returns the settings with another kind of student, in a folder of its own; all blocks draft as many tokens."""
-    size = settings.student.block.size - (kind == "dspark")
-    student = replace(settings.student, kind=kind, block=replace(settings.student.block, size=size))
+    block = settings.student.block
+    rank = None if kind == "dflash" else block.markov_rank
+    block = replace(block, size=block.size - (kind == "dspark"), markov_rank=rank)
+    student = replace(settings.student, kind=kind, block=block)
     made = replace(settings, student=student, output_dir=str(Path(settings.output_dir) / settings.name), name=kind)
     made.validate()
     return made

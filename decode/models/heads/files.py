@@ -95,7 +95,7 @@ COMPUTED: dict[str, Sequence[Any]] = {
     "rope_type": ROPE_TYPES, "rotation by layer type": OFF, "partial_rotary_factor": (None, 1),
     "is_neox_style": (None, True), "markov_head_type": (None, "vanilla"), "Gemma's norms": OFF,
     "lilicorr_enabled": (None, True), "lilicorr_vector_eps": (None, LEAST_NORM),
-    "lilicorr_logit_scale": (None, COSINES),
+    "lilicorr_logit_scale": (None, COSINES), "xpress_mlp_ratio": (None, 2),
 }  # fmt: skip
 """Keys that change the network, with the values that are computed here."""
 SEEN = "is_causal", "causal", "use_swa", "use_sliding_window", SLIDING  # any value of these is computed in a block head
@@ -171,6 +171,7 @@ def read_config(
         )
     if version == 3 and fused is False:
         state["fc.weight"] = torch.eye(width)  # the last hidden state is the feature as it is
+    said.setdefault("xpress_num_passes", said.get("num_jacobi_passes"))
     for ours, theirs in SCORERS.get(str(version), {}).items():  # a key of ours is not believed
         said[ours] = said.get(theirs)
     types, window = _sliding(said) if block else ([], None)

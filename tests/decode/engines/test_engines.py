@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import vllm_cpu
 from engine_pairs import (
     check_of_a_running_vllm,
     gguf,
@@ -19,6 +21,7 @@ from engine_pairs import (
     save_exports,
     serve_check,
 )
+from heads import filed_head
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from vllm_cpu import plugin
@@ -26,6 +29,10 @@ from vllm_cpu import plugin
 from decode.__main__ import main
 from decode.engines.server import VLLM_PYTHON, Engine, Server, free_port, opened, running
 from decode.errors import UserError
+from decode.models.heads.block import Slots
+from decode.models.heads.block_parts import convolved, top_log_probs
+from decode.models.heads.block_runner import Block, BlockRunner
+from decode.models.heads.files import save_head
 from distill.export.draft import DRAFTED
 
 pytestmark = pytest.mark.engine
@@ -156,3 +163,51 @@ def test_a_planted_fault_is_named(tmp_path: Path) -> None:
     assert "other weights than measured" in [cause["name"] for cause in found["causes"]]
     assert found["rows"][0]["served_length"] < before - 0.1
     assert found["rows"][0]["identical_share"] == 1  # whatever is drafted
+
+
+# -- kinds that no CPU build runs --------------------------------------------------------------------------------------
+
+
+@needs_vllm
+@pytest.mark.parametrize("version", ["dflash2", "lilicorr"])
+def test_vllms_own_classes_score_the_candidates_of_each_slot_as_we_do(version: str, tiny: Any, tmp_path: Path) -> None:
+    """Of an exported head, whose tensors all have a place in them; the walks over the scores are the same."""
+    target = tiny("llama", num_hidden_layers=6)
+    head = filed_head(target, version, candidates=4)
+    save_head(head, tmp_path)
+    table, (blocks, n, width) = target.get_input_embeddings().weight.detach(), (3, head.drafts, head.config.hidden_size)
+    generator = torch.Generator().manual_seed(0)
+    states, context = (torch.randn(*shape, width, generator=generator) for shape in ((blocks, n + 1), (blocks,)))
+    there, anchors = torch.tensor([True, False, True]), torch.tensor([3, 9, 5])
+    unary = head.drafting(states) @ table.T
+    given = {"hidden_states": head.drafting(states), "anchor_token_ids": anchors, "rows": states}
+    with torch.no_grad():
+        if version == "lilicorr":
+            known, kept = top_log_probs(unary, 4)
+            _, wanted = head.pairs(unary, Slots(states, context * there[:, None], there), table)
+            given = {
+                "token_embeddings": table[kept],
+                "candidate_log_probs": known,
+                "pass_hidden": head.drafting(states),
+            }
+            given |= {"anchor_hidden": context * there[:, None], "anchor_valid": there}
+        else:
+            best, kept = unary.topk(4)
+            given |= {"candidate_ids": kept, "unary_logits": best}
+            runner, parts = BlockRunner(head, target), list[torch.Tensor]()
+            for block in range(blocks):
+                made = Block(unary[block], head.drafting(states)[block], before=(0, int(anchors[block])))
+                parts.append(runner._scores(made)[2])
+            wanted = torch.stack(parts)
+    save_file({key: value.contiguous() for key, value in given.items()}, tmp_path / "given")
+    script = Path(vllm_cpu.__file__).with_name("vllm_classes.py")
+    command = [VLLM_PYTHON, str(script), str(tmp_path), str(tmp_path / "given"), str(tmp_path / "made")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = load_file(tmp_path / "made")
+    torch.testing.assert_close(found.pop("scores"), wanted, rtol=1e-4, atol=1e-4)
+    for name, convolved_rows in found.items():
+        conv = head.get_submodule(name)
+        ours = torch.stack([convolved(conv, rows, None, lambda y: y) for rows in states]).detach()
+        torch.testing.assert_close(convolved_rows, ours, rtol=1e-4, atol=1e-4)
+    assert len(found) == (0 if version == "lilicorr" else 4)

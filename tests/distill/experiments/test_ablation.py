@@ -61,14 +61,14 @@ def test_kinds_are_compared_on_one_target_with_as_many_drafted_tokens(tmp_path: 
     tiny = begun(tiny_settings(tmp_path))
     tiny.evaluation.prompts, tiny.evaluation.max_new_tokens, tiny.drafts = 3, 6, [DraftSettings(name="kl")]
     settings = AblateSettings(**vars(tiny))
-    settings.ablation.seeds, settings.ablation.kinds = [3], ["dflash2", "dspark", "eagle3"]
+    settings.ablation.seeds, settings.ablation.kinds = [3], ["dflash2", "dspark", "eagle3", "dflash"]
     settings.student.draft_vocab, settings.student.block.markov_rank, settings.student.block.layers = 50, 2, 1
     with pytest.raises(UserError, match=r"target\.kind as_is; it is scratch"):
         ablate(settings, Console(file=io.StringIO()))
     settings.target.kind, settings.target.model = "as_is", str(tmp_path / "tiny" / "target")
     folder = ablate(settings, Console(file=io.StringIO()))
     rows = json.loads((folder / "ablation.json").read_text())["drafts"]
-    assert [row["name"] for row in rows] == ["dflash2 kl", "dspark kl", "eagle3 kl"]
+    assert [row["name"] for row in rows] == ["dflash2 kl", "dspark kl", "eagle3 kl", "dflash kl"]
     assert [len(row["alpha_by_position"]) for row in rows[:2]] == [settings.student.block.size - 1] * 2
     assert all((folder / kind / "kl-seed3" / "model.safetensors").is_file() for kind in settings.ablation.kinds)
     assert rows[0]["optimiser_steps"] == rows[2]["optimiser_steps"]
