@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-import yaml
 from jsonargparse.typing import (
     ClosedUnitInterval,
     NonNegativeFloat,
@@ -22,6 +21,7 @@ from jsonargparse.typing import (
 )
 
 from decode.errors import UserError, choose
+from decode.incoming import read_yaml
 
 COLDEST = 1e-3  # the smallest temperature that is not 0 (greedy): below, logits divided by it leave float32's range
 
@@ -165,12 +165,13 @@ def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
         UserError: an unknown option, or a value that the option does not take.
     """
     method, *given = spec.split(":")
-    values = {key: yaml.safe_load(value) for key, _, value in (item.partition("=") for item in given)}
+    texts = [name for name, hint in _hints(MethodOptions).items() if hint == str | None]
     known = {f.name: f for f in fields(MethodOptions)}
     try:
+        values = {key: read_yaml(value, texts, key) for key, _, value in (item.partition("=") for item in given)}
         for key in values:
             choose("option", key, known)
         parsed = MethodOptions(**values)
-    except UserError as error:
+    except ValueError as error:
         raise UserError(f"{spec!r}: {error}") from None
     return method, {key: getattr(parsed, key) for key in values}

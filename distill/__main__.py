@@ -3,9 +3,7 @@
 import shlex
 import sys
 
-import yaml
-
-from decode.commands.cli import config_paths, parse, run_main, take_flag
+from decode.commands.cli import config_paths, known_keys, parse, read_option, run_main, take_flag
 from decode.errors import UserError
 from decode.progress import output_console
 
@@ -50,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
     for flag in ("--dry-run", "--estimate"):
         if flags[flag]:
             ranks.check_alone(f"python -m distill {flag}")
-    from distill.config import Settings
+    from distill.config import DraftSettings, Settings
 
     given, options = list(argv), take_draft_options(argv)
     settings = parse(Settings, argv, prog="python -m distill", description=ABOUT, examples=EXAMPLES, foreign=FOREIGN)
@@ -59,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
         if draft is None or key not in vars(draft):
             known = [draft.name for draft in settings.drafts] if draft is None else list(vars(draft))
             raise UserError(f"{option}: {name if draft is None else key!r} is not one of {', '.join(known)}")
-        setattr(draft, key, yaml.safe_load(value))
+        setattr(draft, key, read_option(key, value, known_keys(DraftSettings)))
     settings.validate()
     if checks:
         from distill.pipeline import check_command, with_formats

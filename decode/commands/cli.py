@@ -1,14 +1,16 @@
 """Settings of every command: dataclasses, read from YAML files and overridden on the command line.
 
-jsonargparse converts and checks the values, and its help shows the texts below each attribute. One YAML file serves
-several commands, so that a command skips the sections of the others; any other unknown key is an error that names the
-nearest known one. A file may build on another one: ``base: other.yaml`` (relative to itself) is read first.
+jsonargparse converts and checks the values, and its help shows the texts below each attribute. A setting that is text
+takes what was written. One YAML file serves several commands, so that a command skips the sections of the others; any
+other unknown key is an error that names the nearest known one. A file may build on another one: ``base: other.yaml``
+(relative to itself) is read first.
 """
 
 import dataclasses
 import difflib
 import errno
 import functools
+import io
 import itertools
 import os
 import re
@@ -21,13 +23,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jsonargparse
-import yaml
 
 from decode.errors import Fields, UserError
+from decode.incoming import read_yaml, text_lines, whole
 
 Settings = TypeVar("Settings")
 
-VERBATIM = {"stop", "input"}  # list options whose values are not split at commas
+VERBATIM = {
+    "stop", "input", "prompt", "system", "data.system", "data.chat_template", "data.prompt_template",
+    "data.response_template", "data.prompts.openings",
+}  # fmt: skip
+"""Options that are prose: not split at commas, no lists, and null is a word. Other texts are names, and may be null."""
 SWITCHES = (bool, bool | None)
 
 
@@ -45,7 +51,7 @@ def parse(
 
     Later files override earlier ones key by key, and options override files. Names of options may be typed with hyphens
     or underscores; a switch needs no value (``--no-KEY`` turns it off); lists are ``1,2``, ``1 2`` or ``[1,2]``; a text
-    that begins with hyphens follows an equals sign.
+    that looks like an option follows an equals sign.
 
     Args:
         settings_class: A dataclass whose fields are plain values, dataclasses or lists of dataclasses.
@@ -67,22 +73,46 @@ def parse(
         print(text + (f"\nexamples:\n{examples}" if examples else ""))
         raise SystemExit(0)
     for word in argv:
-        if word.endswith(".help"):  # of a section
+        if word.startswith("--") and word.endswith(".help"):  # of a section
             parser.parse_args(["--" + word[2:].replace("-", "_")])
-    paths, given = config_paths(argv), _read_options(known_keys(kind), argv, prog)
-    content, source = read_config(paths), " and ".join([*map(str, paths), *(["the command line"] if given else [])])
+    paths, known = config_paths(argv), known_keys(kind)
+    given = _read_options(known, argv, prog)
+    content = read_config(paths, text_keys(known, f"{section}." if section else ""))
+    source = " and ".join([*map(str, paths), *(["the command line"] if given else [])])
     if section is not None:
         if near := difflib.get_close_matches(section, content.keys() - {section}, 1, 0.75):
             raise UserError(f"{source}: unknown key '{near[0]}'; the nearest known key is '{section}'")
         content, source = content.get(section) or {}, f"{source}, section {section}"
     content = {key: value for key, value in content.items() if key not in foreign}
-    _check_keys(content, known_keys(kind), "", source)
+    _check_keys(content, known, "", source)
+    for key, value in given.items():
+        _put(content, key, value)
+    read = known.keys() - text_keys(known)  # numbers, switches and the like, in which jsonargparse reads texts too
+    kinds = lambda name: str if name in read else _Written  # noqa: E731
+    content = _each_text(content, lambda text, name: kinds(name)(whole(text, f"the setting {name}")))
     try:
-        return settings_class(**vars(parser.instantiate(parser.parse_object(merge(content, given)))))
+        settings = settings_class(**vars(parser.instantiate(parser.parse_object(content))))
+        return _each_text(settings, lambda text, name: str(text))
     except UserError:
         raise
     except (jsonargparse.ArgumentError, ValueError, TypeError) as error:
         raise UserError(f"{source or prog}: {' '.join(str(error).split())}") from error
+
+
+class _Written(str):
+    """A text that stays as it is: jsonargparse reads plain strings as YAML, and no others."""
+
+
+def _each_text(value: Any, change: Callable[[str, str], str], name: str = "") -> Any:
+    """Plain data, or settings, with every text changed by a function of it and its dotted name."""
+    if isinstance(value, str):
+        return change(value, name)
+    if isinstance(value, list):
+        return [_each_text(item, change, name) for item in value]
+    fields = vars(value) if dataclasses.is_dataclass(value) else value if isinstance(value, dict) else {}
+    for key, item in fields.items():
+        fields[key] = _each_text(item, change, f"{name}.{key}".removeprefix("."))
+    return value
 
 
 @functools.cache
@@ -108,22 +138,25 @@ def config_paths(argv: Sequence[str]) -> list[Path]:
     return [Path(value) for name, value in itertools.pairwise(words) if name == "--config"]
 
 
-def read_config(paths: Sequence[Path]) -> Fields:
+def read_config(paths: Sequence[Path], texts: Collection[str] = ()) -> Fields:
     """The content of configuration files and of those that they build on; later files override earlier ones.
+
+    Values of the keys `texts` are read as they are written.
 
     Raises:
         UserError: A file that is missing, is not valid YAML, or builds on itself.
     """
-    return functools.reduce(merge, map(_read_file, paths), {})
+    return functools.reduce(merge, (_read_file(path, {*texts, "base"}) for path in paths), {})
 
 
-def _read_file(path: Path, above: tuple[Path, ...] = ()) -> Fields:
+def _read_file(path: Path, texts: Collection[str], above: tuple[Path, ...] = ()) -> Fields:
     if not path.is_file():
         raise UserError(f"{Path.cwd()} has no configuration file {str(path)!r}; the repository's configs/ has some")
+    text = "".join(text_lines(path))
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+        content = read_yaml(text, texts) or {}
+    except ValueError as error:
+        raise UserError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} holds a {type(content).__name__}, expected one 'key: value' a line")
     base, above = content.pop("base", None), (*above, path.resolve())
@@ -132,7 +165,7 @@ def _read_file(path: Path, above: tuple[Path, ...] = ()) -> Fields:
     below = path.parent / str(base)
     if below.resolve() in above:
         raise UserError(f"{path}: 'base' is {base!r}, expected the path of another file, relative to this one")
-    return merge(_read_file(below, above), content)
+    return merge(_read_file(below, texts, above), content)
 
 
 def merge(below: Fields, above: Fields) -> Fields:
@@ -167,6 +200,16 @@ def known_keys(settings_class: type, prefix: str = "") -> Fields:
     return keys
 
 
+def text_keys(known: Fields, prefix: str = "") -> set[str]:
+    """Dotted names of the settings that are texts, choices of texts, or lists or mappings of them."""
+
+    def is_text(hint: Any) -> bool:
+        leaves = (inner for inner in _types(hint) if not typing.get_args(inner) and inner is not type(None))
+        return all(inner is str or isinstance(inner, str) for inner in leaves)
+
+    return {prefix + key for key, hint in known.items() if is_text(hint)}
+
+
 def _check_keys(content: Fields, known: Fields, prefix: str, source: str) -> None:
     """Refuse the first key of nested mappings that is not known, and a value in place of a section."""
     for key, value in content.items():
@@ -188,15 +231,15 @@ def _nearest(key: str, known: Collection[str]) -> str:
 
 
 def _read_options(known: Fields, argv: Sequence[str], prog: str) -> Fields:
-    """The options but ``--config`` as a nested mapping of texts and lists of texts."""
+    """The options but ``--config``, by their dotted keys."""
     groups: list[tuple[str, list[str]]] = []  # options with their values
     for word in argv:
-        if word.startswith("--") or not groups:
+        if re.match("--[^-\\s]", word) or not groups:
             option, equals, text = word.partition("=")
             groups.append((option, [text] if equals else []))
         else:
             groups[-1][1].append(word)
-    given = jsonargparse.Namespace()
+    given: Fields = {}
     for option, texts in groups:
         key = option.lstrip("-").replace("-", "_")
         if key.startswith("no_") and known.get(key[3:]) in SWITCHES:
@@ -208,13 +251,36 @@ def _read_options(known: Fields, argv: Sequence[str], prog: str) -> Fields:
         is_list = any(typing.get_origin(inner) is list for inner in _types(known.get(key)))
         if not texts or (len(texts) > 1 and not is_list):
             raise UserError(f"{option} has the values {texts}, expected one; `{prog} --help` explains it")
-        if not is_list or texts[0] == "null" or texts[0].startswith("["):
-            given[key] = texts[0]
+        joined = " ".join(texts)
+        if not is_list or (key not in VERBATIM and re.fullmatch(r"null|\[.*\]", joined, re.DOTALL)):
+            given[key] = read_option(key, joined, known)
             continue
         if key not in VERBATIM:
             texts = [part.strip() for text in texts for part in text.split(",") if part.strip()]
         given[key] = [*(given.get(key) or []), *texts]
-    return {key: value for key, value in given.as_dict().items() if key != "config"}
+    given.pop("config", None)
+    return given
+
+
+def read_option(key: str, text: str, known: Fields) -> Any:
+    """The value of an option: a text as it was written, but for the null of a name; all else as YAML."""
+    hint, texts = known.get(key), text_keys(known)
+    if key in texts and typing.get_origin(hint) not in (list, dict):
+        return None if text == "null" and key not in VERBATIM and type(None) in typing.get_args(hint) else text
+    try:
+        return read_yaml(text, texts, key)
+    except ValueError:
+        return text
+
+
+def _put(content: Fields, key: str, value: Any) -> None:
+    """Set a value of nested sections by its dotted key."""
+    *sections, name = key.split(".")
+    for section in sections:
+        if not isinstance(content.get(section), dict):
+            content[section] = {}
+        content = content[section]
+    content[name] = value
 
 
 def take_flag(argv: list[str], flag: str) -> bool:
@@ -242,6 +308,8 @@ def run_main(function: Callable[[], object]) -> int:
         exceptions pass through.
     """
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a locale without a character costs that character, not the run
     try:
         function()
         sys.stdout.flush()

@@ -31,6 +31,7 @@ from decode.core.loop import run as decode_rounds
 from decode.core.round import FORMULAS, metrics
 from decode.core.sampling import TorchRng
 from decode.errors import Fields, UserError
+from decode.incoming import read_stdin, whole
 from decode.measure import machine
 from decode.measure.statistics import plain
 from decode.methods import METHODS, PRICED, MethodInputs, build, exported_length, is_lossless
@@ -163,6 +164,7 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
     method = chosen_method(settings)
     if not isinstance(prompt, str):
         raise UserError(f"the prompt is {prompt!r}, expected a text")
+    prompt = whole(prompt, "the prompt")
     if pair is None:
         pair = opened(settings, settings.draft if method in DRAFTING else None)
     tokenizer, warp = pair.tokenizer, make_warp(settings, pair.target, settings.temperature)
@@ -208,7 +210,7 @@ def run(settings: GenerateSettings) -> None:
     if (prompt := settings.prompt) is None:
         if sys.stdin.isatty():
             print("reading the prompt from the terminal; Ctrl-D ends it", file=sys.stderr)
-        if not (prompt := sys.stdin.read()):
+        if not (prompt := read_stdin()):
             raise UserError("the prompt is empty; give --prompt TEXT, or text on standard input")
     if settings.compare:
         compare(settings, prompt)

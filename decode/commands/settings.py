@@ -226,7 +226,7 @@ def bench_settings(argv: Sequence[str], description: str = "", examples: str = "
     settings = parse(BenchSettings, argv, "python -m decode bench", description, examples, section="bench")
     if not (paths := config_paths(argv)):
         return settings
-    content = read_config(paths)
+    content = read_config(paths, ("name", "output_dir", "bench.suite", "data.source", "data.files"))
     run = Path(content.get("output_dir", "runs")) / content.get("name", "run")
     if not (any(item.startswith("--suite") for item in argv) or "suite" in (content.get("bench") or {})):
         settings.suite = default_suites(content.get("data"))

@@ -1,5 +1,6 @@
 """``python -m decode datastore build`` and ``trigrams build``: the stores of retrieval drafters, built from texts."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -15,7 +16,8 @@ from decode.core.draft import Ids
 from decode.drafters.adaptix import save_ngram_table
 from decode.drafters.corpus import join_documents, tokenizer_fingerprint
 from decode.drafters.rest import save_datastore
-from decode.measure.suites import file_format, iter_rows, load_suite, text_lines
+from decode.incoming import text_lines, whole_rows
+from decode.measure.suites import file_format, iter_rows, load_suite
 from decode.models.open import load_tokenizer
 from decode.progress import working
 
@@ -40,7 +42,7 @@ def read_texts(path: Path) -> Iterator[str]:
         return [text for part in parts for text in part]
 
     if file_format(path) == ".jsonl":
-        for row in iter_rows(path):
+        for row in whole_rows(iter_rows(path), lambda note: print(f"{path}: {note}", file=sys.stderr)):
             yield row["text"] if isinstance(row.get("text"), str) else "\n".join(strings(row))
     else:
         lines = text_lines(path)

@@ -6,14 +6,12 @@ file; ``chat:qa``, ``mmlu:astronomy=PATH`` or ``spec_bench:qa=PATH`` for one cat
 for other prompts (txt: one prompt per line; otherwise a column prompt, turns, text or question).
 """
 
-import bz2
 import csv
-import gzip
 import hashlib
-import io
 import json
 import logging
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +25,7 @@ import yaml
 from jinja2 import Environment, StrictUndefined, Template, TemplateError
 
 from decode.errors import Fields, UserError, unknown
+from decode.incoming import PACKED, columnar_row, text_lines, whole_rows
 from decode.measure.arithmetic import problems
 
 Row = Fields
@@ -36,7 +35,6 @@ Row = Fields
 FORMATS = (".csv", ".json", ".jsonl", ".parquet", ".arrow", ".txt")
 """File name suffixes of `iter_rows`. JSON and CSV are not read by ``datasets``, which changes values: in version 5 the
 JSON text "2020-01-01" becomes a datetime, and the CSV text "1.50" becomes 1.5."""
-PACKED: Fields = {".gz": gzip, ".bz2": bz2}
 csv.field_size_limit(2**31 - 1)  # a chat in one field may be long
 
 
@@ -48,27 +46,6 @@ def file_format(path: str | Path) -> str:
     return suffixes[-1] if suffixes and suffixes[-1] in FORMATS else ""
 
 
-def text_lines(path: str | Path, newline: str | None = None) -> Iterator[str]:
-    """The lines of a text file, which may be compressed; in UTF-8, or UTF-16 or 32 by its byte order mark.
-
-    Raises:
-        UserError: a byte that is not UTF-8, with its line, or a damaged file.
-    """
-    try:
-        packed = PACKED.get(Path(path).suffix.lower())
-        with io.BufferedReader(packed.open(path) if packed else io.FileIO(path), 1 << 20) as binary:
-            encoding = json.detect_encoding(binary.peek(4)[:4])
-            for number, line in enumerate(io.TextIOWrapper(binary, encoding, "surrogateescape", newline), 1):
-                try:
-                    line.encode()
-                except UnicodeEncodeError as bad:
-                    where = f"line {number}: its character {bad.start + 1}, the byte 0x{ord(line[bad.start]) & 255:02x}"
-                    raise ValueError(f"{where}, is not UTF-8; save it as UTF-8 (iconv -f latin1 -t utf-8)") from bad
-                yield line
-    except (OSError, EOFError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-
-
 def _read(path: Path) -> Iterator[Any]:
     """The rows of a file of a known format."""
     match file_format(path):
@@ -76,11 +53,11 @@ def _read(path: Path) -> Iterator[Any]:
             import pyarrow.parquet
 
             for batch in pyarrow.parquet.ParquetFile(path).iter_batches():  # ArrowInvalid is a ValueError
-                yield from batch.to_pylist()
+                yield from map(columnar_row, batch.to_pylist())
         case ".arrow":  # as `datasets` saves them
             import datasets
 
-            yield from datasets.Dataset.from_file(str(path))
+            yield from map(columnar_row, datasets.Dataset.from_file(str(path)))
         case ".csv":
             reader = csv.DictReader(text_lines(path, ""), strict=True)
             for row in reader:
@@ -89,8 +66,16 @@ def _read(path: Path) -> Iterator[Any]:
                 yield row
         case ".txt":
             yield from ({"text": line.rstrip("\r\n")} for line in text_lines(path) if line.strip())
-        case ".json" if (text := "".join(text_lines(path))).lstrip().startswith("["):  # else JSON Lines under that name
-            yield from json.loads(text)
+        case ".json":  # a list of rows, or one after another, each on one line or several
+            text, place, decode = "".join(text_lines(path)).strip(), 0, json.JSONDecoder().raw_decode
+            if text.startswith("["):
+                yield from json.loads(text)
+                return
+            while place < len(text):
+                row, place = decode(text, place)
+                yield row
+                while text[place : place + 1].isspace():
+                    place += 1
         case _:
             yield from map(json.loads, filter(str.strip, text_lines(path)))
 
@@ -110,6 +95,9 @@ def iter_rows(path: str | Path) -> Iterator[Row]:
         for row in _read(path):
             if not isinstance(row, dict):
                 raise ValueError("a row must be an object with named columns, such as {'question': '...'}")
+            if splits := [name for name in ("train", "validation", "test") if isinstance(row.get(name), list)]:
+                held = f"it holds splits ({', '.join(splits)}) and not rows"
+                raise ValueError(f"{held}; write the rows of each into a file of its own, for data.files")
             number += 1
             yield row
     except UserError:
@@ -345,8 +333,9 @@ def load_suite(spec: str, *, limit: int | None = None, seed: int = 0, split: str
 
 def _rows(name: str, preset: Preset, path: str | Path | None, split: str) -> list[Row]:
     """Rows of one split; for a split that the Hub lacks, the share of the training rows that is held out for it."""
+    say = lambda note: print(f"suite {name}: {note}", file=sys.stderr)  # noqa: E731
     if path:
-        rows = [row for row in iter_rows(path) if preset.split_of(row) in (None, split)]
+        rows = [row for row in whole_rows(iter_rows(path), say) if preset.split_of(row) in (None, split)]
         if not rows:
             raise UserError(f"{path} has no row of the split {split!r} of {name}: give a file that has some")
         return rows
@@ -356,7 +345,7 @@ def _rows(name: str, preset: Preset, path: str | Path | None, split: str) -> lis
         has = ", ".join(preset.splits) or "none"
         raise UserError(f"{name} has no split {split!r} on the Hub (it has {has}): give --suite {name}=PATH{file}")
     try:
-        rows = list(load_hub(preset.hub, preset.config, theirs))
+        rows = list(whole_rows(load_hub(preset.hub, preset.config, theirs), say))
     except UserError as error:
         raise UserError(f"suite {name!r}: {error}: --suite {name}=PATH") from error
     if theirs != preset.splits.get("train"):

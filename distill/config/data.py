@@ -8,6 +8,7 @@ from typing import Literal
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from decode.errors import UserError
+from decode.incoming import text_lines
 from decode.options import check_numbers
 from distill.config.base import Split, Values, refuse
 
@@ -83,8 +84,8 @@ class DataSettings:
         if self.chat_template is None or "{{" in self.chat_template or "{%" in self.chat_template:
             return self.chat_template
         try:
-            return Path(self.chat_template).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
+            return "".join(text_lines(self.chat_template))
+        except UserError as error:
             known = f"expected a Jinja template (with {{{{ or {{%) or a file that can be read ({error})"
             raise UserError(f"data.chat_template is {self.chat_template!r}, {known}") from error
 

@@ -195,7 +195,7 @@ def fit_context(draft: PreTrainedConfig, target: PreTrainedConfig) -> str:
 
 def add_legacy_fields(path: Path) -> None:
     """Adds the fields of rope and number format to config.json that engines built on transformers 4 read."""
-    config = json.loads(path.read_text())
+    config = json.loads(path.read_text(encoding="utf-8"))
     rope = {**(config.get("rope_parameters") or {})}
     if "dtype" in config:
         config["torch_dtype"] = config["dtype"]

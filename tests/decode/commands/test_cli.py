@@ -1,11 +1,12 @@
 """Settings from YAML files and the command line, errors by name, and how commands end."""
 
 import errno
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -49,6 +50,10 @@ class Outer:
     """A section that false turns off."""
     stop: list[str] = field(default_factory=list)
     """Texts."""
+    link: str | None = "a"
+    """A name."""
+    any: dict[str, Any] = field(default_factory=dict)
+    """Plain data."""
     loud: bool = False
     """A switch."""
 
@@ -94,6 +99,19 @@ def test_switches_need_no_value_and_texts_may_hold_commas_and_hyphens(tmp_path: 
     assert not read(tmp_path, "loud: true", "--no-loud").loud
     assert not read(tmp_path, "loud: true", "--loud", "false").loud
     assert read(tmp_path, "", "--stop", "a, b", "\n\n", "--stop", "c").stop == ["a, b", "\n\n", "c"]
+    assert read(tmp_path, "", "--stop", "[INST]", "---", "--name", "~").stop == ["[INST]", "---"]
+
+
+@pytest.mark.parametrize("written", ["1.10", "007", "2020-01-01", "yes", "1e3", '"# a"', '"null"'])
+def test_a_text_in_a_file_is_what_was_written_and_values_of_any_kind_keep_their_quotes(
+    tmp_path: Path, written: str
+) -> None:
+    kinds = f"any: {{a: '{written}', b: [1e6, '1e6', null, 'null']}}"
+    got = read(tmp_path, f"name: {written}\nstop: [{written}]\n{kinds}\n")
+    assert got.name == written.strip('"')
+    assert got.stop == [written.strip('"')]
+    assert got.any == {"a": written, "b": [1e6, "1e6", None, "null"]}
+    assert read(tmp_path, "", "--any", f"{{a: '{written}'}}", "--link", "null").any == {"a": written}
 
 
 @pytest.mark.parametrize(
@@ -179,6 +197,13 @@ for number, write in enumerate({writers!r}):
     lines = done.stderr.splitlines()
     assert len(lines) == len(writers)
     assert all(line.startswith("error: ") and "ulimit -f" in line for line in lines)
+
+
+def test_what_standard_output_cannot_show_is_replaced() -> None:
+    code = "import sys; from decode.commands.cli import run_main; sys.exit(run_main(lambda: print('α is 1')))"
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, text=True, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "? is 1\n", "")
 
 
 def test_sigterm_ends_a_command_as_ctrl_c_does_and_removes_what_is_temporary(tmp_path: Path) -> None:
