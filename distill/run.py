@@ -17,6 +17,7 @@ import torch
 from datasets import Dataset
 from lightning.pytorch.loggers import Logger
 from rich.console import Console
+from rich.markup import escape
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
@@ -188,7 +189,7 @@ class Run:
                 )
             corpus = load_corpus(data, seed=seed, folder=folder, tokenizer=tokenizer, sampler=sampler, ends=ends)
         for note in corpus.notes:
-            self.line(note)
+            self.line(escape(note))
         return corpus
 
     def _prompt_writer(self, model: str) -> Continue:

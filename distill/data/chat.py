@@ -29,7 +29,7 @@ from decode.models.tokens import (
     render_chat,
     start_ids,
 )
-from distill.data.messages import KEYS, Messages, UnusableRow
+from distill.data.messages import KEYS, SPEAKERS, Messages, UnusableRow
 
 Ids = list[int]
 IGNORE = -100  # label of a position that no loss is taken on
@@ -272,10 +272,13 @@ def render_row(row: Row, chat: ChatFormat | None) -> tuple[list[Turn], list[str]
     else:  # what only separates a pair's prompt and response is left to the template
         texts = {"user": row["said"] or row["prompt"], "assistant": row["response"]}
         messages = [{"role": role, "content": text.strip()} for role, text in texts.items()]
+    known = {"system", "developer", *SPEAKERS, *re.findall(r"['\"](\w+)['\"]", str(chat.tokenizer.chat_template))}
+    strangers = dict.fromkeys(message["role"] for message in messages if message["role"] not in known)
+    said = [f"with the speaker {role!r}, whom the chat template does not name" for role in strangers]
     if messages[-1]["role"] != "assistant":
-        return [Turn(chat.ask(chat.prepared(messages)), "")], []
+        return [Turn(chat.ask(chat.prepared(messages)), "")], said
     turns, notes = chat_turns(chat, messages, json.loads(row["tools"] or "null"))
-    return turns, [*filter(None, [row["note"]]), *notes]
+    return turns, [*filter(None, [row["note"]]), *said, *notes]
 
 
 def chat_turns(chat: ChatFormat, messages: Messages, tools: Any = None) -> tuple[list[Turn], list[str]]:

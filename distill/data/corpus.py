@@ -34,7 +34,7 @@ from distill.data.prompts import PromptWriter, prompt_rows
 from distill.data.sources import SPLITS, LeftOut, SourceRows, load_rows, sentences
 from distill.files import files_state, fingerprint, replaced, sizes, write_json
 
-VERSION = 8  # raised when a change of the code changes which examples are made of the same rows, or what is kept
+VERSION = 9  # raised when a change of the code changes which examples are made of the same rows, or what is kept
 BATCH = 1000  # rows tokenised together
 A_PROCESS = 5000  # rows for which starting one more process pays
 VOCABULARY = 1024  # largest vocabulary of a tokenizer that is trained here
@@ -140,10 +140,11 @@ def _make(
     """Reads, splits, tokenises and masks the rows, and writes the corpus into an empty folder."""
     form = partial(ChatFormat, system=settings.system, template_args=settings.template_args, ends=ends)
     if settings.from_target:
-        written = None
-        if sampler is not None and tokenizer is not None:
+        if sampler is None or tokenizer is None:
+            rows = SourceRows("chat", *prompt_rows(settings, seed, None))
+        else:
             written = sampler.samples(form(tokenizer), settings.prompts, seed)
-        rows = SourceRows("chat", *prompt_rows(settings, seed, written))
+            rows = SourceRows("chat", *prompt_rows(settings, seed, written, sampler.say))
     else:
         rows = load_rows(settings, seed)
     if tokenizer is None:

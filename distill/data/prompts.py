@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,12 +10,14 @@ from itertools import count, islice
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
+from unicodedata import category
 
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.core.sampling import LogitsWarper
 from decode.errors import UserError, read_json
+from decode.incoming import whole_rows
 from decode.measure.suites import Row, iter_rows, messages_of
 from decode.models.texts import GROUP, uniform_draws, write_texts
 from decode.models.tokens import plain_ids, written_ids
@@ -29,13 +30,14 @@ from distill.data.sources import plain_rows
 from distill.engine.servers import Engine, answer_ids, request_seed
 from distill.files import write_json
 
-WORD = re.compile(r"\w+")
 SHORTEST, LONGEST = 4, 160  # tokens of a prompt
+BYTES = 3  # of a text count as a token at least: a vocabulary may have whole questions in scripts without spaces
 START_WORDS = 10  # a prompt whose first words are those of an earlier one is dropped
 TRIES = 8  # samples at most for each prompt wanted
 BATCH = 64  # prompts written together
 SAMPLING = LogitsWarper(1.0, top_p=0.95)  # Magpie samples broadly, and leaves out what is hardly ever said
 ORDER = ("test", "validation", "train")  # prompts are dealt out in this order: more training ones change no other split
+MORE = "data.prompts.openings gives other first words, data.prompts.file prompts of your own"
 PROBE = "\ue000prompt\ue001"  # replaces the user's words while their place in a rendered chat is searched; in no text
 
 
@@ -104,7 +106,7 @@ def problem_of(text: str, tokens: int, ended: bool, markers: Collection[str] = (
     """
     reasons = {
         f"unfinished after {LONGEST} tokens": not ended,
-        f"shorter than {SHORTEST} tokens": tokens < SHORTEST or not text.strip(),
+        f"shorter than {SHORTEST} tokens": max(tokens, len(text.encode()) // BYTES) < SHORTEST or not text.strip(),
         "broken characters": "\ufffd" in text,
         "template markers inside": any(marker in text for marker in markers),
     }
@@ -112,7 +114,10 @@ def problem_of(text: str, tokens: int, ended: bool, markers: Collection[str] = (
 
 
 def prompt_rows(
-    settings: DataSettings, seed: int, samples: Iterator[Sample] | None
+    settings: DataSettings,
+    seed: int,
+    samples: Iterator[Sample] | None,
+    say: Callable[[str], object] = lambda line: None,
 ) -> tuple[dict[str, Dataset], list[str]]:
     """The prompts of each split as chats of one user's turn, and notes about them; no prompt is there twice.
 
@@ -122,6 +127,7 @@ def prompt_rows(
         settings: Number and source of the prompts.
         seed: Order of the file's rows.
         samples: What the target writes; None: no target is named.
+        say: Called after the first samples with what is dropped of them, and the settings that change it.
 
     Raises:
         UserError: Too few of the samples can be used, or a file without prompts.
@@ -132,7 +138,7 @@ def prompt_rows(
 
     def keeps(text: str, problem: str = "") -> bool:
         """Whether a prompt has no problem, and neither the words nor the first ten words of one that was kept."""
-        words = WORD.findall(text.lower())
+        words = "".join(c if c.isalnum() or category(c)[0] == "M" else " " for c in text.lower()).split()
         keys = {" ".join(words) or text, *[" ".join(words[:START_WORDS]) + " ..."] * (len(words) >= START_WORDS)}
         if problem := problem or "repeated" * bool(keys & seen):
             dropped[problem] += 1
@@ -145,7 +151,9 @@ def prompt_rows(
 
     if path is not None:
         read = list(iter_rows(path))
-        given = [messages for messages in map(prompt_of, read) if messages]
+        asked: list[Row] = [{"messages": prompt_of(row)} for row in read]
+        whole = whole_rows(asked, lambda note: notes.append(f"prompts from {path}: {note}"))
+        given = [row["messages"] for row in whole if row["messages"]]
         if not given:
             raise UserError(
                 f"data.prompts.file {path!r} holds no prompts: a row needs a column instruction (and input), "
@@ -158,7 +166,7 @@ def prompt_rows(
             rows[split] = [_row(*prompt) for prompt in islice(numbered, round(share * limit))]
         notes.append(
             f"prompts from {path}: {sum(map(len, rows.values()))} used, {dropped.total()} dropped as "
-            f"repetitions, {len(read) - len(given)} rows without a prompt"
+            f"repetitions, {asked.count({'messages': []})} rows without a prompt"
         )
         dropped.clear()
     if missing := [split for split, limit in limits.items() for _ in range(limit - len(rows[split]))]:
@@ -172,13 +180,16 @@ def prompt_rows(
         for accepted, split in enumerate(missing):
             work.update(done=accepted)
             for written, sample in sampled:
-                if keeps(sample.text, sample.problem):
+                kept = keeps(sample.text, sample.problem)
+                if written == BATCH and dropped:
+                    say(f"{reasons()} of the first {BATCH} prompts of the target are dropped ({MORE})")
+                if kept:
                     break
                 if written >= max(100, TRIES * len(missing)):
                     raise UserError(
                         f"data.source is target, and of {written} prompts that it wrote {accepted} can be used of "
-                        f"{len(missing)} wanted ({reasons()}): use an instruction-tuned target, or add prompts "
-                        "with data.prompts.file"
+                        f"{len(missing)} wanted ({reasons()}): use an instruction-tuned target, or another setting "
+                        f"({MORE})"
                     )
             rows[split].append(_row(written, [{"role": "user", "content": (sample.opening + sample.text).strip()}]))
         share = len(missing) / written

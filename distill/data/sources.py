@@ -20,6 +20,7 @@ from datasets import Dataset, Features, Value
 from datasets.data_files import DataFilesDict, get_data_patterns
 
 from decode.errors import UserError
+from decode.incoming import HALVED, columnar_row, is_whole
 from decode.measure.arithmetic import problems
 from decode.measure.suites import PRESETS, Preset, Row, file_format, held_out, iter_rows, load_hub, messages_of
 from distill.config.data import DataSettings
@@ -107,13 +108,14 @@ def _shaped(rows: Iterable[Row], shape: Shape) -> tuple[Dataset, LeftOut]:
     kept, left_out = [], []
     for number, row in enumerate(rows, 1):
         try:
-            made = shape(row)
-            "".join(made.values()).encode()
-            kept.append(made | {"number": number})
+            made = shape(columnar_row(row) if isinstance(rows, Dataset) else row)
         except UnusableRow as error:
             left_out.append((f"{error.reason} dropped", number, error.detail))
-        except UnicodeEncodeError:
-            left_out.append(("with half a character (a lone surrogate) dropped", number, ""))
+            continue
+        if is_whole(made):
+            kept.append(made | {"number": number})
+        else:
+            left_out.append((HALVED, number, ""))
     return plain_rows(kept), left_out
 
 

@@ -83,6 +83,24 @@ def test_rows_of_json_lines_need_not_agree_in_types(tmp_path: Path) -> None:
         loaded(DataSettings(source=path))
 
 
+def test_a_columnar_file_adds_no_nulls_to_tool_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = []
+    for n in range(80):
+        name, key = (("weather", "city"), ("search", "query"))[n % 2]
+        call = {"name": name, "arguments": {key: f"x{n}", "where": [{key: {key: n}}]}}
+        tool = {"name": name, "parameters": {"type": "object", "properties": {key: {"type": "string"}}}}
+        turns = [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "tool_calls": [{"function": call}]}]
+        rows.append({"messages": turns, "tools": [{"type": "function", "function": tool}]})
+    saved = DatasetDict(train=Dataset.from_list(rows))
+    saved.save_to_disk(tmp_path / "saved")
+    monkeypatch.setattr("distill.data.sources.load_hub", lambda *_: saved)
+    sources = [write(tmp_path / name, rows) for name in ("r.jsonl", "r.parquet")]
+    sources += [str(tmp_path / "saved"), "somebody/something"]
+    plain, *columnar = ([[*rows] for rows in loaded(DataSettings(source=name)).splits.values()] for name in sources)
+    assert sum(map(len, plain)) == 80
+    assert columnar == [plain] * 3
+
+
 @pytest.mark.parametrize("ending", ["jsonl", "txt"])
 def test_plain_text_becomes_blocks_that_are_learned_whole(tmp_path: Path, ending: str) -> None:
     path = write(tmp_path / f"rows.{ending}", STORIES)

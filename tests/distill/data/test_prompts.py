@@ -50,7 +50,12 @@ def test_the_users_turn_is_what_the_template_writes_before_the_words() -> None:
 # -- the filter -------------------------------------------------------------------------------------------------------
 
 GOOD = "Can you explain how rain is made in the clouds above the sea?"
-OTHERS = ["Расскажи мне о погоде в Москве", "请告诉我北京的天气", "天気はどうですか？", "12345 + 67890 = ?"]
+OTHERS = [
+    "Расскажи мне о погоде в Москве", "请告诉我北京的天气", "天気はどうですか？", "12345 + 67890 = ?",
+    "मुझे दिल्ली की बारिश के बारे में बताओ", "मुझे दिल्ली की बारिश के गीत सुनाओ",
+]  # fmt: skip
+
+HALF = {"question": "What is \ud83d?"}
 
 
 @pytest.mark.parametrize(
@@ -74,6 +79,15 @@ def test_each_rule_drops_what_it_is_for_in_any_language(text: str, tokens: int, 
     splits, notes = prompt_rows(few, 0, iter([*good, bad, Sample("And then?"), Sample("Who?")]))
     assert texts(splits["test"]) == [GOOD, *OTHERS]
     assert notes[0].endswith(f"dropped: 1 {reason}")
+    assert problem_of("写一首诗", 2, True) == ""  # a whole question in two tokens
+
+
+def test_what_is_dropped_is_named_after_the_first_batch_with_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts_module, "BATCH", 9)
+    said: list[str] = []
+    prompt_rows(settings(), 0, samples(), said.append)
+    assert len(said) == 1
+    assert said[0].startswith("3 repeated of the first 9 prompts of the target are dropped (data.prompts.openings")
 
 
 def samples() -> Iterator[Sample]:
@@ -106,14 +120,15 @@ def test_splits_have_as_many_prompts_as_asked_for_none_twice_and_more_training_l
 def test_each_split_has_its_share_of_a_files_prompts_and_the_target_writes_the_rest(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     mine = [{"question": f"What would you do with {i} kinds of wood number {i * i}?"} for i in range(5, 14)]
-    rows = [*mine, mine[3], {"other": 1}, {"question": "Tell me all about topic0 and topic0s friend topic0a!"}]
+    rows = [*mine, mine[3], {"other": 1}, HALF, {"question": "Tell me all about topic0 and topic0s friend topic0a!"}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     splits, notes = prompt_rows(settings(file=str(path)), 0, samples())
     assert [len(splits[split]) for split in ORDER] == [4, 3, 12]
     of_file = [sum("wood" in text or text.endswith("!") for text in texts(splits[split])) for split in ORDER]
     assert of_file == [2, 2, 6]
     assert sum("topic0 " in text for split in ORDER for text in texts(splits[split])) <= 1
-    assert notes[0] == f"prompts from {path}: 10 used, 1 dropped as repetitions, 1 rows without a prompt"
+    assert notes[0] == f"prompts from {path}: 1 row with half a character (a lone surrogate) dropped (row 12)"
+    assert notes[1] == f"prompts from {path}: 10 used, 1 dropped as repetitions, 1 rows without a prompt"
     few = settings(file=str(path))
     few.train_examples, few.validation_examples, few.test_examples = 4, 2, 2
     alone, other = (prompt_rows(few, seed, None)[0] for seed in (0, 1))
