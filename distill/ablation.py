@@ -6,6 +6,7 @@ drafts are compared text by text. Nothing is decoded. Finished drafts are kept, 
 """
 
 import math
+import shutil
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -43,6 +44,7 @@ GAINS: dict[str, tuple[str, Callable[..., dict[str, float]]]] = {
     "length_gain": ("sampled", paired_lengths),
 }
 """Columns that compare a draft with the first one: the decoding mode, and how measurements of the same texts differ."""
+WRITTEN = ("corpus", "prompts", "responses")  # folders of a run's work that do not depend on the student
 TABLE = (
     "name",
     "seeds",
@@ -102,6 +104,10 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
     texts = dict[str, list[Text]]()
     for kind, run in runs.items():
         with alone_in(run):
+            for part in WRITTEN:
+                source, copied = next(iter(runs.values())).work / part, run.work / part
+                if source.is_dir() and not copied.exists():
+                    shutil.copytree(source, copied)
             run.settings = prepare_settings(run.settings, console)
             run_stages(run, ("target", "initial", *references))
             target = run.load_target("float32" if run.device.type == "cpu" else None)
