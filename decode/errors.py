@@ -1,10 +1,11 @@
 """The error type for mistakes that a user can correct, and files that are written whole or not at all."""
 
 import difflib
+import errno
 import json
 import os
+import stat
 import tempfile
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +39,61 @@ def choose(kind: str, name: str, known: Mapping[str, Entry]) -> Entry:
     return known[name]
 
 
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
+WRITING = (
+    *FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EOPNOTSUPP,
+    errno.EIO, errno.ENAMETOOLONG,
+)  # fmt: skip
+"""Errors of the system by which writing a file fails."""
+
+
+def writing_error(error: BaseException | None) -> OSError | None:
+    """Why a file could not be written, if that is the cause of an exception; libraries wrap it in their own errors."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in WRITING:
+            return error
+        # safetensors and tokenizers, which are written in Rust, name the number; torch.save does not
+        number = next((number for number in WRITING if f"(os error {number})" in str(error)), None)
+        if number or "PytorchStreamWriter failed" in str(error) or "inline_container" in str(error):
+            return OSError(number, os.strerror(number)) if number else OSError()
+        error = error.__cause__ or error.__context__
+    return None
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Yield a path in a temporary folder beside `path`, where a file, folder or link is made that then takes its place.
+
+    After a failure the old one stays. Files get the permissions of any new file, which libraries keep to their maker.
+
+    Raises:
+        OSError: Nothing can be written there, or the disk is full; it names `path`.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".tmp-", dir=path.parent) as scratch:
+            made, old, plain = (Path(scratch, name) for name in (path.name, ".old", ".plain"))
+            plain.touch()
+            yield made
+            mode = stat.S_IMODE(plain.stat().st_mode)
+            for file in [] if made.is_symlink() else [made, *made.rglob("*")]:
+                if file.is_file() and stat.S_IMODE(file.stat().st_mode) != mode:
+                    file.chmod(mode)
+            if made.is_dir() and os.path.lexists(path):  # a link may lead nowhere
+                path.rename(old)
+            try:
+                made.replace(path)
+            except OSError:
+                if os.path.lexists(old):
+                    old.rename(path)
+                raise
+    except Exception as error:
+        why = None if isinstance(error, UserError) else writing_error(error)
+        if why is None or path.parent.absolute() not in Path(str(why.filename or path)).absolute().parents:
+            raise
+        raise OSError(why.errno, why.strerror, str(path)) from error
+
+
 def write_safely(path: str | Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a file next to `path`, then rename it into place; the folder is made where it is missing.
 
@@ -48,15 +104,10 @@ def write_safely(path: str | Path, write: Callable[[Path], object]) -> None:
     path = Path(path)
     if path.exists() and not path.is_file():
         raise UserError(f"{str(path)!r} is not a file that can be replaced but a folder or a device; give another path")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".tmp-{os.getpid()}-{threading.get_ident()}-{path.name}")
-    try:
-        write(temporary)
-        with temporary.open("rb+") as file:
+    with replaced(path) as made:
+        write(made)
+        with made.open("rb+") as file:
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_text(path: str | Path, content: str) -> None:
@@ -70,10 +121,26 @@ Fields = dict[str, Any]  # values by name: an object of JSON or YAML, a row of a
 def read_json(path: Path) -> Fields:
     """A JSON file's object; empty if there is none, or none that can be read."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_model_json(path)
+    except UserError:
         return {}
-    return content if isinstance(content, dict) else {}
+
+
+def read_model_json(path: Path) -> Fields:
+    """The object in a JSON file of a model; empty if there is no such file.
+
+    Raises:
+        UserError: It cannot be read, with its line.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"line 1: a {type(content).__name__} instead of an object")
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}; correct it or download it again") from error
+    return content
 
 
 def write_json(path: str | Path, content: Fields, indent: int = 2) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from decode.errors import UserError, write_text
+from decode.errors import UserError, write_json, write_text
 from decode.measure import machine
 from decode.measure.acceptance import OfflineAlpha, offline_accepted_length, paired, paired_lengths
 from decode.measure.report import COLUMNS, console_table, markdown
@@ -30,7 +30,6 @@ from distill.config import EvaluationSettings, ExportSettings, Settings
 from distill.config.base import StudentKind
 from distill.data.corpus import test_suite
 from distill.evaluate import Text, acceptance, target_texts
-from distill.files import write_json
 from distill.pipeline import prepare_settings
 from distill.run import Run, alone_in
 from distill.stages import run_stages

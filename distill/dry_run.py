@@ -17,7 +17,7 @@ from rich.console import Console
 from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
-from decode.errors import UserError
+from decode.errors import UserError, replaced
 from decode.measure.arithmetic import problems
 from decode.measure.suites import PRESETS
 from decode.models.open import load_tokenizer
@@ -127,8 +127,9 @@ def _shrink_model(
         made = build_model(shape, len(tokenizer), tokenizer, 0)
         made.generation_config.eos_token_id = tokenizer.eos_token_id
         model.model = str(folder)
-        made.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        with replaced(folder) as aside:
+            made.save_pretrained(aside)
+            tokenizer.save_pretrained(aside)
 
 
 def _shrink_data(small: Settings, folder: Path, console: Console) -> None:

@@ -1,12 +1,10 @@
-"""Files that are either complete or absent, and fingerprints of what they were made from."""
+"""Fingerprints of files, which of them a model is read from, and locks."""
 
 import errno
 import fcntl
 import hashlib
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -14,35 +12,42 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from decode.errors import UserError, write_text
+from decode.errors import UserError, read_model_json, write_json
 from distill import ranks
 
 LARGE = 256_000_000
 """Input files of more bytes are known by their size and time instead of their content."""
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write a JSON file atomically."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
+MODEL_FILES = (
+    "*config.json", "*.safetensors", "*.safetensors.index.json", "*.gguf", "gguf/*.gguf", "*token*", "*vocab*",
+    "*merges*", "*.model", "*.tiktoken", "*.spm", "tekken.json", "bpe.codes", "dict.txt", "emoji.json",
+    "normalizer.json", "*.jinja", "chat_template*", "additional_chat_templates/*", "*.py",
+)  # fmt: skip
+"""Files of a folder or a Hub repository that a model, its tokenizer and a head are read from."""
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a tokenizer's files under the class name that transformers 4, and engines built on it, know too."""
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_model_json(path)
     if config.get("tokenizer_class") == "TokenizersBackend":  # transformers 5's name for the same class
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
         for name in ("backend", "is_local", "local_files_only"):
             config.pop(name, None)
-        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(path, config)
+
+
+def files_in(folder: Path, patterns: Iterable[str] = MODEL_FILES) -> list[Path]:
+    """A folder's files of these names. Others, such as notes, logs and runs beside them, say nothing about a model."""
+    found = {file for pattern in patterns for file in folder.glob(pattern)}
+    return sorted(file for file in found if file.is_file() and not file.name.startswith("."))
 
 
 def files_state(paths: Iterable[str | None]) -> dict[str, list[int | str]]:
-    """Size and content's hash (of large files the time) of every file at or below the paths that exist."""
-    roots = [Path(path) for path in paths if path and Path(path).exists()]
-    files = [file for root in roots for file in ([root] if root.is_file() else sorted(root.rglob("*")))]
-    states = {file: file.stat() for file in files if file.is_file()}
+    """Size and content's hash (of large files the time) of the paths that are files, and of a folder's model."""
+    roots = [Path(path) for path in paths if path]
+    files = [file for root in roots for file in ([root] if root.is_file() else files_in(root))]
+    states = {file: file.stat() for file in files}
     return {
         str(file): [now.st_size, now.st_mtime_ns if now.st_size > LARGE else _hash(file, now.st_size, now.st_mtime_ns)]
         for file, now in states.items()
@@ -56,10 +61,9 @@ def _hash(path: Path, *_: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()[:32]
 
 
-def sizes(folder: Path, *but: str) -> dict[str, int]:
-    """Bytes of every file below a folder, by its path in there, but of some; a truncated file is noticed by them."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in but]
-    return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(files)}
+def sizes(folder: Path, patterns: Iterable[str] = MODEL_FILES) -> dict[str, int]:
+    """Bytes of a folder's files of these names, by their path in there; a truncated one is noticed by them."""
+    return {str(file.relative_to(folder)): file.stat().st_size for file in files_in(folder, patterns)}
 
 
 def free_bytes(path: Path) -> int:
@@ -68,32 +72,23 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
 
 
+def link(path: Path, folder: Path) -> None:
+    """Make a path lead to a model's folder; on a file system without links, as on exFAT or some networks, a copy."""
+    try:
+        path.symlink_to(folder, target_is_directory=True)
+    except OSError:
+        for file in files_in(folder):
+            copy = path / file.relative_to(folder)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
+
+
 def remove(path: Path) -> None:
     """Remove a file, a folder with its content, or a link (but not what it points to); absent is fine."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():
         shutil.rmtree(path)
-
-
-@contextmanager
-def replaced(out_dir: Path) -> Iterator[Path]:
-    """Yield an empty folder that takes the place of `out_dir` at the end; after a failure the old one stays."""
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    for stale in out_dir.parent.glob(f".{out_dir.name}.partial-*"):
-        shutil.rmtree(stale)
-    with tempfile.TemporaryDirectory(prefix=f".{out_dir.name}.partial-", dir=out_dir.parent) as scratch:
-        partial, old = Path(scratch) / "new", Path(scratch) / "old"
-        partial.mkdir()
-        yield partial
-        if os.path.lexists(out_dir):  # a link may lead nowhere
-            out_dir.rename(old)
-        try:
-            partial.rename(out_dir)
-        except OSError:
-            if os.path.lexists(old):
-                old.rename(out_dir)
-            raise
 
 
 def fingerprint(*parts: object) -> str:

@@ -23,16 +23,13 @@ from transformers import (
 )
 from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 
-from decode.errors import UserError, read_json
+from decode.errors import UserError, read_model_json
 from decode.models.open import load_config, load_model
 from decode.models.sources import gguf_file, located, unreadable
 from distill.config.base import Attention, Values
 from distill.config.models import Architecture, LoraSettings, ModelSettings, TargetSettings, TrainingSettings
+from distill.files import MODEL_FILES
 from distill.layers import decoder_layers, final_norm
-
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
-"""Files of a Hub repository that a model and its tokenizer need."""
-
 
 # -- built or loaded ---------------------------------------------------------------------------------------------------
 
@@ -109,7 +106,7 @@ def source_folder(model: str) -> Path:
         return Path(model)
     name, at = located(model)
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES, **at))
+        return Path(snapshot_download(name, allow_patterns=[*MODEL_FILES], **at))
     except (OSError, ValueError) as error:  # those of the Hub's client among them
         raise unreadable(model, "model", error) from error
 
@@ -263,7 +260,7 @@ def _fill(model: PreTrainedModel, files: dict[str, Path], last: int) -> bool:
 def _tensor_files(folder: Path) -> dict[str, Path]:
     """Return the file of each tensor of a model in safetensors files, by the tensor's name."""
     single = folder / "model.safetensors"
-    if index := read_json(folder / "model.safetensors.index.json"):
+    if index := read_model_json(folder / "model.safetensors.index.json"):
         return {name: folder / file for name, file in index["weight_map"].items()}
     return dict.fromkeys(safe_open(single, "pt").keys(), single) if single.is_file() else {}
 

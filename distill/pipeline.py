@@ -11,7 +11,7 @@ from typing import cast
 import yaml
 from rich.console import Console
 
-from decode.errors import UserError, read_json, scratch_folder, write_text
+from decode.errors import UserError, read_json, scratch_folder, write_json, write_text
 from decode.progress import output_console, working
 from distill import ranks
 from distill.checks import check_engine, signal_sizes
@@ -23,7 +23,7 @@ from distill.engine.servers import CONNECTOR, arguments
 from distill.export.card import PROFILE, add_measurements, exported_facts
 from distill.export.draft import check_export_path, check_gguf, export_draft, export_gguf
 from distill.export.head import export_head
-from distill.files import files_state, fingerprint, free_bytes, sizes, write_json
+from distill.files import files_state, fingerprint, free_bytes, sizes
 from distill.models import multiplies_bfloat16
 from distill.report import console_tables, figures, write_report
 from distill.responses.target import answered_texts
@@ -156,8 +156,6 @@ def check_command(run: Run) -> None:
 
 # -- export and measurement -------------------------------------------------------------------------------------------
 
-CHANGING = PROFILE, "README.md"
-"""Files of an export that people and serve-check may change."""
 PROBED = ("probes", "self_speculation", "probe_settings")
 """Parts of a report that ``python -m probes`` adds, which stay true as long as the target does."""
 
@@ -175,7 +173,7 @@ def measure(run: Run) -> Values:
     note, path = run.work / "report.json", run.folder / "report.json"
     known, report = read_json(note), read_json(path) if settings.evaluation else {}
     if known.get("fingerprint") == key:
-        profile, intact = read_json(run.export / PROFILE), known.get("export") == sizes(run.export, *CHANGING)
+        profile, intact = read_json(run.export / PROFILE), known.get("export") == sizes(run.export)
         if intact and profile and bool(report) == bool(settings.evaluation):
             run.line(f"up to date: {path if report else run.export}")
             if "served" in report:  # by `measure_served`
@@ -215,7 +213,7 @@ def measure(run: Run) -> Values:
         write_report(run.folder, report)
         report = read_json(path)
         log_report(run.logger, report, lambda: {name: svg for name, (svg, _) in figures(report).items()})
-    write_json(note, {"fingerprint": key, "target": target, "export": sizes(run.export, *CHANGING)})
+    write_json(note, {"fingerprint": key, "target": target, "export": sizes(run.export)})
     run.line(f"{path if report else run.export} [dim]{time.monotonic() - began:.1f} s[/dim]")
     return report
 

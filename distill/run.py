@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
 from decode.core.sampling import LogitsWarper
-from decode.errors import read_json
+from decode.errors import read_json, replaced, write_json
 from decode.measure.suites import quiet_datasets
 from decode.models.heads.block_config import block_config
 from decode.models.heads.eagle import DraftHead, head_config
@@ -37,10 +38,11 @@ from distill.config.models import ModelSettings
 from distill.data.corpus import Corpus, load_corpus
 from distill.data.dataset import Examples
 from distill.data.prompts import Continue, PromptWriter, continued_by, continued_here
+from distill.data.sources import local_files
 from distill.engine.check import SAMPLED, check_samples, check_states, holds
 from distill.engine.servers import Engine, opened
 from distill.engine.states import StateFiles, layers_for
-from distill.files import files_state, fingerprint, only_one, remove, replaced, sizes, write_json
+from distill.files import files_state, fingerprint, only_one, remove, sizes
 from distill.models import config_of, hollow_target, open_placed, source_folder
 
 VERSION = 3
@@ -130,7 +132,6 @@ class Run:
         if ranks.is_first():
             note = self.work / f"{stage}.json"
             with replaced(self.path(stage)) as aside:
-                aside.rmdir()  # a stage may be a link
                 make(aside)
                 record.files = sizes(aside)
                 note.unlink(missing_ok=True)
@@ -143,8 +144,9 @@ class Run:
         folder = self.work / f"checkpoints-{stage}"
         note = folder / "fingerprint.json"
         if ranks.is_first() and read_json(note).get("stage") != key:
+            if folder.exists():
+                self.line(f"{folder} is of other settings or files, and removed")
             remove(folder)
-            folder.mkdir(parents=True)
             write_json(note, {"stage": key})
         ranks.barrier()
         return folder
@@ -394,7 +396,8 @@ def data_key(settings: Settings) -> Values:
     del data["test_examples"]  # no stage sees a test example, but without a file they are split off the others
     files = dict(data["files"])
     data["files"] = files | {"test": files.get("test") is not None}
-    paths = [data["source"], files.get("train"), files.get("validation"), data["tokenizer"]]
+    paths = [files.get("train"), files.get("validation"), data["tokenizer"]]
+    paths += chain(*local_files(data["source"]).values())
     if settings.data.from_target:  # the target's files are in its own fingerprint
         paths = [settings.data.prompts.file, settings.data.tokenizer]
     else:

@@ -6,7 +6,7 @@ from typing import cast
 from decode.commands.serve_check import VLLM_METHODS
 from decode.engines import server
 from decode.engines.check import ServedText, acceptance_rates, mean_length
-from decode.errors import read_json
+from decode.errors import read_json, write_json
 from decode.measure import machine
 from decode.measure.report import console_table
 from decode.measure.statistics import median_interval, plain
@@ -17,7 +17,6 @@ from distill.config.base import Values
 from distill.data.dataset import Examples
 from distill.engine.servers import START
 from distill.export.card import PROFILE
-from distill.files import write_json
 from distill.run import Run
 
 COLUMNS = ("temperature", "draft_length", "accepted_length", "speedup", "identical_share", "texts")

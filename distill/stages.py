@@ -34,7 +34,7 @@ from distill.drafts.eagle import FeatureDraft
 from distill.drafts.language_model import LanguageModelDraft, cut
 from distill.drafts.reference import Draft, keep_reference
 from distill.drafts.start import check_states, frequent, start_from_head, start_from_target
-from distill.files import fingerprint, remove, save_tokenizer
+from distill.files import fingerprint, link, remove, save_tokenizer
 from distill.layerskip import LayerSkip
 from distill.lm_head import LMHead, check_head
 from distill.losses.divergences import Divergence
@@ -67,10 +67,9 @@ class StageResult:
     def save(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         """Write config.json, model.safetensors and the tokenizer, or a link to the folder."""
         if isinstance(self.model, Path):
-            folder.symlink_to(self.model.resolve(), target_is_directory=True)
+            link(folder, self.model.resolve())
             return
         if isinstance(self.model, DraftHead):
-            folder.mkdir(parents=True)
             save_head(self.model, folder)
         else:
             self.model.save_pretrained(folder)
@@ -109,8 +108,9 @@ def _run_stages(run: Run, only: Collection[str] | None, check: bool) -> list[str
             if ranks.is_first():
                 remove(run.work / f"checkpoints-{stage}")  # a kill may have left them
             continue
-        if read_json(run.work / f"{stage}.json").get("fingerprint") == key:
-            run.line(f"{run.path(stage)} is not as it was written, and is made again")
+        if before := read_json(run.work / f"{stage}.json").get("fingerprint"):
+            why = "is not as it was written" if before == key else "was made from other settings or files"
+            run.line(f"{run.path(stage)} {why}, and is made again")
         if check and not made and only != ("target",):
             with working(console, "checking data and models", bars=False):
                 check_inputs(run)

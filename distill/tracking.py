@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 
-from decode.errors import UserError, read_json
+from decode.errors import UserError, read_json, write_json
 from distill.export.card import fastest_row
-from distill.files import fingerprint, write_json
+from distill.files import fingerprint
 from distill.report import exported
 
 ENVIRONMENT = {

@@ -7,11 +7,10 @@ import torch
 from lightning.pytorch.loggers import Logger
 from rich.console import Console
 
-from decode.errors import read_json
+from decode.errors import read_json, write_json
 from decode.models.open import DTYPES
 from decode.progress import output_console
 from distill import ranks
-from distill.files import write_json
 from distill.pipeline import prepare_settings, with_formats
 from distill.run import Run, alone_in
 from distill.stages import run_stages

@@ -8,7 +8,6 @@ other unknown key is an error that names the nearest known one. A file may build
 
 import dataclasses
 import difflib
-import errno
 import functools
 import io
 import itertools
@@ -24,7 +23,7 @@ from typing import Any, TypeVar
 
 import jsonargparse
 
-from decode.errors import Fields, UserError
+from decode.errors import FULL, Fields, UserError, writing_error
 from decode.incoming import read_yaml, text_lines, whole
 
 Settings = TypeVar("Settings")
@@ -292,12 +291,7 @@ def take_flag(argv: list[str], flag: str) -> bool:
 
 # -- running -----------------------------------------------------------------------------------------------------------
 
-WRITING = (
-    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR,
-    errno.EEXIST,
-)  # fmt: skip
-"""Errors of the system by which writing a file fails."""
-NEXT = "free some space (`df -h .`, `ulimit -f`) or choose another output folder, then run the same command again"
+NEXT = "choose another output folder, then run the same command again"
 
 
 def run_main(function: Callable[[], object]) -> int:
@@ -324,30 +318,19 @@ def run_main(function: Callable[[], object]) -> int:
         _close_stdout()
         return 0
     except Exception as error:
-        if not (reason := writing_error(error)):
+        if (why := writing_error(error)) is None:
             raise
         try:
             sys.stdout.flush()
         except OSError:  # standard output itself cannot be written
             _close_stdout()
-        line, status = f"error: {reason}; {NEXT}", 2
+        reason = f"{why.filename2 or why.filename or 'a file'} cannot be written{f': {why.strerror}' * bool(why.errno)}"
+        room = "free some space (`df -h .`, `ulimit -f`) or " * (why.errno in FULL or not why.errno)
+        line, status = f"error: {reason}; {room}{NEXT}", 2
     finally:
         signal.signal(signal.SIGTERM, before)
     print(line, file=sys.stderr, flush=True)
     return status
-
-
-def writing_error(error: BaseException | None) -> str | None:
-    """Why a file could not be written, if that is the cause of an exception; libraries wrap it in their own errors."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in WRITING:
-            return f"{error.filename2 or error.filename or 'a file'} cannot be written: {error.strerror}"
-        # safetensors and tokenizers, which are written in Rust, name the number; torch.save does not
-        number = next((number for number in WRITING if f"(os error {number})" in str(error)), None)
-        if number or "PytorchStreamWriter failed" in str(error) or "inline_container" in str(error):
-            return f"a file cannot be written{f': {os.strerror(number)}' if number else ''}"
-        error = error.__cause__ or error.__context__
-    return None
 
 
 def check_writable(folder: str | Path) -> Path:

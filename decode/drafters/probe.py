@@ -6,7 +6,6 @@ that were fastest.
 """
 
 import hashlib
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from transformers import PreTrainedModel
 
 from decode.core.stop import DraftedToken, probability
 from decode.core.verify import LN2, entropy, pick
-from decode.errors import Fields, UserError, write_json, write_safely
+from decode.errors import Fields, UserError, read_model_json, write_json, write_safely
 
 KINDS = ("probe", "confidence-probe")
 """`probe` sees the hidden state alone (AdaSPEED); `confidence-probe` also the exit's `confidence_features`."""
@@ -126,14 +125,11 @@ def describe_probes(folder: str | Path) -> Fields:
     Raises:
         UserError: there is none, or it cannot be read.
     """
-    path = Path(folder) / "probes.json"
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"there are no probes in {str(folder)!r} ({type(error).__name__}); train some with python -m probes, which "
-            "writes runs/<name>/probes"
-        ) from error
+    if note := read_model_json(Path(folder) / "probes.json"):
+        return note
+    raise UserError(
+        f"there are no probes in {str(folder)!r}; train some with python -m probes, which writes runs/<name>/probes"
+    )
 
 
 def load_probe(

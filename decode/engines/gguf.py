@@ -1,14 +1,12 @@
 """Models as GGUF files, written by llama.cpp's own converter, which `make engines` installs."""
 
-import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from decode.engines.server import CHECKOUT
-from decode.errors import UserError
+from decode.errors import UserError, read_model_json, write_safely
 
 CONVERTER = Path(".engines/llama.cpp/src/convert_hf_to_gguf.py")
 WITH_SPLIT = """
@@ -35,10 +33,7 @@ SPLITS = {("ByteLevel",): "gpt-2", ("Digits", "ByteLevel"): "smollm"}
 
 def split_of(folder: str | Path) -> str:
     """llama.cpp's name of a folder's pre-tokenizer; empty where it has none."""
-    try:
-        core = json.loads((Path(folder) / "tokenizer.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return ""
+    core = read_model_json(Path(folder) / "tokenizer.json")
     steps = core.get("pre_tokenizer") or {}
     steps = steps.get("pretokenizers", [steps])
     plain = all(step.get("use_regex", True) and step.get("individual_digits", True) for step in steps)
@@ -69,9 +64,8 @@ def convert(folder: str | Path, file: str | Path, kind: str = "f32", *, target: 
     """
     folder, file = Path(folder), Path(file)
     script = find_converter()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{file.name}.", dir=file.parent) as partial:
-        made = Path(partial) / file.name
+
+    def write(made: Path) -> None:
         command = [sys.executable, "-c", WITH_SPLIT, split_of(target or folder), str(script), str(folder)]
         command += ["--outfile", str(made), "--outtype", kind]
         command += [] if target is None else ["--target-model-dir", str(target)]
@@ -84,5 +78,6 @@ def convert(folder: str | Path, file: str | Path, kind: str = "f32", *, target: 
                 f"llama.cpp's converter refuses {folder}: {last}; check that the folder holds config.json and a "
                 "tokenizer of a family that llama.cpp supports (vLLM and transformers may take it as it is)"
             )
-        os.replace(made, file)
+
+    write_safely(file, write)
     return file

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,11 +32,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as hf_logging
 from transformers.utils import quantization_config
 
-from decode.errors import Fields, UserError, first_line
+from decode.errors import Fields, UserError, first_line, read_model_json, replaced
 
 # -- names -------------------------------------------------------------------------------------------------------------
 
 Name = str | os.PathLike[str]  # a folder, a name on the Hub (with its revision after an @) or a GGUF file
+JSON_FILES = (
+    "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "model.safetensors.index.json",
+)  # fmt: skip
+NUMBERS = ("eos_token_id", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 MEMORY = 60.0  # seconds for which the answer of `hub_offline` is kept
 _asked: dict[str, tuple[float, bool]] = {}
 
@@ -46,10 +50,15 @@ def located(name: Name) -> tuple[str, Fields]:
     """The folder or Hub name that transformers reads, and arguments for it; a GGUF file is converted first.
 
     Raises:
-        UserError: a GGUF file that cannot be read.
+        UserError: a GGUF file, or a folder's JSON file, that cannot be read. transformers would ignore some of these.
     """
     if file := gguf_file(name):
         return str(unpacked(file)), {}
+    for path in (Path(name, file) for file in JSON_FILES):
+        for key, value in read_model_json(path).items():
+            numbers = value if isinstance(value, list) else [value]
+            if key in NUMBERS and not all(isinstance(each, (int, float, type(None))) for each in numbers):
+                raise UserError(f"{path}: {key} is {value!r}, expected a number; correct it or download it again")
     repository, at = pinned(name)
     local = {"local_files_only": True} if not Path(name).exists() and hub_offline() else {}
     return repository, at | local
@@ -204,13 +213,11 @@ def unpacked(file: Path) -> Path:
         vars(model).pop(attribute, None)
     vars(model.config).pop("quantization_config", None)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as partial, quiet():
-            model.save_pretrained(Path(partial) / "made")
-            tokenizer.save_pretrained(Path(partial) / "made")
+        with replaced(folder) as made, quiet():
+            model.save_pretrained(made)
+            tokenizer.save_pretrained(made)
             for outdated in folder.parent.glob(f"{file.stem}-{place}-*"):
                 shutil.rmtree(outdated, ignore_errors=True)
-            Path(partial, "made").rename(folder)
     except OSError as error:
         raise UserError(f"{file} cannot be converted to {folder}: {error}; set HF_HOME to a disk with room") from error
     return folder

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,7 +20,7 @@ from datasets import Dataset, Features, List, Value, concatenate_datasets, load_
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from decode.errors import UserError, read_json
+from decode.errors import UserError, read_json, replaced, write_json
 from decode.measure.suites import PRESETS, Prompt, Row, Suite, quiet_datasets
 from decode.models.open import load_tokenizer
 from decode.models.tokens import check_template
@@ -31,14 +31,15 @@ from distill.data.chat import IGNORE, ChatFormat, Example, label, prompt_part, r
 from distill.data.dataset import Examples
 from distill.data.messages import UnusableRow
 from distill.data.prompts import PromptWriter, prompt_rows
-from distill.data.sources import SPLITS, LeftOut, SourceRows, load_rows, sentences
-from distill.files import files_state, fingerprint, replaced, sizes, write_json
+from distill.data.sources import SPLITS, LeftOut, SourceRows, load_rows, local_files, sentences
+from distill.files import files_state, fingerprint, sizes
 
 VERSION = 9  # raised when a change of the code changes which examples are made of the same rows, or what is kept
 BATCH = 1000  # rows tokenised together
 A_PROCESS = 5000  # rows for which starting one more process pays
 VOCABULARY = 1024  # largest vocabulary of a tokenizer that is trained here
 EOS, PAD = "<|endoftext|>", "<|pad|>"
+CORPUS_FILES = ("*/*", "about.json")
 COLUMNS = Features(
     {"input_ids": List(Value("int32")), "labels": List(Value("int32"))}
     | {name: Value("string") for name in ("prompt", "response", "chat")}
@@ -104,7 +105,8 @@ def load_corpus(
         tokenizer = load_tokenizer(settings.tokenizer)
     if tokenizer is not None and settings.template() is not None:
         tokenizer.chat_template = settings.template()
-    read = (settings.source, settings.prompts.file, settings.tokenizer, *settings.files.values())
+    read = (*chain(*local_files(settings.source).values()), settings.prompts.file, settings.tokenizer)
+    read += tuple(settings.files.values())
     written = sampler.made_from if sampler is not None and settings.from_target else None
     known = None if tokenizer is None else _identity(tokenizer)
     key = fingerprint(
@@ -114,10 +116,11 @@ def load_corpus(
         folder = Path(tempfile.mkdtemp(prefix="corpus-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     note = folder / "corpus.json"
-    if (alone or ranks.is_first()) and read_json(note) != {"key": key, "files": sizes(folder, note.name)}:
+    if (alone or ranks.is_first()) and read_json(note) != {"key": key, "files": sizes(folder, CORPUS_FILES)}:
         with replaced(folder) as aside:
+            aside.mkdir()
             _make(aside, settings, seed, tokenizer, sampler, ends)
-            write_json(aside / note.name, {"key": key, "files": sizes(aside)})
+            write_json(aside / note.name, {"key": key, "files": sizes(aside, CORPUS_FILES)})
     ranks.barrier()
     if read_json(note).get("key") != key:
         raise UserError(

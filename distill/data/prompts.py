@@ -16,7 +16,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.core.sampling import LogitsWarper
-from decode.errors import UserError, read_json
+from decode.errors import UserError, read_json, write_json
 from decode.incoming import whole_rows
 from decode.measure.suites import Row, iter_rows, messages_of
 from decode.models.texts import GROUP, uniform_draws, write_texts
@@ -28,7 +28,6 @@ from distill.data.chat import ChatFormat, Ids
 from distill.data.messages import Messages, UnusableRow, read_messages
 from distill.data.sources import plain_rows
 from distill.engine.servers import Engine, answer_ids, request_seed
-from distill.files import write_json
 
 SHORTEST, LONGEST = 4, 160  # tokens of a prompt
 BYTES = 3  # of a text count as a token at least: a vocabulary may have whole questions in scripts without spaces
@@ -60,14 +59,18 @@ class TextFile:
         self.texts = {values["example"]: values["ids"] for values in map(json.loads, lines)}
         return self.texts
 
-    def open(self) -> None:
-        """Reads the file and removes a torn last line. A file made from something else is set aside."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+    def open(self, say: Callable[[str], None]) -> None:
+        """Reads the file and removes a torn last line. A file made from something else is set aside, and ``say`` so."""
         manifest = self.path.with_suffix(".json")
-        if read_json(manifest) != self.made_from:
+        if (before := read_json(manifest)) != self.made_from:
             if self.path.exists():  # it may have taken hours
                 names = (self.path.with_suffix(f".old-{number}.jsonl") for number in count(1))
-                self.path.replace(next(name for name in names if not name.exists()))
+                old = next(name for name in names if not name.exists())
+                self.path.replace(old)
+                if before:
+                    manifest.replace(old.with_suffix(".json"))
+                other = " and ".join(key for key, value in self.made_from.items() if before.get(key) != value)
+                say(f"{self.path} was written with another {other}: it is kept as {old.name}, and begun anew")
             write_json(manifest, self.made_from)
         if self.path.exists():
             os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
@@ -308,7 +311,7 @@ class PromptWriter:
         together = self.together or GROUP * BATCH
         made_from = {"before": before, "ends": sorted(ends), "seed": seed, "openings": settings.openings}
         file = TextFile(self.path, self.made_from | made_from)
-        file.open()
+        file.open(self.say)
         for start in count(step=together):
             numbers = range(start, start + together)
             if not all(number in file.texts for number in numbers):

@@ -7,9 +7,10 @@ the order, and equal rows stay together.
 """
 
 import json
+import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
@@ -17,7 +18,6 @@ from pathlib import Path
 from string import Formatter
 
 from datasets import Dataset, Features, Value
-from datasets.data_files import DataFilesDict, get_data_patterns
 
 from decode.errors import UserError
 from decode.incoming import HALVED, columnar_row, is_whole
@@ -37,7 +37,16 @@ TEMPLATES = (
     ("{input}\n", "{output}"),
 )
 """Prompt and response of rows with these columns, where no other template is given."""
-NO_ROWS = ("dataset_info", "dataset_infos", "dataset_dict", "state")  # files of `datasets` about a data set
+NAMED = {
+    split: re.compile(rf"(^|[-._ \d])({'|'.join(words)})($|[-._ \d])")
+    for split, words in {
+        "train": ["train", "training"],
+        "validation": SPLIT_NAMES["validation"],
+        "test": ["test", "testing", "eval", "evaluation"],
+    }.items()
+}
+"""Names of files and folders of each split."""
+NO_ROWS = ("config", "dataset_info", "dataset_infos", "dataset_dict", "state")  # files of `datasets` about a data set
 CHAT_COLUMNS = "messages", "conversations", "chosen"
 HELD_OUT = 0.05  # share of the training rows that goes to each split that the source lacks
 KEYS = {"pairs": "prompt", "chat": "messages", "text": "text"}
@@ -237,7 +246,7 @@ def _raw_rows(settings: DataSettings, seed: int) -> dict[str, Iterable[Row]]:
         made = {split: problems(seed, split, count) for split, count in limits.items()}
         return {split: [{"question": p.question, "answer": p.solution} for p in some] for split, some in made.items()}
     if preset is None:  # the name of a preset wins over a path
-        files = _local(Path(source)) | files
+        files = local_files(source) | files
     raw = {} if "train" in files else _from_hub(settings, preset, seed)
     for split, paths in files.items():
         if len(forms := {file_format(path) for path in paths}) > 1:
@@ -251,19 +260,32 @@ def _raw_rows(settings: DataSettings, seed: int) -> dict[str, Iterable[Row]]:
     return raw
 
 
-def _local(path: Path) -> dict[str, list[str]]:
+def local_files(source: str) -> dict[str, list[str]]:
     """Files of a source that is a path: one file is the training split, those of a folder go by their names.
 
-    As on the Hub, a file or its folder is named train, validation or test, and a split may have numbered parts.
+    As on the Hub, a folder in it or a file is named train, validation or test, and a split may have numbered parts.
+    Linked folders are read like others.
     """
-    if not path.is_dir():
-        return {"train": [str(path)]} if path.is_file() or file_format(path) else {}
-    base = str(path.resolve())
-    named = DataFilesDict.from_patterns(get_data_patterns(base), base)
-    return {
-        str(split): [file for file in map(str, files) if file_format(file) and Path(file).stem not in NO_ROWS]
-        for split, files in named.items()
-    }
+    if not Path(source).is_dir():
+        return {"train": [source]} if Path(source).is_file() or file_format(source) else {}
+    inside = {file: file.relative_to(source).parts for file in _below(Path(source), {Path(source).resolve()})}
+    for part in (slice(-1), slice(-1, None)):  # the folders, then the names
+        named = {
+            split: [str(file) for file, parts in inside.items() if any(map(pattern.search, parts[part]))]
+            for split, pattern in NAMED.items()
+        }
+        if any(named.values()):
+            return {split: files for split, files in named.items() if files}
+    return {"train": [str(file) for file in inside]} if inside else {}
+
+
+def _below(folder: Path, above: Set[Path]) -> Iterator[Path]:
+    """Files of rows in a folder and in those below it, which may be links, but not to one that they lie in."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.name.startswith((".", "__")) and (real := path.resolve()) not in above:
+            yield from _below(path, above | {real})
+        elif path.is_file() and not path.name.startswith(".") and file_format(path) and path.stem not in NO_ROWS:
+            yield path
 
 
 def _from_hub(settings: DataSettings, preset: Preset | None, seed: int) -> dict[str, Iterable[Row]]:

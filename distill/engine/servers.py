@@ -20,10 +20,10 @@ import httpx
 import torch
 
 from decode.engines import server
-from decode.errors import UserError, read_json
+from decode.errors import UserError, read_json, write_json
 from distill.config.models import TargetSettings
 from distill.config.teacher import EngineSettings
-from distill.files import fingerprint, locked, write_json
+from distill.files import fingerprint, locked
 
 Answer = dict[str, Any]
 TRIES, PAUSE = 7, 0.5  # of one request; seconds before the second one, doubled before each further one

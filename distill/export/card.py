@@ -12,11 +12,10 @@ from jinja2 import Template
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from decode.engines.check import weight_fingerprints
-from decode.errors import read_json, write_text
+from decode.errors import read_json, write_json, write_text
 from decode.measure.report import COLUMNS, cell, markdown
 from decode.models.heads.block import BlockHead
 from decode.models.heads.eagle import DraftHead, default_captured_layers
-from distill.files import write_json
 
 Report = Mapping[str, Any]  # of a run, or a part of it
 Facts = dict[str, Any]

@@ -4,7 +4,6 @@ The folder is built beside its destination, loaded again, compared with the sour
 folder of that name is always complete.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,14 @@ from transformers import (
 )
 
 from decode.engines.gguf import convert, find_converter
-from decode.errors import UserError
+from decode.errors import UserError, read_model_json, replaced, write_json
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import is_head, unserved
 from decode.models.heads.mtp import MTP, MtpHead
 from decode.models.open import check_tokenizers, load_config, load_model, load_tokenizer
 from distill.config import ExportSettings
 from distill.export.card import describe, write_card
-from distill.files import replaced, save_tokenizer
+from distill.files import save_tokenizer
 
 # vLLM derives a speculative method from parts of the draft's path, even when the method is given: those that are wrong
 # for a plain draft model, and for an EAGLE-1 head.
@@ -195,7 +194,7 @@ def fit_context(draft: PreTrainedConfig, target: PreTrainedConfig) -> str:
 
 def add_legacy_fields(path: Path) -> None:
     """Adds the fields of rope and number format to config.json that engines built on transformers 4 read."""
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_model_json(path)
     rope = {**(config.get("rope_parameters") or {})}
     if "dtype" in config:
         config["torch_dtype"] = config["dtype"]
@@ -212,7 +211,7 @@ def add_legacy_fields(path: Path) -> None:
         config |= {"rope_theta": rope["full_attention"]["rope_theta"]}
         if "sliding_attention" in rope:
             config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    write_json(path, dict(sorted(config.items())))
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.errors import UserError, read_json
+from decode.errors import UserError, read_model_json, replaced, write_json, write_safely
 from decode.models.heads.block import BlockHead
 from decode.models.heads.eagle import DraftHead, output_head
 from decode.models.heads.files import HEAD, load_head, save_head, unserved
@@ -24,7 +24,7 @@ from decode.models.open import load_tokenizer
 from distill.config import ExportSettings
 from distill.export.card import TOKEN_MAP, describe, write_card
 from distill.export.draft import DRAFTED, add_legacy_fields, check_export_path, check_gguf
-from distill.files import replaced, save_tokenizer, write_json
+from distill.files import save_tokenizer
 from distill.models import hollow_target
 
 NETWORK = ("version", "captured_layers", "drafts", "mask_id", "temperatures", "candidates", "kinds")
@@ -99,7 +99,7 @@ def write_head(
     dtype: torch.dtype,
     target: PreTrainedModel | None = None,
 ) -> None:
-    """Writes config.json, model.safetensors and the tokenizer into an existing folder.
+    """Writes config.json, model.safetensors and the tokenizer into a folder.
 
     The target is needed for a block head of a reduced vocabulary, which gets a copy of rows of its output head.
     """
@@ -145,7 +145,7 @@ def replace_layers(export: str | Path, folder: str | Path) -> None:
             "copy of the target that was trained for, whose weights are not packed"
         )
     stale = {name for name in present - tuned.keys() if "scale" in name.rpartition(".")[2] and _module(name) in modules}
-    config, index = read_json(folder / "config.json"), read_json(folder / "model.safetensors.index.json")
+    config, index = (read_model_json(folder / name) for name in ("config.json", "model.safetensors.index.json"))
     if stale and (quantised := config.get("quantization_config")):
         key = next((key for key in SKIPPED if key in quantised), SKIPPED[0])
         quantised[key] = sorted({*(quantised.get(key) or ()), *map(_module, stale)})
@@ -157,8 +157,7 @@ def replace_layers(export: str | Path, folder: str | Path) -> None:
         for name in tensors.keys() & tuned.keys():
             dtype = tensors[name].dtype
             tensors[name] = tuned[name].to(dtype if dtype.itemsize > 1 else torch.bfloat16)
-        save_file(tensors, file.with_suffix(".partial"), metadata={"format": "pt"})
-        file.with_suffix(".partial").replace(file)
+        write_safely(file, lambda made: save_file(tensors, made, metadata={"format": "pt"}))  # noqa: B023
     if index:
         index["weight_map"] = {name: file for name, file in index["weight_map"].items() if name not in stale}
         write_json(folder / "model.safetensors.index.json", index)

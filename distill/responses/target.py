@@ -247,7 +247,7 @@ def write_responses(
 
     if rank < world:
         file = TextFile(path.with_stem(f"{path.stem}-{rank}") if rank else path, made_from)
-        file.open()
+        file.open(run.line)
         texts, size = known(), GROUP * settings.batch_size
         ordered = sorted(jobs, key=lambda job: (len(job.ids), job.example))  # those of similar length together
         groups = [ordered[start : start + size] for start in range(0, len(ordered), size)][rank::world]

@@ -15,7 +15,7 @@ import pyarrow
 from datasets import Dataset, Features, List, Value
 from torch import Tensor
 
-from decode.errors import UserError
+from decode.errors import UserError, write_safely
 from decode.progress import current
 from distill import ranks
 from distill.data.dataset import PER_TOKEN, Batch, Column, Examples, Ints
@@ -85,7 +85,7 @@ def keep_columns(
                 "float8 or false)"
             )
         if not there:
-            computed(share, path)
+            write_safely(path, partial(computed, share))
         ranks.barrier()
         parts = [_open(path, len(share)) for path, share in files.items()]
     if None in parts:

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.utils import logging as hf_logging
 
 from decode.commands.cli import parse, run_main
-from decode.errors import UserError, scratch_folder
+from decode.errors import UserError, scratch_folder, write_json
 from decode.measure import machine
 from decode.measure.report import console_table
 from decode.models.api import synchronize
@@ -36,7 +36,6 @@ from distill.data.chat import IGNORE
 from distill.data.dataset import DistillDataModule, Examples, Schedule, TrainingBatches
 from distill.drafts.language_model import LanguageModelDraft
 from distill.drafts.reference import keep_reference
-from distill.files import write_json
 from distill.losses.divergences import Divergence
 from distill.losses.selection import share
 from distill.models import load_or_build, make_optimizer, make_schedule

@@ -1,12 +1,13 @@
 """Files are complete or not there."""
 
+import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from decode.errors import UserError, write_text
+from decode.errors import UserError, replaced, write_safely, write_text
 
 
 def test_an_interrupted_write_keeps_the_old_file_and_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -34,3 +35,31 @@ def test_threads_that_write_the_same_file_do_not_disturb_one_another(tmp_path: P
         list(pool.map(lambda _: write_text(path, "text"), range(64)))
     assert [file.name for file in tmp_path.iterdir()] == ["a.txt"]
     assert path.read_text() == "text"
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
+def test_files_may_be_read_by_whom_the_umask_says_whatever_wrote_them(tmp_path: Path, umask: int) -> None:
+    def write(file: Path) -> None:
+        os.close(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600))  # as safetensors does
+
+    before = os.umask(umask)
+    try:
+        write_safely(tmp_path / "file", write)
+        with replaced(tmp_path / "folder") as made:
+            (made / "inner").mkdir(parents=True)
+            write(made / "inner" / "file")
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "file", tmp_path / "folder/inner/file"):
+        assert path.stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_an_error_names_the_file_and_what_a_library_began_beside_it_goes(tmp_path: Path) -> None:
+    def write(file: Path) -> None:
+        file.with_name("tmp8x2k").write_text("begun")
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    with pytest.raises(OSError, match=rf"exceeded: '{tmp_path}/states'") as caught:
+        write_safely(tmp_path / "states", write)
+    assert caught.value.errno == errno.EDQUOT
+    assert not list(tmp_path.iterdir())

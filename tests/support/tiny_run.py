@@ -15,12 +15,12 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from decode.errors import write_json
 from distill.config import DraftSettings, Settings, TrainerSettings
 from distill.config.base import change
 from distill.config.data import DataSettings
 from distill.config.models import Architecture, StudentSettings, TargetSettings, TrainingSettings
 from distill.config.teacher import TeacherSettings
-from distill.files import write_json
 from distill.run import Run, stage_fingerprints
 from distill.stages import run_stages
 from distill.trainer import ProgressLines

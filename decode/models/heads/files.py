@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from decode.errors import UserError
+from decode.errors import UserError, read_model_json, write_safely, write_text
 from decode.models.fast.layout import ROPE_TYPES
 from decode.models.heads.block import BlockHead
 from decode.models.heads.block_config import BLOCK_ARCHITECTURES
@@ -299,7 +299,7 @@ def _our_name(name: str) -> str:
 
 
 def save_head(head: DraftHead, folder: str | Path, shared: dict[str, Tensor] | None = None) -> None:
-    """Writes config.json and model.safetensors into an existing folder.
+    """Writes config.json and model.safetensors into a folder.
 
     The vocabulary's tables d2t and t2d are written only where the head drafts some of the target's tokens: vLLM makes
     no parameter for them where the vocabularies are equal.
@@ -336,8 +336,8 @@ def save_head(head: DraftHead, folder: str | Path, shared: dict[str, Tensor] | N
         fields.pop("quantization_config", None)  # tuned layers have no scales
     kept = state.keys() - ({"d2t", "t2d"} if not head.reduced else ())
     state = {name: state[name].detach().cpu().contiguous() for name in sorted(kept)}
-    save_file(state, Path(folder) / "model.safetensors", metadata={"format": "pt"})
-    (Path(folder) / "config.json").write_text(json.dumps(fields, indent=2, default=str) + "\n")
+    write_safely(Path(folder) / "model.safetensors", lambda file: save_file(state, file, metadata={"format": "pt"}))
+    write_text(Path(folder) / "config.json", json.dumps(fields, indent=2, default=str) + "\n")
 
 
 def load_head(name: str | os.PathLike[str], target: PreTrainedModel | None = None) -> DraftHead:
@@ -356,7 +356,7 @@ def load_head(name: str | os.PathLike[str], target: PreTrainedModel | None = Non
         if not folder.exists():
             repository, revision = pinned(name)
             folder = Path(snapshot_download(repository, revision=revision.get("revision"), allow_patterns=files))
-        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        fields = read_model_json(folder / "config.json")
         tensors = [item for file in sorted(folder.glob(files[1])) for item in load_file(file).items()]
         state = {_our_name(key): tensor for key, tensor in tensors if not UNREAD.search(key)}
         version = head_format(fields, state)

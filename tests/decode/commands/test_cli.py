@@ -163,6 +163,11 @@ WRAPPED.__cause__ = OSError(errno.ENOSPC, "No space left on device", "/x/y")
         (UserError("mend me"), 2, "error: mend me"),
         (KeyboardInterrupt(), 130, "stopped; a training continues if the same command is run again"),
         (WRAPPED, 2, "error: /x/y cannot be written: No space left on device; free some space"),
+        (
+            OSError(errno.EOPNOTSUPP, "no links", "/x"),
+            2,
+            "error: /x cannot be written: no links; choose another output",
+        ),
     ],
 )
 def test_foreseeable_ends_give_one_line_and_others_pass_through(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from pairs import make_pair, make_suite, make_tokenizer, save_pair
 
 from decode.commands.generate import start
 from decode.commands.settings import GenerateSettings
+from decode.errors import UserError
 from decode.measure.benchmark import plan
 from decode.measure.session import BenchOptions
-from decode.models.open import described, load_model, own_warp
+from decode.models.open import described, load_config, load_model, load_tokenizer, own_warp
 from decode.models.tokens import prompt_ids
 
 PROMPT = "Tom has 3 apples and 4 apples and"
@@ -78,3 +80,20 @@ def test_what_is_not_followed_is_named(tiny: Any) -> None:
     assert described(model, own_warp(model, 0.0, {})) == ""
     model.generation_config.update(num_beams=4, typical_p=0.9)
     assert "does not follow num_beams, typical_p" in described(model, own_warp(model, 0.0, {}))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{\n "eos_token_id": 0,\n}', "line 3 column 1"),
+        ("", "line 1 column 1"),
+        ("[0]", "line 1: a list instead of an object"),
+        ('{"eos_token_id": ["0"]}', r"eos_token_id is \['0'\], expected a number"),
+    ],
+)
+def test_a_damaged_one_is_refused_and_not_left_out(content: str, words: str, tmp_path: Path, tiny: Any) -> None:
+    path = save_pair(tmp_path, tiny) / "target" / "generation_config.json"
+    path.write_text(content)
+    for opened in (load_config, load_tokenizer, partial(load_model, device="cpu", dtype="float32")):
+        with pytest.raises(UserError, match=f"{path}.*{words}"):
+            opened(path.parent)

@@ -141,10 +141,15 @@ def test_a_folder_is_read_by_the_names_that_the_hub_knows(tmp_path: Path, names:
     for place, name in enumerate(names):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write(folder / name, PAIRS[10 * place : 10 * place + 10])
-    rows = loaded(DataSettings(source=str(folder)))
-    assert sum(map(len, rows.splits.values())) == sum(sizes)
-    if len(sizes) == 3:
-        assert [len(rows.splits[split]) for split in SPLITS] == sizes
+    (linked := tmp_path / "linked").mkdir()
+    for path in folder.iterdir():
+        (linked / path.name).symlink_to(path)
+    (linked / "again").symlink_to(linked)
+    for source in (folder, linked):
+        rows = loaded(DataSettings(source=str(source)))
+        assert sum(map(len, rows.splits.values())) == sum(sizes)
+        if len(sizes) == 3:
+            assert [len(rows.splits[split]) for split in SPLITS] == sizes
 
 
 def test_a_folder_that_datasets_saved_is_read_and_one_of_two_formats_a_split_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import copy
 import errno
 import gc
 import json
+import shutil
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +30,7 @@ from distill.config.models import LayerSkipSettings, StudentSettings, TargetSett
 from distill.files import only_one
 from distill.models import checkpoint_layers
 from distill.pipeline import measure, run_pipeline
-from distill.run import Run, StageRecord
+from distill.run import Run, StageRecord, stage_fingerprints
 from distill.stages import run_stages
 
 
@@ -122,6 +123,28 @@ def test_a_model_taken_as_it_is_becomes_a_link(finished: tuple[Path, Run], tmp_p
     linked.put("target", StageRecord("new"), lambda folder: folder.symlink_to(run.path("initial")))
     assert linked.record("target", "new") is not None
     assert (run.target / "model.safetensors").exists()  # replacing the link leaves what it points to
+
+
+@pytest.mark.parametrize("number", [None, errno.EOPNOTSUPP, errno.EPERM], ids=["links", "no links", "forbidden"])
+def test_what_lies_beside_a_given_models_files_says_nothing_about_it(
+    finished: tuple[Path, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int | None
+) -> None:
+    if number is not None:
+        monkeypatch.setattr(Path, "symlink_to", Mock(side_effect=OSError(number, "no links here")))
+    folder = tmp_path / "model"
+    shutil.copytree(finished[1].target, folder)
+    settings = tiny_settings(folder, target=TargetSettings(kind="as_is", model=str(folder)))  # the run lies inside
+    run, _ = bench(settings)
+    before = stage_fingerprints(settings)
+    assert run_stages(run, ("target",)) == ["target"]
+    assert run.target.is_symlink() is (number is None)
+    assert not (run.target / "tiny").exists() or number is None
+    (folder / "NOTES.md").write_text("tried with a temperature of 1")
+    (folder / "trainer_state.json").write_text("{}")
+    assert run_stages(run, ("target",)) == []
+    assert stage_fingerprints(settings) == before
+    (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
+    assert stage_fingerprints(settings) != before
 
 
 def test_two_processes_cannot_work_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,15 +43,19 @@ def test_nothing_after_the_first_end_token_is_learned_whichever_of_several_it_is
 
 
 def test_responses_made_from_something_else_are_set_aside_under_names_of_their_own(tmp_path: Path) -> None:
-    path = tmp_path / "train.jsonl"
+    path, said = tmp_path / "train.jsonl", list[str]()
     for number in range(3):
-        file = TextFile(path, {"made from": number})
-        file.open()
+        file = TextFile(path, {"split": "train", "temperature": number})
+        file.open(said.append)
         assert not file.texts
         file.add(((i, [i + 3, 0]) for i in range(3 - number)), with_start())
         assert [*file.texts] == [*range(3 - number)]
     kept = [path.with_suffix(f".old-{number}.jsonl").read_text() for number in (1, 2)]
     assert [len(text.splitlines()) for text in kept] == [3, 2]
+    assert said == [
+        f"{path} was written with another temperature: it is kept as train.old-{number}.jsonl, and begun anew"
+        for number in (1, 2)
+    ]
 
 
 def answering(folder: Path, **responses: Any) -> Settings:

@@ -1,5 +1,6 @@
 """What the target says of a batch, computed beside the draft or kept on disk: the right values, never stale ones."""
 
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -148,6 +149,14 @@ def test_a_failure_leaves_nothing_that_would_be_used(
         with pytest.raises(error, match=match):
             keep_columns(examples, computed, signal.columns, tmp_path, "target-train", "a")
         assert not list(tmp_path.glob("*.arrow"))
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16_000, unlimited[1]))  # as a disk that another one fills meanwhile
+        with pytest.raises(OSError, match=r"'.*/target-train-\w+-0.arrow'"):
+            keep(signal, examples, tmp_path, "a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert not list(tmp_path.iterdir())
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: usage)
