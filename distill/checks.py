@@ -3,12 +3,16 @@
 from pathlib import Path
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from decode.engines import server
 from decode.errors import UserError
+from decode.models.heads.eagle import output_head
+from decode.models.heads.mtp import MTP
 from distill import ranks
 from distill.data.dataset import Examples
 from distill.drafts.language_model import kept_layers
+from distill.drafts.start import check_states
 from distill.engine.servers import Engine, answer_ids
 from distill.files import free_bytes
 from distill.models import check_attention, check_quantization, config_of, count_parameters, multiplies_bfloat16
@@ -100,7 +104,7 @@ def _check_batches(run: Run) -> None:
 
 
 def _check_models(run: Run) -> None:
-    """Refuse texts longer than a model's context, an attention that it lacks, and a draft that is not smaller."""
+    """Refuse too long texts, an attention that a model lacks, a draft that is not smaller, a head that does not fit."""
     settings, corpus, longest = run.settings, run.corpus, run.settings.data.max_length
     vocab, attention = len(corpus.tokenizer), settings.trainer.attention
     if not (settings.teacher.responses.from_target or any(draft.on_policy for draft in settings.drafts)):
@@ -118,6 +122,13 @@ def _check_models(run: Run) -> None:
                 f"{key} is {positions} tokens and the longest example may have {longest}: lower data.max_length to "
                 f"{positions}, or raise it"
             )
+    if settings.student.is_head and settings.student.version != MTP:
+        given = settings.target
+        with torch.device("meta"):
+            made = AutoModelForCausalLM.from_config(config_of(given, vocab), trust_remote_code=given.trust_remote_code)
+        check_states(made)
+        if settings.student.version != 3:
+            output_head(made, block=settings.student.is_block)
     if settings.student.kind == "cut":
         kept_layers(settings.student.layers, run.target_config.num_hidden_layers)
     elif not settings.student.is_head:

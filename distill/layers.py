@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
+from decode.models.sources import decoder_of
 
 NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
 
@@ -35,7 +36,7 @@ def final_norm(model: PreTrainedModel) -> nn.Module:
 def _stack(model: PreTrainedModel) -> tuple[Any, nn.ModuleList]:
     """The module that holds the decoder layers, and the layers; never those of a vision or audio tower."""
     count = model.config.get_text_config().num_hidden_layers
-    for parent in model.get_decoder().modules():
+    for parent in decoder_of(model).modules():
         for child in parent.children():
             if isinstance(child, nn.ModuleList) and len(child) == count:
                 return parent, child

@@ -6,7 +6,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from decode.models.heads.eagle import some_outputs
+from decode.models.heads.eagle import finish_of, finished, some_outputs
 from distill.layers import probe_ids
 
 
@@ -29,11 +29,8 @@ class LMHead(nn.Module):
         linear = model.get_output_embeddings()
         if linear is None:
             raise UserError(f"{type(model).__name__} has no output head: choose a causal language model")
-        config = model.config.get_text_config()
-        factor = getattr(config, "logit_scale", None) or 1.0
         self.linear = linear
-        self.scale = float(factor) / float(getattr(config, "logits_scaling", None) or 1.0)
-        self.cap = getattr(config, "final_logit_softcapping", None)
+        self.scale, self.cap = finish_of(model)
 
     @classmethod
     def of(
@@ -72,8 +69,7 @@ class LMHead(nn.Module):
 
     def finish(self, products: Tensor) -> Tensor:
         """Apply multiplier and soft-capping to the linear layer's output."""
-        logits = products if self.scale == 1.0 else products * self.scale
-        return torch.tanh(logits / self.cap) * self.cap if self.cap else logits
+        return finished(products, self.scale, self.cap)
 
     def slope(self, logits: Tensor) -> Tensor | float | None:
         """Return the derivative of `finish` where it gave these logits: one per logit, a number, or None for 1."""

@@ -24,7 +24,7 @@ from transformers import (
 from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 
 from decode.errors import UserError, read_model_json
-from decode.models.open import load_config, load_model
+from decode.models.open import load_config, load_model, stop_ids
 from decode.models.sources import gguf_file, located, unreadable
 from distill.config.base import Attention, Values
 from distill.config.models import Architecture, LoraSettings, ModelSettings, TargetSettings, TrainingSettings
@@ -149,6 +149,8 @@ def ready_to_save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
             pad_token_id=tokenizer.pad_token_id,
             bos_token_id=tokenizer.bos_token_id,
         )
+    if len(ends := stop_ids(model, tokenizer)) > 1:
+        model.generation_config.eos_token_id = ends
     return model
 
 

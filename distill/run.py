@@ -22,13 +22,14 @@ from rich.markup import escape
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
+from decode.core.draft import foreign
 from decode.core.sampling import LogitsWarper
-from decode.errors import read_json, replaced, write_json
+from decode.errors import UserError, read_json, replaced, write_json
 from decode.measure.suites import quiet_datasets
 from decode.models.heads.block_config import block_config
 from decode.models.heads.eagle import DraftHead, head_config
 from decode.models.heads.files import load_head
-from decode.models.open import DTYPES, load_model, load_tokenizer, stop_ids_of
+from decode.models.open import DTYPES, files_of, load_model, load_tokenizer
 from decode.models.sources import gguf_file
 from decode.progress import output_console, working
 from distill import ranks
@@ -174,11 +175,11 @@ class Run:
         """The examples, tokenised as the target does."""
         target, data = self.settings.target, self.settings.data
         model, trust, folder, seed = target.model, target.trust_remote_code, self.work / "corpus", self.settings.seed
-        tokenizer, sampler, ends = None, None, list[int]()
+        tokenizer, sampler, files = None, None, None
         with working(self.console, "reading the data"):
             if model is not None and data.tokenizer is None:
                 tokenizer = load_tokenizer(model, trust_remote_code=trust)
-                ends = stop_ids_of(model, tokenizer, trust)
+                files = files_of(model, trust_remote_code=trust)
             if model is not None and data.from_target:
                 made_from: Values = {"dtype": target.dtype, "quantization": target.quantization}
                 made_from |= {"target": files_state([model]) or model, "served": self.settings.teacher.served}
@@ -189,9 +190,14 @@ class Run:
                     self.line,
                     self.prompts_together,
                 )
-            corpus = load_corpus(data, seed=seed, folder=folder, tokenizer=tokenizer, sampler=sampler, ends=ends)
+            corpus = load_corpus(data, seed=seed, folder=folder, tokenizer=tokenizer, sampler=sampler, files=files)
         for note in corpus.notes:
             self.line(escape(note))
+        for name, given in self.settings.language_models.items():
+            if given.model is not None:
+                rows = int(config_of(given, 0).get_text_config().vocab_size)
+                if unknown := foreign([corpus.highest], rows, "data: the examples hold", f"the {name} model's"):
+                    raise UserError(unknown)
         return corpus
 
     def _prompt_writer(self, model: str) -> Continue:

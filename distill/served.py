@@ -10,7 +10,7 @@ from decode.errors import read_json, write_json
 from decode.measure import machine
 from decode.measure.report import console_table
 from decode.measure.statistics import median_interval, plain
-from decode.models.open import stop_ids_of
+from decode.models.open import files_of, stop_ids
 from decode.progress import current
 from distill.config import EvaluationSettings
 from distill.config.base import Values
@@ -34,7 +34,8 @@ def measure_served(run: Run) -> None:
     how, teacher = cast(EvaluationSettings, settings.evaluation), settings.teacher
     examples = Examples.of(run.corpus.test, how.decode_prompts)
     prompts = [ids for ids in map(examples.prompt, range(len(examples))) if ids]
-    ends = stop_ids_of(run.target, run.tokenizer, settings.target.trust_remote_code)
+    files = files_of(run.target, trust_remote_code=settings.target.trust_remote_code)
+    ends = stop_ids(files, run.tokenizer)
     method = VLLM_METHODS[settings.student.version] if settings.student.is_head else "draft_model"
     lengths = [k for k in how.draft_lengths if k <= settings.student.steps or not settings.student.is_block]
     room = max(map(len, prompts)) + how.max_new_tokens + max(lengths) + 1

@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from decode.errors import UserError, read_json
 from decode.measure.acceptance import DEPTH
 from decode.models.heads.block import BlockHead
-from decode.models.heads.eagle import DraftHead, output_head
+from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import save_head
 from decode.models.heads.mtp import MTP, load_mtp
 from decode.models.open import DTYPES, check_tokenizers, load_model, load_tokenizer, stop_ids
@@ -33,7 +33,7 @@ from distill.drafts.block import BlockDraft
 from distill.drafts.eagle import FeatureDraft
 from distill.drafts.language_model import LanguageModelDraft, cut
 from distill.drafts.reference import Draft, keep_reference
-from distill.drafts.start import check_states, frequent, start_from_head, start_from_target
+from distill.drafts.start import frequent, start_from_head, start_from_target
 from distill.files import fingerprint, link, remove, save_tokenizer
 from distill.layerskip import LayerSkip
 from distill.lm_head import LMHead, check_head
@@ -209,9 +209,6 @@ def untrained_head(run: Run, key: str) -> StageResult:
     if settings.version == MTP:
         head = load_mtp(target)
     else:
-        check_states(target)
-        if settings.version == 1:
-            output_head(target)  # refuses what an EAGLE-1 head cannot share
         if settings.is_block:
             head = block.create(target, run.tokenizer, settings, seed)
         else:

@@ -21,7 +21,7 @@ from decode.drafters.probe import confidence_features
 from decode.measure.benchmark import BenchEntry
 from decode.measure.statistics import plain
 from decode.models.heads.block import BlockHead
-from decode.models.heads.eagle import output_head
+from decode.models.heads.eagle import finish_of, output_head
 from decode.models.heads.files import load_head
 from decode.options import MethodOptions
 from decode.progress import current, working
@@ -42,8 +42,8 @@ Seen = tuple[Features, Tensor]
 @torch.no_grad()
 def collect_blocks(target: PreTrainedModel, head: BlockHead, texts: Sequence[Text], mode: Mode, seed: int = 0) -> Seen:
     """Read blocks at every response position of the target's texts whose block lies within its text."""
-    table, output = target.get_input_embeddings().weight, LMHead(target)
-    weight, kept, n = head.outputs(output_head(target, head.draft_ids())), head.draft_ids(), head.drafts
+    table, output, finish = target.get_input_embeddings().weight, LMHead(target), finish_of(target)
+    weight, kept, n = head.outputs(output_head(target, head.draft_ids(), block=True)), head.draft_ids(), head.drafts
     scale = torch.tensor((head.temperatures if mode.warp.greedy else head.sampled_temperatures) or [1.0] * n)
     generator, parts = torch.Generator().manual_seed(seed), list[tuple[Tensor, ...]]()
     for number, text in enumerate(texts):
@@ -57,7 +57,7 @@ def collect_blocks(target: PreTrainedModel, head: BlockHead, texts: Sequence[Tex
         embeds = functional.embedding(head.tokens(tokens[0, anchors[0]], n), table)[None]
         slots = head(embeds, features, anchors)
         at = anchors[0, :, None] + torch.arange(n, device=tokens.device)
-        drafted, odds = head.logits(slots, tokens[0, head.before(anchors[0], embeds.shape[2])], weight, table)
+        drafted, odds = head.logits(slots, tokens[0, head.before(anchors[0], embeds.shape[2])], weight, table, finish)
         drafted, hidden = drafted.transpose(0, 1).flatten(0, 1), head.drafting(slots.states)
         read = at.T.flatten()  # slot by slot
         places = [(text, place) for place in read.tolist()]

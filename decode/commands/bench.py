@@ -29,7 +29,7 @@ from decode.measure.report import answers, console_tables, write_report
 from decode.measure.session import BenchOptions, Session
 from decode.methods import HEADED, METHODS, PROBED, SELF_SPECULATIVE
 from decode.models.heads.files import is_head
-from decode.models.open import DraftModel, Pair, described, load_tokenizer, open_draft, placement
+from decode.models.open import DraftModel, Pair, described, load_tokenizer, open_draft, placement, unnamed_ends
 from decode.options import MethodOptions, split_spec
 from decode.progress import output_console, working
 
@@ -153,7 +153,8 @@ def run(settings: BenchSettings) -> None:
     entries = plan_entries(settings, methods, drafts)
     options = bench_options(settings, methods, pair, folder)
     session = Session(pair.target, drafts, pair.tokenizer, options)
-    lines = [f"{settings.target} {placement(pair.target)}", described(pair.target, options.warp), *session.how]
+    lines = [f"{settings.target} {placement(pair.target)}", described(pair.target, options.warp)]
+    lines += [unnamed_ends(pair.target, pair.tokenizer), *session.how]
     count = f"{len(entries)} entries, {sum(len(s.prompts) for s in suites)} prompts"
     console.print(*filter(None, lines), count, sep="\n", soft_wrap=True)
     benchmark = Benchmark(session)

@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 import typing
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -301,7 +302,8 @@ def run_main(function: Callable[[], object]) -> int:
         0 on success, 2 after a `UserError` or where files cannot be written, 130 after Ctrl-C or SIGTERM. Other
         exceptions pass through.
     """
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before, form = signal.signal(signal.SIGTERM, signal.default_int_handler), warnings.formatwarning
+    warnings.formatwarning = lambda message, category, *_, **__: f"{category.__name__}: {message}\n"
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a locale without a character costs that character, not the run
     try:
@@ -329,6 +331,7 @@ def run_main(function: Callable[[], object]) -> int:
         line, status = f"error: {reason}; {room}{NEXT}", 2
     finally:
         signal.signal(signal.SIGTERM, before)
+        warnings.formatwarning = form
     print(line, file=sys.stderr, flush=True)
     return status
 

@@ -35,7 +35,7 @@ from decode.incoming import read_stdin, whole
 from decode.measure import machine
 from decode.measure.statistics import plain
 from decode.methods import METHODS, PRICED, MethodInputs, build, exported_length, is_lossless
-from decode.models.open import Pair, described, placement, stop_ids
+from decode.models.open import Pair, described, placement, stop_ids, unnamed_ends
 from decode.models.tokens import Detokenizer, StopStrings, chat_ids, marked, prompt_ids, user_says
 from decode.options import MethodOptions
 
@@ -181,7 +181,7 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
     inputs = MethodInputs(pair.runner, warp, draft, tokenizer, *store_folders(settings), options, costs)
     system = build(method, inputs, stop=settings.stop_rule, rule=settings.rule)
     seed = random.SystemRandom().randrange(1 << 31) if settings.seed is None else settings.seed
-    ends = set() if settings.ignore_eos else stop_ids(pair.target, tokenizer)
+    ends = [] if settings.ignore_eos else stop_ids(pair.target, tokenizer)
     strings = StopStrings(tokenizer, settings.stop) if settings.stop else None
     text = Text(
         pair.runner, system, warp, ids, max_new_tokens=settings.max_new_tokens, stop_ids=ends, stop_strings=strings,
@@ -196,7 +196,8 @@ def opened(settings: GenerateSettings, draft: str | None) -> Pair:
     torch.set_num_threads(machine.choose_threads(pair.target, settings.threads)[0])
     use_chat(settings, pair.tokenizer, tell=True)
     warp = make_warp(settings, pair.target, settings.temperature)
-    notices = f"{settings.target} {placement(pair.target)}", described(pair.target, warp)
+    ends = unnamed_ends(pair.target, pair.tokenizer)
+    notices = f"{settings.target} {placement(pair.target)}", described(pair.target, warp), ends
     print("\n".join(filter(None, notices)), file=sys.stderr)
     return pair
 

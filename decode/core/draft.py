@@ -18,6 +18,17 @@ def id_tensor(ids: Ids) -> Tensor:
     return torch.from_numpy(np.asarray(ids, dtype=np.int64))
 
 
+def foreign(ids: Iterable[int], rows: int, held: str = "the prompt holds", whose: str = "the target's") -> str:
+    """What is wrong with ids that have no row in an embedding; empty where all have."""
+    unknown = next((i for i in ids if not 0 <= i < rows), None)
+    if unknown is None:
+        return ""
+    return (
+        f"{held} token id {unknown}, but {whose} ids are 0 to {rows - 1}; was it tokenised with another model's "
+        "tokenizer, or with a token whose row the model was not given (model.resize_token_embeddings)?"
+    )
+
+
 @dataclass
 class Draft:
     """A proposed token tree; a chain is the tree with parents ``-1, 0, 1, …``."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from decode.core.draft import Draft
+from decode.core.draft import Draft, foreign
 from decode.core.lengths import DraftLengths
 from decode.core.round import Round
 from decode.core.sampling import LogitsWarper, Rng, Rows, TorchRng, WarpedRows, argmax
@@ -105,16 +105,11 @@ class Text:
         self.rounds: list[Round] = []
         self.prefill_seconds = self.total_seconds = 0.0
         self.finish = ""
-        error, foreign = "", [i for i in prompt if not 0 <= i < target.vocab_size]
+        error = foreign(prompt, target.vocab_size)
         if not prompt:
             error = "the prompt is empty; give at least one token (a BOS token will do)"
         elif max_new_tokens < 1:
             error = f"max_new_tokens is {max_new_tokens}; it has to be at least 1"
-        elif foreign:
-            error = (
-                f"the prompt holds token id {foreign[0]}, but the target's ids are 0 to {target.vocab_size - 1}; "
-                "was it tokenised with another model's tokenizer?"
-            )
         elif len(prompt) > target.limit:
             error = f"the prompt has {len(prompt)} tokens, the target's context holds {target.limit}; shorten it"
         self.error = UserError(error) if error else None

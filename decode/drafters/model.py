@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +59,14 @@ class ModelDrafter(Drafter):
 
     def limit(self, request: DraftRequest) -> int:
         """The longest draft that the stop rule, the text's budget and the draft model allow."""
-        return min(request.stop.window, request.max_depth, self.room(request.state, request.ids))
+        asked, runner = min(request.stop.window, request.max_depth), self.runner
+        if asked > 0 and not runner.outgrown and runner.remaining(request.ids) < 1:
+            runner.outgrown = True
+            warnings.warn(
+                f"after {runner.limit} tokens nothing is drafted: the context of {runner.name} holds no more",
+                stacklevel=2,
+            )
+        return min(asked, self.room(request.state, request.ids))
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """See `Drafter.propose`: the draft model reads the next token of all sequences in one forward."""

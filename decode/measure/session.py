@@ -3,11 +3,12 @@
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.core.draft import Ids
+from decode.core.draft import Ids, foreign
 from decode.core.sampling import LogitsWarper
 from decode.errors import Fields, UserError
 from decode.measure import machine
@@ -99,16 +100,21 @@ class Session:
             items = [Item(p, list(p.ids) or prompt_ids(self.tokenizer, p.text)) for p in prompts]
             if several := sum(len(prompt.turns) > 1 for prompt in prompts):
                 notes.append(f"of {several} prompts the first turn alone is asked, since later ones need a template")
-        room = min(r.limit for r in [self.runner, *self.drafts.values()])
+        if unknown := foreign(chain(*(item.ids for item in items)), self.runner.vocab_size, "a prompt holds"):
+            raise UserError(f"{suite.name}: {unknown}")
+        opened = {"the target": self.runner} | {f"the draft {name}": runner for name, runner in self.drafts.items()}
+        whose, room = min(((who, runner.limit) for who, runner in opened.items()), key=lambda pair: pair[1])
         fitting = [item for item in items if len(item.ids) + self.options.max_new_tokens <= room + 1]
         if not fitting:
             raise UserError(
                 f"no prompt of {suite.name} fits: the shortest of {len(items)} has "
-                f"{min((len(item.ids) for item in items), default=0)} tokens, the context holds {room}, "
+                f"{min((len(item.ids) for item in items), default=0)} tokens, the context of {whose} holds {room}, "
                 f"{self.options.max_new_tokens} new ones among them; lower max_new_tokens or take another suite"
             )
         if len(fitting) < len(items):
-            notes.append(f"{len(items) - len(fitting)} of {len(items)} prompts do not fit the context of {room} tokens")
+            notes.append(
+                f"{len(items) - len(fitting)} of {len(items)} prompts do not fit the context of {whose}, {room} tokens"
+            )
         if notes:
             self.notes[suite.name] = "; ".join(notes)
         return fitting

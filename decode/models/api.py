@@ -95,6 +95,7 @@ class Model(ABC):
     cache_bytes_per_token: int = 0  # of cache that a position takes; 0 where that is unknown
     packing: str = ""  # how the weights were laid out for the processor; empty where there was nothing to choose
     tree_refusal: str = ""  # why it cannot read token trees; empty where it can
+    outgrown: bool = False  # a text that it drafts for was longer than its context, which has been said
     recurrent: bool = False  # it keeps a state: after a rejection it reads the accepted tokens again
 
     @abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,10 +24,13 @@ from decode.models.heads.eagle import DraftHead, FeatureHead
 from decode.models.heads.mtp import MtpHead, MtpRunner
 from decode.models.heads.runner import HeadRunner
 from decode.models.huggingface import CACHES, HuggingFaceRunner, arguments_of
+from decode.models.sources import decoder_of
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
 """Differences of logits, in standard deviations, that rounding explains; also in transformers' float32 parts."""
 ROUNDED = 0.1  # the same of drafts whose weights are rounded, and of quantised weights
+NO_STEP = 1e-6  # a limit of time steps that changes no more than rounding does
+CHOSEN = 2  # keys that sparse attention chooses during the check
 WINDOW = 8  # tokens that attention windows see during the check, which reads past their end
 
 
@@ -70,7 +74,7 @@ def open_runner(model: PreTrainedModel, *, fast: bool = True, pack: str = "off",
             model,
             f"read in pieces, a text gets other logits than read at once ({gaps.chain:.2g} standard deviations): it is "
             "bidirectional (BERT without is_decoder), keeps a state that is not in its cache, or computes one token "
-            "otherwise than several (Mamba's first version)",
+            "otherwise than several (Mamba's first version; Nemotron-H and Zamba 2 with a time_step_min above 1e-6)",
         )
     if runner.supports_trees and not gaps.tree < tolerance:
         runner.tree_refusal = gaps.tree_error or "a tree's branches get other logits than the texts they stand for"
@@ -129,20 +133,30 @@ class Gaps:
 def short_windows(model: PreTrainedModel, runner: Model) -> Iterator[int]:
     """Within it, attention windows see at most `WINDOW` tokens; yields the longest one's length, or 0.
 
-    GPT-Neo's are part of its weights and stay as they are.
+    GPT-Neo's are part of its weights and stay as they are. Sparse attention chooses `CHOSEN` keys, but for 16 bits,
+    whose rounding may choose others. A limit of Mamba's time steps, which a scan of several tokens keeps in
+    transformers and a step of one token does not (Nemotron-H, Zamba 2), leaves one value, so that it shows.
     """
-    config = vars(model.get_decoder().config.get_text_config())
+    config = vars(decoder_of(model).config.get_text_config())
     places = [(config, "sliding_window"), (config, "attention_chunk_size")]
     if isinstance(runner, FastRunner):
         places += [(vars(kind), "window") for kind in runner.network.weights.kinds]
-    before = [(fields, name, fields[name]) for fields, name in places if fields.get(name)]
+    before: list[tuple[Any, str, Any]] = [(fields, name, fields[name]) for fields, name in places if fields.get(name)]
     for fields, name, length in before:
         fields[name] = min(length, WINDOW)
+    longest = max([config.get("window_size") or 0, *(fields[name] for fields, name, _ in before)])
+    shown: dict[str, Any] = {"time_step_limit": (1.0, 1.0), "index_topk": CHOSEN}
+    for part in (module.__dict__ for module in model.modules()):
+        least, most = part.get("time_step_limit") or (0.0, math.inf)
+        wide = model.dtype.itemsize > 2 and (part.get("index_topk") or 0) > CHOSEN
+        names = ["time_step_limit"] * (least > NO_STEP or most < math.inf) + ["index_topk"] * wide
+        before += [(part, name, part[name]) for name in names]
+        part.update((name, shown[name]) for name in names)
     try:
-        yield max([config.get("window_size") or 0, *(fields[name] for fields, name, _ in before)])
+        yield longest
     finally:
-        for fields, name, length in before:
-            fields[name] = length
+        for fields, name, value in before:
+            fields[name] = value
 
 
 @torch.inference_mode()

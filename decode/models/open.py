@@ -5,7 +5,9 @@ Errors are `UserError`s with transformers' own message, and the next step where 
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -36,6 +38,7 @@ from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import is_head, load_head
 from decode.models.heads.mtp import MTP, load_mtp
 from decode.models.sources import Name, language_config, language_model, located, read_weights, reading
+from decode.models.tokens import added_ids, turn_end
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 """Number formats by their names in settings; `choose_dtype` decides ``auto``."""
@@ -164,26 +167,54 @@ def load_config(name: Name, *, trust_remote_code: bool = False) -> PretrainedCon
         return language_config(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **at))
 
 
-def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> set[int]:
-    """Every token id that ends a text: generation config first, then config, then tokenizer."""
-    return set(_ends_of(model.generation_config, model.config, tokenizer))
-
-
-def stop_ids_of(name: Name, tokenizer: PreTrainedTokenizerBase, trust: bool = False) -> Ids:
-    """The `stop_ids` of a model that is not loaded, in the order in which its files name them."""
-    folder, at = located(name)
+def files_of(name: Name, *, trust_remote_code: bool = False) -> Any:
+    """The ``config`` of a model that is not loaded, and its ``generation_config``, as transformers reads them."""
+    (folder, at), config = located(name), load_config(name, trust_remote_code=trust_remote_code)
     try:
         generation = GenerationConfig.from_pretrained(folder, **at)
     except OSError:  # it has none
-        generation = None
-    return _ends_of(generation, load_config(name, trust_remote_code=trust), tokenizer)
+        generation = GenerationConfig.from_model_config(config)
+    return SimpleNamespace(generation_config=generation, config=config)
 
 
-def _ends_of(*sources: Any) -> Ids:
-    for source in sources:
-        if (eos := getattr(source, "eos_token_id", None)) is not None:
-            return list(eos) if isinstance(eos, (list, tuple)) else [int(eos)]
-    return []
+def stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> Ids:
+    """Every token id that ends a text, by the files of a model (or `files_of` it; None: it has none) and its tokenizer.
+
+    The generation config's come first, then the config's, the tokenizer's and the chat template's.
+    """
+    return list(chain(*_ends(model, tokenizer).values()))
+
+
+def unnamed_ends(model: Any, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Which of the `stop_ids` are not in the generation config, and where they are; empty where all are."""
+    first, *others = _ends(model, tokenizer).items()
+    missing = [f"{tokenizer.convert_ids_to_tokens(i)!r} (id {i}, of {name})" for name, ids in others for i in ids]
+    if not missing:
+        return ""
+    return (
+        f"{first[0]} does not name {', '.join(missing)}: texts end there here; add it to eos_token_id there, so that "
+        "model.generate and engines stop, too"
+    )
+
+
+def _ends(model: Any, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Ids]:
+    """The ids that end a text, by the file that is the first to name them.
+
+    One of the config's that the tokenizer keeps for no such use may be the default of the config's class.
+    """
+    generation, config = (_eos(getattr(model, name, None)) for name in ("generation_config", "config"))
+    named = {"generation_config.json": generation, "config.json": config}
+    if tokenizer is not None:
+        named |= {"config.json": [i for i in config if i in added_ids(tokenizer)], "the tokenizer": _eos(tokenizer)}
+        end = turn_end(tokenizer, [*chain(*named.values())])
+        named["the chat template"] = [] if end is None else [end]
+    first = {i: name for name in reversed(named) for i in named[name]}
+    return {name: [i for i in dict.fromkeys(ids) if first[i] == name] for name, ids in named.items()}
+
+
+def _eos(source: Any) -> Ids:
+    eos = getattr(source, "eos_token_id", None)
+    return [eos] if isinstance(eos, int) else list(eos or ())
 
 
 # -- drafts ------------------------------------------------------------------------------------------------------------

@@ -276,6 +276,12 @@ def language_config(config: PretrainedConfig) -> PretrainedConfig:
     )
 
 
+def decoder_of(model: PreTrainedModel) -> Any:
+    """The model inside a causal one, without the output head, which one family calls its decoder (ModernBERT)."""
+    inner = model.get_decoder()
+    return inner if isinstance(inner, PreTrainedModel) else model.base_model
+
+
 @torch.no_grad()
 def language_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
     """The language model inside a model with more inputs, sharing its weights; any other model is returned as it is.
@@ -289,7 +295,7 @@ def language_model(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
         return model
     config = copy.deepcopy(language_config(model.config))
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     head = model.get_output_embeddings()
     config.tie_word_embeddings = head.weight is decoder.get_input_embeddings().weight
     with torch.device("meta"):

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
-from decode.core.draft import Ids
+from decode.core.draft import Ids, foreign
 from decode.core.sampling import LogitsWarper, TorchRng, inverse
+from decode.errors import UserError
 from decode.models.api import Model, Read, read_prompt, rows_that_fit
 from decode.models.check import fast_if_equal
 from decode.models.fast.forward import FastRunner
@@ -165,12 +167,17 @@ def write_texts(
 
     Returns:
         The continuations, in the order of the prompts.
+
+    Raises:
+        UserError: a prompt holds an id that the model does not read.
     """
     opened = target if isinstance(target, Model) else None
     model = target.model if isinstance(target, Model) else target
     limits = [budgets] * len(prompts) if isinstance(budgets, int) else budgets
     writer, training = _Writer(prompts, limits, warp, stop_ids, draws), model.training
     asked, tell = writer.asked, progress or (lambda count: None)
+    if unknown := foreign(chain(*prompts), model.get_input_embeddings().weight.shape[0]):
+        raise UserError(unknown)
     tell(len(prompts) - len(asked))
     if batch_size:
         asked.sort(key=lambda i: len(prompts[i]))

@@ -7,9 +7,10 @@ its template and nothing more, as in transformers and the engines: it has a star
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from itertools import takewhile
 
 import jinja2
 import torch
@@ -224,6 +225,29 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
             "set eos_token in its tokenizer_config.json"
         )
     return end
+
+
+def added_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The ids of tokens that were added to a vocabulary, special ones among them."""
+    return {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase, known: Collection[int] = ()) -> int | None:
+    """The token with which the chat template ends an answer, unless a known one stands there; None without one.
+
+    It is the first added token that follows the answer both at the end of a chat and before a next question: a template
+    may write more at the end of all (Phi-4-mini), or another token there (gpt-oss).
+    """
+    chat = [*user_says("MARKED QUESTION"), {"role": "assistant", "content": "MARKED ANSWER"}]
+    special, behind = added_ids(tokenizer), list[Ids]()
+    for turns in (chat, chat + chat[:1]):
+        with suppress(UserError):
+            written = render_chat(tokenizer, turns, ask=False).partition("MARKED ANSWER")[2]
+            behind.append([token for token in plain_ids(tokenizer, [written])[0] if token in special])
+    if not behind:
+        return None
+    common = [token for token, *others in takewhile(lambda some: len({*some}) == 1, zip(*behind))] or behind[0]
+    return None if not common or {*common} & {*known} else common[0]
 
 
 INCOMPLETE = "\ufffd"  # the character in decoded text for bytes that are no whole character yet

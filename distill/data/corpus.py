@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from decode.errors import UserError, read_json, replaced, write_json
 from decode.measure.suites import PRESETS, Prompt, Row, Suite, quiet_datasets
-from decode.models.open import load_tokenizer
+from decode.models.open import load_tokenizer, stop_ids, unnamed_ends
 from decode.models.tokens import check_template
 from decode.progress import current
 from distill import ranks
@@ -63,6 +63,7 @@ class Corpus:
         fingerprint: Hash of the settings, the tokenizer and every token id and label.
         answered: Whether the examples have responses; if not, the target has to answer them.
         chat: Whether prompts are written by the chat template.
+        highest: The largest token id.
         notes: What was left out and why.
     """
 
@@ -73,6 +74,7 @@ class Corpus:
     fingerprint: str
     answered: bool = True
     chat: bool = False
+    highest: int = 0
     notes: list[str] = field(default_factory=list)
 
 
@@ -83,7 +85,7 @@ def load_corpus(
     folder: Path | None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     sampler: PromptWriter | None = None,
-    ends: Sequence[int] = (),
+    files: Any = None,
 ) -> Corpus:
     """The corpus that is kept in a folder; the first process makes it unless it is there, made from the same.
 
@@ -94,7 +96,7 @@ def load_corpus(
         folder: Where it is kept; None: nowhere after the process has ended.
         tokenizer: The target's. None: ``settings.tokenizer``, or else a small one trained on the training texts.
         sampler: Writes prompts with the target; None: nothing does.
-        ends: Ids that end the target's texts; none: the tokenizer's end-of-text token.
+        files: What `decode.models.open.files_of` returns of the target, which may name more ids that end a text.
 
     Raises:
         UserError: Settings, files or masks that cannot be used, or another process has other data than the first one.
@@ -108,10 +110,8 @@ def load_corpus(
     read = (*chain(*local_files(settings.source).values()), settings.prompts.file, settings.tokenizer)
     read += tuple(settings.files.values())
     written = sampler.made_from if sampler is not None and settings.from_target else None
-    known = None if tokenizer is None else _identity(tokenizer)
-    key = fingerprint(
-        VERSION, transformers.__version__, settings.key(), files_state(read), known, seed, [*ends], written
-    )
+    known = None if tokenizer is None else [_identity(tokenizer), stop_ids(files, tokenizer)]
+    key = fingerprint(VERSION, transformers.__version__, settings.key(), files_state(read), known, seed, written)
     if alone := folder is None:
         folder = Path(tempfile.mkdtemp(prefix="corpus-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -119,7 +119,7 @@ def load_corpus(
     if (alone or ranks.is_first()) and read_json(note) != {"key": key, "files": sizes(folder, CORPUS_FILES)}:
         with replaced(folder) as aside:
             aside.mkdir()
-            _make(aside, settings, seed, tokenizer, sampler, ends)
+            _make(aside, settings, seed, tokenizer, sampler, files)
             write_json(aside / note.name, {"key": key, "files": sizes(aside, CORPUS_FILES)})
     ranks.barrier()
     if read_json(note).get("key") != key:
@@ -138,10 +138,13 @@ def _make(
     seed: int,
     tokenizer: PreTrainedTokenizerBase | None,
     sampler: PromptWriter | None,
-    ends: Sequence[int],
+    files: Any,
 ) -> None:
     """Reads, splits, tokenises and masks the rows, and writes the corpus into an empty folder."""
-    form = partial(ChatFormat, system=settings.system, template_args=settings.template_args, ends=ends)
+
+    def form(tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
+        return ChatFormat(tokenizer, settings.system, settings.template_args, stop_ids(files, tokenizer))
+
     if settings.from_target:
         if sampler is None or tokenizer is None:
             rows = SourceRows("chat", *prompt_rows(settings, seed, None))
@@ -167,7 +170,10 @@ def _make(
         check_template(tokenizer, settings.system)
         if rows.kind == "pairs":
             rows.notes.append("pairs are put into the tokenizer's chat template; data.chat false leaves them plain")
-    digest = hashlib.sha256(json.dumps([settings.key(), _identity(tokenizer), *ends], sort_keys=True).encode())
+    digest = hashlib.sha256(
+        json.dumps([settings.key(), _identity(tokenizer), *form(tokenizer).ends], sort_keys=True).encode()
+    )
+    highest = 0
     for split, wanted in settings.limits.items():
         limit = wanted or sys.maxsize
         order = list(range(len(rows.splits[split])))
@@ -196,9 +202,12 @@ def _make(
         examples = Examples.of(made)
         for values in (examples.ids, examples.labels, examples.offsets):
             digest.update(values.tobytes())
+        highest = max(highest, int(examples.ids.max()))
         made.select_columns(list(COLUMNS)).save_to_disk(str(folder / split))
     shutil.rmtree(folder / "tokenised", ignore_errors=True)
-    about = {"answered": not settings.from_target, "chat": chat, "notes": rows.notes}
+    if files is not None and (unnamed := unnamed_ends(files, tokenizer)):
+        rows.notes.append(unnamed)
+    about = {"answered": not settings.from_target, "chat": chat, "highest": highest, "notes": rows.notes}
     write_json(folder / "about.json", about | {"fingerprint": digest.hexdigest()})
 
 

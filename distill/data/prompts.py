@@ -20,7 +20,7 @@ from decode.errors import UserError, read_json, write_json
 from decode.incoming import whole_rows
 from decode.measure.suites import Row, iter_rows, messages_of
 from decode.models.texts import GROUP, uniform_draws, write_texts
-from decode.models.tokens import plain_ids, written_ids
+from decode.models.tokens import added_ids, plain_ids, written_ids
 from decode.progress import current
 from distill.config.base import Values
 from distill.config.data import DataSettings, PromptSettings
@@ -251,7 +251,7 @@ def user_turn(chat: ChatFormat) -> tuple[str, set[int], set[str]]:
             "instruction-tuned target, give another template with data.chat_template, or name a file with prompts as "
             "data.source with teacher.responses.source target"
         )
-    special = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
+    special = added_ids(tokenizer)
     tail = [token for token in plain_ids(tokenizer, [after])[0] if token in special]
     stops = {*chat.ends, tokenizer.eos_token_id, *tail[:1]} - {None}
     if not stops:

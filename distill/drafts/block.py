@@ -125,7 +125,8 @@ class BlockDraft:
         hidden = states[:, :narrow] if chooses and not selected else states
         if selected if chooses else head.second is not None:
             kind = CandidateHead if chooses else LMHead
-            output = kind.of(output.linear, output.scale, output.cap, head.second)
+            finish = (1.0, None) if lattice else (output.scale, output.cap)  # a lattice's scores are behind it
+            output = kind.of(output.linear, *finish, head.second)
             if isinstance(output, CandidateHead):
                 output.count = head.candidates
         if confidence is not None:

@@ -39,19 +39,29 @@ def frequent(rows: Examples, count: int, vocab: int) -> tuple[Tensor, float]:
 
 
 def check_states(target: PreTrainedModel) -> None:
-    """Refuses a target that keeps several states of a token between its layers, of which heads read one.
+    """Refuses a target that keeps several states of a token between its layers, or not one for each layer.
 
-    Only shapes are computed, by another model without memory. A family in which that fails passes.
+    Only shapes are computed, by another model without memory. A family in which that fails passes if it has a list of
+    as many layers as its configuration says.
 
     Raises:
         UserError: With the shapes.
     """
-    between = last = None
+    between = last = seen = None
     base = target.base_model
     with suppress(Exception), torch.no_grad(), FakeTensorMode():
         bare = type(base)._from_config(base.config, dtype=torch.bfloat16)  # experts' shapes are known in this format
         out = bare(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False, output_hidden_states=True)
         between, last = out.hidden_states[0].shape, out.last_hidden_state.shape
+        seen = len(out.hidden_states) - 1
+    if seen is None:
+        with suppress(UserError):
+            seen = len(decoder_layers(target))
+    if seen != (depth := base.config.get_text_config().num_hidden_layers):  # LongCat-Flash counts its sublayers
+        raise UserError(
+            f"{type(target).__name__} has no list of {depth} layers, as its configuration counts them, so heads do not "
+            "know whose states they read: train a draft model (student.kind scratch, finetune, lora or cut)"
+        )
     if between != last:
         raise UserError(
             f"{type(target).__name__} keeps several states of a token between its layers ({between}), and heads read "

@@ -114,7 +114,7 @@ def write_head(
         config.eagle_aux_hidden_state_layer_ids = captured_layers
         config.eagle_config["eagle_aux_hidden_state_layer_ids"] = [layer - 1 for layer in captured_layers]
     if isinstance(head, BlockHead) and head.reduced and target is not None:
-        shared[HEAD] = output_head(target, head.draft_ids()).weight.to(dtype)
+        shared[HEAD] = output_head(target, head.draft_ids(), block=True).weight.to(dtype)
     save_head(head.to(dtype), folder, shared)
     ids = head.draft_ids()
     if version == 1 and ids is not None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
 from decode.measure.suites import Row
-from decode.models.open import stop_ids_of
+from decode.models.open import files_of, stop_ids
 from decode.models.texts import GROUP, uniform_draws, write_texts
 from decode.models.tokens import REASONING, end_token, plain_ids
 from decode.progress import current, working
@@ -97,7 +97,7 @@ def _answered(
     """The splits' prompts with the responses of the target at a path, kept in a folder of the run's work."""
     teacher, data, tokenizer = run.settings.teacher, run.settings.data, run.tokenizer
     settings, served, longest = teacher.responses, teacher.served and target is None, data.max_length
-    ends = stop_ids_of(path, tokenizer, run.settings.target.trust_remote_code)
+    ends = stop_ids(files_of(path, trust_remote_code=run.settings.target.trust_remote_code), tokenizer)
     chat = ChatFormat(tokenizer, data.system, data.template_args, ends) if run.corpus.chat else None
 
     @cache

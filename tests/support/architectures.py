@@ -25,7 +25,10 @@ REFUSED = {
     *("Mamba", "FalconMamba", "Jamba", "Zamba"),  # transformers' scan of several tokens begins without a state
     *("RWKV", "xLSTM", "MiniMax"),  # they take no cache but their own
     "DeepSeek-V3.2",  # its indexer keeps keys of its own
-    "Zamba 2, clamped time steps",  # its generate too: a scan clamps time steps, a step of one token does not
+    *(
+        "Zamba 2, clamped time steps",
+        "Nemotron-H, clamped time steps",
+    ),  # its generate too: a scan clamps time steps, a step of one token does not
 }
 RECURRENT = {
     *("Mamba-2", "Bamba", "LFM2", "Qwen3-Next", "Qwen3-Next, four layers", "Qwen3.5", "Qwen3.5-MoE", "Kimi-Linear"),

@@ -38,6 +38,10 @@ _DELTA_EXPERTS = _DELTA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_inte
 _ZAMBA2 = _LLAMA | {"num_hidden_layers": 4, "layers_block_type": _SHARED_BLOCK, "num_key_value_heads": 4,
     "chunk_size": 8, "mamba_d_state": 4, "n_mamba_heads": 4, "num_mem_blocks": 1, "use_mem_rope": True,
     "use_shared_attention_adapter": True, "adapter_rank": 4, "tie_word_embeddings": True}
+_NEMOTRON = _LLAMA | {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+    "num_hidden_layers": 5, "head_dim": 8, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2,
+    "ssm_state_size": 4, "chunk_size": 8, "n_routed_experts": 4, "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16}
 _LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 _SHARED_EXPERTS = {"moe_intermediate_size": 16, "n_routed_experts": 4, "n_shared_experts": 1,
     "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
@@ -131,10 +135,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "layer_types": _ALTERNATING, "linear_head_dim": 8, "linear_num_heads": 4}),
     "Bailing hybrid": ("bailing_hybrid", _LLAMA | _LATENT | _SHARED_EXPERTS | {"num_hidden_layers": 3,
         "layer_types": _ALTERNATING, "head_dim": 8}),
-    "Nemotron-H": ("nemotron_h", _LLAMA | {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp",
-        "linear_attention"], "num_hidden_layers": 5, "head_dim": 8, "mamba_num_heads": 4, "mamba_head_dim": 8,
-        "n_groups": 2, "ssm_state_size": 4, "chunk_size": 8, "n_routed_experts": 4, "moe_intermediate_size": 16,
-        "moe_shared_expert_intermediate_size": 16}),
+    "Nemotron-H": ("nemotron_h", _NEMOTRON | {"time_step_min": 1e-09}),
+    "Nemotron-H, clamped time steps": ("nemotron_h", _NEMOTRON),
     "LFM2-MoE": ("lfm2_moe", _LLAMA | {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"],
         "num_dense_layers": 1, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
     "LFM3": ("lfm3", _LLAMA | {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv",
@@ -174,6 +176,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Ministral": ("ministral", _LLAMA | _WINDOWED | {"head_dim": 8}),
     "Ministral 3": ("ministral3", _rope("yarn", factor=4.0, original_max_position_embeddings=16,
         llama_4_scaling_beta=0.1) | {"head_dim": 8}),
+    "ModernBERT decoder": ("modernbert-decoder", _LLAMA | {"local_attention": 2 * WINDOW, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2, "global_attn_every_n_layers": 2}),
+    "LongCat-Flash": ("longcat_flash", _LLAMA | _LATENT | {"num_layers": 2, "num_hidden_layers": 4, "head_dim": 8,
+        "q_lora_rank": 16, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "n_routed_experts": 4, "moe_topk": 2,
+        "zero_expert_num": 2}),
     "MiniMax-M2": ("minimax_m2", _LLAMA | _EXPERTS | {"head_dim": 8}),
     "MiMo-V2-Flash": ("mimo_v2_flash", _LLAMA | _SHARED_EXPERTS | _WINDOWED | {"head_dim": 8, "v_head_dim": 8}),
 }  # fmt: skip

@@ -35,7 +35,7 @@ from decode.models.heads.block_parts import (
     convolved,
     top_log_probs,
 )
-from decode.models.heads.eagle import DraftHead, HeadLayer, RMSNorm, Rotation, output_head
+from decode.models.heads.eagle import DraftHead, HeadLayer, RMSNorm, Rotation, finish_of, finished, output_head
 
 NAMES = {"dflash": "DFlash", "dspark": "DSpark", "dflash2": "DFlash 2", "xpress": "XPress", "lilicorr": "LiLiCorr"}
 
@@ -229,7 +229,9 @@ class BlockHead(DraftHead):
         weight: Tensor = head.weight.detach()
         return weight if self.second is None else torch.cat([weight, self.second], 1)
 
-    def logits(self, slots: Slots, before: Tensor, weight: Tensor, table: Tensor) -> tuple[Tensor, Tensor | None]:
+    def logits(
+        self, slots: Slots, before: Tensor, weight: Tensor, table: Tensor, finish: tuple[float, float | None]
+    ) -> tuple[Tensor, Tensor | None]:
         """What is drafted by teacher forcing.
 
         Args:
@@ -237,12 +239,13 @@ class BlockHead(DraftHead):
             before: see `conditions`.
             weight: of `outputs`.
             table: the target's embedding.
+            finish: its `decode.models.heads.eagle.finish_of`.
 
         Returns:
             Logits ``[blocks, drafts, draft vocab]``, −∞ of ids that are no candidates, and the confidence's log-odds.
         """
         (rows, confidence), width = self.conditions(slots, before), self.config.hidden_size
-        logits = rows @ weight.T
+        logits = finished(rows @ weight.T, *finish)
         if not self.candidates:
             return logits, confidence
         if self.lilicorr is not None:
@@ -305,15 +308,15 @@ class BlockHead(DraftHead):
         Returns:
             For each drafted token ``[batch, time, draft vocab]``; row t of the i-th predicts token t + i + 1.
         """
-        depth, table = min(depth, self.drafts), model.get_input_embeddings().weight
-        weight, parts = self.outputs(output_head(model, self.draft_ids())), []
+        depth, table, finish = min(depth, self.drafts), model.get_input_embeddings().weight, finish_of(model)
+        weight, parts = self.outputs(output_head(model, self.draft_ids(), block=True)), []
         every = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         for places, anchors in zip(*(x.split(64, 1) for x in (every, tokens))):  # few scores in memory
             blocks = self.tokens(anchors, depth)
             slots = self(F.embedding(blocks, table), features, places)
             at = self.before(places, blocks.shape[-1]).clamp_max(tokens.shape[1] - 1)
             known = tokens.gather(1, at.flatten(1)).view_as(blocks).flatten(0, 1)
-            parts.append(self.logits(slots, known, weight, table)[0].unflatten(0, places.shape))
+            parts.append(self.logits(slots, known, weight, table, finish)[0].unflatten(0, places.shape))
         return list(torch.cat(parts, 1).unbind(2))
 
 

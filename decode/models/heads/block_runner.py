@@ -22,6 +22,7 @@ from decode.models.fast.layout import Kind, Layer
 from decode.models.fast.weights import Linear, norm
 from decode.models.heads.block import NAMES, BlockHead, Slots
 from decode.models.heads.block_parts import convolved
+from decode.models.heads.eagle import finish_of, finished
 from decode.models.heads.runner import DraftHeadRunner, FeatureRow
 
 
@@ -63,6 +64,7 @@ class BlockRunner(DraftHeadRunner):
         layers: list[Any] = list(head.layers)
         name = f"the {NAMES[str(head.version)]} head"
         super().__init__(head, target, layers, pack, name, "a block head drafts blocks")
+        self.finish = finish_of(target)
         make, kv_heads, d = self.make, self.shape.kv_heads, self.shape.width
         attention: list[Any] = [layer.self_attn for layer in layers]
         # elements of a head in the order of `FastForward`'s rotation
@@ -151,6 +153,7 @@ class BlockRunner(DraftHeadRunner):
         if head.xpress_head is None:  # a refiner reads the states of all slots
             x, counts = joined([head.drafting(states) for states in x.split(counts)]), list(drafts)
         logits, hidden, made = *network.project(x), list[Block]()
+        logits = finished(logits, *self.finish) if self.bias is None else logits  # else once the bias is added
         for cache, end, rows, states in zip(caches, ends, logits.split(counts), hidden.split(counts)):
             fixed = None if head.xpress_head is None else head.xpress_head.fixed(states)
             if fixed is not None:
@@ -246,9 +249,9 @@ class BlockRunner(DraftHeadRunner):
             kept, chosen = ids[slot][None], scores[slot, at][None]
         elif m is not None and self.bias is not None and head.candidates:
             unary, kept = logits.topk(head.candidates)
-            chosen = unary + m @ self.bias.weight[kept[0]].T
+            chosen = finished(unary + m @ self.bias.weight[kept[0]].T, *self.finish)
         elif m is not None and self.bias is not None:
-            logits = self.bias.add_to(logits, m)
+            logits = finished(self.bias.add_to(logits, m), *self.finish)
         if chosen is not None:
             logits = torch.full_like(logits, -torch.inf).scatter_(1, kept, chosen)
         if greedy is not None and head.confidence_head is not None:

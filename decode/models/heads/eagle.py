@@ -312,18 +312,32 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *chain: Tensor) -> Tensor:
 # -- its output --------------------------------------------------------------------------------------------------------
 
 
-def output_head(model: PreTrainedModel, ids: Tensor | None = None) -> Any:
+def finish_of(model: PreTrainedModel) -> tuple[float, float | None]:
+    """The factor (Cohere, Granite) and the soft cap (Gemma) that follow a target's output head."""
+    fields = vars(model.config.get_text_config())
+    factor = float(fields.get("logit_scale") or 1.0) / float(fields.get("logits_scaling") or 1.0)
+    return factor, fields.get("final_logit_softcapping")
+
+
+def finished(products: Tensor, factor: float = 1.0, cap: float | None = None) -> Tensor:
+    """The logits that products with an output head become; they have the same order."""
+    logits = products if factor == 1.0 else products * factor
+    return torch.tanh(logits / cap) * cap if cap else logits
+
+
+def output_head(model: PreTrainedModel, ids: Tensor | None = None, *, block: bool = False) -> Any:
     """The target's output head, which EAGLE-1 and block heads share, restricted to these ids (None: all).
 
     Raises:
-        UserError: a head that is more than a linear layer.
+        UserError: a head that is more than a linear layer; for an EAGLE-1 head also one that `finished` follows.
     """
-    config, head = model.config.get_text_config(), model.get_output_embeddings()
-    extra = [n for n in ("logit_scale", "logits_scaling", "final_logit_softcapping") if getattr(config, n, None)]
-    if extra or type(head) is not nn.Linear:
+    head, kind, other = model.get_output_embeddings(), "a block head" if block else "an EAGLE-1 head", "EAGLE-3"
+    what = "" if type(head) is nn.Linear else type(head).__name__
+    if not block and finish_of(model) != (1.0, None):
+        what, other = "a factor or a soft cap", "EAGLE-3 or a block head"
+    if what:
         raise UserError(
-            f"{type(model).__name__} changes its logits after the head ({', '.join(extra) or type(head).__name__}), "
-            "so an EAGLE-1 or block head cannot share it; use EAGLE-3"
+            f"{type(model).__name__} changes its logits after the head ({what}), so {kind} cannot share it; use {other}"
         )
     return head if ids is None else some_outputs(head, ids)
 

@@ -109,12 +109,12 @@ class DraftHeadRunner(RowRunner):
         self, head: Any, target: PreTrainedModel, layers: Sequence[Any], pack: str, name: str, refusal: str
     ) -> None:
         config, self.head, self.draft_ids = head.config, head, head.draft_ids()
-        linear = head.lm_head if hasattr(head, "lm_head") else output_head(target, self.draft_ids)
+        bare = isinstance(head, FeatureHead)  # `FeatureHead.pairs` norms what attention reads
+        linear = head.lm_head if hasattr(head, "lm_head") else output_head(target, self.draft_ids, block=not bare)
         final = hasattr(head, "norm") and not getattr(head, "normed_states", False)
         tuned, heads, d = tunable(head), config.num_attention_heads, config.head_dim
         self.shape = Shape(heads, config.num_key_value_heads, d, d, tuned=tuned, folded=tuned)
         self.make = make = Linears(pack, len(layers), copies=tuned, half=pack == "auto")
-        bare = isinstance(head, FeatureHead)  # `FeatureHead.pairs` norms what attention reads
         self.network = FastForward(
             Weights(
                 self.shape,

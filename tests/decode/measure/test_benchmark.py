@@ -238,12 +238,20 @@ def test_turns_of_a_chat_follow_the_targets_own_answers(models) -> None:
 
 def test_prompts_that_cannot_fit_are_refused_with_the_numbers(models) -> None:
     session = Session(models[0], None, make_tokenizer(), BenchOptions(300, 1))
-    with pytest.raises(UserError, match=r"context holds 256, 300 new ones"):
+    with pytest.raises(UserError, match=r"context of the target holds 256, 300 new ones"):
         session.items(make_suite(2))
     short = Session(models[0], None, make_tokenizer(), BenchOptions(200, 1))
     kept = short.items(make_suite(12))
     assert 0 < len(kept) < 12
-    assert short.notes["toy"].startswith(f"{12 - len(kept)} of 12 prompts do not fit")
+    assert short.notes["toy"].startswith(f"{12 - len(kept)} of 12 prompts do not fit the context of the target, 256 t")
+    draft = copy.deepcopy(models[1])
+    draft.config.max_position_embeddings = 64
+    both = Session(models[0], {"d": draft}, make_tokenizer(), BenchOptions(30, 1, threads=1))
+    assert 0 < 12 - len(both.items(make_suite(12))) < 12
+    assert "do not fit the context of the draft d, 64 tokens" in both.notes["toy"]
+    short.runner.vocab_size = 40
+    with pytest.raises(UserError, match=r"toy: a prompt holds token id \d+, but the target's ids are 0 to 39"):
+        short.items(make_suite(2))
 
 
 @pytest.fixture(scope="module")

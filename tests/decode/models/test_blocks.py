@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from itertools import product
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from enumeration import Experiment, joint_bias
-from families import in_double
+from families import build_architecture, in_double
 from greedy import GREEDY, PROMPTS, assert_decodes, generate
 from heads import make_block_head, plain_block, plain_scores, plain_visible
 from plain_logits import after, response_logits
@@ -248,6 +249,34 @@ def test_offline_acceptance_of_every_slot_is_that_of_its_own_distribution(versio
                 continue
             q = rows[i].softmax(-1)
             assert found.texts[0][row] == pytest.approx(torch.minimum(p[row], q).sum().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("version", ["dflash", "dspark", "dflash2", "xpress", "lilicorr"])
+@pytest.mark.parametrize(
+    ("name", "changes", "finish"),
+    [
+        ("Granite", {"logits_scaling": 3.0}, lambda x: x / 3),
+        ("Cohere", {"logit_scale": 0.5}, lambda x: x / 2),
+        ("Gemma 2", {"final_logit_softcapping": 2.0}, lambda x: 2 * (x / 2).tanh()),
+    ],
+)
+def test_what_a_target_does_behind_its_output_head_is_done_to_a_block_s_logits(
+    name: str, changes: dict[str, float], finish: Callable[[Tensor], Tensor], version: str
+) -> None:
+    target, tokens = build_architecture(name, **changes), torch.tensor(PROMPTS[:1])
+    head, ids = make_block_head(target, version), PROMPTS[0]
+    runner, row = BlockRunner(head, target), plain_scores(head, target, ids, [], head.drafts)
+    with torch.inference_mode():
+        states, cache = target(input_ids=tokens, output_hidden_states=True).hidden_states, runner.new_cache()
+        features = torch.cat([states[layer] for layer in head.captured_layers], -1)
+        cache.settle(features[0, :-1])
+        (out,) = runner.draft([cache], [ids], [head.drafts])
+        drafted = runner.condition(out, tokens[0, :0]).logits
+        forced = head.teacher_forced(target, tokens, features, head.drafts)[0][:, -1]
+    # a lattice's scores read the logits
+    wanted = forced if version == "lilicorr" else torch.where(row.isfinite(), finish(row), row)
+    for made in (drafted, forced):
+        torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_what_does_not_fit_is_refused(tiny) -> None:

@@ -35,7 +35,7 @@ from decode.errors import UserError
 from decode.methods import MethodInputs, build
 from decode.models import huggingface
 from decode.models.api import Model, Read
-from decode.models.check import TOLERANCE, compare, open_runner
+from decode.models.check import TOLERANCE, compare, open_runner, short_windows
 from decode.models.fast import layout
 from decode.models.fast.forward import FastRunner, fast_runner
 from decode.models.huggingface import HuggingFaceRunner
@@ -109,8 +109,6 @@ def test_sixteen_bits_stay_close_to_fresh_forwards(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_cannot_be_rolled_back_is_refused_with_what_to_use_instead(name: str, dtype: torch.dtype) -> None:
-    if name == "Zamba 2, clamped time steps" and dtype == torch.bfloat16:
-        pytest.skip("its difference is that of rounding there")
     model = build_architecture(name, dtype=dtype)
     with pytest.raises(UserError) as refusal:
         open_runner(model)
@@ -181,6 +179,15 @@ def test_a_tree_mask_without_the_window_is_noticed(
     runner = open_runner(model, fast=False)
     assert getattr(model.config, field) == window
     assert runner.tree_refusal == "a tree's branches get other logits than the texts they stand for"
+
+
+@pytest.mark.parametrize(("dtype", "chosen"), [(torch.float32, 2), (torch.bfloat16, 512)])
+def test_the_check_chooses_few_keys_where_rounding_does_not_choose_others(dtype: torch.dtype, chosen: int) -> None:
+    model = build_architecture("DeepSeek-V4", dtype=dtype, index_topk=512)
+    parts = [part for part in model.modules() if hasattr(part, "index_topk")]
+    with short_windows(model, HuggingFaceRunner(model)):
+        assert [part.index_topk for part in parts] == [chosen]
+    assert [part.index_topk for part in parts] == [512]
 
 
 def test_a_fast_forward_without_its_window_is_not_used() -> None:

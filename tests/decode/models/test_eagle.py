@@ -285,7 +285,7 @@ def test_what_attention_keeps_for_its_gradients_grows_with_the_length_alone() ->
     assert check_chain_attention(160) <= 2 * check_chain_attention(80)
 
 
-def test_a_head_keeps_no_features_of_a_text_that_outgrew_its_context(tiny) -> None:
+def test_a_head_keeps_no_features_of_a_text_that_outgrew_its_context(tiny, recwarn) -> None:
     target = tiny("llama")
     head = make_head(target, 3)
     head.config.max_position_embeddings = len(PROMPT) + 2
@@ -297,6 +297,8 @@ def test_a_head_keeps_no_features_of_a_text_that_outgrew_its_context(tiny) -> No
             if len(sequence.ids) > len(PROMPT) + 4:
                 assert len(sequence.state.cache.unread) == 0
         assert sequence.ids == wanted
+    told = [str(warning.message) for warning in recwarn if "drafted" in str(warning.message)]
+    assert told == [f"after {len(PROMPT) + 2} tokens nothing is drafted: the context of the EAGLE-3 head holds no more"]
     trace = assert_decodes(runner, system, generate(target, PROMPT[:3]), PROMPT[:3])
     assert sum(r.drafted for r in trace) > 0
 

@@ -12,14 +12,25 @@ import pytest
 import torch
 from benchmarks import run_benchmark
 from pairs import make_pair, make_suite, make_tokenizer, save_pair
+from tokenizers_of_kinds import byte_level
 
 from decode.commands.generate import start
 from decode.commands.settings import GenerateSettings
 from decode.errors import UserError
 from decode.measure.benchmark import plan
 from decode.measure.session import BenchOptions
-from decode.models.open import described, load_config, load_model, load_tokenizer, own_warp
+from decode.models.open import (
+    described,
+    files_of,
+    load_config,
+    load_model,
+    load_tokenizer,
+    own_warp,
+    stop_ids,
+    unnamed_ends,
+)
 from decode.models.tokens import prompt_ids
+from distill.models import ready_to_save
 
 PROMPT = "Tom has 3 apples and 4 apples and"
 OWN = [
@@ -55,6 +66,38 @@ def test_generate_writes_what_the_models_own_generate_writes(own: dict[str, Any]
     plain = copy.deepcopy(model)
     plain.generation_config = type(model.generation_config)(eos_token_id=0)
     assert wanted != plain.generate(ids, do_sample=False, max_new_tokens=40, pad_token_id=0)[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "template", "ends", "said"),
+    [
+        (2, 2, "{{ m.content }}<|im_end|>\n", [2, 3], "'<|im_end|>' (id 3, of the chat template)"),
+        (3, 2, "{{ m.content }}<|im_end|>\n", [3, 2], "'<eos>' (id 2, of config.json)"),
+        ([3, 2], 9, "{{ m.content }}<|im_end|>\n", [3, 2], ""),  # 9 is no token for such use: the class's default
+        (2, 2, "{{ m.content }}<|a|><eos>", [2], ""),  # the template ends with a known one
+        (
+            None,
+            None,
+            "{{ m.content }}<|im_end|>{{ '<eos>' if loop.last }}",
+            [2, 3],
+            "'<eos>' (id 2, of the tokenizer), '<|im",
+        ),
+    ],
+)
+def test_texts_end_where_any_file_says_and_what_generation_config_lacks_is_named(
+    generation: Any, config: int, template: str, ends: list[int], said: str, tmp_path: Path, tiny: Any
+) -> None:
+    model, tokenizer = make_pair(tiny)[0], byte_level(size=280, special=("<|a|>", "<|b|>", "<eos>", "<|im_end|>"))
+    tokenizer.eos_token = "<eos>"
+    tokenizer.chat_template = "{% for m in messages %}<|b|>" + template + "{% endfor %}"
+    model.generation_config.eos_token_id, model.config.eos_token_id = generation, config
+    model.save_pretrained(tmp_path)
+    for files in (model, files_of(tmp_path)):
+        assert stop_ids(files, tokenizer) == ends
+        note = unnamed_ends(files, tokenizer)
+        assert note.startswith(f"generation_config.json does not name {said}") if said else not note
+    saved = ready_to_save(model, tokenizer).generation_config.eos_token_id
+    assert ([saved] if isinstance(saved, int) else saved) == ends
 
 
 def test_bench_compares_with_the_models_own_generate(tiny: Any) -> None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from decode.core.loop import decode
 from decode.core.sampling import LogitsWarper, TorchRng
+from decode.errors import UserError
 from decode.methods import MethodInputs, build
 from decode.models import api, huggingface, texts
 from decode.models.check import open_runner
@@ -35,6 +36,11 @@ def written(model: PreTrainedModel, warp: LogitsWarper, **options) -> list[list[
 def test_a_batch_of_prompts_is_answered_as_generate_answers_each_alone(tiny: Tiny, family: str) -> None:
     for prompt, got in zip(PROMPTS, written(tiny(family), GREEDY)):
         assert prompt + got == generate(tiny(family), prompt, 12)
+
+
+def test_ids_without_a_row_are_refused(tiny: Tiny) -> None:
+    with pytest.raises(UserError, match="the prompt holds token id 999, but the target's ids are 0 to 47; was it"):
+        write_texts(tiny("llama"), [[1], [999]], GREEDY, budgets=1, stop_ids=(), draws=draws_named(0))
 
 
 @pytest.mark.parametrize("recurrent", [False, True])

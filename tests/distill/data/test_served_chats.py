@@ -8,7 +8,7 @@ from tokenizers import AddedToken
 from tokenizers_of_kinds import byte_level
 
 from decode.errors import UserError
-from decode.models.tokens import chat_ids, plain_ids
+from decode.models.tokens import chat_ids, plain_ids, turn_end
 from distill.config.data import DataSettings
 from distill.data.chat import IGNORE, ChatFormat, Example, chat_turns, label, rendered_ids
 from distill.data.corpus import Corpus, load_corpus
@@ -249,6 +249,16 @@ def test_what_would_not_be_learned_as_served_is_refused(name: str, messages: lis
         chat_ids(chat.tokenizer, [{"role": "user", "content": "<eos>"}])
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_end_of_a_template_s_turns_is_known_without_a_file_that_names_it(name: str) -> None:
+    tokenizer = format_of(name).tokenizer
+    ends = {"gemma": "<end_of_turn>", "gemma4": "<end_of_turn>", "phi": "<|end|>", "kimi": "<|end|>"}
+    known = ENDS.get(name) == ["<eos>"] or name == "glm"  # which writes nothing behind an answer
+    found = turn_end(tokenizer, [tokenizer.eos_token_id])
+    assert found == (None if known else tokenizer.convert_tokens_to_ids(ends.get(name, "<|im_end|>")))
+    assert turn_end(tokenizer, format_of(name).ends) is None
+
+
 def test_speakers_calls_and_keys_of_published_chats() -> None:
     turns, _ = chat_turns(format_of("deepseek"), [SYSTEM | {"role": "developer"}, *CHAT])
     assert turns[0].prompt == "Made by developers.<|system|>Be kind.<|user|>Hi<|assistant|>"
@@ -274,7 +284,7 @@ def test_a_template_may_be_a_file_and_rows_that_fail_in_large_part_stop_the_run(
     def corpus(template: str, question: str = "?") -> Corpus:
         rows.write_text("".join(f'{{"question": "{n}{question}", "answer": "It is {n}"}}\n' for n in range(60)))
         settings = DataSettings(source=str(rows), chat_template=template)
-        return load_corpus(settings, seed=0, folder=None, tokenizer=chat.tokenizer, ends=chat.ends)
+        return load_corpus(settings, seed=0, folder=None, tokenizer=chat.tokenizer)
 
     first = corpus(str(file)).train[0]
     assert first["prompt"].startswith("<start_of_turn>user\n")

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import make_pair, make_tokenizer
 from rich.console import Console
-from tiny_run import altered, bench, tiny_settings
+from tiny_run import altered, bench, given, tiny_settings
 
 from decode.errors import UserError
 from distill.checks import check_inputs
@@ -51,6 +52,14 @@ Usage = namedtuple("Usage", "total used free")
         ({"student": StudentSettings(kind="mtp")}, r"set target.kind to as_is"),
         ({"student__kind": "dflash", "student__block__markov_rank": 8}, r"markov_rank is 8, and a dflash head scores"),
         ({"student__kind": "dflash", "student__block__size": 1}, r"student.block.size is 1, which leaves no token"),
+        (
+            {
+                "student__kind": "eagle",
+                "target__architecture__model_type": "granite",
+                "target__architecture__extra": {"logits_scaling": 2.0},
+            },
+            r"GraniteForCausalLM changes its logits .* an EAGLE-1 head cannot share it; use EAGLE-3 or a block head",
+        ),
         ({"student__architecture__positions": 16}, r"student.architecture.positions is 16"),
         ({"student__architecture__model_type": "lama"}, r"architecture.model_type 'lama' cannot be built"),
         ({"student__architecture__layers": 9}, r"the draft has [\d,]+ parameters and the target [\d,]+"),
@@ -67,6 +76,22 @@ def test_settings_that_cannot_work_are_refused_at_once(tmp_path: Path, values: d
     with pytest.raises(UserError, match=words):
         run_pipeline(altered(tiny_settings(tmp_path), **values), Console(quiet=True))
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("source", ["chats", "target"])
+def test_a_token_whose_row_the_target_lacks_is_refused(tmp_path: Path, tiny: Any, source: str) -> None:
+    tokenizer, model = make_tokenizer(chat=True), make_pair(tiny)[0]
+    tokenizer.add_tokens(["<|new|>"])
+    tokenizer.chat_template = "<|new|>" + tokenizer.chat_template
+    run, _ = bench(tiny_settings(tmp_path, target=given(tmp_path / "model", model, tokenizer)))
+    if source == "target":
+        altered(run.settings, data__source="target", teacher__responses__source="target", target__dtype="float32")
+    words = {
+        "chats": "data: the examples hold token id 280, but the target model's",
+        "target": "id 280, but the target's",
+    }
+    with pytest.raises(UserError, match=words[source] + " ids are 0 to 279; .*resize_token_embeddings"):
+        assert run.corpus
 
 
 @pytest.mark.parametrize("can", [True, False])
