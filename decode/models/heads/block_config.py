@@ -113,7 +113,7 @@ def mask_token(tokenizer: PreTrainedTokenizerBase, rows: int) -> int:
     """The id that stands in the slots of a block: one that no text holds, and neither pad nor the end of a text.
 
     In this order: a mask token of the tokenizer, a reserved token, a row of the embedding behind the tokenizer's ids,
-    or the byte 0xFF of a byte-level vocabulary.
+    the byte 0xFF of a byte-level vocabulary, or a control token that neither ends a text nor stands in the template.
 
     Args:
         tokenizer: the target's.
@@ -127,8 +127,10 @@ def mask_token(tokenizer: PreTrainedTokenizerBase, rows: int) -> int:
     taken = {None, tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}
     named = {i: token for token, i in known.items() if any(part in token.lower() for part in UNUSED_NAMES)}
     reserved = sorted(i for i, token in named.items() if token[:1] in "<[" or token in special)
-    behind = max(known.values(), default=-1) + 1
-    for choice in (tokenizer.mask_token_id, *reserved, behind, *map(known.get, UNWRITTEN)):
+    behind, template = max(known.values(), default=-1) + 1, str(tokenizer.chat_template)
+    control = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special and str(token) not in special]
+    control = [i for i in sorted(control, reverse=True) if str(tokenizer.added_tokens_decoder[i]) not in template]
+    for choice in (tokenizer.mask_token_id, *reserved, behind, *map(known.get, UNWRITTEN), *control):
         if choice not in taken and choice < rows:
             return int(choice)
     raise UserError(

@@ -16,6 +16,7 @@ from greedy import GREEDY, PROMPTS, assert_decodes, generate
 from heads import make_block_head, plain_block, plain_scores, plain_visible
 from plain_logits import after, response_logits
 from torch import Tensor
+from transformers import AddedToken
 
 from decode.core.draft import Draft
 from decode.core.loop import Method, Text, decode, run
@@ -299,10 +300,13 @@ def test_what_does_not_fit_is_refused(tiny) -> None:
 
 class Vocabulary:
     pad_token_id, eos_token_id, bos_token_id, mask_token_id = 0, 1, None, None
-    all_special_tokens = ("<pad>", "<eos>", "<|reserved_5|>")
+    all_special_tokens, chat_template = ("<pad>", "<eos>", "<|reserved_5|>"), "{{ '<turn>' + text }}"
 
     def __init__(self, *tokens: str) -> None:
         self.tokens = tokens
+        self.added_tokens_decoder = {
+            i: AddedToken(token, special=True) for i, token in enumerate(tokens) if "<" in token
+        }
 
     def get_vocab(self) -> dict[str, int]:
         return {token: i for i, token in enumerate(self.tokens)}
@@ -316,5 +320,6 @@ def test_the_mask_is_a_token_that_no_text_holds() -> None:
     assert mask("a", "b", rows=6) == 4  # a row of the embedding behind the ids
     assert mask("a", "ÿ") == 3
     assert mask("a", "<0xFF>") == 3
+    assert mask("a", "<file>", "<turn>") == 3  # a control token that no turn begins with
     with pytest.raises(UserError, match="add a special token"):
-        mask("a", "reserved")  # a word of texts
+        mask("a", "reserved", "<turn>")  # a word of texts
