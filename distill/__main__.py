@@ -45,9 +45,8 @@ def main(argv: list[str] | None = None) -> None:
     checks = argv[0] == "check-engine"
     argv = argv[checks:]
     flags = {flag: take_flag(argv, flag) for flag in ("--dry-run", "--estimate", "--show-example")}
-    for flag in ("--dry-run", "--estimate"):
-        if flags[flag]:
-            ranks.check_alone(f"python -m distill {flag}")
+    for flag in [*["check-engine"] * checks, *(flag for flag, taken in flags.items() if taken)]:
+        ranks.check_alone(f"python -m distill {flag}")
     from distill.config import DraftSettings, Settings
 
     given, options = list(argv), take_draft_options(argv)

@@ -1,10 +1,12 @@
 """What is refused before the first training: settings, data, models and a machine that do not fit each other."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from decode.commands.cli import check_writable
 from decode.engines import server
 from decode.errors import UserError
 from decode.models.heads.eagle import output_head
@@ -12,12 +14,20 @@ from decode.models.heads.mtp import MTP
 from distill import ranks
 from distill.data.dataset import Examples
 from distill.drafts.language_model import kept_layers
-from distill.drafts.start import check_states
+from distill.drafts.start import check_states, start_from_head
 from distill.engine.servers import Engine, answer_ids
 from distill.files import free_bytes
-from distill.models import check_attention, check_quantization, config_of, count_parameters, multiplies_bfloat16
+from distill.models import (
+    check_attention,
+    check_quantization,
+    config_of,
+    count_parameters,
+    hollow_target,
+    multiplies_bfloat16,
+)
 from distill.run import Run
 from distill.signal.target import BYTES
+from distill.tracking import tried
 
 
 def check_inputs(run: Run) -> None:
@@ -26,8 +36,30 @@ def check_inputs(run: Run) -> None:
     Raises:
         UserError: With the key, the value seen, and what was expected.
     """
+    check_given(run)
     for check in (_check_machine, _check_batches, _check_models, _check_disk):
         check(run)
+    run.logger = tried(run.logger, run.line)
+
+
+def check_given(run: Run, here: Callable[[str], bool] = lambda _: True) -> None:
+    """Refuse models that cannot be read or computed on this machine; those that are not ``here`` are passed over.
+
+    Raises:
+        UserError: Weights in few bits that nothing here computes with, or a head that the student cannot start from.
+    """
+    settings, student = run.settings, run.settings.student
+    for name, model in settings.language_models.items():
+        if model.model is not None and here(model.model):
+            packed = getattr(config_of(model, 0), "quantization_config", None)
+            if packed and settings.teacher.signal != "vllm":
+                check_quantization(f"{name}.model", packed, run.device, packed=True)
+    if settings.target.quantization:
+        check_quantization("target.quantization", settings.target.quantization, run.device)
+    source = settings.target.model
+    if student.is_head and student.model and source and here(student.model) and here(source):
+        trust = settings.target.trust_remote_code
+        start_from_head(student, hollow_target(source, trust_remote_code=trust), run.captured_layers, settings.seed)
 
 
 def _check_machine(run: Run) -> None:
@@ -39,9 +71,7 @@ def _check_machine(run: Run) -> None:
             f"target.device_map is {target.device_map}, and {ranks.local_world()} processes of this machine would each "
             "spread the target over all GPUs: set trainer.devices to 1, or teacher.signal to vllm"
         )
-    if target.quantization:
-        check_quantization(target.quantization, device)
-    if target.kind == "as_is":
+    if target.kind == "as_is" or not settings.teacher.engine.urls:
         check_engine(run)  # a target that is trained first can be served only later
     frozen = [model.dtype for model in settings.language_models.values() if not model.trained]
     if not (trainer.precision.startswith("bf16") or "bfloat16" in frozen) or multiplies_bfloat16(device):
@@ -64,7 +94,12 @@ def check_engine(run: Run) -> None:
     given, length = teacher.engine, settings.data.max_length
     if not (teacher.served or teacher.signal == "vllm"):
         return
+    check_length(run)
     if not given.urls:
+        try:
+            check_writable(given.folder)
+        except UserError as error:
+            raise UserError(f"teacher.engine.folder: {error}") from error
         server.check_engine("vllm")
         if (most := run.bytes_in_flight) > (free := free_bytes(Path(given.folder))):
             raise UserError(
@@ -86,6 +121,20 @@ def check_engine(run: Run) -> None:
                 run.line(f"{model.url} serves {model.name}, and the target is {run.served_folder}")
     finally:
         engine.close()
+
+
+def check_length(run: Run) -> None:
+    """Refuse texts for an engine that are longer than its target reads.
+
+    Raises:
+        UserError: With the length that it does read.
+    """
+    positions, length = getattr(run.target_config, "max_position_embeddings", None), run.settings.data.max_length
+    if positions and positions < length:
+        raise UserError(
+            f"data.max_length is {length}, and the target reads texts of {positions} tokens: set data.max_length to "
+            f"{positions} at most"
+        )
 
 
 def _check_batches(run: Run) -> None:

@@ -2,8 +2,9 @@
 
 Every stage takes the path that the real run will take (from scratch, fine-tuning, LoRA, as it is; the family of each
 model; the data's template; precision; selection), so a mistake shows before the hours it would cost. Nothing is
-downloaded: models of the same families are made on the spot, and word problems stand for the rows of data sets that are
-not local files. The tokenizer of a local target renders its chats; other targets have a plain template here.
+downloaded: models of the same families are made on the spot, and word problems stand for prompts that the target has
+yet to write and for the rows of data sets that are not local files. What is on this machine is used or checked as in
+the run: files of data and prompts, the tokenizer with its template, the target's number format, a head to start from.
 """
 
 import copy
@@ -13,21 +14,25 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from rich.console import Console
 from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
 from decode.errors import UserError, replaced
 from decode.measure.arithmetic import problems
-from decode.measure.suites import PRESETS
+from decode.measure.suites import PRESETS, iter_rows
 from decode.models.open import load_tokenizer
-from decode.models.sources import language_config, located
+from decode.models.sources import language_config, located, pinned
 from decode.progress import output_console
+from distill.checks import check_given
 from distill.config import Settings
 from distill.config.base import Split, change
 from distill.config.models import ModelSettings
 from distill.data.corpus import load_corpus
+from distill.data.prompts import prompt_of
 from distill.models import build_model
+from distill.run import Run
 
 STEPS = 4
 ROWS = {"train": 48, "validation": 8, "test": 8}
@@ -35,10 +40,10 @@ PLAIN_CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-"""Chat template where the target's is not on this machine."""
+"""Chat template where the target's is not on this machine; pairs stay plain there."""
 SMALL = {
     **{f"data__{split}_examples": count for split, count in ROWS.items()},
-    "data__tokenizer": None, "data__max_length": 512, "data__overlong": "cut",
+    "data__max_length": 512, "data__overlong": "cut",
     "target__device_map": None, "target__quantization": None,
     "target__trust_remote_code": False, "student__trust_remote_code": False,  # models made here need no foreign code
     "student__layers": [1],  # the last of two, without which Gemma 4 cannot be cut
@@ -73,14 +78,21 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
     folder = Path(small.output_dir) / small.name
     shutil.rmtree(folder, ignore_errors=True)
     console.print(f"dry run of {settings.name}, in {folder}", highlight=False)
+    check_given(Run(settings, console), _here)
     change(small, **copy.deepcopy(SMALL))
     if small.student.is_head:  # a given head does not fit a small target
         small.student.model = None
     if settings.teacher.signal == "vllm" or settings.teacher.engine.urls:
         console.print("  the target made here stands in no engine: it answers and gives states itself", highlight=False)
         small.teacher.signal = settings.teacher.kept
+    data, tokenizer = small.data, None
+    if (named := data.tokenizer or small.target.model) is not None and _here(named):
+        tokenizer = load_tokenizer(named, trust_remote_code=settings.target.trust_remote_code)
+    elif named is not None and data.chat_template is None:
+        data.chat_template, data.chat = PLAIN_CHAT, data.chat if data.from_target or data.chat != "auto" else False
+    data.tokenizer = data.tokenizer if tokenizer else None
     _shrink_data(small, folder / "rows", console)
-    tokenizer = load_corpus(small.data, seed=small.seed, folder=None).tokenizer
+    tokenizer = tokenizer or load_corpus(data, seed=small.seed, folder=None).tokenizer
     _shrink_model(small.target, folder / "models/target", tokenizer, console, tied=not untie, width=64, layers=2)
     _shrink_model(small.student, folder / "models/student", tokenizer, console, width=32, layers=1)
     shorten(small, steps=STEPS, epochs=None, batch_size=4, warmup_steps=1)
@@ -133,36 +145,47 @@ def _shrink_model(
 
 
 def _shrink_data(small: Settings, folder: Path, console: Console) -> None:
-    """Let word problems replace what would have to be downloaded or written; find a chat template."""
-    data, model = small.data, small.target.model
+    """Let word problems replace rows that would have to be downloaded, or prompts that the target would write."""
+    data, files = small.data, small.data.files
     preset = PRESETS.get(data.source)
     kind = "chat" if data.from_target else "pairs" if preset is None else preset.kind
-    if model is not None and Path(model).exists() and data.chat_template is None:
-        data.chat_template = load_tokenizer(model, trust_remote_code=False).chat_template
-    if kind == "chat" and data.chat_template is None:
-        data.chat_template = PLAIN_CHAT
-    here = data.source == "arithmetic" or (preset is None and Path(data.source).exists()) or "train" in data.files
-    if here and not data.from_target:
+    path, chats = Path(data.source), list[list[dict[str, Any]]]()
+    if data.from_target and data.prompts.file is not None:
+        chats = [chat for chat in map(prompt_of, iter_rows(data.prompts.file)) if chat]
+        if not chats:
+            return  # which the run refuses in its own words
+    elif data.source == "arithmetic" or (preset is None and path.exists()) or "train" in files:
         return
-    if Path(data.source).suffix in (".jsonl", ".json", ".csv", ".parquet", ".txt") or Path(data.source).is_absolute():
+    if path.suffix in (".jsonl", ".json", ".csv", ".parquet", ".txt") or path.is_absolute():
         raise UserError(f"data.source {data.source!r}: there is no such file or folder; correct the path")
     console.print(f"  word problems stand for the rows of {data.source}", highlight=False)
     if kind == "pairs":
         change(data, source="arithmetic", prompt_template=None, response_template=None)
         return
     folder.mkdir(parents=True)
+    rows: list[dict[str, Any]] = [{"messages": chat} for chat in chats]
     for split, count in ROWS.items():
-        rows: list[dict[str, Any]] = []
-        for problem in problems(0, split, count):
+        for problem in problems(0, split, 2 * count):
             turns = {"user": problem.question, "assistant": problem.solution}
             chat = [{"role": role, "content": content} for role, content in turns.items()]
             rows.append({"text": "\n".join(turns.values())} if kind == "text" else {"messages": chat})
         file = folder / f"{split}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        if not data.from_target:
-            data.files[cast(Split, split)] = str(file)
-    if data.from_target:  # which random models cannot be: the prompts are those of the rows
-        data.source = str(folder)
+        if data.from_target:
+            data.prompts.file = str(file)  # at last the file of all
+        else:
+            files[cast(Split, split)], rows = str(file), []
+
+
+def _here(model: str) -> bool:
+    """Whether a model is on this machine. A path that leads nowhere counts, so that it is refused as in the run."""
+    if Path(model).exists() or model.startswith((".", "/", "~")):
+        return True
+    name, at = pinned(model)
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json", **at), str)
+    except ValueError:  # a path
+        return False
 
 
 def _family_of(model: str) -> tuple[str, bool, str]:

@@ -299,25 +299,29 @@ def open_placed(settings: TargetSettings, path: str | Path, device: torch.device
     return load_model(path, device=device if settings.quantization else "cpu", **options)
 
 
-def check_quantization(wanted: Values, device: str | torch.device) -> None:
-    """Refuse a ``target.quantization`` that cannot be used here.
+def check_quantization(key: str, wanted: Any, device: str | torch.device, *, packed: bool = False) -> None:
+    """Refuse weights in few bits that cannot be used here.
 
     Args:
-        wanted: The setting, such as ``{quant_method: bitsandbytes, load_in_4bit: true}``.
+        key: Setting that asks for them: ``target.quantization``, or that of a model.
+        wanted: How, such as ``{quant_method: bitsandbytes, load_in_4bit: true}``.
         device: Device of the weights.
+        packed: The model's files hold them so.
 
     Raises:
         UserError: The method is unknown, its package is not installed, or the device does not support it.
     """
     try:
-        config = AutoQuantizationConfig.from_dict(wanted)
-        quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
+        config = AutoQuantizationConfig.from_dict(dict(wanted)) if isinstance(wanted, dict) else wanted
+        quantizer = AutoHfQuantizer.from_config(config, pre_quantized=packed)
         quantizer.validate_environment(device_map={"": device})
     except (ImportError, ValueError, TypeError, KeyError, AssertionError, RuntimeError) as error:
         why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        instead = "leave it out and set target.dtype to bfloat16 or target.device_map to auto"
+        instead = "choose the model's files of 16 bits" if packed else instead
+        what = f"holds weights of quantization_config {wanted}" if packed else f"is {wanted}"
         raise UserError(
-            f"target.quantization is {wanted}, which cannot be used here ({why}): install what is missing, or leave it "
-            "out and set target.dtype to bfloat16 or target.device_map to auto"
+            f"{key} {what}, which cannot be used here ({why}): install what is missing, or {instead}"
         ) from error
 
 

@@ -4,7 +4,7 @@ import copy
 import json
 import shlex
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import cast
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from decode.errors import UserError, read_json, scratch_folder, write_json, write_text
 from decode.progress import output_console, working
 from distill import ranks
-from distill.checks import check_engine, signal_sizes
+from distill.checks import check_engine, check_length, signal_sizes
 from distill.config import Settings
 from distill.config.base import Signal, Values, change
 from distill.data.chat import show
@@ -29,7 +29,7 @@ from distill.report import console_tables, figures, write_report
 from distill.responses.target import answered_texts
 from distill.run import Run, alone_in, data_key, measurement_fingerprint, stage_fingerprints
 from distill.stages import run_stages
-from distill.tracking import finish, log_report, make_logger, where
+from distill.tracking import finish, log_report, make_logger, tried, where
 
 
 def run_pipeline(settings: Settings, console: Console | None = None) -> Run:
@@ -49,7 +49,7 @@ def run_pipeline(settings: Settings, console: Console | None = None) -> Run:
         if first:
             run.logger = make_logger(settings.tracker, run.folder, settings.name, asdict(run.settings))
         try:
-            run_stages(run)
+            run_stages(run, rehearse=rehearse)
             if first:  # the other processes have no more to do, and wait for the end
                 report = measure(run)
         finally:
@@ -135,6 +135,7 @@ def check_command(run: Run) -> None:
     if run.settings.teacher.signal != "vllm":
         raise UserError(f"teacher.signal is {run.settings.teacher.signal}, and check-engine is about vllm: set it so")
     with alone_in(run):
+        check_length(run)
         run_stages(run, ("target",), check=False)
         given = shlex.join(arguments(run.engine_layers, "/dev/shm/states"))
         served = (
@@ -152,6 +153,38 @@ def check_command(run: Run) -> None:
         finally:
             run.close()
     run.console.print("the engine gives the target's states", highlight=False)
+
+
+def rehearse(run: Run) -> None:
+    """Export, evaluate and report the student in the place of a draft, in a folder that is removed.
+
+    So what would refuse at the end does so before the drafts are trained. An engine is not asked.
+
+    Raises:
+        UserError: With what is refused.
+    """
+    small = copy.deepcopy(run.settings)
+    with (
+        scratch_folder() as folder,
+        working(run.console, "export and evaluation are tried with the student", bars=False),
+    ):
+        small.drafts = [replace(small.drafts[0], reference=None)]
+        change(small, output_dir=str(folder), tracker="none", export__choose="best", export__gguf=[])
+        if small.teacher.signal == "vllm":
+            small.evaluation = False
+        if small.evaluation:
+            change(small.evaluation, prompts=2, accuracy_prompts=2, decode_prompts=1, max_new_tokens=4)
+            change(small.evaluation, draft_lengths=small.evaluation.draft_lengths[:1])
+        trial = Run(small, Console(quiet=True))
+        trial.corpus = run.corpus
+        for stage in ("target", "initial", *trial.trained):
+            made = "target" if stage == "target" else "initial"
+            trial.folder.mkdir(parents=True, exist_ok=True)
+            trial.path(stage).symlink_to(run.path(made).resolve(), target_is_directory=True)
+            write_json(trial.work / f"{stage}.json", vars(run.record(made)))
+        measure(trial)
+        one = replace(run.settings.export, gguf=run.settings.export.gguf[:1])
+        export_gguf(trial.export, trial.target, one, write=False)
 
 
 # -- export and measurement -------------------------------------------------------------------------------------------
@@ -182,6 +215,7 @@ def measure(run: Run) -> Values:
                 write_report(run.folder, report)  # the page shows what serve-check added
             return report
         run.line("the report or the export is not as it was written, and is made again")
+    run.logger = tried(run.logger, run.line)
     write_settings(settings, run.folder / "settings.yaml")
     chosen, trust = run.chosen(settings.export.choose), settings.target.trust_remote_code
     models = run.drafts[chosen], run.target, run.export, settings.export

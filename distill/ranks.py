@@ -8,6 +8,7 @@ import atexit
 import os
 import sys
 import warnings
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -25,17 +26,35 @@ from decode.errors import UserError
 Value = TypeVar("Value")
 
 LONGEST_WAIT = timedelta(hours=12)
+MPI = "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"
+"""Where mpirun says how many processes it started."""
 
 
 def environment() -> ClusterEnvironment:
-    """What started this process, in Lightning's order of looking: torchrun, srun, or no launcher."""
+    """What started this process: torchrun or another launcher that sets its variables, srun, or no launcher.
+
+    Raises:
+        UserError: Several processes were meant that cannot find each other.
+    """
+    given = os.environ
+    if TorchElasticEnvironment.detect() or ("RANK" in given and int(given.get("WORLD_SIZE") or 1) > 1):
+        return TorchElasticEnvironment()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # srun is installed, and not used
-        launchers = TorchElasticEnvironment, SLURMEnvironment, LightningEnvironment
-        try:
-            return next(launcher for launcher in launchers if launcher.detect())()
-        except RuntimeError as error:
-            raise UserError(str(error)) from error
+        slurm, tasks = SLURMEnvironment.detect(), int(given.get("SLURM_NTASKS") or 1)
+        if slurm and (given.get("SLURM_STEP_ID") or given.get("SLURM_PROCID", "0") != "0"):
+            try:
+                return SLURMEnvironment()
+            except RuntimeError as error:
+                raise UserError(str(error)) from error
+    if slurm and tasks > 1:
+        raise UserError(
+            f"the job has {tasks} tasks (SLURM_NTASKS), and its batch script started this process alone: put srun "
+            "before the command, or SLURM_NTASKS=1, with which it starts a process for each device itself"
+        )
+    if (started := max(int(given.get(name) or 1) for name in MPI)) > 1:
+        raise UserError(f"{started} processes were started by mpirun: start as many with torchrun or srun")
+    return LightningEnvironment()
 
 
 def rank() -> int:
@@ -80,11 +99,23 @@ def accelerator(trainer: Any) -> str:
 
 
 def _devices(trainer: Any) -> list[int]:
-    """The devices of this machine that ``trainer`` means; a list such as ``1,3`` names GPUs."""
-    devices, available = str(trainer.devices), torch.cuda.device_count() if accelerator(trainer) == "cuda" else 1
-    if "," in devices:
-        return [int(item) for item in devices.split(",") if item.strip()]
-    return list(range(available if devices in ("auto", "-1") else int(devices)))
+    """The devices of this machine that ``trainer`` means; a list such as ``1,3`` names GPUs.
+
+    Raises:
+        UserError: It means none, or GPUs that are not there.
+    """
+    devices, cuda = str(trainer.devices), accelerator(trainer) == "cuda"
+    available = torch.cuda.device_count() if cuda else 1
+    meant = list[int]()
+    with suppress(ValueError):
+        if "," in devices:
+            meant = [int(item) for item in devices.split(",") if item.strip()]
+        else:
+            meant = list(range(available if devices in ("auto", "-1") else int(devices)))
+    if not meant or (cuda and not set(meant) <= set(range(available))):
+        found = f"; PyTorch finds {available} GPUs" * cuda
+        raise UserError(f"trainer.devices is {devices}, expected auto, a number from 1 up, or GPUs such as 0,1{found}")
+    return meant
 
 
 def local_device(trainer: Any) -> torch.device:

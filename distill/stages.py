@@ -56,6 +56,8 @@ from distill.signal.vllm import EngineStates, texts_of
 from distill.tracking import for_stage
 from distill.trainer import fit
 
+Rehearsal = Callable[[Run], None] | None
+
 
 @dataclass
 class StageResult:
@@ -76,26 +78,29 @@ class StageResult:
         save_tokenizer(tokenizer, folder)
 
 
-def run_stages(run: Run, only: Collection[str] | None = None, *, check: bool = True) -> list[str]:
+def run_stages(
+    run: Run, only: Collection[str] | None = None, *, check: bool = True, rehearse: Rehearsal = None
+) -> list[str]:
     """Run the stages that are not up to date.
 
     Args:
         run: Settings, data and folder.
         only: Stages to run. None: all.
         check: Check data and models before the first training, unless the target alone is wanted.
+        rehearse: Is called by the first process before the first draft is trained.
 
     Returns:
         The names of the stages that were made.
     """
     try:
-        made = _run_stages(run, only, check)
+        made = _run_stages(run, only, check, rehearse)
         ranks.barrier()  # another process may still ask the engine that this one started
     finally:
         run.close()
     return made
 
 
-def _run_stages(run: Run, only: Collection[str] | None, check: bool) -> list[str]:
+def _run_stages(run: Run, only: Collection[str] | None, check: bool, rehearse: Rehearsal) -> list[str]:
     settings, console, made = run.settings, run.console, list[str]()
     for stage, key in stage_fingerprints(settings).items():
         if only is not None and stage not in only:
@@ -114,6 +119,9 @@ def _run_stages(run: Run, only: Collection[str] | None, check: bool) -> list[str
         if check and not made and only != ("target",):
             with working(console, "checking data and models", bars=False):
                 check_inputs(run)
+        if stage in run.trained and rehearse and ranks.is_first():
+            rehearse(run)
+            rehearse = None
         started = time.monotonic()
         with working(console, title, bars=False):
             if stage == "initial" and settings.student.is_head:

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 
-from decode.errors import UserError, read_json, write_json
+from decode.errors import UserError, first_line, read_json, write_json
 from distill.export.card import fastest_row
 from distill.files import fingerprint
 from distill.report import exported
@@ -93,11 +93,30 @@ def is_offline() -> bool:
         return mode in ("offline", "dryrun")
     server = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
     with suppress(OSError, netrc.NetrcParseError):
-        keys = netrc.netrc(Path(os.environ.get("NETRC") or "~/.netrc").expanduser())
+        keys = netrc.netrc(os.environ.get("NETRC") or os.path.expanduser("~/.netrc"))  # a user may have no home
         key = key or bool(keys.authenticators(server))
     if mode and not key:
         raise UserError(f"WANDB_MODE is online, and there is no key for {server}: {NEXT}")
     return not key
+
+
+def tried(logger: Logger | None, say: Callable[[str], None]) -> Logger | None:
+    """Return the logger once its record has begun, before anything is trained for it; None where W&B cannot begin one.
+
+    Raises:
+        UserError: W&B is to be online and does not start.
+    """
+    if isinstance(logger, RunLogger):
+        try:
+            _ = logger.experiment
+        except Exception as error:  # of W&B, its service, or the system
+            if "mode" not in logger.options:
+                raise
+            say(
+                f"this run is not tracked ({first_line(error) or type(error).__name__}): set tracker to csv for records"
+            )
+            return None
+    return logger
 
 
 def for_stage(logger: Logger | None, stage: str) -> Logger | None:

@@ -122,6 +122,7 @@ def fit(
         "devices": settings.devices,
         "num_nodes": settings.num_nodes,
         "strategy": strategy,
+        "plugins": [ranks.environment()],  # else Lightning looks for launchers otherwise than the run did
         "accumulate_grad_batches": settings.accumulate,
         "inference_mode": not sharded,
         "precision": settings.precision,
@@ -154,6 +155,13 @@ def fit(
                 trainer.validate(module, datamodule=data, verbose=False)
         except SystemExit as stop:  # Lightning's way of ending after Ctrl-C
             raise KeyboardInterrupt from stop
+        except RuntimeError as error:
+            if "DataLoader" not in str(error):
+                raise
+            raise UserError(
+                f"a process of data.loader_workers failed ({str(error).strip().splitlines()[-1]}): set it to 0, or "
+                "make /dev/shm larger, through which batches pass (docker run --shm-size 8g), and run again"
+            ) from error
         _take_best(module, trainer, plain, work)
     return module.history, timer.time_elapsed("train"), lines.tokens
 

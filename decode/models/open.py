@@ -43,6 +43,9 @@ from decode.models.tokens import added_ids, turn_end
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 """Number formats by their names in settings; `choose_dtype` decides ``auto``."""
 
+PLAIN_ON_CPU = ("fp8", "mxfp4")
+"""Formats of weights whose products are computed by GPUs alone: on a CPU the weights are plain ones."""
+
 SIXTEEN_BITS = (
     "in 16 bits a forward of several tokens rounds otherwise than one of a single token, so lossless means the "
     "distribution up to that rounding: where two tokens are nearly equally probable, greedy texts may differ from "
@@ -129,12 +132,17 @@ def load_model(
             extra["device_map"] = device_map
         elif quantised or "quantization_config" in options:
             extra["device_map"] = {"": device}  # quantised weights are placed while loading and do not move later
+            if device.type == "cpu" and isinstance(quantised, dict) and quantised.get("quant_method") in PLAIN_ON_CPU:
+                config.quantization_config = quantised | {"dequantize": True}
+                extra["config"] = config
         if language_config(config) is not config and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
             auto, inside = AutoModelForMultimodalLM, not quantised
         options = at | {"dtype": DTYPES.get(number_format, number_format), "trust_remote_code": trust_remote_code}
         model = read_weights(auto, folder, name, **options, **({} if inside else extra))
         if inside:
             model = language_model(model, **extra)
+        if quantised and getattr(model, "hf_quantizer", None) is None:  # transformers made plain weights of them
+            _made_plain(model, options["dtype"])
         if "device_map" not in extra:
             model = model.to(device)
     if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
@@ -143,6 +151,16 @@ def load_model(
     if model.config.tie_word_embeddings and getattr(head, "weight", None) is not model.get_input_embeddings().weight:
         model.config.tie_word_embeddings = False  # the file holds two: transformers keeps both, an engine would tie
     return model.eval()
+
+
+def _made_plain(model: PreTrainedModel, dtype: torch.dtype | str) -> None:
+    """Give weights that were unpacked one number format, and have them saved as they are; buffers stay exact."""
+    model.config.dtype = dtype = dtype if isinstance(dtype, torch.dtype) else model.dtype
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)
+    changes = getattr(model, "_weight_conversions", None) or []  # which saving reverses
+    packing = [each for each in changes if any(hasattr(op, "hf_quantizer") for op in getattr(each, "operations", ()))]
+    model._weight_conversions = [each for each in changes if each not in packing] or None
 
 
 def load_tokenizer(name: Name, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

@@ -23,7 +23,7 @@ class EngineSettings:
     """Requests in flight at each server. They bound the memory that states take on both sides; 256 answers faster."""
     folder: str = "/dev/shm"
     """Folder through which states pass, in memory or on a fast disk, which engine and trainers share."""
-    keep: Literal["auto", "float32", "bfloat16", "float8", "topk", False] = "auto"
+    keep: Literal["auto", "float32", "bfloat16", "float8", "topk"] | Literal[False] = "auto"
     """Of signal vllm, what is kept on disk: states in a number format (auto: the target's; float8: a scale for each
     token and layer), or topk: for language models signal_k log-probabilities. false: nothing, asked again each step."""
 

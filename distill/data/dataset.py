@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pyarrow.compute import list_flatten, list_value_length
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
 
 from decode.errors import UserError
@@ -27,6 +27,7 @@ Batch = dict[str, Any]
 FEATURES, REFERENCE = "features", "reference_loss"
 """Columns of batches: the target's states that a head reads, ``[batch, time, width]``; and the reference's divergence,
 ``[label tokens, drafting steps]``, 1 step of a language model."""
+STALL = 300.0  # seconds in which a loader's process has to bring a batch
 PER_TOKEN = (FEATURES,)
 """Columns with a row for every token of a text. Those of all other columns are of its label tokens."""
 
@@ -208,7 +209,11 @@ class TrainingBatches(TorchDataset[Batch]):
         labels = [examples.labels_of(example) for examples, example in picks]
         rows, parts = self.share(micro), self.world * self.micros
         weight = parts * sum(labels[rows]) / max(1, sum(labels))
-        return collate(picks[rows]) | {"weight": weight, "part": self.rank * self.micros + micro}
+        batch = collate(picks[rows])
+        if get_worker_info() is not None:
+            for tensor in batch.values():
+                tensor.share_memory_()  # here, since a batch that finds no room later is lost without a word
+        return batch | {"weight": weight, "part": self.rank * self.micros + micro}
 
     def share(self, micro: int) -> slice:
         """This rank's part of a step's examples."""
@@ -263,6 +268,7 @@ class DistillDataModule(L.LightningDataModule):
             batch_size=None,
             sampler=From(first, len(training)),
             num_workers=workers,
+            timeout=STALL if workers else 0,
             pin_memory=torch.cuda.is_available(),
             multiprocessing_context="fork" if workers else None,  # they read the same arrays
             generator=torch.Generator(),  # not the one that dropout draws from

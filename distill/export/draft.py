@@ -263,17 +263,18 @@ def check_gguf(settings: ExportSettings, head: int | str | DraftHead | None = No
             raise UserError(f"llama.cpp does not run this head as it is trained ({why}); leave export.gguf empty")
 
 
-def export_gguf(export: Path, target: Path, settings: ExportSettings) -> list[Path]:
+def export_gguf(export: Path, target: Path, settings: ExportSettings, *, write: bool = True) -> list[Path]:
     """Writes ``gguf/target-<type>.gguf`` and ``gguf/draft-<type>.gguf`` into an export, for each of ``gguf``.
+
+    Without ``write`` the converter goes through both and writes nothing.
 
     Raises:
         UserError: The converter refuses a model.
     """
     if not settings.gguf:
         return []
-    head_of = target if is_head(export) else None
     return [
-        convert(source, export / "gguf" / f"{name}-{kind}.gguf", kind, target=head_of if name == "draft" else None)
+        convert(source, export / "gguf" / f"{name}-{kind}.gguf", kind, target=of, write=write)
         for kind in settings.gguf
-        for name, source in (("target", target), ("draft", export))
+        for name, source, of in (("target", target, None), ("draft", export, target if is_head(export) else None))
     ]

@@ -102,7 +102,7 @@ def learned_block(target: Any, prompts: list[list[int]], kind: str, steps: int) 
             blocks = head.tokens(read[None, :, 0], head.drafts)
             slots = head(F.embedding(blocks, table).detach(), features, anchors)
             known = tokens[0, head.before(anchors[0], blocks.shape[-1])]
-            logits, _ = head.logits(slots, known, head.outputs(output), table)
+            logits, _ = head.logits(slots, known, head.outputs(output), table, (1.0, None))
             loss = loss + F.cross_entropy(logits.flatten(0, 1).clamp_min(-40.0), read[:, 1:].flatten())
         optimiser.zero_grad()
         loss.backward()

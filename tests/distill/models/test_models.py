@@ -109,7 +109,7 @@ def test_a_device_map_and_quantisation_are_asked_of_transformers(monkeypatch: py
     assert given["device"] == cpu
     assert open_placed(TargetSettings(device_map="auto"), "x", cpu)["device_map"] == "auto"
     with pytest.raises(UserError, match=r"target\.quantization is .*'nothing'"):
-        check_quantization({"quant_method": "nothing"}, "cpu")
+        check_quantization("target.quantization", {"quant_method": "nothing"}, "cpu")
 
 
 @pytest.fixture
@@ -124,6 +124,26 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(models, "_read", watched)
     monkeypatch.setattr(models, "load_model", lambda *_, **__: pytest.fail("the target is loaded as a whole"))
     return names
+
+
+def write_fp8(folder: Path) -> dict[str, torch.Tensor]:
+    """Lays a tiny model into a folder, its layers in FP8 with a scale for each block; returns its weights in float32."""
+    build_tiny("llama", dtype=torch.bfloat16).save_pretrained(folder)
+    path, size = folder / "model.safetensors", 8
+    tensors, wanted = load_file(path), {}
+    for name, weight in list(tensors.items()):
+        wanted[name] = weight.float()
+        if weight.ndim == 2 and ".layers." in name:
+            blocks = weight.float().unflatten(1, (-1, size)).unflatten(0, (-1, size))
+            scale = blocks.abs().amax((1, 3), keepdim=True) / 448
+            packed = (blocks / scale).to(torch.float8_e4m3fn)
+            wanted[name] = (packed.float() * scale).view_as(weight)
+            tensors |= {name: packed.view_as(weight), f"{name}_scale_inv": scale[:, 0, :, 0].contiguous()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    how = {"quant_method": "fp8", "weight_block_size": [size, size], "activation_scheme": "dynamic"}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": how}))
+    return wanted
 
 
 @pytest.mark.parametrize("shards", ["1GB", "10KB"])
@@ -167,6 +187,23 @@ def test_further_last_layers_are_read_and_quantised_weights_are_not(tmp_path: Pa
     hollow = hollow_target(tmp_path)
     assert hollow.get_parameter(names[3]).is_meta  # without its scales it would be another one
     assert not hollow.get_parameter(names[3].replace("q_proj", "k_proj")).is_meta
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_fp8_weights_are_plain_ones_on_a_cpu_and_are_saved_so(
+    cuda: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU beside it changes nothing."""
+    wanted = write_fp8(tmp_path / "fp8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    for dtype in (torch.float32, torch.bfloat16):
+        model = load_model(tmp_path / "fp8", device="cpu", dtype=str(dtype).removeprefix("torch."))
+        assert {weight.dtype for weight in model.parameters()} == {dtype}
+        assert all(weight.equal(wanted[name].to(dtype)) for name, weight in model.named_parameters())
+        assert torch.isfinite(model(input_ids=torch.arange(5)[None]).logits).all()
+        model.save_pretrained(tmp_path / "again")
+        again = load_model(tmp_path / "again", device="cpu", dtype="float32").named_parameters()
+        assert all(weight.equal(wanted[name].to(dtype).float()) for name, weight in again)
 
 
 def test_a_head_in_the_file_beside_a_tied_configuration_is_kept(tmp_path: Path, read: list[str]) -> None:

@@ -1,5 +1,6 @@
 """``--dry-run`` and ``--estimate``: every kind in miniature, without network, and what a run will take."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,42 @@ def test_chats_are_rendered_by_the_template_of_a_local_target(source: str, tmp_p
     tokenizer.chat_template = PLAIN_CHAT.replace("<", "[").replace(">", "]")
     settings.target = given(tmp_path / "target", tokenizer, tiny("llama", vocab_size=len(tokenizer), eos_token_id=0))
     small = shrink(settings, Console(quiet=True))
-    assert small.data.chat_template == tokenizer.chat_template
     assert "[assistant]" in bench(small)[0].corpus.train[0]["prompt"]
+
+
+@pytest.mark.parametrize("kind", ["given", "prompts", "elsewhere"])
+def test_files_of_chats_and_prompts_are_read_as_in_the_run(kind: str, tmp_path: Path, tiny: Tiny) -> None:
+    settings, count = tiny_settings(tmp_path), 60 if kind == "prompts" else 400
+    asked = [{"role": "user", "content": "Why is it seven?"}, {"role": "assistant", "content": "It is fine."}]
+    chats = (json.dumps({"messages": asked}).replace("seven", str(number)) for number in range(count))
+    (tmp_path / "chats.jsonl").write_text("\n".join(chats))
+    tokenizer = make_tokenizer(chat=True)
+    settings.target = given(tmp_path / "target", tokenizer, tiny("llama", vocab_size=len(tokenizer), eos_token_id=0))
+    settings.data.source = str(tmp_path / "chats.jsonl")
+    if kind == "prompts":
+        settings.teacher.responses.source = settings.data.source = "target"
+        settings.data.prompts.file = str(tmp_path / "chats.jsonl")
+    if kind == "elsewhere":
+        settings.target.model = "some/chat-model"
+    corpus = bench(shrink(settings, Console(quiet=True)))[0].corpus
+    assert (len(corpus.train), corpus.chat, corpus.answered) == (48, True, kind != "prompts")
+    prompts = [row["prompt"] for split in (corpus.train, corpus.validation, corpus.test) for row in split]
+    own = ["Why is it" in prompt for prompt in prompts]
+    assert any(own) if kind == "prompts" else all(own)
+    assert (tokenizer.get_vocab() == corpus.tokenizer.get_vocab()) == (kind != "elsewhere")
+
+
+def test_what_is_here_is_checked_as_in_the_run(tmp_path: Path, tiny: Tiny) -> None:
+    tokenizer, settings = make_tokenizer(), tiny_settings(tmp_path)
+    settings.target = given(tmp_path / "target", tokenizer, tiny("llama", vocab_size=len(tokenizer), eos_token_id=0))
+    settings.student = StudentSettings(kind="eagle3", model=str(tmp_path / "nothere"))
+    with pytest.raises(UserError, match="nothere holds no feature head"):
+        shrink(settings, Console(quiet=True))
+    config = json.loads((tmp_path / "target/config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "target/config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"target.model holds weights .*gptq.* cannot be used here"):
+        shrink(settings, Console(quiet=True))
 
 
 def test_every_part_is_estimated_in_a_folder_that_is_removed(tmp_path: Path) -> None:

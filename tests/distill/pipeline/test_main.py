@@ -73,6 +73,7 @@ def test_a_dry_run_goes_on_to_report_and_export_and_a_second_run_changes_nothing
         (("--drafts.adaspek.k=0.5",), "'adaspek' is not one of distillspec, adaspec"),
         (("--data.files", "{train: no.jsonl}"), "no.jsonl"),
         (("--seed", "-1"), "seed"),
+        (("--teacher.engine.keep", "float16"), "'auto', 'float32', 'bfloat16', 'float8', 'topk'"),
         (("--trainer.packing", "9"), "'--trainer.packing'; the nearest known key is 'trainer.precision'"),
     ],
 )
@@ -96,7 +97,7 @@ def test_written_settings_are_a_configuration(tmp_path: Path, config: str, capsy
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("name", ["ablate", "--dry-run", "--estimate"])
+@pytest.mark.parametrize("name", ["ablate", "check-engine", "--dry-run", "--estimate", "--show-example"])
 def test_a_command_of_one_process_is_refused_in_several(
     name: str, config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -33,7 +34,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--trainer.devices", "auto"], 2),
         ([], 1),  # models this small train no faster on two
         (["--trainer.accelerator", "cpu"], 1),
-        (["--trainer.devices", "3,5,6"], 3),
+        (["--trainer.devices", "1,0"], 2),
     ],
 )
 def test_the_first_command_starts_a_process_for_every_gpu(
@@ -55,6 +56,35 @@ def test_from_python_several_devices_are_refused_with_what_starts_them(two_gpus:
     settings = altered(tiny_settings(tmp_path), trainer__accelerator="auto")
     with pytest.raises(UserError, match=r"devices is auto .* 2 processes, and 1 were started: python -m distill"):
         run_pipeline(settings)
+
+
+SLURM = {f"SLURM_{name}": value for name, value in {"NTASKS": "2", "NTASKS_PER_NODE": "2", "JOB_NAME": "x"}.items()}
+
+
+@pytest.mark.parametrize("devices", ["auto", 4])
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, r"which is \d processes, and 2 were started"),
+        (SLURM | {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, r"which is \d processes, and 2 were started"),
+        (SLURM, "batch script started this process alone: put srun before the command"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "2 processes were started by mpirun"),
+    ],
+)
+def test_what_was_started_and_what_settings_mean_are_compared_before_anything_is_made(
+    variables: dict[str, str], words: str, devices: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=words):
+        run_pipeline(altered(tiny_settings(tmp_path), trainer__devices=devices))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("devices", ["0", "two", "0,2", "3"])
+def test_devices_that_are_not_there_are_refused(two_gpus: None, devices: str) -> None:
+    with pytest.raises(UserError, match=rf"trainer.devices is {devices}, expected auto.*finds 2 GPUs"):
+        ranks.process_count(TrainerSettings(devices=devices))
 
 
 def test_tasks_of_slurm_take_the_devices_of_their_number(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:

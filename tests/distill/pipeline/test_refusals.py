@@ -3,12 +3,13 @@
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from pairs import make_pair, make_tokenizer
 from rich.console import Console
-from tiny_run import altered, bench, given, tiny_settings
+from tiny_run import altered, begun, bench, given, tiny_settings
 
 from decode.errors import UserError
 from distill.checks import check_inputs
@@ -121,6 +122,30 @@ def test_servers_of_which_none_answers(tmp_path: Path) -> None:
     settings.target.kind = "as_is"
     with pytest.raises(UserError, match=r"http://127.0.0.1:9/v1"):
         check_inputs(run)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"teacher__engine__folder": "/dev/null/x"}, r"teacher.engine.folder: .*'/dev/null/x': Not a directory"),
+        ({"data__max_length": 300}, r"max_length is 300, and the target reads texts of 256 tokens: set .* to 256 at m"),
+    ],
+)
+def test_what_an_engine_would_refuse_once_the_target_is_trained(
+    tmp_path: Path, values: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        check_inputs(bench(altered(tiny_settings(tmp_path), teacher__signal="vllm", **values))[0])
+
+
+@pytest.mark.parametrize("place", ["distill.evaluate.Evaluation.report", "distill.pipeline.export_draft"])
+def test_what_refuses_at_the_end_does_so_before_the_drafts_are_trained(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place, Mock(side_effect=UserError("it cannot be")))
+    with pytest.raises(UserError, match="it cannot be"):
+        run_pipeline(begun(tiny_settings(tmp_path)), Console(quiet=True))
+    assert {path.name for path in (tmp_path / "tiny").iterdir()} == {"initial", "target", "work"}
 
 
 @pytest.mark.parametrize("kind", ["scratch", "eagle3"])

@@ -5,13 +5,16 @@ import json
 import os
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import wandb
 from run_report import FULL
+from tiny_run import bench, tiny_settings
 
 from decode.errors import UserError
-from distill.tracking import finish, for_stage, is_offline, log_report, make_logger, where
+from distill.checks import check_inputs
+from distill.tracking import finish, for_stage, is_offline, log_report, make_logger, tried, where
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +75,16 @@ def test_csv_keeps_the_metrics_of_a_killed_run_when_it_is_continued(tmp_path) ->
     assert float(row["speedup"]) == 1.62
 
 
+def test_a_tracker_that_cannot_begin_offline_is_left_out_before_anything_is_trained(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(wandb, "init", Mock(side_effect=PermissionError(13, "Permission denied")))
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # there is no home at all
+    run, printed = bench(tiny_settings(tmp_path))
+    run.logger = make_logger("wandb", run.folder, "quick", {})
+    check_inputs(run)
+    assert run.logger is None
+    assert "this run is not tracked ([Errno 13] Permission denied): set tracker to csv" in printed.getvalue()
+
+
 def test_a_run_is_online_with_a_key_and_otherwise_as_the_environment_says(monkeypatch, tmp_path) -> None:
     assert is_offline()
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password " + "a" * 40)
@@ -93,7 +106,7 @@ def test_a_run_is_online_with_a_key_and_otherwise_as_the_environment_says(monkey
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
     logger = make_logger("wandb", tmp_path, "quick", {})
     with pytest.raises(UserError, match="set WANDB_MODE=offline"):  # the server does not answer
-        logger.log_metrics({"loss": 1.0})
+        tried(logger, print)
     finish(logger)
     assert where(logger).startswith("W&B online, run")
     assert os.environ["WANDB_MODE"] == "online"

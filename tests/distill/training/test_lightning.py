@@ -1,6 +1,8 @@
 """What a user of Lightning finds: logged metrics, callbacks and arguments from the YAML, the best weights, no NaN."""
 
 import copy
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,10 +51,10 @@ def poison(module: Any) -> None:
     next(module.parameters()).data.fill_(torch.nan)
 
 
-def fitted(module: TrainingModule, folder: Path, *callbacks: Callback, size: int=4, logger: Any=None, examples: Examples | None=None, **settings: Any) -> list[dict[str, float]]:  # fmt: skip
+def fitted(module: TrainingModule, folder: Path, *callbacks: Callback, size: int=4, workers: int=0, logger: Any=None, examples: Examples | None=None, **settings: Any) -> list[dict[str, float]]:  # fmt: skip
     """The learning curve; the module's model ends with the best weights."""
     examples = examples or some_rows()
-    batches = TrainingBatches(examples, Schedule(examples.lengths, size), module.steps)
+    batches = TrainingBatches(examples, Schedule(examples.lengths, size), module.steps, workers=workers)
     chosen = TrainerSettings(**{"accelerator": "cpu", "validate_every": 3} | settings)
     return fit(
         module, DistillDataModule(batches, some_rows(4)), chosen, folder / "work", name="x",
@@ -129,6 +131,29 @@ def test_a_draft_equal_to_its_reference(
     fitted(module, tmp_path, examples=examples, size=5, precision=precision, attention="eager")
     largest = max(abs(examples.columns["reference_loss"][number]).max() for number in range(6))
     assert deltas[0].abs().max() <= 1e-6 * largest
+
+
+def full(*_: Any) -> None:
+    raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)")
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (full, "No space left on device"),
+        (lambda _: os._exit(1), "exited unexpectedly|timed out after 9 s"),  # the latter where it died at once
+        (lambda _: threading.Event().wait(), "timed out after 1 s"),
+    ],
+)
+def test_a_loader_s_process_that_dies_or_stalls_ends_the_training_with_its_words(
+    act: Any, words: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("distill.data.dataset.STALL", 9 if "exited" in words else 1 if "timed" in words else 600)
+    monkeypatch.setattr(torch.Tensor, "share_memory_", act)
+    with pytest.raises(
+        UserError, match=rf"data.loader_workers failed \(.*({words}).*set it to 0, or make /dev/shm larger"
+    ):
+        fitted(next_tokens(tiny), tmp_path, workers=2)
 
 
 def test_losses_that_are_no_numbers_end_the_training(tiny: Tiny, tmp_path: Path) -> None:
