@@ -20,15 +20,13 @@ COMMANDS: dict[str, dict[str, str]] = yaml.safe_load(
 
 
 def _list_methods() -> None:
-    from rich.table import Table
-
     from decode.methods import METHODS, is_lossless
-    from decode.progress import output_console
+    from decode.progress import FittingTable, output_console
 
-    table = Table("method", "drafter", "stop rule", "acceptance rule", "output", box=None, pad_edge=False)
-    for name, components in METHODS.items():
-        table.add_row(name, *components, "[green]lossless" if is_lossless(name) else "[yellow]relaxed")
-    output_console().print(table)
+    kinds = {True: ("lossless", ""), False: ("relaxed", "yellow")}  # with the style of the row
+    known = [(name, parts, *kinds[is_lossless(name)]) for name, parts in METHODS.items()]
+    rows = [((name, kind, *parts), style) for name, parts, kind, style in known]
+    output_console().print(FittingTable(("method", "output", "drafter", "stop rule", "acceptance rule"), rows))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,5 +1,6 @@
-"""Progress of long work: bars on a terminal; elsewhere a line every `EVERY` seconds, also while nothing advances.
+"""What a terminal shows: tables that fit it, and the progress of long work.
 
+Progress is bars on a terminal; elsewhere a line every `EVERY` seconds, also while nothing advances.
 `working` shows one piece of work, `Progress` several, one after another. Code that is called inside reports through
 `current`.
 """
@@ -7,15 +8,21 @@
 from __future__ import annotations
 
 import os
+import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
+from rich.table import Table
+from rich.text import Text
 
 EVERY = 20.0  # seconds between two lines
 RECENT = 3600.0  # seconds whose speed tells how long the rest will take
@@ -25,6 +32,45 @@ def output_console(width: int = 130, **options: Any) -> Console:
     """A console for standard output; `width` is that of a file or pipe, which has none of its own."""
     console = Console(**options)
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=width, **options)
+
+
+@dataclass
+class FittingTable:
+    """A table whose cells never break: columns for which a terminal has no room are left out, and named below it."""
+
+    headings: Sequence[str]  # of the columns; the first one always stays, and of the others the last goes first
+    rows: Sequence[tuple[Sequence[str], str]]  # the texts of cells, and the style of the row
+    title: str = ""
+    right: Collection[int] = ()  # numbers of the columns that are aligned to the right
+    kept: Collection[int] = ()  # numbers of the columns that go last
+    elsewhere: str = ""  # what has all columns, as the subject of a sentence
+    below: Sequence[str] = ()  # lines below it
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The title, as many columns as fit, and the lines below."""
+        shown, wide = list(range(len(self.headings))), options.update(width=10**6)
+        while excess := max(0, Measurement.get(console, wide, grid := self._grid(shown)).maximum - options.max_width):
+            if len(shown) <= 2:  # the name is cut before the one number
+                grid.columns[0].max_width = max(1, max(cell_len(cells[0]) for cells, _ in self.rows) - excess)
+                break
+            shown.remove(max(shown[1:], key=lambda number: (number not in self.kept, number)))
+        yield from [Text(self.title, style="italic")] if self.title else []
+        yield grid
+        if missing := [heading for number, heading in enumerate(self.headings) if number not in shown]:
+            has = f"; {self.elsewhere} has all columns" if self.elsewhere else ""
+            yield Text(f"no room for {', '.join(missing)}{has}", style="dim")
+        yield from map(Text, self.below)
+
+    def _grid(self, shown: Sequence[int]) -> Table:
+        grid = Table(box=None, pad_edge=False)
+        for number in shown:
+            width = max((cell_len(cells[number]) for cells, _ in self.rows), default=1)
+            lines = textwrap.wrap(self.headings[number], width, break_long_words=False, break_on_hyphens=False)
+            side: Any = "right" if number in self.right else "left"
+            grid.add_column("\n".join(lines), justify=side, no_wrap=True, vertical="bottom")
+        for cells, style in self.rows:
+            grid.add_row(*(Text(cells[number]) for number in shown), style=style)
+        return grid
 
 
 class Work:

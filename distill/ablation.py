@@ -20,7 +20,7 @@ from rich.console import Console
 from decode.errors import UserError, write_json, write_text
 from decode.measure import machine
 from decode.measure.acceptance import OfflineAlpha, offline_accepted_length, paired, paired_lengths
-from decode.measure.report import COLUMNS, console_table, markdown
+from decode.measure.report import COLUMNS, comma_separated, console_table, latex, markdown
 from decode.measure.session import BenchOptions, Session
 from decode.measure.suites import Row
 from decode.models.open import open_draft
@@ -182,12 +182,14 @@ def _mean(alphas: Sequence[OfflineAlpha]) -> OfflineAlpha:
 
 
 def write_table(path: Path, rows: Sequence[Row], console: Console) -> None:
-    """Writes the table in Markdown with the definitions of its columns, its rows as JSON beside it, and prints it."""
+    """Writes the table in Markdown with the definitions of its columns, as CSV, LaTeX and JSON, and prints it."""
     formulas = {COLUMNS[key].label: COLUMNS[key].formula for key in TABLE if COLUMNS[key].formula}
     created = datetime.now(UTC).isoformat(timespec="seconds")
     content = {"created": created, "formulas": formulas, "drafts": rows, "machine": machine.describe()}
     write_json(path.with_suffix(".json"), content)
     legend = "\n".join(f"- **{name}**: {formula}." for name, formula in formulas.items())
     write_text(path, f"{markdown(TABLE, rows)}\n\n{legend}\n")
-    console.print(console_table("", TABLE, rows))
+    write_text(path.with_suffix(".csv"), comma_separated(TABLE, rows))
+    write_text(path.with_suffix(".tex"), latex(TABLE, rows))
+    console.print(console_table("", TABLE, rows, path.name))
     console.print(str(path), highlight=False)

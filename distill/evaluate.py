@@ -9,7 +9,6 @@ import torch
 from transformers import PreTrainedModel
 
 from decode.engines.check import serving_facts
-from decode.measure import machine
 from decode.measure.acceptance import DEPTH, OfflineAlpha, offline_accepted_length, offline_alphas, paired
 from decode.measure.benchmark import BenchEntry, Benchmark
 from decode.measure.costs import LONGEST, best_length, break_even, speedups_by_length
@@ -104,8 +103,6 @@ class Evaluation:
                 torch.set_num_threads(1)
                 profile, lengths = self._profile(greedy)
                 decoding, analysis = self._decoding(lengths)
-                if warning := machine.load_warning():
-                    self.bar.console.print(f"  {warning}", soft_wrap=True)
         finally:
             torch.set_num_threads(self.threads)
         curves = {name: [row for row in run.draft_record(name).history if "alpha" in row] for name in self.models}

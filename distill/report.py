@@ -9,15 +9,16 @@ from rich.console import Group
 
 from decode.errors import read_json, write_text
 from decode.measure import plots
-from decode.measure.report import Figure, Section, Table, cell, console_table, mode, write_page
+from decode.measure.machine import conditions, doubt
+from decode.measure.report import Figure, Section, Table, cell, console_table, mode, without_constants, write_page
 from decode.measure.statistics import plain
 from distill.export import card
 
 Row = Mapping[str, Any]
 
 DRAFTS = (
-    "name", "offline_alpha", "difference", "significance", "accepted_length", "draft_length", "speedup",
-    "speedup_vs_generate",
+    "name", "offline_alpha", "speedup", "accepted_length", "draft_length", "speedup_vs_generate", "difference",
+    "significance",
 )  # fmt: skip
 TRAINING = (
     "name", "parameters", "offline_accepted_length", "offline_alpha_greedy", "validation_alpha",
@@ -27,7 +28,7 @@ DECODING = (
     "draft", "temperature", "draft_length", "tokens_per_second", "speedup", "speedup_vs_generate", "predicted_speedup",
     "accepted_length", "alpha", "accepted_per_drafted", "identical_to_target",
 )  # fmt: skip
-ACCEPTANCE = ("name", "position", "validation", "offline", "decoded", "served")
+ACCEPTANCE = ("position", "validation", "offline", "decoded", "served")
 PROFILE = ("cost_ratio", "best_draft_length", "alpha", "break_even_alpha")
 """Columns of the tables."""
 LEGEND = "Δα: difference to the exported draft. *** p < 0.001, ** p < 0.01, * p < 0.05, n.s. not significant."
@@ -55,7 +56,8 @@ def console_tables(report: Row) -> Group:
     """Returns what the terminal shows at the end of a run."""
     text, cards, same = opening(report)
     lines = [f"{value} {label}" for value, label in cards[1:]]
-    return Group(console_table("Drafts", DRAFTS, draft_rows(report)), LEGEND, f"\n{text}", *lines, same)
+    table = console_table("Drafts", DRAFTS, draft_rows(report), "report.html")
+    return Group(table, LEGEND, f"\n{text}", *lines, same)
 
 
 def exported(report: Row) -> str:
@@ -95,15 +97,20 @@ def opening(report: Row) -> tuple[str, list[tuple[str, str]], str]:
     text = f"This run trained drafts for a target of {size} parameters and exported `{name}`."
     if not (row := card.fastest_row(report, name, f"{name}-tree")):
         return f"{text} Decoding with it was not measured.", [], ""
+    length = (cell(row, "accepted_length"), "tokens per target forward (accepted length)")
+    same = SAME.get(row.get("identical_to_target"), "")
+    where = [f"`{row['draft']}`", mode(row["temperature"]), f"{row['draft_length']} tokens drafted per round"]
+    text += f" Measured: {', '.join(filter(None, [*where, conditions(row)]))}."
     over = {"speedup": row["speedup_vs_generate"], "speedup_ci95": row.get("speedup_vs_generate_ci95")}
+    if why := doubt(row):
+        return f"{text} No speedup is given, since {why}.", [(name, "exported draft"), length], same
     cards = [
         (name, "exported draft"),
-        (cell(row, "accepted_length"), "tokens per target forward (accepted length)"),
+        length,
         (cell(row, "speedup"), "times the speed of this loop without a draft"),
         (cell(over, "speedup"), "times the speed of `model.generate`"),
     ]
-    text += f" Measured: `{row['draft']}`, {mode(row['temperature'])}, {row['draft_length']} tokens drafted per round."
-    return text, cards, SAME.get(row.get("identical_to_target"), "")
+    return text, cards, same
 
 
 def sections(report: Row, run_dir: Path) -> Iterable[Section]:
@@ -111,13 +118,17 @@ def sections(report: Row, run_dir: Path) -> Iterable[Section]:
     drafts, rows, drawn, (_, cards, same) = draft_rows(report), report["decoding"], figures(report), opening(report)
     yield Section(text=same, cards=cards, figures=[drawn[key] for key in FIRST_SCREEN if key in drawn])
     tables = [Table(DRAFTS, drafts, note=LEGEND), Table(TRAINING, drafts, "Training and other measurements", True)]
-    text = "Measured on texts that the target generated for held-out prompts, and by decoding at the fastest length k."
-    yield Section("Drafts", text, tables=tables)
+    beside = next((f" ({told})" for told in map(conditions, rows) if told), "")
+    text = "Measured on texts that the target generated for held-out prompts, and by decoding at the fastest length k"
+    yield Section("Drafts", f"{text}{beside}.", tables=tables)
     if rows:
         tables = [Table(DECODING, fastest(rows)), Table(DECODING, rows, f"All {len(rows)} measurements", True)]
         tables.append(Table(PROFILE, [report["profile"]], "Costs in target forwards of one token", True))
-        tables.append(Table(ACCEPTANCE, list(acceptance(report, run_dir)), "Greedy acceptance by position", True))
-        yield Section("Decoding", "Each draft at its fastest draft length.", tables=tables)
+        for of, positions in acceptance(report, run_dir).items():
+            keys, alike = without_constants(ACCEPTANCE, positions)
+            title = f"{of}: greedy α by position (accepted ÷ reached)" + (alike and f"; {alike}")
+            tables.append(Table(keys, positions, title, True))
+        yield Section("Decoding", f"Each draft at its fastest draft length{beside}.", tables=tables)
     if curves := [figure for key, figure in drawn.items() if key not in FIRST_SCREEN]:
         yield Section("Draft length and training", figures=curves)
     if export := report.get("exported"):
@@ -130,14 +141,15 @@ def sections(report: Row, run_dir: Path) -> Iterable[Section]:
     yield Section("Provenance", facts=facts, code=code, folded=True)
 
 
-def acceptance(report: Row, run_dir: Path) -> Iterable[Row]:
+def acceptance(report: Row, run_dir: Path) -> dict[str, list[Row]]:
     """Returns the positions of each draft; of the exported one with what serve-check noted in its profile, greedy."""
     checks = read_json(run_dir / "export" / card.PROFILE).get("served") or []
     counted = [row["positions"] for check in checks for row in check["rows"] if row["temperature"] == 0]
     served = {row["position"]: row.get("served") for row in max(counted, key=len, default=[])}
-    for name, positions in report["analysis"].get("acceptance", {}).items():
-        for row in positions:
-            yield {"name": name, **row, "served": served.get(row["position"]) if name == exported(report) else None}
+    return {
+        name: [row | {"served": served.get(row["position"]) if name == exported(report) else None} for row in positions]
+        for name, positions in report["analysis"].get("acceptance", {}).items()
+    }
 
 
 def figures(report: Row) -> dict[str, Figure]:
@@ -145,11 +157,14 @@ def figures(report: Row) -> dict[str, Figure]:
     analysis, name = report["analysis"], exported(report)
     named = [draft["name"] + form for form in ("", "-tree") for draft in report["drafts"]]
     colours = {name: plots.COLOURS[i % len(plots.COLOURS)] for i, name in enumerate(named)}
-    greedy = [row for row in report["decoding"] if row["temperature"] == 0 and row["draft_length"] and row["speedup"]]
+    rows = [row for row in report["decoding"] if row["temperature"] == 0 and row["draft_length"] and row["speedup"]]
+    greedy = [row for row in rows if not doubt(row)]
     drawn = {}
     best = [{**row, "name": f"{row['draft']}, k = {row['draft_length']}"} for row in fastest(greedy)]
     if len(best) > 1:
-        drawn["speedup"] = (plots.speedup_bars(best[::-1], "Greedy speedup at the best draft length"), "")
+        left = ", ".join(dict.fromkeys(row["draft"] for row in fastest(rows) if doubt(row)))
+        caption = f"Left out, since their speedups are no results: {left}." if left else ""
+        drawn["speedup"] = (plots.speedup_bars(best[::-1], "Greedy speedup at the best draft length"), caption)
     of_export = [row for row in greedy if row["draft"] == name]
     points: dict[str, list[Any]] = {
         "predicted": sorted((int(k), v) for k, v in report["profile"].get("predicted_speedup", {}).items()),
@@ -157,7 +172,7 @@ def figures(report: Row) -> dict[str, Figure]:
             (row["draft_length"], row["speedup"], *(row.get("speedup_ci95") or ())) for row in of_export
         ),
     }
-    if sum(map(len, points.values())) > 1:
+    if of_export and sum(map(len, points.values())) > 1:
         axes = "Speedup by draft length", "draft length k (tokens)", "speedup (×)"
         caption = f"{name}, greedy. Predicted from the seconds of real rounds of each length."
         drawn["speedup_by_length"] = (plots.lines(points, *axes, at_one=True), caption)

@@ -19,6 +19,7 @@ from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 
 from decode.errors import UserError, first_line, read_json, write_json
+from decode.measure.machine import doubt
 from distill.export.card import fastest_row
 from distill.files import fingerprint
 from distill.report import exported
@@ -134,6 +135,7 @@ def log_report(logger: Logger | None, report: Mapping[str, Any], figures: Callab
     Numbers have report.json's names: ``speedup`` and the like are of the exported draft, ``offline_alpha/NAME`` of any.
     """
     best = fastest_row(report, exported(report), f"{exported(report)}-tree")  # which the report's page begins with
+    best = {key: value for key, value in best.items() if not (doubt(best) and "speedup" in key)}
     values = {key: best.get(key) for key in OF_EXPORT} | {"target/accuracy": report["target"]["accuracy"]}
     values |= {f"{key}/{row['name']}": row.get(key) for row in report["drafts"] for key in OF_DRAFTS}
     summary = {name: float(value) for name, value in values.items() if value is not None}

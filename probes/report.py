@@ -7,19 +7,19 @@ from typing import Any
 from rich.console import Console
 
 from decode.measure import machine, plots
-from decode.measure.report import Figure, Section, Table, console_table, write_page
+from decode.measure.machine import conditions, doubt
+from decode.measure.report import Figure, Section, Table, cell, console_table, write_page
 
 Row = Mapping[str, Any]
-SCORED = ("", "_confidence_head", "_confidence_probe", "_token_probability", "_entropy")
-"""Ends of the names of metrics: of the probe, and of what it is compared with."""
-METRICS = tuple(metric + end for metric in ("auroc", "brier", "ece") for end in SCORED)
+SCORED = ("confidence_head", "confidence_probe", "token_probability", "entropy")  # what the probe is compared with
+METRICS = ("auroc", "brier", "ece", *(f"auroc_{other}" for other in SCORED))
+FURTHER = tuple(f"{metric}_{other}" for metric in ("brier", "ece") for other in SCORED)
 SPEEDS = (
     "title", "exit_layer", "draft_length", "threshold", "tokens_per_second", "speedup_vs_layerskip", "speedup",
     "predicted_speedup", "accepted_length", "alpha", "accepted_per_drafted", "identical_to_target",
 )  # fmt: skip
-SLOTS = ("mode", "slot", "tokens", "base_rate", *(name for name in METRICS if not name.endswith("_entropy")))
+SLOTS = ("mode", "slot", "tokens", "base_rate", *METRICS[:-1])
 STOPS = ("name", "temperature", "speedup", "accepted_length", "draft_length", "alpha", "predicted_speedup")
-WIDE = ("brier", "ece", "accepted_per_drafted")  # beginnings of columns for which a terminal has no room
 PRODUCTS = ("mode", "estimate", "auroc", "brier", "ece", "worst_slot_ece")
 
 
@@ -35,38 +35,59 @@ def fastest(added: Row, mode: str) -> list[Row]:
     return [row for row in added["self_speculation"] if row["best"] and (row["temperature"] == 0) == (mode == "greedy")]
 
 
-def answer(added: Row, mode: str) -> str:
-    """Return a sentence: the fastest method of a mode."""
+def best_of(added: Row, mode: str) -> Row:
+    """Return the fastest run of a mode that drafts; empty if there is none."""
     rows = [row for row in fastest(added, mode) if row["exit_layer"] and row["speedup"]]
-    if not rows:
+    return max(rows, key=lambda row: row["speedup"], default={})
+
+
+def answer(added: Row, mode: str) -> str:
+    """Return a sentence: the fastest method of a mode, or why its speedup is no result."""
+    if not (best := best_of(added, mode)):
         return f"{mode}: no method was run."
-    best = max(rows, key=lambda row: row["speedup"])
+    if why := doubt(best):
+        return f"{mode}: no speedup is given, since {why}."
     place = f"{mode}: {best['title']} with exit layer {best['exit_layer']}"
-    return f"{place} is fastest, {best['speedup']:.2f} times decoding without a draft."
+    return f"{place} is fastest, {cell(best, 'speedup')} times decoding without a draft, {conditions(best)}."
+
+
+def commands(added: Row, run: Path) -> dict[str, str]:
+    """Return a command for each mode that decodes with its fastest setting, which the probes' folder keeps."""
+    told = {}
+    for mode in titles(added):
+        if best := best_of(added, mode):
+            where = f"--target {run}/target --probes {run}/probes --method {best['title']}"
+            where += f" --temperature {best['temperature']:g} --top-p {best['top_p']:g}" if best["temperature"] else ""
+            told[f"{mode}, {best['title']}"] = f"python -m decode generate {where} --prompt TEXT"
+    return told
 
 
 def tables(added: Row) -> list[Table]:
     """Return the tables of scores and of speeds: of exits, or of a block head."""
     if "probes" not in added:
+        stops = added["block_stop_rules"]
+        told = "".join(f"; {conditions(row)}" for row in stops[:1])
         return [
             Table(SLOTS, added["block_slots"], "Each slot of blocks that were right before it"),
             Table(PRODUCTS, added["block_products"], "The product up to a slot: whether the block is right that far"),
-            Table(STOPS, added["block_stop_rules"], "How much of a block is verified"),
+            Table(STOPS, stops, f"How much of a block is verified{told}"),
         ]
     scores, speeds = list[Table](), list[Table]()
     for mode, title in titles(added).items():
         rows = [row for row in added["probes"] if row["mode"] == mode]
         scores.append(Table(("layer", "alpha", "base_rate", *METRICS), rows, f"Scores on test prompts, {title}"))
-        speeds.append(Table(SPEEDS, fastest(added, mode), f"Each method at its fastest setting, {title}"))
+        scores.append(Table(("layer", *FURTHER), rows, f"Brier and ECE of other confidences, {mode}", folded=True))
+        runs = fastest(added, mode)
+        told = "".join(f"; {conditions(row)}" for row in runs[:1])
+        speeds.append(Table(SPEEDS, runs, f"Each method at its fastest setting, {title}{told}"))
     return scores + speeds
 
 
 def show(console: Console, added: Row, page: Path) -> None:
-    """Print the tables, with fewer columns than the page, the answers, and where the page is."""
+    """Print the tables, the answers, and where the page is."""
     for table in tables(added) if added else ():
-        if table.rows:
-            keys = [key for key in table.keys if table.keys is PRODUCTS or not key.startswith(WIDE)]
-            console.print(console_table(f"\n{table.title}", keys, table.rows))
+        if table.rows and not table.folded:
+            console.print(console_table(f"\n{table.title}", table.keys, table.rows, page.name))
     console.print("\n".join([*added.get("probe_findings", []), f"  {page}"]), highlight=False, soft_wrap=True)
 
 
@@ -76,6 +97,7 @@ def write_report(path: Path, name: str, added: Row) -> None:
     if "probes" in added:
         settings, every = added["probe_settings"], Table(SPEEDS, added["self_speculation"], "All runs", folded=True)
         sections.append(Section("The choice of the exit", tables=[every], figures=list(predictions(added))))
+        sections.append(Section("Use", code=commands(added, path.parent)))
         tokens = [f"{split} {count:,}" for split, count in settings["tokens"].items()]
         facts = {"machine": machine.sentence(settings["machine"]), "tokens": tokens}
         sections.append(Section("Provenance", facts=facts, folded=True))

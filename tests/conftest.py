@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from huggingface_hub import constants
 from transformers import PreTrainedModel
 
 from decode.measure import costs as cost_model
+from decode.measure import machine
 from decode.models.fast import weights as choose_linear
 from decode.models.fast.forward import FastForward
 
@@ -49,6 +51,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, so that at the end no process works alone."""
     items.sort(key=lambda item: item.path.parent.name != "probes" and item.path.name not in LONGEST)
+
+
+@pytest.fixture(autouse=True)
+def _idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other programs do decides nothing."""
+    monkeypatch.setattr(machine, "_times", lambda: (time.perf_counter(), 0.0, 0.0))
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,6 @@ from decode.commands.settings import BenchSettings, required
 from decode.commands.stores import read_corpus, write_stores
 from decode.drafters.corpus import join_documents
 from decode.errors import Fields, UserError, scratch_folder
-from decode.measure import machine
 from decode.measure.baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
 from decode.measure.benchmark import BenchEntry, Benchmark, plan
 from decode.measure.report import answers, console_tables, write_report
@@ -143,6 +142,8 @@ def run(settings: BenchSettings) -> None:
     console, trust = output_console(), settings.trust_remote_code
     methods, suites = choose_methods(settings), open_suites(settings)
     folder = check_writable(settings.output or "runs/bench")
+    for path in filter(None, (settings.csv, settings.markdown)):
+        check_writable(Path(path).parent)
     # the tokenizer alone can refuse the settings, so it is read before the models
     use_chat(settings, load_tokenizer(str(settings.target), trust_remote_code=trust), tell=True)
     pair = open_pair(settings)
@@ -164,8 +165,8 @@ def run(settings: BenchSettings) -> None:
     finally:  # an interrupt keeps what was measured
         if benchmark.rows:
             files = write_report(benchmark, dataclasses.asdict(settings), folder)
-            console.print(*console_tables(benchmark.rows), sep="\n")
+            console.print(*console_tables(benchmark.rows, str(files[1])), sep="\n")
             lines = [f"{benchmark.stopped}: stopped early"] if benchmark.stopped else []
             lines += [f"{name}: {note}" for name, note in session.notes.items()]
-            lines += [*answers(benchmark.rows), machine.load_warning(session.threads)]
-            console.print(*filter(None, lines), f"wrote {' and '.join(map(str, files))}", sep="\n", soft_wrap=True)
+            lines += [*answers(benchmark.rows), f"wrote {', '.join(map(str, files))}"]
+            console.print(*lines, sep="\n", soft_wrap=True)

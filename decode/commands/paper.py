@@ -3,11 +3,9 @@
 import csv
 from pathlib import Path
 
-from rich.table import Table
-
 from decode.commands.settings import PaperSettings, bench_settings
 from decode.errors import Fields, UserError, choose, read_json
-from decode.progress import output_console
+from decode.progress import FittingTable, output_console
 
 PUBLISHED = {file.stem: file for file in sorted(Path(__file__).with_name("published").glob("*.csv"))}
 """One CSV a paper: setting, method (of `decode.methods.METHODS`, with options as in reports), columns of `measured`."""
@@ -39,7 +37,7 @@ def rows_of(report: Fields) -> list[Fields]:
     return rows or [decoded.get(draft["name"], {}) | draft | texts for draft in report.get("drafts", [])]
 
 
-def table_of(paper: str, rows: list[Fields]) -> Table:
+def table_of(paper: str, rows: list[Fields]) -> FittingTable:
     """The paper's rows and ours, by method."""
     with PUBLISHED[paper].open(newline="", encoding="utf-8") as file:
         published = list(csv.DictReader(file))
@@ -51,12 +49,9 @@ def table_of(paper: str, rows: list[Fields]) -> Table:
         values = measured(row, baselines.get(place, {}))
         numbers = ("–" if values[key] is None else f"{values[key]:.3f}" for key in columns)
         lines.append((row["name"], "ours: {}, T = {:g}".format(*place), *numbers))
-    table = Table("method", "setting", title=f"{paper}: published numbers and ours", box=None)
-    for key in columns:
-        table.add_column(key, justify="right")
-    for line in sorted(lines, key=lambda line: line[0].split()[0]):
-        table.add_row(*line)
-    return table
+    lines.sort(key=lambda line: line[0].split()[0])
+    title, right = f"{paper}: published numbers and ours", range(2, 2 + len(columns))
+    return FittingTable(["method", "setting", *columns], [(line, "") for line in lines], title=title, right=right)
 
 
 def run(settings: PaperSettings) -> None:
@@ -75,4 +70,4 @@ def run(settings: PaperSettings) -> None:
     rows = rows_of(read_json(folder / "report.json"))
     if not rows:
         raise UserError(f"{folder} has no report.json with measurements; give a run of distill or bench with --run")
-    output_console(width=160, highlight=False).print(table_of(paper, rows))
+    output_console(highlight=False).print(table_of(paper, rows))

@@ -16,7 +16,7 @@ from decode.errors import Fields, UserError, read_json, write_json
 from decode.measure import machine
 from decode.measure.acceptance import DEPTH, OfflineAlpha, offline_alphas
 from decode.measure.costs import SCHEDULE, Costs, best_length, break_even, forecast, speedups_by_length, verdict
-from decode.measure.report import console_table
+from decode.measure.report import PRINTED, console_table
 from decode.measure.session import BenchOptions, Session
 from decode.measure.statistics import plain
 from decode.measure.suites import Suite
@@ -33,6 +33,7 @@ class PairProfile:
     """Costs, acceptance and predictions of one target and draft."""
 
     cost: Costs
+    conditions: Fields  # prompts, load and the like, by which the predictions may be no result
     alpha: OfflineAlpha  # offline, over all positions of all texts
     lengths: list[Fields]  # predictions by draft length
     best: int  # the length with the largest predicted speedup; 0 if none gains
@@ -44,7 +45,8 @@ class PairProfile:
         """The object that ``--json`` prints."""
         alpha = {"offline_alpha": self.alpha.mean, "offline_alpha_se": self.alpha.se}
         rest = {"draft_lengths": self.lengths, "best_draft_length": self.best, "verdict": self.verdict}
-        return plain(self.cost.to_dict() | alpha | rest | {"machine": self.session.facts()} | self.batches)
+        rest |= {"machine": self.session.facts(), **self.batches}
+        return plain(self.cost.to_dict() | alpha | self.conditions | rest)
 
 
 def profile_pair(
@@ -66,7 +68,9 @@ def profile_pair(
     with working(Console(stderr=True), "timing rounds, measuring acceptance"):
         items = [item for suite in suites for item in session.items(suite)]
         sizes = {1, *settings.batch_sizes}
-        session.measure_costs(items, ["draft"], longest=longest, batch_sizes=sizes, temperature=settings.temperature)
+        how = {"longest": longest, "batch_sizes": sizes, "temperature": settings.temperature}
+        with machine.other_load() as load:
+            session.measure_costs(items, ["draft"], **how)
         answers = session.written([item.ids for item in items], warp)
         if not any(answers):
             raise UserError(
@@ -79,7 +83,10 @@ def profile_pair(
     rows = [(k, 1e3 * rounds.round(1, k), break_even(k, rounds), gain) for k, gain in gains.items()]
     batches = forecast(rounds, alphas, min(longest, allowed or longest)) if settings.batch_sizes else {}
     lengths, about = [dict(zip(BY_LENGTH, row)) for row in rows], verdict(alphas[0].mean, rounds, gains)
-    return PairProfile(cost, alphas[0], lengths, best_length(gains), about, batches, session)
+    known = {"prompts": len(items), "least_cost": cost.least, **load}
+    if why := machine.doubt(known | {"speedup": gains[1]}):
+        about = f"no speedup is predicted, since {why}"
+    return PairProfile(cost, known, alphas[0], lengths, best_length(gains), about, batches, session)
 
 
 def profile(pair: Pair, suite: Sequence[str] = ("arithmetic",), **options: Any) -> PairProfile:
@@ -121,9 +128,12 @@ def show(result: PairProfile) -> None:
     console, cost, alpha = output_console(highlight=False), result.cost, result.alpha
     formulas = [FORMULAS[name] for name in ("cost_ratio", "verify_cost", "offline_alpha", "predicted_speedup")]
     costs = ", ".join(f"v({n}) {v:.2f}" for n, v in sorted(cost.verify_cost.items()))
-    known = f"α {alpha.mean:.4f} ± {alpha.se:.4f}, c {cost.cost_ratio:.3f}, {costs}"
+    of = result.conditions
+    known = f"{machine.conditions(of)}; α {alpha.mean:.4f} ± {alpha.se:.4f}, c {cost.cost_ratio:.3f}, {costs}"
     console.print(machine.sentence(result.session.facts()), *result.session.how, *formulas, known, sep="\n")
-    console.print(console_table("", BY_LENGTH, result.lengths), f"\n[bold]{result.verdict}")
+    console.print(console_table("", BY_LENGTH, [of | row for row in result.lengths], PRINTED))
+    console.print(f"\n[bold]{result.verdict}", soft_wrap=True)
     if result.batches:
-        console.print(console_table("\nby batch size", BY_BATCH, result.batches["batches"]))
+        rows = [of | row for row in result.batches["batches"]]
+        console.print(console_table("\nby batch size", BY_BATCH, rows, PRINTED))
         console.print(f'vLLM: "{SCHEDULE}": {json.dumps(result.batches[SCHEDULE])}', markup=False, soft_wrap=True)

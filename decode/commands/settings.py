@@ -213,6 +213,10 @@ class BenchSettings(SuiteSettings, ChatSettings, SamplingSettings, MethodSetting
     """Texts taken from each suite of the corpus."""
     output: str | None = None
     """Folder of report.json and the HTML page; null: runs/bench, with a configuration runs/<name>."""
+    csv: str | None = None
+    """File for the measured values as comma-separated values."""
+    markdown: str | None = None
+    """File for the tables in Markdown."""
 
 
 def bench_settings(argv: Sequence[str], description: str = "", examples: str = "") -> BenchSettings:

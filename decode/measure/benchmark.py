@@ -57,7 +57,7 @@ MEASURED = (
     "speedup_vs_assistant", "speedup_vs_assistant_ci95", "predicted_speedup", "prompt_rounds", "round_seconds",
     "accepted_length", "accepted_length_ci95", "alpha", "alpha_se", "accepted_per_tested", "accepted_per_drafted",
     "tv_spent", "js_distance", "accuracy", "accuracy_se", "identical_to_target", "identical_share", "drafted_per_round",
-    "rounds", "tokens", "draft_lengths", "acceptance_by_position", "verification_threshold",
+    "rounds", "tokens", "draft_lengths", "acceptance_by_position", "verification_threshold", "least_cost",
 )  # fmt: skip
 """Measured fields of a row; every row has all of them, null if they do not apply."""
 Chat = Sequence[Item]  # the turns of one prompt
@@ -363,18 +363,18 @@ class Benchmark:
             runs = [EntryRun(session, entry, size) for entry in table]
             name = f"{suite.name} T={table[0].temperature:g}" + (f" batch {size}" if size > 1 else "")
             try:
-                with quiet(), machine.using_threads(session.threads):
+                with quiet(), machine.using_threads(session.threads), machine.other_load() as load:
                     time_texts(runs, groups, name)
             except KeyboardInterrupt:
                 self.stopped = name
                 raise
             finally:
                 if runs[0].record.texts:
-                    self._add_rows(suite, runs, [turns[0] for turns in chain(*groups)])
+                    self._add_rows(suite, runs, [turns[0] for turns in chain(*groups)], load)
         return self.rows
 
-    def _add_rows(self, suite: Suite, runs: Sequence[EntryRun], items: Sequence[Item]) -> None:
-        """Make the rows of one suite, temperature and batch size, whose prompts begin with these items."""
+    def _add_rows(self, suite: Suite, runs: Sequence[EntryRun], items: Sequence[Item], load: Fields) -> None:
+        """Make the rows of one suite, temperature and batch size; its prompts begin with `items`."""
         session, generated = self.session, next(run.record.texts for run in runs if run.entry.method == REFERENCE)
         baseline = next(run.record for run in runs if run.entry.method == BASELINE)
         numbers = prompt_numbers([(item.ids, len(item.ids)) for item in items])
@@ -395,8 +395,9 @@ class Benchmark:
                 "lossless": lossless,
                 "baseline": entry.is_baseline,
                 "repeats": session.options.repeats,
-                "prompts": len(record.texts),
+                "prompts": len(set(record.clusters)),  # a batch may hold one several times
                 "note": run.note,
+                **load,
             }
             self.rows.append(row)
             if run.note:
@@ -413,6 +414,7 @@ class Benchmark:
                     record.rounds, costs, run.batch_size, *known, watched=watched
                 )
                 row["round_seconds"], row["prompt_rounds"] = known
+                row["least_cost"] = costs.least
             if suite.score is not None:
                 marks = [
                     statistics.fmean(suite.score(item.prompt, session.text(text.new_ids)) for text in repeats)

@@ -58,6 +58,12 @@ class Costs:
     context: int  # tokens before the rounds that were timed
     reading: float = 0.0  # seconds that a stop rule's look at a drafted token adds, as token_probability does
 
+    @property
+    def least(self) -> float:
+        """The smallest v(n), and rounds with a draft in those without one; below 1 the timing is wrong."""
+        rounds = [seconds / row[0] for row in self.rounds.seconds.values() for k, seconds in row.items() if k]
+        return min([*self.verify_cost.values(), *rounds])
+
     def to_dict(self) -> Fields:
         """For reports; v as a list of ``[n, v(n)]``."""
         content = {"cost_ratio": self.cost_ratio, "verify_cost": [[n, v] for n, v in sorted(self.verify_cost.items())]}

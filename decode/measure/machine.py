@@ -1,8 +1,9 @@
-"""The machine of a measurement, its load, and the number of threads that suits a model."""
+"""The machine of a measurement, its load, which speeds are results, and the number of threads that suits a model."""
 
 import os
 import platform
 import re
+import time
 import timeit
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,10 +16,13 @@ import transformers
 from transformers import PreTrainedModel
 
 from decode.errors import Fields
+from decode.measure.statistics import LEAST, finite
 from decode.models.api import Read
 from decode.models.check import open_runner
 
-BUSY = 0.25  # share of processor time of other processes above which measured speeds are not reliable
+BUSY = 0.25  # load of other programs for each core above which measured speeds are not reliable
+FULL = 0.9  # share of the processors' time in use from which on programs wait for one another
+SURE = 0.95  # v(n) is 1 or more; where it is 1, as on a GPU, this is room for its error
 SLOW = 0.05  # if one token takes longer than these seconds, one thread is not tried, and all are used
 CLEARLY = 0.85  # waiting for a descheduled thread is expensive, so all threads have to be so much faster than one
 HARDWARE = ("cpu", "cores", "device", "accelerator")  # facts without which costs are those of another machine
@@ -47,12 +51,60 @@ def sentence(facts: Mapping[str, Any]) -> str:
     return f"{where}, threads: {facts['threads']}, torch {facts['torch']}, transformers {facts['transformers']}"
 
 
-def load_warning(threads: int | None = None) -> str:
-    """A warning if processes other than our `threads` kept the processors busy in the last minute; else empty."""
-    others = (psutil.getloadavg()[0] - (threads or torch.get_num_threads())) / (os.cpu_count() or 1)
-    if others <= BUSY:
+def _times() -> tuple[float, float, float]:
+    """Seconds: the clock, and the processors' time of this process and of all."""
+    used = psutil.cpu_times()
+    parts = ("user", "nice", "system", "irq", "softirq", "steal")
+    return time.perf_counter(), time.process_time(), sum(getattr(used, part, 0.0) for part in parts)
+
+
+@contextmanager
+def other_load() -> Iterator[Fields]:
+    """Note the load by other programs inside the block: the processors that they used, or would have with more cores.
+
+    The fields are ``load`` and ``cores``, from the end of the block on.
+    """
+    seen, cores, before = Fields(), os.cpu_count() or 1, _times()
+    try:
+        yield seen
+    finally:
+        clock, own, used = (after - start for after, start in zip(_times(), before))
+        load = max(0.0, (used - own) / max(clock, 1e-9))
+        if used > FULL * cores * clock:  # time in use does not show how many wait for it
+            load = max(load, psutil.getloadavg()[0] - torch.get_num_threads())
+        seen |= {"load": load, "cores": cores}
+
+
+def conditions(row: Mapping[str, Any]) -> str:
+    """What stands beside an interval: the number of timed prompts, and the load of the machine by other programs."""
+    prompts, load = row.get("prompts"), row.get("load")
+    said = [] if prompts is None else [f"{prompts} prompt{'s' * (prompts != 1)}"]
+    return ", ".join(said if load is None else [*said, f"load {round(load, 1):g} on {row['cores']} cores"])
+
+
+def doubt(row: Mapping[str, Any]) -> str:
+    """Why the speedup in a row, measured or predicted, is not a result, and what to do; empty where it is one.
+
+    It goes by the row's ``accepted_length``, ``least_cost`` (`decode.measure.costs.Costs.least`), ``prompts`` and load,
+    as far as they are known.
+    """
+    speedup = row.get("speedup", row.get("predicted_speedup"))
+    length = row.get("accepted_length", row.get("served_length"))
+    least, prompts, reasons = row.get("least_cost"), row.get("prompts", row.get("texts")), []
+    if not finite(speedup):
         return ""
-    return f"other processes take {others:.0%} of the processors' time; measure speeds again on an idle machine"
+    if (row.get("load") or 0) > BUSY * row.get("cores", 1):
+        reasons.append(f"the machine was busy ({conditions({**row, 'prompts': None})})")
+    if finite(least) and least < SURE:
+        reasons.append(f"several tokens seemed to take the target {least:.2f} times as long as one: v(n) is below 1")
+    # model.generate is another program, whose forwards may be faster
+    if finite(length) and speedup > length + 1e-6 and not row.get("baseline"):
+        reasons.append(f"it is above the accepted length of {length:.2f}, which bounds it")
+    cures = ["measure again on an idle machine"] if reasons else []
+    if prompts is not None and prompts < LEAST:
+        reasons.append(f"{prompts} prompts were timed, expected {LEAST} or more")
+        cures.append("time more (--limit; of a training --evaluation.decode-prompts, of probes --probes.bench-prompts)")
+    return "; ".join(reasons) + f": {' and '.join(cures)}" if reasons else ""
 
 
 @contextmanager

@@ -100,12 +100,14 @@ def lines(
     Axes are labelled with quantity and formula. `colours` are those of names that have the same one in several
     figures; `at_one` draws a dashed line at y = 1.
     """
-    axes = new_axes(title, xlabel, ylabel, 2.4)
+    axes, drawn = new_axes(title, xlabel, ylabel, 2.4), list[Any]()
     for i, (name, values) in enumerate(series.items()):
         kept = [value for value in values if all(map(finite, value))]
         colour = (colours or {}).get(name, COLOURS[i % len(COLOURS)])
         marker = MARKERS[i % len(MARKERS)] if len(kept) < 10 else ""
-        axes.plot([v[0] for v in kept], [v[1] for v in kept], marker=marker, color=colour, label=name)
+        line: Any = (0, (4, 3)) if kept in drawn else "-"  # a line that hides another one shows it in its gaps
+        axes.plot([v[0] for v in kept], [v[1] for v in kept], ls=line, marker=marker, color=colour, label=name)
+        drawn.append(kept)
         for x, _, *interval in kept:
             axes.plot([x] * len(interval), interval, color=colour, linewidth=1.1, alpha=0.6)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -119,7 +121,7 @@ def lines(
 
 
 def acceptance_by_position(series: Mapping[str, Sequence[Row]], colours: Mapping[str, str] | None = None) -> str:
-    """Share of the rounds that accept 1, 2, … drafted tokens or more (`decode.core.round.acceptance_by_position`)."""
+    """Survival: the share of the rounds that accept 1, 2, … drafted tokens or more, ``marginal`` of a report."""
     points = {name: [(row["position"], row["marginal"]) for row in rows] for name, rows in series.items()}
     xlabel, ylabel = "position in the draft (token)", "accepted ÷ rounds"
-    return lines(points, "Acceptance by position in the draft", xlabel, ylabel, colours=colours)
+    return lines(points, "Survival of a draft's tokens by position", xlabel, ylabel, colours=colours)

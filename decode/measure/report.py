@@ -6,23 +6,25 @@ template ``html_page.html`` escapes all text (pairs of backticks become code); o
 """
 
 import csv
+import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
-from rich.table import Table as RichTable
 
 from decode.core.round import FORMULAS
 from decode.errors import Fields, read_json, write_json, write_text
 from decode.measure import plots
 from decode.measure.benchmark import BASELINE, Benchmark
-from decode.measure.machine import sentence
+from decode.measure.machine import conditions, doubt, sentence
 from decode.measure.statistics import finite
+from decode.progress import FittingTable
 
 Row = plots.Row
 Figure = tuple[str, str]  # a plot as SVG, and its caption
@@ -44,6 +46,9 @@ with Path(__file__).with_name("columns.csv").open(newline="", encoding="utf-8") 
         row.pop("key"): Column(**row | {"formula": row["formula"].format_map(FORMULAS)}) for row in csv.DictReader(file)
     }
 """The columns of all tables by the key of their values, as ``columns.csv`` defines them."""
+KEPT = ("speedup", "offline_alpha", "accepted_length", "served_length", "draft_length", "predicted_speedup")
+"""Columns that a narrow terminal shows."""
+PRINTED = "what --json prints"  # has all columns
 
 
 def present(value: Any) -> bool:
@@ -52,7 +57,10 @@ def present(value: Any) -> bool:
 
 
 def cell(row: Row, key: str) -> str:
-    """The value of a row as text, with its standard error or interval; a dash if there is none."""
+    """The value of a row as text, with its standard error or interval; a dash if there is none.
+
+    A speedup that is no result (see `decode.measure.machine.doubt`) has a question mark in place of its interval.
+    """
     value, column = row.get(key), COLUMNS[key]
     if not present(value):
         return "–"
@@ -61,6 +69,8 @@ def cell(row: Row, key: str) -> str:
     if not finite(value):
         return str(value)
     text, error = format(value, column.format), row.get(column.error)
+    if "speedup" in key and doubt(row):
+        return f"{text} ?"
     if finite(error):
         return f"{text} ± {error:{column.format.removeprefix('+')}}"
     return f"{text} ({error[0]:{column.format}}–{error[1]:{column.format}})" if error else text
@@ -71,17 +81,25 @@ def filled(keys: Iterable[str], rows: Sequence[Row]) -> list[str]:
     return [key for key in keys if any(present(row.get(key)) for row in rows)]
 
 
-def console_table(title: str, keys: Iterable[str], rows: Sequence[Row]) -> RichTable:
+def doubts(keys: Iterable[str], rows: Iterable[Row]) -> str:
+    """Why speedups of a table are marked with a question mark; empty if none is."""
+    shown = any("speedup" in key for key in keys)
+    reasons = dict.fromkeys(filter(None, map(doubt, rows if shown else ())))
+    return f"?: not a result, since {' | '.join(reasons)}" if reasons else ""
+
+
+def console_table(
+    title: str, keys: Iterable[str], rows: Sequence[Row], elsewhere: str = "", below: Iterable[str] = ()
+) -> FittingTable:
     """A table for a terminal; columns without values are left out, and ``style`` of a row is its style."""
-    grid = RichTable(title=title or None, title_justify="left", box=None, pad_edge=False)
     keys = filled(keys, rows)
-    for key in keys:
-        label, spec, _, _ = COLUMNS[key]
-        # if the table is too wide, words are wrapped, or folded, before numbers are cut
-        grid.add_column(label, justify="right" if spec else "left", no_wrap=bool(spec), min_width=1, overflow="fold")
-    for row in rows:
-        grid.add_row(*(cell(row, key) for key in keys), style=row.get("style", ""))
-    return grid
+    notes = [note for note in (doubts(keys, rows), *below) if note]
+    return FittingTable(
+        [COLUMNS[key].label for key in keys],
+        [([cell(row, key) for key in keys], row.get("style", "")) for row in rows],
+        title=title, right=[i for i, key in enumerate(keys) if COLUMNS[key].format],
+        kept=[i for i, key in enumerate(keys) if key in KEPT], elsewhere=elsewhere, below=notes,
+    )  # fmt: skip
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -94,6 +112,45 @@ def markdown(keys: Iterable[str], rows: Sequence[Row]) -> str:
     """`console_table` as Markdown."""
     keys = filled(keys, rows)
     return markdown_table([COLUMNS[key].label for key in keys], [[cell(row, key) for key in keys] for row in rows])
+
+
+SIGNS: Any = {"α": r"$\alpha$", "Δ": r"$\Delta$", "±": r"$\pm$", "–": "--"}
+SIGNS |= {sign: rf"\{sign}" for sign in "&%$#_{}"}
+"""Characters in LaTeX."""
+
+
+def latex(keys: Iterable[str], rows: Sequence[Row]) -> str:
+    """`console_table` as a tabular in the style of booktabs."""
+    keys = filled(keys, rows)
+    lines = [[COLUMNS[key].label for key in keys], *([cell(row, key) for key in keys] for row in rows)]
+    head, *body = (" & ".join(text.translate(str.maketrans(SIGNS)) for text in line) + r" \\" for line in lines)
+    parts = [rf"\begin{{tabular}}{{l{'r' * (len(keys) - 1)}}}", r"\toprule", head, r"\midrule", *body, r"\bottomrule"]
+    return "\n".join([*parts, r"\end{tabular}", ""])
+
+
+def comma_separated(keys: Iterable[str], rows: Sequence[Row]) -> str:
+    """The values of rows as CSV, with errors and ends of intervals in columns of their own, and what is `doubt`ed."""
+    table = []
+    for row in rows:
+        table.append(line := Fields())
+        for key in keys:
+            line[key], name = row.get(key), COLUMNS[key].error if key in COLUMNS else ""
+            if name.endswith("_ci95"):
+                line[f"{name}_low"], line[f"{name}_high"] = row.get(name) or (None, None)
+            elif name:
+                line[name] = row.get(name)
+        line["doubt"] = doubt(row)
+    writer = csv.DictWriter(text := io.StringIO(), list(table[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(table)
+    return text.getvalue()
+
+
+def without_constants(keys: Sequence[str], rows: Sequence[Row]) -> tuple[list[str], str]:
+    """The keys whose values differ between rows, and the others with their value in words."""
+    alike = [key for key in filled(keys, rows) if len(rows) > 1 and len({cell(row, key) for row in rows}) == 1]
+    told = ", ".join(f"{COLUMNS[key].label} {cell(rows[0], key)}" for key in alike)
+    return [key for key in keys if key not in alike], told and f"{told} at every position"
 
 
 @dataclass(frozen=True)
@@ -128,7 +185,7 @@ def write_page(path: Path, title: str, headline: str, sections: Sequence[Section
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     templates.filters["code"] = lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
-    templates.globals |= {"cell": cell, "columns": COLUMNS, "filled": filled, "present": present}
+    templates.globals |= {"doubts": doubts, "cell": cell, "columns": COLUMNS, "filled": filled, "present": present}
     page = templates.get_template("html_page.html").render(title=title, headline=headline, sections=sections)
     write_text(path, page.lstrip())
 
@@ -141,9 +198,14 @@ KEYS = (
     "js_distance", "accuracy", "identical_to_target", "note",
 )  # fmt: skip
 """Columns of the page's tables."""
-LONG = {"speedup_vs_assistant", "accepted_per_tested", "accepted_per_drafted", "js_distance", "note"}
-SHORT = [key for key in KEYS if key not in LONG]  # columns of the terminal's tables
+LONG = {"speedup_vs_assistant", "accepted_per_tested", "accepted_per_drafted", "js_distance", "note"}  # for a terminal
 STYLES = {"lossless": "", "relaxed": "yellow", "baseline": "dim"}
+
+
+def keys_of(rows: Sequence[Row]) -> list[str]:
+    """The columns that say something of these rows."""
+    relaxed = any(row["kind"] == "relaxed" for row in rows)
+    return [key for key in KEYS if relaxed or key not in ("kind", "tv_spent")]
 
 
 def mode(temperature: float) -> str:
@@ -152,11 +214,12 @@ def mode(temperature: float) -> str:
 
 
 def by_block(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Rows by suite, temperature and batch size as a title."""
+    """Rows by suite, temperature and batch size, with what stands beside intervals, as a title."""
     blocks: dict[str, list[Row]] = {}
     for row in rows:
         size = f", batch size {row['batch_size']}" if row["batch_size"] > 1 else ""
-        blocks.setdefault(f"{row['suite']}, {mode(row['temperature'])}{size}", []).append(row)
+        title = f"{row['suite']}, {mode(row['temperature'])}{size}, {conditions(row)}"
+        blocks.setdefault(title, []).append(row)
     return blocks
 
 
@@ -166,16 +229,24 @@ def drafting(rows: Iterable[Row]) -> list[Row]:
     return sorted(ours, key=lambda r: -r["speedup"])
 
 
-def console_tables(rows: Sequence[Row]) -> Iterable[RichTable]:
+def console_tables(rows: Sequence[Row], elsewhere: str = "") -> Iterable[FittingTable]:
     """The rows of each block for a terminal."""
     for title, block in by_block(rows).items():
-        keys = [key for key in SHORT if key != "kind" or any(row["kind"] == "relaxed" for row in block)]
+        keys = [key for key in keys_of(block) if key not in LONG]
         without = {"alpha_se": None, "accuracy_se": None}  # the page shows them
-        grid = console_table(title, keys, [{**row, **without, "style": STYLES[row["kind"]]} for row in block])
-        for row in block:
-            if row["note"]:
-                grid.add_row(f"{row['name']}: {row['note']}", style="red")
-        yield grid
+        styled = [{**row, **without, "style": STYLES[row["kind"]]} for row in block]
+        yield console_table(title, keys, styled, elsewhere, [f"{r['name']}: {r['note']}" for r in block if r["note"]])
+
+
+def bench_csv(rows: Sequence[Row]) -> str:
+    """All rows as CSV."""
+    return comma_separated(("suite", "temperature", "batch_size", *KEYS, "prompts", "load", "cores"), rows)
+
+
+def bench_markdown(rows: Sequence[Row]) -> str:
+    """The tables of all blocks as Markdown."""
+    parts = ((f"## {title}", markdown(KEYS, block), doubts(KEYS, block)) for title, block in by_block(rows).items())
+    return "\n\n".join(filter(None, chain(*parts))) + "\n"
 
 
 def answers(rows: Sequence[Row]) -> list[str]:
@@ -183,6 +254,7 @@ def answers(rows: Sequence[Row]) -> list[str]:
 
     The latter are not called the fastest, at any temperature: only greedy texts show whether a method is lossless. If
     the loop without a draft is one of them, its forward itself gives other logits, and no method is called the fastest.
+    Where the fastest has no result, that is said with the reason, and no other is called the fastest.
     """
 
     def place(row: Row) -> tuple[Any, ...]:
@@ -194,7 +266,9 @@ def answers(rows: Sequence[Row]) -> list[str]:
         best = [r for r in drafting(block) if r["kind"] == "lossless" and r not in differ]
         if best and all(r["method"] != BASELINE for r in differ):
             parts.append(f"fastest lossless method {best[0]['name']}: speedup {cell(best[0], 'speedup')}")
-            if best[0]["speedup"] < 1:
+            if why := doubt(best[0]):
+                parts = [f"no speedup is given, since {why}"]
+            elif best[0]["speedup"] < 1:
                 parts = ["no lossless method is faster than no draft"]
             elif over := best[0]["speedup_vs_generate"]:
                 parts[0] += f", {over:.2f} over model.generate"
@@ -205,8 +279,8 @@ def answers(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def write_report(bench: Benchmark, settings: Row, folder: Path) -> tuple[Path, Path]:
-    """Write report.json and the page.
+def write_report(bench: Benchmark, settings: Row, folder: Path) -> list[Path]:
+    """Write report.json and the page, and the tables into the files that ``csv`` and ``markdown`` of the settings name.
 
     Other keys of an existing report.json are kept; ``methods``, ``bench`` and ``machine`` are set. The page is
     report.html, or bench.html if report.json is that of another command.
@@ -228,7 +302,12 @@ def write_report(bench: Benchmark, settings: Row, folder: Path) -> tuple[Path, P
     write_json(path, content | ours, indent=1)
     headline, *others = answers(bench.rows) or [""]
     write_page(page, "Decoding methods compared", headline, [Section(text=" ".join(others)), *sections(**ours)])
-    return path, page
+    files = [path, page]
+    for key, text in (("csv", bench_csv), ("markdown", bench_markdown)):
+        if settings.get(key):
+            files.append(Path(settings[key]))
+            write_text(files[-1], text(bench.rows))
+    return files
 
 
 def sections(methods: Sequence[Row], machine: Fields, bench: Fields) -> Iterable[Section]:
@@ -236,16 +315,15 @@ def sections(methods: Sequence[Row], machine: Fields, bench: Fields) -> Iterable
     by_size: dict[str, list[tuple[float, ...]]] = {}  # speedups by batch size
     for title, rows in by_block(methods).items():
         fastest = drafting(rows)
-        figures = [(plots.speedup_bars(rows), "Relaxed methods are orange.")]
+        sure = [row for row in rows if not doubt(row)]
+        figures = [(plots.speedup_bars(sure), "Relaxed methods are orange.")] if drafting(sure) else []
         if positions := {
             row["name"]: row["acceptance_by_position"] for row in fastest[:5] if row["acceptance_by_position"]
         }:
             figures.append((plots.acceptance_by_position(positions), ""))
-        text = (
-            f"{rows[0]['prompts']} prompts, repeats: {rows[0]['repeats']}. {bench['notes'].get(rows[0]['suite'], '')}"
-        )
-        yield Section(title, text, tables=[Table(KEYS, rows)], figures=figures)
-        for row in fastest:
+        text = f"repeats: {rows[0]['repeats']}. {bench['notes'].get(rows[0]['suite'], '')}"
+        yield Section(title, text, tables=[Table(keys_of(rows), rows)], figures=figures)
+        for row in drafting(sure):
             name = f"{row['name']}, {row['suite']}, {mode(row['temperature'])}"
             by_size.setdefault(name, []).append((row["batch_size"], row["speedup"], *(row["speedup_ci95"] or ())))
     if curves := {name: points for name, points in by_size.items() if len(points) > 1}:

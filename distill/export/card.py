@@ -13,7 +13,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from decode.engines.check import weight_fingerprints
 from decode.errors import read_json, write_json, write_text
-from decode.measure.report import COLUMNS, cell, markdown
+from decode.measure.machine import conditions as beside
+from decode.measure.machine import doubt
+from decode.measure.report import COLUMNS, cell, markdown, without_constants
 from decode.models.heads.block import BlockHead
 from decode.models.heads.eagle import DraftHead, default_captured_layers
 
@@ -39,12 +41,12 @@ SERVED = "<!-- served: begin -->"  # behind which serve-check has its section of
 def fastest_row(report: Report, *drafts: str) -> Facts:
     """Returns the fastest row of some drafts at the lowest measured temperature; empty if there is none.
 
-    Rows with other texts than the target's count only if all are such.
+    Rows with other texts than the target's, or with a speedup that is no result, count only if all are such.
     """
     rows = [row for row in report["decoding"] if row["draft"] in drafts and row.get("speedup")]
 
-    def rank(row: Report) -> tuple[float, bool, float]:
-        return -row["temperature"], row.get("identical_to_target") is not False, row["speedup"]
+    def rank(row: Report) -> tuple[float, bool, bool, float]:
+        return -row["temperature"], row.get("identical_to_target") is not False, not doubt(row), row["speedup"]
 
     return max(rows, key=rank, default={})
 
@@ -70,8 +72,15 @@ def export_profile(report: Report, draft: str) -> Facts:
         return profile
     machine = {name: fact for name, fact in (report.get("machine") or {}).items() if name != "note"}
     conditions = {"dataset": best.get("suite"), "num_samples": best.get("prompts"), "temperature": best["temperature"]}
+    if why := doubt(best):  # from costs that were timed meanwhile
+        profile |= dict.fromkeys(("cost_ratio", "break_even_alpha"))
+    if (load := best.get("load")) is not None:
+        conditions["load"] = round(load, 1)
+    keys = [key for key in (*MEASURED, "speedup_ci95", "identical_to_target") if not (why and "speedup" in key)]
     return profile | {
-        **{key: best[key] for key in (*MEASURED, "speedup_ci95", "identical_to_target") if key in best},
+        **{key: best[key] for key in keys if key in best},
+        "doubt": why,
+        "beside": beside(best),
         "best_draft_length": best["draft_length"],
         "acceptance_by_position": analysis.get("acceptance_by_position", {}).get(draft),
         "conditions": conditions | {"acceptance_rule": "exact"} | machine,
@@ -186,13 +195,15 @@ def write_card(folder: Path, facts: Report, length: int, measured: Report | None
     profile |= {key: measured[key] for key in ("acceptance", "trained_with") if measured.get(key)}
     weights = before.get("weights") or weight_fingerprints(folder)
     write_json(folder / PROFILE, profile | {"weights": weights, "export": facts})
+    positions = measured.get("acceptance") or []
+    columns, alike = without_constants(("position", "validation", "offline", "decoded"), positions)
     template = (HERE / "model_card.md").read_text(encoding="utf-8")
     text = Template(template, trim_blocks=True, lstrip_blocks=True).render(
         **facts, profile=measured, length=length, cell=cell, columns=COLUMNS,
         conditions=measured.get("conditions") or {},
         measured=[key for key in MEASURED if measured.get(key) is not None],
         commands=commands(facts["target"], facts["folder"], exported_facts(folder)),
-        positions=markdown(("position", "validation", "offline", "decoded"), measured.get("acceptance") or []),
+        positions=markdown(columns, positions), alike=alike,
     )  # fmt: skip
     text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
     _, begin, served = (card.read_text(encoding="utf-8") if card.exists() else "").partition(SERVED)

@@ -3,13 +3,18 @@
 import io
 import json
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from rich.console import Console
 from run_report import FULL, changed, decoding, draft, pair
 
+from distill.export.card import export_profile
 from distill.report import console_tables, draft_rows, figures, opening, write_report
+from distill.tracking import log_report
 
 
 def written(tmp_path, report) -> str:
@@ -47,7 +52,7 @@ def test_a_full_report_has_every_part_and_the_served_acceptance_beside_the_train
         "vLLM", "SGLang", "assistant_model=draft", "Some CPU", "python -m distill --config", "Definitions",
         "0.9480 ± 0.0010", "81,472", "-0.0019 ± 0.0004***", "0.410",
         "--speculative-num-steps 3",  # of the export, whatever was fastest
-        f"-md {tmp_path}/export/gguf/draft-q8_0.gguf", "adaspec10.9100.8200.8300.370 adaspec2–0.640––",
+        f"-md {tmp_path}/export/gguf/draft-q8_0.gguf", "10.9100.8200.8300.370 2–0.640––",
     ):  # fmt: skip
         assert part in page
     assert tuple(figures(FULL)) == ("speedup", "speedup_by_length", "acceptance_by_position", "curves")
@@ -72,6 +77,36 @@ def test_a_draft_stands_in_one_row_with_its_fastest_decoding_and_its_difference_
     console = Console(file=io.StringIO(), width=130)
     console.print(console_tables(report))
     assert "-0.0100 ± 0.0004  ***" in console.file.getvalue()
+
+
+@pytest.mark.parametrize(("change", "why"), [
+    ({"load": 30.0, "cores": 2}, "the machine was busy (load 30 on 2 cores): measure again"),
+    ({"accepted_length": 1.02}, "above the accepted length of 1.02"), ({"least_cost": 0.26}, "v(n) is below 1"),
+    ({"prompts": 2}, "2 prompts were timed, expected 6 or more: time more"),
+])  # fmt: skip
+def test_a_speedup_that_is_no_result_stands_in_no_sentence_of_page_console_and_card(tmp_path, change, why) -> None:
+    report = changed(decoding=[row | change for row in FULL["decoding"]])
+    text, cards, _ = opening(report)
+    assert "No speedup is given, since " in text
+    assert why in text
+    assert len(cards) == 2  # the draft's name, and the accepted length
+    assert "speedup" not in figures(report)
+    first, rest = written(tmp_path, report).split("Drafts", 1)
+    assert "1.62" not in first
+    assert "1.62 ?" in rest
+    measured = export_profile(report, "adaspec")
+    assert why in measured["doubt"]
+    assert not [key for key in measured if "speedup" in key]
+    assert measured["break_even_alpha"] is None
+    logged: dict[str, float] = {}
+    logger: Any = SimpleNamespace(log_metrics=lambda values, step: logged.update(values), save=lambda: None)
+    log_report(logger, report, dict)
+    assert "accepted_length" in logged
+    assert "speedup" not in logged
+    good = FULL["decoding"][2] | {"prompts": 6, "load": 0.1, "cores": 2}  # slower than what cannot be
+    told, cards, _ = opening(changed(decoding=[*report["decoding"], good]))
+    assert "greedy, 4 tokens drafted per round, 6 prompts, load 0.1 on 2 cores." in told
+    assert cards[2][0] == "1.55 (1.50–1.60)"
 
 
 def test_what_was_not_measured_is_left_out_and_the_json_is_strict(tmp_path) -> None:

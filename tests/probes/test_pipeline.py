@@ -50,8 +50,12 @@ def test_the_target_is_trained_if_it_is_not_there_and_probes_and_rows_are_writte
     assert all(row["lossless"] for row in report["self_speculation"])
     assert all(row["identical_to_target"] for row in report["self_speculation"] if row["temperature"] == 0)
     page = (run / "probes.html").read_text()
-    for part in ("Predicted speedup by exit", "Scores on test prompts, greedy", "Provenance"):
+    command = f"python -m decode generate --target {run}/target --probes {run}/probes --method "
+    for part in ("Predicted speedup by exit", "Scores on test prompts, greedy", "Provenance", command):
         assert part in page
+    for finding in report["probe_findings"]:
+        assert "no speedup is given, since " in finding
+        assert "2 prompts were timed, expected 6 or more" in finding
 
 
 def test_a_target_is_used_as_it_is_while_its_settings_are_the_same_and_else_trained_anew(finished) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import random
+import re
 import shutil
 
 import pytest
@@ -119,9 +120,13 @@ def test_a_comparison_writes_the_text_without_and_with_the_draft(folder, capsys)
     run(settings_for(folder, compare=True, ignore_eos=True, max_new_tokens=12))
     shown = capsys.readouterr().out
     assert shown.index("autoregressive (lossless)") < shown.index("vanilla (lossless)")
-    assert "times as fast as without a draft; the same text, token by token" in shown
+    said = shown.splitlines()[-1]  # tiny models are timed badly
+    assert re.match(
+        r"\d+\.\d\d times as fast as without a draft, of one text \(load 0 on|how much faster is not said", said
+    )
+    assert said.endswith("; the same text, token by token")
     run(settings_for(folder, compare=True, draft=None, method="prompt-lookup", max_new_tokens=2))
-    assert "times as fast" in capsys.readouterr().out
+    assert "token by token" in capsys.readouterr().out
     with pytest.raises(UserError, match="--compare needs a method that drafts"):
         run(settings_for(folder, compare=True, draft=None))
 

@@ -39,8 +39,7 @@ def test_our_numbers_stand_beside_the_papers() -> None:
         row("adasd", 75.0, verification_threshold=0.3),
     ]
     table = table_of("adasd", rows_of({"methods": ours}))
-    columns = {str(column.header): list(column.cells) for column in table.columns}
-    rows = [dict(zip(columns, cells)) for cells in zip(*columns.values())]
+    rows = [dict(zip(table.headings, cells)) for cells, _ in table.rows]
     shown = {(row["method"], row["setting"]): row for row in rows}
     llama = next(r["setting"] for r in rows if "1B, mmlu" in r["setting"])
     mine = "ours: s, T = 0.6"

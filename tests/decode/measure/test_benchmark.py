@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import csv
 import json
 import re
 from dataclasses import asdict
@@ -25,6 +26,7 @@ from decode.measure.suites import Prompt, Suite
 from decode.models.tokens import chat_ids
 from decode.options import MethodOptions
 
+SURE = {"prompts": 6, "accepted_length": 4.0, "least_cost": 1.2, "load": 0.0, "cores": 2}  # of a speed that is a result
 METHODS = ["vanilla", "adasd", "ears", "prompt-lookup", "generate-assistant", "generate-prompt-lookup"]
 
 
@@ -269,7 +271,9 @@ def test_a_report_of_distill_keeps_what_it_holds_and_the_page_needs_nothing_from
     assert content["machine"]["threads"] == bench.session.threads
     assert content["bench"]["costs"]["small"]["cost_ratio"] == bench.session.costs["small"].cost_ratio
     assert all(row["name"] in page for row in bench.rows)
-    assert page.count("<svg") == 4
+    assert page.count("<svg") == 2  # three prompts are too few for speeds
+    assert "no speedup is given, since" in page
+    assert "3 prompts were timed, expected 6 or more" in page
     assert not re.search("https?://(?!www.w3.org)", page)
 
 
@@ -278,7 +282,7 @@ def test_no_method_is_called_the_fastest_lossless_one_if_its_texts_are_not_the_t
         said = [re.search("fastest lossless method (\\S+):", line) for line in answers(rows)]
         return [match and match[1] for match in said]
 
-    rows = [row | {"speedup": 2.0} for row in bench.rows]
+    rows = [row | SURE | {"speedup": 2.0} for row in bench.rows]
     best, sampled = fastest()
     assert {best, sampled} <= {"vanilla", "prompt-lookup"}
     for row in rows:
@@ -294,9 +298,14 @@ def test_no_method_is_called_the_fastest_lossless_one_if_its_texts_are_not_the_t
 
 
 def test_no_method_is_called_the_fastest_one_where_none_is_faster_than_no_draft(bench) -> None:
-    slow, fast = ([row | {"speedup": speedup} for row in rows_of(bench, 0.0)] for speedup in (0.99, 1.01))
+    slow, fast = ([row | SURE | {"speedup": speedup} for row in rows_of(bench, 0.0)] for speedup in (0.99, 1.01))
     assert answers(slow)[0].endswith(": no lossless method is faster than no draft")
     assert "fastest lossless method" in answers(fast)[0]
+    busy = [row | {"load": 30} for row in fast]
+    assert answers(busy)[0].startswith(
+        "toy, greedy, 6 prompts, load 30 on 2 cores: no speedup is given, since the machine"
+    )
+    assert "fastest" not in answers(busy)[0]
 
 
 def test_every_method_writes_the_same_greedy_texts_at_every_batch_size(models, tmp_path) -> None:
@@ -309,8 +318,18 @@ def test_every_method_writes_the_same_greedy_texts_at_every_batch_size(models, t
     assert found == [(size, name) for size in (1, 3) for name in names]
     for row in batches.rows:
         assert row["identical_share"] == 1
-        assert row["prompts"] == (2 if row["batch_size"] == 1 else 6)  # twice the places of the batch
+        texts = batches.records["toy", 0.0, row["batch_size"], row["name"]].texts
+        assert len(texts) == (2 if row["batch_size"] == 1 else 6)  # twice the places of the batch
+        assert row["prompts"] == 2
         assert row["batch_size"] == 1 or not row["draft"] or row["predicted_speedup"] > 0
     assert [row["speedup"] for row in batches.rows if row["method"] == "autoregressive"] == pytest.approx([1, 1])
-    assert "Speedup by batch size" in write_report(batches, {}, tmp_path)[1].read_text()
-    assert [table.title for table in console_tables(batches.rows)] == ["toy, greedy", "toy, greedy, batch size 3"]
+    batches.rows = [row | SURE for row in batches.rows]
+    files = write_report(batches, {"csv": str(tmp_path / "b.csv"), "markdown": str(tmp_path / "b.md")}, tmp_path)
+    assert "Speedup by batch size" in files[1].read_text()
+    beside = "6 prompts, load 0 on 2 cores"
+    titles = [f"toy, greedy, {beside}", f"toy, greedy, batch size 3, {beside}"]
+    assert [table.title for table in console_tables(batches.rows)] == titles
+    assert [f"## {title}" for title in titles] == [s for s in files[3].read_text().splitlines() if s.startswith("#")]
+    values = list(csv.DictReader(files[2].open(encoding="utf-8")))
+    assert [float(row["speedup"]) for row in values] == [row["speedup"] for row in batches.rows]
+    assert {row["batch_size"] for row in values} == {"1", "3"}

@@ -1,4 +1,4 @@
-"""Threads: chosen for a measurement, and as the caller had them afterwards."""
+"""Threads of a measurement, the load of other programs meanwhile, and which speeds are results."""
 
 import pytest
 import torch
@@ -49,3 +49,34 @@ def test_layouts_are_measured_with_the_threads_that_are_used(tiny, two_threads, 
     with pytest.raises(ZeroDivisionError), machine.using_threads(1):
         1 / 0  # noqa: B018
     assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(("own", "used", "waiting", "load"), [
+    (10.0, 10.4, 9.0, 0.04), (9.0, 14.0, 9.0, 0.5), (1.3, 20.0, 31.0, 30.0), (10.0, 20.0, 1.5, 1.0), (5.0, 0.0, 0.0, 0.0),
+])  # fmt: skip
+def test_the_load_is_what_other_programs_take_and_where_nothing_is_free_wait_for(
+    own: float, used: float, waiting: float, load: float, monkeypatch
+) -> None:
+    """In ten seconds on two cores; the average of the last minute counts where no time was free."""
+    times = iter([(0.0, 0.0, 0.0), (10.0, own, used)])
+    monkeypatch.setattr(machine, "_times", lambda: next(times))
+    monkeypatch.setattr(machine.psutil, "getloadavg", lambda: (waiting, 0.0, 0.0))
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
+    with machine.other_load() as seen:
+        pass
+    assert seen == pytest.approx({"load": load, "cores": 2})
+
+
+RESULT = {"speedup": 2.0, "accepted_length": 3.0, "least_cost": 1.2, "prompts": 6, "load": 0.5, "cores": 2}
+
+
+@pytest.mark.parametrize(("change", "why"), [
+    ({}, ""), ({"load": 30.2}, "the machine was busy (load 30.2 on 2 cores): measure again on an idle machine"),
+    ({"least_cost": 0.26}, "0.26 times as long as one: v(n) is below 1"), ({"prompts": 5}, "5 prompts were timed, expected 6"),
+    ({"speedup": 3.1}, "above the accepted length of 3.00"), ({"speedup": 3.1, "baseline": True}, ""),
+    ({"speedup": 3.1, "load": 1, "prompts": 2}, "busy (load 1 on 2 cores); it is above"), ({"speedup": None, "prompts": 1}, ""),
+])  # fmt: skip
+def test_a_speedup_that_cannot_be_or_was_not_measured_well_is_no_result(change: dict, why: str) -> None:
+    told = machine.doubt(RESULT | change)
+    assert why in told
+    assert bool(told) == bool(why)

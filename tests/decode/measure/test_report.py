@@ -1,11 +1,13 @@
 """Pages and plots: valid, self-contained, escaped, with every number."""
 
+import io
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from decode.measure import plots
 from decode.measure import report as p
@@ -105,3 +107,42 @@ def test_a_table_shows_values_with_their_errors_and_only_columns_that_have_value
     assert document.count(f"<dd>{p.COLUMNS['speedup'].formula}</dd>") == 1  # the definition, once a page
     assert p.COLUMNS["accuracy"].formula not in document
     assert p.cell({"difference": -0.0017, "se": 0.0007}, "difference") == "-0.0017 ± 0.0007"
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 130])
+def test_a_table_of_a_terminal_breaks_no_cell_and_names_the_columns_for_which_there_is_no_room(width: int) -> None:
+    name = "vanilla k=5 (kl-tv-accepted)"
+    row = {"name": name, "draft_length": 5, "tokens_per_second": 1234.5, "speedup": 1.9, "speedup_ci95": [1.5, 2.25]}
+    row |= {"accepted_length": 3.2, "alpha": 0.9, "alpha_se": 0.01, "accuracy": 0.5, "identical_to_target": True}
+    text = io.StringIO()
+    table = p.console_table("", p.KEYS, [row, row | {"name": "generate", "prompts": 2}], "report.html")
+    Console(file=text, width=width).print(table)
+    lines = text.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    (line,) = (line for line in lines if line.startswith(name))
+    assert "1.90 (1.50–2.25)" in line
+    assert "1.90 ?" in text.getvalue()
+    told = [line for line in lines if line.startswith("no room for")]
+    assert bool(told) == (not line.rstrip().endswith("yes")) == (width < 130)
+    assert not told or "identical; report.html" in told[0]
+
+
+def test_latex_and_csv_have_the_values_of_a_table() -> None:
+    rows = [{"name": "a_b", "offline_alpha": 0.5, "offline_alpha_se": 0.01, "speedup": 2.0, "speedup_ci95": [1, 3]}]
+    lines = p.latex(("name", "offline_alpha"), rows).splitlines()
+    assert [lines[0], *lines[2:5:2]] == [
+        r"\begin{tabular}{lr}",
+        r"name & $\alpha$ offline \\",
+        r"a\_b & 0.5000 $\pm$ 0.0100 \\",
+    ]
+    head, line = p.comma_separated(("name", "offline_alpha", "speedup"), rows).splitlines()
+    assert head == "name,offline_alpha,offline_alpha_se,speedup,speedup_ci95_low,speedup_ci95_high,doubt"
+    assert line == "a_b,0.5,0.01,2.0,1,3,"
+
+
+def test_columns_that_are_alike_in_every_row_become_a_sentence() -> None:
+    rows = [{"position": i, "offline": 0.9, "decoded": 0.8 + i / 100} for i in (1, 2)]
+    assert p.without_constants(("position", "offline", "decoded"), rows) == (
+        ["position", "decoded"], "offline 0.900 at every position",
+    )  # fmt: skip
+    assert p.without_constants(("position", "offline"), rows[:1]) == (["position", "offline"], "")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -204,5 +205,14 @@ def test_an_export_is_complete_before_it_is_measured_and_tells_the_best_length_a
         "--speculative-num-steps 2", "--speculative-num-draft-tokens 3", "| 1 | 0.910 | 0.920 |",
     ):  # fmt: skip
         assert text in card
+    busy = [row | {"load": 30.0, "cores": 2, "prompts": 12} for row in FULL["decoding"]]
+    for rows, told in (
+        (busy, "No speedup is given, since the machine was busy (load 30 on 2 cores)"),
+        ([], "length: 2."),
+    ):
+        add_measurements(folder, changed(decoding=rows), "adaspec")
+        card = readme.read_text()
+        assert told in card
+        assert not re.search(r"1\.62|\*\*.* times\*\*", card)
     add_measurements(folder, changed(decoding=[]), "adaspec")  # decoding was not measured
     assert (exported_facts(folder)["length"], json.loads(path.read_text())["marginal_accept_rates_se"]) == (2, None)
