@@ -234,6 +234,6 @@ def _convolve(x: Tensor, kernel: Tensor, slots: Tensor | None) -> Tensor:
     first, *rest = kernel.unbind(-2)
     total = first * x
     for i, weight in enumerate(rest[: x.shape[-2] - 1], 1):
-        before = F.pad(x, (0, 0, i, -i))
-        total = torch.addcmul(total, weight, before if slots is None else before * (slots >= i)[:, None])
+        before, weight = x[..., :-i, :], weight[..., i:, :]
+        total[..., i:, :].addcmul_(weight if slots is None else weight * (slots[i:] >= i)[:, None], before)
     return total
