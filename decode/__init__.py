@@ -3,7 +3,7 @@
     from decode import load, generate, bench, profile
 
     pair = load("runs/quickstart/target", "runs/quickstart/export")
-    print(generate(pair, "Tom has 3 apples and buys 4 more.", method="adasd", temperature=0.7).text)
+    print(generate(pair, "Eva is 9 years old. Leo is 4 years older than Eva. How old is Leo now?", method="adasd").text)
     rows = bench(pair, ["vanilla", "prompt-lookup"], suite=["arithmetic"], limit=4)
     print(profile(pair).verdict)
 

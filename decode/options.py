@@ -7,6 +7,7 @@ construction. This module imports neither torch nor transformers, so that ``--he
 
 import difflib
 import typing
+from collections.abc import Collection
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -81,12 +82,23 @@ def check_numbers(settings: Any, where: str = "", *, nested: bool = False) -> No
                 check_numbers(item, f"{where}{place}.", nested=True)
 
 
-def _checked(name: str, value: Any, kind: Any) -> Any:
-    """The value if its type takes it; of a constrained number as a plain int or float."""
-    choices = (False, True) if kind is bool else typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
-    if choices and value not in choices:
+def is_choice(kind: Any) -> bool:
+    """Whether a type is a choice of values."""
+    return typing.get_origin(kind) is Literal
+
+
+def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
+    """Refuse a value that is none of the choices; the error has the nearest."""
+    if value not in choices:
         near = [f"; did you mean {text!r}?" for text in difflib.get_close_matches(str(value), map(str, choices), 1)]
         raise UserError(f"{name} is {value!r}, expected {' or '.join(map(str, choices))}{''.join(near)}")
+
+
+def _checked(name: str, value: Any, kind: Any) -> Any:
+    """The value if its type takes it; of a constrained number as a plain int or float."""
+    choices = (False, True) if kind is bool else typing.get_args(kind) if is_choice(kind) else ()
+    if choices:
+        check_choice(name, value, choices)
     if not hasattr(kind, "_restrictions"):
         return value
     try:

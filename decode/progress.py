@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import textwrap
 import threading
+import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,13 +20,12 @@ from typing import Any, ClassVar
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
 EVERY = 20.0  # seconds between two lines
-RECENT = 3600.0  # seconds whose speed tells how long the rest will take
 
 
 def output_console(width: int = 130, **options: Any) -> Console:
@@ -79,7 +79,8 @@ class Work:
     def __init__(self, name: str = "", total: float | None = None, bars: Bars | None = None) -> None:
         self._bars, self.detail = bars or Bars(disable=True), ""
         number = self._bars.add_task(name.strip(), total=total)
-        self.task = self._bars.tasks[number]
+        self.task, self._from = self._bars.tasks[number], (time.monotonic(), 0.0)
+        self.task.fields["work"] = self
 
     @property
     def done(self) -> float:
@@ -94,18 +95,34 @@ class Work:
         """Sets what is given; a name removes the detail."""
         if name is not None:
             self.detail = ""
+        if total not in (None, self.task.total) or (done is not None and done < self.done):  # another piece of work
+            self._from = time.monotonic(), self.done if done is None else done
         self._bars.update(self.task.id, completed=done, total=total, description=name)
 
     def begin(self, done: float, total: float | None = None) -> None:
         """Counts time from here, with `done` finished before."""
         self._bars.reset(self.task.id, completed=int(done), total=total)
+        self._from = time.monotonic(), done
+
+    def left(self) -> float | None:
+        """Seconds that the rest will take at the mean speed so far, pauses included: work may advance by batches."""
+        began, before = self._from
+        if self.task.total is None or self.done <= before:
+            return None
+        return (self.task.total - self.done) * (time.monotonic() - began) / (self.done - before)
 
     def line(self) -> str:
         """What is done, how much of it, and how long the rest will take."""
-        task, left = self.task, self.task.time_remaining
+        task, left = self.task, self.left()
         share = "" if task.total is None else f" {task.completed:.0f}/{task.total:.0f}"
         when = f"{duration(task.elapsed or 0.0)} so far" if left is None else f"{duration(left)} left"
         return f"  {task.description}{share}{self.detail and ' ' + self.detail} ({when})"
+
+
+class _Left(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        left = task.fields["work"].left() if task.fields else None
+        return Text("" if left is None else f"{duration(left)} left", style="progress.remaining")
 
 
 class Progress(Bars):
@@ -121,7 +138,7 @@ class Progress(Bars):
         console = console or Console(stderr=True)
         super().__init__(
             TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TimeRemainingColumn(), console=console, transient=transient, speed_estimate_period=RECENT,
+            _Left(), console=console, transient=transient,
             disable=not (console.is_terminal and bars and not console.quiet),
         )  # fmt: skip
         self._works: list[Work] = []

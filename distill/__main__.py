@@ -6,6 +6,7 @@ import sys
 from decode.commands.cli import config_paths, known_keys, parse, read_option, run_main, take_flag
 from decode.errors import UserError
 from decode.progress import output_console
+from distill.config import AblateSettings, DraftSettings, Settings
 
 ABOUT = """Trains drafts for a target: target -> student -> drafts (DistillSpec; with a reference AdaSPEC), exports the
 one that export.choose names and measures all of them, under <output_dir>/<name>/. Stages whose inputs have not changed
@@ -37,26 +38,16 @@ def main(argv: list[str] | None = None) -> None:
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv:
         raise UserError("give a configuration, such as --config configs/quickstart.yaml; --help explains every key")
-    from distill import ranks
-
     if argv[0] == "ablate":
-        ranks.check_alone("python -m distill ablate")
         return _ablate(argv[1:])
     checks = argv[0] == "check-engine"
     argv = argv[checks:]
     flags = {flag: take_flag(argv, flag) for flag in ("--dry-run", "--estimate", "--show-example")}
+    settings = read_settings(argv)
+    from distill import ranks
+
     for flag in [*["check-engine"] * checks, *(flag for flag, taken in flags.items() if taken)]:
         ranks.check_alone(f"python -m distill {flag}")
-    from distill.config import DraftSettings, Settings
-
-    given, options = list(argv), take_draft_options(argv)
-    settings = parse(Settings, argv, prog="python -m distill", description=ABOUT, examples=EXAMPLES, foreign=FOREIGN)
-    for option, (name, key, value) in options.items():
-        draft = next((draft for draft in settings.drafts if draft.name == name), None)
-        if draft is None or key not in vars(draft):
-            known = [draft.name for draft in settings.drafts] if draft is None else list(vars(draft))
-            raise UserError(f"{option}: {name if draft is None else key!r} is not one of {', '.join(known)}")
-        setattr(draft, key, read_option(key, value, known_keys(DraftSettings)))
     settings.validate()
     if checks:
         from distill.pipeline import check_command, with_formats
@@ -76,22 +67,39 @@ def main(argv: list[str] | None = None) -> None:
         settings = shrink(settings)
     if flags["--show-example"]:
         return show_example(settings)
-    ranks.restart(settings.trainer, "distill", given)
+    ranks.restart(settings.trainer, "distill", argv)
     run_pipeline(settings)
     if flags["--dry-run"]:
-        command = f"python -m distill {shlex.join(given)}"
+        command = f"python -m distill {shlex.join(argv)}"
         print(f"\nthe dry run is through, and its figures are of random models; to train: {command}")
     return None
 
 
-def _ablate(argv: list[str]) -> None:
-    from distill.ablation import AblateSettings, ablate
+def read_settings(argv: list[str]) -> Settings:
+    """The settings that the arguments of the command mean."""
+    options = take_draft_options(argv := list(argv))
+    settings = parse(Settings, argv, prog="python -m distill", description=ABOUT, examples=EXAMPLES, foreign=FOREIGN)
+    for option, (name, key, value) in options.items():
+        draft = next((draft for draft in settings.drafts if draft.name == name), None)
+        if draft is None or key not in vars(draft):
+            known = [draft.name for draft in settings.drafts] if draft is None else list(vars(draft))
+            raise UserError(f"{option}: {name if draft is None else key!r} is not one of {', '.join(known)}")
+        setattr(draft, key, read_option(key, value, known_keys(DraftSettings)))
+    return settings
 
+
+def _ablate(argv: list[str]) -> None:
     if not (config_paths(argv) or "-h" in argv or "--help" in argv):
         print("without --config: configs/ablation.yaml", file=sys.stderr)
         argv = ["--config", "configs/ablation.yaml", *argv]
     foreign = FOREIGN - {"ablation"}
-    ablate(parse(AblateSettings, argv, prog="python -m distill ablate", description=ABLATE, foreign=foreign))
+    settings = parse(AblateSettings, argv, prog="python -m distill ablate", description=ABLATE, foreign=foreign)
+    from distill import ranks
+
+    ranks.check_alone("python -m distill ablate")
+    from distill.ablation import ablate
+
+    ablate(settings)
 
 
 def take_draft_options(argv: list[str]) -> dict[str, tuple[str, str, str]]:

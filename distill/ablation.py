@@ -9,7 +9,7 @@ import math
 import shutil
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -24,9 +24,8 @@ from decode.measure.report import COLUMNS, comma_separated, console_table, latex
 from decode.measure.session import BenchOptions, Session
 from decode.measure.suites import Row
 from decode.models.open import open_draft
-from decode.options import Seed
 from decode.progress import output_console, working
-from distill.config import EvaluationSettings, ExportSettings, Settings
+from distill.config import AblateSettings, EvaluationSettings, ExportSettings
 from distill.config.base import StudentKind
 from distill.data.corpus import test_suite
 from distill.evaluate import Text, acceptance, target_texts
@@ -54,24 +53,6 @@ TABLE = (
     "teacher_tokens",
     "seconds",
 )
-
-
-@dataclass
-class AblationSettings:
-    """The seeds of an ablation, and the kinds of drafts."""
-
-    seeds: list[Seed] = field(default_factory=lambda: [1, 2, 3])
-    """Seeds of the order of the training examples. Every draft is trained once with each."""
-    kinds: list[StudentKind] = field(default_factory=list)
-    """Kinds of drafts (student.kind) to compare, with as many drafted tokens as blocks have. Empty: student.kind."""
-
-
-@dataclass
-class AblateSettings(Settings):
-    """A run's settings, whose `drafts` are compared."""
-
-    ablation: AblationSettings = field(default_factory=AblationSettings)
-    """The seeds."""
 
 
 def ablate(settings: AblateSettings, console: Console | None = None) -> Path:

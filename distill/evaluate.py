@@ -77,7 +77,7 @@ class Evaluation:
             max_new_tokens=measured.max_new_tokens,
             repeats=1,
             seed=self.settings.seed,
-            threads=1,  # small models are faster with one
+            threads=self.settings.threads,
             costs=False,  # they are measured before, for the predictions
             warp=own_warp(self.target, 0.0, {}),
         )
@@ -100,7 +100,7 @@ class Evaluation:
                 torch.set_num_threads(self.threads)  # texts that are processed at once have more than timed ones
                 _, sampled = self._offline(1.0, measured.prompts)
                 texts, greedy = self._offline(0.0, max(measured.prompts, measured.accuracy_prompts))
-                torch.set_num_threads(1)
+                torch.set_num_threads(self.session.threads)
                 profile, lengths = self._profile(greedy)
                 decoding, analysis = self._decoding(lengths)
         finally:

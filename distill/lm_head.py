@@ -65,7 +65,7 @@ class LMHead(nn.Module):
         else:
             bias = None if self.linear.bias is None else self.linear.bias[:vocab]
             products = functional.linear(states, self.linear.weight[:vocab], bias)
-        return products if self.markov is None else products.addmm(conditions, self.markov[:vocab].T)
+        return products if self.markov is None else products.addmm(conditions, self.markov[:vocab].T.to(products.dtype))
 
     def finish(self, products: Tensor) -> Tensor:
         """Apply multiplier and soft-capping to the linear layer's output."""

@@ -334,6 +334,8 @@ def _first(rows: Dataset, count: int | None) -> Dataset:
 def alone_in(run: Run) -> Iterator[None]:
     """Hold the run's folder, clean what a killed run left, and set the threads.
 
+    A folder in which a refusal leaves nothing is removed.
+
     Raises:
         decode.errors.UserError: Another process is working there.
     """
@@ -346,7 +348,12 @@ def alone_in(run: Run) -> Iterator[None]:
             for left in [*run.folder.glob(".tmp-*"), *run.work.rglob(".tmp-*")]:
                 remove(left)
         ranks.barrier()  # no other process may write while files are deleted
-        yield
+        try:
+            yield
+        except UserError:
+            if ranks.is_first() and {f.name for f in run.folder.rglob("*") if f.is_file()} <= {"lock", "run.json"}:
+                remove(run.folder)  # nothing was made before the refusal
+            raise
 
 
 # -- fingerprints -----------------------------------------------------------------------------------------------------
@@ -415,7 +422,8 @@ def measurement_fingerprint(settings: Settings) -> str:
     """Return the fingerprint of everything that evaluation, export and report depend on."""
     stages, values = list(stage_fingerprints(settings).values()), asdict(settings)
     test = settings.data.test_examples, files_state([settings.data.files.get("test")])
-    return fingerprint(VERSION, stages, test, values["evaluation"], values["export"], settings.trainer.accelerator)
+    machine = settings.trainer.accelerator, settings.threads
+    return fingerprint(VERSION, stages, test, values["evaluation"], values["export"], machine)
 
 
 def _model_key(settings: ModelSettings) -> Values:

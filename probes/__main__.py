@@ -4,6 +4,7 @@ import sys
 
 from decode.commands.cli import parse, run_main, take_flag
 from decode.errors import UserError
+from probes.settings import ProbesSettings, shrink
 
 ABOUT = """Trains linear probes that predict, at every layer of a run's target, whether the token drafted there will be
 accepted; chooses exit layer, stop rule and threshold by predicted speedup; confirms the best by real runs; and writes
@@ -19,9 +20,6 @@ EXAMPLES = """\
 
 def main(argv: list[str] | None = None) -> None:
     """Parse the arguments and run."""
-    from distill import ranks
-    from probes.settings import ProbesSettings, shrink
-
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv:
         raise UserError("give a configuration, such as --config configs/quickstart.yaml; --help explains every key")
@@ -30,6 +28,8 @@ def main(argv: list[str] | None = None) -> None:
     settings = parse(
         ProbesSettings, argv, prog="python -m probes", description=ABOUT, examples=EXAMPLES, foreign=foreign
     )
+    from distill import ranks
+
     if dry_run:
         ranks.check_alone("python -m probes --dry-run")
         settings = shrink(settings)

@@ -149,9 +149,10 @@ def bench(
 ) -> tuple[list[dict[str, Any]], dict[str, Record]]:
     """Return rows as those of `decode bench`, and the records, by name: each entry runs once on each test prompt.
 
-    One thread decodes, which is the fastest for small models. With drafts their costs are measured too.
+    With drafts their costs are measured too.
     """
-    how = BenchOptions(options.max_new_tokens, 1, run.settings.seed, warp=mode.warp, threads=1, costs=bool(drafts))
+    threads, seed = run.settings.threads, run.settings.seed
+    how = BenchOptions(options.max_new_tokens, 1, seed, warp=mode.warp, threads=threads, costs=bool(drafts))
     benchmark = Benchmark(Session(model, drafts, run.tokenizer, how))
     suite = test_suite(run.corpus, run.settings.data.source, options.bench_prompts)
     rows = benchmark.run([suite], entries)
@@ -228,7 +229,8 @@ def exit_experiment(run: Run, model: PreTrainedModel, modes: list[Mode], options
         held.append((mode, seen["validation"], trained))
         probes += trained
     save_probes(folder, model, probes)
-    torch.set_num_threads(1)  # how weights are laid out is measured
+    # with the threads that decode, because how weights are laid out is measured
+    torch.set_num_threads(machine.choose_threads(model, run.settings.threads)[0])
     runner = None if served else open_runner(model, pack="auto")
     if isinstance(runner, FastRunner):
         for mode, features, trained in held:

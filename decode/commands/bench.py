@@ -5,10 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from decode.commands.checks import (
     DRAFTING,
     STORES,
     api_settings,
+    check_lengths,
     check_methods,
     make_warp,
     open_pair,
@@ -72,16 +75,19 @@ def choose_methods(settings: BenchSettings) -> list[str]:
     return methods
 
 
-def plan_entries(settings: BenchSettings, methods: Sequence[str], drafts: dict[str, DraftModel]) -> list[BenchEntry]:
+def plan_entries(
+    settings: BenchSettings, methods: Sequence[str], drafts: dict[str, DraftModel], target: PreTrainedModel
+) -> list[BenchEntry]:
     """Entries of all combinations of the settings.
 
     Raises:
-        UserError: no draft fits a named method.
+        UserError: no draft fits a named method, or drafts are longer than the target's context.
     """
     entries = plan(
         methods, drafts, settings.temperatures, draft_lengths=settings.draft_lengths,
         options=picked(MethodOptions, settings), stop=settings.stop_rule, rule=settings.rule,
     )  # fmt: skip
+    check_lengths("draft_length", [entry.options.draft_length for entry in entries], target)
     unfit = {split_spec(spec)[0] for spec in settings.methods} - {entry.method for entry in entries}
     if unfit:
         raise UserError(
@@ -104,16 +110,14 @@ def bench_options(settings: BenchSettings, methods: Sequence[str], pair: Pair, f
     return picked(BenchOptions, settings, chat=chat, warp=warp, datastore=datastore, trigrams=trigrams)
 
 
-def bench(
-    pair: Pair, methods: Sequence[str] = (), suite: Sequence[str] = ("arithmetic",), **options: Any
-) -> list[Fields]:
+def bench(pair: Pair, methods: Sequence[str] = (), suite: Sequence[str] = (), **options: Any) -> list[Fields]:
     """Compare decoding methods on this machine; nothing is printed or written.
 
     Args:
         pair: from `decode.load`.
         methods: names that ``python -m decode methods`` lists, with options of their own such as ``ears:beta=0.2``;
             none: all that the pair allows, and transformers' own generation.
-        suite: prompts, as ``--suite`` takes them.
+        suite: prompts, as ``--suite`` takes them; none: chat where the tokenizer has a chat template, else arithmetic.
         options: any other option of ``python -m decode bench``, such as ``limit``, ``repeats`` or ``temperatures``.
 
     Returns:
@@ -125,11 +129,13 @@ def bench(
     drafts = {"draft": pair.draft} if pair.draft is not None else {}
     options, given = {"baselines": not methods} | options, [f"{name}={pair.draft_name}" for name in drafts]
     settings = api_settings(BenchSettings, pair, options, draft=given, methods=methods, suite=suite)
-    chosen, suites = choose_methods(settings), open_suites(settings)
+    chosen, suites = choose_methods(settings), open_suites(settings, chat=use_chat(settings, pair.tokenizer))
     with scratch_folder() as folder:
         built = bench_options(settings, chosen, pair, Path(settings.output or folder))
         benchmark = Benchmark(Session(pair.target, drafts, pair.tokenizer, built))
-        return benchmark.run(suites, plan_entries(settings, chosen, drafts), batch_sizes=settings.batch_sizes)
+        return benchmark.run(
+            suites, plan_entries(settings, chosen, drafts, pair.target), batch_sizes=settings.batch_sizes
+        )
 
 
 def run(settings: BenchSettings) -> None:
@@ -140,23 +146,24 @@ def run(settings: BenchSettings) -> None:
         KeyboardInterrupt: passed on after the report has been written.
     """
     console, trust = output_console(), settings.trust_remote_code
-    methods, suites = choose_methods(settings), open_suites(settings)
-    folder = check_writable(settings.output or "runs/bench")
+    methods, folder = choose_methods(settings), check_writable(settings.folder)
     for path in filter(None, (settings.csv, settings.markdown)):
         check_writable(Path(path).parent)
     # the tokenizer alone can refuse the settings, so it is read before the models
-    use_chat(settings, load_tokenizer(str(settings.target), trust_remote_code=trust), tell=True)
+    chat = use_chat(settings, load_tokenizer(str(settings.target), trust_remote_code=trust), tell=True)
+    suites = open_suites(settings, chat=chat)
     pair = open_pair(settings)
     drafts = {
         name: open_draft(path, pair.target, pair.tokenizer, trust_remote_code=trust)
         for name, path in draft_names(settings.draft).items()
     }
-    entries = plan_entries(settings, methods, drafts)
+    entries = plan_entries(settings, methods, drafts, pair.target)
     options = bench_options(settings, methods, pair, folder)
     session = Session(pair.target, drafts, pair.tokenizer, options)
     lines = [f"{settings.target} {placement(pair.target)}", described(pair.target, options.warp)]
     lines += [unnamed_ends(pair.target, pair.tokenizer), *session.how]
-    count = f"{len(entries)} entries, {sum(len(s.prompts) for s in suites)} prompts"
+    prompts = f"{sum(len(suite.prompts) for suite in suites)} prompts of {', '.join(suite.name for suite in suites)}"
+    count = f"{len(entries)} entries, {prompts}; results go to {folder}"
     console.print(*filter(None, lines), count, sep="\n", soft_wrap=True)
     benchmark = Benchmark(session)
     try:

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import sys
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +24,7 @@ from decode.errors import Fields, UserError, choose
 from decode.measure import machine
 from decode.measure.baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
 from decode.methods import DRAFTED, METHODS
+from decode.models.huggingface import facts_of
 from decode.models.open import NEUTRAL, Pair, load, own_warp
 from decode.models.tokens import check_template
 from decode.options import split_spec
@@ -77,6 +78,13 @@ def use_chat(settings: ChatSettings, tokenizer: PreTrainedTokenizerBase, *, tell
     return True
 
 
+def check_lengths(name: str, lengths: Iterable[int | None], target: PreTrainedModel) -> None:
+    """Refuse drafts that are longer than the target's context."""
+    limit = facts_of(target)["limit"]
+    if long := [length for length in lengths if length and length > limit]:
+        raise UserError(f"{name} is {long[0]}, and the target's context holds {limit} tokens; most drafts have 2 to 8")
+
+
 def make_warp(settings: SamplingSettings, target: PreTrainedModel, temperature: float = 0.0) -> LogitsWarper:
     """The sampling settings as one object; null settings take the target's generation_config."""
     return own_warp(target, temperature, {name: getattr(settings, name) for name in NEUTRAL})
@@ -94,16 +102,17 @@ def store_folders(settings: MethodSettings) -> tuple[Path | None, Path | None]:
     return (Path(datastore) if datastore else None), (Path(trigrams) if trigrams else None)
 
 
-def open_suites(settings: SuiteSettings) -> "list[Suite]":
+def open_suites(settings: SuiteSettings, *, chat: bool) -> "list[Suite]":
     """The suites of the settings (see `load_suite`); their names are the specs without paths where that is unique.
 
+    Where the settings have none, they get one: chat if prompts are put into the chat template, else arithmetic.
+
     Raises:
-        UserError: there is no spec, or a suite cannot be read.
+        UserError: a suite cannot be read.
     """
     from decode.measure.suites import load_suite
 
-    if not settings.suite:
-        raise UserError("no suite is given; --suite arithmetic needs no download")
+    settings.suite = settings.suite or ["chat" if chat else "arithmetic"]
     short = [Path(spec.partition("=")[0]).stem for spec in settings.suite]
     suites = []
     for name, spec in zip(short, settings.suite):

@@ -26,6 +26,7 @@ import jsonargparse
 
 from decode.errors import FULL, Fields, UserError, writing_error
 from decode.incoming import read_yaml, text_lines, whole
+from decode.options import check_choice, is_choice
 
 Settings = TypeVar("Settings")
 
@@ -85,6 +86,7 @@ def parse(
         content, source = content.get(section) or {}, f"{source}, section {section}"
     content = {key: value for key, value in content.items() if key not in foreign}
     _check_keys(content, known, "", source)
+    _check_keys(given, known, "", source)
     for key, value in given.items():
         _put(content, key, value)
     read = known.keys() - text_keys(known)  # numbers, switches and the like, in which jsonargparse reads texts too
@@ -211,7 +213,7 @@ def text_keys(known: Fields, prefix: str = "") -> set[str]:
 
 
 def _check_keys(content: Fields, known: Fields, prefix: str, source: str) -> None:
-    """Refuse the first key of nested mappings that is not known, and a value in place of a section."""
+    """Refuse the first key of nested mappings that is not known, a value in place of a section, and unknown choices."""
     for key, value in content.items():
         name = f"{prefix}{key}"
         if name not in known:
@@ -222,6 +224,12 @@ def _check_keys(content: Fields, known: Fields, prefix: str, source: str) -> Non
                     _check_keys(item, known, f"{name}.", source)
                 elif item:  # null and false turn a section off where its type allows them
                     raise UserError(f"{source}: '{name}' is {item!r}, expected a section of 'key: value' lines")
+        kinds = [kind for kind in _types(known[name]) if not typing.get_args(kind) or is_choice(kind)]
+        choices = [choice for kind in filter(is_choice, kinds) for choice in typing.get_args(kind)]
+        if choices and all(is_choice(kind) or kind in (*choices, bool, type(None)) for kind in kinds):
+            choices += ["true", "false", "yes", "no"] * (bool in kinds)
+            for item in (item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)):
+                check_choice(f"{source}: {name}", item, choices)
 
 
 def _nearest(key: str, known: Collection[str]) -> str:

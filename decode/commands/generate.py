@@ -16,6 +16,7 @@ from rich.text import Text as Coloured
 from decode.commands.checks import (
     DRAFTING,
     api_settings,
+    check_lengths,
     check_methods,
     make_warp,
     open_pair,
@@ -110,7 +111,7 @@ def generate(
     prompt: str,
     method: str | None = None,
     *,
-    max_new_tokens: int = 64,
+    max_new_tokens: int = 256,
     temperature: float = 0.0,
     seed: int | None = 0,
     **options: Any,
@@ -171,6 +172,7 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
     chat = use_chat(settings, tokenizer)
     ids = chat_ids(tokenizer, user_says(prompt, settings.system)) if chat else prompt_ids(tokenizer, prompt)
     options, draft, costs = picked(MethodOptions, settings), None, None
+    check_lengths("draft_length", [options.draft_length], pair.target)
     stop = settings.stop_rule or METHODS[method][1]
     if method in DRAFTING:
         draft = pair.draft_runner
@@ -197,7 +199,9 @@ def opened(settings: GenerateSettings, draft: str | None) -> Pair:
     use_chat(settings, pair.tokenizer, tell=True)
     warp = make_warp(settings, pair.target, settings.temperature)
     ends = unnamed_ends(pair.target, pair.tokenizer)
-    notices = f"{settings.target} {placement(pair.target)}", described(pair.target, warp), ends
+    limit, most = pair.runner.limit, settings.max_new_tokens
+    full = f"max_new_tokens is {most}; a text ends where the context is full, at {limit} tokens" if most > limit else ""
+    notices = f"{settings.target} {placement(pair.target)}", described(pair.target, warp), ends, full
     print("\n".join(filter(None, notices)), file=sys.stderr)
     return pair
 

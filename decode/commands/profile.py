@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from decode.commands.checks import api_settings, make_warp, open_pair, open_suites, picked, use_chat
+from decode.commands.checks import api_settings, check_lengths, make_warp, open_pair, open_suites, picked, use_chat
 from decode.commands.settings import ProfileSettings, required
 from decode.core.round import FORMULAS
 from decode.errors import Fields, UserError, read_json, write_json
@@ -20,7 +20,7 @@ from decode.measure.report import PRINTED, console_table
 from decode.measure.session import BenchOptions, Session
 from decode.measure.statistics import plain
 from decode.measure.suites import Suite
-from decode.models.open import Pair
+from decode.models.open import Pair, load_tokenizer
 from decode.progress import output_console, working
 
 BY_LENGTH = ("draft_length", "ms", "break_even_alpha", "predicted_speedup")
@@ -61,6 +61,7 @@ def profile_pair(
     """
     if pair.draft is None:
         raise UserError("profile predicts what a draft gains; give one with --draft (load(target, draft) in Python)")
+    check_lengths("longest", [settings.longest], pair.target)
     warp, longest = make_warp(settings, pair.target, settings.temperature), settings.longest
     chat = use_chat(settings, pair.tokenizer)
     options = picked(BenchOptions, settings, chat=chat, warp=make_warp(settings, pair.target))
@@ -89,19 +90,19 @@ def profile_pair(
     return PairProfile(cost, known, alphas[0], lengths, best_length(gains), about, batches, session)
 
 
-def profile(pair: Pair, suite: Sequence[str] = ("arithmetic",), **options: Any) -> PairProfile:
+def profile(pair: Pair, suite: Sequence[str] = (), **options: Any) -> PairProfile:
     """Measure costs and acceptance of a pair on this machine, and predict the speedup of every draft length.
 
     Args:
         pair: from `decode.load`, with a draft.
-        suite: prompts that α is measured on, as ``--suite`` takes them.
+        suite: prompts that α is measured on, as ``--suite`` takes them; none: as in `decode.bench`.
         options: any other option of ``python -m decode profile``, such as ``limit`` or ``temperature``.
 
     Raises:
         UserError: a pair without a draft, an unknown option, a value out of range, prompts that do not fit.
     """
     settings = api_settings(ProfileSettings, pair, options, draft=pair.draft_name, suite=suite)
-    return profile_pair(settings, pair, open_suites(settings))
+    return profile_pair(settings, pair, open_suites(settings, chat=use_chat(settings, pair.tokenizer)))
 
 
 def run(settings: ProfileSettings) -> None:
@@ -110,9 +111,10 @@ def run(settings: ProfileSettings) -> None:
     A forecast by batch size is also written into the draft's speculation_profile.json, if there is one.
     """
     required(settings, "target", "draft")
-    path, suites = Path(str(settings.draft)) / "speculation_profile.json", open_suites(settings)
+    tokenizer = load_tokenizer(str(settings.target), trust_remote_code=settings.trust_remote_code)
+    suites = open_suites(settings, chat=use_chat(settings, tokenizer, tell=True))
+    path = Path(str(settings.draft)) / "speculation_profile.json"
     pair, content = open_pair(settings, settings.draft), read_json(path)
-    use_chat(settings, pair.tokenizer, tell=True)
     result = profile_pair(settings, pair, suites, content.get("num_speculative_tokens"))
     print(json.dumps(result.to_dict())) if settings.json else show(result)
     if result.batches and content:

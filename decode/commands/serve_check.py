@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from decode.commands.checks import open_pair, open_suites, picked, use_chat
+from decode.commands.checks import check_lengths, open_pair, open_suites, picked, use_chat
 from decode.commands.settings import ServeCheckSettings, required
 from decode.core.sampling import LogitsWarper
 from decode.engines.check import (
@@ -74,10 +74,11 @@ def run(settings: ServeCheckSettings) -> None:
     with scratch_folder() as scratch, console.status("loading") as status:
         pair = open_pair(settings, str(draft))
         assert pair.draft is not None
+        check_lengths("draft_lengths", settings.draft_lengths, pair.target)
         check_head(pair.draft, settings.engine, settings.draft_lengths)
         chat = use_chat(settings, pair.tokenizer, tell=True)
         session = Session(pair.target, {"draft": pair.draft}, pair.tokenizer, picked(BenchOptions, settings, chat=chat))
-        items = [item for suite in open_suites(settings) for item in session.items(suite)]
+        items = [item for suite in open_suites(settings, chat=chat) for item in session.items(suite)]
         for name, note in session.notes.items():
             console.print(f"{name}: {note}", soft_wrap=True)
         head = pair.draft if isinstance(pair.draft, DraftHead) else None

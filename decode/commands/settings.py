@@ -1,5 +1,6 @@
 """Settings of ``python -m decode``: one dataclass per command; the text below each key is its help."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,8 +104,9 @@ class ChatSettings(Checked):
 class SuiteSettings(Checked):
     """Prompts of a measurement."""
 
-    suite: list[str] = field(default_factory=lambda: ["arithmetic"])
-    """Prompts: arithmetic, chat, gsm8k, humaneval, math_500, livecodebench, mt_bench, spec_bench, mbpp, mmlu,
+    suite: list[str] = field(default_factory=list)
+    """Prompts; empty: chat where the tokenizer has a chat template, else arithmetic. Others: arithmetic, chat, gsm8k,
+    humaneval, math_500, livecodebench, mt_bench, spec_bench, mbpp, mmlu,
     alpaca, cnn_dailymail, xsum, open; NAME=PATH reads one of them from a local file, and PATH other prompts (a column
     prompt, turns, text or question); arithmetic:2 is a difficulty, chat:qa a category."""
     split: str = "test"
@@ -212,17 +214,37 @@ class BenchSettings(SuiteSettings, ChatSettings, SamplingSettings, MethodSetting
     corpus_texts: PositiveInt = 20_000
     """Texts taken from each suite of the corpus."""
     output: str | None = None
-    """Folder of report.json and the HTML page; null: runs/bench, with a configuration runs/<name>."""
+    """Folder of report.json and the HTML page; null: the run of the draft (without one of the target), else
+    runs/bench."""
     csv: str | None = None
     """File for the measured values as comma-separated values."""
     markdown: str | None = None
     """File for the tables in Markdown."""
 
+    @property
+    def folder(self) -> str:
+        """Where results go."""
+        runs = set(self.runs)
+        return self.output or (len(runs) == 1 and runs.pop()) or "runs/bench"
+
+    @property
+    def runs(self) -> list[str | None]:
+        """The run of each draft, without any that of the target."""
+        drafts = [item.partition("=")[2] or item for item in self.draft if item != "mtp"]  # which is in the target
+        return [run_of(path) for path in drafts or filter(None, [self.target])]
+
+
+def run_of(path: str) -> str | None:
+    """The folder of the run that made a model; None of one that is in no run."""
+    folder = Path(path).parent
+    return str(folder) if (folder / "work").is_dir() or (folder / "settings.yaml").is_file() else None
+
 
 def bench_settings(argv: Sequence[str], description: str = "", examples: str = "") -> BenchSettings:
     """Settings of ``bench``: the section ``bench`` of a configuration, and what follows from its other sections.
 
-    A configuration names the run whose target and draft are measured, and the data they were made for.
+    A configuration names the run whose target and draft are measured, and where results go, unless the command line
+    names other models; its threads; and the data they were made for.
 
     Raises:
         UserError: a file that is missing or not valid, or an unknown key.
@@ -231,12 +253,15 @@ def bench_settings(argv: Sequence[str], description: str = "", examples: str = "
     if not (paths := config_paths(argv)):
         return settings
     content = read_config(paths, ("name", "output_dir", "bench.suite", "data.source", "data.files"))
-    run = Path(content.get("output_dir", "runs")) / content.get("name", "run")
+    own = str(Path(content.get("output_dir", "runs")) / content.get("name", "run"))
+    run = next(filter(None, settings.runs), own)
     if not (any(item.startswith("--suite") for item in argv) or "suite" in (content.get("bench") or {})):
         settings.suite = default_suites(content.get("data"))
-    settings.target = settings.target or str(run / "target")
-    settings.draft = settings.draft or [str(f) for f in [run / "export"] if f.is_dir()]
-    settings.output = settings.output or str(run)
+    if not any(re.match("--(target|draft)(=|$)", item) for item in argv):
+        settings.output = settings.output or own
+    settings.target = settings.target or f"{run}/target"
+    settings.draft = settings.draft or [str(f) for f in [Path(run, "export")] if f.is_dir()]
+    settings.threads = settings.threads or content.get("threads")
     return settings
 
 
@@ -245,7 +270,7 @@ def default_suites(data: Any) -> list[str]:
     from decode.measure.suites import PRESETS
 
     if not isinstance(data, dict):
-        return ["arithmetic"]
+        return []
     source = str(data.get("source", "arithmetic"))
     if source == "target":  # whose own prompts have no suite
         return ["chat"]

@@ -22,6 +22,8 @@ from decode.errors import Fields, UserError
 
 Message = Fields
 """One turn of a chat as OpenAI and chat templates write it: ``role``, ``content``, possibly ``tool_calls``."""
+PROMPT_END = "prompt_end"
+"""A field of tokenizer_config.json: the end of all prompts that a model made here has seen; shells leave it out."""
 REASONING = "reasoning_content", "reasoning", "thinking"
 """The names under which templates read what an assistant thought before it answered; they mean the same."""
 REFUSALS = jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError  # what rendering a chat may raise
@@ -34,12 +36,13 @@ def start_ids(tokenizer: PreTrainedTokenizerBase) -> Ids:
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Ids:
-    """Ids of a prompt, without an end token; see `batch_prompt_ids`.
+    """Ids of a prompt, without an end token; see `batch_prompt_ids`. A prompt of one line ends as `PROMPT_END` says.
 
     Raises:
         UserError: the prompt has no ids.
     """
-    (ids,) = batch_prompt_ids(tokenizer, [text])
+    end = tokenizer.init_kwargs.get(PROMPT_END, "")
+    (ids,) = batch_prompt_ids(tokenizer, [text if end in text else text + end])
     if not ids:
         raise UserError("the prompt is empty, and the tokenizer has no start token; give some text")
     return ids

@@ -10,7 +10,17 @@ from jsonargparse.typing import ClosedUnitInterval, PositiveInt
 
 from decode.errors import UserError
 from decode.options import Seed, Share, Temperature, check_numbers
-from distill.config.base import HEADS, RESERVED, SHARDED, Attention, DivergenceName, Precision, Values, refuse
+from distill.config.base import (
+    HEADS,
+    RESERVED,
+    SHARDED,
+    Attention,
+    DivergenceName,
+    Precision,
+    StudentKind,
+    Values,
+    refuse,
+)
 from distill.config.data import DataSettings
 from distill.config.models import ModelSettings, StudentSettings, TargetSettings, TrainingSettings
 from distill.config.teacher import TeacherSettings
@@ -142,7 +152,7 @@ class Settings:
     output_dir: str = "runs"
     """Folder of all runs."""
     threads: PositiveInt | None = None
-    """CPU threads for training; null: PyTorch's choice (all cores)."""
+    """CPU threads of everything; null: all cores, and where speed is measured one or all, whichever is faster."""
     tracker: Literal["wandb", "csv", "none"] = "wandb"
     """Where settings, losses, tables and plots are recorded. W&B is offline unless you are logged in."""
     data: DataSettings = field(default_factory=DataSettings)
@@ -268,3 +278,21 @@ class Settings:
             (unsupported, "trainer.strategy", f"which shards the weights and does not support {unsupported}: set it to "
              "ddp, or change these settings"),
         )  # fmt: skip
+
+
+@dataclass
+class AblationSettings:
+    """The seeds of an ablation, and the kinds of drafts."""
+
+    seeds: list[Seed] = field(default_factory=lambda: [1, 2, 3])
+    """Seeds of the order of the training examples. Every draft is trained once with each."""
+    kinds: list[StudentKind] = field(default_factory=list)
+    """Kinds of drafts (student.kind) to compare, with as many drafted tokens as blocks have. Empty: student.kind."""
+
+
+@dataclass
+class AblateSettings(Settings):
+    """A run's settings, whose `drafts` are compared."""
+
+    ablation: AblationSettings = field(default_factory=AblationSettings)
+    """The seeds."""

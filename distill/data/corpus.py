@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from decode.errors import UserError, read_json, replaced, write_json
 from decode.measure.suites import PRESETS, Prompt, Row, Suite, quiet_datasets
 from decode.models.open import load_tokenizer, stop_ids, unnamed_ends
-from decode.models.tokens import check_template
+from decode.models.tokens import PROMPT_END, check_template
 from decode.progress import current
 from distill import ranks
 from distill.config.data import DataSettings
@@ -158,6 +158,8 @@ def _make(
         chosen = Random(seed).sample(range(len(train)), min(len(train), settings.limits["train"] or len(train)))
         tokenizer = train_tokenizer(map(_text_of, train.select(chosen)))
         tokenizer.chat_template = settings.template()
+        if rows.kind == "pairs" and all(prompt.endswith("\n") for prompt in train[:100]["prompt"]):
+            tokenizer.init_kwargs[PROMPT_END] = "\n"
         tokenizer.save_pretrained(folder / "tokenizer")
     by_setting = bool(tokenizer.chat_template) if settings.chat == "auto" else settings.chat
     chat = rows.kind == "chat" or (rows.kind == "pairs" and by_setting)

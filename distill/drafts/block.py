@@ -49,7 +49,7 @@ class CandidateHead(LMHead):
         unary, scores = LMHead.of(self.linear).products(hidden[:, :width], vocab), hidden[:, width:]
         best, kept = unary.topk(min(self.count, vocab), -1)
         if self.markov is not None:
-            scores = best + (self.markov[kept] @ scores[..., None])[..., 0]
+            scores = best + (self.markov[kept].to(scores.dtype) @ scores[..., None])[..., 0]
         return (unary - IMPOSSIBLE).scatter(1, kept, scores.to(unary.dtype))
 
 

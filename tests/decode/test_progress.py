@@ -38,6 +38,21 @@ def test_a_file_gets_lines_with_how_far_and_how_long(file: io.StringIO) -> None:
     assert current() is progress.UNSHOWN
 
 
+def test_the_time_left_counts_pauses_of_work_that_advances_by_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    work = progress.Work("prompts", 600)
+    work.begin(0)
+    now[0] = 100.0  # a batch is written
+    for done in range(1, 201):
+        work.update(done=done)
+    assert work.left() == 200
+    now[0] = 150.0  # the next one is not finished
+    assert work.left() == 300
+    work.update(name="tokenising", total=10, done=0)
+    assert work.left() is None
+
+
 def test_only_the_innermost_that_is_not_quiet_prints_its_newest_unfinished_piece(file: io.StringIO) -> None:
     with Progress(Console(file=file)) as shown, working(Console(quiet=True), "quiet", 8):
         outer, inner = shown.add("whole", 2), shown.add("part", 1)

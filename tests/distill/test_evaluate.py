@@ -25,11 +25,12 @@ from distill.run import Run
 
 def test_every_predicted_speedup_of_a_run_follows_from_its_report(tmp_path: Path) -> None:
     """Tokens over the seconds of real rounds, with the costs in the report."""
-    settings = tiny_settings(tmp_path)
+    settings = tiny_settings(tmp_path, threads=2)
     settings.evaluation = EvaluationSettings(prompts=3, accuracy_prompts=3, max_new_tokens=12, draft_lengths=[2])
     run_tiny(begun(settings))
     run = bench(settings)[0]
     report = measure(run)
+    assert report["machine"]["threads"] == 2
     drafting = [row for row in report["decoding"] if row["method"] == "vanilla"]
     assert {row["temperature"] for row in drafting} == {0.0, 1.0}
     for row in drafting:

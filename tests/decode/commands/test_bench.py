@@ -40,9 +40,9 @@ def test_methods_that_copy_get_a_store_of_the_corpus(method, tiny, tmp_path):
 
 
 def test_a_method_that_was_named_and_no_draft_suits_is_refused(tiny):
-    methods = ["eagle-tree", "vanilla"]
+    methods, (target, draft) = ["eagle-tree", "vanilla"], make_pair(tiny)
     with pytest.raises(UserError, match="no draft suits eagle-tree"):
-        plan_entries(BenchSettings(target="t", methods=methods), methods, {"d": make_pair(tiny)[1]})
+        plan_entries(BenchSettings(target="t", methods=methods), methods, {"d": draft}, target)
 
 
 def test_the_api_measures_batches_and_refuses_what_cannot_be_measured(tiny):
@@ -53,3 +53,5 @@ def test_the_api_measures_batches_and_refuses_what_cannot_be_measured(tiny):
     assert [row["name"] for row in rows] == ["autoregressive", "generate", "vanilla", "cost-optimal"]
     with pytest.raises(UserError, match="batch_sizes"):
         bench(pair, **options | {"batch_sizes": [0]})
+    with pytest.raises(UserError, match="draft_length is 900, and the target's context holds 256"):
+        bench(pair, ["vanilla:draft_length=900"], **options | {"draft_lengths": []})

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,12 @@ def test_help_names_every_stop_rule_and_acceptance_rule(capsys):
     ("code", "absent"),
     [
         ("from decode.__main__ import main; main(['bench', '--help'])", "torch transformers pyarrow jinja2 numpy"),
+        (
+            "import distill.__main__ as d, pytest; pytest.raises(SystemExit, d.main, ['--help'])",
+            "torch lightning numpy",
+        ),
+        ("import distill.__main__ as d, pytest; pytest.raises(SystemExit, d.main, ['ablate', '--help'])", "torch"),
+        ("import probes.__main__ as p, pytest; pytest.raises(SystemExit, p.main, ['--help'])", "torch lightning numpy"),
         # transformers itself imports jinja2
         ("import decode.commands.generate", "pyarrow datasets pandas decode.measure.suites decode.measure.report"),
     ],
@@ -69,6 +77,20 @@ def test_commands_load_only_what_they_need(code, absent):
     code += f"; import sys; sys.exit(' '.join(sys.modules.keys() & {set(absent.split())!r}) or 0)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_program_is_the_three_packages(capsys, monkeypatch):
+    script = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["draftsmith"]
+    for argv, status, words in (
+        (["--version"], 0, f"draftsmith {version('draftsmith')}"),
+        (["decode", "methods"], 0, "hybrid-tree"),
+        (["probe", "--help"], 0, "usage: python -m probes"),
+        (["distill", "--name"], 2, "--name has the values []"),
+        (["distil"], 2, "did you mean 'distill'?"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["draftsmith", *argv])
+        assert pkgutil.resolve_name(script)() == status
+        assert words in "".join(capsys.readouterr())
 
 
 def test_the_list_of_methods_tells_relaxed_ones(capsys):
@@ -94,13 +116,22 @@ def test_a_configuration_gives_bench_its_run_and_keeps_to_its_section(tmp_path):
     assert settings.suite == ["gsm8k=t.jsonl"]
     assert (settings.methods, settings.limit, settings.max_new_tokens) == (["vanilla"], 4, 9)
     chosen = bench_settings(["--config", str(config), "--suite", "open", "--draft", "other"])
-    assert (chosen.suite, chosen.draft) == (["open"], ["other"])
+    assert (chosen.suite, chosen.draft, chosen.folder) == (["open"], ["other"], "runs/bench")
+    (tmp_path / "runs/mine/work").mkdir(parents=True)
+    mine = f"{tmp_path}/runs/mine"
+    (tmp_path / "threads.yaml").write_text(f"base: {config}\nthreads: 3\n")
+    chosen = bench_settings(["--config", str(tmp_path / "threads.yaml"), "--draft", f"a={mine}/export"])
+    assert (chosen.folder, chosen.target, chosen.threads) == (mine, f"{mine}/target", 3)
+    assert bench_settings(["--config", str(config), "--target", f"{mine}/target", "--draft", "mtp"]).folder == mine
+    assert bench_settings(["--target", "hub/name", "--draft", f"a={mine}/kl-tv", f"b={mine}/export"]).folder == mine
+    two = ["--target", "hub/name", "--draft", f"{mine}/export", "hub/draft"]
+    assert bench_settings(two).folder == "runs/bench"
 
 
 def test_the_suite_follows_the_training_data_and_a_presets_name_wins_over_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gsm8k").mkdir()
-    assert default_suites(None) == ["arithmetic"]
+    assert default_suites(None) == []
     assert default_suites({"source": "gsm8k", "files": {"test": "t.jsonl"}}) == ["gsm8k=t.jsonl"]
     assert default_suites({"source": "train.jsonl", "files": {"test": "t.jsonl"}}) == ["prompts=t.jsonl"]
     assert default_suites({"source": "gsm8k"}) == ["gsm8k"]
@@ -117,7 +148,7 @@ def test_the_suite_follows_the_training_data_and_a_presets_name_wins_over_a_path
             "section bench: unknown key 'limt'; the nearest known key is",
         ),
         (["generate", "--top-pp", "1"], "unknown option '--top-pp'; the nearest known key is 'top_p'"),
-        (["generate", "--target", "no/such/folder", "--prompt", "x"], "there is no such folder"),
+        (["generate", "--target", "no/such/folder", "--prompt", "x"], "there is no folder"),
         (["bench", "--target", "t", "--methods", "ears:beta=x"], "'ears:beta=x'"),
         (["bench", "--target", "t", "--methods", "rest"], "python -m decode datastore build"),
         (["bench"], "--target is missing"),

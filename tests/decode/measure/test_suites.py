@@ -81,7 +81,10 @@ def test_a_path_alone_gives_other_prompts(tmp_path):
         suite = load_suite(spec)
         assert [p.text for p in suite.prompts] == ["Say.", "2+2?", "One."]
         assert suite.prompts[2].turns == ("One.", "Two.")
-    assert [suite.name for suite in open_suites(ProfileSettings(suite=[path]))] == ["mine"]
+    assert [suite.name for suite in open_suites(ProfileSettings(suite=[path]), chat=False)] == ["mine"]
+    for chat, name in ((True, "chat"), (False, "arithmetic")):  # none is named
+        settings = ProfileSettings()
+        assert [suite.name for suite in open_suites(settings, chat=chat)] == settings.suite == [name]
 
 
 PUBLISHED = {  # a row with the published columns, and the prompt's id, first words, category and turns

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from decode.errors import UserError
 from decode.measure.arithmetic import problems
 from decode.measure.suites import SCORERS
+from decode.models.tokens import prompt_ids
 from distill import ranks
 from distill.config.data import DataSettings
 from distill.data import corpus as corpus_module
@@ -49,6 +50,9 @@ def test_a_later_process_reads_the_same_or_is_refused(tmp_path: Path, monkeypatc
     assert rows_of(first) == rows_of(second)
     assert (first.fingerprint, first.notes) == (second.fingerprint, second.notes)
     assert first.tokenizer("12 pens")["input_ids"] == second.tokenizer("12 pens")["input_ids"]
+    for text, whole in (("2 + 2?", "2 + 2?\n"), ("2 + 2?\n4", "2 + 2?\n4")):  # a shell leaves the line end out
+        assert prompt_ids(second.tokenizer, text) == second.tokenizer(whole)["input_ids"]
+    assert prompt_ids(LETTERS, "2 + 2?") == LETTERS("2 + 2?")["input_ids"]
     with pytest.raises(UserError, match=r"process 1 has other data than process 0, which made .*corpus"):
         load_corpus(settings, seed=1, folder=folder)
 

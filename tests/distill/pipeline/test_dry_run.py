@@ -11,6 +11,7 @@ from rich.console import Console
 from tiny_run import bench, given, tiny_settings
 from transformers import PreTrainedModel
 
+from decode.commands.cli import parse
 from decode.errors import UserError
 from distill.config import DraftSettings, Settings
 from distill.config.data import DataSettings
@@ -19,9 +20,10 @@ from distill.config.teacher import ResponseSettings
 from distill.data import prompts
 from distill.dry_run import PLAIN_CHAT, shrink
 from distill.estimate import estimate
-from distill.pipeline import show_example
+from distill.pipeline import prepare_settings, show_example
 from distill.stages import run_stages
 
+HEAD = str(Path(__file__).parents[3] / "configs" / "head.yaml")
 Tiny = Callable[..., PreTrainedModel]
 
 
@@ -125,6 +127,21 @@ def test_no_more_prompts_than_a_batch_are_written(tmp_path: Path, tiny: Tiny, mo
     assert written == [8]
     assert list(estimate(settings, console)) == ["the data", "answers", "initial", "distillspec", "adaspec"]
     assert written == [8, 64]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash", "dspark", "dflash2", "xpress", "lilicorr"])
+def test_the_recipe_for_ones_own_model_and_file_takes_every_kind_of_head(kind: str, tmp_path: Path, tiny: Tiny) -> None:
+    tokenizer = make_tokenizer(chat=True)
+    target = given(tmp_path / "own", tokenizer, tiny("llama", vocab_size=len(tokenizer), eos_token_id=0)).model
+    says = lambda n: [{"from": "human", "value": f"Why {n}?"}, {"from": "gpt", "value": f"Because {n} is so."}]  # noqa: E731
+    chats = "".join(json.dumps({"conversations": says(number)}) + "\n" for number in range(200))
+    (tmp_path / "chats.jsonl").write_text(chats)
+    argv = ["--config", HEAD, "--data.source", str(tmp_path / "chats.jsonl"), f"--target.model={target}"]
+    argv += ["--student.kind", kind, "--output-dir", str(tmp_path)]
+    argv += ["--trainer.precision", "bf16-mixed", "--target.dtype", "bfloat16"]  # what auto is where it is fast
+    settings = parse(Settings, argv, foreign={"bench"})
+    small = prepare_settings(shrink(settings, Console(quiet=True)))
+    assert run_stages(bench(small)[0]) == ["target", "initial", "kl-tv"]
 
 
 def test_a_data_file_that_is_missing_is_refused(tmp_path: Path) -> None:

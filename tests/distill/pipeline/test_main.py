@@ -16,6 +16,7 @@ from decode.commands import bench as compare
 from decode.commands.cli import parse, read_config, run_main
 from decode.commands.settings import bench_settings
 from distill import __main__ as command
+from distill import train
 from distill.ablation import AblateSettings
 from distill.config import Settings
 from distill.pipeline import write_settings
@@ -73,7 +74,7 @@ def test_a_dry_run_goes_on_to_report_and_export_and_a_second_run_changes_nothing
         (("--drafts.adaspek.k=0.5",), "'adaspek' is not one of distillspec, adaspec"),
         (("--data.files", "{train: no.jsonl}"), "no.jsonl"),
         (("--seed", "-1"), "seed"),
-        (("--teacher.engine.keep", "float16"), "'auto', 'float32', 'bfloat16', 'float8', 'topk'"),
+        (("--teacher.engine.keep", "float16"), "expected auto or float32 or bfloat16 or float8 or topk"),
         (("--trainer.packing", "9"), "'--trainer.packing'; the nearest known key is 'trainer.precision'"),
     ],
 )
@@ -95,6 +96,13 @@ def test_written_settings_are_a_configuration(tmp_path: Path, config: str, capsy
     assert "[[" in out
     assert "learned" in out
     assert not (tmp_path / "runs").exists()
+
+
+def test_python_takes_settings_as_the_command_does(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distill.pipeline.run_pipeline", lambda settings: settings)
+    settings: Any = train(config, "--name", "mine", "--drafts.adaspec.k", "0.2")
+    assert (settings.name, settings.drafts[1].k, settings.data.train_examples) == ("mine", 0.2, 48)
+    assert train(settings) is settings
 
 
 @pytest.mark.parametrize("name", ["ablate", "check-engine", "--dry-run", "--estimate", "--show-example"])

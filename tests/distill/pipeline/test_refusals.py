@@ -1,5 +1,6 @@
 """What is refused before the first step: settings that do not fit, what the machine lacks, a disk without room."""
 
+import os
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,15 @@ def test_settings_that_cannot_work_are_refused_at_once(tmp_path: Path, values: d
     with pytest.raises(UserError, match=words):
         run_pipeline(altered(tiny_settings(tmp_path), **values), Console(quiet=True))
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_a_run_whose_data_are_refused_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.environ", os.environ.copy())  # which W&B's logger adds to
+    (tmp_path / "rows.jsonl").write_text('{"a": "b"}\n')
+    settings = altered(tiny_settings(tmp_path / "runs"), data__source=str(tmp_path / "rows.jsonl"), tracker="wandb")
+    with pytest.raises(UserError, match="has the columns 'a'"):
+        run_pipeline(settings, Console(quiet=True))
+    assert not list((tmp_path / "runs").iterdir())
 
 
 @pytest.mark.parametrize("source", ["chats", "target"])
