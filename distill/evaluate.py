@@ -10,9 +10,10 @@ from transformers import PreTrainedModel
 
 from decode.engines.check import serving_facts
 from decode.measure.acceptance import DEPTH, OfflineAlpha, offline_accepted_length, offline_alphas, paired
-from decode.measure.benchmark import BenchEntry, Benchmark
+from decode.measure.benchmark import BenchEntry, Benchmark, paired_ratios
 from decode.measure.costs import LONGEST, best_length, break_even, speedups_by_length
 from decode.measure.session import BenchOptions, Session
+from decode.measure.statistics import median_interval
 from decode.measure.suites import Prompt, Row, Suite
 from decode.models.heads.block import BlockHead
 from decode.models.open import DraftModel, described, open_draft, own_warp
@@ -223,6 +224,7 @@ class Evaluation:
             rows = benchmark.run([self.suite], self._entries(lengths))
         for row in rows:
             row["draft"] = (row["draft"] or row["name"]) + "-tree" * row["method"].endswith("-tree")
+        self._compare(rows, benchmark)
         greedy = {"decoding": [row for row in rows if row["temperature"] == 0]}
         names = [name + form for form in ("", "-tree") for name in self.decoded]
         fastest = {name: row for name in names if (row := fastest_row(greedy, name))}
@@ -231,3 +233,14 @@ class Evaluation:
             "costs": {name or "": costs.to_dict() for name, costs in self.session.costs.items()},
         }
         return rows, analysis
+
+    def _compare(self, rows: Sequence[Row], benchmark: Benchmark) -> None:
+        """Adds the speed over the exported draft at its fastest, prompt by prompt, to the rows of each temperature."""
+        records = {(row["temperature"], row["name"]): record for row, record in zip(rows, benchmark.records.values())}
+        for row in rows:
+            alike = [other for other in rows if other["temperature"] == row["temperature"]]
+            base = fastest_row({"decoding": alike}, self.best, f"{self.best}-tree")
+            record = records[row["temperature"], row["name"]]
+            if base and record.texts:
+                ratios = paired_ratios(record, records[base["temperature"], base["name"]])
+                row["speedup_vs_exported"], row["speedup_vs_exported_ci95"] = median_interval(ratios)

@@ -17,8 +17,8 @@ from distill.export import card
 Row = Mapping[str, Any]
 
 DRAFTS = (
-    "name", "offline_alpha", "speedup", "accepted_length", "draft_length", "speedup_vs_generate", "difference",
-    "significance",
+    "name", "offline_alpha", "speedup", "speedup_vs_exported", "accepted_length", "draft_length", "speedup_vs_generate",
+    "difference", "significance",
 )  # fmt: skip
 TRAINING = (
     "name", "parameters", "offline_accepted_length", "offline_alpha_greedy", "validation_alpha",
@@ -31,7 +31,8 @@ DECODING = (
 ACCEPTANCE = ("position", "validation", "offline", "decoded", "served")
 PROFILE = ("cost_ratio", "best_draft_length", "alpha", "break_even_alpha")
 """Columns of the tables."""
-LEGEND = "Δα: difference to the exported draft. *** p < 0.001, ** p < 0.01, * p < 0.05, n.s. not significant."
+LEGEND = "Δα: difference to the exported draft. *** p < 0.001, ** p < 0.01, * p < 0.05, n.s. not significant. \
+Drafts cannot be told apart in speed where the interval beside `vs exported` holds 1."
 FIRST_SCREEN = ("speedup", "acceptance_by_position")
 SAME: dict[Any, str] = {True: "✓ Output identical to the target's.", False: "✗ Output differs from the target's."}
 
@@ -82,12 +83,22 @@ def draft_rows(report: Row) -> list[Row]:
     for draft in report["drafts"]:
         row = card.fastest_row(report, draft["name"], f"{draft['name']}-tree") | draft
         if draft["name"] == best:
-            row |= {"difference": "exported", "style": "bold"}
+            row |= {"difference": "exported", "style": "bold", "speedup_vs_exported": None}
         elif pair := pairs.get(draft["name"]):
             mark = "*" * sum(pair["p_value"] < limit for limit in (0.05, 0.01, 0.001))
             row |= {"difference": -pair["difference"], "se": pair["se"], "significance": mark or "n.s."}
         rows.append(row)
     return rows
+
+
+def not_told_apart(report: Row) -> str:
+    """Returns which drafts cannot be told from the exported one in speed and in α, as a sentence; empty without any."""
+    rows = [row for row in draft_rows(report) if row["name"] != exported(report)]
+    held = [(row, row.get("speedup_vs_exported_ci95") or (2, 2)) for row in rows if not doubt(row)]
+    speed = [row["name"] for row, (low, high) in held if low <= 1 <= high]
+    alike = {"speed": speed, "α": [row["name"] for row in rows if row.get("significance") == "n.s."]}
+    told = [f"in {what} {', '.join(f'`{name}`' for name in names)}" for what, names in alike.items() if names]
+    return f" Not told apart from it: {'; '.join(told)}." if told else ""
 
 
 def opening(report: Row) -> tuple[str, list[tuple[str, str]], str]:
@@ -100,7 +111,7 @@ def opening(report: Row) -> tuple[str, list[tuple[str, str]], str]:
     length = (cell(row, "accepted_length"), "tokens per target forward (accepted length)")
     same = SAME.get(row.get("identical_to_target"), "")
     where = [f"`{row['draft']}`", mode(row["temperature"]), f"{row['draft_length']} tokens drafted per round"]
-    text += f" Measured: {', '.join(filter(None, [*where, conditions(row)]))}."
+    text += f" Measured: {', '.join(filter(None, [*where, conditions(row)]))}.{not_told_apart(report)}"
     over = {"speedup": row["speedup_vs_generate"], "speedup_ci95": row.get("speedup_vs_generate_ci95")}
     if why := doubt(row):
         return f"{text} No speedup is given, since {why}.", [(name, "exported draft"), length], same

@@ -29,7 +29,7 @@ from distill.drafts.block import calibration_error
 from distill.evaluate import Text
 from distill.lm_head import LMHead
 from distill.run import Run
-from probes.exit_search import bench
+from probes.exit_search import bench, open_session, test_prompts
 from probes.features import Features
 from probes.fit import judged, scores_of, train_probes
 from probes.labels import Mode
@@ -120,7 +120,8 @@ def stop_rules(
     entries.append(new("cost-optimal", options=MethodOptions(sample_block=drawn), name="token probability"))
     if head.confidence_head is not None:
         entries.append(new("block-confidence", options=MethodOptions(sample_block=drawn), name="confidence head"))
-    return bench(run, target, mode, options, entries, {"head": head})[0]
+    session = open_session(run, target, mode, options, {"head": head})
+    return bench(session, test_prompts(run, options), entries)[0]
 
 
 def block_experiment(run: Run, target: PreTrainedModel, modes: list[Mode], options: ProbeSettings) -> dict[str, Any]:

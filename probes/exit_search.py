@@ -1,4 +1,4 @@
-"""The choice of exit layer, stop rule and threshold: speedups are predicted, then the best settings are run."""
+"""The choice of exit layer, stop rule and threshold: speedups are predicted, good settings tried, the fastest run."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 from decode.core.lengths import RoundCosts
 from decode.drafters.probe import KINDS, AcceptanceProbe, save_probes
 from decode.measure import machine
-from decode.measure.benchmark import BenchEntry, Benchmark, Record, paired_ratios
+from decode.measure.benchmark import BASELINE, BenchEntry, Benchmark, Record, paired_ratios
 from decode.measure.costs import exit_costs, speedup
 from decode.measure.session import BenchOptions, Session
 from decode.measure.statistics import median_interval, plain
+from decode.measure.suites import Prompt, Suite
 from decode.methods import SELF_SPECULATIVE
 from decode.models.check import open_runner
 from decode.models.fast.forward import FastRunner
@@ -35,7 +36,9 @@ STOPPED = dict(zip(("draft-verify", "adaspeed", "adaspeed-probe", "confidence-pr
 METHODS = ("layerskip", *STOPPED)
 WINDOW = 24  # longest draft considered: where nearly every token is accepted, a stop rule needs room to save anything
 EXIT_OPTIONS = "exit_layer", "threshold", "target_acceptance"  # of methods, which rows of the benchmark do not have
-THRESHOLDS = 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98
+THRESHOLDS = 0.05, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98
+LENGTHS = 1, 2, 3, 4, 6, 8, 11, 16, WINDOW  # apart enough that the next one is another setting
+TRIED = 12  # validation prompts on which settings are tried
 
 
 @dataclass
@@ -94,7 +97,7 @@ def predict(
         reading: Seconds that a confidence adds to a drafted token: see `decode.measure.costs.exit_costs`.
         window: Longest draft.
     """
-    settings: list[tuple[str, int, float | None]] = [("layerskip", k, None) for k in range(1, window + 1)]
+    settings: list[tuple[str, int, float | None]] = [("layerskip", k, None) for k in LENGTHS if k <= window]
     settings += [(m, window, t) for m, rule in STOPPED.items() if rule in confidences for t in THRESHOLDS]
     choices = []
     for method, length, threshold in settings:
@@ -139,65 +142,93 @@ def predict_all(
     return choices, {"exits": costs.to_dict(), "confidence": reading}
 
 
-def bench(
+def candidates(choices: Sequence[Choice], method: str, count: int) -> list[Choice]:
+    """Return the settings of a method that are tried: the best predicted of every exit, then the second best, ..."""
+    exits = {choice.exit_layer for choice in choices}
+    places = (best_of([c for c in choices if c.exit_layer == layer], method, count) for layer in exits)
+    ranked = [(rank, -choice.speedup, choice) for at in places for rank, choice in enumerate(at)]
+    return [choice for *_, choice in sorted(ranked, key=lambda entry: entry[:2])[:count]]
+
+
+def open_session(
     run: Run,
     model: PreTrainedModel,
     mode: Mode,
     options: ProbeSettings,
-    entries: Sequence[BenchEntry],
     drafts: Mapping[str, DraftModel] | None = None,
-) -> tuple[list[dict[str, Any]], dict[str, Record]]:
-    """Return rows as those of `decode bench`, and the records, by name: each entry runs once on each test prompt.
-
-    With drafts their costs are measured too.
-    """
+) -> Session:
+    """Return a session that decodes each prompt once; with drafts their costs are measured too."""
     threads, seed = run.settings.threads, run.settings.seed
     how = BenchOptions(options.max_new_tokens, 1, seed, warp=mode.warp, threads=threads, costs=bool(drafts))
-    benchmark = Benchmark(Session(model, drafts, run.tokenizer, how))
-    suite = test_suite(run.corpus, run.settings.data.source, options.bench_prompts)
+    return Session(model, drafts, run.tokenizer, how)
+
+
+def test_prompts(run: Run, options: ProbeSettings) -> Suite:
+    """Return the prompts of the real runs that are reported."""
+    return test_suite(run.corpus, run.settings.data.source, options.bench_prompts)
+
+
+def bench(
+    session: Session, suite: Suite, entries: Sequence[BenchEntry]
+) -> tuple[list[dict[str, Any]], dict[str, Record]]:
+    """Return rows as those of `decode bench`, and the records, by name."""
+    benchmark = Benchmark(session)
     rows = benchmark.run([suite], entries)
     return rows, {name: record for (*_, name), record in benchmark.records.items()}
 
 
 def run_best(
     run: Run, model: PreTrainedModel, mode: Mode, choices: Sequence[Choice], options: ProbeSettings
-) -> list[dict[str, Any]]:
-    """Decode with the best predicted settings of every method, without a draft, and by ``generate``.
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Try settings of every method on validation prompts, and decode the test prompts with the fastest of each.
+
+    Both also decode without a draft and by ``generate``. No method gains by having been tried on the test prompts.
 
     Returns:
-        Rows as those of `decode bench`, with ``title``, ``exit_layer``, ``threshold``, ``target_acceptance``,
-        ``predicted_speedup``, ``best`` (the fastest of its method) and ``speedup_vs_layerskip`` with its interval.
+        Rows of the test prompts as those of `decode bench`, with ``title``, ``exit_layer``, ``threshold``,
+        ``target_acceptance``, ``predicted_speedup``, ``tried`` (settings of the method that were tried) and
+        ``speedup_vs_layerskip`` with its interval; and rows of the settings that were tried.
     """
-    entries, chosen = list[BenchEntry](), dict[str, dict[str, Any]]()
-    for choice in (choice for method in METHODS for choice in best_of(choices, method, options.confirm)):
+    entries, chosen = dict[str, BenchEntry](), dict[str, dict[str, Any]]()
+    for choice in (choice for method in METHODS for choice in candidates(choices, method, options.confirm)):
         values: dict[str, Any] = {"exit_layer": choice.exit_layer, "draft_length": choice.window}
         if choice.threshold is not None:  # the controller starts at the threshold and is steered to its acceptance
             values |= {"threshold": choice.threshold, "target_acceptance": min(0.99, max(0.01, choice.accepted))}
         given = MethodOptions(**values, probes=str(run.folder / "probes"))
         shown = {"E": given.exit_layer, "k": given.draft_length, "γ": given.threshold}
         name = " ".join([choice.method, *(f"{key}{value:g}" for key, value in shown.items() if value is not None)])
-        entries.append(BenchEntry(choice.method, options=given, temperature=mode.warp.temperature, name=name))
+        entries[name] = BenchEntry(choice.method, options=given, temperature=mode.warp.temperature, name=name)
         chosen[name] = {key: getattr(given, key) for key in EXIT_OPTIONS} | {"predicted_speedup": choice.speedup}
-    rows, records = bench(run, model, mode, options, entries)
-    empty = dict.fromkeys((*EXIT_OPTIONS, "predicted_speedup"))
-    fastest = {row["method"]: row["name"] for row in sorted(rows, key=lambda row: row["tokens_per_second"] or 0.0)}
-    reference, (_, read) = records[fastest["layerskip"]], records[fastest["autoregressive"]].plain()
-    for row in rows:
-        row |= {"title": row["method"], "top_p": mode.warp.top_p} | empty | chosen.get(row["name"], {})
-        if expected := row["predicted_speedup"]:  # both sides read the prompts too
-            row["predicted_speedup"] = (row["tokens"] + read) / (row["tokens"] / expected + read)
-        row["best"] = row["name"] == fastest[row["method"]]
-        if records[row["name"]].texts and reference.texts:
-            middle, interval = median_interval(paired_ratios(records[row["name"]], reference))
-            row |= {"speedup_vs_layerskip": middle, "speedup_vs_layerskip_ci95": interval}
-    return [plain(row) for row in rows]
+    session, tables = open_session(run, model, mode, options), list[list[dict[str, Any]]]()
+    texts = mode.texts["validation"][:TRIED]
+    validation = Suite(
+        "validation", [Prompt(str(i), "", "", ids=tuple(ids[:n])) for i, (ids, n) in enumerate(texts)], None
+    )
+    counts, fastest = Counter(entry.method for entry in entries.values()), list(entries)
+    for suite in (validation, test_prompts(run, options)):
+        rows, records = bench(session, suite, [entries[name] for name in fastest])
+        speeds = {row["name"]: row["speedup"] or 0.0 for row in rows}
+        names = [[name for name in fastest if entries[name].method == method] for method in METHODS]
+        fastest = [max(same, key=lambda name: speeds[name]) for same in names if same]
+        (reference,) = (records[name] for name in fastest if entries[name].method == "layerskip")
+        _, read = records[BASELINE].plain()
+        for row in rows:
+            row |= {"title": row["method"], "top_p": mode.warp.top_p, "tried": counts.get(row["method"])}
+            row |= dict.fromkeys((*EXIT_OPTIONS, "predicted_speedup")) | chosen.get(row["name"], {})
+            if expected := row["predicted_speedup"]:  # both sides read the prompts too
+                row["predicted_speedup"] = (row["tokens"] + read) / (row["tokens"] / expected + read)
+            if records[row["name"]].texts and reference.texts:
+                middle, interval = median_interval(paired_ratios(records[row["name"]], reference))
+                row |= {"speedup_vs_layerskip": middle, "speedup_vs_layerskip_ci95": interval}
+        tables.append([plain(row) for row in rows])
+    return tables[1], [row for row in tables[0] if row["name"] in entries]
 
 
 def fastest_options(table: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the options of the fastest run of each method and mode, which decoding uses if none are given."""
+    """Return the options of the run of each method and mode, which decoding uses if none are given."""
     fastest: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {}}
     for row in table:
-        if row["best"] and row["method"] in SELF_SPECULATIVE:
+        if row["method"] in SELF_SPECULATIVE:
             given = {key: row[key] for key in ("draft_length", *EXIT_OPTIONS) if row[key] is not None}
             fastest["greedy" if row["temperature"] == 0 else "sampled"][row["method"]] = given
     return fastest
@@ -212,7 +243,8 @@ def exit_experiment(run: Run, model: PreTrainedModel, modes: list[Mode], options
     rows, table, probes = list[dict[str, Any]](), list[dict[str, Any]](), list[AcceptanceProbe]()
     held = list[tuple[Mode, Features, list[AcceptanceProbe]]]()
     facts: dict[str, Any] = {
-        "tokens": {}, "costs": {}, "predicted": {}, "temperature": options.temperature, "top_p": options.top_p,
+        "tokens": {}, "costs": {}, "predicted": {}, "tried": [],
+        "temperature": options.temperature, "top_p": options.top_p,
         "machine": machine.describe(model.device), "labels": {mode.name: mode.label for mode in modes},
     }  # fmt: skip
     for mode in modes:
@@ -237,7 +269,9 @@ def exit_experiment(run: Run, model: PreTrainedModel, modes: list[Mode], options
             with working(run.console, f"predicted speedup of every setting, {mode.name}"):
                 choices, facts["costs"][mode.name] = predict_all(runner, mode, features, trained)
             with working(run.console, f"real runs of the best settings, {mode.name}", bars=False):
-                table += run_best(run, model, mode, choices, options)
+                ran, tried = run_best(run, model, mode, choices, options)
+            table += ran
+            facts["tried"] += tried
             places = [[choice for choice in choices if choice.exit_layer == layer] for layer in exits]
             facts["predicted"][mode.name] = [vars(best_of(at, method)[0]) for at in places for method in METHODS]
         save_probes(folder, model, probes, fastest_options(table))

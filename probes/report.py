@@ -1,11 +1,12 @@
 """Tables and the page of ``python -m probes``."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from decode.core.lengths import RoundCosts
 from decode.measure import machine, plots
 from decode.measure.machine import conditions, doubt
 from decode.measure.report import Figure, Section, Table, cell, console_table, write_page
@@ -15,7 +16,7 @@ SCORED = ("confidence_head", "confidence_probe", "token_probability", "entropy")
 METRICS = ("auroc", "brier", "ece", *(f"auroc_{other}" for other in SCORED))
 FURTHER = tuple(f"{metric}_{other}" for metric in ("brier", "ece") for other in SCORED)
 SPEEDS = (
-    "title", "exit_layer", "draft_length", "threshold", "tokens_per_second", "speedup_vs_layerskip", "speedup",
+    "title", "exit_layer", "draft_length", "threshold", "tried", "tokens_per_second", "speedup_vs_layerskip", "speedup",
     "predicted_speedup", "accepted_length", "alpha", "accepted_per_drafted", "identical_to_target",
 )  # fmt: skip
 SLOTS = ("mode", "slot", "tokens", "base_rate", *METRICS[:-1])
@@ -30,25 +31,43 @@ def titles(added: Row) -> dict[str, str]:
     return {mode: f"{mode}{sampling.get(mode, '')}; label {label}" for mode, label in settings["labels"].items()}
 
 
-def fastest(added: Row, mode: str) -> list[Row]:
-    """Return the fastest run of every method in a mode."""
-    return [row for row in added["self_speculation"] if row["best"] and (row["temperature"] == 0) == (mode == "greedy")]
+def of_mode(rows: Iterable[Row], mode: str) -> list[Row]:
+    """Return the rows of a decoding mode."""
+    return [row for row in rows if (row["temperature"] == 0) == (mode == "greedy")]
 
 
 def best_of(added: Row, mode: str) -> Row:
     """Return the fastest run of a mode that drafts; empty if there is none."""
-    rows = [row for row in fastest(added, mode) if row["exit_layer"] and row["speedup"]]
+    rows = [row for row in of_mode(added["self_speculation"], mode) if row["exit_layer"] and row["speedup"]]
     return max(rows, key=lambda row: row["speedup"], default={})
 
 
 def answer(added: Row, mode: str) -> str:
-    """Return a sentence: the fastest method of a mode, or why its speedup is no result."""
+    """Return a sentence on the fastest method of a mode, or why its speedup is no result, and one on its exit."""
     if not (best := best_of(added, mode)):
         return f"{mode}: no method was run."
     if why := doubt(best):
         return f"{mode}: no speedup is given, since {why}."
     place = f"{mode}: {best['title']} with exit layer {best['exit_layer']}"
-    return f"{place} is fastest, {cell(best, 'speedup')} times decoding without a draft, {conditions(best)}."
+    place += f" is fastest, {cell(best, 'speedup')} times decoding without a draft, {conditions(best)}."
+    return f"{place} {why_exit(added, mode, best)}"
+
+
+def why_exit(added: Row, mode: str, best: Row) -> str:
+    """Return a sentence: why the exit of a row is best for its method, by agreement, cost and what was tried."""
+    costs = RoundCosts.from_dict(added["probe_settings"]["costs"][mode]["exits"])
+    alphas = {row["layer"]: row["alpha"] for row in added["probes"] if row["mode"] == mode}
+    speeds: dict[int, float] = {}
+    for row in of_mode(added["probe_settings"]["tried"], mode):
+        if row["method"] == best["method"]:
+            speeds[row["exit_layer"]] = max(row["speedup"] or 0.0, speeds.get(row["exit_layer"], 0.0))
+    told = {at: f"α {alphas[at]:.3f}, {costs.prices(at)[0]:.2f}, {speed:.2f}" for at, speed in sorted(speeds.items())}
+    alpha, price, speed = told.pop(best["exit_layer"]).split(", ")
+    others = "; ".join(f"exit layer {at}: {facts}" for at, facts in told.items())
+    return (
+        f"Exit layer {best['exit_layer']} is best for it: {alpha}, {price} of a round without a draft for each further "
+        f"drafted token, speedup {speed} when tried" + (f" ({others})." if others else ".")
+    )
 
 
 def commands(added: Row, run: Path) -> dict[str, str]:
@@ -77,7 +96,7 @@ def tables(added: Row) -> list[Table]:
         rows = [row for row in added["probes"] if row["mode"] == mode]
         scores.append(Table(("layer", "alpha", "base_rate", *METRICS), rows, f"Scores on test prompts, {title}"))
         scores.append(Table(("layer", *FURTHER), rows, f"Brier and ECE of other confidences, {mode}", folded=True))
-        runs = fastest(added, mode)
+        runs = of_mode(added["self_speculation"], mode)
         told = "".join(f"; {conditions(row)}" for row in runs[:1])
         speeds.append(Table(SPEEDS, runs, f"Each method at its fastest setting, {title}{told}"))
     return scores + speeds
@@ -95,8 +114,9 @@ def write_report(path: Path, name: str, added: Row) -> None:
     """Write the page of a run with what `probes.pipeline` adds to report.json."""
     sections = [Section("Results", tables=tables(added))]
     if "probes" in added:
-        settings, every = added["probe_settings"], Table(SPEEDS, added["self_speculation"], "All runs", folded=True)
-        sections.append(Section("The choice of the exit", tables=[every], figures=list(predictions(added))))
+        settings, every = added["probe_settings"], "Settings tried on validation prompts"
+        tried = [Table(SPEEDS, of_mode(settings["tried"], mode), f"{every}, {mode}", True) for mode in titles(added)]
+        sections.append(Section("The choice of the exit", tables=tried, figures=list(predictions(added))))
         sections.append(Section("Use", code=commands(added, path.parent)))
         tokens = [f"{split} {count:,}" for split, count in settings["tokens"].items()]
         facts = {"machine": machine.sentence(settings["machine"]), "tokens": tokens}

@@ -45,10 +45,11 @@ class ProbeSettings:
     l2: list[NonNegativeFloat] = field(default_factory=lambda: [1e-3, 1e-2, 1e-1, 1.0])
     """Strengths of the penalty λ/2·‖w‖² on the standardised hidden state, all tried at once; each probe takes the one
     with the best validation loss."""
-    confirm: PositiveInt = 2
-    """Settings of each method, the best predicted ones, that are run for real."""
+    confirm: PositiveInt = 6
+    """Settings of each method that are tried for real on validation prompts, the best predicted of every exit first.
+    The fastest is run on the test prompts."""
     bench_prompts: PositiveInt = 24
-    """Test prompts decoded in real runs, once by each method."""
+    """Test prompts decoded in real runs, once by each method at its fastest setting."""
 
 
 @dataclass

@@ -11,6 +11,7 @@ from decode.commands.checks import (
     DRAFTING,
     STORES,
     api_settings,
+    check_folders,
     check_lengths,
     check_methods,
     make_warp,
@@ -147,6 +148,7 @@ def run(settings: BenchSettings) -> None:
     """
     console, trust = output_console(), settings.trust_remote_code
     methods, folder = choose_methods(settings), check_writable(settings.folder)
+    check_folders(settings, methods)
     for path in filter(None, (settings.csv, settings.markdown)):
         check_writable(Path(path).parent)
     # the tokenizer alone can refuse the settings, so it is read before the models
@@ -168,7 +170,7 @@ def run(settings: BenchSettings) -> None:
     benchmark = Benchmark(session)
     try:
         with working(console, "reading prompts"):
-            benchmark.run(suites, entries, batch_sizes=settings.batch_sizes)
+            benchmark.run(suites, entries, batch_sizes=settings.batch_sizes, tell=console.print)
     finally:  # an interrupt keeps what was measured
         if benchmark.rows:
             files = write_report(benchmark, dataclasses.asdict(settings), folder)

@@ -20,6 +20,7 @@ from decode.commands.settings import (
 )
 from decode.core.lengths import RoundCosts
 from decode.core.sampling import LogitsWarper
+from decode.drafters.probe import KINDS, MAKE_PROBES, describe_probes
 from decode.errors import Fields, UserError, choose
 from decode.measure import machine
 from decode.measure.baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
@@ -55,6 +56,20 @@ def check_methods(
                 f"{method} drafts from a {store} folder; build one with python -m decode {store} build and give it "
                 f"with --{store} DIR"
             )
+
+
+def check_folders(settings: MethodSettings, methods: Iterable[str]) -> None:
+    """Refuse probes and stores that are not there, with the command that makes them; models are loaded after this."""
+    for method in (split_spec(spec)[0] for spec in methods):
+        drafter, stop, _ = METHODS.get(method, ("none", "", ""))
+        if settings.probes is None and drafter != "none" and (settings.stop_rule or stop) in KINDS:
+            raise UserError(f"{method} needs a folder of acceptance probes, --probes DIR; {MAKE_PROBES}")
+    if settings.probes is not None:
+        describe_probes(settings.probes)
+    for store in STORES.values():
+        folder = getattr(settings, store)
+        if folder is not None and not Path(folder).is_dir():
+            raise UserError(f"there is no {store} folder {folder!r}; build one with python -m decode {store} build")
 
 
 def use_chat(settings: ChatSettings, tokenizer: PreTrainedTokenizerBase, *, tell: bool = False) -> bool:

@@ -303,6 +303,18 @@ def take_flag(argv: list[str], flag: str) -> bool:
 NEXT = "choose another output folder, then run the same command again"
 
 
+STOPPED = "stopped; a training continues if the same command is run again"
+
+
+def _interrupted(*_: object) -> None:
+    """Ctrl-C or SIGTERM; in the import of a library an exception would come out as another or abort the process."""
+    specs = (getattr(sys.modules.get(name), "__spec__", None) for name in ("numpy", "torch"))
+    if any(getattr(spec, "_initializing", False) for spec in specs):
+        os.write(2, f"{STOPPED}\n".encode())
+        os._exit(130)
+    raise KeyboardInterrupt
+
+
 def run_main(function: Callable[[], object]) -> int:
     """Run a command; an error that the user can correct, an interrupt or a full disk is reported in one line.
 
@@ -310,7 +322,10 @@ def run_main(function: Callable[[], object]) -> int:
         0 on success, 2 after a `UserError` or where files cannot be written, 130 after Ctrl-C or SIGTERM. Other
         exceptions pass through.
     """
-    before, form = signal.signal(signal.SIGTERM, signal.default_int_handler), warnings.formatwarning
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background jobs ignore it
+        numbers.append(signal.SIGINT)
+    before, form = {number: signal.signal(number, _interrupted) for number in numbers}, warnings.formatwarning
     warnings.formatwarning = lambda message, category, *_, **__: f"{category.__name__}: {message}\n"
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a locale without a character costs that character, not the run
@@ -323,7 +338,7 @@ def run_main(function: Callable[[], object]) -> int:
     except SystemExit as error:  # after --help
         return int(error.code or 0)
     except KeyboardInterrupt:
-        line, status = "stopped; a training continues if the same command is run again", 130
+        line, status = STOPPED, 130
     except BrokenPipeError:  # `... | head` closed the pipe
         _close_stdout()
         return 0
@@ -338,7 +353,8 @@ def run_main(function: Callable[[], object]) -> int:
         room = "free some space (`df -h .`, `ulimit -f`) or " * (why.errno in FULL or not why.errno)
         line, status = f"error: {reason}; {room}{NEXT}", 2
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         warnings.formatwarning = form
     print(line, file=sys.stderr, flush=True)
     return status

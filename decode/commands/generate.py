@@ -16,6 +16,7 @@ from rich.text import Text as Coloured
 from decode.commands.checks import (
     DRAFTING,
     api_settings,
+    check_folders,
     check_lengths,
     check_methods,
     make_warp,
@@ -148,6 +149,7 @@ def chosen_method(settings: GenerateSettings) -> str:
     method = settings.method or ("vanilla" if settings.draft else "autoregressive")
     required(settings, "target")
     check_methods(settings, [method], has_draft=settings.draft is not None)
+    check_folders(settings, [method])
     if method not in METHODS:
         raise UserError(f"{method} is transformers' own and only for comparison in bench; choose another method")
     given = settings.stop_rule or settings.rule

@@ -63,9 +63,11 @@ def run(settings: PaperSettings) -> None:
     if settings.run is None and paper != "adaspec":  # whose numbers are those of a training
         from decode.commands import bench
 
-        benchmark = bench_settings(["--config", f"configs/papers/{paper}/{settings.scale}.yaml"])
-        folder = Path(settings.output or f"runs/papers/{paper}-{settings.scale}")
-        benchmark.output = str(folder)
+        config = f"configs/papers/{paper}/{settings.scale}.yaml"
+        benchmark = bench_settings(["--config", config])
+        benchmark.output = str(folder := Path(settings.output or f"runs/papers/{paper}-{settings.scale}"))
+        told = f"{config} is measured now; later, --run {folder} prints its results without measuring"
+        output_console(highlight=False).print(told, soft_wrap=True)
         bench.run(benchmark)
     rows = rows_of(read_json(folder / "report.json"))
     if not rows:

@@ -24,6 +24,7 @@ from decode.errors import Fields, UserError, read_model_json, write_json, write_
 
 KINDS = ("probe", "confidence-probe")
 """`probe` sees the hidden state alone (AdaSPEED); `confidence-probe` also the exit's `confidence_features`."""
+MAKE_PROBES = "make them with `make probe` (python -m probes --config FILE, which writes runs/<name>/probes)"
 FEATURES = ("log_probability", "entropy", "margin")
 LEAST = -30.0  # smallest log-probability, and negative of the largest margin, that a feature can take
 SAMPLES = 4  # values kept of each weight of the model that probes belong to
@@ -127,9 +128,7 @@ def describe_probes(folder: str | Path) -> Fields:
     """
     if note := read_model_json(Path(folder) / "probes.json"):
         return note
-    raise UserError(
-        f"there are no probes in {str(folder)!r}; train some with python -m probes, which writes runs/<name>/probes"
-    )
+    raise UserError(f"there are no probes in {str(folder)!r}; {MAKE_PROBES}")
 
 
 def load_probe(

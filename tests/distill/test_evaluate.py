@@ -43,6 +43,9 @@ def test_every_predicted_speedup_of_a_run_follows_from_its_report(tmp_path: Path
     assert 2 in best  # which is asked for, beside the best one
     # what serve-check compares with
     name = report["profile"]["draft"]
+    over = [(row["temperature"], row["draft"], row["speedup_vs_exported"]) for row in drafting]
+    assert {(t, ratio) for t, draft, ratio in over if draft == name and ratio == 1} == {(0.0, 1.0), (1.0, 1.0)}
+    assert all(ratio > 0 for *_, ratio in over)
     others = {row["name"] for row in report["drafts"]} - {name}  # the student before distillation too
     assert "undistilled" in others
     assert others <= {pair["b"] for pair in report["paired"] if pair["a"] == name}

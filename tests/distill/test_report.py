@@ -79,6 +79,21 @@ def test_a_draft_stands_in_one_row_with_its_fastest_decoding_and_its_difference_
     assert "-0.0100 ± 0.0004  ***" in console.file.getvalue()
 
 
+def test_drafts_that_cannot_be_told_apart_in_speed_or_acceptance_are_named_and_their_intervals_shown() -> None:
+    ends = {"undistilled": [0.5, 0.7], "distillspec": [0.93, 1.02], "adaspec": [1.0, 1.0]}
+    rows = [decoding(name, 0.0, 2, 1.6) | {"prompts": 24, "speedup_vs_exported": 0.98} for name in ends]
+    rows = [row | {"speedup_vs_exported_ci95": ends[row["draft"]]} for row in rows]
+    pairs = [pair("adaspec", "distillspec", 0.1, 1e-9), pair("adaspec", "undistilled", 0.0, 0.6)]
+    report = changed(decoding=rows, paired=pairs)
+    assert opening(report)[0].endswith("Not told apart from it: in speed `distillspec`; in α `undistilled`.")
+    console = Console(file=io.StringIO(), width=160)
+    console.print(console_tables(report))
+    assert "0.98 (0.93–1.02)" in console.file.getvalue()
+    assert "(1.00–1.00)" not in console.file.getvalue()
+    busy = [row | {"load": 9.0, "cores": 2} for row in rows]
+    assert "apart from it: in α `undistilled`." in opening(changed(decoding=busy, paired=pairs))[0]
+
+
 @pytest.mark.parametrize(("change", "why"), [
     ({"load": 30.0, "cores": 2}, "the machine was busy (load 30 on 2 cores): measure again"),
     ({"accepted_length": 1.02}, "above the accepted length of 1.02"), ({"least_cost": 0.26}, "v(n) is below 1"),

@@ -14,7 +14,7 @@ from probes.__main__ import main
 from probes.pipeline import run_probes
 from probes.settings import ProbeSettings, ProbesSettings, shrink
 
-COUNTS = {"prompts": 12, "validation_prompts": 6, "test_prompts": 6, "bench_prompts": 2, "confirm": 1}
+COUNTS = {"prompts": 12, "validation_prompts": 6, "test_prompts": 6, "bench_prompts": 2, "confirm": 2}
 
 
 def settings_in(folder: Path, name: str = "tiny", **probes) -> ProbesSettings:
@@ -49,9 +49,17 @@ def test_the_target_is_trained_if_it_is_not_there_and_probes_and_rows_are_writte
     assert {"autoregressive", "layerskip", "draft-verify", "adaspeed", "adaspeed-probe"} <= methods
     assert all(row["lossless"] for row in report["self_speculation"])
     assert all(row["identical_to_target"] for row in report["self_speculation"] if row["temperature"] == 0)
+    assert {row["tried"] for row in report["self_speculation"]} == {2, None}
+    assert len(report["probe_settings"]["tried"]) == 2 * 2 * 5  # settings, modes, methods
     page = (run / "probes.html").read_text()
     command = f"python -m decode generate --target {run}/target --probes {run}/probes --method "
-    for part in ("Predicted speedup by exit", "Scores on test prompts, greedy", "Provenance", command):
+    for part in (
+        "Predicted speedup by exit",
+        "Settings tried on validation prompts, greedy",
+        "Scores on test prompts, greedy",
+        "Provenance",
+        command,
+    ):
         assert part in page
     for finding in report["probe_findings"]:
         assert "no speedup is given, since " in finding

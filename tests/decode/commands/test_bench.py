@@ -7,7 +7,7 @@ import json
 import pytest
 from pairs import make_pair, make_tokenizer
 
-from decode.commands.bench import bench, bench_options, choose_methods, draft_names, plan_entries
+from decode.commands.bench import bench, bench_options, choose_methods, draft_names, plan_entries, run
 from decode.commands.settings import BenchSettings
 from decode.drafters.corpus import tokenizer_fingerprint
 from decode.drafters.rest import Datastore
@@ -55,3 +55,17 @@ def test_the_api_measures_batches_and_refuses_what_cannot_be_measured(tiny):
         bench(pair, **options | {"batch_sizes": [0]})
     with pytest.raises(UserError, match="draft_length is 900, and the target's context holds 256"):
         bench(pair, ["vanilla:draft_length=900"], **options | {"draft_lengths": []})
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"methods": ["adaspeed-probe"]}, "adaspeed-probe needs a folder of acceptance probes, --probes DIR; make them with"),
+    ({"methods": ["layerskip"], "stop_rule": "probe"}, "layerskip needs a folder of acceptance probes"),
+    ({"methods": ["layerskip"], "probes": "p"}, "no probes in 'p'; make them with `make probe`"),
+    ({"methods": ["rest"], "datastore": "s"}, "no datastore folder 's'; build one with python -m decode datastore build"),
+    ({"methods": ["adaptix"], "trigrams": "s"}, "no trigrams folder 's'; build one with python -m decode trigrams build"),
+    ({"methods": ["adaspeed-probe"], "stop_rule": "length"}, "there is no folder 'runs/t'"),  # needs no probes
+])  # fmt: skip
+def test_folders_that_are_missing_are_refused_before_anything_is_loaded(options, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message):
+        run(BenchSettings(target="runs/t", baselines=False, **options))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pytest
 
-from decode.commands.cli import merge, parse, run_main
+from decode.commands.cli import STOPPED, merge, parse, run_main
 from decode.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -226,3 +226,12 @@ sys.exit(run_main(work))
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=60)
     assert (done.returncode, done.stderr) == (130, "stopped; a training continues if the same command is run again\n")
     assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupt_while_a_library_is_imported_ends_the_command_in_one_line(tmp_path: Path) -> None:
+    body = "import os, signal\ntry:\n  os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n  raise OSError"
+    (tmp_path / "numpy.py").write_text(body)  # as libraries turn the one into the other
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from decode.commands import cli; "
+    code += f"sys.path.insert(0, {str(tmp_path)!r}); sys.exit(cli.run_main(lambda: __import__('numpy')))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (ended.returncode, ended.stderr) == (130, STOPPED + "\n")

@@ -56,12 +56,15 @@ def test_a_configuration_is_measured_and_its_report_can_be_read_again(
     (tmp_path / "configs/papers/ears").mkdir(parents=True)
     (tmp_path / "configs/papers/ears/quickstart.yaml").write_text(
         f"name: e\nbench: {{target: {tmp_path}/target, draft: [{tmp_path}/draft], suite: [open], limit: 1, repeats: 1, "
-        "max_new_tokens: 8, temperatures: [0.9], threads: 1, "
+        "max_new_tokens: 8, temperatures: [0.9], threads: 1, baselines: false, "
         "methods: ['vanilla:draft_length=5', 'ears:draft_length=5:beta=0.1']}\n"
     )
     out = str(tmp_path / "out")
     assert main(["paper", "ears", "--output", out]) == 0
-    assert "58.47" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.startswith(f"configs/papers/ears/quickstart.yaml is measured now; later, --run {out} prints")
+    assert "\n4 texts are written, about " in said  # with the two baselines
+    assert "58.47" in said
     assert main(["paper", "ears", "--run", out]) == 0
     assert "58.47" in capsys.readouterr().out
 
@@ -81,9 +84,12 @@ def test_adaspec_reads_the_report_of_a_training(tmp_path: Path, capsys) -> None:
         ([], "choose one: python -m decode paper adaptix|adasd"),
         (["adasdd"], "did you mean 'adasd'"),
         (["ears", "--run", "nowhere"], "nowhere has no report.json with measurements"),
+        (["adaspeed"], "no probes in 'runs/quickstart/probes'; make them with `make probe`"),
         (["ears", "--scale", "nowhere"], "no configuration file 'configs/papers/ears/nowhere.yaml'"),
     ],
 )
-def test_mistakes_are_reported(argv: list[str], message: str, capsys) -> None:
+def test_mistakes_are_reported_before_anything_is_loaded(argv: list[str], message: str, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("decode.commands.bench.load_tokenizer", None)  # no call is reached
+    monkeypatch.setattr("decode.drafters.probe.read_model_json", lambda path: {})
     assert main(["paper", *argv]) == 2
     assert message in capsys.readouterr().err
