@@ -5,13 +5,14 @@ import json
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from decode.commands.cli import parse
 from decode.commands.settings import GenerateSettings
 from decode.commands.stores import read_texts
-from decode.incoming import read_stdin
+from decode.incoming import read_stdin, read_yaml
 from decode.measure.suites import load_suite
 
 PIECES = [
@@ -61,3 +62,16 @@ def test_standard_input_is_read_whatever_the_locale(encoding: str, monkeypatch: 
         data = io.BufferedReader(io.BytesIO(text.encode(encoding, "surrogatepass")))
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(data, "ascii"))
         assert read_stdin() == re.sub("[\ud800-\udfff]", "", text)
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        ("t: null", {"t": None}),
+        ("t: {a: 1e6, b: [007, yes, ~]}", {"t": {"a": "1e6", "b": ["007", "yes", None]}}),  # all inside is text
+        ("s: {t: 1, u: 1}", {"s": {"t": "1", "u": 1}}),
+        ("u: {t: 1, a: 1e6, b: 2020-01-01}", {"u": {"t": 1, "a": 1e6, "b": "2020-01-01"}}),
+    ],
+)
+def test_of_yaml_what_is_named_is_text_or_null_and_of_the_rest_dates_alone(content: str, wanted: Any) -> None:
+    assert repr(read_yaml(content, {"t", "s.t"})) == repr(wanted)

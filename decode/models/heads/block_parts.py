@@ -127,7 +127,8 @@ class LatticeHead(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        width, slots, k, eps = config.hidden_size, config.block_size - 1, config.candidates, config.rms_norm_eps
+        width, slots, eps = config.hidden_size, config.block_size - 1, config.rms_norm_eps
+        k = min(config.candidates, config.draft_vocab_size)
         inner, heads = config.lilicorr_hidden_size or width, config.lilicorr_num_heads
         factors = config.lilicorr_factor_dim
         self.token_proj = nn.Identity() if inner == width else nn.Linear(width, inner)

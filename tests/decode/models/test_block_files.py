@@ -169,6 +169,30 @@ def test_a_published_head_drafts_as_it_does_there(format: str, name: str, target
     assert drafted(load_head(tmp_path, target), target).equal(drafted(head, target))
 
 
+@pytest.mark.parametrize("key", ["xpress_num_passes", "num_jacobi_passes"])
+def test_a_refiners_passes_and_candidates_are_read_and_written_as_engines_name_them(
+    key: str, target: PreTrainedModel, tmp_path: Path
+) -> None:
+    published = publish(tmp_path, filed_head(target, "xpress"), target, "speculators")
+    del published["xpress_num_passes"]
+    (tmp_path / "config.json").write_text(json.dumps(published | {key: 2, "xpress_topc": 7}))
+    for _ in range(2):
+        head = load_head(tmp_path, target)
+        assert isinstance(head, BlockHead)
+        assert (head.passes, head.candidates) == (2, 7)
+        save_head(head, tmp_path)
+    for passes, topc in ((2, 7), (6, 5)):  # and those of a new one
+        written = json.loads((tmp_path / "config.json").read_text())
+        assert (written["xpress_num_passes"], written["xpress_topc"]) == (passes, topc)
+        save_head(filed_head(target, "xpress"), tmp_path)
+
+
+def test_a_reduced_vocabulary_may_be_smaller_than_a_lattices_candidates(target, tmp_path: Path) -> None:
+    head = filed_head(target, "lilicorr", draft_vocab=6, candidates=8)
+    save_head(head, tmp_path)
+    assert drafted(load_head(tmp_path, target), target).equal(drafted(head, target))
+
+
 @pytest.mark.parametrize(
     ("format", "fields", "told"),
     [
@@ -259,3 +283,10 @@ def test_engines_that_would_skip_parts_of_a_head_are_named(target: PreTrainedMod
     assert unserved(make_block_head(target, "dflash", causal=True)) == {}
     assert unserved(make_block_head(target, "xpress")).keys() == {"sglang", "llama.cpp"}
     assert unserved(make_block_head(target, "lilicorr")).keys() == {"llama.cpp"}
+    for version in ("xpress", "lilicorr"):
+        assert unserved(make_block_head(target, version, draft_vocab=24)).keys() == {"vllm", "sglang", "llama.cpp"}
+    mixed = {"window": 6, "is_causal": None, "layer_types": [SLIDING, "full_attention"]}
+    assert unserved(make_block_head(target, "dflash", **mixed)).keys() == {"sglang", "llama.cpp"}
+    apart = make_block_head(target, "dspark")
+    apart.config.confidence_head_with_markov = False
+    assert unserved(apart) == {"llama.cpp": "its confidence head does not read the Markov head"}

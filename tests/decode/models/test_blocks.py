@@ -33,7 +33,7 @@ from decode.models.check import open_runner
 from decode.models.fast.forward import fast_runner
 from decode.models.heads.block import BlockHead
 from decode.models.heads.block_config import block_config, default_layers, mask_token
-from decode.models.heads.block_runner import BlockRunner
+from decode.models.heads.block_runner import Block, BlockRunner
 from decode.options import MethodOptions
 
 SMALL = 8
@@ -91,11 +91,71 @@ def test_the_runner_drafts_what_the_plain_twin_says_text_by_text_and_together(
             runner.draft(caches, [[0], [0]], [1, 2])  # a block leaves nothing in the cache
         drafts = [2, head.drafts]
         outputs = runner.draft(caches, texts, drafts)
-        alone = runner.draft(caches[1:], texts[1:], drafts[1:])
-    for text, count, out in [*zip(texts, drafts, outputs), (texts[1], drafts[1], alone[0])]:
+        alone = [(texts[1], n, runner.draft(caches[1:], texts[1:], [n])[0]) for n in (1, head.drafts)]
+    for text, count, out in [*zip(texts, drafts, outputs), *alone]:
         logits, hidden, *_ = plain_block(head, target, text, count)
         torch.testing.assert_close(out.logits, logits, **close)
         torch.testing.assert_close(out.hidden, hidden, **close)
+        path, rows = list[int](), list[Tensor]()
+        with torch.inference_mode():
+            for _ in range(count):
+                rows.append(runner.condition(out, torch.tensor(path, dtype=torch.long)).logits)
+                path += runner.target_ids(argmax(rows[-1])).tolist()
+        torch.testing.assert_close(torch.cat(rows), plain_scores(head, target, text, path[:-1], count), **close)
+
+
+def drafted_block(head: BlockHead, target: Any) -> tuple[BlockRunner, Block]:
+    """A runner, and a whole block after the prompt."""
+    runner, states = BlockRunner(head, target), target(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
+    cache = runner.new_cache()
+    cache.settle(torch.cat([states[layer][0] for layer in head.captured_layers], -1)[:-1])
+    return runner, runner.draft([cache], [PROMPT], [head.drafts])[0]
+
+
+@torch.inference_mode()
+def test_each_pass_of_a_refiner_reads_the_tokens_of_the_one_before_and_no_more_are_made_than_it_has(tiny) -> None:
+    target = small(tiny)
+    head, found = make_block_head(target, "xpress", block=6, candidates=SMALL), list[list[int]]()
+    refiner: Any = head.xpress_head
+    for weight in (refiner.w1.weight, refiner.w2.weight):  # tokens depend on those before them
+        weight *= 3
+    runner, out = drafted_block(head, target)
+    tokens = plain_block(head, target, PROMPT, head.drafts)[0].argmax(-1).tolist()
+    for passes in range(1, head.drafts + 1):
+        head.passes = passes
+        tokens = plain_scores(head, target, PROMPT, tokens[:-1], head.drafts).argmax(-1).tolist()
+        assert runner.likeliest(out).tolist() == tokens
+        found.append(tokens)
+    assert len(set(map(tuple, found))) > 2
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+@torch.inference_mode()
+def test_a_slots_confidence_is_divided_by_the_temperature_of_its_place_and_of_how_is_decoded(
+    greedy: bool, tiny
+) -> None:
+    target = small(tiny)
+    head = make_block_head(target, "dspark")
+    head.temperatures, head.sampled_temperatures = [2.0, 0.5], [3.0, 0.25]  # none of the slots behind
+    runner, out = drafted_block(head, target)
+    path, confidence, markov = torch.tensor([2, 7, 1]), head.confidence_head, head.markov_head
+    assert confidence is not None
+    assert markov is not None
+    for slot, before in enumerate([PROMPT[-1], *path.tolist()]):
+        odds = confidence(torch.cat([out.hidden[slot], markov.markov_w1.weight[before]]))
+        temperature = [*(head.temperatures if greedy else head.sampled_temperatures), 1.0, 1.0][slot]
+        accepted = runner.condition(out, path[:slot], greedy=greedy).accepted
+        assert accepted == pytest.approx((odds / temperature).sigmoid().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(("version", "behind"), [("dflash", 0), ("dspark", 1)])
+def test_the_last_slot_of_a_block_is_the_last_position_of_the_model(version: str, behind: int, tiny) -> None:
+    target = tiny("llama", max_position_embeddings=12)
+    head = make_block_head(target, version)
+    runner = BlockRunner(head, target)
+    assert [runner.remaining([0] * n) for n in (4, 11, 12)] == [head.drafts, 1 + behind, behind]
+    last = runner.remaining([0] * 11)
+    assert 11 - 1 + head.tokens(torch.tensor(0), last).shape[-1] == runner.limit == 12
 
 
 def methods(head: BlockRunner, runner: Any, warp: LogitsWarper) -> dict[str, Method]:
@@ -309,17 +369,23 @@ class Vocabulary:
         }
 
     def get_vocab(self) -> dict[str, int]:
-        return {token: i for i, token in enumerate(self.tokens)}
+        return {token: i for i, token in reversed([*enumerate(self.tokens)])}  # in no order of ids
 
 
 def test_the_mask_is_a_token_that_no_text_holds() -> None:
-    def mask(*tokens: str, rows: int | None = None) -> int:
-        return mask_token(Vocabulary("<pad>", "<eos>", *tokens), rows or len(tokens) + 2)
+    def mask(*tokens: str, rows: int | None = None, **ids: int) -> int:
+        vocabulary: Any = Vocabulary("<pad>", "<eos>", *tokens)
+        vars(vocabulary).update(ids)
+        return mask_token(vocabulary, rows or len(tokens) + 2)
 
     assert mask("a", "<|reserved_5|>", "ÿ") == 3
+    assert mask("a", "<|reserved_5|>", "<unused>", rows=9) == 3  # the first, and no row behind
+    assert mask("a", "[unused1]", "ÿ") == 3
+    assert mask("a", "<|reserved_5|>", mask_token_id=2) == 2
+    assert mask("a", "<|reserved_5|>", "ÿ", mask_token_id=0, bos_token_id=3) == 4  # what begins a text, or fills it up
     assert mask("a", "b", rows=6) == 4  # a row of the embedding behind the ids
     assert mask("a", "ÿ") == 3
     assert mask("a", "<0xFF>") == 3
-    assert mask("a", "<file>", "<turn>") == 3  # a control token that no turn begins with
+    assert mask("a", "<file>", "<name>", "<turn>") == 4  # the last control token with which no turn begins
     with pytest.raises(UserError, match="add a special token"):
         mask("a", "reserved", "<turn>")  # a word of texts

@@ -74,6 +74,13 @@ def test_generate_writes_what_the_models_own_generate_writes(own: dict[str, Any]
         (2, 2, "{{ m.content }}<|im_end|>\n", [2, 3], "'<|im_end|>' (id 3, of the chat template)"),
         (3, 2, "{{ m.content }}<|im_end|>\n", [3, 2], "'<eos>' (id 2, of config.json)"),
         ([3, 2], 9, "{{ m.content }}<|im_end|>\n", [3, 2], ""),  # 9 is no token for such use: the class's default
+        (  # as in gpt-oss, where no token follows an answer both at the end and before a question
+            2,
+            2,
+            "{{ m.content }}{{ '<|im_end|>' if loop.last else '<|a|>' }}",
+            [2, 3],
+            "'<|im_end|>' (id 3, of the chat template)",
+        ),
         (2, 2, "{{ m.content }}<|a|><eos>", [2], ""),  # the template ends with a known one
         (
             None,

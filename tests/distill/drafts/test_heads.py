@@ -116,6 +116,7 @@ def test_rows_are_what_the_head_drafts_when_each_step_is_read_after_the_other(ma
         ("xpress measured", {"block": 4, "candidates": 99}),
         ("lilicorr", {"block": 4, "candidates": 8}),
         ("lilicorr measured", {"block": 4}),
+        ("lilicorr measured", {"block": 4, "candidates": 40}),  # texts' tokens are among most of them
     ],
 )
 @pytest.mark.parametrize("vocab", [None, 24])
@@ -198,6 +199,23 @@ def test_rows_are_those_of_every_block_read_alone(make: Any, kind: str, shape: A
     )  # what cannot be drafted is not learnt
     labels = following if ids is None else torch.where(following % 2 == 0, following // 2, -1)
     assert rows.target.labels[rows.at].tolist() == labels.tolist()
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "xpress", "lilicorr"])
+@pytest.mark.parametrize("measured", [False, True])
+def test_how_many_rows_logits_are_in_memory_changes_nothing(
+    make: Any, kind: str, measured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, draft, signal = make(kind, block=4, candidates=20)
+    draft.model.train(not measured)
+    batch, made = everything(some_rows(8)), list[list[Tensor]]()
+    for count in (1000, 3):
+        monkeypatch.setattr(block, "rows_at_once", lambda _, count=count: count)
+        rows = draft.rows(batch, signal)
+        assert len(rows) > 8 * draft.depth
+        beside = rows.distance if rows.further is None else rows.further.hidden
+        made.append([values.detach() for values in (rows.hidden, beside) if values is not None])
+    torch.testing.assert_close(*made)
 
 
 def test_every_row_in_parts_is_every_row_at_once(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,8 @@ from rich.console import Console
 from tiny_run import begun, tiny_settings
 
 from decode.errors import UserError
-from decode.measure.acceptance import OfflineAlpha, paired, prompt_numbers
+from decode.measure.acceptance import OfflineAlpha, offline_accepted_length, paired, prompt_numbers
+from distill import ablation
 from distill.ablation import AblateSettings, ablate, table
 from distill.config import DraftSettings
 
@@ -58,7 +60,9 @@ def test_texts_of_one_prompt_are_one_observation() -> None:
     assert prompt_numbers([([1, 2, 3], 2), ([1, 3, 3], 2), ([1, 2, 4], 2)]) == [0, 1, 0]
 
 
-def test_kinds_are_compared_on_one_target_with_as_many_drafted_tokens(tmp_path: Path) -> None:
+def test_kinds_are_compared_on_one_target_with_as_many_drafted_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny = begun(tiny_settings(tmp_path))
     tiny.evaluation.prompts, tiny.evaluation.max_new_tokens, tiny.drafts = 3, 6, [DraftSettings(name="kl")]
     settings = AblateSettings(**vars(tiny))
@@ -67,9 +71,20 @@ def test_kinds_are_compared_on_one_target_with_as_many_drafted_tokens(tmp_path: 
     with pytest.raises(UserError, match=r"target\.kind as_is; it is scratch"):
         ablate(settings, Console(file=io.StringIO()))
     settings.target.kind, settings.target.model = "as_is", str(tmp_path / "tiny" / "target")
-    folder = ablate(settings, Console(file=io.StringIO()))
+    settings.teacher.responses.source, settings.teacher.responses.max_new_tokens = "target", 8
+    lengths = list[int | None]()
+
+    def accepted_length(alphas: Sequence[OfflineAlpha], length: int | None) -> float:
+        lengths.append(length)
+        return offline_accepted_length(alphas, length)
+
+    monkeypatch.setattr(ablation, "offline_accepted_length", accepted_length)
+    text = io.StringIO()
+    folder = ablate(settings, Console(file=text, width=200))
     rows = json.loads((folder / "ablation.json").read_text())["drafts"]
     assert [row["name"] for row in rows] == ["dflash2 kl", "dspark kl", "eagle3 kl", "dflash kl"]
     assert [len(row["alpha_by_position"]) for row in rows[:2]] == [settings.student.block.size - 1] * 2
     assert all((folder / kind / "kl-seed3" / "model.safetensors").is_file() for kind in settings.ablation.kinds)
     assert rows[0]["optimiser_steps"] == rows[2]["optimiser_steps"]
+    assert set(lengths) == {settings.student.block.size - 1}
+    assert text.getvalue().count("of them written now") == 2  # of training and validation, for all kinds

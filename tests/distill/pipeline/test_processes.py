@@ -52,6 +52,25 @@ def test_the_first_command_starts_a_process_for_every_gpu(
     assert here.called == (processes == 1)
 
 
+@pytest.mark.parametrize(
+    ("variables", "machines", "starts"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "1"}, 1, True),  # as some containers set them
+        ({"RANK": "0", "WORLD_SIZE": "2"}, 1, False),
+        ({}, 2, False),
+    ],
+)
+def test_processes_are_started_on_one_machine_where_no_launcher_did(
+    two_gpus: None, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], machines: int, starts: bool
+) -> None:
+    execute = Mock()
+    monkeypatch.setattr(os, "execv", execute)
+    for name, value in ({"OMP_NUM_THREADS": "1"} | variables).items():
+        monkeypatch.setenv(name, value)
+    ranks.restart(TrainerSettings(num_nodes=machines), "distill", [])
+    assert execute.called == starts
+
+
 def test_from_python_several_devices_are_refused_with_what_starts_them(two_gpus: None, tmp_path: Path) -> None:
     settings = altered(tiny_settings(tmp_path), trainer__accelerator="auto")
     with pytest.raises(UserError, match=r"devices is auto .* 2 processes, and 1 were started: python -m distill"):
@@ -69,6 +88,7 @@ SLURM = {f"SLURM_{name}": value for name, value in {"NTASKS": "2", "NTASKS_PER_N
         (SLURM | {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, r"which is \d processes, and 2 were started"),
         (SLURM, "batch script started this process alone: put srun before the command"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "2 processes were started by mpirun"),
+        ({"PMI_SIZE": "2"}, "2 processes were started by mpirun"),
     ],
 )
 def test_what_was_started_and_what_settings_mean_are_compared_before_anything_is_made(

@@ -100,7 +100,7 @@ def test_next_token_loss_is_the_models_own(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize("k", [1.0, 0.3])
-@pytest.mark.parametrize("kind", ["language model", "eagle", "eagle3", "dspark"])
+@pytest.mark.parametrize("kind", ["language model", "eagle", "eagle3", "dspark", "xpress"])
 def test_a_step_takes_loss_and_gradient_of_the_chosen_rows_alone(tiny: Tiny, kind: str, k: float) -> None:
     """Of each drafting step of a feature head its share; of blocks the slots that are reached."""
     target = in_double(tiny("llama", num_hidden_layers=4, dtype=torch.float64))
@@ -117,15 +117,19 @@ def test_a_step_takes_loss_and_gradient_of_the_chosen_rows_alone(tiny: Tiny, kin
         step, learnable = rows.step, rows.target.learnable
         assert torch.equal(rows.reference, batch["reference_loss"][rows.at, step])
         delta = measured.losses - rows.reference
-        delta = by_reach(delta, measured.alpha, step) if kind == "dspark" else delta
+        delta = by_reach(delta, measured.alpha, step) if draft.blocks else delta
         delta = delta if learnable is None else delta.where(learnable[rows.at] > 0, -torch.inf)
         groups = [step == n for n in range(3)] if kind.startswith("eagle") else [torch.ones_like(delta).bool()]
         best = [group.nonzero()[:, 0][delta[group].argsort(descending=True)] for group in groups]
-        most = share(k, rows.count) if kind == "dspark" else None
+        most = share(k, rows.count) if draft.blocks else None
         chosen = torch.cat([order[: most or share(k, len(order))] for order in best])
         assert module.selected == len(chosen)
     wanted = plain_loss(rows, Divergence("tv"), chosen)[0] / share(k, rows.count)
     wanted = wanted + (0 if rows.distance is None else rows.distance.sum() / rows.count)
+    assert (rows.further is None) == (kind != "xpress")
+    if rows.further is not None:
+        every = torch.arange(len(rows.further.hidden))
+        wanted = wanted + plain_loss(rows.further, Divergence("tv"), every)[0] / rows.count
     if rows.confidence is not None:
         wanted = wanted + functional.binary_cross_entropy_with_logits(
             rows.confidence, measured.alpha, decay(rows.step, 3), reduction="sum"
