@@ -117,8 +117,6 @@ def start_from_head(
     config.update(added(kind, has["hidden_size"], **block.parts(settings)))
     with torch.enable_grad(), seeded(seed):
         head = BlockHead(config)
-    if head.xpress_head is not None:
-        head.xpress_head.w2.weight.zero_()
     lacking = head.load_state_dict(given.state_dict(), strict=False).missing_keys
     return head, sorted({part for key in lacking for part in key.split(".") if part.endswith(("_head", "_conv"))})
 

@@ -78,7 +78,7 @@ def make_block_head(target: PreTrainedModel, version: str = "dspark", seed: int 
         head = BlockHead(config)
         for name, weight in head.named_parameters():  # norms and the bias by the token before are no identity
             noise = 1.0 if "markov_w2" in name or "lilicorr" in name else 0.5 if "xpress" in name else 0.2
-            weight += noise * torch.randn_like(weight)
+            weight += noise * torch.randn_like(weight) - weight * ("xpress" in name)
         if head.reduced:
             head.set_vocabulary(torch.arange(0, 2 * head.config.draft_vocab_size, 2))
     return head.to(target.dtype).eval()

@@ -34,7 +34,7 @@ def filled(module: Any, state: dict[str, Tensor], part: str) -> Any:
 
 @torch.inference_mode()
 def main(folder: Path, inputs: Path, outputs: Path) -> None:
-    """Writes the scores of all pairs of neighbouring candidates; of DFlash 2 each layer's convolutions, too."""
+    """Writes the scores of all pairs of neighbouring candidates; and what each layer's convolutions make of rows."""
     fields, state, given = (
         json.loads((folder / "config.json").read_text()),
         load_file(folder / "model.safetensors"),
@@ -60,11 +60,11 @@ def main(folder: Path, inputs: Path, outputs: Path) -> None:
         )
         names = "candidate_ids", "unary_logits", "hidden_states", "anchor_token_ids"
         made["scores"] = selector(*(given[name] for name in names))
-        taps = slots["conv_kernel_size"], slots["conv_group_size"], given["rows"].shape[1]
-        for part in sorted({key.rpartition("_conv.")[0] + "_conv" for key in state if "_conv." in key}):
-            conv = filled(DFlashGroupedConv(width, *taps, params_dtype=torch.float32, prefix=""), state, part)
-            blocks, coefficients = conv.prepare(given["rows"].flatten(0, 1))
-            made[part] = conv.finish(blocks, coefficients).view_as(given["rows"])
+    taps = slots["conv_kernel_size"], slots["conv_group_size"], given["rows"].shape[1]
+    for part in sorted({key.rpartition("_conv.")[0] + "_conv" for key in state if "_conv." in key}):
+        conv = filled(DFlashGroupedConv(width, *taps, params_dtype=torch.float32, prefix=""), state, part)
+        blocks, coefficients = conv.prepare(given["rows"].flatten(0, 1))
+        made[part] = conv.finish(blocks, coefficients).view_as(given["rows"])
     save_file(made, outputs)
 
 

@@ -89,7 +89,7 @@ def added(version: str, width: int, markov_rank: int, *, confidence: bool) -> di
     """
     fields: dict[str, Any] = {
         "architectures": [BLOCK_ARCHITECTURES[version]],
-        "conv_kernel_size": TAPS if version == "dflash2" else 0,
+        "conv_kernel_size": TAPS if version in ("dflash2", "lilicorr") else 0,
         "conv_group_size": math.gcd(GROUP, width),
         "candidates": CANDIDATES.get(version, 0),
         "markov_rank": markov_rank,

@@ -315,8 +315,9 @@ def save_head(head: DraftHead, folder: str | Path, shared: dict[str, Tensor] | N
         slots = {LEFT: layers, "mask_token_id": head.mask_id, "sample_from_anchor": head.from_anchor}
         told = {theirs: fields.get(ours) for ours, theirs in SCORERS.get(str(head.version), {}).items()}
         told |= {theirs: head.candidates for theirs in told if "top" in theirs}
+        if fields.get("conv_kernel_size"):
+            told |= {key: fields[key] for key in ("conv_kernel_size", "conv_group_size")}
         if head.version == "dflash2":
-            told |= {key: fields.get(key, 0) for key in ("conv_kernel_size", "conv_group_size")}
             state = {SELECTOR.get(name, name): tensor for name, tensor in state.items()}
         if head.version == "lilicorr":
             told |= {key: fields[key] for key in LATTICE} | {"lilicorr_enabled": True}

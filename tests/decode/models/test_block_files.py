@@ -67,6 +67,8 @@ def publish(folder: Path, head: BlockHead, target: PreTrainedModel, format: str)
         sizes = {"candidate_topk": 3, "hidden_size": 8, "num_layers": 2, "num_heads": 8, "mlp_ratio": 2.0}
         sizes |= {"factor_dim": 128, "vector_eps": 1e-4, "logit_scale": 8.0, "enabled": True}
         markov = {f"lilicorr_{key}": value for key, value in sizes.items()}
+        convolved = config["conv_kernel_size"]  # the keys are there together, or neither is
+        markov |= {"conv_kernel_size": convolved, "conv_group_size": 16} if convolved else {}
     if format == "z-lab":
         slots = {"target_layer_ids": layers, "mask_token_id": MASK} | markov
         name = BLOCK_ARCHITECTURES[head.version]
@@ -116,6 +118,7 @@ HEADS = {
     "XPress": {"version": "xpress", "candidates": 0},
     "XPress, reduced": {"version": "xpress", "draft_vocab": DRAFTED, "window": 6, "candidates": 7},
     "LiLiCorr": {"version": "lilicorr"},
+    "LiLiCorr without convolutions": {"version": "lilicorr", "conv_kernel_size": 0},
     "LiLiCorr, reduced": {"version": "lilicorr", "draft_vocab": DRAFTED, "causal": True},
     "sliding and causal": {"version": "dflash", "window": 6, "causal": True},
     "mixed": {"version": "dspark", "window": 6, "is_causal": None, "layer_types": [SLIDING, "full_attention"]},
@@ -155,6 +158,7 @@ def test_a_saved_head_drafts_as_before(name: str, target: PreTrainedModel, tmp_p
         ("z-lab", "XPress"),
         ("speculators", "XPress"),
         ("z-lab", "LiLiCorr"),
+        ("z-lab", "LiLiCorr without convolutions"),
     ],
 )
 def test_a_published_head_drafts_as_it_does_there(format: str, name: str, target: PreTrainedModel, tmp_path) -> None:

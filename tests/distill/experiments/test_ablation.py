@@ -86,5 +86,6 @@ def test_kinds_are_compared_on_one_target_with_as_many_drafted_tokens(
     assert [len(row["alpha_by_position"]) for row in rows[:2]] == [settings.student.block.size - 1] * 2
     assert all((folder / kind / "kl-seed3" / "model.safetensors").is_file() for kind in settings.ablation.kinds)
     assert rows[0]["optimiser_steps"] == rows[2]["optimiser_steps"]
+    assert (folder / "positions.svg").read_text().startswith("<svg")
     assert set(lengths) == {settings.student.block.size - 1}
     assert text.getvalue().count("of them written now") == 2  # of training and validation, for all kinds
