@@ -269,9 +269,6 @@ class DistillModule(TrainingModule):
         metrics, compiled = self.logs_this_step or rows.confidence is not None, rows.hidden.is_cuda
         total, measured = chunked_loss(rows, divergence, chosen, metrics=metrics, compiled=compiled)
         loss = total / max(1, count)
-        if rows.further is not None:
-            more, _ = chunked_loss(rows.further, divergence, metrics=False, compiled=compiled)
-            loss = loss + more / max(1, rows.count)
         if rows.distance is not None:
             loss = loss + rows.distance.sum() / max(1, rows.count)
         if rows.confidence is not None:

@@ -45,7 +45,7 @@ class BlockDrafter(HeadDrafter):
         runner, limit, watched = self.runner, self.limit(request), request.stop.confidence is not None
         if limit < 1:
             return Draft.empty()
-        out: Any = yield request.ids[-2:], limit
+        out: Any = yield request.ids[-1], limit
         certain = self.warp.greedy or not self.sample
         at_once = certain and (not runner.head.conditional or runner.head.candidates > 0)
         if at_once and not (watched or self.warp.needs_prefix or request.keep_logits):

@@ -134,7 +134,7 @@ class BlockTreeDrafter(TreeDrafter, BlockDrafter):
         runner, limit = self.runner, self.limit(request)
         if limit < 1:
             return Draft.empty()
-        out: Any = yield request.ids[-2:], limit
+        out: Any = yield request.ids[-1], limit
         tree, heap, kept = Candidates(self.threshold), list[tuple[float, int]](), list[int]()
         depths = {-1: 0}
         # without a scorer a slot's tokens are the same whatever stands before them

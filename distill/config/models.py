@@ -144,7 +144,7 @@ class TargetSettings(ModelSettings):
 
 @dataclass
 class BlockSettings:
-    """Shape and training of a block head (student.kind dflash, dspark, dflash2, xpress or lilicorr)."""
+    """Shape and training of a block head (student.kind dflash, dspark, dflash2 or lilicorr)."""
 
     layers: PositiveInt = 2
     """Decoder layers. Published heads have 5; they are read once a block, so that a few more cost little."""
@@ -166,13 +166,12 @@ class BlockSettings:
 class StudentSettings(ModelSettings):
     """What every draft starts from: a language model of any kind, or a head on the target's hidden states.
 
-    Of a head, model names one to start from, ours or a published one: of its kind, or dflash for dspark,
-    dflash2 and xpress.
+    Of a head, model names one to start from, ours or a published one: of its kind, or dflash for dspark and dflash2.
     """
 
     kind: StudentKind = "scratch"
     """A language model (scratch to cut) or a head: eagle (on the target's last state), eagle3 (on three), dflash
-    (drafts a block), dspark, dflash2, xpress, lilicorr (a block whose tokens depend on each other: docs/heads.md), mtp
+    (drafts a block), dspark, dflash2, lilicorr (a block whose tokens depend on each other: docs/heads.md), mtp
     (the target's next-token layers)."""
     layers: PositiveInt | list[NonNegativeInt] = 1
     """cut: number of the target's layers that are kept, spread evenly, or a list of layers, from 0."""

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.models.heads.block import BlockHead, Slots
 from decode.models.heads.block_config import block_config, mask_token
-from decode.models.heads.block_parts import RefinerHead
 from distill.config.models import StudentSettings
 from distill.data.dataset import Batch, Examples, label_mask
 from distill.drafts.eagle import head_rows
@@ -29,7 +28,6 @@ CELLS = 1 << 26
 
 
 RANK = 64  # of a scorer, unless the settings say another one
-FREE, FREELY, UNREFINED = 3, 0.3, 0.6  # XPress: rounds on its own tokens, their weight and that of the logits before
 LATTICE = 0.25  # LiLiCorr: weight of the cross-entropy of its choice, and of the target's preference for the text
 CHUNK = 1 << 26  # most bytes of logits of all ids from which candidates are chosen at once
 IMPOSSIBLE = 40.0  # what logits of other ids are lowered by where q is measured, so that divergences stay finite
@@ -57,8 +55,7 @@ class BlockDraft:
     """A block head: a row for each slot of blocks that begin at some label tokens.
 
     A selector and a lattice are trained beside the divergence, which is that of the head without them, by losses of
-    their choice among the candidates; validation measures what is drafted with them. A refiner is trained on the text's
-    own tokens, on its own and on none.
+    their choice among the candidates; validation measures what is drafted with them.
 
     Attributes:
         model: Is trained.
@@ -118,7 +115,7 @@ class BlockDraft:
         weight = decay(step, drafts)
         weight = weight / weight.mean()
         output, learns, narrow = signal.head, not selected and torch.is_grad_enabled(), head.config.hidden_size
-        chooses, lattice = head.candidates > 0 and head.xpress_head is None, head.lilicorr is not None
+        chooses, lattice = head.candidates > 0, head.lilicorr is not None
         if selected and lattice:
             states = torch.cat([states, lattice_scores(head, slots, known, output, table)], -1)
         states = states.flatten(0, 1).index_select(0, kept)
@@ -141,37 +138,7 @@ class BlockDraft:
             rows.distance = losses * rows.weight
         elif chooses:
             rows.distance = selector_loss(head, states, output, rows.target, at) * rows.weight
-        elif head.xpress_head is not None:
-            free = [x.flatten(0, 1).index_select(0, kept) for x in free_rounds(head, slots, known, output)]
-            base, n = states[:, :narrow], len(kept)
-            inputs = [torch.cat([base, x], 1) for x in (*free, torch.zeros_like(free[0]))]
-            weights = torch.cat([rows.weight * (FREELY / FREE)] * FREE + [rows.weight * UNREFINED])
-            rows.further = Rows(torch.cat(inputs), output, rows.target, n, at.repeat(FREE + 1), weight=weights)
         return rows
-
-
-def free_rounds(head: BlockHead, slots: Slots, known: Tensor, output: LMHead) -> list[Tensor]:
-    """Returns what a refiner's second weight multiplies, ``[blocks, drafts, rank]``, of rounds on its own tokens.
-
-    The first round reads the likeliest tokens of the logits without it, each further one those of the one before.
-
-    Args:
-        head: The head.
-        slots: Of blocks.
-        known: The token before that of each slot in the text, of which the first, or two, are kept.
-        output: The output head with the second weight.
-    """
-    refiner, rounds, lead = cast(RefinerHead, head.xpress_head), list[Tensor](), known[:, : 2 - head.from_anchor]
-    fixed, states = refiner.fixed(slots.states), head.drafting(slots.states)
-    x = states.new_zeros(*states.shape[:2], fixed.shape[-1])
-    for _ in range(FREE):
-        with torch.no_grad():
-            rows = torch.cat([states, x], -1).flatten(0, 1)
-            best = [output.products(some, output.vocab).argmax(-1) for some in rows.split(rows_at_once(output.vocab))]
-            tokens = head.in_text(torch.cat(best).view(states.shape[:2]))
-        x = head.drafting(refiner(fixed, torch.cat([lead, tokens[:, :-1]], 1)))
-        rounds.append(x)
-    return rounds
 
 
 def rows_at_once(vocab: int) -> int:

@@ -91,7 +91,7 @@ def head_rows(
             target = replace(target, values=target.log_probs(target.vocab), head=None)
     weight = weight if target.learnable is None else weight * target.learnable[at]
     reference = batch[REFERENCE][at, step] if REFERENCE in batch else None
-    return Rows(hidden, head, target, count, at, step, weight, reference, **beside)  # type: ignore[arg-type]
+    return Rows(hidden, head, target, count, at, step, weight, reference, **beside)
 
 
 def create(target: PreTrainedModel, version: int, draft_vocab: int | None, seed: int) -> FeatureHead:

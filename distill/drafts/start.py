@@ -25,7 +25,7 @@ from distill.drafts import block
 from distill.layers import decoder_layers, final_norm
 from distill.models import seeded
 
-GROWN = ("dspark", "dflash2", "xpress")  # kinds that a DFlash head can become
+GROWN = ("dspark", "dflash2")  # kinds that a DFlash head can become
 
 
 def frequent(rows: Examples, count: int, vocab: int) -> tuple[Tensor, float]:

@@ -68,7 +68,7 @@ def make_block_head(target: PreTrainedModel, version: str = "dspark", seed: int 
     spark = version == "dspark"
     rank = {"dflash": 0, "lilicorr": 6}.get(version, 3)
     given = {"layers": 2, "block": 4, "mask_id": 0, "markov_rank": rank, "confidence": spark} | shape
-    few = {"dflash2": 3, "xpress": 5, "lilicorr": 3}.get(version, 0)
+    few = {"dflash2": 3, "lilicorr": 3}.get(version, 0)
     other = {"sample_from_anchor": given.pop("from_anchor", spark), "candidates": given.pop("candidates", few)}
     other |= {key: given.pop(key) for key in ("layer_types", "is_causal", "conv_kernel_size") if key in given}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -77,8 +77,8 @@ def make_block_head(target: PreTrainedModel, version: str = "dspark", seed: int 
         config.update(other)
         head = BlockHead(config)
         for name, weight in head.named_parameters():  # norms and the bias by the token before are no identity
-            noise = 1.0 if "markov_w2" in name or "lilicorr" in name else 0.5 if "xpress" in name else 0.2
-            weight += noise * torch.randn_like(weight) - weight * ("xpress" in name)
+            noise = 1.0 if "markov_w2" in name or "lilicorr" in name else 0.2
+            weight += noise * torch.randn_like(weight)
         if head.reduced:
             head.set_vocabulary(torch.arange(0, 2 * head.config.draft_vocab_size, 2))
     return head.to(target.dtype).eval()
@@ -118,12 +118,10 @@ def _norm(x: Tensor, module: Any) -> Tensor:
 
 
 @torch.no_grad()
-def plain_block(
-    head: BlockHead, target: PreTrainedModel, ids: list[int], drafts: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def plain_block(head: BlockHead, target: PreTrainedModel, ids: list[int], drafts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Logits ``[drafts, draft vocab]`` without a scorer, and states ``[drafts, width]``, of a block after a text.
 
-    After them come the states of all slots, and the normed features before the anchor.
+    After them come the normed features before the anchor.
 
     The last id is the anchor; no mask, cache or fused attention is used.
     """
@@ -161,15 +159,15 @@ def plain_block(
         gate = z @ layer.mlp.gate_proj.weight.T
         mapped = (gate * gate.sigmoid() * (z @ layer.mlp.up_proj.weight.T)) @ layer.mlp.down_proj.weight.T
         x = x + plain_conv(layer.mlp_conv, 1, read, mapped)
-    whole = _norm(x, head.norm)
+    hidden = _norm(x, head.norm)[-drafts:]
     output, kept = target.get_output_embeddings().weight, head.draft_ids()
-    return whole[-drafts:] @ (output if kept is None else output[kept]).T, whole[-drafts:], whole, context
+    return hidden @ (output if kept is None else output[kept]).T, hidden, context
 
 
 @torch.no_grad()
 def plain_scores(head: BlockHead, target: PreTrainedModel, ids: list[int], path: list[int], drafts: int) -> Tensor:
     """Logits ``[len(path) + 1, draft vocab]`` of a block's slots after a text and drafted tokens, −∞ of no candidates."""
-    logits, hidden, whole, context = plain_block(head, target, ids, drafts)
+    logits, hidden, context = plain_block(head, target, ids, drafts)
     text, kept, rows = ids + path, head.draft_ids(), []
     for slot in range(min(len(path) + 1, drafts)):
         row, before = logits[slot], text[len(ids) - 1 + slot]
@@ -177,8 +175,6 @@ def plain_scores(head: BlockHead, target: PreTrainedModel, ids: list[int], path:
         if head.markov_head is not None:
             markov: Any = head.markov_head
             row = row + markov.markov_w2(markov(hidden[slot], markov.markov_w1(torch.tensor(before))))
-        elif head.xpress_head is not None:
-            row = row + _plain_bias(head.xpress_head, whole, text, len(ids) - 1, slot + 1)
         elif head.lilicorr is not None:
             ranked = [each.sort(descending=True, stable=True).indices[: head.candidates] for each in logits]
             scores = _plain_lattice(head.lilicorr, logits, ranked, hidden, context[-1:], target, kept)
@@ -187,20 +183,6 @@ def plain_scores(head: BlockHead, target: PreTrainedModel, ids: list[int], path:
             row = row.index_copy(0, best, made)
         rows.append(torch.full_like(row, -torch.inf).index_copy(0, best, row[best]))
     return torch.stack(rows)
-
-
-def _plain_bias(refiner: Any, whole: Tensor, text: list[int], anchor: int, last: int) -> Tensor:
-    """What a refiner adds to the logits of slot `last` of a block that begins at `anchor`, channel by channel."""
-    mean, inputs = whole.mean(0), []
-    for slot in range(last + 1):
-        lat = refiner.w1.weight[text[max(anchor + slot - 1, 0)]]
-        inputs.append(refiner.in_proj(torch.cat([refiner.down_h(whole[slot]), refiner.down_g(mean), lat])))
-    x = inputs[last].clone()
-    for slot, other in enumerate(inputs):
-        x += refiner.mix.L[:, last, slot] * other
-    gate = refiner.mlp.gate_proj(x)
-    x = x + refiner.mlp.down_proj(gate * gate.sigmoid() * refiner.mlp.up_proj(x))
-    return refiner.w2.weight @ x
 
 
 def _plain_lattice(

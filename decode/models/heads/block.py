@@ -6,7 +6,7 @@ sliding layers of those within the window. Slot k predicts token p + k + 1 where
 token p + k, and slot 0 predicts nothing. Embedding and output head are the target's own. DSpark adds a low-rank bias by
 the token before (Markov head), and an estimate of each token's acceptance (confidence head). DFlash 2 adds convolutions
 over the slots, and a bias like DSpark's for the likeliest ids of each slot, which alone can be drafted (selector).
-XPress and LiLiCorr have other scorers: see `decode.models.heads.block_parts`. Parameters are named as in the published
+LiLiCorr has another scorer: see `decode.models.heads.block_parts`. Parameters are named as in the published
 checkpoints, but that the selector is a kind of Markov head here.
 
 `BlockHead.forward` reads many blocks of texts in training; `decode.models.heads.block_runner` one a text in decoding.
@@ -31,15 +31,12 @@ from decode.models.heads.block_parts import (
     ConfidenceHead,
     LatticeHead,
     MarkovHead,
-    RefinerHead,
     convolved,
     top_log_probs,
 )
 from decode.models.heads.eagle import DraftHead, HeadLayer, RMSNorm, Rotation, finish_of, finished, output_head
 
-NAMES = {"dflash": "DFlash", "dspark": "DSpark", "dflash2": "DFlash 2", "xpress": "XPress", "lilicorr": "LiLiCorr"}
-
-PASSES = 6  # of a refiner, as published
+NAMES = {"dflash": "DFlash", "dspark": "DSpark", "dflash2": "DFlash 2", "lilicorr": "LiLiCorr"}
 
 # -- the network -------------------------------------------------------------------------------------------------------
 
@@ -103,7 +100,6 @@ class BlockHead(DraftHead):
         mask_id: the token in all slots but the first.
         kinds: window and causality of each layer: see `BlockLayer`.
         candidates: the likeliest ids of a slot, among which its token is chosen. 0: all ids.
-        passes: of a refiner, at most; each reads the tokens that the one before it chose in all slots.
         temperatures: by which the confidence's log-odds at each position are divided in greedy decoding (STS); empty:
             not calibrated.
         sampled_temperatures: the same at temperature 1.
@@ -120,9 +116,7 @@ class BlockHead(DraftHead):
         self.block, self.mask_id = int(fields["block_size"]), int(fields["mask_token_id"])
         self.from_anchor = bool(fields["sample_from_anchor"])
         self.drafts = self.block - (not self.from_anchor)
-        refines, self.passes = self.version == "xpress", int(fields.get("xpress_num_passes") or PASSES)
-        self.candidates = int(fields.get("candidates") or 0) or (config.draft_vocab_size if refines else 0)
-        self.candidates = min(self.candidates, config.draft_vocab_size)
+        self.candidates = min(int(fields.get("candidates") or 0), config.draft_vocab_size)
         self.temperatures: list[float] = list(fields.get("confidence_temperatures") or ())
         self.sampled_temperatures: list[float] = list(
             fields.get("confidence_sampled_temperatures") or self.temperatures
@@ -134,10 +128,9 @@ class BlockHead(DraftHead):
         self.layers, self.kinds = nn.ModuleList(layers), [(layer.window, layer.causal) for layer in layers]
         if (window := config.sliding_window or self.block) < self.block:  # which engines read in different ways
             raise UserError(f"a window of {window} tokens is shorter than a block of {self.block} slots: widen it")
-        self.xpress_head = RefinerHead(config) if refines else None
         self.lilicorr = LatticeHead(config) if self.version == "lilicorr" else None
-        other = refines or self.lilicorr is not None
-        self.markov_head = MarkovHead(config) if fields.get("markov_rank") and not other else None
+        biased = fields.get("markov_rank") and self.lilicorr is None
+        self.markov_head = MarkovHead(config) if biased else None
         self.confidence_head: ConfidenceHead | None = None
         if fields.get("enable_confidence_head"):
             extra = config.markov_rank if fields.get("confidence_head_with_markov") else 0
@@ -158,8 +151,6 @@ class BlockHead(DraftHead):
 
     def get_output_embeddings(self) -> nn.Module | None:
         """The layer of `second`, which optimisers treat as they do output heads."""
-        if self.xpress_head is not None:
-            return self.xpress_head.w2
         return None if self.markov_head is None else self.markov_head.markov_w2
 
     def tokens(self, anchors: Tensor, drafts: int) -> Tensor:
@@ -219,9 +210,6 @@ class BlockHead(DraftHead):
             rows = self.markov_head.markov_w1(before[:, -states.shape[1] :])
             inputs = torch.cat([states, rows], -1)
             states = torch.cat([states, self.markov_head(states, rows)], -1)
-        elif self.xpress_head is not None:
-            x = self.xpress_head(self.xpress_head.fixed(slots.states), before)
-            states = torch.cat([states, self.drafting(x)], -1)
         return states, None if self.confidence_head is None else self.confidence_head(inputs)
 
     def outputs(self, head: Any) -> Tensor:

@@ -14,10 +14,9 @@ BLOCK_ARCHITECTURES = {
     "dflash": "DFlashDraftModel",
     "dspark": "DSparkDraftModel",
     "dflash2": "DFlash2DraftModel",
-    "xpress": "Qwen3XPressModel",
     "lilicorr": "LiLiCorrDraftModel",
 }
-CANDIDATES = {"dflash2": 16, "xpress": 512, "lilicorr": 8}  # as published and served
+CANDIDATES = {"dflash2": 16, "lilicorr": 8}  # as published and served
 TAPS, GROUP = 2, 16  # of DFlash 2, as published
 
 

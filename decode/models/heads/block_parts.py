@@ -7,7 +7,6 @@ by, given the tokens before:
 | --- | --- | --- | --- |
 | `MarkovHead` | DSpark | the token before | W2·W1[x], for all ids |
 | `MarkovHead` with candidates | DFlash 2 | the state and the token before | the same, for the likeliest ids alone |
-| `RefinerHead` | XPress (arXiv 2608.02438) | all states, all tokens before | W2·(a mixture over the slots) |
 | `LatticeHead` | LiLiCorr (arXiv 2608.20530) | all states and likeliest ids | is the score of a pair of neighbours |
 
 Tensors are named as in the engines' files.
@@ -44,58 +43,15 @@ class MarkovHead(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two linear layers with SiLU between, gated by a third one (SwiGLU) where `gated`."""
+    """Two linear layers with SiLU between."""
 
-    def __init__(self, width: int, inner: int, out: int, *, gated: bool = False) -> None:
+    def __init__(self, width: int, inner: int, out: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(width, inner, bias=False) if gated else None
-        self.up_proj = nn.Linear(width, inner, bias=not gated)
-        self.down_proj = nn.Linear(inner, out, bias=not gated)
+        self.up_proj, self.down_proj = nn.Linear(width, inner), nn.Linear(inner, out)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[.., width]`` to ``[.., out]``."""
-        gated = F.silu(self.up_proj(x)) if self.gate_proj is None else F.silu(self.gate_proj(x)) * self.up_proj(x)
-        return cast(Tensor, self.down_proj(gated))
-
-
-class Mix(nn.Module):
-    """For each channel how much of slot j is added to slot k, ``[channels, slots, slots]``, read where j ≤ k."""
-
-    def __init__(self, channels: int, slots: int) -> None:
-        super().__init__()
-        self.L = nn.Parameter(torch.zeros(channels, slots, slots))
-
-
-class RefinerHead(nn.Module):
-    """A bias of each slot's logits, W2·x, with x of all slots' states and of the tokens before it (XPress).
-
-    Attributes:
-        slots: of a block; the mixture of fewer is that of the first.
-    """
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        rank, width, self.slots = config.markov_rank, config.hidden_size, config.block_size
-        self.w1 = nn.Embedding(config.vocab_size, rank)
-        self.down_h, self.down_g = (nn.Linear(width, rank, bias=False) for _ in range(2))
-        self.in_proj = nn.Linear(3 * rank, rank, bias=False)
-        self.mix = Mix(rank, self.slots)
-        self.mlp = Mlp(rank, 2 * rank, rank, gated=True)
-        self.w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
-        nn.init.zeros_(self.w2.weight)  # published: N(0, 0.02) everywhere, of which few steps learn less
-
-    def fixed(self, states: Tensor) -> Tensor:
-        """What does not depend on tokens, ``[.., slots, rank]``, of the states of all slots ``[.., slots, width]``."""
-        mean = states.mean(-2, keepdim=True)
-        both = torch.cat([self.down_h(states), self.down_g(mean).expand(*states.shape[:-1], -1)], -1)
-        return F.linear(both, self.in_proj.weight[:, : both.shape[-1]])
-
-    def forward(self, fixed: Tensor, before: Tensor) -> Tensor:
-        """x ``[.., n, rank]`` of the first n slots, from `fixed` and the tokens before what each predicts."""
-        rank, n = fixed.shape[-1], before.shape[-1]
-        x = fixed[..., :n, :] + F.linear(self.w1(before), self.in_proj.weight[:, 2 * rank :])
-        x = x + torch.einsum("ckj,...jc->...kc", self.mix.L[:, :n, :n].tril(), x)
-        return x + cast(Tensor, self.mlp(x))
+        return cast(Tensor, self.down_proj(F.silu(self.up_proj(x))))
 
 
 COSINES, LEAST_NORM = 8.0, 1e-4  # of a lattice: by what cosines are scaled, and what norms of vectors are at least

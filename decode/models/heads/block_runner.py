@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,16 +31,14 @@ class Block(Out):
     """The output of a text's block: logits ``[drafts, draft vocab]`` before any token is known, and their states.
 
     Attributes:
-        before: the token before the anchor, or the anchor where there is none; and the anchor.
+        anchor: the token that the block follows.
         context: the last token's normed features ``[1, width]``, which a lattice reads; None: there are none.
-        fixed: what a refiner makes of the states of all slots.
         scores: of a selector and a lattice candidates as the target's ids, ``[drafts, k]``, and as the draft's, and the
             scores given each candidate of the slot before, ``[drafts, k, k]``; made when they are asked for.
     """
 
-    before: tuple[int, int] = (0, 0)
+    anchor: int = 0
     context: Tensor | None = None
-    fixed: Tensor | None = None
     scores: tuple[Tensor, Tensor, Tensor] | None = None
 
 
@@ -132,17 +130,17 @@ class BlockRunner(DraftHeadRunner):
             for text, rows in zip(new, context.split([text.count for text in new]) if self.head.lilicorr else ()):
                 text.cache.last = rows[-1:].clone()
 
-    def draft(self, caches: Sequence[BlockRow], ends: Sequence[Sequence[int]], drafts: Sequence[int]) -> list[Block]:
+    def draft(self, caches: Sequence[BlockRow], pending: Sequence[int], drafts: Sequence[int]) -> list[Block]:
         """Run a block after each sequence, whose pending token is the anchor.
 
         Args:
             caches: one of each sequence, each once; those of the same memory in the order of their rows.
-            ends: the last tokens of each sequence, the anchor at the end, two where there are as many.
+            pending: the anchors.
             drafts: tokens to draft of each.
         """
         self.read(caches)
         network, head = self.network, self.head
-        blocks = [head.tokens(torch.tensor(end[-1]), count) for end, count in zip(ends, drafts)]
+        blocks = [head.tokens(torch.tensor(anchor), count) for anchor, count in zip(pending, drafts)]
         counts, placed = list(map(len, blocks)), dict[bool, Placed]()
         for causal in set(self.causal):
             new = [NewTokens(cache, cache.length, n) for cache, n in zip(caches, counts)]  # seen as in any text: causal
@@ -150,16 +148,10 @@ class BlockRunner(DraftHeadRunner):
                 text.seen = torch.ones(text.count, text.count, dtype=torch.bool)
             placed[causal] = network.place(new)
         x = self._run(network.embed(joined(blocks).to(self.device)), placed, counts)
-        if head.xpress_head is None:  # a refiner reads the states of all slots
-            x, counts = joined([head.drafting(states) for states in x.split(counts)]), list(drafts)
-        logits, hidden, made = *network.project(x), list[Block]()
+        logits, hidden = network.project(joined([head.drafting(states) for states in x.split(counts)]))
         logits = finished(logits, *self.finish) if self.bias is None else logits  # else once the bias is added
-        for cache, end, rows, states in zip(caches, ends, logits.split(counts), hidden.split(counts)):
-            fixed = None if head.xpress_head is None else head.xpress_head.fixed(states)
-            if fixed is not None:
-                rows, states = head.drafting(rows), head.drafting(states)
-            made.append(Block(rows, states, before=(end[-2:][0], end[-1]), context=cache.last, fixed=fixed))
-        return made
+        texts = zip(logits.split(list(drafts)), hidden.split(list(drafts)), pending, caches)
+        return [Block(row, states, anchor=anchor, context=cache.last) for row, states, anchor, cache in texts]
 
     def _run(self, x: Tensor, placed: dict[bool, Placed], counts: Sequence[int]) -> Tensor:
         """All layers on the slots of blocks, which see each other as `placed` has it for causal layers and others."""
@@ -192,38 +184,22 @@ class BlockRunner(DraftHeadRunner):
         if block.scores is None and markov is not None:  # of all pairs of neighbours at once
             unary, ids = block.logits.topk(head.candidates)
             tokens = self.target_ids(ids)
-            anchor = tokens.new_full((1, tokens.shape[1]), block.before[1])
+            anchor = tokens.new_full((1, tokens.shape[1]), block.anchor)
             m = markov(block.hidden[:, None], markov.markov_w1.weight[torch.cat([anchor, tokens[:-1]])])
             block.scores = tokens, ids, unary[:, None] + m @ markov.markov_w2.weight[ids].mT
         assert block.scores is not None
         return block.scores
-
-    def _refined(self, block: Block, path: Tensor) -> Tensor:
-        """What `BlockHead.second` multiplies in the slots after a path of tokens, the path's own included."""
-        refiner: Any = self.head.xpress_head
-        lead = torch.tensor(block.before[self.head.from_anchor :], device=path.device)
-        return cast(Tensor, refiner(block.fixed, torch.cat([lead, path])))
 
     def likeliest(self, block: Block) -> Tensor:
         """The likeliest token of each slot after the anchor, ``[drafts]``, given those that were chosen before."""
         head = self.head
         if not head.conditional:
             return self.target_ids(argmax(block.logits))
-        if head.xpress_head is None:
-            tokens, _, scores = self._scores(block)
-            best, chosen = scores.argmax(-1).tolist(), [0]
-            for row in best:
-                chosen.append(row[chosen[-1]])
-            return tokens.gather(1, torch.tensor(chosen[1:], device=tokens.device)[:, None])[:, 0]
-        unary, kept = block.logits.topk(head.candidates)
-        rows, tokens = head.xpress_head.w2.weight[kept], self.target_ids(kept[:, 0])
-        for _ in range(head.passes):  # Jacobi: each pass settles at least one more token
-            x = head.drafting(self._refined(block, tokens[:-1]))
-            found = (unary + (rows @ x[..., None])[..., 0]).argmax(-1, keepdim=True)
-            last, tokens = tokens, self.target_ids(kept.gather(1, found)[:, 0])
-            if tokens.equal(last):
-                break
-        return tokens
+        tokens, _, scores = self._scores(block)
+        best, chosen = scores.argmax(-1).tolist(), [0]
+        for row in best:
+            chosen.append(row[chosen[-1]])
+        return tokens.gather(1, torch.tensor(chosen[1:], device=tokens.device)[:, None])[:, 0]
 
     def condition(self, block: Block, path: Tensor, *, greedy: bool | None = None) -> Out:
         """A slot after the tokens before it.
@@ -238,11 +214,9 @@ class BlockRunner(DraftHeadRunner):
         logits, hidden = block.logits[slot : slot + 1], block.hidden[slot : slot + 1]
         inputs, accepted, m, chosen = hidden, None, None, None
         if head.markov_head is not None:
-            token = path[-1:] if slot else torch.tensor(block.before[1:], device=path.device)
+            token = path[-1:] if slot else torch.tensor([block.anchor], device=path.device)
             row = head.markov_head.markov_w1.weight.index_select(0, token)
             m, inputs = head.markov_head(hidden, row), torch.cat([hidden, row], -1)
-        elif head.xpress_head is not None:
-            m = self._refined(block, path)[-1:]
         if head.lilicorr is not None:
             tokens, ids, scores = self._scores(block)
             at = (tokens[slot - 1] == path[-1]).int().argmax() if slot else 0

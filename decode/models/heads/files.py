@@ -39,11 +39,6 @@ SELECTOR = {
 """Our names of DFlash 2's selector, and those in files."""
 RENAMED = {r"^(model\.)+": "", r"^layers\.0\.": "midlayer.", r"^draft_id_to_target_id$": "d2t"}
 RENAMED |= {f"^{re.escape(theirs)}$": ours for ours, theirs in SELECTOR.items()}
-RENAMED |= {  # speculators' names of XPress's refiner
-    r"^refiner_head\.token_embed\.": "xpress_head.w1.", r"^refiner_head\.readout\.": "xpress_head.w2.",
-    r"^refiner_head\.mlp_(gate|up|down)\.": r"xpress_head.mlp.\1_proj.", r"^refiner_head\.mix_l$": "xpress_head.mix.L",
-    r"^refiner_head\.": "xpress_head.",
-}  # fmt: skip
 """Names of tensors in other projects' files, and ours; EAGLE-1's layer is called as EAGLE-3's here."""
 UNREAD = re.compile(r"rotary_emb\.inv_freq$|^verifier_")  # tensors that decoding does not read
 SHARED, HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -56,7 +51,7 @@ LATTICE = [f"lilicorr_{name}" for name in ("hidden_size", "num_layers", "num_hea
 
 FORMATS: dict[str, int | str | None] = {
     "peagle": "P-EAGLE", "domino": "Domino", "medusa": "Medusa", "mtp": "MTP", "mlpspeculator": "MLPSpeculator",
-    "jetspec": "JetSpec", "eagle4": "EAGLE-4", "dflash2beam": "DFlash 2 with beams", "xpress": "xpress",
+    "jetspec": "JetSpec", "eagle4": "EAGLE-4", "dflash2beam": "DFlash 2 with beams", "xpress": "XPress",
     "lilicorr": "lilicorr",
     "dspark": "dspark", "dflash2": "dflash2", "dflash": "dflash", "eagle25": None, "eagle3": 3, "eagle": 1,
 }  # fmt: skip
@@ -75,13 +70,11 @@ KEPT = (
     "hidden_act", "max_position_embeddings", "rms_norm_eps", "bos_token_id", "eos_token_id", "pad_token_id", "dtype",
     "attention_bias", "tie_word_embeddings", "num_assistant_tokens", "fc_norm", "norm_output", "norm_before_residual",
     "norm_before_fc", "block_size", "mask_token_id", "markov_rank", "sample_from_anchor", "confidence_temperatures",
-    "confidence_sampled_temperatures", "conv_kernel_size", "conv_group_size", "candidates", "xpress_num_passes",
-    *LATTICE,
+    "confidence_sampled_temperatures", "conv_kernel_size", "conv_group_size", "candidates", *LATTICE,
 )  # fmt: skip
 """Keys that mean the same everywhere."""
 SCORERS = {
     "dflash2": {"markov_rank": "selector_rank", "candidates": "selector_top_k"},
-    "xpress": {"markov_rank": "xpress_rank", "candidates": "xpress_topc"},
     "lilicorr": {"markov_rank": "lilicorr_hidden_size", "candidates": "lilicorr_candidate_topk"},
 }
 """Our keys of scorers, and those in files."""
@@ -95,7 +88,7 @@ COMPUTED: dict[str, Sequence[Any]] = {
     "rope_type": ROPE_TYPES, "rotation by layer type": OFF, "partial_rotary_factor": (None, 1),
     "is_neox_style": (None, True), "markov_head_type": (None, "vanilla"), "Gemma's norms": OFF,
     "lilicorr_enabled": (None, True), "lilicorr_vector_eps": (None, LEAST_NORM),
-    "lilicorr_logit_scale": (None, COSINES), "xpress_mlp_ratio": (None, 2),
+    "lilicorr_logit_scale": (None, COSINES),
 }  # fmt: skip
 """Keys that change the network, with the values that are computed here."""
 SEEN = "is_causal", "causal", "use_swa", "use_sliding_window", SLIDING  # any value of these is computed in a block head
@@ -171,7 +164,6 @@ def read_config(
         )
     if version == 3 and fused is False:
         state["fc.weight"] = torch.eye(width)  # the last hidden state is the feature as it is
-    said.setdefault("xpress_num_passes", said.get("num_jacobi_passes"))
     for ours, theirs in SCORERS.get(str(version), {}).items():  # a key of ours is not believed
         said[ours] = said.get(theirs)
     types, window = _sliding(said) if block else ([], None)
@@ -248,17 +240,17 @@ def unserved(head: DraftHead) -> dict[str, str]:
     markov, every, spark = head.markov_head, ("vllm", "sglang", "llama.cpp"), head.version == "dspark"
     windows, causal = map(set, zip(*head.kinds))
     lattice, second = head.candidates * (head.candidates + 1), head.version == "dflash2"
-    newest = head.version in ("xpress", "lilicorr")
+    lattices = head.version == "lilicorr"
     joined = head.confidence_head is None or head.config.confidence_head_with_markov
     why: dict[str, tuple[bool, Sequence[str]]] = {
         "its confidence head does not read the Markov head": (not joined, ["llama.cpp"]),
         f"it drafts {head.config.draft_vocab_size:,} of {head.config.vocab_size:,} tokens": (
-            head.reduced, every if second or newest else ["sglang"] if spark else ["sglang", "llama.cpp"],
+            head.reduced, every if second or lattices else ["sglang"] if spark else ["sglang", "llama.cpp"],
         ),
         f"{head.candidates} candidates need states of {lattice}": (
             second and lattice > head.config.hidden_size, ["llama.cpp"],
         ),
-        "this kind of head is not known there": (newest, ["llama.cpp", "sglang"][: 1 + (head.version == "xpress")]),
+        "this kind of head is not known there": (lattices, ["llama.cpp"]),
         "its window is not read there": (windows != {None}, ["sglang"]),
         "its layers differ in what is causal": (len(causal) > 1, ["sglang", "llama.cpp"]),
         "a DSpark head without a Markov head is not known there": (spark and markov is None, every),
@@ -322,9 +314,6 @@ def save_head(head: DraftHead, folder: str | Path, shared: dict[str, Tensor] | N
         if head.version == "lilicorr":
             told |= {key: fields[key] for key in LATTICE} | {"lilicorr_enabled": True}
             told |= {"lilicorr_vector_eps": LEAST_NORM, "lilicorr_logit_scale": COSINES, "block_size": head.block}
-        if head.version == "xpress":  # beside our own keys, as vLLM reads them
-            fields |= told | {"xpress_mlp_hidden": 2 * fields["markov_rank"], "xpress_block_size": head.block}
-            fields["xpress_num_passes"], told = head.passes, {}
         slots |= told
         if fields["is_causal"] is None:  # readers take a key that is there for an answer
             del fields["is_causal"]

@@ -196,7 +196,7 @@ def test_vllms_own_classes_score_the_candidates_of_each_slot_as_we_do(version: s
             given |= {"candidate_ids": kept, "unary_logits": best}
             runner, parts = BlockRunner(head, target), list[torch.Tensor]()
             for block in range(blocks):
-                made = Block(unary[block], head.drafting(states)[block], before=(0, int(anchors[block])))
+                made = Block(unary[block], head.drafting(states)[block], anchor=int(anchors[block]))
                 parts.append(runner._scores(made)[2])
             wanted = torch.stack(parts)
     save_file({key: value.contiguous() for key, value in given.items()}, tmp_path / "given")

@@ -56,13 +56,6 @@ def publish(folder: Path, head: BlockHead, target: PreTrainedModel, format: str)
         ours = "markov_w1.weight", "markov_w2.weight", "hidden_projection.weight"
         state |= {f"candidate_selector.{name}": state.pop(f"markov_head.{key}") for name, key in zip(names, ours)}
         markov = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 3}
-    if head.version == "xpress":
-        short = {"w1.weight": "token_embed.weight", "w2.weight": "readout.weight", "mix.L": "mix_l"}
-        short |= {f"mlp.{part}_proj.weight": f"mlp_{part}.weight" for part in ("gate", "up", "down")}
-        for key in [key for key in state if key.startswith("xpress_head.")] if format == "speculators" else ():
-            ours = key.removeprefix("xpress_head.")
-            state[f"refiner_head.{short.get(ours, ours)}"] = state.pop(key)
-        markov = {"xpress_rank": 8, "xpress_mlp_hidden": 16, "xpress_num_passes": 6}
     if head.version == "lilicorr":
         sizes = {"candidate_topk": 3, "hidden_size": 8, "num_layers": 2, "num_heads": 8, "mlp_ratio": 2.0}
         sizes |= {"factor_dim": 128, "vector_eps": 1e-4, "logit_scale": 8.0, "enabled": True}
@@ -115,8 +108,6 @@ HEADS = {
     "reduced vocabulary": {"version": "dflash", "draft_vocab": DRAFTED},
     "DFlash 2": {"version": "dflash2"},
     "DFlash 2, reduced": {"version": "dflash2", "draft_vocab": DRAFTED, "window": 6},
-    "XPress": {"version": "xpress", "candidates": 0},
-    "XPress, reduced": {"version": "xpress", "draft_vocab": DRAFTED, "window": 6, "candidates": 7},
     "LiLiCorr": {"version": "lilicorr"},
     "LiLiCorr without convolutions": {"version": "lilicorr", "conv_kernel_size": 0},
     "LiLiCorr, reduced": {"version": "lilicorr", "draft_vocab": DRAFTED, "causal": True},
@@ -155,8 +146,6 @@ def test_a_saved_head_drafts_as_before(name: str, target: PreTrainedModel, tmp_p
         ("speculators", "DSpark, fill-in"),
         ("z-lab", "DFlash 2"),
         ("speculators", "DFlash 2"),
-        ("z-lab", "XPress"),
-        ("speculators", "XPress"),
         ("z-lab", "LiLiCorr"),
         ("z-lab", "LiLiCorr without convolutions"),
     ],
@@ -171,24 +160,6 @@ def test_a_published_head_drafts_as_it_does_there(format: str, name: str, target
     assert drafted(again, target).equal(drafted(head, target))
     save_head(again, tmp_path)  # in our layout
     assert drafted(load_head(tmp_path, target), target).equal(drafted(head, target))
-
-
-@pytest.mark.parametrize("key", ["xpress_num_passes", "num_jacobi_passes"])
-def test_a_refiners_passes_and_candidates_are_read_and_written_as_engines_name_them(
-    key: str, target: PreTrainedModel, tmp_path: Path
-) -> None:
-    published = publish(tmp_path, filed_head(target, "xpress"), target, "speculators")
-    del published["xpress_num_passes"]
-    (tmp_path / "config.json").write_text(json.dumps(published | {key: 2, "xpress_topc": 7}))
-    for _ in range(2):
-        head = load_head(tmp_path, target)
-        assert isinstance(head, BlockHead)
-        assert (head.passes, head.candidates) == (2, 7)
-        save_head(head, tmp_path)
-    for passes, topc in ((2, 7), (6, 5)):  # and those of a new one
-        written = json.loads((tmp_path / "config.json").read_text())
-        assert (written["xpress_num_passes"], written["xpress_topc"]) == (passes, topc)
-        save_head(filed_head(target, "xpress"), tmp_path)
 
 
 def test_a_reduced_vocabulary_may_be_smaller_than_a_lattices_candidates(target, tmp_path: Path) -> None:
@@ -213,6 +184,7 @@ def test_a_reduced_vocabulary_may_be_smaller_than_a_lattices_candidates(target, 
             "window of 4 tokens is shorter than a",
         ),
         ("DeepSpec", {"architectures": ["DFlash2BeamDraftModel"]}, "format of DFlash 2 with beams"),
+        ("DeepSpec", {"architectures": ["Qwen3XPressModel"]}, "format of XPress"),
         ("DeepSpec", {"architectures": ["PEagleDraftModel"]}, "format of P-EAGLE"),
         ("DeepSpec", {"dflash_config": {"projector_type": "domino"}}, "format of Domino"),
         ("DeepSpec", {"architectures": ["JetSpecDraftModel"]}, "format of JetSpec"),
@@ -285,10 +257,8 @@ def test_engines_that_would_skip_parts_of_a_head_are_named(target: PreTrainedMod
     assert unserved(make_block_head(target, "dflash2", draft_vocab=24)).keys() == {"vllm", "sglang", "llama.cpp"}
     assert unserved(make_block_head(target, "dflash", window=6)) == {"sglang": "its window is not read there"}
     assert unserved(make_block_head(target, "dflash", causal=True)) == {}
-    assert unserved(make_block_head(target, "xpress")).keys() == {"sglang", "llama.cpp"}
     assert unserved(make_block_head(target, "lilicorr")).keys() == {"llama.cpp"}
-    for version in ("xpress", "lilicorr"):
-        assert unserved(make_block_head(target, version, draft_vocab=24)).keys() == {"vllm", "sglang", "llama.cpp"}
+    assert unserved(make_block_head(target, "lilicorr", draft_vocab=24)).keys() == {"vllm", "sglang", "llama.cpp"}
     mixed = {"window": 6, "is_causal": None, "layer_types": [SLIDING, "full_attention"]}
     assert unserved(make_block_head(target, "dflash", **mixed)).keys() == {"sglang", "llama.cpp"}
     apart = make_block_head(target, "dspark")

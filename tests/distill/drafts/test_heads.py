@@ -112,8 +112,6 @@ def test_rows_are_what_the_head_drafts_when_each_step_is_read_after_the_other(ma
         ("dspark", {"window": 3, "causal": True}),
         ("dflash2", {"block": 4}),
         ("dflash2 measured", {"is_causal": None, "window": 3}),
-        ("xpress", {"block": 4, "candidates": 99}),
-        ("xpress measured", {"block": 4, "candidates": 99}),
         ("lilicorr", {"block": 4, "candidates": 8}),
         ("lilicorr measured", {"block": 4}),
         ("lilicorr measured", {"block": 4, "candidates": 40}),  # texts' tokens are among most of them
@@ -124,10 +122,10 @@ def test_rows_are_those_of_every_block_read_alone(make: Any, kind: str, shape: A
     """Slot by slot, with the text's own tokens before it, up to the first token that is no label."""
     target, draft, signal = make(kind.split()[0], draft_vocab=vocab, **shape)
     batch, head = everything(texts()), draft.model
-    chooses, refines = bool(head.candidates) and head.xpress_head is None, head.xpress_head is not None
+    chooses = bool(head.candidates)
     head.train(not kind.endswith("measured"))
     rows = draft.rows(batch, signal)
-    choices, free = list[float](), [list[torch.Tensor]() for _ in range(4)]
+    choices = list[float]()
     mask, ids = label_mask(batch["labels"]), head.draft_ids()
     logits, measured, number = rows.head(rows.hidden), compare(rows, Divergence("kl_tv")), 0
     learnable, following = torch.ones(len(rows)), batch["labels"].roll(-1, 1)[mask][rows.at]
@@ -135,11 +133,7 @@ def test_rows_are_those_of_every_block_read_alone(make: Any, kind: str, shape: A
         tokens = batch["input_ids"][text].tolist()
         p = target(input_ids=torch.tensor([tokens])).logits[0].softmax(-1).detach()
         for anchor in mask[text].nonzero()[:, 0].tolist():
-            wanted, rounds, whole = plain_block(head, target, tokens[: anchor + 1], head.drafts)[0], [], True
-            for _ in range(3 * refines):
-                drafted = (rounds[-1] if rounds else wanted).argmax(-1)
-                path = (drafted if ids is None else ids[drafted]).tolist()
-                rounds.append(plain_scores(head, target, tokens[: anchor + 1], path[:-1], head.drafts))
+            wanted, whole = plain_block(head, target, tokens[: anchor + 1], head.drafts)[0], True
             for slot in range(head.drafts):
                 at = anchor + slot
                 if at >= mask.shape[1] or not mask[text, anchor : at + 1].all():
@@ -157,8 +151,6 @@ def test_rows_are_those_of_every_block_read_alone(make: Any, kind: str, shape: A
                 drafted = plain.isfinite()
                 torch.testing.assert_close(logits[number][drafted], plain[drafted], rtol=1e-5, atol=1e-6)
                 q, mine = plain.softmax(-1), p[at] if ids is None else p[at][ids]
-                for each, row in zip(free, [*(every[slot] for every in rounds), wanted[slot]]):
-                    each.append(row)
                 if kind.startswith("dflash2"):  # the last candidate is replaced where the target's token is none
                     best, order = int(mine.argmax()), wanted[slot].argsort(descending=True)[: head.candidates].tolist()
                     order = order if best in order else [*order[:-1], best]
@@ -186,13 +178,6 @@ def test_rows_are_those_of_every_block_read_alone(make: Any, kind: str, shape: A
         torch.testing.assert_close(chosen.detach(), torch.tensor(choices).to(chosen) * (rows.weight > 0))
     else:
         assert rows.distance is None
-    if refines and head.training:
-        assert rows.further is not None
-        made = rows.further.head(rows.further.hidden).detach().split(len(rows))
-        factors = [(weight / rows.weight)[rows.weight > 0].unique() for weight in rows.further.weight.split(len(rows))]
-        for each, found, factor in zip(free, made, factors, strict=True):
-            torch.testing.assert_close(found, torch.stack(each), rtol=1e-5, atol=1e-6)
-            assert factor.tolist() == pytest.approx([0.6 if each is free[-1] else 0.1])
     weights = decay(rows.step, 3)
     torch.testing.assert_close(
         rows.weight, weights / weights.mean() * learnable
@@ -201,7 +186,7 @@ def test_rows_are_those_of_every_block_read_alone(make: Any, kind: str, shape: A
     assert rows.target.labels[rows.at].tolist() == labels.tolist()
 
 
-@pytest.mark.parametrize("kind", ["dflash2", "xpress", "lilicorr"])
+@pytest.mark.parametrize("kind", ["dflash2", "lilicorr"])
 @pytest.mark.parametrize("measured", [False, True])
 def test_how_many_rows_logits_are_in_memory_changes_nothing(
     make: Any, kind: str, measured: bool, monkeypatch: pytest.MonkeyPatch
@@ -213,8 +198,7 @@ def test_how_many_rows_logits_are_in_memory_changes_nothing(
         monkeypatch.setattr(block, "rows_at_once", lambda _, count=count: count)
         rows = draft.rows(batch, signal)
         assert len(rows) > 8 * draft.depth
-        beside = rows.distance if rows.further is None else rows.further.hidden
-        made.append([values.detach() for values in (rows.hidden, beside) if values is not None])
+        made.append([values.detach() for values in (rows.hidden, rows.distance) if values is not None])
     torch.testing.assert_close(*made)
 
 
@@ -273,7 +257,7 @@ def test_noise_is_a_function_of_the_seed_and_absent_without_one(make: Any, monke
     assert module(batch, training=True)[1] is ranked[0]
 
 
-@pytest.mark.parametrize("kind", ["dspark", "dflash2", "xpress", "lilicorr", *UNROLLED])
+@pytest.mark.parametrize("kind", ["dspark", "dflash2", "lilicorr", *UNROLLED])
 def test_every_weight_learns_and_one_gradient_of_the_output_head_is_kept_for_all_steps(make: Any, kind: str) -> None:
     """Seven copies of it are 17 GB for a vocabulary of 150,000 ids. The target learns nothing."""
     batch, eagle3 = everything(some_rows(8)), kind == "eagle3"
@@ -398,7 +382,6 @@ STARTS = {
     "dspark from dflash": ("dflash", {"draft_vocab": 24}, {"draft_vocab": 24}),
     "dspark from dflash, in slot 0": ("dflash", {"from_anchor": True, "causal": True}, {"causal": True}),
     "dflash2": ("dflash2", {"candidates": 5}, {"markov_rank": 8}),
-    "xpress from dflash": ("dflash", {}, {}),
     "lilicorr": ("lilicorr", {}, {"markov_rank": 8}),
     "dflash2 from dflash": ("dflash", {"window": 6, "is_causal": None}, {"window": 6, "causal": True}),
 }
@@ -416,7 +399,6 @@ def test_a_head_that_starts_from_another_one_drafts_what_that_drafts(name: str, 
     assert isinstance(head, BlockHead)
     assert (head.version, head.drafts, head.mask_id) == (kind, given.drafts, given.mask_id)
     added = {
-        "xpress": ["xpress_head"],
         "dspark": ["confidence_head", "markov_head"],
         "dflash2": ["attention_conv", "markov_head", "mlp_conv"],
     }
