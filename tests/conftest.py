@@ -55,7 +55,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other programs do decides nothing."""
+    """What other programs do decides nothing, nor how wide the terminal is that pytest-xdist tells its workers."""
+    monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr(machine, "_times", lambda: (time.perf_counter(), 0.0, 0.0))
 
 
