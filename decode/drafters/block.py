@@ -50,12 +50,12 @@ class BlockDrafter(HeadDrafter):
         at_once = certain and (not runner.head.conditional or runner.head.candidates > 0)
         if at_once and not (watched or self.warp.needs_prefix or request.keep_logits):
             return Draft.chain(runner.likeliest(out))
-        choosing, path = super().drafting(request), list[Tensor]()
+        choosing, slot = super().drafting(request), 0
         made = None
         while True:
             try:
-                path.append(choosing.send(made).view(1))  # type: ignore[arg-type]
+                token = choosing.send(made)  # type: ignore[arg-type]
             except StopIteration as end:
                 return end.value
-            made = runner.condition(out, torch.cat(path)[1:], greedy=certain if watched else None)
-            made.logits = runner.expand(made.logits)
+            made = runner.condition(out, slot, token, greedy=certain if watched else None)
+            made.logits, slot = runner.expand(made.logits), slot + 1

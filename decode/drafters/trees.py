@@ -139,16 +139,13 @@ class BlockTreeDrafter(TreeDrafter, BlockDrafter):
         depths = {-1: 0}
         # without a scorer a slot's tokens are the same whatever stands before them
         apart = None if runner.head.conditional else self._children(out.logits, runner.draft_ids)
-        paths: dict[int, list[int]] = {-1: []}
 
-        def expand(node: int) -> None:
+        def expand(node: int, token: int) -> None:
             """Add the children of a node."""
             slot = depths[node]
             if apart is None:
-                if node >= 0:
-                    paths[node] = [*paths[tree.parents[node]], tree.tokens[node]]
-                path = torch.tensor(paths[node], dtype=torch.long, device=runner.device)
-                conditioned = runner.condition(out, path)
+                before = torch.tensor(token, device=runner.device)
+                conditioned = runner.condition(out, slot, before)
                 (tokens,), (values,) = self._children(conditioned.logits, runner.draft_ids)
             else:
                 tokens, values = apart[0][slot], apart[1][slot]
@@ -156,10 +153,10 @@ class BlockTreeDrafter(TreeDrafter, BlockDrafter):
                 heappush(heap, (-tree.scores[child], child))
                 depths[child] = slot + 1
 
-        expand(-1)
+        expand(-1, request.ids[-1])
         while heap and len(kept) < self.nodes:
             _, node = heappop(heap)
             kept.append(node)
             if depths[node] < limit and len(kept) < self.nodes:
-                expand(node)
+                expand(node, tree.tokens[node])
         return tree.draft(kept)

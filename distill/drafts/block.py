@@ -36,7 +36,7 @@ IMPOSSIBLE = 40.0  # what logits of other ids are lowered by where q is measured
 class CandidateHead(LMHead):
     """An output head for measuring a choice among candidates: other ids are not drafted.
 
-    What stands behind the states are a lattice's scores, of a selector what its second weight multiplies.
+    What stands behind the states are a lattice's scores, of a selector what its weight multiplies.
     """
 
     count: int  # of candidates
@@ -105,31 +105,31 @@ class BlockDraft:
         live = (mask[place] & inside).cumprod(2).bool()
         features = features.to(head.fc.weight.dtype)
         table = cast(Tensor, signal.embedding.weight)
-        blocks = head.tokens(ids.gather(1, anchors), drafts)
-        slots = head(functional.embedding(blocks, table).detach().to(features.dtype), features, anchors)
-        earlier = head.before(anchors, blocks.shape[-1]).clamp_max(time - 1).flatten(1)
-        known = ids.gather(1, earlier).view_as(blocks).flatten(0, 1)
+        embeds = functional.embedding(head.tokens(ids.gather(1, anchors), drafts), table)
+        slots, known = head(embeds.detach().to(features.dtype), features, anchors), ids[place].flatten(0, 1)
         states, confidence = head.conditions(slots, known)
         kept = places(live)
         at, step = (mask.flatten().cumsum(0) - 1).view_as(mask)[place][live], kept % drafts
         weight = decay(step, drafts)
         weight = weight / weight.mean()
-        output, learns, narrow = signal.head, not selected and torch.is_grad_enabled(), head.config.hidden_size
-        chooses, lattice = head.candidates > 0, head.lilicorr is not None
+        output, chooses, lattice = signal.head, head.candidates > 0, head.lilicorr is not None
+        markov = None if head.markov_head is None else head.markov_head.markov_w2.weight
         if selected and lattice:
             states = torch.cat([states, lattice_scores(head, slots, known, output, table)], -1)
         states = states.flatten(0, 1).index_select(0, kept)
-        hidden = states[:, :narrow] if chooses and not selected else states
-        if selected if chooses else head.second is not None:
+        hidden = states
+        if chooses and not selected:
+            hidden = states[:, : head.config.hidden_size]
+        elif chooses or markov is not None:
             kind = CandidateHead if chooses else LMHead
             finish = (1.0, None) if lattice else (output.scale, output.cap)  # a lattice's scores are behind it
-            output = kind.of(output.linear, *finish, head.second)
+            output = kind.of(output.linear, *finish, markov)
             if isinstance(output, CandidateHead):
                 output.count = head.candidates
         if confidence is not None:
             confidence = confidence.flatten().index_select(0, kept)
         rows = head_rows(hidden, output, target, batch, len(kept), at, step, weight, confidence=confidence)
-        if not learns:
+        if selected or not torch.is_grad_enabled():
             return rows
         assert rows.weight is not None
         if lattice:
@@ -156,7 +156,7 @@ def _of_blocks(head: BlockHead, slots: Slots, output: LMHead, *beside: Tensor) -
 @torch.no_grad()
 def lattice_scores(head: BlockHead, slots: Slots, known: Tensor, output: LMHead, table: Tensor) -> Tensor:
     """Returns a lattice's scores of its candidates given the text, ``[blocks, drafts, k]``: see `BlockHead.walked`."""
-    made = [head.walked(output(head.drafting(some.states)), some, before, table)[1]
+    made = [head.walked(output(some.states), some, before, table)[1]
             for some, before in _of_blocks(head, slots, output, known)]  # fmt: skip
     return torch.cat(made)
 
@@ -180,7 +180,7 @@ def lattice_loss(
     """
 
     def loss(states: Tensor, some: Slots, truth: Tensor, live: Tensor, target: TargetRows) -> Tensor:
-        kept, pairs = head.pairs(output(head.drafting(states)), replace(some, states=states), table)
+        kept, pairs = head.pairs(output(states), replace(some, states=states), table)
         at, there = head.places(kept, truth)
         counts = (there & live).cumprod(1).bool()
         before = at.roll(1, 1)[..., None, None].expand(-1, -1, 1, pairs.shape[-1])
@@ -213,7 +213,11 @@ def selector_loss(head: BlockHead, states: Tensor, output: LMHead, target: Targe
         target: The target's distributions of the batch's label tokens.
         at: The label token of each row.
     """
-    vocab, losses, second = min(output.vocab, target.vocab), list[Tensor](), cast(Tensor, head.second)
+    vocab, losses, second = (
+        min(output.vocab, target.vocab),
+        list[Tensor](),
+        cast(Any, head.markov_head).markov_w2.weight,
+    )
     frozen, bias = output.linear.weight.detach(), output.linear.bias
 
     def loss(states: Tensor, ids: Tensor, label: Tensor) -> Tensor:

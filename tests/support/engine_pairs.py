@@ -94,15 +94,14 @@ def learned_block(target: Any, prompts: list[list[int]], kind: str, steps: int) 
             if anchors.numel():
                 features = torch.cat([states[layer] for layer in head.captured_layers], -1)
                 read = tokens[0].unfold(0, head.drafts + 1, 1)[anchors[0]]
-                examples.append((tokens, features, anchors, read))
+                examples.append((features, anchors, read))
     optimiser = torch.optim.Adam(head.parameters(), 5e-3)
     for _ in range(steps):
         loss = torch.zeros(())
-        for tokens, features, anchors, read in examples:
+        for features, anchors, read in examples:
             blocks = head.tokens(read[None, :, 0], head.drafts)
             slots = head(F.embedding(blocks, table).detach(), features, anchors)
-            known = tokens[0, head.before(anchors[0], blocks.shape[-1])]
-            logits, _ = head.logits(slots, known, head.outputs(output), table, (1.0, None))
+            logits, _ = head.logits(slots, read[:, :-1], head.outputs(output), table, (1.0, None))
             loss = loss + F.cross_entropy(logits.flatten(0, 1).clamp_min(-40.0), read[:, 1:].flatten())
         optimiser.zero_grad()
         loss.backward()

@@ -79,7 +79,7 @@ class Slots:
     """What the layers make of blocks.
 
     Attributes:
-        states: of all slots, after the final norm, ``[blocks, slots, width]``.
+        states: of the slots that draft, after the final norm, ``[blocks, drafts, width]``.
         context: the normed features of the token before each anchor, ``[blocks, width]``.
         there: whether there is such a token, ``[blocks]``.
     """
@@ -139,18 +139,12 @@ class BlockHead(DraftHead):
             self._add_tables()
 
     @property
-    def second(self) -> Tensor | None:
-        """The weight ``[draft vocab, rank]`` by which a scorer adds to the logits; None: there is none."""
-        linear = self.get_output_embeddings()
-        return None if linear is None else cast(Tensor, linear.weight)
-
-    @property
     def conditional(self) -> bool:
         """Whether the logits of a slot depend on the tokens before it."""
-        return self.second is not None or self.lilicorr is not None
+        return self.markov_head is not None or self.lilicorr is not None
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The layer of `second`, which optimisers treat as they do output heads."""
+        """The layer that makes logits, which optimisers treat as they do output heads."""
         return None if self.markov_head is None else self.markov_head.markov_w2
 
     def tokens(self, anchors: Tensor, drafts: int) -> Tensor:
@@ -162,14 +156,6 @@ class BlockHead(DraftHead):
     def drafting(self, states: Tensor) -> Tensor:
         """Of the slots of blocks ``[.., slots, width]`` those that draft."""
         return states if self.from_anchor else states[..., 1:, :]
-
-    def before(self, anchors: Tensor, slots: int) -> Tensor:
-        """The positions ``[.., slots]`` of the tokens before those of a block's slots; a text's first is its own.
-
-        A slot's token is the one that it predicts, of slot 0 otherwise the anchor.
-        """
-        first = anchors[..., None] - int(not self.from_anchor)
-        return (first + torch.arange(slots, device=anchors.device)).clamp_min(0)
 
     def forward(self, embeds: Tensor, features: Tensor, anchors: Tensor) -> Slots:
         """Blocks at any positions of texts, each as if it were alone.
@@ -192,22 +178,23 @@ class BlockHead(DraftHead):
             x = layer(x, context, rotation, attend[kind], number)
         text = torch.arange(batch, device=device)[:, None]
         last = context[text, (anchors - 1).clamp_min(0)].flatten(0, 1)
-        return Slots(self.norm(x).unflatten(1, (blocks, slots)).flatten(0, 1), last, anchors.flatten() > 0)
+        states = self.drafting(self.norm(x).unflatten(1, (blocks, slots)).flatten(0, 1))
+        return Slots(states, last, anchors.flatten() > 0)
 
     def conditions(self, slots: Slots, before: Tensor) -> tuple[Tensor, Tensor | None]:
         """What the tokens before add to the states of the slots that draft, by teacher forcing.
 
         Args:
             slots: of blocks.
-            before: the token before that of each slot, ``[blocks, slots]``: see `before`.
+            before: the token before each drafted one, ``[blocks, drafts]``; the first is the anchor.
 
         Returns:
-            The states ``[blocks, drafts, width]``, and behind them what `second` multiplies, to be read by `logits`;
+            The states ``[blocks, drafts, width]``, and behind them m of the Markov head, to be read by `logits`;
             and the confidence's log-odds, ``[blocks, drafts]``, where there is a confidence head.
         """
-        states = inputs = self.drafting(slots.states)
+        states = inputs = slots.states
         if self.markov_head is not None:
-            rows = self.markov_head.markov_w1(before[:, -states.shape[1] :])
+            rows = self.markov_head.markov_w1(before)
             inputs = torch.cat([states, rows], -1)
             states = torch.cat([states, self.markov_head(states, rows)], -1)
         return states, None if self.confidence_head is None else self.confidence_head(inputs)
@@ -215,7 +202,7 @@ class BlockHead(DraftHead):
     def outputs(self, head: Any) -> Tensor:
         """The weight ``[draft vocab, ..]`` that `logits` takes; `head`: the target's."""
         weight: Tensor = head.weight.detach()
-        return weight if self.second is None else torch.cat([weight, self.second], 1)
+        return weight if self.markov_head is None else torch.cat([weight, self.markov_head.markov_w2.weight], 1)
 
     def logits(
         self, slots: Slots, before: Tensor, weight: Tensor, table: Tensor, finish: tuple[float, float | None]
@@ -248,7 +235,7 @@ class BlockHead(DraftHead):
 
         Args:
             unary: logits of the slots that draft, ``[blocks, drafts, draft vocab]``.
-            slots: of which the last ones draft.
+            slots: of blocks.
             table: the target's embedding.
 
         Returns:
@@ -256,9 +243,8 @@ class BlockHead(DraftHead):
         """
         assert self.lilicorr is not None
         known, kept = top_log_probs(unary, self.candidates)
-        states = slots.states[:, -kept.shape[1] :]
-        embeds = F.embedding(self.in_text(kept), table).to(states.dtype)
-        return kept, self.lilicorr(embeds, known, states, slots.context, slots.there)
+        embeds = F.embedding(self.in_text(kept), table).to(slots.states.dtype)
+        return kept, self.lilicorr(embeds, known, slots.states, slots.context, slots.there)
 
     def in_text(self, ids: Tensor) -> Tensor:
         """Ids of the draft vocabulary as the target's."""
@@ -280,7 +266,7 @@ class BlockHead(DraftHead):
         After a token that was no candidate, which no draft holds, they are those after the likeliest one.
         """
         kept, scores = self.pairs(unary, slots, table)
-        at, _ = self.places(kept.roll(1, 1), before[:, -kept.shape[1] :])  # of the first all rows are alike
+        at, _ = self.places(kept.roll(1, 1), before)  # of the first all rows are alike
         return kept, scores.gather(2, at[..., None, None].expand(-1, -1, 1, scores.shape[-1]))[:, :, 0]
 
     @torch.no_grad()
@@ -299,12 +285,11 @@ class BlockHead(DraftHead):
         depth, table, finish = min(depth, self.drafts), model.get_input_embeddings().weight, finish_of(model)
         weight, parts = self.outputs(output_head(model, self.draft_ids(), block=True)), []
         every = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        for places, anchors in zip(*(x.split(64, 1) for x in (every, tokens))):  # few scores in memory
-            blocks = self.tokens(anchors, depth)
-            slots = self(F.embedding(blocks, table), features, places)
-            at = self.before(places, blocks.shape[-1]).clamp_max(tokens.shape[1] - 1)
-            known = tokens.gather(1, at.flatten(1)).view_as(blocks).flatten(0, 1)
-            parts.append(self.logits(slots, known, weight, table, finish)[0].unflatten(0, places.shape))
+        before = F.pad(tokens, (0, depth)).unfold(1, depth, 1)[:, :-1]
+        for places, anchors, known in zip(*(x.split(64, 1) for x in (every, tokens, before))):  # few scores in memory
+            slots = self(F.embedding(self.tokens(anchors, depth), table), features, places)
+            logits, _ = self.logits(slots, known.flatten(0, 1), weight, table, finish)
+            parts.append(logits.unflatten(0, places.shape))
         return list(torch.cat(parts, 1).unbind(2))
 
 

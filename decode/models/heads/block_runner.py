@@ -74,8 +74,8 @@ class BlockRunner(DraftHeadRunner):
         self.norm_context = norm(head.hidden_norm)
         self.context = make(torch.cat(parts))
         self.bias: Linear | None = None
-        if head.second is not None:  # of which single rows are read where there are candidates
-            self.bias = (Linear if head.candidates else make)(head.second)
+        if head.markov_head is not None:  # of which a selector reads single rows
+            self.bias = (Linear if head.candidates else make)(head.markov_head.markov_w2.weight)
         self.convs = [
             tuple(map(self._conv, (layer.attention_conv, layer.mlp_conv), (read.norm1, read.norm2)))
             for layer, read in zip(layers, self.network.layers)
@@ -201,25 +201,24 @@ class BlockRunner(DraftHeadRunner):
             chosen.append(row[chosen[-1]])
         return tokens.gather(1, torch.tensor(chosen[1:], device=tokens.device)[:, None])[:, 0]
 
-    def condition(self, block: Block, path: Tensor, *, greedy: bool | None = None) -> Out:
-        """A slot after the tokens before it.
+    def condition(self, block: Block, slot: int, token: Tensor, *, greedy: bool | None = None) -> Out:
+        """A slot after the token before it.
 
         Args:
             block: of a text.
-            path: the tokens of the slots before, ``[slot]``.
+            slot: of those that draft.
+            token: before it, of one element; before the first the anchor.
             greedy: whether the confidence head's estimate is calibrated for greedy decoding; None: it is not asked. It
                 does not look at the token that is drafted.
         """
-        head, slot = self.head, len(path)
-        logits, hidden = block.logits[slot : slot + 1], block.hidden[slot : slot + 1]
+        head, logits, hidden = self.head, block.logits[slot : slot + 1], block.hidden[slot : slot + 1]
         inputs, accepted, m, chosen = hidden, None, None, None
         if head.markov_head is not None:
-            token = path[-1:] if slot else torch.tensor([block.anchor], device=path.device)
-            row = head.markov_head.markov_w1.weight.index_select(0, token)
+            row = head.markov_head.markov_w1.weight.index_select(0, token.view(1))
             m, inputs = head.markov_head(hidden, row), torch.cat([hidden, row], -1)
         if head.lilicorr is not None:
             tokens, ids, scores = self._scores(block)
-            at = (tokens[slot - 1] == path[-1]).int().argmax() if slot else 0
+            at = (tokens[slot - 1] == token).int().argmax() if slot else 0
             kept, chosen = ids[slot][None], scores[slot, at][None]
         elif m is not None and self.bias is not None and head.candidates:
             unary, kept = logits.topk(head.candidates)

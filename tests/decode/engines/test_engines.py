@@ -184,7 +184,7 @@ def test_vllms_own_classes_score_the_candidates_of_each_slot_as_we_do(version: s
     with torch.no_grad():
         if version == "lilicorr":
             known, kept = top_log_probs(unary, 4)
-            _, wanted = head.pairs(unary, Slots(states, context * there[:, None], there), table)
+            _, wanted = head.pairs(unary, Slots(head.drafting(states), context * there[:, None], there), table)
             given |= {
                 "token_embeddings": table[kept],
                 "candidate_log_probs": known,

@@ -97,8 +97,8 @@ def test_the_runner_drafts_what_the_plain_twin_says_text_by_text_and_together(
         torch.testing.assert_close(out.hidden, hidden, **close)
         path, rows = list[int](), list[Tensor]()
         with torch.inference_mode():
-            for _ in range(count):
-                rows.append(runner.condition(out, torch.tensor(path, dtype=torch.long)).logits)
+            for slot in range(count):
+                rows.append(runner.condition(out, slot, torch.tensor([text[-1], *path][-1])).logits)
                 path += runner.target_ids(argmax(rows[-1])).tolist()
         torch.testing.assert_close(torch.cat(rows), plain_scores(head, target, text, path[:-1], count), **close)
 
@@ -120,13 +120,13 @@ def test_a_slots_confidence_is_divided_by_the_temperature_of_its_place_and_of_ho
     head = make_block_head(target, "dspark")
     head.temperatures, head.sampled_temperatures = [2.0, 0.5], [3.0, 0.25]  # none of the slots behind
     runner, out = drafted_block(head, target)
-    path, confidence, markov = torch.tensor([2, 7, 1]), head.confidence_head, head.markov_head
+    confidence, markov = head.confidence_head, head.markov_head
     assert confidence is not None
     assert markov is not None
-    for slot, before in enumerate([PROMPT[-1], *path.tolist()]):
+    for slot, before in enumerate([PROMPT[-1], 2, 7, 1]):
         odds = confidence(torch.cat([out.hidden[slot], markov.markov_w1.weight[before]]))
         temperature = [*(head.temperatures if greedy else head.sampled_temperatures), 1.0, 1.0][slot]
-        accepted = runner.condition(out, path[:slot], greedy=greedy).accepted
+        accepted = runner.condition(out, slot, torch.tensor(before), greedy=greedy).accepted
         assert accepted == pytest.approx((odds / temperature).sigmoid().item(), rel=1e-6)
 
 
@@ -313,7 +313,7 @@ def test_what_a_target_does_behind_its_output_head_is_done_to_a_block_s_logits(
         features = torch.cat([states[layer] for layer in head.captured_layers], -1)
         cache.settle(features[0, :-1])
         (out,) = runner.draft([cache], ids[-1:], [head.drafts])
-        drafted = runner.condition(out, tokens[0, :0]).logits
+        drafted = runner.condition(out, 0, tokens[0, -1]).logits
         forced = head.teacher_forced(target, tokens, features, head.drafts)[0][:, -1]
     # a lattice's scores read the logits
     wanted = forced if version == "lilicorr" else torch.where(row.isfinite(), finish(row), row)
