@@ -213,11 +213,8 @@ def selector_loss(head: BlockHead, states: Tensor, output: LMHead, target: Targe
         target: The target's distributions of the batch's label tokens.
         at: The label token of each row.
     """
-    vocab, losses, second = (
-        min(output.vocab, target.vocab),
-        list[Tensor](),
-        cast(Any, head.markov_head).markov_w2.weight,
-    )
+    assert head.markov_head is not None
+    vocab, losses, second = min(output.vocab, target.vocab), list[Tensor](), head.markov_head.markov_w2.weight
     frozen, bias = output.linear.weight.detach(), output.linear.bias
 
     def loss(states: Tensor, ids: Tensor, label: Tensor) -> Tensor:
