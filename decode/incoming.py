@@ -17,7 +17,8 @@ from typing import Any
 
 import yaml
 
-from decode.errors import Fields, UserError
+from decode.errors import UserError
+from decode.files import Fields
 
 PACKED: Fields = {".gz": gzip, ".bz2": bz2}
 HALF = re.compile("[\ud800-\udfff]+")

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from decode.errors import UserError, write_json, write_text
+from decode.errors import UserError
+from decode.files import write_json, write_text
 from decode.measure import machine
 from decode.measure.acceptance import OfflineAlpha, offline_accepted_length, paired, paired_lengths
 from decode.measure.plots import lines

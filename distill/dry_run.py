@@ -19,7 +19,8 @@ from rich.console import Console
 from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
-from decode.errors import UserError, replaced
+from decode.errors import UserError
+from decode.files import replaced
 from decode.measure.arithmetic import problems
 from decode.measure.suites import PRESETS, iter_rows
 from decode.models.open import load_tokenizer

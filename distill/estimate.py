@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 from transformers.utils import logging as hf_logging
 
-from decode.errors import scratch_folder
+from decode.files import scratch_folder
 from decode.progress import FittingTable, duration, working
 from distill.config import Settings
 from distill.config.base import change

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from decode.errors import UserError, read_model_json, write_json
+from decode.errors import UserError
+from decode.files import read_model_json, write_json
 from distill import ranks
 
 LARGE = 256_000_000

@@ -23,7 +23,8 @@ from transformers import (
 )
 from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 
-from decode.errors import UserError, read_model_json
+from decode.errors import UserError
+from decode.files import read_model_json
 from decode.models.open import load_config, load_model, stop_ids
 from decode.models.sources import gguf_file, located, unreadable
 from distill.config.base import Attention, Values

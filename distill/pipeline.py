@@ -11,7 +11,8 @@ from typing import cast
 import yaml
 from rich.console import Console
 
-from decode.errors import UserError, read_json, scratch_folder, write_json, write_text
+from decode.errors import UserError
+from decode.files import read_json, scratch_folder, write_json, write_text
 from decode.progress import output_console, working
 from distill import ranks
 from distill.checks import check_engine, check_length, signal_sizes

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Group
 
-from decode.errors import read_json, write_text
+from decode.files import read_json, write_text
 from decode.measure import plots
 from decode.measure.machine import conditions, doubt
 from decode.measure.report import Figure, Section, Table, cell, console_table, mode, without_constants, write_page

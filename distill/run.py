@@ -24,7 +24,8 @@ from transformers.utils import logging as hf_logging
 
 from decode.core.draft import foreign
 from decode.core.sampling import LogitsWarper
-from decode.errors import UserError, read_json, replaced, write_json
+from decode.errors import UserError
+from decode.files import read_json, replaced, write_json
 from decode.measure.suites import quiet_datasets
 from decode.models.heads.block_config import block_config
 from decode.models.heads.eagle import DraftHead, head_config

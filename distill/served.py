@@ -6,7 +6,7 @@ from typing import cast
 from decode.commands.serve_check import VLLM_METHODS
 from decode.engines import server
 from decode.engines.check import ServedText, acceptance_rates, mean_length
-from decode.errors import read_json, write_json
+from decode.files import read_json, write_json
 from decode.measure import machine
 from decode.measure.report import console_table
 from decode.measure.statistics import median_interval, plain

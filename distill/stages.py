@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.errors import UserError, read_json
+from decode.errors import UserError
+from decode.files import read_json
 from decode.measure.acceptance import DEPTH
 from decode.models.heads.block import BlockHead
 from decode.models.heads.eagle import DraftHead

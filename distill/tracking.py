@@ -18,7 +18,8 @@ from urllib.parse import urlsplit
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 
-from decode.errors import UserError, first_line, read_json, write_json
+from decode.errors import UserError, first_line
+from decode.files import read_json, write_json
 from decode.measure.machine import doubt
 from distill.export.card import fastest_row
 from distill.files import fingerprint

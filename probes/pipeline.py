@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 from rich.console import Console
 
-from decode.errors import read_json, write_json
+from decode.files import read_json, write_json
 from decode.measure.machine import doubt
 from decode.models.open import DTYPES
 from decode.progress import output_console

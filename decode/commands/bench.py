@@ -25,7 +25,8 @@ from decode.commands.cli import check_writable
 from decode.commands.settings import BenchSettings, required
 from decode.commands.stores import read_corpus, write_stores
 from decode.drafters.corpus import join_documents
-from decode.errors import Fields, UserError, scratch_folder
+from decode.errors import UserError
+from decode.files import Fields, scratch_folder
 from decode.measure.baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
 from decode.measure.benchmark import BenchEntry, Benchmark, plan
 from decode.measure.report import answers, console_tables, write_report

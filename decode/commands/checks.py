@@ -21,7 +21,8 @@ from decode.commands.settings import (
 from decode.core.lengths import RoundCosts
 from decode.core.sampling import LogitsWarper
 from decode.drafters.probe import KINDS, MAKE_PROBES, describe_probes
-from decode.errors import Fields, UserError, choose
+from decode.errors import UserError, choose
+from decode.files import Fields
 from decode.measure import machine
 from decode.measure.baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
 from decode.methods import DRAFTED, METHODS

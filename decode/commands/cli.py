@@ -24,7 +24,8 @@ from typing import Any, TypeVar
 
 import jsonargparse
 
-from decode.errors import FULL, Fields, UserError, writing_error
+from decode.errors import UserError
+from decode.files import FULL, Fields, writing_error
 from decode.incoming import read_yaml, text_lines, whole
 from decode.options import check_choice, is_choice
 

@@ -32,7 +32,8 @@ from decode.core.loop import Method, Text
 from decode.core.loop import run as decode_rounds
 from decode.core.round import FORMULAS, metrics
 from decode.core.sampling import TorchRng
-from decode.errors import Fields, UserError
+from decode.errors import UserError
+from decode.files import Fields
 from decode.incoming import read_stdin, whole
 from decode.measure import machine
 from decode.measure.statistics import plain

@@ -4,7 +4,8 @@ import csv
 from pathlib import Path
 
 from decode.commands.settings import PaperSettings, bench_settings
-from decode.errors import Fields, UserError, choose, read_json
+from decode.errors import UserError, choose
+from decode.files import Fields, read_json
 from decode.progress import FittingTable, output_console
 
 PUBLISHED = {file.stem: file for file in sorted(Path(__file__).with_name("published").glob("*.csv"))}

@@ -12,7 +12,8 @@ from rich.console import Console
 from decode.commands.checks import api_settings, check_lengths, make_warp, open_pair, open_suites, picked, use_chat
 from decode.commands.settings import ProfileSettings, required
 from decode.core.round import FORMULAS
-from decode.errors import Fields, UserError, read_json, write_json
+from decode.errors import UserError
+from decode.files import Fields, read_json, write_json
 from decode.measure import machine
 from decode.measure.acceptance import DEPTH, OfflineAlpha, offline_alphas
 from decode.measure.costs import SCHEDULE, Costs, best_length, break_even, forecast, speedups_by_length, verdict

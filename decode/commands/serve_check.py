@@ -33,7 +33,8 @@ from decode.engines.check import (
 )
 from decode.engines.gguf import convert
 from decode.engines.server import Engine, check_engine, opened
-from decode.errors import Fields, UserError, read_json, scratch_folder, write_json
+from decode.errors import UserError
+from decode.files import Fields, read_json, scratch_folder, write_json
 from decode.measure import machine
 from decode.measure.report import PRINTED, console_table
 from decode.measure.session import BenchOptions, Item, Session

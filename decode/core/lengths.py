@@ -11,7 +11,7 @@ import numpy as np
 
 from decode.core.round import Round
 from decode.core.stop import count
-from decode.errors import Fields
+from decode.files import Fields
 
 EVERY = 16  # rounds between two choices of the draft length
 LOOK = 64  # every so many rounds with drafts the limit is larger than the chosen one

@@ -10,7 +10,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
-from decode.errors import Fields, UserError, write_safely
+from decode.errors import UserError
+from decode.files import Fields, write_safely
 
 FORMAT = "2"
 

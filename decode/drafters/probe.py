@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 
 from decode.core.stop import DraftedToken, probability
 from decode.core.verify import LN2, entropy, pick
-from decode.errors import Fields, UserError, read_model_json, write_json, write_safely
+from decode.errors import UserError
+from decode.files import Fields, read_model_json, write_json, write_safely
 
 KINDS = ("probe", "confidence-probe")
 """`probe` sees the hidden state alone (AdaSPEED); `confidence-probe` also the exit's `confidence_features`."""

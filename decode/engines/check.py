@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from decode.core.draft import Ids
 from decode.core.round import clustered_ratio
-from decode.errors import Fields, read_json
+from decode.files import Fields, read_json
 from decode.measure.baselines import using_config
 from decode.models.open import DraftModel, stop_ids
 from decode.models.texts import teacher_forced

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 from decode.engines.server import CHECKOUT
-from decode.errors import UserError, read_model_json, write_safely
+from decode.errors import UserError
+from decode.files import read_model_json, write_safely
 
 CONVERTER = Path(".engines/llama.cpp/src/convert_hf_to_gguf.py")
 WITH_SPLIT = """

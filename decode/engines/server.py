@@ -23,7 +23,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from decode.core.draft import Ids
 from decode.engines.check import Drafts, ServedText
-from decode.errors import Fields, UserError, scratch_folder
+from decode.errors import UserError
+from decode.files import Fields, scratch_folder
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Where `make engines` installs the engines, unless that is the working directory."""

@@ -17,7 +17,8 @@ from typing import TypeVar
 
 import yaml
 
-from decode.errors import Fields, choose
+from decode.errors import choose
+from decode.files import Fields
 
 SPLITS = ("train", "train", "validation", "test")
 """The split of a question is ``SPLITS[hash % 4]``: half of all questions are for training."""

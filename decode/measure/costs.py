@@ -30,7 +30,7 @@ from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.stop import Confidence, Fixed, StopRule, token_probability
 from decode.drafters.base import Drafter, DraftRequest, NoDrafter
 from decode.drafters.early_exit import EarlyExitDrafter
-from decode.errors import Fields
+from decode.files import Fields
 from decode.measure.acceptance import OfflineAlpha, replayed
 from decode.methods import MethodInputs, build
 from decode.models.api import Model, synchronize

@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from decode.errors import Fields
+from decode.files import Fields
 from decode.measure.statistics import LEAST, finite
 from decode.models.api import Read
 from decode.models.check import open_runner

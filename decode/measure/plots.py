@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from decode.errors import Fields
+from decode.files import Fields
 from decode.measure.statistics import finite
 
 Row = Mapping[str, Any]

@@ -19,7 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from decode.core.round import FORMULAS
-from decode.errors import Fields, read_json, write_json, write_text
+from decode.files import Fields, read_json, write_json, write_text
 from decode.measure import plots
 from decode.measure.benchmark import BASELINE, Benchmark
 from decode.measure.machine import conditions, doubt, sentence

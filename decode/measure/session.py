@@ -10,7 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.core.draft import Ids, foreign
 from decode.core.sampling import LogitsWarper
-from decode.errors import Fields, UserError
+from decode.errors import UserError
+from decode.files import Fields
 from decode.measure import machine
 from decode.measure.costs import LENGTHS, WIDE, Costs, measure_costs
 from decode.measure.suites import Prompt, Suite

@@ -24,7 +24,8 @@ from typing import Any
 import yaml
 from jinja2 import Environment, StrictUndefined, Template, TemplateError
 
-from decode.errors import Fields, UserError, unknown
+from decode.errors import UserError, unknown
+from decode.files import Fields
 from decode.incoming import PACKED, columnar_row, text_lines, whole_rows
 from decode.measure.arithmetic import problems
 

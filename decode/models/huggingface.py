@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from decode.core.draft import Draft
-from decode.errors import Fields
+from decode.files import Fields
 from decode.models.api import Cache, Capture, Model, Out, Read
 
 # -- the cache ---------------------------------------------------------------------------------------------------------

@@ -31,7 +31,8 @@ from transformers.generation.logits_process import (
 
 from decode.core.draft import Ids
 from decode.core.sampling import LogitsWarper
-from decode.errors import Fields, UserError
+from decode.errors import UserError
+from decode.files import Fields
 from decode.models.api import Model
 from decode.models.check import open_draft_runner, open_runner
 from decode.models.heads.eagle import DraftHead

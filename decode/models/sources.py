@@ -33,7 +33,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as hf_logging
 from transformers.utils import quantization_config
 
-from decode.errors import Fields, UserError, first_line, read_model_json, replaced
+from decode.errors import UserError, first_line
+from decode.files import Fields, read_model_json, replaced
 
 # -- names -------------------------------------------------------------------------------------------------------------
 

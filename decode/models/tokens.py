@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from decode.core.draft import Ids
-from decode.errors import Fields, UserError
+from decode.errors import UserError
+from decode.files import Fields
 
 Message = Fields
 """One turn of a chat as OpenAI and chat templates write it: ``role``, ``content``, possibly ``tool_calls``."""

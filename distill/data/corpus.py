@@ -20,7 +20,8 @@ from datasets import Dataset, Features, List, Value, concatenate_datasets, load_
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from decode.errors import UserError, read_json, replaced, write_json
+from decode.errors import UserError
+from decode.files import read_json, replaced, write_json
 from decode.measure.suites import PRESETS, Prompt, Row, Suite, quiet_datasets
 from decode.models.open import load_tokenizer, stop_ids, unnamed_ends
 from decode.models.tokens import PROMPT_END, check_template

@@ -16,7 +16,8 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.core.sampling import LogitsWarper
-from decode.errors import UserError, read_json, write_json
+from decode.errors import UserError
+from decode.files import read_json, write_json
 from decode.incoming import whole_rows
 from decode.measure.suites import Row, iter_rows, messages_of
 from decode.models.texts import GROUP, uniform_draws, write_texts

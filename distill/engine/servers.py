@@ -20,7 +20,8 @@ import httpx
 import torch
 
 from decode.engines import server
-from decode.errors import UserError, read_json, write_json
+from decode.errors import UserError
+from decode.files import read_json, write_json
 from distill.config.models import TargetSettings
 from distill.config.teacher import EngineSettings
 from distill.files import fingerprint, locked

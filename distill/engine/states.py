@@ -12,7 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from decode.errors import UserError, write_safely
+from decode.errors import UserError
+from decode.files import write_safely
 from distill.engine.servers import KEPT, TRIES, Answer, Engine, Retry, answer_ids, attempts
 from distill.files import fingerprint
 

@@ -12,7 +12,7 @@ from jinja2 import Template
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from decode.engines.check import weight_fingerprints
-from decode.errors import read_json, write_json, write_text
+from decode.files import read_json, write_json, write_text
 from decode.measure.machine import conditions as beside
 from decode.measure.machine import doubt
 from decode.measure.report import COLUMNS, cell, markdown, without_constants

@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from decode.engines.gguf import convert, find_converter
-from decode.errors import UserError, read_model_json, replaced, write_json
+from decode.errors import UserError
+from decode.files import read_model_json, replaced, write_json
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import is_head, unserved
 from decode.models.heads.mtp import MTP, MtpHead

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.errors import UserError, read_model_json, replaced, write_json, write_safely
+from decode.errors import UserError
+from decode.files import read_model_json, replaced, write_json, write_safely
 from decode.models.heads.block import BlockHead
 from decode.models.heads.eagle import DraftHead, output_head
 from decode.models.heads.files import HEAD, load_head, save_head, unserved

@@ -15,7 +15,8 @@ import pyarrow
 from datasets import Dataset, Features, List, Value
 from torch import Tensor
 
-from decode.errors import UserError, write_safely
+from decode.errors import UserError
+from decode.files import write_safely
 from decode.progress import current
 from distill import ranks
 from distill.data.dataset import PER_TOKEN, Batch, Column, Examples, Ints

@@ -31,7 +31,8 @@ from transformers.utils import logging as hf_logging
 
 from decode.commands.cli import parse, run_main
 from decode.core.sampling import LogitsWarper
-from decode.errors import UserError, scratch_folder, write_text
+from decode.errors import UserError
+from decode.files import scratch_folder, write_text
 from decode.measure import machine
 from decode.measure.arithmetic import problems
 from decode.measure.costs import LENGTHS, LONGEST, break_even, measure_costs

@@ -26,7 +26,8 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.utils import logging as hf_logging
 
 from decode.commands.cli import parse, run_main
-from decode.errors import UserError, scratch_folder, write_json
+from decode.errors import UserError
+from decode.files import scratch_folder, write_json
 from decode.measure import machine
 from decode.measure.report import console_table
 from decode.models.api import synchronize

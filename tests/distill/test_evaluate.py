@@ -14,7 +14,7 @@ from decode.core.lengths import RoundCosts
 from decode.core.sampling import LogitsWarper
 from decode.core.verify import overlap
 from decode.engines.check import serving_facts
-from decode.errors import read_json
+from decode.files import read_json
 from decode.measure.acceptance import OfflineAlpha
 from distill.config import DraftSettings, EvaluationSettings, Settings
 from distill.evaluate import Evaluation, acceptance

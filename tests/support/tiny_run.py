@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from decode.errors import write_json
+from decode.files import write_json
 from distill.config import DraftSettings, Settings, TrainerSettings
 from distill.config.base import change
 from distill.config.data import DataSettings

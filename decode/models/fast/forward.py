@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.errors import Fields, UserError
+from decode.errors import UserError
+from decode.files import Fields
 from decode.models.api import Capture, Model, Out, Read, free_memory, joined
 from decode.models.fast.cache import KVCache, NewTokens, OneText, RaggedBatch, Row, Views
 from decode.models.fast.layout import (

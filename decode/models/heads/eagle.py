@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, rotate_half
 
-from decode.errors import Fields, UserError
+from decode.errors import UserError
+from decode.files import Fields
 from decode.models.fast.weights import Function
 
 ARCHITECTURES = {1: "LlamaForCausalLMEagle", 3: "LlamaForCausalLMEagle3"}  # names in config.json, by version

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from decode.errors import UserError, read_model_json, write_safely, write_text
+from decode.errors import UserError
+from decode.files import read_model_json, write_safely, write_text
 from decode.models.fast.layout import ROPE_TYPES
 from decode.models.heads.block import BlockHead
 from decode.models.heads.block_config import BLOCK_ARCHITECTURES

@@ -15,7 +15,8 @@ from run_report import FULL
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from decode.errors import UserError, read_json
+from decode.errors import UserError
+from decode.files import read_json
 from decode.models.heads.block import BlockHead
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import load_head, save_head, unserved

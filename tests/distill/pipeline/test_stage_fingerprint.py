@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tiny_run import STAGES, altered, tiny_settings
 
-from decode.errors import read_json
+from decode.files import read_json
 from distill import files, pipeline
 from distill.config import Settings
 from distill.run import Run, measurement_fingerprint, stage_fingerprints

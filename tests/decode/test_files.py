@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from decode.errors import UserError, replaced, write_safely, write_text
+from decode.errors import UserError
+from decode.files import replaced, write_safely, write_text
 
 
 def test_an_interrupted_write_keeps_the_old_file_and_leaves_nothing_behind(tmp_path: Path) -> None:
