@@ -30,8 +30,8 @@ from decode.progress import output_console, working
 from distill.config import AblateSettings, EvaluationSettings, ExportSettings
 from distill.config.base import StudentKind
 from distill.data.corpus import test_suite
-from distill.evaluate import Text, acceptance, target_texts
 from distill.pipeline import prepare_settings
+from distill.results.evaluate import Text, acceptance, target_texts
 from distill.run import Run, alone_in
 from distill.stages import run_stages
 

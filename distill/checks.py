@@ -17,7 +17,7 @@ from distill.drafts.language_model import kept_layers
 from distill.drafts.start import check_states, start_from_head
 from distill.engine.servers import Engine, answer_ids
 from distill.files import free_bytes
-from distill.models import (
+from distill.networks.models import (
     check_attention,
     check_quantization,
     config_of,
@@ -25,9 +25,9 @@ from distill.models import (
     hollow_target,
     multiplies_bfloat16,
 )
+from distill.results.tracking import tried
 from distill.run import Run
 from distill.signal.target import BYTES
-from distill.tracking import tried
 
 
 def check_inputs(run: Run) -> None:

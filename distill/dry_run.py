@@ -32,7 +32,7 @@ from distill.config.base import Split, change
 from distill.config.models import ModelSettings
 from distill.data.corpus import load_corpus
 from distill.data.prompts import prompt_of
-from distill.models import build_model
+from distill.networks.models import build_model
 from distill.run import Run
 
 STEPS = 4

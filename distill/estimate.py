@@ -20,7 +20,7 @@ from distill.responses.target import answered_texts
 from distill.run import Run
 from distill.signal.target import BYTES
 from distill.stages import run_stages
-from distill.trainer import peak_memory
+from distill.training.trainer import peak_memory
 
 STEPS = 8  # of every training; the first one is not counted
 PROMPTS, FEW = 48, 4  # that the target writes, in one batch: for training, and for validation and test

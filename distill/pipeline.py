@@ -25,12 +25,12 @@ from distill.export.card import PROFILE, add_measurements, exported_facts
 from distill.export.draft import check_export_path, check_gguf, export_draft, export_gguf
 from distill.export.head import export_head
 from distill.files import files_state, fingerprint, free_bytes, sizes
-from distill.models import multiplies_bfloat16
-from distill.report import console_tables, figures, write_report
+from distill.networks.models import multiplies_bfloat16
 from distill.responses.target import answered_texts
+from distill.results.report import console_tables, figures, write_report
+from distill.results.tracking import finish, log_report, make_logger, tried, where
 from distill.run import Run, alone_in, data_key, measurement_fingerprint, stage_fingerprints
 from distill.stages import run_stages
-from distill.tracking import finish, log_report, make_logger, tried, where
 
 
 def run_pipeline(settings: Settings, console: Console | None = None) -> Run:
@@ -228,14 +228,14 @@ def measure(run: Run) -> Values:
     export_gguf(run.export, run.target, settings.export)
     run.line(f"{run.export} [dim]{chosen}[/dim]")
     if settings.evaluation and settings.teacher.signal == "vllm" and not holds(run.target, run.device):
-        from distill.served import measure_served
+        from distill.results.served import measure_served
 
         run.line("this process has no memory for the target, so that the draft is measured in vLLM")
         with working(run.console, "evaluation in vLLM"):
             measure_served(run)
         report = {}
     elif settings.evaluation:
-        from distill.evaluate import Evaluation
+        from distill.results.evaluate import Evaluation
 
         with working(run.console, "evaluation", bars=False):
             measured = Evaluation(run).report()

@@ -45,7 +45,7 @@ from distill.engine.check import SAMPLED, check_samples, check_states, holds
 from distill.engine.servers import Engine, opened
 from distill.engine.states import StateFiles, layers_for
 from distill.files import files_state, fingerprint, only_one, remove, sizes
-from distill.models import config_of, hollow_target, open_placed, source_folder
+from distill.networks.models import config_of, hollow_target, open_placed, source_folder
 
 VERSION = 3
 """Raised when a change of the code changes what a stage produces."""

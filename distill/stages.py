@@ -36,10 +36,10 @@ from distill.drafts.language_model import LanguageModelDraft, cut
 from distill.drafts.reference import Draft, keep_reference
 from distill.drafts.start import frequent, start_from_head, start_from_target
 from distill.files import fingerprint, link, remove, save_tokenizer
-from distill.layerskip import LayerSkip
-from distill.lm_head import LMHead, check_head
 from distill.losses.divergences import Divergence
-from distill.models import (
+from distill.networks.layerskip import LayerSkip
+from distill.networks.lm_head import LMHead, check_head
+from distill.networks.models import (
     adapted,
     load_or_build,
     ready_to_save,
@@ -47,15 +47,15 @@ from distill.models import (
     use_attention,
     weights_dtype,
 )
-from distill.modules import CausalLMModule, DistillModule, TrainingModule
 from distill.responses.on_policy import OnPolicy, Writer, head_texts
 from distill.responses.target import answered_texts
+from distill.results.tracking import for_stage
 from distill.run import ACCOUNT, Run, StageRecord, stage_fingerprints
 from distill.signal.disk import Expect, keep_columns
 from distill.signal.target import TOPK, Signal, Source, read_states
 from distill.signal.vllm import EngineStates, texts_of
-from distill.tracking import for_stage
-from distill.trainer import fit
+from distill.training.modules import CausalLMModule, DistillModule, TrainingModule
+from distill.training.trainer import fit
 
 Rehearsal = Callable[[Run], None] | None
 

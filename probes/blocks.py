@@ -26,8 +26,8 @@ from decode.models.heads.files import load_head
 from decode.options import MethodOptions
 from decode.progress import current, working
 from distill.drafts.block import calibration_error
-from distill.evaluate import Text
-from distill.lm_head import LMHead
+from distill.networks.lm_head import LMHead
+from distill.results.evaluate import Text
 from distill.run import Run
 from probes.exit_search import bench, open_session, test_prompts
 from probes.features import Features

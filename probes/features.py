@@ -12,9 +12,9 @@ from decode.drafters.probe import FEATURES, confidence_features
 from decode.errors import UserError
 from decode.progress import current
 from distill.engine.states import StateFiles
-from distill.evaluate import Text
-from distill.layers import check_structure, final_norm
-from distill.lm_head import LMHead
+from distill.networks.layers import check_structure, final_norm
+from distill.networks.lm_head import LMHead
+from distill.results.evaluate import Text
 from probes.labels import Mode, label_drafts
 
 Read = Callable[[Sequence[Sequence[int]], Sequence[int]], tuple[Tensor, dict[int, Tensor]]]

@@ -20,9 +20,9 @@ from decode.models.open import NEUTRAL, described, own_warp, stop_ids
 from distill import ranks
 from distill.config.teacher import ResponseSettings
 from distill.data.dataset import Examples
-from distill.evaluate import Text
 from distill.files import fingerprint
 from distill.responses.target import Job, answered_by_engine, answered_here, write_responses
+from distill.results.evaluate import Text
 from distill.run import Run
 from probes.settings import ProbeSettings
 

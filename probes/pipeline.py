@@ -13,9 +13,9 @@ from decode.models.open import DTYPES
 from decode.progress import output_console
 from distill import ranks
 from distill.pipeline import prepare_settings, with_formats
+from distill.results.tracking import finish, for_stage, make_logger
 from distill.run import Run, alone_in
 from distill.stages import run_stages
-from distill.tracking import finish, for_stage, make_logger
 from probes.blocks import block_experiment
 from probes.exit_search import exit_experiment
 from probes.features import exit_layers

@@ -17,10 +17,10 @@ from decode.models.heads.block_config import block_config, mask_token
 from distill.config.models import StudentSettings
 from distill.data.dataset import Batch, Examples, label_mask
 from distill.drafts.eagle import head_rows
-from distill.lm_head import LMHead, places
 from distill.losses.chunked import Rows, compare
 from distill.losses.divergences import Divergence, TargetRows
-from distill.models import seeded
+from distill.networks.lm_head import LMHead, places
+from distill.networks.models import seeded
 from distill.signal.target import Signal
 
 CELLS = 1 << 26

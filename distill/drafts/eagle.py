@@ -13,10 +13,10 @@ from decode.models.heads.eagle import FeatureHead, head_config
 from decode.models.heads.mtp import MtpHead
 from distill.config.models import StudentSettings
 from distill.data.dataset import REFERENCE, Batch, label_mask
-from distill.lm_head import LMHead, places
 from distill.losses.chunked import Rows
 from distill.losses.divergences import TargetRows
-from distill.models import seeded
+from distill.networks.lm_head import LMHead, places
+from distill.networks.models import seeded
 from distill.signal.target import Signal
 
 KEPT = 1 << 28

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from decode.errors import UserError
 from decode.models.sources import language_model
 from distill.data.dataset import REFERENCE, Batch, label_mask
-from distill.layers import check_structure, decoder_layers
-from distill.lm_head import LMHead, last_hidden
 from distill.losses.chunked import Rows
+from distill.networks.layers import check_structure, decoder_layers
+from distill.networks.lm_head import LMHead, last_hidden
 from distill.signal.target import Signal
 
 

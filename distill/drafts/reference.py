@@ -13,7 +13,7 @@ from distill.drafts.eagle import FeatureDraft
 from distill.drafts.language_model import LanguageModelDraft
 from distill.losses.chunked import compare
 from distill.losses.divergences import Divergence
-from distill.models import forward_precision
+from distill.networks.models import forward_precision
 from distill.signal.disk import Shapes, keep_columns
 from distill.signal.target import Signal
 

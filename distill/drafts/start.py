@@ -22,8 +22,8 @@ from decode.models.heads.files import load_head
 from distill.config.models import StudentSettings
 from distill.data.dataset import Examples
 from distill.drafts import block
-from distill.layers import decoder_layers, final_norm
-from distill.models import seeded
+from distill.networks.layers import decoder_layers, final_norm
+from distill.networks.models import seeded
 
 GROWN = ("dspark", "dflash2")  # kinds that a DFlash head can become
 

@@ -13,8 +13,8 @@ from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
 from distill.engine.servers import answer_ids
 from distill.engine.states import StateFiles
-from distill.layers import final_norm
-from distill.lm_head import LMHead
+from distill.networks.layers import final_norm
+from distill.networks.lm_head import LMHead
 
 SAMPLED = 24  # tokens that are sampled after each prompt
 CLOSE = {"float32": 1e-3}  # largest relative difference of states, by number format; of the others:

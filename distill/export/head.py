@@ -26,7 +26,7 @@ from distill.config import ExportSettings
 from distill.export.card import TOKEN_MAP, describe, write_card
 from distill.export.draft import DRAFTED, add_legacy_fields, check_export_path, check_gguf
 from distill.files import save_tokenizer
-from distill.models import hollow_target
+from distill.networks.models import hollow_target
 
 NETWORK = ("version", "captured_layers", "drafts", "mask_id", "temperatures", "candidates", "kinds")
 """Besides its tensors, these fields decide what a head drafts."""

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from decode.errors import UserError
-from distill.lm_head import LMHead
 from distill.losses.divergences import Divergence, TargetRows
-from distill.models import autocast_to_bfloat16, loss_precision
+from distill.networks.lm_head import LMHead
+from distill.networks.models import autocast_to_bfloat16, loss_precision
 
 CPU_CHUNK, CUDA_CHUNK = 1 << 18, 1 << 28
 """Bytes of a float32 buffer ``[chunk, vocab]``, a few of which fit a core's second-level cache, or keep a GPU busy."""

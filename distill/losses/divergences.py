@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from distill.config.base import DivergenceName
-from distill.lm_head import LMHead
+from distill.networks.lm_head import LMHead
 
 WEIGHTS: dict[DivergenceName, tuple[float, float, float]] = {
     "forward_kl": (1, 0, 0),

@@ -9,9 +9,9 @@ import math
 import torch
 from torch import Tensor
 
-from distill.lm_head import places
 from distill.losses.chunked import Rows, compare
 from distill.losses.divergences import Divergence
+from distill.networks.lm_head import places
 
 
 def share(k: float, n: int) -> int:

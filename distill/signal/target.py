@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.mtp import MTP
 from distill.data.dataset import FEATURES, Batch, label_mask
-from distill.lm_head import LMHead, last_hidden
 from distill.losses.divergences import TargetRows, log_probs
+from distill.networks.lm_head import LMHead, last_hidden
 
 HIDDEN, INSIDE = "target_hidden", "target_inside"
 """Columns of batches: the target's last hidden states ``[label tokens, hidden]``; and ``[label tokens, 2]``, the

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from distill.data.dataset import Batch, Examples, Ints, label_mask
 from distill.engine.states import Ids, StateFiles
-from distill.layers import final_norm
+from distill.networks.layers import final_norm
 from distill.signal.target import States
 
 

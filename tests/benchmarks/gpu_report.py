@@ -44,13 +44,13 @@ from distill.config.models import Architecture
 from distill.data.corpus import train_tokenizer
 from distill.drafts import eagle
 from distill.estimate import StepTimes
-from distill.lm_head import LMHead
 from distill.losses.chunked import Rows, chunked_loss
 from distill.losses.divergences import Divergence, TargetRows
-from distill.models import config_for
+from distill.networks.lm_head import LMHead
+from distill.networks.models import config_for
 from distill.run import Run
 from distill.stages import run_stages
-from distill.trainer import peak_memory
+from distill.training.trainer import peak_memory
 
 LARGE, MIDDLE, SMALL = "Qwen3-1.7B", "Qwen3-0.6B", "Qwen3-0.6B of four layers"
 SHAPES = {LARGE: (2048, 28), MIDDLE: (1024, 28), SMALL: (1024, 4)}  # width and layers

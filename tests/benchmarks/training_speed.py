@@ -39,13 +39,13 @@ from distill.drafts.language_model import LanguageModelDraft
 from distill.drafts.reference import keep_reference
 from distill.losses.divergences import Divergence
 from distill.losses.selection import share
-from distill.models import load_or_build, make_optimizer, make_schedule
-from distill.modules import DistillModule
+from distill.networks.models import load_or_build, make_optimizer, make_schedule
 from distill.pipeline import with_formats
 from distill.run import Run
 from distill.signal.disk import keep_columns
 from distill.signal.target import Signal
-from distill.trainer import fit, peak_memory
+from distill.training.modules import DistillModule
+from distill.training.trainer import fit, peak_memory
 
 WARM = 5  # steps that are not timed
 

@@ -17,9 +17,9 @@ from decode.engines.check import serving_facts
 from decode.files import read_json
 from decode.measure.acceptance import OfflineAlpha
 from distill.config import DraftSettings, EvaluationSettings, Settings
-from distill.evaluate import Evaluation, acceptance
 from distill.pipeline import measure
-from distill.report import draft_rows
+from distill.results.evaluate import Evaluation, acceptance
+from distill.results.report import draft_rows
 from distill.run import Run
 
 

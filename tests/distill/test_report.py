@@ -13,8 +13,8 @@ from rich.console import Console
 from run_report import FULL, changed, decoding, draft, pair
 
 from distill.export.card import export_profile
-from distill.report import console_tables, draft_rows, figures, opening, write_report
-from distill.tracking import log_report
+from distill.results.report import console_tables, draft_rows, figures, opening, write_report
+from distill.results.tracking import log_report
 
 
 def written(tmp_path, report) -> str:

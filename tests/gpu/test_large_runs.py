@@ -14,8 +14,8 @@ from heads import check_chain_attention
 from tiny_run import run_tiny, tiny_settings
 
 from distill.config import Settings
-from distill.lm_head import last_hidden
-from distill.models import use_attention
+from distill.networks.lm_head import last_hidden
+from distill.networks.models import use_attention
 
 DEVICE = os.environ.get("DRAFTSMITH_TEST_DEVICE", "cuda")
 CUDA = DEVICE.startswith("cuda")

@@ -17,8 +17,8 @@ from decode.models.heads.eagle import output_head
 from distill.config.models import LayerSkipSettings
 from distill.drafts import eagle
 from distill.drafts.start import check_states, start_from_target
-from distill.layerskip import LayerSkip
-from distill.lm_head import LMHead, check_head
+from distill.networks.layerskip import LayerSkip
+from distill.networks.lm_head import LMHead, check_head
 
 REFUSED = {
     *("BERT", "RecurrentGemma"),

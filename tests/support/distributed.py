@@ -21,10 +21,10 @@ from distill import ranks
 from distill.config import DraftSettings, Settings, TrainerSettings
 from distill.config.models import StudentSettings
 from distill.data.dataset import DistillDataModule, Schedule, TrainingBatches
-from distill.modules import DistillModule
 from distill.run import Run, alone_in
 from distill.stages import run_stages
-from distill.trainer import fit
+from distill.training.modules import DistillModule
+from distill.training.trainer import fit
 
 WAYS = {  # changes of a run's settings
     "ddp": {"trainer__accumulate": 8, "0__on_policy": 0.5, "trainer__precision": "64-true"},

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from distill.layers import final_norm
+from distill.networks.layers import final_norm
 
 Reply = tuple[int, Any]
 

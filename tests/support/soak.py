@@ -18,11 +18,11 @@ import torch
 from rich.console import Console
 from tiny_run import tiny_settings
 
-import distill.evaluate  # noqa: F401  (the pipeline loads it late)
+import distill.results.evaluate  # noqa: F401  (the pipeline loads it late)
 from distill import pipeline
 from distill.config import DraftSettings, EvaluationSettings, Settings
 from distill.config.teacher import ResponseSettings
-from distill.trainer import ProgressLines
+from distill.training.trainer import ProgressLines
 
 TIMED = ("README.md", "speculation_profile.json", "generation_config.json")
 """Files of an export that depend on measured speeds."""

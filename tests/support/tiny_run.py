@@ -23,7 +23,7 @@ from distill.config.models import Architecture, StudentSettings, TargetSettings,
 from distill.config.teacher import TeacherSettings
 from distill.run import Run, stage_fingerprints
 from distill.stages import run_stages
-from distill.trainer import ProgressLines
+from distill.training.trainer import ProgressLines
 
 STAGES = ["target", "initial", "distillspec", "adaspec"]
 

@@ -30,7 +30,7 @@ from decode.models.open import (
     unnamed_ends,
 )
 from decode.models.tokens import prompt_ids
-from distill.models import ready_to_save
+from distill.networks.models import ready_to_save
 
 PROMPT = "Tom has 3 apples and 4 apples and"
 OWN = [

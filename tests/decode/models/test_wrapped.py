@@ -17,7 +17,7 @@ from decode.errors import UserError
 from decode.models.check import open_runner
 from decode.models.open import load_config, load_model
 from distill.drafts.language_model import cut
-from distill.layers import decoder_layers, final_norm
+from distill.networks.layers import decoder_layers, final_norm
 
 CPU = {"device": "cpu", "dtype": "float32"}
 SERVED = [kind for kind, (*_, name) in WRAPPERS.items() if name]

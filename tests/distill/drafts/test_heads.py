@@ -31,9 +31,9 @@ from distill.drafts.reference import keep_reference
 from distill.drafts.start import frequent, start_from_head, start_from_target
 from distill.losses.chunked import compare
 from distill.losses.divergences import Divergence
-from distill.modules import DistillModule
 from distill.signal.disk import keep_columns
 from distill.signal.target import Signal
+from distill.training.modules import DistillModule
 
 Made = tuple[PreTrainedModel, Any, Signal]
 

@@ -17,8 +17,8 @@ from distill.config import DraftSettings, Settings
 from distill.config.models import BlockSettings, StudentSettings, TargetSettings, TrainingSettings
 from distill.config.teacher import ResponseSettings
 from distill.drafts.language_model import cut, kept_layers
-from distill.layers import decoder_layers, final_norm
-from distill.lm_head import LMHead, check_head
+from distill.networks.layers import decoder_layers, final_norm
+from distill.networks.lm_head import LMHead, check_head
 from distill.stages import run_stages
 
 STUDENTS = {

@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from decode.errors import UserError
 from distill.config.base import DivergenceName
-from distill.lm_head import LMHead
 from distill.losses import chunked
 from distill.losses.chunked import Compared, Rows, chunked_loss, compare, next_token_hits, next_token_loss
 from distill.losses.divergences import Divergence, TargetRows, TokenDistributions
+from distill.networks.lm_head import LMHead
 
 Result = tuple[Tensor, Compared, list[Tensor]]
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from distill.lm_head import LMHead
 from distill.losses.chunked import Rows
 from distill.losses.divergences import Divergence, TargetRows
 from distill.losses.selection import accepted_rows, by_reach, reach, share, top_k
+from distill.networks.lm_head import LMHead
 
 NAN = float("nan")
 

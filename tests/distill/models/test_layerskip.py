@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 
 from distill.config.models import LayerSkipSettings, TrainingSettings
 from distill.data.dataset import label_mask
-from distill.layers import final_norm
-from distill.layerskip import LayerSkip, dropout_rates, exit_weights, exits_on
-from distill.lm_head import LMHead
 from distill.losses.chunked import next_token_loss
-from distill.models import checkpoint_layers
-from distill.modules import CausalLMModule
+from distill.networks.layers import final_norm
+from distill.networks.layerskip import LayerSkip, dropout_rates, exit_weights, exits_on
+from distill.networks.lm_head import LMHead
+from distill.networks.models import checkpoint_layers
+from distill.training.modules import CausalLMModule
 
 ON = LayerSkipSettings(enabled=True)
 BATCH = {

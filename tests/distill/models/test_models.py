@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 from decode.errors import UserError
 from decode.models.open import load_model
-from distill import models
 from distill.config.models import LoraSettings, TargetSettings, TrainingSettings
-from distill.layers import final_norm
-from distill.lm_head import LMHead, check_head
-from distill.models import (
+from distill.networks import models
+from distill.networks.layers import final_norm
+from distill.networks.lm_head import LMHead, check_head
+from distill.networks.models import (
     adapted,
     check_quantization,
     hollow_target,

@@ -20,7 +20,7 @@ from distill import train
 from distill.ablation import AblateSettings
 from distill.config import Settings
 from distill.pipeline import write_settings
-from distill.tracking import log_report
+from distill.results.tracking import log_report
 from probes.settings import ProbesSettings
 
 QUICKSTART = str(Path(__file__).parents[3] / "configs" / "quickstart.yaml")

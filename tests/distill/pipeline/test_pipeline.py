@@ -28,7 +28,7 @@ from distill import pipeline, stages
 from distill.config import DraftSettings
 from distill.config.models import LayerSkipSettings, StudentSettings, TargetSettings, TrainingSettings
 from distill.files import only_one
-from distill.models import checkpoint_layers
+from distill.networks.models import checkpoint_layers
 from distill.pipeline import measure, run_pipeline
 from distill.run import Run, StageRecord, stage_fingerprints
 from distill.stages import run_stages
@@ -102,7 +102,7 @@ def test_a_draft_may_have_its_own_training_texts_and_order(
     drafts += [DraftSettings(name="short", training={"epochs": 1.0}), DraftSettings(name="distillspec")]
     settings, checkpoint = tiny_settings(tmp_path, drafts=drafts), Mock(side_effect=checkpoint_layers)
     settings.teacher.responses.max_new_tokens, settings.trainer.gradient_checkpointing = 4, True
-    monkeypatch.setattr("distill.trainer.checkpoint_layers", checkpoint)
+    monkeypatch.setattr("distill.training.trainer.checkpoint_layers", checkpoint)
     _, run, _ = run_tiny(begun(settings))
     assert len(checkpoint.mock_calls) == 4
     accounts = {name: run.draft_record(name).account for name in run.trained}

@@ -148,7 +148,7 @@ def test_what_an_engine_would_refuse_once_the_target_is_trained(
         check_inputs(bench(altered(tiny_settings(tmp_path), teacher__signal="vllm", **values))[0])
 
 
-@pytest.mark.parametrize("place", ["distill.evaluate.Evaluation.report", "distill.pipeline.export_draft"])
+@pytest.mark.parametrize("place", ["distill.results.evaluate.Evaluation.report", "distill.pipeline.export_draft"])
 def test_what_refuses_at_the_end_does_so_before_the_drafts_are_trained(
     tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

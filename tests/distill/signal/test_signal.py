@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from decode.errors import UserError
 from distill import ranks
 from distill.data.dataset import Examples, label_mask
-from distill.lm_head import LMHead
 from distill.losses.divergences import TokenDistributions
+from distill.networks.lm_head import LMHead
 from distill.signal.disk import keep_columns, size_of
 from distill.signal.target import HIDDEN, TOPK, Signal
 from distill.stages import mean_tail

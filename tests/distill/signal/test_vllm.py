@@ -27,7 +27,6 @@ from transformers import PreTrainedModel
 from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
 from decode.models.heads.eagle import FeatureHead, head_config
-from distill import models
 from distill.checks import check_engine
 from distill.config import Settings
 from distill.config.teacher import EngineSettings, ResponseSettings
@@ -37,7 +36,8 @@ from distill.engine.check import Difference, check_samples, refuse_differences
 from distill.engine.servers import CONNECTOR, Engine
 from distill.engine.states import StateFiles, layers_for
 from distill.files import sizes
-from distill.lm_head import LMHead
+from distill.networks import models
+from distill.networks.lm_head import LMHead
 from distill.run import Run
 from distill.signal.disk import Expect, keep_columns
 from distill.signal.target import HIDDEN, INSIDE, TOPK, Signal, packed, unpacked

@@ -14,7 +14,7 @@ from tiny_run import bench, tiny_settings
 
 from decode.errors import UserError
 from distill.checks import check_inputs
-from distill.tracking import finish, for_stage, is_offline, log_report, make_logger, tried, where
+from distill.results.tracking import finish, for_stage, is_offline, log_report, make_logger, tried, where
 
 
 @pytest.fixture(autouse=True)

@@ -21,9 +21,9 @@ from distill.data.dataset import DistillDataModule, Examples, Schedule, Training
 from distill.drafts.language_model import LanguageModelDraft
 from distill.drafts.reference import keep_reference
 from distill.losses.divergences import Divergence
-from distill.modules import CausalLMModule, DistillModule, TrainingModule
 from distill.signal.target import Signal
-from distill.trainer import fit
+from distill.training.modules import CausalLMModule, DistillModule, TrainingModule
+from distill.training.trainer import fit
 
 Tiny = Callable[..., PreTrainedModel]
 

@@ -20,14 +20,14 @@ from distill.config import DraftSettings
 from distill.data.dataset import IGNORE, Schedule, TrainingBatches, label_mask
 from distill.drafts.block import decay
 from distill.drafts.language_model import LanguageModelDraft
-from distill.layers import decoder_layers
-from distill.lm_head import LMHead, last_hidden
 from distill.losses.chunked import Compared, Rows, compare
 from distill.losses.divergences import Divergence, TargetRows, TokenDistributions
 from distill.losses.selection import by_reach, share, top_k
-from distill.models import checkpoint_layers
-from distill.modules import CausalLMModule, DistillModule
+from distill.networks.layers import decoder_layers
+from distill.networks.lm_head import LMHead, last_hidden
+from distill.networks.models import checkpoint_layers
 from distill.signal.target import Signal
+from distill.training.modules import CausalLMModule, DistillModule
 
 Tiny = Callable[..., PreTrainedModel]
 

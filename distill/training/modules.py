@@ -21,13 +21,13 @@ from distill.config.models import TrainingSettings
 from distill.data.dataset import Batch, label_mask
 from distill.drafts.block import decay
 from distill.drafts.reference import Draft
-from distill.layers import decoder_layers
-from distill.layerskip import LayerSkip
-from distill.lm_head import LMHead, last_hidden, places
 from distill.losses.chunked import Compared, Rows, chunked_loss, compare, next_token_hits, next_token_loss
 from distill.losses.divergences import Divergence
 from distill.losses.selection import accepted_rows, by_reach, share, top_k
-from distill.models import make_optimizer, make_schedule
+from distill.networks.layers import decoder_layers
+from distill.networks.layerskip import LayerSkip
+from distill.networks.lm_head import LMHead, last_hidden, places
+from distill.networks.models import make_optimizer, make_schedule
 from distill.signal.target import Signal
 
 Metrics = dict[str, float]

@@ -30,7 +30,7 @@ from decode.models.sources import gguf_file, located, unreadable
 from distill.config.base import Attention, Values
 from distill.config.models import Architecture, LoraSettings, ModelSettings, TargetSettings, TrainingSettings
 from distill.files import MODEL_FILES
-from distill.layers import decoder_layers, final_norm
+from distill.networks.layers import decoder_layers, final_norm
 
 # -- built or loaded ---------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from decode.errors import UserError
 from decode.models.heads.eagle import finish_of, finished, some_outputs
-from distill.layers import probe_ids
+from distill.networks.layers import probe_ids
 
 
 class LMHead(nn.Module):

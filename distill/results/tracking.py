@@ -23,7 +23,7 @@ from decode.files import read_json, write_json
 from decode.measure.machine import doubt
 from distill.export.card import fastest_row
 from distill.files import fingerprint
-from distill.report import exported
+from distill.results.report import exported
 
 ENVIRONMENT = {
     "SILENT": "true", "CONSOLE": "off", "DISABLE_GIT": "true", "DISABLE_CODE": "true", "INIT_TIMEOUT": "10",

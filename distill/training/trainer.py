@@ -30,8 +30,8 @@ from distill import ranks
 from distill.config import TrainerSettings
 from distill.config.base import SHARDED, Values
 from distill.data.dataset import DistillDataModule
-from distill.models import checkpoint_layers, use_attention
-from distill.modules import Metrics, TrainingModule
+from distill.networks.models import checkpoint_layers, use_attention
+from distill.training.modules import Metrics, TrainingModule
 
 
 class ProgressLines(Callback):

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from decode.errors import UserError
 from distill.config.models import LayerSkipSettings
-from distill.layers import check_structure, decoder_layers, final_norm, state_of
+from distill.networks.layers import check_structure, decoder_layers, final_norm, state_of
 
 WATCHED = 4  # most exits whose loss is part of a validation
 

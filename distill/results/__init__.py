@@ -1,0 +1,1 @@
+"""What comes out: acceptance here and in an engine, the report, tracking."""

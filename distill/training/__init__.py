@@ -1,0 +1,1 @@
+"""Lightning modules and the trainer that runs them."""
