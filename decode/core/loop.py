@@ -244,8 +244,8 @@ def step(target: Model, method: Method, texts: Sequence[Text]) -> list[Round]:
     for text, draft, out, end, (path, token, measured) in zip(texts, drafts, outs, ended, verified):
         draft.probs = draft.logits = None  # a trace of whole distributions would fill the memory
         cut = draft.depth >= text.remaining or end
-        new = text.accept([*(draft.ids[i] for i in path), token])
-        r = Round(draft, path, token, new, cut, seconds, together, *measured)
+        length, new = len(text.ids), text.accept([*(draft.ids[i] for i in path), token])
+        r = Round(draft, path, token, new, cut, seconds, together, *measured, length=length)
         rounds.append(r)
         text.learn(drafter, r, out)
     if lengths is not None and limit:

@@ -10,7 +10,17 @@ from rich.console import Group
 from decode.files import read_json, write_text
 from decode.measure import plots
 from decode.measure.machine import conditions, doubt
-from decode.measure.report import Figure, Section, Table, cell, console_table, mode, without_constants, write_page
+from decode.measure.report import (
+    Figure,
+    Section,
+    Table,
+    by_length,
+    cell,
+    console_table,
+    mode,
+    without_constants,
+    write_page,
+)
 from decode.measure.statistics import plain
 from distill.export import card
 
@@ -135,6 +145,7 @@ def sections(report: Row, run_dir: Path) -> Iterable[Section]:
     if rows:
         tables = [Table(DECODING, fastest(rows)), Table(DECODING, rows, f"All {len(rows)} measurements", True)]
         tables.append(Table(PROFILE, [report["profile"]], "Costs in target forwards of one token", True))
+        tables += by_length(fastest(rows))
         for of, positions in acceptance(report, run_dir).items():
             keys, alike = without_constants(ACCEPTANCE, positions)
             title = f"{of}: greedy α by position (accepted ÷ reached)" + (alike and f"; {alike}")
