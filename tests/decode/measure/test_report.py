@@ -146,3 +146,13 @@ def test_columns_that_are_alike_in_every_row_become_a_sentence() -> None:
         ["position", "decoded"], "offline 0.900 at every position",
     )  # fmt: skip
     assert p.without_constants(("position", "offline"), rows[:1]) == (["position", "offline"], "")
+
+
+def test_acceptance_by_length_is_a_table_only_where_texts_have_several_lengths() -> None:
+    short = {"text_length": "0–127", "rounds": 3, "accepted_length": 2.0, "alpha": 0.6, "alpha_se": 0.1}
+    both = [short, short | {"text_length": "128–255"}]
+    assert p.by_length([{"name": "a", "draft": None, "acceptance_by_length": [short]}]) == []
+    (table,) = p.by_length([{"name": "b", "draft": None, "acceptance_by_length": both}])
+    assert [[p.cell(row, key) for key in table.keys] for row in table.rows] == [
+        ["b", "0–127", "3", "2.00", "0.600 ± 0.100"], ["b", "128–255", "3", "2.00", "0.600 ± 0.100"],
+    ]  # fmt: skip
