@@ -9,7 +9,7 @@ RUN    ?= runs/quickstart
 PROMPT ?= Eva is 9 years old. Leo is 4 years older than Eva. How old is Leo now?
 
 .DEFAULT_GOAL := help
-.PHONY: help distill smollm2 smollm2-model probe bench demo test test-gpu gpu-report bench-training bench-growth test-slow engines engine-vllm engine-llama engine-sglang test-engines soak lint docs picture clean clean-runs
+.PHONY: help distill smollm2 smollm2-model probe bench demo test test-gpu gpu-report bench-training bench-growth test-slow engines engine-vllm engine-llama engine-sglang test-engines lint docs picture clean clean-runs
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,16 +67,13 @@ bench-growth: $(READY)  ## costs that must not grow with a text or with the numb
 bench-training: $(READY)  ## training steps of AdaSPEC beside the same with the Trainer of Hugging Face
 	$(BIN)/python tests/benchmarks/training_speed.py $(ARGS)
 
-test-slow: $(READY)  ## run the tests that take minutes: four processes, a short soak, large losses
+test-slow: $(READY)  ## run the tests that take minutes: four processes, large losses
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m slow $(ARGS)
 
 engines: engine-vllm engine-llama engine-sglang  ## set up vLLM and llama.cpp for serve-check, fetch SGLang's wheel for tests (optional; minutes, 4 GB)
 
 test-engines: $(READY)  ## run the tests that need an engine (skipped where it is not set up)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m engine -rs $(ARGS)
-
-soak: $(READY)  ## kill a tiny run 20 times, damage its files: it has to end bit by bit the same
-	OMP_NUM_THREADS=1 $(BIN)/python tests/support/soak.py $(ARGS)
 
 lint: $(READY)  ## ruff, mypy, and which package may import which
 	$(BIN)/ruff check .

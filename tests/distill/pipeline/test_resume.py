@@ -1,11 +1,7 @@
 """A killed run, started again, ends with the weights of an uninterrupted one, bit by bit."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_run import STAGES, begun, bench, killed, run_tiny, tiny_settings
@@ -57,16 +53,3 @@ def test_a_continued_run_of_summed_batches_validates_where_an_uninterrupted_one_
         run_stages(run)
     assert "continuing from step 10" in text.getvalue()
     assert [row["step"] for row in run.record("target").history] == [0, 5, 10, 12]
-
-
-@pytest.mark.slow
-def test_a_run_killed_three_times_ends_bit_by_bit_as_an_undisturbed_one() -> None:
-    # in a process of its own: one that has used threads must not be forked
-    script = Path(__file__).parents[2] / "support" / "soak.py"
-    paths = os.pathsep.join([str(script.parents[2]), os.environ.get("PYTHONPATH", "")])
-    ended = subprocess.run(
-        [sys.executable, str(script), "--seed", "1", "--kills", "3", "--short"],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}, capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "sound: after 3 kills" in ended.stdout
