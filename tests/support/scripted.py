@@ -60,28 +60,6 @@ class Oracle(NoDrafter):
         return (token + by) % self.vocab
 
 
-def _perfect(oracle: Oracle, future: list[int], max_depth: int) -> Draft:
-    return _chain(future[: min(5, max_depth)])
-
-
-def _wrong(oracle: Oracle, future: list[int], max_depth: int) -> Draft:
-    return _chain([oracle.wrong(t) for t in future[: min(4, max_depth)]])
-
-
-def _alternating(oracle: Oracle, future: list[int], max_depth: int) -> Draft:
-    k = min(6, max_depth)
-    return _chain([t if i % 3 else oracle.wrong(t) if oracle.rounds % 2 else t for i, t in enumerate(future[:k])])
-
-
-def _empty(oracle: Oracle, future: list[int], max_depth: int) -> Draft:
-    return Draft.empty()
-
-
-def _overlong(oracle: Oracle, future: list[int], max_depth: int) -> Draft:
-    """Perfect, and longer than the budget allows: the future is padded."""
-    return _chain((future + [0] * 20)[:12])
-
-
 def _tree(oracle: Oracle, future: list[int], max_depth: int) -> Draft:
     """The right path hidden among wrong branches, its nodes neither first nor adjacent."""
     generator = random.Random(f"{oracle.rounds} {future}")
@@ -109,11 +87,13 @@ def _tree(oracle: Oracle, future: list[int], max_depth: int) -> Draft:
 
 
 WAYS: dict[str, Callable[[Oracle, list[int], int], Draft]] = {
-    "perfect": _perfect,
-    "wrong": _wrong,
-    "alternating": _alternating,
-    "empty": _empty,
-    "overlong": _overlong,
+    "perfect": lambda oracle, future, depth: _chain(future[: min(5, depth)]),
+    "wrong": lambda oracle, future, depth: _chain([oracle.wrong(t) for t in future[: min(4, depth)]]),
+    "alternating": lambda oracle, future, depth: _chain(
+        [t if i % 3 or oracle.rounds % 2 == 0 else oracle.wrong(t) for i, t in enumerate(future[: min(6, depth)])]
+    ),
+    "empty": lambda oracle, future, depth: Draft.empty(),
+    "overlong": lambda oracle, future, depth: _chain((future + [0] * 20)[:12]),  # longer than the budget allows
     "tree": _tree,
 }
 
