@@ -110,8 +110,7 @@ class MethodInputs:
     warp: LogitsWarper  # logits to probabilities, for target and draft
     draft: Model | None = None
     tokenizer: PreTrainedTokenizerBase | None = None  # of the target, for methods that read text files
-    datastore: Path | None = None  # folder of a REST datastore
-    trigrams: Path | None = None  # folder of an Adaptix table
+    datastore: Path | None = None  # folder of the stores of rest, adaptix and hybrid
     options: MethodOptions = field(default_factory=MethodOptions)
     costs: RoundCosts | None = None  # measured seconds of rounds
 
@@ -186,8 +185,8 @@ def _rest(inputs: MethodInputs) -> Drafter:
 
 
 def _adaptix(inputs: MethodInputs) -> Drafter:
-    assert inputs.trigrams is not None
-    table, options = NgramTable(inputs.trigrams, tokenizer_fingerprint(inputs.tokenizer)), inputs.options
+    assert inputs.datastore is not None
+    table, options = NgramTable(inputs.datastore, tokenizer_fingerprint(inputs.tokenizer)), inputs.options
     return TrigramDrafter(table, searches=options.searches, gain=TrigramDrafter.gain if options.adaptive else 0.0)
 
 

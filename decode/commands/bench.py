@@ -18,7 +18,6 @@ from decode.commands.checks import (
     open_pair,
     open_suites,
     picked,
-    store_folders,
     use_chat,
 )
 from decode.commands.cli import check_writable
@@ -65,7 +64,7 @@ def choose_methods(settings: BenchSettings) -> list[str]:
         methods = [
             m
             for m in METHODS
-            if (m not in STORES or settings.corpus or settings.datastore or getattr(settings, STORES[m]))
+            if (m not in STORES or settings.corpus or settings.datastore)
             and (settings.exit_layer is not None or settings.probes is not None or m not in SELF_SPECULATIVE)
             and (settings.probes is not None or m not in PROBED)
             and (heads or m not in DRAFTING)
@@ -100,16 +99,13 @@ def plan_entries(
 
 
 def bench_options(settings: BenchSettings, methods: Sequence[str], pair: Pair, folder: Path) -> BenchOptions:
-    """Options of the measurement; missing stores are built from the corpus."""
-    datastore, trigrams = store_folders(settings)
-    names, built = {split_spec(method)[0] for method in methods}, folder / "work" / "stores"
-    copied = datastore is None and any(name == "rest" or name.startswith("hybrid") for name in names)
-    if settings.corpus and (copied or ("adaptix" in names and trigrams is None)):
+    """Options of the measurement; a missing datastore is built from the corpus."""
+    datastore, names = settings.datastore and Path(settings.datastore), [split_spec(method)[0] for method in methods]
+    if settings.corpus and not datastore and any(name in STORES or name.startswith("hybrid") for name in names):
         documents = read_corpus(settings.corpus, pair.tokenizer, settings.corpus_texts, settings.seed)
-        write_stores(join_documents(documents), built, pair.tokenizer, datastore=copied)
-        datastore, trigrams = built if copied else datastore, trigrams or built
+        write_stores(join_documents(documents), datastore := folder / "work" / "stores", pair.tokenizer)
     chat, warp = use_chat(settings, pair.tokenizer), make_warp(settings, pair.target)
-    return picked(BenchOptions, settings, chat=chat, warp=warp, datastore=datastore, trigrams=trigrams)
+    return picked(BenchOptions, settings, chat=chat, warp=warp, datastore=datastore or None)
 
 
 def bench(pair: Pair, methods: Sequence[str] = (), suite: Sequence[str] = (), **options: Any) -> list[Fields]:

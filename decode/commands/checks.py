@@ -40,7 +40,8 @@ Options = TypeVar("Options")
 PLACED = {f.name for f in dataclasses.fields(LoadSettings)} - {"threads"}
 """Settings that are fixed once the models are open."""
 DRAFTING = NEEDS_DRAFT | DRAFTED  # methods that draft with a model
-STORES = {"rest": "datastore", "adaptix": "trigrams"}  # methods that draft from a store, and which one
+STORES = ("rest", "adaptix")  # methods that draft from a datastore
+BUILD = "build one with python -m decode datastore build"
 
 
 def check_methods(
@@ -52,25 +53,20 @@ def check_methods(
         choose("method", method, dict.fromkeys([*METHODS, *TRANSFORMERS_BASELINES]))
         if method in DRAFTING and not has_draft:
             raise UserError(f"{method} drafts with a model; give one with --draft (a folder or hub name)")
-        if (store := STORES.get(method)) and not (has_corpus or settings.datastore or getattr(settings, store)):
-            raise UserError(
-                f"{method} drafts from a {store} folder; build one with python -m decode {store} build and give it "
-                f"with --{store} DIR"
-            )
+        if method in STORES and not (has_corpus or settings.datastore):
+            raise UserError(f"{method} drafts from a datastore folder; {BUILD} and give it with --datastore DIR")
 
 
 def check_folders(settings: MethodSettings, methods: Iterable[str]) -> None:
-    """Refuse probes and stores that are not there, with the command that makes them; models are loaded after this."""
+    """Refuse probes and a datastore that are not there, with what makes them; models are loaded after this."""
     for method in (split_spec(spec)[0] for spec in methods):
         drafter, stop, _ = METHODS.get(method, ("none", "", ""))
         if settings.probes is None and drafter != "none" and (settings.stop_rule or stop) in KINDS:
             raise UserError(f"{method} needs a folder of acceptance probes, --probes DIR; {MAKE_PROBES}")
     if settings.probes is not None:
         describe_probes(settings.probes)
-    for store in STORES.values():
-        folder = getattr(settings, store)
-        if folder is not None and not Path(folder).is_dir():
-            raise UserError(f"there is no {store} folder {folder!r}; build one with python -m decode {store} build")
+    if settings.datastore is not None and not Path(settings.datastore).is_dir():
+        raise UserError(f"there is no datastore folder {settings.datastore!r}; {BUILD}")
 
 
 def use_chat(settings: ChatSettings, tokenizer: PreTrainedTokenizerBase, *, tell: bool = False) -> bool:
@@ -110,12 +106,6 @@ def picked(kind: type[Options], settings: LoadSettings, **more: Any) -> Options:
     """A dataclass from the settings of the same names, and from `more`."""
     shared = {f.name for f in dataclasses.fields(kind)} & vars(settings).keys()  # type: ignore[arg-type]
     return kind(**{name: getattr(settings, name) for name in shared} | more)
-
-
-def store_folders(settings: MethodSettings) -> tuple[Path | None, Path | None]:
-    """Folders of the datastore and of the tri-grams, which may be the same."""
-    datastore, trigrams = settings.datastore, settings.trigrams or settings.datastore
-    return (Path(datastore) if datastore else None), (Path(trigrams) if trigrams else None)
 
 
 def open_suites(settings: SuiteSettings, *, chat: bool) -> "list[Suite]":

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from decode.commands.checks import (
     open_pair,
     picked,
     recorded_costs,
-    store_folders,
     use_chat,
 )
 from decode.commands.settings import GenerateSettings, required
@@ -183,7 +183,8 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
             costs = recorded_costs(pair.draft_name, pair.runner.device)
         if options.draft_length is None and stop == "length":
             options.draft_length = exported_length(pair.draft)
-    inputs = MethodInputs(pair.runner, warp, draft, tokenizer, *store_folders(settings), options, costs)
+    datastore = Path(settings.datastore) if settings.datastore else None
+    inputs = MethodInputs(pair.runner, warp, draft, tokenizer, datastore, options, costs)
     system = build(method, inputs, stop=settings.stop_rule, rule=settings.rule)
     seed = random.SystemRandom().randrange(1 << 31) if settings.seed is None else settings.seed
     ends = [] if settings.ignore_eos else stop_ids(pair.target, tokenizer)

@@ -56,9 +56,7 @@ class MethodSettings(MethodOptions):
     """Another acceptance rule than the method's own. All but exact and block-verification are relaxed: the output is no
     longer distributed as the target's, and drafts may not be trees."""
     datastore: str | None = None
-    """Folder made by `python -m decode datastore build`, for rest; hybrid copies from it too."""
-    trigrams: str | None = None
-    """Folder made by `python -m decode trigrams build`, for adaptix; null: the datastore's folder."""
+    """Folder made by `python -m decode datastore build`, for rest and adaptix; hybrid copies from it too."""
 
 
 @dataclass
@@ -162,7 +160,7 @@ class ProfileSettings(SuiteSettings, ChatSettings, OneTemperature, PairSettings)
 
 @dataclass
 class StoreSettings(Checked):
-    """Settings of python -m decode datastore build and python -m decode trigrams build."""
+    """Settings of python -m decode datastore build."""
 
     tokenizer: str | None = None
     """Folder, hub name or GGUF file of the target or its tokenizer. Required."""

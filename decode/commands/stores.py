@@ -1,8 +1,7 @@
-"""``python -m decode datastore build`` and ``trigrams build``: the stores of retrieval drafters, built from texts."""
+"""``python -m decode datastore build``: the stores of retrieval drafters, built from texts."""
 
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -70,23 +69,19 @@ def read_corpus(inputs: Sequence[str], tokenizer: PreTrainedTokenizerBase, texts
                 work.advance(len(batch))
 
 
-def build_datastore(settings: StoreSettings, datastore: bool = True) -> None:
-    """Build the n-gram table and, unless `datastore` is false, the datastore from the same texts."""
+def build_datastore(settings: StoreSettings) -> None:
+    """Build the datastore and the n-gram table from the same texts."""
     required(settings, "tokenizer", "input", "output")
     tokenizer = load_tokenizer(str(settings.tokenizer), trust_remote_code=settings.trust_remote_code)
     text = join_documents(read_corpus(settings.input, tokenizer, settings.texts))
-    files = write_stores(text, Path(str(settings.output)), tokenizer, datastore=datastore)
+    files = write_stores(text, Path(str(settings.output)), tokenizer)
     documents = int(np.count_nonzero(text == 0))
     print(f"{documents:,} documents, {len(text) - documents:,} tokens")
     print(*(f"wrote {file} ({file.stat().st_size / 1e6:.1f} MB)" for file in files), sep="\n")
 
 
-build_trigrams = partial(build_datastore, datastore=False)
-
-
-def write_stores(text: np.ndarray, folder: Path, tokenizer: PreTrainedTokenizerBase, *, datastore: bool) -> list[Path]:
-    """Write the n-gram table and, if wanted, the datastore of a text (see `join_documents`)."""
+def write_stores(text: np.ndarray, folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[Path]:
+    """Write the datastore and the n-gram table of a text (see `join_documents`)."""
     fingerprint = tokenizer_fingerprint(tokenizer)
     with Console(stderr=True).status(f"sorting {len(text):,} tokens"):
-        files = [save_datastore(text, folder, fingerprint)] if datastore else []
-        return [*files, save_ngram_table(text, folder, fingerprint)]
+        return [save_datastore(text, folder, fingerprint), save_ngram_table(text, folder, fingerprint)]

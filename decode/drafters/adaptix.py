@@ -71,7 +71,7 @@ class NgramTable:
     """
 
     def __init__(self, path: str | Path, fingerprint: str) -> None:
-        _, arrays = map_arrays(Path(path) / FILE, kind=KIND, fingerprint=fingerprint, command="trigrams build")
+        _, arrays = map_arrays(Path(path) / FILE, kind=KIND, fingerprint=fingerprint)
         contexts, offsets = arrays["contexts"].data, arrays["offsets"].data
         tokens, probabilities = arrays["tokens"].data, arrays["probabilities"].data
 

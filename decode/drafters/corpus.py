@@ -59,19 +59,19 @@ def save_arrays(path: Path, arrays: dict[str, np.ndarray], *, kind: str, fingerp
     write_safely(path, lambda file: save_file(arrays, file, metadata={"manifest": manifest}))
 
 
-def map_arrays(path: Path, *, kind: str, fingerprint: str, command: str) -> tuple[Fields, dict[str, np.ndarray]]:
-    """The manifest and the memory-mapped arrays of a file that `save_arrays` wrote, as `command` does.
+def map_arrays(path: Path, *, kind: str, fingerprint: str) -> tuple[Fields, dict[str, np.ndarray]]:
+    """The manifest and the memory-mapped arrays of a file that `save_arrays` wrote.
 
     Raises:
         UserError: the file is missing, truncated, of another kind, or of another tokenizer.
     """
-    again = f"build it again with `python -m decode {command}`"
+    again = "build it again with `python -m decode datastore build`"
     try:
         with safe_open(path, "pt") as file:
             manifest = json.loads((file.metadata() or {}).get("manifest", "{}"))
             arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
-        raise UserError(f"no {kind} at {path}: build one with `python -m decode {command}`") from None
+        raise UserError(f"no {kind} at {path}: build one with `python -m decode datastore build`") from None
     except SafetensorError as error:
         raise UserError(f"{path} is no {kind}, truncated or damaged ({error}): {again}") from None
     if (manifest.get("kind"), manifest.get("format")) != (kind, FORMAT):

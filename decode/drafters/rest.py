@@ -72,7 +72,7 @@ class Datastore:
     """
 
     def __init__(self, path: str | Path, fingerprint: str) -> None:
-        facts, arrays = map_arrays(Path(path) / FILE, kind=KIND, fingerprint=fingerprint, command="datastore build")
+        facts, arrays = map_arrays(Path(path) / FILE, kind=KIND, fingerprint=fingerprint)
         self.text, self.suffixes = arrays["text"].view(f">u{facts['width']}"), arrays["suffixes"]
 
     def longest(self, ids: Ids, max_span: int = 16, min_span: int = 2) -> tuple[int, tuple[int, int]]:

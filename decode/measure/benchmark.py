@@ -237,10 +237,10 @@ class EntryRun:
             default = TRANSFORMERS_BASELINES[entry.method]
             self.draft_length = default and (options.draft_length or default)
             return
-        costs, stores = session.costs.get(entry.draft or ""), (session.options.datastore, session.options.trigrams)
+        costs, store = session.costs.get(entry.draft or ""), session.options.datastore
         draft = session.drafts[entry.draft or ""] if entry.needs_draft else None
         inputs = MethodInputs(
-            session.runner, self.warp, draft, session.tokenizer, *stores, options, costs.rounds if costs else None
+            session.runner, self.warp, draft, session.tokenizer, store, options, costs.rounds if costs else None
         )
         for _ in range(session.options.repeats + 1):
             self.methods.append(build(entry.method, inputs, stop=entry.stop, rule=entry.rule))

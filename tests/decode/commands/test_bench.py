@@ -27,7 +27,7 @@ def test_methods_default_to_what_the_given_parts_allow_and_two_drafts_have_two_n
         draft_names(["runs/b", "other/b"])
 
 
-@pytest.mark.parametrize("method", ["rest", "hybrid", "hybrid-tree:tree_nodes=4"])
+@pytest.mark.parametrize("method", ["rest", "adaptix", "hybrid", "hybrid-tree:tree_nodes=4"])
 def test_methods_that_copy_get_a_store_of_the_corpus(method, tiny, tmp_path):
     (tmp_path / "own.jsonl").write_text(json.dumps({"text": "Tom has 3 apples."}) + "\n")
     pair = Pair(tiny("llama", vocab_size=280), make_tokenizer())
@@ -62,7 +62,6 @@ def test_the_api_measures_batches_and_refuses_what_cannot_be_measured(tiny):
     ({"methods": ["layerskip"], "stop_rule": "probe"}, "layerskip needs a folder of acceptance probes"),
     ({"methods": ["layerskip"], "probes": "p"}, "no probes in 'p'; make them with `make probe`"),
     ({"methods": ["rest"], "datastore": "s"}, "no datastore folder 's'; build one with python -m decode datastore build"),
-    ({"methods": ["adaptix"], "trigrams": "s"}, "no trigrams folder 's'; build one with python -m decode trigrams build"),
     ({"methods": ["adaspeed-probe"], "stop_rule": "length"}, "there is no folder 'runs/t'"),  # needs no probes
 ])  # fmt: skip
 def test_folders_that_are_missing_are_refused_before_anything_is_loaded(options, message, tmp_path, monkeypatch):

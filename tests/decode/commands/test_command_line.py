@@ -171,8 +171,6 @@ def test_stores_are_built_from_files_and_suites_and_serve_the_bench(folder, tmp_
     build = ["--tokenizer", target, "--input", str(own), "arithmetic", "--texts", "30", "--output", str(tmp_path / "s")]
     assert main(["datastore", "build", *build]) == 0
     assert "31 documents" in capsys.readouterr().out
-    assert main(["trigrams", "build", *build[:-1], str(tmp_path / "t")]) == 0
-    assert not (tmp_path / "t/datastore.safetensors").exists()
     run = [
         "bench", "--target", target, "--suite", "open", "--limit", "1", "--repeats", "1", "--no-baselines",
         "--threads", "1", "--max-new-tokens", "8", "--output", str(tmp_path / "out"), "--methods",

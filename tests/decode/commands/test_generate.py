@@ -175,7 +175,7 @@ def test_chat_puts_the_prompt_into_the_template(folder, system, before) -> None:
     [
         ({"rule": "eras"}, "rule is 'eras', expected .* or typical; did you mean 'ears'"),
         ({"draft": None, "method": "adasd"}, "give one with --draft"),
-        ({"method": "adaptix"}, "trigrams build"),
+        ({"method": "adaptix"}, "datastore build"),
         ({"method": "generate"}, "only for comparison"),
         ({"stop": ["a", ""]}, "empty text"),
         ({"chat": False, "system": "Be brief."}, "without --chat false"),

@@ -63,7 +63,7 @@ def test_a_table_of_another_tokenizer_and_too_large_ids_are_refused(tmp_path) ->
     opened(tmp_path, [[1, 2, (1 << 21) - 1, 3]])
     with pytest.raises(UserError, match="another tokenizer"):
         NgramTable(tmp_path, "other")
-    with pytest.raises(UserError, match=r"no n-gram table at .*trigrams build"):
+    with pytest.raises(UserError, match=r"no n-gram table at .*datastore build"):
         NgramTable(tmp_path / "absent", "tok")
 
 
