@@ -100,12 +100,13 @@ def plan_entries(
 
 def bench_options(settings: BenchSettings, methods: Sequence[str], pair: Pair, folder: Path) -> BenchOptions:
     """Options of the measurement; a missing datastore is built from the corpus."""
-    datastore, names = settings.datastore and Path(settings.datastore), [split_spec(method)[0] for method in methods]
+    datastore = Path(settings.datastore) if settings.datastore else None
+    names = [split_spec(method)[0] for method in methods]
     if settings.corpus and not datastore and any(name in STORES or name.startswith("hybrid") for name in names):
         documents = read_corpus(settings.corpus, pair.tokenizer, settings.corpus_texts, settings.seed)
         write_stores(join_documents(documents), datastore := folder / "work" / "stores", pair.tokenizer)
     chat, warp = use_chat(settings, pair.tokenizer), make_warp(settings, pair.target)
-    return picked(BenchOptions, settings, chat=chat, warp=warp, datastore=datastore or None)
+    return picked(BenchOptions, settings, chat=chat, warp=warp, datastore=datastore)
 
 
 def bench(pair: Pair, methods: Sequence[str] = (), suite: Sequence[str] = (), **options: Any) -> list[Fields]:

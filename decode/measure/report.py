@@ -281,9 +281,12 @@ def answers(rows: Sequence[Row]) -> list[str]:
 
 def by_length(rows: Sequence[Row]) -> list[Table]:
     """A table of acceptance by the length of the text, where texts of several lengths were decoded."""
-    parts = {row.get("name", row["draft"]): row.get("acceptance_by_length") or () for row in rows}
-    spread = [{"name": name, **part} for name, places in parts.items() if len(places) > 1 for part in places]
-    keys = ("name", "text_length", "rounds", "accepted_length", "alpha")
+    places = [(row, row.get("acceptance_by_length") or ()) for row in rows]  # absent from reports of older versions
+    spread = [
+        {"name": row["name"], "temperature": row["temperature"], **part}
+        for row, parts in places if len(parts) > 1 for part in parts
+    ]  # fmt: skip
+    keys = ("name", "temperature", "text_length", "rounds", "accepted_length", "alpha")
     return [Table(keys, spread, "Acceptance by the length of the text", True)] if spread else []
 
 

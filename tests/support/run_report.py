@@ -5,7 +5,7 @@ import copy
 
 def decoding(draft, temperature, length, speedup, same=True):
     return {
-        "draft": draft, "temperature": temperature, "draft_length": length, "tokens_per_second": 594.0 * speedup,
+        "name": draft, "draft": draft, "temperature": temperature, "draft_length": length, "tokens_per_second": 594.0 * speedup,
         "speedup": speedup, "speedup_ci95": [speedup - 0.05, speedup + 0.05], "speedup_vs_generate": 2.4 * speedup,
         "speedup_vs_generate_ci95": [3.7, 4.1],
         "predicted_speedup": speedup * 1.05, "accepted_length": 4.2, "alpha": 0.94, "accepted_per_drafted": 0.7,

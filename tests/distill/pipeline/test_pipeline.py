@@ -79,6 +79,22 @@ def test_every_stage_is_a_plain_folder_that_a_full_disk_leaves(finished: tuple[P
     assert run.record("target") == kept
 
 
+def test_a_kill_after_new_files_leaves_no_record_of_the_old_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"of one size")
+
+    run = Run(tiny_settings(tmp_path))
+    run.put("target", StageRecord("old"), make)
+    assert run.record("target", "old") is not None
+    monkeypatch.setattr("distill.run.write_json", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run.put("target", StageRecord("new"), make)
+    assert run.record("target") is None
+
+
 def test_records_hold_the_account_of_every_draft_and_the_best_validation_is_chosen(finished: tuple[Path, Run]) -> None:
     _, run = finished
     assert run.chosen("adaspec") == "adaspec"
