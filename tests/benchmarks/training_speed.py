@@ -25,13 +25,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.utils import logging as hf_logging
 
-from decode.commands.cli import parse, run_main
+from decode.commands.cli import run_main
 from decode.errors import UserError
 from decode.files import scratch_folder, write_json
 from decode.measure import machine
 from decode.measure.report import console_table
 from decode.models.api import synchronize
 from decode.progress import output_console, working
+from distill.__main__ import read_settings
 from distill.config import DraftSettings, Settings
 from distill.data.chat import IGNORE
 from distill.data.dataset import DistillDataModule, Examples, Schedule, TrainingBatches
@@ -202,8 +203,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the numbers")
     arguments, rest = parser.parse_known_args()
     if "--config" not in rest:
-        rest = ["--config", "configs/quickstart.yaml", *rest]
-    settings: Settings = parse(Settings, rest, prog="training_speed.py", description="A run's settings.")
+        rest = ["--config", "configs/quickstart.yaml", "--teacher.signal", "hidden", *rest]  # topk is no equal loss
+    settings = read_settings(rest)
     result = measure(settings, arguments.steps, arguments.rounds, output_console())
     if arguments.json:
         write_json(arguments.json, result)
