@@ -83,6 +83,8 @@ def test_files_of_chats_and_prompts_are_read_as_in_the_run(kind: str, tmp_path: 
 
 
 def test_what_is_here_is_checked_as_in_the_run(tmp_path: Path, tiny: Tiny) -> None:
+    with pytest.raises(UserError, match="no such file or folder"):
+        shrink(tiny_settings(tmp_path, data=DataSettings(source="nothere.jsonl")))
     tokenizer, settings = make_tokenizer(), tiny_settings(tmp_path)
     settings.target = given(tmp_path / "target", tokenizer, tiny("llama", vocab_size=len(tokenizer), eos_token_id=0))
     settings.student = StudentSettings(kind="eagle3", model=str(tmp_path / "nothere"))
@@ -142,10 +144,3 @@ def test_the_recipe_for_ones_own_model_and_file_takes_every_kind_of_head(kind: s
     settings = parse(Settings, argv, foreign={"bench"})
     small = prepare_settings(shrink(settings, Console(quiet=True)))
     assert run_stages(bench(small)[0]) == ["target", "initial", "kl-tv"]
-
-
-def test_a_data_file_that_is_missing_is_refused(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path)
-    settings.data.source = "nothere.jsonl"
-    with pytest.raises(UserError, match="no such file or folder"):
-        shrink(settings)

@@ -29,46 +29,34 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "processes"),
+    ("arguments", "variables", "processes"),
     [
-        (["--trainer.devices", "auto"], 2),
-        ([], 1),  # models this small train no faster on two
-        (["--trainer.accelerator", "cpu"], 1),
-        (["--trainer.devices", "1,0"], 2),
+        (["--trainer.devices", "auto"], {}, 2),
+        ([], {}, 1),  # models this small train no faster on two
+        (["--trainer.accelerator", "cpu"], {}, 1),
+        (["--trainer.devices", "1,0"], {"RANK": "0", "WORLD_SIZE": "1"}, 2),  # as some containers set them
+        (["--trainer.devices", "auto"], {"RANK": "0", "WORLD_SIZE": "2"}, 1),
+        (["--trainer.devices", "auto", "--trainer.num_nodes", "2"], {}, 1),
     ],
 )
-def test_the_first_command_starts_a_process_for_every_gpu(
-    two_gpus: None, monkeypatch: pytest.MonkeyPatch, arguments: list[str], processes: int
+def test_the_first_command_starts_a_process_for_every_gpu_of_one_machine_where_no_launcher_did(
+    two_gpus: None,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    variables: dict[str, str],
+    processes: int,
 ) -> None:
     execute, here = Mock(side_effect=SystemExit), Mock()
     monkeypatch.setattr(os, "execv", execute)
     monkeypatch.setattr("distill.pipeline.run_pipeline", here)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name, value in ({"OMP_NUM_THREADS": "1"} | variables).items():
+        monkeypatch.setenv(name, value)
     command = ["--config", "configs/quickstart.yaml", *arguments]
     with pytest.raises(SystemExit) if processes > 1 else nullcontext():
         main(list(command))
     launched = [*TORCHRUN, f"--nproc-per-node={processes}", "-m", "distill", *command]
     assert [call.args[1] for call in execute.mock_calls] == [launched] * (processes > 1)
     assert here.called == (processes == 1)
-
-
-@pytest.mark.parametrize(
-    ("variables", "machines", "starts"),
-    [
-        ({"RANK": "0", "WORLD_SIZE": "1"}, 1, True),  # as some containers set them
-        ({"RANK": "0", "WORLD_SIZE": "2"}, 1, False),
-        ({}, 2, False),
-    ],
-)
-def test_processes_are_started_on_one_machine_where_no_launcher_did(
-    two_gpus: None, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], machines: int, starts: bool
-) -> None:
-    execute = Mock()
-    monkeypatch.setattr(os, "execv", execute)
-    for name, value in ({"OMP_NUM_THREADS": "1"} | variables).items():
-        monkeypatch.setenv(name, value)
-    ranks.restart(TrainerSettings(num_nodes=machines), "distill", [])
-    assert execute.called == starts
 
 
 def test_from_python_several_devices_are_refused_with_what_starts_them(two_gpus: None, tmp_path: Path) -> None:
