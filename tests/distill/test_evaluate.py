@@ -1,6 +1,5 @@
 """Which drafts are timed, at which lengths, and the acceptance of texts that are read together."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +22,7 @@ from distill.results.report import draft_rows
 from distill.run import Run
 
 
-def test_every_predicted_speedup_of_a_run_follows_from_its_report(tmp_path: Path) -> None:
+def test_every_predicted_speedup_of_a_run_follows_from_its_report(tmp_path) -> None:
     """Tokens over the seconds of real rounds, with the costs in the report."""
     settings = tiny_settings(tmp_path, threads=2)
     settings.evaluation = EvaluationSettings(prompts=3, accuracy_prompts=3, max_new_tokens=12, draft_lengths=[2])

@@ -44,7 +44,7 @@ def others(corpus: Corpus) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", ROWS, ids=lambda case: case["name"])
-def test_a_row_has_the_outcome_that_it_must_have(case: dict[str, Any], tmp_path: Path) -> None:
+def test_a_row_has_the_outcome_that_it_must_have(case: dict[str, Any], tmp_path) -> None:
     corpus = load(tmp_path, [case["row"]], case["template"])
     notes = [note for note in corpus.notes if "row 1" in note]
     if case["outcome"] != "kept":
@@ -83,7 +83,7 @@ PAIR = {"question": "1+1?", "answer": "2"}
         ),
     ],
 )
-def test_pairs_follow_the_chat_template(tmp_path: Path, template: str | None, settings: Any, prompt: str) -> None:
+def test_pairs_follow_the_chat_template(tmp_path, template: str | None, settings, prompt: str) -> None:
     corpus = load(tmp_path, [PAIR], template, **settings)
     assert [row["prompt"] for row in others(corpus)] == [prompt]
     assert any("chat template" in note for note in corpus.notes) == prompt.startswith("<")

@@ -1,6 +1,5 @@
 """Training sees what serving sees: chat templates of the structure that published models have, and rows as found."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,7 +178,7 @@ SYSTEM = {"role": "system", "content": "Be kind."}
         ("r1", {}, "\n</think>\n\n{}<eos>"),
     ],
 )
-def test_every_turn_follows_its_prompt_and_ends_at_the_stop_token(name: str, args: Any, written: str) -> None:
+def test_every_turn_follows_its_prompt_and_ends_at_the_stop_token(name: str, args, written: str) -> None:
     """Without an empty thought where the prompt asks for one: this is noted."""
     chat = format_of(name, **args)
     messages = [*[SYSTEM][: name == "mistral"], *CHAT, AGAIN, HELLO]
@@ -277,7 +276,7 @@ def test_speakers_calls_and_keys_of_published_chats() -> None:
     assert notes == ["with a message's 'mood', which is not used"]
 
 
-def test_a_template_may_be_a_file_and_rows_that_fail_in_large_part_stop_the_run(tmp_path: Path) -> None:
+def test_a_template_may_be_a_file_and_rows_that_fail_in_large_part_stop_the_run(tmp_path) -> None:
     rows, file, chat = tmp_path / "rows.jsonl", tmp_path / "chat.jinja", format_of("gemma")
     file.write_text(TEMPLATES["gemma"])
 
@@ -298,7 +297,7 @@ def test_a_template_may_be_a_file_and_rows_that_fail_in_large_part_stop_the_run(
 
 
 @pytest.mark.parametrize("name", ["gemma", "qwen3"])
-def test_what_is_tokenised_of_a_chat_grows_with_its_length(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_tokenised_of_a_chat_grows_with_its_length(name: str, monkeypatch) -> None:
     chat, counts = format_of(name), []
     for turns in (12, 48):
         seen = []

@@ -65,7 +65,7 @@ def read(out: Path) -> tuple[dict[str, Any], dict[str, Tensor], str]:
 
 
 @pytest.mark.parametrize("version", [1, 3])
-def test_engines_find_what_they_read_of_an_eagle_head(version: int, tmp_path: Path) -> None:
+def test_engines_find_what_they_read_of_an_eagle_head(version: int, tmp_path) -> None:
     head, target, out = export(tmp_path, version)
     config, state, card = read(out)
     assert all(config.get(field) is not None for field in FIELDS)
@@ -86,7 +86,7 @@ def test_engines_find_what_they_read_of_an_eagle_head(version: int, tmp_path: Pa
     assert (state["d2t"].dtype, state["t2d"].dtype) == (torch.int64, torch.bool)  # absent where all tokens are drafted
 
 
-def test_vllm_and_sglang_find_what_they_read_of_a_dflash_head(tmp_path: Path) -> None:
+def test_vllm_and_sglang_find_what_they_read_of_a_dflash_head(tmp_path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         head, target, out = export(tmp_path, "dflash")
@@ -104,7 +104,7 @@ def test_vllm_and_sglang_find_what_they_read_of_a_dflash_head(tmp_path: Path) ->
     assert "--spec-type draft-dflash --spec-draft-n-max 4" in card
 
 
-def test_engines_find_what_they_read_of_a_dflash_2_head_whose_layers_slide(tmp_path: Path) -> None:
+def test_engines_find_what_they_read_of_a_dflash_2_head_whose_layers_slide(tmp_path) -> None:
     with pytest.warns(UserWarning, match="sglang does not run this export as it was trained: its window is not read"):
         head, target, out = export(tmp_path, "dflash2", window=6)
     config, state, card = read(out)
@@ -129,7 +129,7 @@ def test_engines_find_what_they_read_of_a_dflash_2_head_whose_layers_slide(tmp_p
     assert "SGLang (on a GPU):" not in card
 
 
-def test_engines_find_what_they_read_of_a_dspark_head_of_some_tokens(tmp_path: Path) -> None:
+def test_engines_find_what_they_read_of_a_dspark_head_of_some_tokens(tmp_path) -> None:
     with pytest.warns(UserWarning, match="sglang does not run this export as it was trained: it drafts 24 of"):
         _, target, out = export(tmp_path, "dspark", "bfloat16", draft_vocab=24)
     config, state, card = read(out)
@@ -153,7 +153,7 @@ def test_a_gguf_file_of_a_head_that_llama_cpp_would_run_otherwise_is_refused(tin
         check_gguf(settings, head)
 
 
-def test_a_head_that_is_read_back_otherwise_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_is_read_back_otherwise_is_not_kept(tmp_path, monkeypatch) -> None:
     def other(folder: Path, target: Any) -> DraftHead:
         head = load_head(folder, target)
         if isinstance(head, BlockHead) and folder.name != "trained":
@@ -182,7 +182,7 @@ def quantised(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @NEEDED
-def test_tuned_layers_in_files_of_fp8_are_not_scaled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuned_layers_in_files_of_fp8_are_not_scaled_again(tmp_path, monkeypatch) -> None:
     folder, out = tmp_path / "target", tmp_path / "out"
     with_layers(folder, monkeypatch, "DeepSeek-V3", vocab_size=280, max_position_embeddings=256)
     make_tokenizer().save_pretrained(folder)

@@ -102,7 +102,7 @@ def results(rows: Rows, name: Any, chosen: Tensor | None = None, **options: Any)
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_chunks(monkeypatch) -> None:
     """Of five rows."""
     for name, value in {"CPU_CHUNK": 0, "FEWEST_ROWS": 5, "FEWEST_NARROW": 5, "AUTOGRAD_CPU": 0}.items():
         monkeypatch.setattr(chunked, name, value)
@@ -114,7 +114,7 @@ CHOSEN = torch.tensor([0, 3, 4, 5, 11, 12, 20, 22])  # of several chunks, one of
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_every_divergence_equals_its_plain_twin(name: str, form: str, dtype: Any) -> None:
+def test_every_divergence_equals_its_plain_twin(name: str, form: str, dtype) -> None:
     for chosen in (None, CHOSEN):
         assert all(close(*both) for both in results(case("bias", form, dtype=dtype), name, chosen))
     rows = case("bias", "labels", dtype=dtype)  # no target: the text's own tokens
@@ -123,7 +123,7 @@ def test_every_divergence_equals_its_plain_twin(name: str, form: str, dtype: Any
 
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("size", [1, 7, 100])
-def test_every_kind_of_head_equals_its_plain_twin(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kind_of_head_equals_its_plain_twin(kind: str, size: int, monkeypatch) -> None:
     monkeypatch.setattr(chunked, "FEWEST_ROWS", size)
     for waiting in (0, 1 << 23):  # the weight's gradient is updated after each chunk, or at the end
         monkeypatch.setattr(chunked, "WAITING", waiting)
@@ -144,7 +144,7 @@ def test_ids_that_only_one_model_has_are_left_out(vocab: int, known: int, form: 
 
 @pytest.mark.parametrize("form", FORMS[:2])
 @pytest.mark.parametrize("name", LOSSES)
-def test_saturated_rows_stay_finite_and_as_exact_as_autograd(name: Any, form: str) -> None:
+def test_saturated_rows_stay_finite_and_as_exact_as_autograd(name, form: str) -> None:
     made, double = case("scaled", form, scale=100.0), case("scaled", form, scale=100.0, dtype=torch.float64)
     total, _, gradients = run(made, chunked_loss, Divergence(name))
     assert total.isfinite()
@@ -155,7 +155,7 @@ def test_saturated_rows_stay_finite_and_as_exact_as_autograd(name: Any, form: st
         assert (ours - best).abs().max() <= 5 * (plain - best).abs().max() + 1e-5 * scale
 
 
-def test_a_loss_without_a_compiler_is_computed_all_the_same_after_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_without_a_compiler_is_computed_all_the_same_after_a_warning(monkeypatch) -> None:
     monkeypatch.setattr(chunked, "_kernels", [])
     torch.compiler.reset()
     rows = case("bias")
@@ -167,7 +167,7 @@ def test_a_loss_without_a_compiler_is_computed_all_the_same_after_a_warning(monk
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "capped")) for kind in HEADS])
-def test_compiled_kernels_equal_the_plain_twin(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_kernels_equal_the_plain_twin(kind: str, monkeypatch) -> None:
     monkeypatch.setattr(chunked, "FEWEST_ROWS", 7)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # it is compiled; PyTorch's own deprecations do not count
@@ -187,7 +187,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("chosen", [None, torch.arange(0, 300, 2)])
-def test_no_tensor_of_all_rows_times_the_vocabulary_is_ever_made(chosen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tensor_of_all_rows_times_the_vocabulary_is_ever_made(chosen, monkeypatch) -> None:
     for name, value in {"FEWEST_ROWS": 20, "WAITING": 0, "MOST_WAITING": 0}.items():
         monkeypatch.setattr(chunked, name, value)
     rows = case(vocab=400, known=400, rows=300)
@@ -229,7 +229,7 @@ def test_what_needs_no_gradient_gets_none_and_a_head_whose_gradient_is_not_known
         chunked_loss(rows, Divergence())
 
 
-def test_chunks_of_the_next_token_loss_give_that_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_the_next_token_loss_give_that_of_all_logits(monkeypatch) -> None:
     rows = case("capped", dtype=torch.float64, rows=150)
     hidden, head, labels, widest = rows.hidden, rows.head, torch.arange(150) % 48, []
 
@@ -250,7 +250,7 @@ def test_chunks_of_the_next_token_loss_give_that_of_all_logits(monkeypatch: pyte
     assert all(leaf.grad is not None for leaf in (hidden, *head.parameters()))
 
 
-def test_a_head_with_an_adapter_is_left_to_autograd(tiny: Any) -> None:
+def test_a_head_with_an_adapter_is_left_to_autograd(tiny) -> None:
     model = copy.deepcopy(tiny("llama"))
     get_peft_model(model, LoraConfig(r=2, target_modules=["lm_head"], task_type="CAUSAL_LM"))
     head = LMHead(model)
@@ -276,7 +276,7 @@ HAND = {
 
 
 @pytest.mark.parametrize("name", HAND)
-def test_a_divergence_agrees_with_its_formula_by_hand(name: Any) -> None:
+def test_a_divergence_agrees_with_its_formula_by_hand(name) -> None:
     """Of different and of equal distributions, of which the text's token is the second, then unknown to the draft."""
     rows = TokenDistributions(*(torch.tensor([row, [0.9, 0.1]]).log() for row in ([0.5, 0.5], [0.25, 0.75])))
     rows.labels = torch.tensor([1, -1])

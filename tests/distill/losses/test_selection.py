@@ -1,7 +1,5 @@
 """AdaSPEC's choice of tokens, the slots of blocks that it ranks, and drafts that end where a token is rejected."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -24,7 +22,7 @@ NAN = float("nan")
         ([], 0.4, []),
     ],
 )
-def test_the_largest_differences_are_chosen_in_ascending_order_of_place(delta: Any, k: float, wanted: Any) -> None:
+def test_the_largest_differences_are_chosen_in_ascending_order_of_place(delta, k: float, wanted) -> None:
     """Their number is the ceiling of k·n, despite binary fractions; each drafting step has a share of its own."""
     given, steps = torch.tensor(delta), torch.zeros(len(delta), dtype=torch.long)
     assert top_k(given, k).tolist() == top_k(given, k, steps).tolist() == wanted
@@ -60,7 +58,7 @@ def unrolled(alphas: list[list[float]], at: list[list[int]]) -> Rows:
     return Rows(q.log(), LMHead.of(linear), TargetRows(p, 3), len(p), places, steps)
 
 
-def test_a_drafting_step_goes_on_where_every_token_before_it_was_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafting_step_goes_on_where_every_token_before_it_was_accepted(monkeypatch) -> None:
     """Label tokens 0 to 3 of a text, then 4 and 5 of another one; a token is accepted above a chance of one half."""
     monkeypatch.setattr(torch, "rand_like", lambda alpha: torch.full_like(alpha, 0.5))
     place = torch.tensor([1, 2, 3, 4, 8, 9])

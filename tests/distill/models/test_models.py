@@ -52,7 +52,7 @@ def test_an_adapter_is_merged_into_the_weights_that_it_was_trained_beside(family
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", {"class_path": "torch.optim.RAdam", "init_args": {"eps": 1e-7}}])
-def test_matrices_inside_the_layers_and_a_feature_heads_output_head_are_decayed(optimizer: Any) -> None:
+def test_matrices_inside_the_layers_and_a_feature_heads_output_head_are_decayed(optimizer) -> None:
     head = nn.ModuleDict({"lm_head": nn.Linear(4, 6, bias=False), "norm": nn.LayerNorm(4)})  # a feature head's
     for model in (build_tiny("llama"), build_tiny("llama-tied"), head):
         made = make_optimizer(model, TrainingSettings(steps=1, optimizer=optimizer, weight_decay=0.3, lr=0.02))
@@ -98,7 +98,7 @@ def test_weights_that_are_not_numbers_and_other_output_heads_are_refused() -> No
         check_head(model, LMHead(model))
 
 
-def test_a_device_map_and_quantisation_are_asked_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_map_and_quantisation_are_asked_of_transformers(monkeypatch) -> None:
     monkeypatch.setattr(models, "load_model", lambda *_, **options: options)
     settings, cpu = (
         TargetSettings(quantization={"quant_method": "bitsandbytes", "load_in_8bit": True}),
@@ -113,7 +113,7 @@ def test_a_device_map_and_quantisation_are_asked_of_transformers(monkeypatch: py
 
 
 @pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def read(monkeypatch) -> list[str]:
     names, usual = [], models._read
 
     def watched(files: dict[str, Path], name: str, like: torch.Tensor) -> torch.Tensor | None:
@@ -148,9 +148,7 @@ def write_fp8(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("shards", ["1GB", "10KB"])
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "gemma3", "gpt2", "opt"])
-def test_parts_equal_the_target_and_nothing_else_is_read(
-    family: str, shards: str, tmp_path: Path, read: list[str]
-) -> None:
+def test_parts_equal_the_target_and_nothing_else_is_read(family: str, shards: str, tmp_path, read) -> None:
     layers = {"n_layer" if family == "gpt2" else "num_hidden_layers": 4}
     build_tiny(family, **layers).save_pretrained(tmp_path, max_shard_size=shards)
     hollow, whole = hollow_target(tmp_path), load_model(tmp_path, device="cpu", dtype="float32")
@@ -170,7 +168,7 @@ def test_parts_equal_the_target_and_nothing_else_is_read(
     assert hollow.generation_config.to_dict() == whole.generation_config.to_dict()
 
 
-def test_further_last_layers_are_read_and_quantised_weights_are_not(tmp_path: Path, read: list[str]) -> None:
+def test_further_last_layers_are_read_and_quantised_weights_are_not(tmp_path, read) -> None:
     build_tiny("llama", num_hidden_layers=4).save_pretrained(tmp_path)
     names = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(4)]
     assert [hollow_target(tmp_path, last=2).get_parameter(name).is_meta for name in names] == [
@@ -190,9 +188,7 @@ def test_further_last_layers_are_read_and_quantised_weights_are_not(tmp_path: Pa
 
 
 @pytest.mark.parametrize("cuda", [False, True])
-def test_fp8_weights_are_plain_ones_on_a_cpu_and_are_saved_so(
-    cuda: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fp8_weights_are_plain_ones_on_a_cpu_and_are_saved_so(cuda: bool, tmp_path, monkeypatch) -> None:
     """A GPU beside it changes nothing."""
     wanted = write_fp8(tmp_path / "fp8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
@@ -206,7 +202,7 @@ def test_fp8_weights_are_plain_ones_on_a_cpu_and_are_saved_so(
         assert all(weight.equal(wanted[name].to(dtype).float()) for name, weight in again)
 
 
-def test_a_head_in_the_file_beside_a_tied_configuration_is_kept(tmp_path: Path, read: list[str]) -> None:
+def test_a_head_in_the_file_beside_a_tied_configuration_is_kept(tmp_path, read) -> None:
     build_tiny("llama-tied").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -217,6 +213,6 @@ def test_a_head_in_the_file_beside_a_tied_configuration_is_kept(tmp_path: Path, 
     assert not hollow.config.tie_word_embeddings
 
 
-def test_files_with_other_names_are_loaded_as_a_whole(tmp_path: Path) -> None:
+def test_files_with_other_names_are_loaded_as_a_whole(tmp_path) -> None:
     build_tiny("gpt_neox").save_pretrained(tmp_path)  # whose output head transformers renames
     assert not any(weight.is_meta for weight in hollow_target(tmp_path).parameters())

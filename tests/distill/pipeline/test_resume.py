@@ -1,7 +1,5 @@
 """A killed run, started again, ends with the weights of an uninterrupted one, bit by bit."""
 
-from pathlib import Path
-
 import torch
 from safetensors.torch import load_file
 from tiny_run import STAGES, begun, bench, killed, run_tiny, tiny_settings
@@ -9,7 +7,7 @@ from tiny_run import STAGES, begun, bench, killed, run_tiny, tiny_settings
 from distill.stages import run_stages
 
 
-def test_every_stage_continues_from_its_checkpoint(tmp_path: Path) -> None:
+def test_every_stage_continues_from_its_checkpoint(tmp_path) -> None:
     settings, undisturbed = (tiny_settings(tmp_path / name) for name in ("killed", "undisturbed"))
     for stage, step in {"target": 7, "initial": 11, "distillspec": 5, "adaspec": 9}.items():
         with killed(stage, step):
@@ -26,7 +24,7 @@ def test_every_stage_continues_from_its_checkpoint(tmp_path: Path) -> None:
     assert not list(run.work.glob("checkpoints-*"))
 
 
-def test_checkpoints_of_other_settings_or_of_a_finished_stage_are_not_continued(tmp_path: Path) -> None:
+def test_checkpoints_of_other_settings_or_of_a_finished_stage_are_not_continued(tmp_path) -> None:
     settings = tiny_settings(tmp_path)
     with killed("target", 7):
         run_tiny(settings)
@@ -42,7 +40,7 @@ def test_checkpoints_of_other_settings_or_of_a_finished_stage_are_not_continued(
     assert not left.exists()
 
 
-def test_a_continued_run_of_summed_batches_validates_where_an_uninterrupted_one_does(tmp_path: Path) -> None:
+def test_a_continued_run_of_summed_batches_validates_where_an_uninterrupted_one_does(tmp_path) -> None:
     settings = tiny_settings(tmp_path)  # checkpoints at 5, 10 and 12: the last segment is shorter than the others
     settings.trainer.accumulate = 2
     for step in (7, 11):

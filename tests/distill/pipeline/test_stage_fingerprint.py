@@ -4,7 +4,6 @@ import json
 import os
 from collections import namedtuple
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,7 +47,7 @@ def changed(settings: Settings, **values: Any) -> list[str]:
         ("teacher__responses__temperature", 0.5, []),  # the data has responses
     ],
 )
-def test_a_changed_setting_runs_its_stage_again(tmp_path: Path, key: str, value: Any, wanted: list[str]) -> None:
+def test_a_changed_setting_runs_its_stage_again(tmp_path, key: str, value, wanted: list[str]) -> None:
     assert changed(tiny_settings(tmp_path), **{key: value}) == wanted
 
 
@@ -76,7 +75,7 @@ AS_IS = {"target__kind": "as_is"}
         ({"1__k": 1.0}, "0__divergence", "tv", ["distillspec"]),
     ],
 )
-def test_what_else_counts(tmp_path: Path, given: dict[str, Any], key: str, value: Any, wanted: list[str]) -> None:
+def test_what_else_counts(tmp_path, given: dict[str, Any], key: str, value, wanted: list[str]) -> None:
     settings = altered(tiny_settings(tmp_path), target__model=str(tmp_path), **given)
     assert changed(settings, **{key: value}) == wanted
     settings.drafts.append(replace(settings.drafts[1], name="again"))
@@ -85,7 +84,7 @@ def test_what_else_counts(tmp_path: Path, given: dict[str, Any], key: str, value
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_a_data_file_is_known_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool) -> None:
+def test_a_data_file_is_known_by_its_content(tmp_path, monkeypatch, large: bool) -> None:
     paths = {split: tmp_path / f"{split}.jsonl" for split in ("train", "test")}
     for path in paths.values():
         path.write_text(json.dumps({"question": "1 + 1?", "answer": "2"}) + "\n")
@@ -104,7 +103,7 @@ def test_a_data_file_is_known_by_its_content(tmp_path: Path, monkeypatch: pytest
     assert all(key != before[stage] for stage, key in stage_fingerprints(settings).items())
 
 
-def test_the_signal_that_the_disk_has_room_for_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_signal_that_the_disk_has_room_for_is_chosen(tmp_path, monkeypatch) -> None:
     usage, settings = namedtuple("usage", "free"), tiny_settings(tmp_path)
     settings.teacher.signal, settings.teacher.signal_k = "auto", 2
     kinds = {}

@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
 from some_rows import TRAINING, some_rows
-from transformers import PreTrainedModel
 
 from decode.errors import UserError
 from distill.config import DraftSettings, TrainerSettings
@@ -24,8 +23,6 @@ from distill.losses.divergences import Divergence
 from distill.signal.target import Signal
 from distill.training.modules import CausalLMModule, DistillModule, TrainingModule
 from distill.training.trainer import fit
-
-Tiny = Callable[..., PreTrainedModel]
 
 
 class Seen(Callback):
@@ -62,11 +59,11 @@ def fitted(module: TrainingModule, folder: Path, *callbacks: Callback, size: int
     )[0]  # fmt: skip
 
 
-def next_tokens(tiny: Tiny, steps: int = 9) -> CausalLMModule:
+def next_tokens(tiny: Any, steps: int = 9) -> CausalLMModule:
     return CausalLMModule(copy.deepcopy(tiny("llama")).requires_grad_(True), TRAINING, steps)
 
 
-def test_metrics_reach_callbacks_and_loggers_and_further_arguments_the_trainer(tiny: Tiny, tmp_path: Path) -> None:
+def test_metrics_reach_callbacks_and_loggers_and_further_arguments_the_trainer(tiny, tmp_path) -> None:
     seen = Seen()
     logger = CSVLogger(tmp_path / "csv")
     extra = {"log_every_n_steps": 2, "limit_val_batches": 1}
@@ -83,7 +80,7 @@ def test_metrics_reach_callbacks_and_loggers_and_further_arguments_the_trainer(t
         fitted(next_tokens(tiny, 12), tmp_path, accumulate=2)
 
 
-def test_the_best_validation_s_weights_are_kept_and_two_checkpoints(tiny: Tiny, tmp_path: Path) -> None:
+def test_the_best_validation_s_weights_are_kept_and_two_checkpoints(tiny, tmp_path) -> None:
     """Of a model with frozen weights the checkpoints hold the others alone."""
     module, seen = next_tokens(tiny), Seen(6, lambda pl_module: pl_module.model.lm_head.weight.data.mul_(20))
     module.model.model.embed_tokens.requires_grad_(False)
@@ -100,9 +97,7 @@ def test_the_best_validation_s_weights_are_kept_and_two_checkpoints(tiny: Tiny, 
     assert saved.keys() == {f"model.{name}" for name in weights if name != "model.embed_tokens.weight"}
 
 
-def test_a_target_is_on_the_device_before_validation(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_is_on_the_device_before_validation(tiny, tmp_path, monkeypatch) -> None:
     events = []
     for name in ("to", "rows"):
         usual = getattr(Signal, name)
@@ -113,9 +108,7 @@ def test_a_target_is_on_the_device_before_validation(
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
-def test_a_draft_equal_to_its_reference(
-    tiny: Tiny, tmp_path: Path, precision: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_equal_to_its_reference(tiny, tmp_path, precision, monkeypatch) -> None:
     examples, model = some_rows(), copy.deepcopy(tiny("llama", seed=5)).requires_grad_(True)
     model.set_attn_implementation("eager")  # SDPA in bfloat16 depends on the padding on some CPUs
     draft, signal, deltas = LanguageModelDraft(model.train(), 5), Signal(tiny("llama", seed=4)), []
@@ -146,7 +139,7 @@ def full(*_: Any) -> None:
     ],
 )
 def test_a_loader_s_process_that_dies_or_stalls_ends_the_training_with_its_words(
-    act: Any, words: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    act, words: str, tiny, monkeypatch, tmp_path
 ) -> None:
     monkeypatch.setattr("distill.data.dataset.STALL", 9 if "exited" in words else 1 if "timed" in words else 600)
     monkeypatch.setattr(torch.Tensor, "share_memory_", act)
@@ -156,7 +149,7 @@ def test_a_loader_s_process_that_dies_or_stalls_ends_the_training_with_its_words
         fitted(next_tokens(tiny), tmp_path, workers=2)
 
 
-def test_losses_that_are_no_numbers_end_the_training(tiny: Tiny, tmp_path: Path) -> None:
+def test_losses_that_are_no_numbers_end_the_training(tiny, tmp_path) -> None:
     """A step between logged ones is named with its examples and leaves no checkpoint; so is a model broken as loaded."""
     examples = ", ".join(map(str, sorted(Schedule(some_rows().lengths, 2).batch(4).tolist())))
     words = rf"NaN or infinite at step 4 \(training examples {examples}\), .*: lower the learn"

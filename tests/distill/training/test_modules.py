@@ -1,7 +1,7 @@
 """The two Lightning modules: what a step computes, how parts of it add up, what validation counts, on tiny models."""
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import lightning as L
@@ -28,8 +28,6 @@ from distill.networks.lm_head import LMHead, last_hidden
 from distill.networks.models import checkpoint_layers
 from distill.signal.target import Signal
 from distill.training.modules import CausalLMModule, DistillModule
-
-Tiny = Callable[..., PreTrainedModel]
 
 FAMILIES = ["llama", "llama-tied", "qwen3", "gemma2", "phi", "gpt_neox", "codegen", "gpt2", "opt", "mistral"]
 
@@ -93,7 +91,7 @@ def test_gradient_checkpointing_computes_every_layer_again_and_the_gradients_sta
     assert close(gradients, wanted, 1e-9)
 
 
-def test_next_token_loss_is_the_models_own(tiny: Tiny) -> None:
+def test_next_token_loss_is_the_models_own(tiny) -> None:
     draft, batch = tiny("llama", seed=5), everything(some_rows(5))
     own = draft(input_ids=batch["input_ids"], labels=batch["labels"]).loss.item()
     assert attached(CausalLMModule(draft, TRAINING, 4)).training_step(batch, 0).item() == pytest.approx(own, rel=1e-5)
@@ -101,7 +99,7 @@ def test_next_token_loss_is_the_models_own(tiny: Tiny) -> None:
 
 @pytest.mark.parametrize("k", [1.0, 0.3])
 @pytest.mark.parametrize("kind", ["language model", "eagle", "eagle3", "dspark", "dflash2"])
-def test_a_step_takes_loss_and_gradient_of_the_chosen_rows_alone(tiny: Tiny, kind: str, k: float) -> None:
+def test_a_step_takes_loss_and_gradient_of_the_chosen_rows_alone(tiny, kind: str, k: float) -> None:
     """Of each drafting step of a feature head its share; of blocks the slots that are reached."""
     target = in_double(tiny("llama", num_hidden_layers=4, dtype=torch.float64))
     draft, signal = draft_of(kind, target, 3)
@@ -136,7 +134,7 @@ def test_a_step_takes_loss_and_gradient_of_the_chosen_rows_alone(tiny: Tiny, kin
     assert close(ours, plain, 1e-6)
 
 
-def test_the_loss_switches_after_the_share_of_forward_kl_and_the_ranking_does_not(tiny: Tiny) -> None:
+def test_the_loss_switches_after_the_share_of_forward_kl_and_the_ranking_does_not(tiny) -> None:
     target, draft, batch = tiny("llama", seed=4), tiny("llama", seed=5), everything(some_rows(5))
     batch["reference_loss"] = torch.rand(int(label_mask(batch["labels"]).sum()), 1)
     module = distilling(draft, target, divergence="tv", kl_first=0.5, reference="y", k=0.4)
@@ -189,7 +187,7 @@ def validated(module: Any, batches: Iterable[dict[str, Any]]) -> list[dict[str, 
     ],
 )
 def test_the_accepted_length_in_validation_is_the_product_of_acceptances_along_each_draft(
-    at: Any, values: list[float], position_2: float, length: float | None, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+    at, values: list[float], position_2: float, length: float | None, tiny, monkeypatch
 ) -> None:
     labels = torch.full((2, 6), IGNORE)
     labels[0, 2:5], labels[1, 1:3] = 7, 7  # three label rows, then two of another text
@@ -205,7 +203,7 @@ def test_the_accepted_length_in_validation_is_the_product_of_acceptances_along_e
     assert history["accepted_length"] == pytest.approx(length or 1 + sum(reached), abs=1e-6)
 
 
-def test_validation_means_are_over_label_tokens_whatever_the_batches(tiny: Tiny) -> None:
+def test_validation_means_are_over_label_tokens_whatever_the_batches(tiny) -> None:
     target, draft, examples = tiny("llama", seed=4), copy.deepcopy(tiny("llama", seed=5)), some_rows(7, empty=[6])
     histories = []
     for size in (1, 2, 7):
