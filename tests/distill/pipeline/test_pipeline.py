@@ -1,4 +1,4 @@
-"""A run's stages and folders; what a failure leaves behind; targets that are given, of every kind; export without evaluation."""
+"""A run's stages and folders; a killed run started again; what a failure leaves behind; targets that are given, of every kind; export without evaluation."""
 
 import copy
 import errno
@@ -18,7 +18,7 @@ from gguf_files import write_gguf
 from pairs import make_tokenizer
 from rich.console import Console
 from safetensors.torch import load_file
-from tiny_run import STAGES, altered, begun, bench, given, run_tiny, tiny_settings
+from tiny_run import STAGES, altered, begun, bench, given, killed, run_tiny, tiny_settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from decode.errors import UserError
@@ -54,6 +54,51 @@ def test_nothing_runs_again_but_a_folder_that_was_cut_short(finished) -> None:
     assert made == ["adaspec"]
     assert f"{run.path('adaspec')} is not as it was written, and is made again" in printed
     assert files["adaspec"].read_bytes() == sound
+
+
+def test_every_stage_continues_from_its_checkpoint_and_ends_alike_bit_by_bit(finished, tmp_path) -> None:
+    settings, (_, wanted) = tiny_settings(tmp_path), finished
+    for stage, step in {"target": 7, "initial": 11, "distillspec": 5, "adaspec": 9}.items():
+        with killed(stage, step):
+            run_tiny(settings)
+    made, run, printed = run_tiny(settings)
+    assert made == ["adaspec"]
+    assert "continuing from step 5" in printed
+    for stage in STAGES:
+        weights, others = (load_file(each.path(stage) / "model.safetensors") for each in (run, wanted))
+        assert weights.keys() == others.keys()
+        assert all(torch.equal(weights[name], others[name]) for name in weights), stage
+        assert [row["step"] for row in run.record(stage).history] == [0, 5, 10, 12], stage
+    assert not list(run.work.glob("checkpoints-*"))
+
+
+def test_checkpoints_of_other_settings_or_of_a_finished_stage_are_not_continued(tmp_path) -> None:
+    settings = tiny_settings(tmp_path)
+    with killed("target", 7):
+        run_tiny(settings)
+    left = tmp_path / "tiny/work/checkpoints-target"
+    assert list(left.glob("*.ckpt"))
+    settings.seed = 1
+    run, text = bench(settings)
+    with killed("target", 2):
+        run_stages(run)
+    assert "continuing" not in text.getvalue()
+    begun(tiny_settings(tmp_path))  # whose checkpoints a kill has left
+    assert run_stages(bench(tiny_settings(tmp_path))[0], ("target",)) == []
+    assert not left.exists()
+
+
+def test_a_continued_run_of_summed_batches_validates_where_an_uninterrupted_one_does(tmp_path) -> None:
+    settings = tiny_settings(tmp_path)  # checkpoints at 5, 10 and 12: the last segment is shorter than the others
+    settings.trainer.accumulate = 2
+    for step in (7, 11):
+        with killed("target", step):
+            run_tiny(settings)
+    run, text = bench(settings)
+    with killed("initial", 1):
+        run_stages(run)
+    assert "continuing from step 10" in text.getvalue()
+    assert [row["step"] for row in run.record("target").history] == [0, 5, 10, 12]
 
 
 def test_every_stage_is_a_plain_folder_that_a_full_disk_leaves(finished, tmp_path) -> None:
@@ -124,18 +169,6 @@ def test_a_draft_may_have_its_own_training_texts_and_order(finished, tmp_path, m
     assert all(torch.allclose(ours[name], theirs[name], atol=2e-3) for name in theirs)
 
 
-def test_a_model_taken_as_it_is_becomes_a_link(finished, tmp_path) -> None:
-    _, run = finished
-    settings = tiny_settings(tmp_path, target=TargetSettings(kind="as_is", model=str(run.target)))
-    linked, _ = bench(settings)
-    assert run_stages(linked, ("target",)) == ["target"]
-    assert linked.target.is_symlink()
-    assert linked.record("target") is not None
-    linked.put("target", StageRecord("new"), lambda folder: folder.symlink_to(run.path("initial")))
-    assert linked.record("target", "new") is not None
-    assert (run.target / "model.safetensors").exists()  # replacing the link leaves what it points to
-
-
 @pytest.mark.parametrize("number", [None, errno.EOPNOTSUPP, errno.EPERM], ids=["links", "no links", "forbidden"])
 def test_what_lies_beside_a_given_models_files_says_nothing_about_it(
     finished, tmp_path, monkeypatch, number: int | None
@@ -156,6 +189,10 @@ def test_what_lies_beside_a_given_models_files_says_nothing_about_it(
     assert stage_fingerprints(settings) == before
     (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
     assert stage_fingerprints(settings) != before
+    if number is None:  # replacing the link leaves what it points to
+        run.put("target", StageRecord("new"), lambda place: place.symlink_to(finished[1].path("initial")))
+        assert run.record("target", "new") is not None
+        assert (folder / "model.safetensors").exists()
 
 
 def test_two_processes_cannot_work_in_one_folder(tmp_path, monkeypatch) -> None:
