@@ -52,14 +52,9 @@ def test_the_target_is_trained_if_it_is_not_there_and_probes_and_rows_are_writte
     assert {row["tried"] for row in report["self_speculation"]} == {2, None}
     assert len(report["probe_settings"]["tried"]) == 2 * 2 * 5  # settings, modes, methods
     page = (run / "probes.html").read_text()
+    tables = "Settings tried on validation prompts", "Scores on test prompts"
     command = f"python -m decode generate --target {run}/target --probes {run}/probes --method "
-    for part in (
-        "Predicted speedup by exit",
-        "Settings tried on validation prompts, greedy",
-        "Scores on test prompts, greedy",
-        "Provenance",
-        command,
-    ):
+    for part in ("Predicted speedup by exit", *(f"{table}, greedy" for table in tables), "Provenance", command):
         assert part in page
     for finding in report["probe_findings"]:
         assert "no speedup is given, since " in finding

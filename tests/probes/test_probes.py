@@ -204,9 +204,7 @@ def test_every_method_takes_the_setting_that_was_fastest_in_real_rounds_and_laye
     assert tried == [(1, 8), (2, 8), (3, 8), (1, 2)]
     asked = []
 
-    def bench(
-        session, suite, entries
-    ):  # exit 2 with short drafts is the fastest, which was predicted to be the slowest
+    def bench(session, suite, entries):  # exit 2 with short drafts is the fastest, and was predicted the slowest
         asked.append([(entry.method, entry.options.exit_layer, entry.options.draft_length) for entry in entries])
         speeds = {e.name: 3.0 - abs(e.options.exit_layer - 2) - e.options.draft_length / 9 for e in entries}
         rows = [{"name": e.name, "method": e.method, "speedup": speeds[e.name], "tokens": 9} for e in entries]
@@ -224,14 +222,8 @@ def test_every_method_takes_the_setting_that_was_fastest_in_real_rounds_and_laye
 
 
 def test_the_answer_names_the_best_exit_with_agreement_cost_and_tried_speed_of_each() -> None:
-    best = {
-        "temperature": 0.0,
-        "title": "adaspeed",
-        "method": "adaspeed",
-        "exit_layer": 2,
-        "speedup": 1.4,
-        "prompts": 36,
-    }
+    names, numbers = {"title": "adaspeed", "method": "adaspeed"}, {"exit_layer": 2, "speedup": 1.4, "prompts": 36}
+    best = {"temperature": 0.0} | names | numbers
     tried = [best | {"exit_layer": layer, "speedup": speed} for layer, speed in ((1, 1.1), (1, 1.0), (2, 1.5))]
     costs = {"greedy": {"exits": RoundCosts({e: {0: 1.0, 1: 1 + e / 4, 8: 1 + 2 * e} for e in (1, 2)}).to_dict()}}
     scores = [{"mode": "greedy", "layer": layer, "alpha": alpha} for layer, alpha in ((1, 0.8), (2, 0.95))]

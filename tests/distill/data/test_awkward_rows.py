@@ -58,9 +58,7 @@ def test_a_row_has_the_outcome_that_it_must_have(case: dict[str, Any], tmp_path)
     example = examples[0]
     written = CHAT_TEMPLATES[case["template"]].startswith("{{ bos_token }}") if case["template"] else True
     said = example["prompt"].count("<user><s>")
-    starts = (
-        start_ids(corpus.tokenizer) if written else []
-    )  # a chat begins as its template says, any other text with one
+    starts = start_ids(corpus.tokenizer) if written else []  # a chat begins as its template says
     assert example["input_ids"][: len(starts)] == starts
     assert example["input_ids"].count(1) == len(starts) + said
     if "prompt" in case:

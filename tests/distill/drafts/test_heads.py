@@ -141,9 +141,7 @@ def test_rows_are_those_of_every_block_read_alone(make, kind: str, shape, vocab:
                 try:
                     path = tokens[anchor + 1 : at + 1]
                     scored = plain_scores(head, target, tokens[: anchor + 1], path, head.drafts)[slot].detach()
-                except (
-                    ValueError
-                ):  # the token before is no candidate of a lattice: what is measured there is not drafted
+                except ValueError:  # the token before is no candidate of a lattice, and what is measured not drafted
                     scored = logits[number].detach().where(logits[number] > -IMPOSSIBLE / 2, -torch.inf)
                     whole = False
                 plain = plain if chooses and head.training else scored
@@ -178,9 +176,8 @@ def test_rows_are_those_of_every_block_read_alone(make, kind: str, shape, vocab:
     else:
         assert rows.distance is None
     weights = decay(rows.step, 3)
-    torch.testing.assert_close(
-        rows.weight, weights / weights.mean() * learnable
-    )  # what cannot be drafted is not learnt
+    # what cannot be drafted is not learnt
+    torch.testing.assert_close(rows.weight, weights / weights.mean() * learnable)
     labels = following if ids is None else torch.where(following % 2 == 0, following // 2, -1)
     assert rows.target.labels[rows.at].tolist() == labels.tolist()
 
@@ -395,10 +392,7 @@ def test_a_head_that_starts_from_another_one_drafts_what_that_drafts(name: str, 
     head, new = start_from_head(settings, target, given.captured_layers, 0)
     assert isinstance(head, BlockHead)
     assert (head.version, head.drafts, head.mask_id) == (kind, given.drafts, given.mask_id)
-    added = {
-        "dspark": ["confidence_head", "markov_head"],
-        "dflash2": ["attention_conv", "markov_head", "mlp_conv"],
-    }
+    added = {"dspark": ["confidence_head", "markov_head"], "dflash2": ["attention_conv", "markov_head", "mlp_conv"]}
     assert new == (added[kind] if kind != version else [])
     found, wanted = (drafted(each, target) for each in (head, given))
     kept = found.isfinite() if kind != version and kind == "dflash2" else torch.ones_like(found, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Exported heads: what vLLM and SGLang read, who is told that an engine reads otherwise, and tuned layers in FP8 files."""
+"""Exported heads: what vLLM and SGLang read, who is told that an engine reads otherwise, and files in FP8."""
 
 import json
 import re
@@ -166,19 +166,40 @@ def test_a_head_that_is_read_back_otherwise_is_not_kept(tmp_path, monkeypatch) -
     assert not (tmp_path / "out").exists()
 
 
-def quantised(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The file of a model in FP8: matrices divided by a scale for each 8 × 8 block, as DeepSeek publishes them."""
-    packed = dict(state)
-    for name, weight in state.items():
-        if not name.endswith("_proj.weight"):
-            continue
-        rows, columns = weight.shape
-        full = torch.nn.functional.pad(weight, (0, -columns % 8, 0, -rows % 8))
+def in_fp8(folder: Path) -> dict[str, Tensor]:
+    """Writes a model's matrices in FP8 with a scale for each 8 × 8 block; returns the weights that these are."""
+    file, config = folder / "model.safetensors", read_json(folder / "config.json")
+    packed = load_file(file)
+    plain = {name: weight.float() for name, weight in packed.items()}
+    for name in [name for name in plain if name.endswith("_proj.weight")]:
+        rows, columns = plain[name].shape
+        full = torch.nn.functional.pad(plain[name], (0, -columns % 8, 0, -rows % 8))
         blocks = full.unflatten(0, (-1, 8)).unflatten(2, (-1, 8))
         scale = blocks.abs().amax((1, 3), keepdim=True).clamp_min(1e-9) / 448
-        packed[name] = (blocks / scale).flatten(2).flatten(0, 1)[:rows, :columns].to(torch.float8_e4m3fn).contiguous()
-        packed[f"{name}_scale_inv"] = scale[:, 0, :, 0].contiguous()
-    return packed
+        small = (blocks / scale).to(torch.float8_e4m3fn)
+        whole, exact = (each.flatten(2).flatten(0, 1)[:rows, :columns] for each in (small, small.float() * scale))
+        plain[name] = exact
+        packed |= {name: whole.contiguous(), f"{name}_scale_inv": scale[:, 0, :, 0].contiguous()}
+    save_file(packed, file, metadata={"format": "pt"})
+    how = {"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "dynamic"}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": how}))
+    return plain
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_fp8_weights_are_plain_ones_on_a_cpu_and_are_saved_so(cuda: bool, tmp_path, monkeypatch) -> None:
+    """A GPU beside it changes nothing."""
+    build_tiny("llama", dtype=torch.bfloat16).save_pretrained(tmp_path / "fp8")
+    wanted = in_fp8(tmp_path / "fp8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    for dtype in (torch.float32, torch.bfloat16):
+        model = load_model(tmp_path / "fp8", device="cpu", dtype=str(dtype).removeprefix("torch."))
+        assert {weight.dtype for weight in model.parameters()} == {dtype}
+        assert all(weight.equal(wanted[name].to(dtype)) for name, weight in model.named_parameters())
+        assert torch.isfinite(model(input_ids=torch.arange(5)[None]).logits).all()
+        model.save_pretrained(tmp_path / "again")
+        again = load_model(tmp_path / "again", device="cpu", dtype="float32").named_parameters()
+        assert all(weight.equal(wanted[name].to(dtype).float()) for name, weight in again)
 
 
 @NEEDED
@@ -186,10 +207,8 @@ def test_tuned_layers_in_files_of_fp8_are_not_scaled_again(tmp_path, monkeypatch
     folder, out = tmp_path / "target", tmp_path / "out"
     with_layers(folder, monkeypatch, "DeepSeek-V3", vocab_size=280, max_position_embeddings=256)
     make_tokenizer().save_pretrained(folder)
+    in_fp8(folder)
     file, config = folder / "model.safetensors", read_json(folder / "config.json")
-    save_file(quantised(load_file(file)), file, metadata={"format": "pt"})
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "dynamic"}
-    (folder / "config.json").write_text(json.dumps(config))
     target = load_model(folder, device="cpu", dtype="float32")
     head = load_mtp(target)
     with torch.no_grad():

@@ -100,11 +100,8 @@ def test_weights_that_are_not_numbers_and_other_output_heads_are_refused() -> No
 
 def test_a_device_map_and_quantisation_are_asked_of_transformers(monkeypatch) -> None:
     monkeypatch.setattr(models, "load_model", lambda *_, **options: options)
-    settings, cpu = (
-        TargetSettings(quantization={"quant_method": "bitsandbytes", "load_in_8bit": True}),
-        torch.device("cpu"),
-    )
-    given = open_placed(settings, "x", cpu)
+    cpu, eight = torch.device("cpu"), {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    given = open_placed(TargetSettings(quantization=eight), "x", cpu)
     assert given["quantization_config"].load_in_8bit
     assert given["device"] == cpu
     assert open_placed(TargetSettings(device_map="auto"), "x", cpu)["device_map"] == "auto"
@@ -124,26 +121,6 @@ def read(monkeypatch) -> list[str]:
     monkeypatch.setattr(models, "_read", watched)
     monkeypatch.setattr(models, "load_model", lambda *_, **__: pytest.fail("the target is loaded as a whole"))
     return names
-
-
-def write_fp8(folder: Path) -> dict[str, torch.Tensor]:
-    """Lays a tiny model into a folder, its layers in FP8 with a scale for each block; returns its weights in float32."""
-    build_tiny("llama", dtype=torch.bfloat16).save_pretrained(folder)
-    path, size = folder / "model.safetensors", 8
-    tensors, wanted = load_file(path), {}
-    for name, weight in list(tensors.items()):
-        wanted[name] = weight.float()
-        if weight.ndim == 2 and ".layers." in name:
-            blocks = weight.float().unflatten(1, (-1, size)).unflatten(0, (-1, size))
-            scale = blocks.abs().amax((1, 3), keepdim=True) / 448
-            packed = (blocks / scale).to(torch.float8_e4m3fn)
-            wanted[name] = (packed.float() * scale).view_as(weight)
-            tensors |= {name: packed.view_as(weight), f"{name}_scale_inv": scale[:, 0, :, 0].contiguous()}
-    save_file(tensors, path, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    how = {"quant_method": "fp8", "weight_block_size": [size, size], "activation_scheme": "dynamic"}
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": how}))
-    return wanted
 
 
 @pytest.mark.parametrize("shards", ["1GB", "10KB"])
@@ -171,12 +148,8 @@ def test_parts_equal_the_target_and_nothing_else_is_read(family: str, shards: st
 def test_further_last_layers_are_read_and_quantised_weights_are_not(tmp_path, read) -> None:
     build_tiny("llama", num_hidden_layers=4).save_pretrained(tmp_path)
     names = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(4)]
-    assert [hollow_target(tmp_path, last=2).get_parameter(name).is_meta for name in names] == [
-        False,
-        True,
-        False,
-        False,
-    ]
+    hollow = hollow_target(tmp_path, last=2)
+    assert [name for name in names if hollow.get_parameter(name).is_meta] == names[1:2]
     config, file = json.loads((tmp_path / "config.json").read_text()), tmp_path / "model.safetensors"
     tensors = load_file(file)
     quantised = tensors[names[3]].to(torch.float8_e4m3fn)
@@ -185,21 +158,6 @@ def test_further_last_layers_are_read_and_quantised_weights_are_not(tmp_path, re
     hollow = hollow_target(tmp_path)
     assert hollow.get_parameter(names[3]).is_meta  # without its scales it would be another one
     assert not hollow.get_parameter(names[3].replace("q_proj", "k_proj")).is_meta
-
-
-@pytest.mark.parametrize("cuda", [False, True])
-def test_fp8_weights_are_plain_ones_on_a_cpu_and_are_saved_so(cuda: bool, tmp_path, monkeypatch) -> None:
-    """A GPU beside it changes nothing."""
-    wanted = write_fp8(tmp_path / "fp8")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    for dtype in (torch.float32, torch.bfloat16):
-        model = load_model(tmp_path / "fp8", device="cpu", dtype=str(dtype).removeprefix("torch."))
-        assert {weight.dtype for weight in model.parameters()} == {dtype}
-        assert all(weight.equal(wanted[name].to(dtype)) for name, weight in model.named_parameters())
-        assert torch.isfinite(model(input_ids=torch.arange(5)[None]).logits).all()
-        model.save_pretrained(tmp_path / "again")
-        again = load_model(tmp_path / "again", device="cpu", dtype="float32").named_parameters()
-        assert all(weight.equal(wanted[name].to(dtype).float()) for name, weight in again)
 
 
 def test_a_head_in_the_file_beside_a_tied_configuration_is_kept(tmp_path, read) -> None:
