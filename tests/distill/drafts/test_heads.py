@@ -113,7 +113,7 @@ def test_rows_are_what_the_head_drafts_when_each_step_is_read_after_the_other(ma
         ("dflash2 measured", {"is_causal": None, "window": 3}),
         ("lilicorr", {"block": 4, "candidates": 8}),
         ("lilicorr measured", {"block": 4}),
-        ("lilicorr measured", {"block": 4, "candidates": 40}),  # texts' tokens are among most of them
+        ("lilicorr measured", {"block": 4, "candidates": 20}),  # texts' tokens are often among them
     ],
 )
 @pytest.mark.parametrize("vocab", [None, 24])
