@@ -127,16 +127,11 @@ def test_every_file_is_read_by_its_commands(path: Path) -> None:
         )
 
 
-def sweep(name: str) -> tuple[dict[str, Any], list[str]]:
-    """What the file says, and the command line of one of its points."""
-    content = yaml.safe_load((ROOT / "sweeps" / f"{name}.yaml").read_text())
+def test_the_sweep_gives_commands_that_are_accepted_and_names_a_metric_that_is_logged() -> None:
+    content = yaml.safe_load((ROOT / "sweeps" / "distill.yaml").read_text())
     values = {key: {"value": choices["values"][0]} for key, choices in content["parameters"].items()}
     flags = utils.create_sweep_command_args({"args": values})["args"]
-    return content, [part for part in content["command"] if part not in ("${env}", "${args}")] + flags
-
-
-def test_the_sweep_gives_commands_that_are_accepted_and_names_a_metric_that_is_logged() -> None:
-    content, argv = sweep("distill")
+    argv = [part for part in content["command"] if part not in ("${env}", "${args}")] + flags
     options = command.take_draft_options(argv := argv[3:])
     settings = parse(Settings, argv, prog="", foreign=command.FOREIGN)
     settings.validate()

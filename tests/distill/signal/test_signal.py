@@ -19,7 +19,7 @@ from distill.data.dataset import Examples, label_mask
 from distill.losses.divergences import TokenDistributions
 from distill.networks.lm_head import LMHead
 from distill.signal.disk import keep_columns, size_of
-from distill.signal.target import HIDDEN, TOPK, Signal
+from distill.signal.target import HIDDEN, Signal
 from distill.stages import mean_tail
 
 
@@ -159,24 +159,7 @@ def test_a_failure_leaves_nothing_that_would_be_used(tiny, tmp_path, monkeypatch
             keep(signal, examples, tmp_path, "a")
     keep(signal, examples, tmp_path, "a")
     assert [path.suffix for path in tmp_path.iterdir()] == [".arrow"]
-
-
-@pytest.mark.parametrize("kind", ["hidden", "topk"])
-def test_several_files_hold_what_one_does(tiny, tmp_path, monkeypatch, kind) -> None:
-    model, name = tiny("llama"), TOPK if kind == "topk" else HIDDEN
-    signal, whole = Signal(model, kind, k=8), some_rows(37)
-    keep(signal, whole)
     monkeypatch.setattr(ranks, "world", lambda: 2)
     monkeypatch.setattr(ranks, "barrier", lambda: None)
     with pytest.raises(UserError, match="is not seen alike by all processes"):  # the other one's file is not there
-        keep(signal, some_rows(37), tmp_path)
-    for rank in (1, 0):
-        monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
-        monkeypatch.setattr(ranks, "is_first", lambda rank=rank: rank == 0)
-        keep(signal, parts := some_rows(37), tmp_path)
-        values = [column(examples, name) for examples in (parts, whole)]
-        batches = [examples.batch(np.array([3, 0, 36]))[name].numpy() for examples in (parts, whole)]
-        for ours, wanted in (values, batches):
-            assert ours.dtype == wanted.dtype
-            assert np.allclose(ours.view(np.float32), wanted.view(np.float32), atol=1e-5, equal_nan=True)
-    assert len(list(tmp_path.glob("*.arrow"))) == 2
+        keep(signal, examples, tmp_path)

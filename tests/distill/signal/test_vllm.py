@@ -123,28 +123,25 @@ def test_a_float8_state_has_a_scale_for_each_plane() -> None:
     assert ((again - states).abs() <= states.abs() / 16 + largest / 448 / 2).all()  # three bits, and subnormal numbers
 
 
-def spoiled(fault: str, times: int) -> Callable[..., bool]:
-    """Faults of the first requests."""
+FAULTS: dict[str, Callable[..., object]] = {  # what is wrong with an answer and its tensors
+    "status": lambda answer, _: answer.update(status=503),
+    "other tokens": lambda _, tensors: tensors["token_ids"].add_(1),
+    "fewer rows": lambda _, tensors: tensors.update(hidden_states=tensors["hidden_states"][1:].contiguous()),
+    "not finite": lambda _, tensors: tensors["hidden_states"][0, 0, 0].fill_(torch.nan),
+    "no space": lambda answer, _: Path(answer["kv_transfer_params"]["hidden_states_path"] + ".full").touch(),
+    "no file": lambda *_: None,
+    "no params": lambda answer, _: answer.pop("kv_transfer_params"),
+    "other layers": lambda answer, _: answer["kv_transfer_params"].update(layers=[1, 0, 2]),
+}
 
-    def spoil(number: int, answer: dict[str, Any], tensors: dict[str, torch.Tensor]) -> bool:
-        if number > times:
-            return True
-        path = Path(answer["kv_transfer_params"]["hidden_states_path"])
-        if fault == "status":
-            answer["status"] = 503
-        elif fault == "other tokens":
-            tensors["token_ids"] += 1
-        elif fault == "fewer rows":
-            tensors["hidden_states"] = tensors["hidden_states"][1:].contiguous()
-        elif fault == "not finite":
-            tensors["hidden_states"][0, 0, 0] = torch.nan
-        elif fault == "no space":
-            path.with_name(path.name + ".full").touch()
-        elif fault == "no params":
-            del answer["kv_transfer_params"]
-        elif fault == "other layers":
-            answer["kv_transfer_params"]["layers"] = [1, 0, 2]
-        return fault not in ("no space", "no file", "status")
+
+def spoiled(fault: str, times: int) -> Callable[..., bool]:
+    """Has the fault in the first answers."""
+
+    def spoil(number: int, *answered: Any) -> bool:
+        if number <= times:
+            FAULTS[fault](*answered)
+        return number > times or fault not in ("no space", "no file", "status")
 
     return spoil
 
