@@ -205,9 +205,13 @@ def without_target(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distill.run.holds", lambda *_: False)
 
 
+@pytest.fixture(scope="module")
+def here(tmp_path_factory) -> Run:
+    return run_tiny(begun(tiny_settings(tmp_path_factory.mktemp("here"))))[1]
+
+
 @pytest.mark.parametrize("keep", ["float32", False])
-def test_a_run_learns_from_an_engine_what_it_learns_from_the_target(tmp_path, monkeypatch, keep) -> None:
-    _, here, _ = run_tiny(begun(tiny_settings(tmp_path / "here")))
+def test_a_run_learns_from_an_engine_what_it_learns_from_the_target(here, tmp_path, monkeypatch, keep) -> None:
     server = StatesServer(here.load_target().eval(), [2], tmp_path)
     without_target(monkeypatch)
     with serving(server) as (url, bodies):
