@@ -5,6 +5,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from decode.errors import UserError
 from decode.measure.suites import PRESETS
 from distill.config.data import DataSettings
 from distill.data.chat import IGNORE, Turn, label, prompt_part
-from distill.data.corpus import Corpus, load_corpus, train_tokenizer
-from distill.data.sources import SourceRows, _shape, load_rows
+from distill.data.corpus import load_corpus, train_tokenizer
+from distill.data.sources import _shape, load_rows
 
 SPLITS = ("train", "validation", "test")
 SMALL = DataSettings(train_examples=60, validation_examples=15, test_examples=15)
@@ -48,12 +49,8 @@ def write(path: Path | str, rows: Sequence[dict[str, Any]]) -> str:
     return path
 
 
-def loaded(settings: DataSettings, seed: int = 0) -> SourceRows:
-    return load_rows(settings, seed)
-
-
-def corpus_of(settings: DataSettings) -> Corpus:
-    return load_corpus(settings, seed=0, folder=None)
+loaded = partial(load_rows, seed=0)
+corpus_of = partial(load_corpus, seed=0, folder=None)
 
 
 def test_arithmetic_needs_neither_files_nor_a_tokenizer_and_every_label_is_of_the_response() -> None:
@@ -208,7 +205,7 @@ def test_rows_stay_in_their_splits_and_notes_tell_what_is_not_read(tmp_path) -> 
         texts = [[row["prompt"], row["response"]] for split in SPLITS for row in splits[split]]
         digests.append(hashlib.sha256(json.dumps([*map(len, splits.values()), texts]).encode()).hexdigest()[:16])
     assert digests == DIGESTS
-    first, second = (loaded(DataSettings(source=path), seed) for seed, path in enumerate(files))
+    first, second = (loaded(DataSettings(source=path), seed=seed) for seed, path in enumerate(files))
     assert all(sorted(first.splits[split]["prompt"]) == sorted(second.splits[split]["prompt"]) for split in SPLITS)
     rows = [row | {"context": "It is.", "answer": row["answer"] if n else float("nan")} for n, row in enumerate(PAIRS)]
     notes = loaded(DataSettings(source=write(tmp_path / "r.jsonl", rows))).notes
