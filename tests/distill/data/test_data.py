@@ -17,7 +17,7 @@ from datasets import Dataset, DatasetDict
 from decode.errors import UserError
 from decode.measure.suites import PRESETS
 from distill.config.data import DataSettings
-from distill.data.chat import IGNORE, Turn, label, prompt_part
+from distill.data.chat import Turn, label, prompt_part
 from distill.data.corpus import load_corpus, train_tokenizer
 from distill.data.sources import _shape, load_rows
 
@@ -51,16 +51,6 @@ def write(path: Path | str, rows: Sequence[dict[str, Any]]) -> str:
 
 loaded = partial(load_rows, seed=0)
 corpus_of = partial(load_corpus, seed=0, folder=None)
-
-
-def test_arithmetic_needs_neither_files_nor_a_tokenizer_and_every_label_is_of_the_response() -> None:
-    corpus = corpus_of(SMALL)
-    assert [len(getattr(corpus, split)) for split in SPLITS] == [60, 15, 15]
-    for row in corpus.train:
-        assert corpus.tokenizer.decode(row["input_ids"]) == row["prompt"] + row["response"] + "<|endoftext|>"
-        labels = [label for label in row["labels"] if label != IGNORE]
-        assert corpus.tokenizer.decode(labels) == row["response"] + "<|endoftext|>"
-        assert prompt_part(row["input_ids"], row["labels"]) == corpus.tokenizer(row["prompt"])["input_ids"]
 
 
 @pytest.mark.parametrize("ending", ["json", "jsonl", "csv", "parquet"])
@@ -120,6 +110,7 @@ def test_the_prompt_keeps_its_ids_where_the_response_would_merge_with_it() -> No
     assert tokenizer("How many pens")["input_ids"][: len(alone)] != alone
     assert example.input_ids[: len(alone)] == alone == prompt_part(example.input_ids, example.labels)
     assert tokenizer.decode(example.input_ids) == "How many pens<|endoftext|>"
+    assert (example.prompt, example.response) == ("How man", "y pens")
     assert example.labels[len(alone) :] == example.input_ids[len(alone) :]
 
 
