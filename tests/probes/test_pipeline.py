@@ -25,7 +25,7 @@ def settings_in(folder: Path, name: str = "tiny", **probes) -> ProbesSettings:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def finished(tmp_path_factory) -> tuple[Path, str]:
     """A finished run and what it printed; another command's report was there before."""
     run, said = tmp_path_factory.mktemp("runs") / "tiny", io.StringIO()
     run.mkdir()
@@ -52,14 +52,9 @@ def test_the_target_is_trained_if_it_is_not_there_and_probes_and_rows_are_writte
     assert {row["tried"] for row in report["self_speculation"]} == {2, None}
     assert len(report["probe_settings"]["tried"]) == 2 * 2 * 5  # settings, modes, methods
     page = (run / "probes.html").read_text()
+    tables = "Settings tried on validation prompts", "Scores on test prompts"
     command = f"python -m decode generate --target {run}/target --probes {run}/probes --method "
-    for part in (
-        "Predicted speedup by exit",
-        "Settings tried on validation prompts, greedy",
-        "Scores on test prompts, greedy",
-        "Provenance",
-        command,
-    ):
+    for part in ("Predicted speedup by exit", *(f"{table}, greedy" for table in tables), "Provenance", command):
         assert part in page
     for finding in report["probe_findings"]:
         assert "no speedup is given, since " in finding
@@ -78,7 +73,7 @@ def test_a_target_is_used_as_it_is_while_its_settings_are_the_same_and_else_trai
         assert (weights.read_bytes() == before, texts.read_text() == written) == (not changed, not changed)
 
 
-def test_settings_are_those_of_distill_and_of_probes_and_bad_ones_are_refused(tmp_path: Path, monkeypatch) -> None:
+def test_settings_are_those_of_distill_and_of_probes_and_bad_ones_are_refused(tmp_path, monkeypatch) -> None:
     seen = []
     monkeypatch.setattr("probes.pipeline.run_probes", seen.append)
     main(["--tracker", "none", "--name", "short", "--target.training.steps", "1", "--probes.layers", "1,2"])
@@ -95,7 +90,7 @@ def test_settings_are_those_of_distill_and_of_probes_and_bad_ones_are_refused(tm
         run_probes(settings, Console(quiet=True))
 
 
-def test_the_confidence_of_a_runs_block_head_is_compared_with_probes(tmp_path: Path) -> None:
+def test_the_confidence_of_a_runs_block_head_is_compared_with_probes(tmp_path) -> None:
     settings = settings_in(tmp_path, modes=["sampled"])
     settings.student.kind, settings.drafts, block = "dspark", settings.drafts[:1], settings.student.block
     block.size, block.layers, block.markov_rank, settings.target.architecture.layers = 3, 1, 2, 6
@@ -105,7 +100,7 @@ def test_the_confidence_of_a_runs_block_head_is_compared_with_probes(tmp_path: P
     assert "How much of a block is verified" in (tmp_path / "tiny" / "probes.html").read_text()
 
 
-def test_families_without_a_layer_by_layer_forward_get_probes_of_the_modes_wanted_and_no_table(tmp_path: Path) -> None:
+def test_families_without_a_layer_by_layer_forward_get_probes_of_the_modes_wanted_and_no_table(tmp_path) -> None:
     settings, said = settings_in(tmp_path, modes=["greedy"]), io.StringIO()
     settings.target.architecture.model_type = "gpt2"
     added = run_probes(settings, Console(file=said, width=120))

@@ -1,4 +1,4 @@
-"""Probes: features from a forward, labels, the optimum, calibration; and the rounds that are simulated with them."""
+"""Probes: features from a forward, labels, the optimum, calibration, simulated rounds; and probes inside a block head."""
 
 import copy
 from pathlib import Path
@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from heads import make_block_head, plain_block, plain_scores
 from reading import draws_named, rounds_of
 from sklearn.linear_model import LogisticRegression
 
@@ -16,9 +17,11 @@ from decode.errors import UserError
 from decode.measure.benchmark import Record
 from decode.methods import MethodInputs, build
 from decode.models.check import open_runner
+from decode.models.heads.block_config import BLOCK_ARCHITECTURES
 from decode.models.texts import write_texts
 from decode.options import MethodOptions
 from probes import exit_search, features
+from probes.blocks import collect_blocks, judge
 from probes.exit_search import METHODS, Choice, best_of, candidates, predict, run_best, simulate
 from probes.features import Features, collect, exit_layers
 from probes.fit import EXTRA_PENALTY, calibrate, judged, logits, train_probes
@@ -204,9 +207,7 @@ def test_every_method_takes_the_setting_that_was_fastest_in_real_rounds_and_laye
     assert tried == [(1, 8), (2, 8), (3, 8), (1, 2)]
     asked = []
 
-    def bench(
-        session, suite, entries
-    ):  # exit 2 with short drafts is the fastest, which was predicted to be the slowest
+    def bench(session, suite, entries):  # exit 2 with short drafts is the fastest, and was predicted the slowest
         asked.append([(entry.method, entry.options.exit_layer, entry.options.draft_length) for entry in entries])
         speeds = {e.name: 3.0 - abs(e.options.exit_layer - 2) - e.options.draft_length / 9 for e in entries}
         rows = [{"name": e.name, "method": e.method, "speedup": speeds[e.name], "tokens": 9} for e in entries]
@@ -224,14 +225,8 @@ def test_every_method_takes_the_setting_that_was_fastest_in_real_rounds_and_laye
 
 
 def test_the_answer_names_the_best_exit_with_agreement_cost_and_tried_speed_of_each() -> None:
-    best = {
-        "temperature": 0.0,
-        "title": "adaspeed",
-        "method": "adaspeed",
-        "exit_layer": 2,
-        "speedup": 1.4,
-        "prompts": 36,
-    }
+    names, numbers = {"title": "adaspeed", "method": "adaspeed"}, {"exit_layer": 2, "speedup": 1.4, "prompts": 36}
+    best = {"temperature": 0.0} | names | numbers
     tried = [best | {"exit_layer": layer, "speedup": speed} for layer, speed in ((1, 1.1), (1, 1.0), (2, 1.5))]
     costs = {"greedy": {"exits": RoundCosts({e: {0: 1.0, 1: 1 + e / 4, 8: 1 + 2 * e} for e in (1, 2)}).to_dict()}}
     scores = [{"mode": "greedy", "layer": layer, "alpha": alpha} for layer, alpha in ((1, 0.8), (2, 0.95))]
@@ -240,3 +235,82 @@ def test_the_answer_names_the_best_exit_with_agreement_cost_and_tried_speed_of_e
     assert "Exit layer 2 is best for it: α 0.950, 0.50 of a round without a draft for each further" in said
     assert said.endswith("speedup 1.50 when tried (exit layer 1: α 0.800, 0.25, 1.10).")
     assert "Exit layer" not in answer(added | {"self_speculation": [best | {"load": 9.0, "cores": 2}]}, "greedy")
+
+
+# -- probes inside a block head ----------------------------------------------------------------------------------------
+
+
+TEXTS = [([3, 7, 1, 9, 4, 4, 2, 8, 5], 3), ([1, 2, 3, 1, 2, 6], 2), ([5, 4], 1)]
+
+
+@pytest.mark.parametrize("version", BLOCK_ARCHITECTURES)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_slot_is_asked_whether_the_texts_token_would_have_been_drafted(
+    tiny, temperature: float, version: str
+) -> None:
+    target = tiny("llama", vocab_size=12)
+    head = make_block_head(target, version, block=3 + (version != "dspark"))
+    head.temperatures, head.sampled_temperatures = [2.0, 1.0, 0.5], [3.0, 4.0, 5.0]
+    warp = LogitsWarper(temperature)
+    seen, odds = collect_blocks(target, head, TEXTS, Mode("", warp, "match"))
+    assert seen.exits == [1, 2, 3]
+    assert seen.text.tolist() == [0, 0, 0, 0, 1, 1]  # blocks that end within their text; the last text has none
+    column = 0
+    for ids, start in TEXTS[:2]:
+        p = warp(target(torch.tensor([ids])).logits[0].detach())
+        for at in range(start - 1, len(ids) - 3):
+            _, hidden, *_ = plain_block(head, target, ids[: at + 1], 3)
+            for slot in range(3):
+                token = ids[at + slot + 1]
+                torch.testing.assert_close(seen.inputs[slot, column, :-3], hidden[slot], rtol=1e-4, atol=1e-4)
+                try:
+                    q = warp(plain_scores(head, target, ids[: at + 1], ids[at + 1 : at + slot + 1], 3))[slot]
+                except ValueError:  # no draft of a lattice holds the token before
+                    continue
+                chance = float(q[token] / max(q[token], p[at + slot, token], 1e-30))
+                assert seen.labels[slot, column] == pytest.approx(chance, abs=1e-4)
+                if head.confidence_head is None:
+                    continue
+                row = head.markov_head.markov_w1(torch.tensor([ids[at + slot]]))
+                scale = (head.sampled_temperatures if temperature else head.temperatures)[slot]
+                expected = head.confidence_head(torch.cat([hidden[slot], row[0]])) / scale
+                torch.testing.assert_close(odds[slot, column], expected.detach(), rtol=1e-4, atol=1e-4)
+            column += 1
+    assert set(seen.outcome.unique().tolist()) <= {0.0, 1.0}
+    assert (seen.outcome <= (seen.labels > 0)).all()
+
+
+def test_the_mean_over_texts_of_the_target_is_the_overlap_and_rejected_tokens_are_too_likely_ones(tiny) -> None:
+    target, warp = tiny("llama", vocab_size=12), LogitsWarper(1.0)
+    head = make_block_head(target, "dspark", block=2)
+    texts = [([3, 7, token, 5], 2) for token in range(12)]
+    seen, _ = collect_blocks(target, head, texts, Mode("", warp, "accept"))
+    with torch.no_grad():
+        p = warp(target(torch.tensor([[3, 7]])).logits[0, -1:])[0]
+        q = warp(plain_scores(head, target, [3, 7], [], 2))[0]
+    assert float(p @ seen.labels[0]) == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-4)
+    for token, (hit, drafted) in enumerate(zip(seen.outcome[0], seen.token_probability[0])):
+        likely = q[token : token + 1] if hit else q[q > p]
+        assert (likely - drafted).abs().min() < 1e-4
+
+
+def test_estimates_are_judged_where_the_block_was_right_before(tiny) -> None:
+    head, generator = make_block_head(tiny("llama"), "dspark", block=3), torch.Generator().manual_seed(0)
+    seen = {}
+    for split, n in (("train", 3000), ("validation", 1500), ("test", 6000)):
+        states = torch.randn(3, n, 4, generator=generator)
+        true = 1.5 * states[..., 0] + 0.5
+        hits = (torch.rand(true.shape, generator=generator) < true.sigmoid()).float()
+        blind = torch.tensor([0.7]).log().expand(3, n, 1)  # a token probability that knows nothing
+        inputs = torch.cat([states, blind, torch.randn(3, n, 2, generator=generator)], -1)
+        seen[split] = Features([1, 2, 3], inputs, hits, hits, torch.arange(n)), 3 * true  # an overconfident head
+    rows, products = judge(head, seen, "match", [1e-3, 1e-1])
+    test = seen["test"][0].outcome
+    assert [row["tokens"] for row in rows] == [6000, int(test[0].sum()), int(test[:2].prod(0).sum())]
+    for row in rows:
+        assert row["ece"] < 0.045 < row["ece_confidence_head"]
+        assert row["auroc"] == pytest.approx(row["auroc_confidence_head"], abs=0.01)  # the same order
+        assert row["auroc_token_probability"] == pytest.approx(0.5)
+    by_name = {row["estimate"]: row for row in products}
+    assert by_name["probe"]["ece"] < 0.045 < by_name["confidence head"]["ece"]
+    assert by_name["confidence head"]["worst_slot_ece"] >= by_name["confidence head"]["ece"]

@@ -4,5 +4,5 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def larger_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+def larger_splits(monkeypatch) -> None:
     monkeypatch.setattr("distill.data.sources.HELD_OUT", 0.2)

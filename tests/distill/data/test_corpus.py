@@ -41,7 +41,7 @@ def rows_of(corpus: Corpus) -> list[Any]:
     return [getattr(corpus, split)[:] for split in ("train", "validation", "test")]
 
 
-def test_a_later_process_reads_the_same_or_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_process_reads_the_same_or_is_refused(tmp_path, monkeypatch) -> None:
     settings, folder = written(tmp_path), tmp_path / "corpus"
     first = load_corpus(settings, seed=0, folder=folder)
     monkeypatch.setattr(ranks, "rank", lambda: 1)
@@ -58,7 +58,7 @@ def test_a_later_process_reads_the_same_or_is_refused(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("change", ["seed", "max_length", "rows", "a file cut short", "loader_workers"])
-def test_a_corpus_made_from_something_else_or_cut_short_is_made_again(tmp_path: Path, change: str) -> None:
+def test_a_corpus_made_from_something_else_or_cut_short_is_made_again(tmp_path, change: str) -> None:
     settings, folder = written(tmp_path), tmp_path / "corpus"
     before = rows_of(load_corpus(settings, seed=0, folder=folder))
     file = next((folder / "train").glob("*.arrow"))
@@ -74,7 +74,7 @@ def test_a_corpus_made_from_something_else_or_cut_short_is_made_again(tmp_path: 
     assert (after == before) == (change not in ("seed", "rows"))
 
 
-def test_several_processes_tokenise_as_a_single_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_tokenise_as_a_single_one(tmp_path, monkeypatch) -> None:
     settings = replace(written(tmp_path), max_length=70, train_examples=20)
     alone = load_corpus(settings, seed=0, folder=None, tokenizer=LETTERS)
     monkeypatch.setattr(corpus_module, "A_PROCESS", 40)
@@ -94,7 +94,7 @@ def test_a_trained_tokenizer_changes_no_text_and_has_a_token_for_every_digit() -
     assert len(train_tokenizer(["aa aa"], 600)) == 259
 
 
-def test_answers_to_test_prompts_are_scored_against_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_to_test_prompts_are_scored_against_the_reference(monkeypatch) -> None:
     monkeypatch.setitem(SCORERS, "number", lambda reference, output: float((reference, output) == ("#### 4", "four")))
     row = {"prompt": ["2+2?"], "response": ["#### 4"], "input_ids": [[5, 6]], "labels": [[-100, 6]]}
     suite = corpus_module.test_suite(SimpleNamespace(test=Dataset.from_dict(row)), "gsm8k", 3)

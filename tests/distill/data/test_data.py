@@ -5,6 +5,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from datasets import Dataset, DatasetDict
 from decode.errors import UserError
 from decode.measure.suites import PRESETS
 from distill.config.data import DataSettings
-from distill.data.chat import IGNORE, Turn, label, prompt_part
-from distill.data.corpus import Corpus, load_corpus, train_tokenizer
-from distill.data.sources import SourceRows, _shape, load_rows
+from distill.data.chat import Turn, label, prompt_part
+from distill.data.corpus import load_corpus, train_tokenizer
+from distill.data.sources import _shape, load_rows
 
 SPLITS = ("train", "validation", "test")
 SMALL = DataSettings(train_examples=60, validation_examples=15, test_examples=15)
@@ -48,33 +49,19 @@ def write(path: Path | str, rows: Sequence[dict[str, Any]]) -> str:
     return path
 
 
-def loaded(settings: DataSettings, seed: int = 0) -> SourceRows:
-    return load_rows(settings, seed)
-
-
-def corpus_of(settings: DataSettings) -> Corpus:
-    return load_corpus(settings, seed=0, folder=None)
-
-
-def test_arithmetic_needs_neither_files_nor_a_tokenizer_and_every_label_is_of_the_response() -> None:
-    corpus = corpus_of(SMALL)
-    assert [len(getattr(corpus, split)) for split in SPLITS] == [60, 15, 15]
-    for row in corpus.train:
-        assert corpus.tokenizer.decode(row["input_ids"]) == row["prompt"] + row["response"] + "<|endoftext|>"
-        labels = [label for label in row["labels"] if label != IGNORE]
-        assert corpus.tokenizer.decode(labels) == row["response"] + "<|endoftext|>"
-        assert prompt_part(row["input_ids"], row["labels"]) == corpus.tokenizer(row["prompt"])["input_ids"]
+loaded = partial(load_rows, seed=0)
+corpus_of = partial(load_corpus, seed=0, folder=None)
 
 
 @pytest.mark.parametrize("ending", ["json", "jsonl", "csv", "parquet"])
-def test_every_local_format_of_pairs_is_read_and_no_value_is_guessed(tmp_path: Path, ending: str) -> None:
+def test_every_local_format_of_pairs_is_read_and_no_value_is_guessed(tmp_path, ending: str) -> None:
     rows = [*PAIRS, {"question": "When?", "answer": "2020-01-01"}, {"question": "Price?", "answer": "1.50"}]
     made = loaded(DataSettings(source=write(tmp_path / f"rows.{ending}", rows)))
     texts = [row["prompt"] + row["response"] for split in SPLITS for row in made.splits[split]]
     assert sorted(texts) == sorted(f"{row['question']}\n{row['answer']}" for row in rows)
 
 
-def test_rows_of_json_lines_need_not_agree_in_types(tmp_path: Path) -> None:
+def test_rows_of_json_lines_need_not_agree_in_types(tmp_path) -> None:
     rows = [{"question": f"{n}?", "answer": n if n % 2 else "even", "extra": [n, {"a": n}][n % 2]} for n in range(60)]
     path = write(tmp_path / "r.jsonl", rows)
     assert sum(map(len, loaded(DataSettings(source=path)).splits.values())) == 60
@@ -83,7 +70,7 @@ def test_rows_of_json_lines_need_not_agree_in_types(tmp_path: Path) -> None:
         loaded(DataSettings(source=path))
 
 
-def test_a_columnar_file_adds_no_nulls_to_tool_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_columnar_file_adds_no_nulls_to_tool_calls(tmp_path, monkeypatch) -> None:
     rows = []
     for n in range(80):
         name, key = (("weather", "city"), ("search", "query"))[n % 2]
@@ -102,7 +89,7 @@ def test_a_columnar_file_adds_no_nulls_to_tool_calls(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "txt"])
-def test_plain_text_becomes_blocks_that_are_learned_whole(tmp_path: Path, ending: str) -> None:
+def test_plain_text_becomes_blocks_that_are_learned_whole(tmp_path, ending: str) -> None:
     path = write(tmp_path / f"rows.{ending}", STORIES)
     made = corpus_of(DataSettings(source=path, max_length=32))
     for split in SPLITS:
@@ -123,6 +110,7 @@ def test_the_prompt_keeps_its_ids_where_the_response_would_merge_with_it() -> No
     assert tokenizer("How many pens")["input_ids"][: len(alone)] != alone
     assert example.input_ids[: len(alone)] == alone == prompt_part(example.input_ids, example.labels)
     assert tokenizer.decode(example.input_ids) == "How many pens<|endoftext|>"
+    assert (example.prompt, example.response) == ("How man", "y pens")
     assert example.labels[len(alone) :] == example.input_ids[len(alone) :]
 
 
@@ -136,7 +124,7 @@ def test_the_prompt_keeps_its_ids_where_the_response_would_merge_with_it() -> No
         (["rows-1.jsonl", "rows-2.jsonl", "README.md"], [20]),
     ],
 )
-def test_a_folder_is_read_by_the_names_that_the_hub_knows(tmp_path: Path, names: list[str], sizes: list[int]) -> None:
+def test_a_folder_is_read_by_the_names_that_the_hub_knows(tmp_path, names: list[str], sizes: list[int]) -> None:
     (folder := tmp_path / "rows").mkdir()
     for place, name in enumerate(names):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +140,7 @@ def test_a_folder_is_read_by_the_names_that_the_hub_knows(tmp_path: Path, names:
             assert [len(rows.splits[split]) for split in SPLITS] == sizes
 
 
-def test_a_folder_that_datasets_saved_is_read_and_one_of_two_formats_a_split_refused(tmp_path: Path) -> None:
+def test_a_folder_that_datasets_saved_is_read_and_one_of_two_formats_a_split_refused(tmp_path) -> None:
     DatasetDict(train=Dataset.from_list(PAIRS), test=Dataset.from_list(PAIRS[:9])).save_to_disk(tmp_path / "two")
     assert len(loaded(DataSettings(source=str(tmp_path / "two"))).splits["test"]) == 9
     (both := tmp_path / "both").mkdir()
@@ -196,19 +184,19 @@ def test_the_usual_columns_are_known(row: dict[str, Any]) -> None:
         ({"question": ["a", "b"], "answer": "c"}, "20 rows whose column question is a list, not a text dropped"),
     ],
 )
-def test_columns_that_cannot_be_used_are_named_with_the_next_step(tmp_path: Path, row: Any, said: str) -> None:
+def test_columns_that_cannot_be_used_are_named_with_the_next_step(tmp_path, row, said: str) -> None:
     with pytest.raises(UserError, match=said):
         loaded(DataSettings(source=write(tmp_path / "r.jsonl", [row] * 20)))
 
 
-def test_rows_stay_in_their_splits_and_notes_tell_what_is_not_read(tmp_path: Path) -> None:
+def test_rows_stay_in_their_splits_and_notes_tell_what_is_not_read(tmp_path) -> None:
     digests, files = [], [write(tmp_path / "a.jsonl", PAIRS), write(tmp_path / "b.jsonl", PAIRS[::-1])]
     for settings in (SMALL, DataSettings(source=files[0])):
         splits = loaded(settings).splits
         texts = [[row["prompt"], row["response"]] for split in SPLITS for row in splits[split]]
         digests.append(hashlib.sha256(json.dumps([*map(len, splits.values()), texts]).encode()).hexdigest()[:16])
     assert digests == DIGESTS
-    first, second = (loaded(DataSettings(source=path), seed) for seed, path in enumerate(files))
+    first, second = (loaded(DataSettings(source=path), seed=seed) for seed, path in enumerate(files))
     assert all(sorted(first.splits[split]["prompt"]) == sorted(second.splits[split]["prompt"]) for split in SPLITS)
     rows = [row | {"context": "It is.", "answer": row["answer"] if n else float("nan")} for n, row in enumerate(PAIRS)]
     notes = loaded(DataSettings(source=write(tmp_path / "r.jsonl", rows))).notes
@@ -216,7 +204,7 @@ def test_rows_stay_in_their_splits_and_notes_tell_what_is_not_read(tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["chat", "pairs"])
-def test_rows_that_begin_alike_are_spread_over_the_splits_and_equal_rows_share_one(tmp_path: Path, kind: str) -> None:
+def test_rows_that_begin_alike_are_spread_over_the_splits_and_equal_rows_share_one(tmp_path, kind: str) -> None:
     rows = [("Hi", f"answer {n % 200}") for n in range(400)] + [(f"prompt {n}", "answer") for n in range(60)]
     made = [{"prompt": prompt, "response": answer} for prompt, answer in rows]
     if kind == "chat":
@@ -231,7 +219,7 @@ def test_rows_that_begin_alike_are_spread_over_the_splits_and_equal_rows_share_o
     assert len(found.notes) == (kind == "pairs")
 
 
-def test_rows_of_the_test_split_are_taken_out_of_training_and_reported(tmp_path: Path) -> None:
+def test_rows_of_the_test_split_are_taken_out_of_training_and_reported(tmp_path) -> None:
     train, test = write(tmp_path / "train.jsonl", PAIRS), write(tmp_path / "test.jsonl", PAIRS[150:])
     made = loaded(DataSettings(source="gsm8k", files={"train": train, "test": test}))
     left = [*made.splits["train"]["prompt"], *made.splits["validation"]["prompt"]]
@@ -240,7 +228,7 @@ def test_rows_of_the_test_split_are_taken_out_of_training_and_reported(tmp_path:
     assert sum(int(note.split()[1]) for note in made.notes if "later split" in note) == 50
 
 
-def test_overlong_examples_are_cut_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_overlong_examples_are_cut_where_that_is_asked_for(tmp_path) -> None:
     rows = [row | {"answer": row["answer"] + " and so on" * (40 if n % 2 else 0)} for n, row in enumerate(PAIRS)]
     settings = DataSettings(source=write(tmp_path / "r.jsonl", rows), max_length=40)
     dropped, cut = (corpus_of(replace(settings, overlong=how)) for how in ("drop", "cut"))
@@ -251,7 +239,7 @@ def test_overlong_examples_are_cut_where_that_is_asked_for(tmp_path: Path) -> No
     assert longest["input_ids"][-1] != cut.tokenizer.eos_token_id
 
 
-def test_without_the_hub_the_local_alternative_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_hub_the_local_alternative_is_named(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gsm8k").mkdir()
@@ -262,7 +250,7 @@ def test_without_the_hub_the_local_alternative_is_named(tmp_path: Path, monkeypa
     assert len(loaded(DataSettings(source="./gsm8k")).splits["train"])
 
 
-def test_a_hub_data_set_is_split_and_sampled_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_data_set_is_split_and_sampled_or_refused(tmp_path, monkeypatch) -> None:
     """The Hub's libraries read a local folder in the place of a repository."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # which an earlier test may have found

@@ -4,13 +4,11 @@ import io
 import json
 from collections.abc import Callable, Iterator
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_run import STAGES, Killed, bench, given, tiny_settings
 from tokenizers_of_kinds import with_start
-from transformers import PreTrainedModel
 
 from decode.errors import UserError
 from distill.config.data import DataSettings, PromptSettings
@@ -21,8 +19,6 @@ from distill.data.prompts import ORDER, Sample, problem_of, prompt_of, prompt_ro
 from distill.responses.target import answered_texts
 from distill.run import Run
 from distill.stages import run_stages
-
-Tiny = Callable[..., PreTrainedModel]
 
 CHAT_ML = (
     "{% if messages[0].role != 'system' %}<s>system\nBe kind.</s>\n{% endif %}"
@@ -82,7 +78,7 @@ def test_each_rule_drops_what_it_is_for_in_any_language(text: str, tokens: int, 
     assert problem_of("写一首诗", 2, True) == ""  # a whole question in two tokens
 
 
-def test_what_is_dropped_is_named_after_the_first_batch_with_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_dropped_is_named_after_the_first_batch_with_the_setting(monkeypatch) -> None:
     monkeypatch.setattr(prompts_module, "BATCH", 9)
     said: list[str] = []
     prompt_rows(settings(), 0, samples(), said.append)
@@ -117,7 +113,7 @@ def test_splits_have_as_many_prompts_as_asked_for_none_twice_and_more_training_l
     assert all(texts(grown[split])[: len(splits[split])] == texts(splits[split]) for split in ORDER)
 
 
-def test_each_split_has_its_share_of_a_files_prompts_and_the_target_writes_the_rest(tmp_path: Path) -> None:
+def test_each_split_has_its_share_of_a_files_prompts_and_the_target_writes_the_rest(tmp_path) -> None:
     path = tmp_path / "mine.jsonl"
     mine = [{"question": f"What would you do with {i} kinds of wood number {i * i}?"} for i in range(5, 14)]
     rows = [*mine, mine[3], {"other": 1}, HALF, {"question": "Tell me all about topic0 and topic0s friend topic0a!"}]
@@ -165,7 +161,7 @@ def test_an_opening_belongs_to_the_prompt_and_makes_no_two_of_them_alike() -> No
 
 
 @pytest.fixture
-def run_of_target(tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def run_of_target(tmp_path, tiny, monkeypatch) -> Callable[..., Any]:
     """Runs whose target, a random model over characters, writes prompts."""
     for name, value in {"SHORTEST": 2, "LONGEST": 60, "BATCH": 8, "TRIES": 60, "GROUP": 1}.items():
         monkeypatch.setattr(prompts_module, name, value)
@@ -184,7 +180,7 @@ def run_of_target(tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_same_seed_gives_the_same_prompts_a_killed_run_goes_on_with_them_and_every_stage_trains_on_their_answers(
-    run_of_target: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    run_of_target, monkeypatch
 ) -> None:
     run, said = run_of_target("first")
     corpus = run.corpus

@@ -1,16 +1,17 @@
 """Training sees what serving sees: chat templates of the structure that published models have, and rows as found."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import AddedToken
-from tokenizers_of_kinds import byte_level
+from tokenizers_of_kinds import CHAT_TEMPLATES, byte_level, with_start
 
 from decode.errors import UserError
-from decode.models.tokens import chat_ids, plain_ids, turn_end
+from decode.models.tokens import chat_ids, plain_ids, start_ids, turn_end
 from distill.config.data import DataSettings
-from distill.data.chat import IGNORE, ChatFormat, Example, chat_turns, label, rendered_ids
+from distill.data.chat import IGNORE, ChatFormat, chat_turns, label, rendered_ids
 from distill.data.corpus import Corpus, load_corpus
 from distill.data.messages import UnusableRow, read_messages
 
@@ -129,16 +130,16 @@ def format_of(name: str, **args: Any) -> ChatFormat:
     return ChatFormat(tokenizer, None, args, ends)
 
 
-def spans(chat: ChatFormat, example: Example) -> list[tuple[list[int], str]]:
+def spans(tokenizer: Any, input_ids: list[int], labels: list[int]) -> list[tuple[list[int], str]]:
     """The ids before each labelled span, and its text."""
     found = []
-    for place, token in enumerate(example.labels):
+    for place, token in enumerate(labels):
         if token == IGNORE:
             continue
-        if example.labels[place - 1] == IGNORE:
-            found.append((example.input_ids[:place], []))
+        if labels[place - 1] == IGNORE or not place:
+            found.append((input_ids[:place], []))
         found[-1][1].append(token)
-    return [(before, chat.tokenizer.decode(ids)) for before, ids in found]
+    return [(before, tokenizer.decode(ids)) for before, ids in found]
 
 
 def learned(chat: ChatFormat, messages: list[dict[str, Any]]) -> list[str]:
@@ -147,7 +148,7 @@ def learned(chat: ChatFormat, messages: list[dict[str, Any]]) -> list[str]:
     turns, _ = chat_turns(chat, cleaned)
     (examples,) = label(chat.tokenizer, [turns], chat.ends, chat=True)
     assert isinstance(examples, list), examples
-    found = [span for example in examples for span in spans(chat, example)]
+    found = [span for each in examples for span in spans(chat.tokenizer, each.input_ids, each.labels)]
     places = [i for i, message in enumerate(cleaned) if message["role"] == "assistant"]
     for place, (before, text) in zip(places, found, strict=True):
         assert before == chat_ids(chat.tokenizer, cleaned[:place], chat.template_args)
@@ -179,7 +180,7 @@ SYSTEM = {"role": "system", "content": "Be kind."}
         ("r1", {}, "\n</think>\n\n{}<eos>"),
     ],
 )
-def test_every_turn_follows_its_prompt_and_ends_at_the_stop_token(name: str, args: Any, written: str) -> None:
+def test_every_turn_follows_its_prompt_and_ends_at_the_stop_token(name: str, args, written: str) -> None:
     """Without an empty thought where the prompt asks for one: this is noted."""
     chat = format_of(name, **args)
     messages = [*[SYSTEM][: name == "mistral"], *CHAT, AGAIN, HELLO]
@@ -277,7 +278,7 @@ def test_speakers_calls_and_keys_of_published_chats() -> None:
     assert notes == ["with a message's 'mood', which is not used"]
 
 
-def test_a_template_may_be_a_file_and_rows_that_fail_in_large_part_stop_the_run(tmp_path: Path) -> None:
+def test_a_template_may_be_a_file_and_rows_that_fail_in_large_part_stop_the_run(tmp_path) -> None:
     rows, file, chat = tmp_path / "rows.jsonl", tmp_path / "chat.jinja", format_of("gemma")
     file.write_text(TEMPLATES["gemma"])
 
@@ -298,7 +299,7 @@ def test_a_template_may_be_a_file_and_rows_that_fail_in_large_part_stop_the_run(
 
 
 @pytest.mark.parametrize("name", ["gemma", "qwen3"])
-def test_what_is_tokenised_of_a_chat_grows_with_its_length(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_tokenised_of_a_chat_grows_with_its_length(name: str, monkeypatch) -> None:
     chat, counts = format_of(name), []
     for turns in (12, 48):
         seen = []
@@ -309,3 +310,72 @@ def test_what_is_tokenised_of_a_chat_grows_with_its_length(name: str, monkeypatc
         assert isinstance(examples, list)
         counts.append(sum(map(len, seen)))
     assert counts[1] < 4.5 * counts[0]
+
+
+# -- rows as they occur in other people's data, each with the outcome that it must have --------------------------------
+
+ROWS = [json.loads(line) for line in (Path(__file__).parent / "awkward_rows.jsonl").read_text().splitlines()]
+
+
+def load(tmp_path: Path, rows: list[dict[str, Any]], template: str | None, **settings: Any) -> Corpus:
+    """The corpus of these rows and of forty good ones behind them."""
+    chat = "messages" in rows[0]
+    turns = [[{"role": "user", "content": f"good {n}"}, {"role": "assistant", "content": "fine"}] for n in range(40)]
+    good = [{"messages": t} if chat else {"question": f"good {n}", "answer": "fine"} for n, t in enumerate(turns)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *good]))
+    given = DataSettings(source=str(path), **settings)
+    return load_corpus(given, seed=0, folder=None, tokenizer=with_start(template))
+
+
+def others(corpus: Corpus) -> list[dict[str, Any]]:
+    splits = (corpus.train, corpus.validation, corpus.test)
+    return [row for split in splits for row in split if "good" not in row["prompt"]]
+
+
+@pytest.mark.parametrize("case", ROWS, ids=lambda case: case["name"])
+def test_a_row_has_the_outcome_that_it_must_have(case: dict[str, Any], tmp_path) -> None:
+    corpus = load(tmp_path, [case["row"]], case["template"])
+    notes = [note for note in corpus.notes if "row 1" in note]
+    if case["outcome"] != "kept":
+        assert others(corpus) == []
+        assert len(notes) == 1
+        assert f"1 row {case['outcome']}" in notes[0]
+        return
+    assert [case.get("note", "nothing is noted") in note for note in notes] == [True] * ("note" in case)
+    examples = others(corpus)
+    assert [
+        [text for _, text in spans(corpus.tokenizer, row["input_ids"], row["labels"])] for row in examples
+    ] == case.get("examples", [case.get("learned")])
+    example = examples[0]
+    written = CHAT_TEMPLATES[case["template"]].startswith("{{ bos_token }}") if case["template"] else True
+    said = example["prompt"].count("<user><s>")
+    starts = start_ids(corpus.tokenizer) if written else []  # a chat begins as its template says
+    assert example["input_ids"][: len(starts)] == starts
+    assert example["input_ids"].count(1) == len(starts) + said
+    if "prompt" in case:
+        assert example["prompt"] == case["prompt"]
+
+
+PAIR = {"question": "1+1?", "answer": "2"}
+
+
+@pytest.mark.parametrize(
+    ("template", "settings", "prompt"),
+    [
+        ("plain", {}, "<user>1+1?<assistant>"),
+        ("plain", {"chat": False}, "1+1?\n"),
+        (None, {}, "1+1?\n"),
+        (
+            "thinking",
+            {"system": "Be brief", "template_args": {"enable_thinking": False}},
+            "<system>Be brief<user>1+1?<assistant><think></think>",
+        ),
+    ],
+)
+def test_pairs_follow_the_chat_template(tmp_path, template: str | None, settings, prompt: str) -> None:
+    corpus = load(tmp_path, [PAIR], template, **settings)
+    assert [row["prompt"] for row in others(corpus)] == [prompt]
+    assert any("chat template" in note for note in corpus.notes) == prompt.startswith("<")
+    with pytest.raises(UserError, match=r"has no chat template.*data\.chat_template"):
+        load(tmp_path, [PAIR], None, chat=True)

@@ -1,7 +1,6 @@
 """Heads in training: rows and their plain twins, losses, selections, confidence, how heads begin."""
 
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,7 @@ UNROLLED = ["eagle", "eagle3", *(pytest.param(name, marks=NEEDED) for name in ("
 
 
 @pytest.fixture
-def make(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def make(tiny, tmp_path, monkeypatch) -> Any:
     """Makes a draft of a kind on a target in float64; an output head of its own and blocks have half of the ids."""
 
     def made(kind: str, steps: int = 3, *, target: PreTrainedModel | None = None, **shape: Any) -> Made:
@@ -65,7 +64,7 @@ def texts() -> Any:
 
 
 @pytest.mark.parametrize("kind", UNROLLED)
-def test_rows_are_what_the_head_drafts_when_each_step_is_read_after_the_other(make: Any, kind: str) -> None:
+def test_rows_are_what_the_head_drafts_when_each_step_is_read_after_the_other(make, kind: str) -> None:
     """Of each text alone, with the target's true features: states, the target's distribution, and what both give."""
     target, draft, signal = make(kind)
     head, examples = draft.model, some_rows(4, empty=[2])
@@ -114,11 +113,11 @@ def test_rows_are_what_the_head_drafts_when_each_step_is_read_after_the_other(ma
         ("dflash2 measured", {"is_causal": None, "window": 3}),
         ("lilicorr", {"block": 4, "candidates": 8}),
         ("lilicorr measured", {"block": 4}),
-        ("lilicorr measured", {"block": 4, "candidates": 40}),  # texts' tokens are among most of them
+        ("lilicorr measured", {"block": 4, "candidates": 20}),  # texts' tokens are often among them
     ],
 )
 @pytest.mark.parametrize("vocab", [None, 24])
-def test_rows_are_those_of_every_block_read_alone(make: Any, kind: str, shape: Any, vocab: int | None) -> None:
+def test_rows_are_those_of_every_block_read_alone(make, kind: str, shape, vocab: int | None) -> None:
     """Slot by slot, with the text's own tokens before it, up to the first token that is no label."""
     target, draft, signal = make(kind.split()[0], draft_vocab=vocab, **shape)
     batch, head = everything(texts()), draft.model
@@ -142,9 +141,7 @@ def test_rows_are_those_of_every_block_read_alone(make: Any, kind: str, shape: A
                 try:
                     path = tokens[anchor + 1 : at + 1]
                     scored = plain_scores(head, target, tokens[: anchor + 1], path, head.drafts)[slot].detach()
-                except (
-                    ValueError
-                ):  # the token before is no candidate of a lattice: what is measured there is not drafted
+                except ValueError:  # the token before is no candidate of a lattice, and what is measured not drafted
                     scored = logits[number].detach().where(logits[number] > -IMPOSSIBLE / 2, -torch.inf)
                     whole = False
                 plain = plain if chooses and head.training else scored
@@ -179,18 +176,15 @@ def test_rows_are_those_of_every_block_read_alone(make: Any, kind: str, shape: A
     else:
         assert rows.distance is None
     weights = decay(rows.step, 3)
-    torch.testing.assert_close(
-        rows.weight, weights / weights.mean() * learnable
-    )  # what cannot be drafted is not learnt
+    # what cannot be drafted is not learnt
+    torch.testing.assert_close(rows.weight, weights / weights.mean() * learnable)
     labels = following if ids is None else torch.where(following % 2 == 0, following // 2, -1)
     assert rows.target.labels[rows.at].tolist() == labels.tolist()
 
 
 @pytest.mark.parametrize("kind", ["dflash2", "lilicorr"])
 @pytest.mark.parametrize("measured", [False, True])
-def test_how_many_rows_logits_are_in_memory_changes_nothing(
-    make: Any, kind: str, measured: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_how_many_rows_logits_are_in_memory_changes_nothing(make, kind: str, measured: bool, monkeypatch) -> None:
     _, draft, signal = make(kind, block=4, candidates=20)
     draft.model.train(not measured)
     batch, made = everything(some_rows(8)), list[list[Tensor]]()
@@ -202,7 +196,7 @@ def test_how_many_rows_logits_are_in_memory_changes_nothing(
     torch.testing.assert_close(*made)
 
 
-def test_every_row_in_parts_is_every_row_at_once(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_row_in_parts_is_every_row_at_once(make, monkeypatch) -> None:
     """The reference's losses do not depend on how many blocks a mask of attention holds, and no mask is larger."""
     _, draft, signal = make("dspark")
     cells, attention, kept = [], functional.scaled_dot_product_attention, []
@@ -239,7 +233,7 @@ def test_blocks_begin_before_labels_each_once_and_weights_fall_along_them_as_pub
         assert decay(torch.arange(3), drafts).log().tolist() == pytest.approx([0, -1 / gamma, -2 / gamma])
 
 
-def test_noise_is_a_function_of_the_seed_and_absent_without_one(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_is_a_function_of_the_seed_and_absent_without_one(make, monkeypatch) -> None:
     """ΔL is ranked under the noise that is trained: the rows are made once."""
     _, draft, signal = make("eagle")
     draft.noise, batch = 0.2, everything(some_rows(3))
@@ -258,7 +252,7 @@ def test_noise_is_a_function_of_the_seed_and_absent_without_one(make: Any, monke
 
 
 @pytest.mark.parametrize("kind", ["dspark", "dflash2", "lilicorr", *UNROLLED])
-def test_every_weight_learns_and_one_gradient_of_the_output_head_is_kept_for_all_steps(make: Any, kind: str) -> None:
+def test_every_weight_learns_and_one_gradient_of_the_output_head_is_kept_for_all_steps(make, kind: str) -> None:
     """Seven copies of it are 17 GB for a vocabulary of 150,000 ids. The target learns nothing."""
     batch, eagle3 = everything(some_rows(8)), kind == "eagle3"
     for steps in (1, 4):
@@ -285,7 +279,7 @@ def test_every_weight_learns_and_one_gradient_of_the_output_head_is_kept_for_all
 
 @pytest.mark.parametrize("kind", UNROLLED)
 @pytest.mark.parametrize("selects", [False, True])
-def test_a_part_without_a_label_leaves_a_zero_and_a_whole_graph(make: Any, kind: str, selects: bool) -> None:
+def test_a_part_without_a_label_leaves_a_zero_and_a_whole_graph(make, kind: str, selects: bool) -> None:
     """DDP waits for a gradient of every weight from every process."""
     _, draft, signal = make(kind)
     settings, batch = (
@@ -303,7 +297,7 @@ def test_a_part_without_a_label_leaves_a_zero_and_a_whole_graph(make: Any, kind:
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 @pytest.mark.parametrize("form", ["hidden", "topk"])
-def test_kept_signals_give_the_rows_of_the_target_beside_the_head(make: Any, kind: str, form: Any, tiny: Any) -> None:
+def test_kept_signals_give_the_rows_of_the_target_beside_the_head(make, kind: str, form, tiny) -> None:
     target = tiny("llama", num_hidden_layers=4)
     _, draft, online = make(kind, target=target)
     examples, kept = some_rows(5), Signal(target, form, draft.model, k=99)
@@ -349,7 +343,7 @@ WIDE = {  # the width of a head is not the model's width over its heads
 
 
 @pytest.mark.parametrize(("family", "head_dim"), [("qwen3", 32), ("llama", 64), ("gpt2", 16)])
-def test_a_head_starts_from_its_target_s_last_layer(family: str, head_dim: int, tiny: Any) -> None:
+def test_a_head_starts_from_its_target_s_last_layer(family: str, head_dim: int, tiny) -> None:
     target = tiny(family, **WIDE[family])
     head = FeatureHead(head_config(target.config, 3, draft_vocab=24)).eval()
     head.set_vocabulary(torch.arange(0, 48, 2))
@@ -388,7 +382,7 @@ STARTS = {
 
 
 @pytest.mark.parametrize("name", STARTS)
-def test_a_head_that_starts_from_another_one_drafts_what_that_drafts(name: str, tiny: Any, tmp_path: Path) -> None:
+def test_a_head_that_starts_from_another_one_drafts_what_that_drafts(name: str, tiny, tmp_path) -> None:
     target, (version, shape, told) = tiny("llama", num_hidden_layers=6), STARTS[name]
     given, kind = filed_head(target, version, **shape), name.split()[0]
     save_head(given, tmp_path)
@@ -398,10 +392,7 @@ def test_a_head_that_starts_from_another_one_drafts_what_that_drafts(name: str, 
     head, new = start_from_head(settings, target, given.captured_layers, 0)
     assert isinstance(head, BlockHead)
     assert (head.version, head.drafts, head.mask_id) == (kind, given.drafts, given.mask_id)
-    added = {
-        "dspark": ["confidence_head", "markov_head"],
-        "dflash2": ["attention_conv", "markov_head", "mlp_conv"],
-    }
+    added = {"dspark": ["confidence_head", "markov_head"], "dflash2": ["attention_conv", "markov_head", "mlp_conv"]}
     assert new == (added[kind] if kind != version else [])
     found, wanted = (drafted(each, target) for each in (head, given))
     kept = found.isfinite() if kind != version and kind == "dflash2" else torch.ones_like(found, dtype=torch.bool)
@@ -409,7 +400,7 @@ def test_a_head_that_starts_from_another_one_drafts_what_that_drafts(name: str, 
     assert found.argmax(-1).equal(wanted.argmax(-1))
 
 
-def test_what_does_not_fit_the_head_that_is_started_from_is_named(tiny: Any, tmp_path: Path) -> None:
+def test_what_does_not_fit_the_head_that_is_started_from_is_named(tiny, tmp_path) -> None:
     target, folder = tiny("llama", num_hidden_layers=6), str(tmp_path)
 
     def start(given: Any, kind: Any, vocab: int | None = None, captured: Any = None, **block: Any) -> Any:

@@ -47,12 +47,12 @@ def settings_of(kind: str, folder: Path) -> Settings:
 
 
 @pytest.fixture(scope="module", params=STUDENTS)
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Settings, Any]:
+def run(request, tmp_path_factory) -> tuple[Settings, Any]:
     settings = begun(settings_of(request.param, tmp_path_factory.mktemp(request.param)))
     return settings, run_tiny(settings)[1]
 
 
-def test_a_run_makes_every_head_and_learns(run: Any) -> None:
+def test_a_run_makes_every_head_and_learns(run) -> None:
     settings, made = run
     first = load_head(made.path("initial")).state_dict()
     assert len(load_head(made.path("initial")).draft_ids()) == 64
@@ -76,12 +76,12 @@ def test_a_run_makes_every_head_and_learns(run: Any) -> None:
     assert run_tiny(settings)[0] == []  # nothing has changed
 
 
-def test_a_killed_training_ends_with_the_weights_of_an_undisturbed_one(run: Any, tmp_path: Path) -> None:
+def test_a_killed_training_ends_with_the_weights_of_an_undisturbed_one(run, tmp_path) -> None:
     kills = {"distillspec": 5, "adaspec": 6, "own": 7}  # the last one between two refreshes of its texts
     check_killed_ends_alike(run[0], tmp_path, {draft.name: kills[draft.name] for draft in run[0].drafts})
 
 
-def test_another_run_goes_on_from_the_trained_head(run: Any, tmp_path: Path) -> None:
+def test_another_run_goes_on_from_the_trained_head(run, tmp_path) -> None:
     settings, made = run
     student = replace(settings.student, model=str(made.path("distillspec")))
     target = TargetSettings(kind="as_is", model=str(made.path("target")))
@@ -106,7 +106,7 @@ def mtp_settings(folder: Path, patch: pytest.MonkeyPatch, kind: str, layers: int
 
 
 @NEEDED
-def test_a_target_s_layer_is_tuned_and_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_s_layer_is_tuned_and_learns(tmp_path, monkeypatch) -> None:
     settings = mtp_settings(tmp_path, monkeypatch, "Mellum")
     settings.teacher.responses = ResponseSettings(source="target", max_new_tokens=16)
     _, made, _ = run_tiny(settings)
@@ -116,7 +116,7 @@ def test_a_target_s_layer_is_tuned_and_learns(tmp_path: Path, monkeypatch: pytes
 
 
 @NEEDED
-def test_several_layers_are_trained_for_one_token_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_layers_are_trained_for_one_token_each(tmp_path, monkeypatch) -> None:
     """Mixed precision, accepted tokens alone, the target's own states beside it, on texts of the draft's own."""
     settings = mtp_settings(tmp_path, monkeypatch, "DeepSeek-V3", 2)
     settings.drafts = [DraftSettings(name="accepted", accepted_only=True, on_policy=0.5)]
@@ -136,7 +136,7 @@ LAYERS = {"gpt2": "n_layer", "codegen": "n_layer"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_cut_draft_is_the_target_with_the_other_layers_passed_over(family: str, tmp_path: Path) -> None:
+def test_a_cut_draft_is_the_target_with_the_other_layers_passed_over(family: str, tmp_path) -> None:
     model = build_tiny(family, dtype=torch.float64, **{LAYERS.get(family, "num_hidden_layers"): 4})
     draft, ids = in_double(cut(in_double(model), [1, 3])), torch.arange(2, 12)[None]  # longer than the sliding windows
     check_head(draft, LMHead(draft))
@@ -160,7 +160,7 @@ def test_a_cut_draft_is_the_target_with_the_other_layers_passed_over(family: str
     assert final_norm(draft) is not final_norm(model)
 
 
-def test_a_cut_draft_is_distilled_with_or_without_training_of_its_own(tmp_path: Path) -> None:
+def test_a_cut_draft_is_distilled_with_or_without_training_of_its_own(tmp_path) -> None:
     settings = tiny_settings(tmp_path, student=StudentSettings(kind="cut"))
     ran, run, _ = run_tiny(settings)
     assert ran == STAGES

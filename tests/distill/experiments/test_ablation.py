@@ -3,7 +3,6 @@
 import io
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from distill.ablation import AblateSettings, ablate, table
 from distill.config import DraftSettings
 
 
-def test_the_ablation_compares_seed_by_seed_and_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_the_ablation_compares_seed_by_seed_and_goes_on_where_it_was(tmp_path) -> None:
     tiny = begun(tiny_settings(tmp_path))
     tiny.drafts.append(DraftSettings(name="late-tv", divergence="tv"))
     tiny.evaluation.prompts, tiny.evaluation.max_new_tokens = 4, 6
@@ -60,9 +59,7 @@ def test_texts_of_one_prompt_are_one_observation() -> None:
     assert prompt_numbers([([1, 2, 3], 2), ([1, 3, 3], 2), ([1, 2, 4], 2)]) == [0, 1, 0]
 
 
-def test_kinds_are_compared_on_one_target_with_as_many_drafted_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kinds_are_compared_on_one_target_with_as_many_drafted_tokens(tmp_path, monkeypatch) -> None:
     tiny = begun(tiny_settings(tmp_path))
     tiny.evaluation.prompts, tiny.evaluation.max_new_tokens, tiny.drafts = 3, 6, [DraftSettings(name="kl")]
     settings = AblateSettings(**vars(tiny))

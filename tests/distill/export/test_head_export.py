@@ -1,4 +1,4 @@
-"""Exported heads: what vLLM and SGLang read, who is told that an engine reads otherwise, and tuned layers in FP8 files."""
+"""Exported heads: what vLLM and SGLang read, who is told that an engine reads otherwise, and files in FP8."""
 
 import json
 import re
@@ -65,7 +65,7 @@ def read(out: Path) -> tuple[dict[str, Any], dict[str, Tensor], str]:
 
 
 @pytest.mark.parametrize("version", [1, 3])
-def test_engines_find_what_they_read_of_an_eagle_head(version: int, tmp_path: Path) -> None:
+def test_engines_find_what_they_read_of_an_eagle_head(version: int, tmp_path) -> None:
     head, target, out = export(tmp_path, version)
     config, state, card = read(out)
     assert all(config.get(field) is not None for field in FIELDS)
@@ -86,7 +86,7 @@ def test_engines_find_what_they_read_of_an_eagle_head(version: int, tmp_path: Pa
     assert (state["d2t"].dtype, state["t2d"].dtype) == (torch.int64, torch.bool)  # absent where all tokens are drafted
 
 
-def test_vllm_and_sglang_find_what_they_read_of_a_dflash_head(tmp_path: Path) -> None:
+def test_vllm_and_sglang_find_what_they_read_of_a_dflash_head(tmp_path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         head, target, out = export(tmp_path, "dflash")
@@ -104,7 +104,7 @@ def test_vllm_and_sglang_find_what_they_read_of_a_dflash_head(tmp_path: Path) ->
     assert "--spec-type draft-dflash --spec-draft-n-max 4" in card
 
 
-def test_engines_find_what_they_read_of_a_dflash_2_head_whose_layers_slide(tmp_path: Path) -> None:
+def test_engines_find_what_they_read_of_a_dflash_2_head_whose_layers_slide(tmp_path) -> None:
     with pytest.warns(UserWarning, match="sglang does not run this export as it was trained: its window is not read"):
         head, target, out = export(tmp_path, "dflash2", window=6)
     config, state, card = read(out)
@@ -129,7 +129,7 @@ def test_engines_find_what_they_read_of_a_dflash_2_head_whose_layers_slide(tmp_p
     assert "SGLang (on a GPU):" not in card
 
 
-def test_engines_find_what_they_read_of_a_dspark_head_of_some_tokens(tmp_path: Path) -> None:
+def test_engines_find_what_they_read_of_a_dspark_head_of_some_tokens(tmp_path) -> None:
     with pytest.warns(UserWarning, match="sglang does not run this export as it was trained: it drafts 24 of"):
         _, target, out = export(tmp_path, "dspark", "bfloat16", draft_vocab=24)
     config, state, card = read(out)
@@ -153,7 +153,7 @@ def test_a_gguf_file_of_a_head_that_llama_cpp_would_run_otherwise_is_refused(tin
         check_gguf(settings, head)
 
 
-def test_a_head_that_is_read_back_otherwise_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_is_read_back_otherwise_is_not_kept(tmp_path, monkeypatch) -> None:
     def other(folder: Path, target: Any) -> DraftHead:
         head = load_head(folder, target)
         if isinstance(head, BlockHead) and folder.name != "trained":
@@ -166,30 +166,49 @@ def test_a_head_that_is_read_back_otherwise_is_not_kept(tmp_path: Path, monkeypa
     assert not (tmp_path / "out").exists()
 
 
-def quantised(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The file of a model in FP8: matrices divided by a scale for each 8 × 8 block, as DeepSeek publishes them."""
-    packed = dict(state)
-    for name, weight in state.items():
-        if not name.endswith("_proj.weight"):
-            continue
-        rows, columns = weight.shape
-        full = torch.nn.functional.pad(weight, (0, -columns % 8, 0, -rows % 8))
+def in_fp8(folder: Path) -> dict[str, Tensor]:
+    """Writes a model's matrices in FP8 with a scale for each 8 × 8 block; returns the weights that these are."""
+    file, config = folder / "model.safetensors", read_json(folder / "config.json")
+    packed = load_file(file)
+    plain = {name: weight.float() for name, weight in packed.items()}
+    for name in [name for name in plain if name.endswith("_proj.weight")]:
+        rows, columns = plain[name].shape
+        full = torch.nn.functional.pad(plain[name], (0, -columns % 8, 0, -rows % 8))
         blocks = full.unflatten(0, (-1, 8)).unflatten(2, (-1, 8))
         scale = blocks.abs().amax((1, 3), keepdim=True).clamp_min(1e-9) / 448
-        packed[name] = (blocks / scale).flatten(2).flatten(0, 1)[:rows, :columns].to(torch.float8_e4m3fn).contiguous()
-        packed[f"{name}_scale_inv"] = scale[:, 0, :, 0].contiguous()
-    return packed
+        small = (blocks / scale).to(torch.float8_e4m3fn)
+        whole, exact = (each.flatten(2).flatten(0, 1)[:rows, :columns] for each in (small, small.float() * scale))
+        plain[name] = exact
+        packed |= {name: whole.contiguous(), f"{name}_scale_inv": scale[:, 0, :, 0].contiguous()}
+    save_file(packed, file, metadata={"format": "pt"})
+    how = {"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "dynamic"}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": how}))
+    return plain
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_fp8_weights_are_plain_ones_on_a_cpu_and_are_saved_so(cuda: bool, tmp_path, monkeypatch) -> None:
+    """A GPU beside it changes nothing."""
+    build_tiny("llama", dtype=torch.bfloat16).save_pretrained(tmp_path / "fp8")
+    wanted = in_fp8(tmp_path / "fp8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    for dtype in (torch.float32, torch.bfloat16):
+        model = load_model(tmp_path / "fp8", device="cpu", dtype=str(dtype).removeprefix("torch."))
+        assert {weight.dtype for weight in model.parameters()} == {dtype}
+        assert all(weight.equal(wanted[name].to(dtype)) for name, weight in model.named_parameters())
+        assert torch.isfinite(model(input_ids=torch.arange(5)[None]).logits).all()
+        model.save_pretrained(tmp_path / "again")
+        again = load_model(tmp_path / "again", device="cpu", dtype="float32").named_parameters()
+        assert all(weight.equal(wanted[name].to(dtype).float()) for name, weight in again)
 
 
 @NEEDED
-def test_tuned_layers_in_files_of_fp8_are_not_scaled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuned_layers_in_files_of_fp8_are_not_scaled_again(tmp_path, monkeypatch) -> None:
     folder, out = tmp_path / "target", tmp_path / "out"
     with_layers(folder, monkeypatch, "DeepSeek-V3", vocab_size=280, max_position_embeddings=256)
     make_tokenizer().save_pretrained(folder)
+    in_fp8(folder)
     file, config = folder / "model.safetensors", read_json(folder / "config.json")
-    save_file(quantised(load_file(file)), file, metadata={"format": "pt"})
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "dynamic"}
-    (folder / "config.json").write_text(json.dumps(config))
     target = load_model(folder, device="cpu", dtype="float32")
     head = load_mtp(target)
     with torch.no_grad():

@@ -33,7 +33,7 @@ def unfilled(model: torch.nn.Module) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("family", "version", "drafted"), [("llama", 1, 64), ("qwen3", 3, None), ("llama", 3, 64)])
-def test_every_tensor_finds_its_place_in_sglang(classes, tmp_path: Path, family, version, drafted) -> None:
+def test_every_tensor_finds_its_place_in_sglang(classes, tmp_path, family, version, drafted) -> None:
     target = build_tiny(family, vocab_size=280, num_hidden_layers=4, eos_token_id=0)
     head = FeatureHead(head_config(target.config, version, draft_vocab=drafted))
     if drafted:
@@ -52,7 +52,7 @@ def test_every_tensor_finds_its_place_in_sglang(classes, tmp_path: Path, family,
     assert (ids is None) if version == 1 or not drafted else torch.equal(ids, head.draft_ids())
 
 
-def test_sglang_captures_the_layers_that_the_head_was_trained_on(classes, tmp_path: Path) -> None:
+def test_sglang_captures_the_layers_that_the_head_was_trained_on(classes, tmp_path) -> None:
     target = build_tiny("llama", num_hidden_layers=6)
     head = FeatureHead(head_config(target.config, 3, captured_layers=(1, 3, 6)))
     write_head(head, tmp_path, make_tokenizer(), 3, torch.float32)

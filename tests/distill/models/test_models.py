@@ -1,30 +1,36 @@
-"""Adapters, optimisers, schedules, output heads; what is refused; what a head reads of its target's files."""
+"""Adapters, optimisers, schedules, output heads; what a head reads of its target's files; LayerSkip's recipe."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import build_tiny
+from families import build_tiny, in_double
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
 from decode.models.open import load_model
-from distill.config.models import LoraSettings, TargetSettings, TrainingSettings
+from distill.config.models import LayerSkipSettings, LoraSettings, TargetSettings, TrainingSettings
+from distill.data.dataset import label_mask
+from distill.losses.chunked import next_token_loss
 from distill.networks import models
 from distill.networks.layers import final_norm
+from distill.networks.layerskip import LayerSkip, dropout_rates, exit_weights, exits_on
 from distill.networks.lm_head import LMHead, check_head
 from distill.networks.models import (
     adapted,
     check_quantization,
+    checkpoint_layers,
     hollow_target,
     make_optimizer,
     make_schedule,
     open_placed,
 )
+from distill.training.modules import CausalLMModule
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -52,7 +58,7 @@ def test_an_adapter_is_merged_into_the_weights_that_it_was_trained_beside(family
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", {"class_path": "torch.optim.RAdam", "init_args": {"eps": 1e-7}}])
-def test_matrices_inside_the_layers_and_a_feature_heads_output_head_are_decayed(optimizer: Any) -> None:
+def test_matrices_inside_the_layers_and_a_feature_heads_output_head_are_decayed(optimizer) -> None:
     head = nn.ModuleDict({"lm_head": nn.Linear(4, 6, bias=False), "norm": nn.LayerNorm(4)})  # a feature head's
     for model in (build_tiny("llama"), build_tiny("llama-tied"), head):
         made = make_optimizer(model, TrainingSettings(steps=1, optimizer=optimizer, weight_decay=0.3, lr=0.02))
@@ -98,13 +104,10 @@ def test_weights_that_are_not_numbers_and_other_output_heads_are_refused() -> No
         check_head(model, LMHead(model))
 
 
-def test_a_device_map_and_quantisation_are_asked_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_map_and_quantisation_are_asked_of_transformers(monkeypatch) -> None:
     monkeypatch.setattr(models, "load_model", lambda *_, **options: options)
-    settings, cpu = (
-        TargetSettings(quantization={"quant_method": "bitsandbytes", "load_in_8bit": True}),
-        torch.device("cpu"),
-    )
-    given = open_placed(settings, "x", cpu)
+    cpu, eight = torch.device("cpu"), {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    given = open_placed(TargetSettings(quantization=eight), "x", cpu)
     assert given["quantization_config"].load_in_8bit
     assert given["device"] == cpu
     assert open_placed(TargetSettings(device_map="auto"), "x", cpu)["device_map"] == "auto"
@@ -113,7 +116,7 @@ def test_a_device_map_and_quantisation_are_asked_of_transformers(monkeypatch: py
 
 
 @pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def read(monkeypatch) -> list[str]:
     names, usual = [], models._read
 
     def watched(files: dict[str, Path], name: str, like: torch.Tensor) -> torch.Tensor | None:
@@ -126,31 +129,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def write_fp8(folder: Path) -> dict[str, torch.Tensor]:
-    """Lays a tiny model into a folder, its layers in FP8 with a scale for each block; returns its weights in float32."""
-    build_tiny("llama", dtype=torch.bfloat16).save_pretrained(folder)
-    path, size = folder / "model.safetensors", 8
-    tensors, wanted = load_file(path), {}
-    for name, weight in list(tensors.items()):
-        wanted[name] = weight.float()
-        if weight.ndim == 2 and ".layers." in name:
-            blocks = weight.float().unflatten(1, (-1, size)).unflatten(0, (-1, size))
-            scale = blocks.abs().amax((1, 3), keepdim=True) / 448
-            packed = (blocks / scale).to(torch.float8_e4m3fn)
-            wanted[name] = (packed.float() * scale).view_as(weight)
-            tensors |= {name: packed.view_as(weight), f"{name}_scale_inv": scale[:, 0, :, 0].contiguous()}
-    save_file(tensors, path, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    how = {"quant_method": "fp8", "weight_block_size": [size, size], "activation_scheme": "dynamic"}
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": how}))
-    return wanted
-
-
 @pytest.mark.parametrize("shards", ["1GB", "10KB"])
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "gemma3", "gpt2", "opt"])
-def test_parts_equal_the_target_and_nothing_else_is_read(
-    family: str, shards: str, tmp_path: Path, read: list[str]
-) -> None:
+def test_parts_equal_the_target_and_nothing_else_is_read(family: str, shards: str, tmp_path, read) -> None:
     layers = {"n_layer" if family == "gpt2" else "num_hidden_layers": 4}
     build_tiny(family, **layers).save_pretrained(tmp_path, max_shard_size=shards)
     hollow, whole = hollow_target(tmp_path), load_model(tmp_path, device="cpu", dtype="float32")
@@ -170,15 +151,11 @@ def test_parts_equal_the_target_and_nothing_else_is_read(
     assert hollow.generation_config.to_dict() == whole.generation_config.to_dict()
 
 
-def test_further_last_layers_are_read_and_quantised_weights_are_not(tmp_path: Path, read: list[str]) -> None:
+def test_further_last_layers_are_read_and_quantised_weights_are_not(tmp_path, read) -> None:
     build_tiny("llama", num_hidden_layers=4).save_pretrained(tmp_path)
     names = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(4)]
-    assert [hollow_target(tmp_path, last=2).get_parameter(name).is_meta for name in names] == [
-        False,
-        True,
-        False,
-        False,
-    ]
+    hollow = hollow_target(tmp_path, last=2)
+    assert [name for name in names if hollow.get_parameter(name).is_meta] == names[1:2]
     config, file = json.loads((tmp_path / "config.json").read_text()), tmp_path / "model.safetensors"
     tensors = load_file(file)
     quantised = tensors[names[3]].to(torch.float8_e4m3fn)
@@ -189,24 +166,7 @@ def test_further_last_layers_are_read_and_quantised_weights_are_not(tmp_path: Pa
     assert not hollow.get_parameter(names[3].replace("q_proj", "k_proj")).is_meta
 
 
-@pytest.mark.parametrize("cuda", [False, True])
-def test_fp8_weights_are_plain_ones_on_a_cpu_and_are_saved_so(
-    cuda: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A GPU beside it changes nothing."""
-    wanted = write_fp8(tmp_path / "fp8")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    for dtype in (torch.float32, torch.bfloat16):
-        model = load_model(tmp_path / "fp8", device="cpu", dtype=str(dtype).removeprefix("torch."))
-        assert {weight.dtype for weight in model.parameters()} == {dtype}
-        assert all(weight.equal(wanted[name].to(dtype)) for name, weight in model.named_parameters())
-        assert torch.isfinite(model(input_ids=torch.arange(5)[None]).logits).all()
-        model.save_pretrained(tmp_path / "again")
-        again = load_model(tmp_path / "again", device="cpu", dtype="float32").named_parameters()
-        assert all(weight.equal(wanted[name].to(dtype).float()) for name, weight in again)
-
-
-def test_a_head_in_the_file_beside_a_tied_configuration_is_kept(tmp_path: Path, read: list[str]) -> None:
+def test_a_head_in_the_file_beside_a_tied_configuration_is_kept(tmp_path, read) -> None:
     build_tiny("llama-tied").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -217,6 +177,99 @@ def test_a_head_in_the_file_beside_a_tied_configuration_is_kept(tmp_path: Path, 
     assert not hollow.config.tie_word_embeddings
 
 
-def test_files_with_other_names_are_loaded_as_a_whole(tmp_path: Path) -> None:
+def test_files_with_other_names_are_loaded_as_a_whole(tmp_path) -> None:
     build_tiny("gpt_neox").save_pretrained(tmp_path)  # whose output head transformers renames
     assert not any(weight.is_meta for weight in hollow_target(tmp_path).parameters())
+
+
+# -- LayerSkip's recipe ------------------------------------------------------------------------------------------------
+
+
+ON = LayerSkipSettings(enabled=True)
+BATCH = {
+    "input_ids": torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]]),
+    "labels": torch.tensor([[-100, -100, 4, 1, 5, 9], [-100, 6, 5, 3, 5, 8]]),
+}
+
+
+def module_of(model: PreTrainedModel, **settings: Any) -> tuple[CausalLMModule, LayerSkip]:
+    recipe = LayerSkip(model, LayerSkipSettings(enabled=True, **settings), 100, scratch=False)
+    return CausalLMModule(model, TrainingSettings(steps=100), 100, layerskip=recipe).train(), recipe
+
+
+def test_dropout_rates_exits_and_weights_are_the_papers() -> None:
+    rates = dropout_rates(5, 0, 100, 0.2, scratch=False)
+    assert [rates[0], rates[2], rates[-1]] == pytest.approx([0, 0.2 * (math.sqrt(2) - 1), 0.2])
+    assert dropout_rates(5, 0, 100, 0.2, scratch=True) == [0] * 5
+    assert dropout_rates(5, 99, 100, 0.2, scratch=True) == pytest.approx(rates)
+    assert [exits_on(ON, 5, step) for step in range(5)] == [[0], [1], [2], [3], [0]]
+    assert [exits_on(LayerSkipSettings(rotation=2), 5, step) for step in range(3)] == [[0, 2], [1, 3], [0, 2]]
+    assert [exits_on(LayerSkipSettings(rotation=6), 5, step) for step in (3, 4, 5, 6)] == [[3], [], [], [0]]
+    assert exit_weights(LayerSkipSettings(early_exit_scale=0.5), 2) == (0.25, 0.5)
+    assert exit_weights(ON, 0)[1] == 1.0
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2", "gemma2"])
+def test_the_loss_is_the_weighted_sum_of_the_exits_losses(family: str) -> None:
+    none = {f"{name}_pdrop": 0.0 for name in ("attn", "embd", "resid")} | {"n_layer": 3}
+    model = in_double(build_tiny(family, **none if family == "gpt2" else {"num_hidden_layers": 3}))
+    module, recipe = module_of(model, dropout=0.0, early_exit_scale=0.5)
+    mask = label_mask(BATCH["labels"])
+    labels, head = BATCH["labels"].roll(-1, 1)[mask], LMHead(model)
+    out = model.base_model(BATCH["input_ids"], use_cache=False, output_hidden_states=True)
+    losses = [next_token_loss(final_norm(model)(out.hidden_states[e + 1][mask]), head, labels) for e in (0, 1)]
+    last = next_token_loss(out.last_hidden_state[mask], head, labels)
+    for step in range(3):
+        recipe.begin(step)
+        torch.testing.assert_close(module(BATCH)[0], (last + 0.5 * losses[step % 2]) / 1.5, atol=0, rtol=1e-6)
+
+
+def test_a_layer_is_dropped_for_single_samples_and_never_in_evaluation() -> None:
+    model = in_double(build_tiny("llama", num_hidden_layers=2))
+    skip = LayerSkip(model, LayerSkipSettings(dropout=0.5, early_exit_scale=0.0), 10, scratch=False)
+    kinds = set()
+    with torch.no_grad():
+        plain = model.eval()(BATCH["input_ids"], output_hidden_states=True)
+        without = model.get_output_embeddings()(model.model.norm(plain.hidden_states[1]))
+        skip.begin(5)
+        torch.testing.assert_close(model(BATCH["input_ids"]).logits, plain.logits)
+        model.train()
+        for seed in range(12):
+            torch.manual_seed(seed)
+            skip.begin(5)
+            logits = model(BATCH["input_ids"]).logits
+            for row in range(2):
+                dropped = torch.allclose(logits[row], without[row], atol=1e-4)
+                assert dropped or torch.allclose(logits[row], plain.logits[row], atol=1e-4)
+                kinds.add((row, dropped))
+    assert kinds == {(0, True), (1, True), (0, False), (1, False)}
+    skip.remove()
+    torch.testing.assert_close(model(BATCH["input_ids"]).logits, plain.logits)
+
+
+def test_gradient_checkpointing_drops_the_same_layers_again() -> None:
+    model = in_double(build_tiny("llama", num_hidden_layers=3))
+    module, recipe = module_of(model, dropout=0.6)
+
+    def gradients(seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        recipe.begin(1)
+        return list(torch.autograd.grad(module(BATCH)[0], list(model.parameters()), materialize_grads=True))
+
+    expected = [gradients(seed) for seed in range(4)]
+    checkpoint_layers(model)
+    for seed, before in enumerate(expected):
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(gradients(seed), before, strict=True))
+
+
+def test_checkpoints_are_compared_by_the_loss_of_the_recipe_over_the_same_exits() -> None:
+    module, recipe = module_of(build_tiny("llama", num_hidden_layers=3), dropout=0.5)
+    assert module.monitor == "validation_recipe_loss"
+    module.eval()
+    totals = []
+    for step in range(2):  # what the last training step trained and dropped makes no difference
+        recipe.begin(step)
+        recipe.watch()
+        total, last, _ = module(BATCH)
+        totals.append(total)
+    assert totals[0] == totals[1] != last

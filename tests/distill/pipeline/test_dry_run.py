@@ -1,7 +1,6 @@
 """``--dry-run`` and ``--estimate``: every kind in miniature, without network, and what a run will take."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 from pairs import make_tokenizer
 from rich.console import Console
 from tiny_run import bench, given, tiny_settings
-from transformers import PreTrainedModel
 
 from decode.commands.cli import parse
 from decode.errors import UserError
@@ -24,16 +22,15 @@ from distill.pipeline import prepare_settings, show_example
 from distill.stages import run_stages
 
 HEAD = str(Path(__file__).parents[3] / "configs" / "head.yaml")
-Tiny = Callable[..., PreTrainedModel]
 
 
 @pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+def offline(monkeypatch) -> None:
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the network was used"))
 
 
 @pytest.mark.parametrize("kind", ["finetune", "lora", "as_is"])
-def test_models_from_the_hub_take_the_path_of_their_kind(kind: Any, tmp_path: Path) -> None:
+def test_models_from_the_hub_take_the_path_of_their_kind(kind, tmp_path) -> None:
     once = TrainingSettings(epochs=1)
     settings = Settings(
         output_dir=str(tmp_path),
@@ -48,7 +45,7 @@ def test_models_from_the_hub_take_the_path_of_their_kind(kind: Any, tmp_path: Pa
 
 
 @pytest.mark.parametrize("source", ["ultrachat", "target"])
-def test_chats_are_rendered_by_the_template_of_a_local_target(source: str, tmp_path: Path, tiny: Tiny) -> None:
+def test_chats_are_rendered_by_the_template_of_a_local_target(source: str, tmp_path, tiny) -> None:
     settings = Settings(output_dir=str(tmp_path), data=DataSettings(source=source), training=TrainingSettings(steps=1))
     settings.target, settings.drafts = TargetSettings(kind="as_is", model="some/chat-model"), [DraftSettings(name="a")]
     settings.student, settings.teacher.responses.source = StudentSettings(kind="eagle"), "target"
@@ -61,7 +58,7 @@ def test_chats_are_rendered_by_the_template_of_a_local_target(source: str, tmp_p
 
 
 @pytest.mark.parametrize("kind", ["given", "prompts", "elsewhere"])
-def test_files_of_chats_and_prompts_are_read_as_in_the_run(kind: str, tmp_path: Path, tiny: Tiny) -> None:
+def test_files_of_chats_and_prompts_are_read_as_in_the_run(kind: str, tmp_path, tiny) -> None:
     settings, count = tiny_settings(tmp_path), 60 if kind == "prompts" else 400
     asked = [{"role": "user", "content": "Why is it seven?"}, {"role": "assistant", "content": "It is fine."}]
     chats = (json.dumps({"messages": asked}).replace("seven", str(number)) for number in range(count))
@@ -82,7 +79,9 @@ def test_files_of_chats_and_prompts_are_read_as_in_the_run(kind: str, tmp_path: 
     assert (tokenizer.get_vocab() == corpus.tokenizer.get_vocab()) == (kind != "elsewhere")
 
 
-def test_what_is_here_is_checked_as_in_the_run(tmp_path: Path, tiny: Tiny) -> None:
+def test_what_is_here_is_checked_as_in_the_run(tmp_path, tiny) -> None:
+    with pytest.raises(UserError, match="no such file or folder"):
+        shrink(tiny_settings(tmp_path, data=DataSettings(source="nothere.jsonl")))
     tokenizer, settings = make_tokenizer(), tiny_settings(tmp_path)
     settings.target = given(tmp_path / "target", tokenizer, tiny("llama", vocab_size=len(tokenizer), eos_token_id=0))
     settings.student = StudentSettings(kind="eagle3", model=str(tmp_path / "nothere"))
@@ -95,7 +94,7 @@ def test_what_is_here_is_checked_as_in_the_run(tmp_path: Path, tiny: Tiny) -> No
         shrink(settings, Console(quiet=True))
 
 
-def test_every_part_is_estimated_in_a_folder_that_is_removed(tmp_path: Path) -> None:
+def test_every_part_is_estimated_in_a_folder_that_is_removed(tmp_path) -> None:
     settings = tiny_settings(tmp_path)
     settings.teacher.responses.source, settings.teacher.responses.max_new_tokens = "target", 4
     console = Console(record=True, width=120)
@@ -108,7 +107,7 @@ def test_every_part_is_estimated_in_a_folder_that_is_removed(tmp_path: Path) -> 
     assert [path.name for path in (tmp_path / "tiny/work").iterdir()] == ["corpus"]
 
 
-def test_no_more_prompts_than_a_batch_are_written(tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_prompts_than_a_batch_are_written(tmp_path, tiny, monkeypatch) -> None:
     tokenizer, written = make_tokenizer(chat=True), []
     model = tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=256, eos_token_id=0)
 
@@ -130,7 +129,7 @@ def test_no_more_prompts_than_a_batch_are_written(tmp_path: Path, tiny: Tiny, mo
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash", "dspark", "dflash2", "lilicorr"])
-def test_the_recipe_for_ones_own_model_and_file_takes_every_kind_of_head(kind: str, tmp_path: Path, tiny: Tiny) -> None:
+def test_the_recipe_for_ones_own_model_and_file_takes_every_kind_of_head(kind: str, tmp_path, tiny) -> None:
     tokenizer = make_tokenizer(chat=True)
     target = given(tmp_path / "own", tokenizer, tiny("llama", vocab_size=len(tokenizer), eos_token_id=0)).model
     says = lambda n: [{"from": "human", "value": f"Why {n}?"}, {"from": "gpt", "value": f"Because {n} is so."}]  # noqa: E731
@@ -142,10 +141,3 @@ def test_the_recipe_for_ones_own_model_and_file_takes_every_kind_of_head(kind: s
     settings = parse(Settings, argv, foreign={"bench"})
     small = prepare_settings(shrink(settings, Console(quiet=True)))
     assert run_stages(bench(small)[0]) == ["target", "initial", "kl-tv"]
-
-
-def test_a_data_file_that_is_missing_is_refused(tmp_path: Path) -> None:
-    settings = tiny_settings(tmp_path)
-    settings.data.source = "nothere.jsonl"
-    with pytest.raises(UserError, match="no such file or folder"):
-        shrink(settings)

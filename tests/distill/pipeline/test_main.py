@@ -27,7 +27,7 @@ QUICKSTART = str(Path(__file__).parents[3] / "configs" / "quickstart.yaml")
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> str:
+def config(tmp_path) -> str:
     path = tmp_path / "tiny.yaml"
     content = asdict(tiny_settings(tmp_path / "runs")) | {"bench": {"anything": 1}, "probes": {"else": 2}}
     path.write_text(yaml.safe_dump(content))
@@ -40,9 +40,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     return status, captured.out, captured.err
 
 
-def test_a_dry_run_goes_on_to_report_and_export_and_a_second_run_changes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_goes_on_to_report_and_export_and_a_second_run_changes_nothing(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the network was used"))
     argv = ["--config", QUICKSTART, "--output_dir", str(tmp_path), "--evaluation.temperatures", "0.0"]
     status, out, _ = run(capsys, *argv, "--dry-run")
@@ -78,16 +76,14 @@ def test_a_dry_run_goes_on_to_report_and_export_and_a_second_run_changes_nothing
         (("--trainer.packing", "9"), "'--trainer.packing'; the nearest known key is 'trainer.precision'"),
     ],
 )
-def test_mistakes_end_with_one_line_and_status_two(
-    config: str, argv: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_end_with_one_line_and_status_two(config, argv: tuple[str, ...], words: str, capsys) -> None:
     status, _, err = run(capsys, "--config", config, *argv)
     assert status == 2
     assert words in err
     assert err.count("\n") == 1
 
 
-def test_written_settings_are_a_configuration(tmp_path: Path, config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_written_settings_are_a_configuration(tmp_path, config, capsys) -> None:
     for settings in (tiny_settings(tmp_path), tiny_settings(tmp_path, evaluation=False)):
         write_settings(settings, tmp_path / "again.yaml")
         assert parse(Settings, ["--config", str(tmp_path / "again.yaml")], prog="") == settings
@@ -98,7 +94,7 @@ def test_written_settings_are_a_configuration(tmp_path: Path, config: str, capsy
     assert not (tmp_path / "runs").exists()
 
 
-def test_python_takes_settings_as_the_command_does(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_takes_settings_as_the_command_does(config, monkeypatch) -> None:
     monkeypatch.setattr("distill.pipeline.run_pipeline", lambda settings: settings)
     settings: Any = train(config, "--name", "mine", "--drafts.adaspec.k", "0.2")
     assert (settings.name, settings.drafts[1].k, settings.data.train_examples) == ("mine", 0.2, 48)
@@ -106,9 +102,7 @@ def test_python_takes_settings_as_the_command_does(config: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("name", ["ablate", "check-engine", "--dry-run", "--estimate", "--show-example"])
-def test_a_command_of_one_process_is_refused_in_several(
-    name: str, config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_of_one_process_is_refused_in_several(name: str, config, capsys, monkeypatch) -> None:
     for variable, value in {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}.items():
         monkeypatch.setenv(variable, value)
     status, _, err = run(capsys, name, "--config", config)
@@ -133,16 +127,11 @@ def test_every_file_is_read_by_its_commands(path: Path) -> None:
         )
 
 
-def sweep(name: str) -> tuple[dict[str, Any], list[str]]:
-    """What the file says, and the command line of one of its points."""
-    content = yaml.safe_load((ROOT / "sweeps" / f"{name}.yaml").read_text())
+def test_the_sweep_gives_commands_that_are_accepted_and_names_a_metric_that_is_logged() -> None:
+    content = yaml.safe_load((ROOT / "sweeps" / "distill.yaml").read_text())
     values = {key: {"value": choices["values"][0]} for key, choices in content["parameters"].items()}
     flags = utils.create_sweep_command_args({"args": values})["args"]
-    return content, [part for part in content["command"] if part not in ("${env}", "${args}")] + flags
-
-
-def test_the_sweep_gives_commands_that_are_accepted_and_names_a_metric_that_is_logged() -> None:
-    content, argv = sweep("distill")
+    argv = [part for part in content["command"] if part not in ("${env}", "${args}")] + flags
     options = command.take_draft_options(argv := argv[3:])
     settings = parse(Settings, argv, prog="", foreign=command.FOREIGN)
     settings.validate()

@@ -1,4 +1,4 @@
-"""A run's stages and folders; what a failure leaves behind; targets that are given, of every kind; export without evaluation."""
+"""A run's stages and folders; a killed run started again; what a failure leaves behind; targets that are given, of every kind; export without evaluation."""
 
 import copy
 import errno
@@ -6,7 +6,6 @@ import gc
 import json
 import shutil
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from gguf_files import write_gguf
 from pairs import make_tokenizer
 from rich.console import Console
 from safetensors.torch import load_file
-from tiny_run import STAGES, altered, begun, bench, given, run_tiny, tiny_settings
+from tiny_run import STAGES, altered, begun, bench, given, killed, run_tiny, tiny_settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from decode.errors import UserError
@@ -35,14 +34,14 @@ from distill.stages import run_stages
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+def finished(tmp_path_factory) -> tuple[Path, Run]:
     folder = tmp_path_factory.mktemp("finished")
     made, run, _ = run_tiny(tiny_settings(folder))
     assert made == STAGES
     return folder, run
 
 
-def test_nothing_runs_again_but_a_folder_that_was_cut_short(finished: tuple[Path, Run]) -> None:
+def test_nothing_runs_again_but_a_folder_that_was_cut_short(finished) -> None:
     folder, run = finished
     files = {stage: run.path(stage) / "model.safetensors" for stage in STAGES}
     times = {stage: file.stat().st_mtime_ns for stage, file in files.items()}
@@ -57,7 +56,52 @@ def test_nothing_runs_again_but_a_folder_that_was_cut_short(finished: tuple[Path
     assert files["adaspec"].read_bytes() == sound
 
 
-def test_every_stage_is_a_plain_folder_that_a_full_disk_leaves(finished: tuple[Path, Run], tmp_path: Path) -> None:
+def test_every_stage_continues_from_its_checkpoint_and_ends_alike_bit_by_bit(finished, tmp_path) -> None:
+    settings, (_, wanted) = tiny_settings(tmp_path), finished
+    for stage, step in {"target": 7, "initial": 11, "distillspec": 5, "adaspec": 9}.items():
+        with killed(stage, step):
+            run_tiny(settings)
+    made, run, printed = run_tiny(settings)
+    assert made == ["adaspec"]
+    assert "continuing from step 5" in printed
+    for stage in STAGES:
+        weights, others = (load_file(each.path(stage) / "model.safetensors") for each in (run, wanted))
+        assert weights.keys() == others.keys()
+        assert all(torch.equal(weights[name], others[name]) for name in weights), stage
+        assert [row["step"] for row in run.record(stage).history] == [0, 5, 10, 12], stage
+    assert not list(run.work.glob("checkpoints-*"))
+
+
+def test_checkpoints_of_other_settings_or_of_a_finished_stage_are_not_continued(tmp_path) -> None:
+    settings = tiny_settings(tmp_path)
+    with killed("target", 7):
+        run_tiny(settings)
+    left = tmp_path / "tiny/work/checkpoints-target"
+    assert list(left.glob("*.ckpt"))
+    settings.seed = 1
+    run, text = bench(settings)
+    with killed("target", 2):
+        run_stages(run)
+    assert "continuing" not in text.getvalue()
+    begun(tiny_settings(tmp_path))  # whose checkpoints a kill has left
+    assert run_stages(bench(tiny_settings(tmp_path))[0], ("target",)) == []
+    assert not left.exists()
+
+
+def test_a_continued_run_of_summed_batches_validates_where_an_uninterrupted_one_does(tmp_path) -> None:
+    settings = tiny_settings(tmp_path)  # checkpoints at 5, 10 and 12: the last segment is shorter than the others
+    settings.trainer.accumulate = 2
+    for step in (7, 11):
+        with killed("target", step):
+            run_tiny(settings)
+    run, text = bench(settings)
+    with killed("initial", 1):
+        run_stages(run)
+    assert "continuing from step 10" in text.getvalue()
+    assert [row["step"] for row in run.record("target").history] == [0, 5, 10, 12]
+
+
+def test_every_stage_is_a_plain_folder_that_a_full_disk_leaves(finished, tmp_path) -> None:
     _, run = finished
     for stage in STAGES:
         folder = run.path(stage)
@@ -79,9 +123,7 @@ def test_every_stage_is_a_plain_folder_that_a_full_disk_leaves(finished: tuple[P
     assert run.record("target") == kept
 
 
-def test_a_kill_after_new_files_leaves_no_record_of_the_old_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_after_new_files_leaves_no_record_of_the_old_ones(tmp_path, monkeypatch) -> None:
     def make(folder: Path) -> None:
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"of one size")
@@ -95,7 +137,7 @@ def test_a_kill_after_new_files_leaves_no_record_of_the_old_ones(
     assert run.record("target") is None
 
 
-def test_records_hold_the_account_of_every_draft_and_the_best_validation_is_chosen(finished: tuple[Path, Run]) -> None:
+def test_records_hold_the_account_of_every_draft_and_the_best_validation_is_chosen(finished) -> None:
     _, run = finished
     assert run.chosen("adaspec") == "adaspec"
     curves = {name: [row["alpha"] for row in run.draft_record(name).history] for name in run.trained}
@@ -110,9 +152,7 @@ def test_records_hold_the_account_of_every_draft_and_the_best_validation_is_chos
     assert run.draft_record("undistilled").account["teacher_tokens"] == 0
 
 
-def test_a_draft_may_have_its_own_training_texts_and_order(
-    finished: tuple[Path, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_may_have_its_own_training_texts_and_order(finished, tmp_path, monkeypatch) -> None:
     """And gradient checkpointing trains the same."""
     drafts = [DraftSettings(name="own", on_policy=1.0), DraftSettings(name="seeded", seed=7)]
     drafts += [DraftSettings(name="short", training={"epochs": 1.0}), DraftSettings(name="distillspec")]
@@ -129,21 +169,9 @@ def test_a_draft_may_have_its_own_training_texts_and_order(
     assert all(torch.allclose(ours[name], theirs[name], atol=2e-3) for name in theirs)
 
 
-def test_a_model_taken_as_it_is_becomes_a_link(finished: tuple[Path, Run], tmp_path: Path) -> None:
-    _, run = finished
-    settings = tiny_settings(tmp_path, target=TargetSettings(kind="as_is", model=str(run.target)))
-    linked, _ = bench(settings)
-    assert run_stages(linked, ("target",)) == ["target"]
-    assert linked.target.is_symlink()
-    assert linked.record("target") is not None
-    linked.put("target", StageRecord("new"), lambda folder: folder.symlink_to(run.path("initial")))
-    assert linked.record("target", "new") is not None
-    assert (run.target / "model.safetensors").exists()  # replacing the link leaves what it points to
-
-
 @pytest.mark.parametrize("number", [None, errno.EOPNOTSUPP, errno.EPERM], ids=["links", "no links", "forbidden"])
 def test_what_lies_beside_a_given_models_files_says_nothing_about_it(
-    finished: tuple[Path, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int | None
+    finished, tmp_path, monkeypatch, number: int | None
 ) -> None:
     if number is not None:
         monkeypatch.setattr(Path, "symlink_to", Mock(side_effect=OSError(number, "no links here")))
@@ -161,9 +189,13 @@ def test_what_lies_beside_a_given_models_files_says_nothing_about_it(
     assert stage_fingerprints(settings) == before
     (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
     assert stage_fingerprints(settings) != before
+    if number is None:  # replacing the link leaves what it points to
+        run.put("target", StageRecord("new"), lambda place: place.symlink_to(finished[1].path("initial")))
+        assert run.record("target", "new") is not None
+        assert (folder / "model.safetensors").exists()
 
 
-def test_two_processes_cannot_work_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_cannot_work_in_one_folder(tmp_path, monkeypatch) -> None:
     lock = tmp_path / "run/work/lock"
     with only_one(lock), pytest.raises(UserError, match="another process is working in"), only_one(lock):
         pass
@@ -176,7 +208,7 @@ def test_two_processes_cannot_work_in_one_folder(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("signal", ["hidden", "topk", "online"])
-def test_every_signal_trains_and_frees_the_target(signal: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_signal_trains_and_frees_the_target(signal, monkeypatch, tmp_path) -> None:
     opened, present, original, train = [], [], Run.open_target, stages.fit
 
     def open_target(run: Run, *arguments: Any) -> PreTrainedModel:
@@ -197,7 +229,7 @@ def test_every_signal_trains_and_frees_the_target(signal: Any, monkeypatch: pyte
     assert ("alpha is off by at most" in printed) == (signal == "topk")
 
 
-def test_a_training_that_a_callback_ended_is_accounted_as_long_as_it_was(tmp_path: Path) -> None:
+def test_a_training_that_a_callback_ended_is_accounted_as_long_as_it_was(tmp_path) -> None:
     settings = tiny_settings(tmp_path, drafts=[DraftSettings(name="distillspec")])
     settings.training.steps = 40
     stop = {"class_path": "EarlyStopping", "init_args": {"monitor": "validation_loss", "patience": 1, "min_delta": 9.0}}
@@ -207,7 +239,7 @@ def test_a_training_that_a_callback_ended_is_accounted_as_long_as_it_was(tmp_pat
     assert record.account["examples"] == 40
 
 
-def test_without_evaluation_the_draft_is_exported_and_once(tmp_path: Path) -> None:
+def test_without_evaluation_the_draft_is_exported_and_once(tmp_path) -> None:
     settings = tiny_settings(tmp_path, evaluation=False, drafts=[DraftSettings(name="distillspec")])
     console = Console(record=True, width=150)
     run = run_pipeline(begun(settings), console)
@@ -227,9 +259,7 @@ def test_without_evaluation_the_draft_is_exported_and_once(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("round_to", [None, "float16"])
-def test_a_gguf_file_becomes_a_plain_folder(
-    round_to: Any, tmp_path: Path, tiny: Callable[..., PreTrainedModel]
-) -> None:
+def test_a_gguf_file_becomes_a_plain_folder(round_to, tmp_path, tiny) -> None:
     model = copy.deepcopy(tiny("llama-tied", vocab_size=280, intermediate_size=64, max_position_embeddings=256))
     model.generation_config.eos_token_id = model.config.eos_token_id = 0
     file = write_gguf(tmp_path / "model.gguf", model, make_tokenizer(chat=True), "Q8_0")
@@ -249,7 +279,7 @@ def test_a_gguf_file_becomes_a_plain_folder(
     assert round_to or run_tiny(settings)[0] == []
 
 
-def test_drafts_are_trained_for_the_language_model_of_one_that_sees(tmp_path: Path) -> None:
+def test_drafts_are_trained_for_the_language_model_of_one_that_sees(tmp_path) -> None:
     """Cut from its layers, for the model as it is or trained by LayerSkip's recipe, and as a head."""
     model = build_wrapper("qwen2_5_vl", vocab=280)
     model.generation_config.eos_token_id = 0

@@ -4,8 +4,6 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -23,27 +21,34 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
 @pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def two_gpus(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "processes"),
+    ("arguments", "variables", "processes"),
     [
-        (["--trainer.devices", "auto"], 2),
-        ([], 1),  # models this small train no faster on two
-        (["--trainer.accelerator", "cpu"], 1),
-        (["--trainer.devices", "1,0"], 2),
+        (["--trainer.devices", "auto"], {}, 2),
+        ([], {}, 1),  # models this small train no faster on two
+        (["--trainer.accelerator", "cpu"], {}, 1),
+        (["--trainer.devices", "1,0"], {"RANK": "0", "WORLD_SIZE": "1"}, 2),  # as some containers set them
+        (["--trainer.devices", "auto"], {"RANK": "0", "WORLD_SIZE": "2"}, 1),
+        (["--trainer.devices", "auto", "--trainer.num_nodes", "2"], {}, 1),
     ],
 )
-def test_the_first_command_starts_a_process_for_every_gpu(
-    two_gpus: None, monkeypatch: pytest.MonkeyPatch, arguments: list[str], processes: int
+def test_the_first_command_starts_a_process_for_every_gpu_of_one_machine_where_no_launcher_did(
+    two_gpus,
+    monkeypatch,
+    arguments: list[str],
+    variables: dict[str, str],
+    processes: int,
 ) -> None:
     execute, here = Mock(side_effect=SystemExit), Mock()
     monkeypatch.setattr(os, "execv", execute)
     monkeypatch.setattr("distill.pipeline.run_pipeline", here)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name, value in ({"OMP_NUM_THREADS": "1"} | variables).items():
+        monkeypatch.setenv(name, value)
     command = ["--config", "configs/quickstart.yaml", *arguments]
     with pytest.raises(SystemExit) if processes > 1 else nullcontext():
         main(list(command))
@@ -52,26 +57,7 @@ def test_the_first_command_starts_a_process_for_every_gpu(
     assert here.called == (processes == 1)
 
 
-@pytest.mark.parametrize(
-    ("variables", "machines", "starts"),
-    [
-        ({"RANK": "0", "WORLD_SIZE": "1"}, 1, True),  # as some containers set them
-        ({"RANK": "0", "WORLD_SIZE": "2"}, 1, False),
-        ({}, 2, False),
-    ],
-)
-def test_processes_are_started_on_one_machine_where_no_launcher_did(
-    two_gpus: None, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], machines: int, starts: bool
-) -> None:
-    execute = Mock()
-    monkeypatch.setattr(os, "execv", execute)
-    for name, value in ({"OMP_NUM_THREADS": "1"} | variables).items():
-        monkeypatch.setenv(name, value)
-    ranks.restart(TrainerSettings(num_nodes=machines), "distill", [])
-    assert execute.called == starts
-
-
-def test_from_python_several_devices_are_refused_with_what_starts_them(two_gpus: None, tmp_path: Path) -> None:
+def test_from_python_several_devices_are_refused_with_what_starts_them(two_gpus, tmp_path) -> None:
     settings = altered(tiny_settings(tmp_path), trainer__accelerator="auto")
     with pytest.raises(UserError, match=r"devices is auto .* 2 processes, and 1 were started: python -m distill"):
         run_pipeline(settings)
@@ -92,7 +78,7 @@ SLURM = {f"SLURM_{name}": value for name, value in {"NTASKS": "2", "NTASKS_PER_N
     ],
 )
 def test_what_was_started_and_what_settings_mean_are_compared_before_anything_is_made(
-    variables: dict[str, str], words: str, devices: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    variables: dict[str, str], words: str, devices, monkeypatch, tmp_path
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -102,12 +88,12 @@ def test_what_was_started_and_what_settings_mean_are_compared_before_anything_is
 
 
 @pytest.mark.parametrize("devices", ["0", "two", "0,2", "3"])
-def test_devices_that_are_not_there_are_refused(two_gpus: None, devices: str) -> None:
+def test_devices_that_are_not_there_are_refused(two_gpus, devices: str) -> None:
     with pytest.raises(UserError, match=rf"trainer.devices is {devices}, expected auto.*finds 2 GPUs"):
         ranks.process_count(TrainerSettings(devices=devices))
 
 
-def test_tasks_of_slurm_take_the_devices_of_their_number(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_of_slurm_take_the_devices_of_their_number(two_gpus, monkeypatch) -> None:
     slurm = {"NTASKS": "4", "NTASKS_PER_NODE": "2", "PROCID": "3", "LOCALID": "1", "NODEID": "1", "JOB_NAME": "train"}
     for name, value in slurm.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
@@ -119,7 +105,7 @@ def test_tasks_of_slurm_take_the_devices_of_their_number(two_gpus: None, monkeyp
         ranks.check_alone("ablate")
 
 
-def test_the_command_trains_in_two_processes_on_the_cpu(tmp_path: Path) -> None:
+def test_the_command_trains_in_two_processes_on_the_cpu(tmp_path) -> None:
     settings = tiny_settings(tmp_path, evaluation=False)
     settings.drafts, settings.trainer.devices = settings.drafts[:1], 2
     for training in (settings.target.training, settings.student.training, settings.training):

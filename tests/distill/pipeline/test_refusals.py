@@ -2,7 +2,6 @@
 
 import os
 from collections import namedtuple
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -74,13 +73,13 @@ Usage = namedtuple("Usage", "total used free")
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_settings_that_cannot_work_are_refused_at_once(tmp_path: Path, values: dict[str, Any], words: str) -> None:
+def test_settings_that_cannot_work_are_refused_at_once(tmp_path, values: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         run_pipeline(altered(tiny_settings(tmp_path), **values), Console(quiet=True))
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-def test_a_run_whose_data_are_refused_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_data_are_refused_leaves_no_folder(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("os.environ", os.environ.copy())  # which W&B's logger adds to
     (tmp_path / "rows.jsonl").write_text('{"a": "b"}\n')
     settings = altered(tiny_settings(tmp_path / "runs"), data__source=str(tmp_path / "rows.jsonl"), tracker="wandb")
@@ -90,7 +89,7 @@ def test_a_run_whose_data_are_refused_leaves_no_folder(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("source", ["chats", "target"])
-def test_a_token_whose_row_the_target_lacks_is_refused(tmp_path: Path, tiny: Any, source: str) -> None:
+def test_a_token_whose_row_the_target_lacks_is_refused(tmp_path, tiny, source: str) -> None:
     tokenizer, model = make_tokenizer(chat=True), make_pair(tiny)[0]
     tokenizer.add_tokens(["<|new|>"])
     tokenizer.chat_template = "<|new|>" + tokenizer.chat_template
@@ -106,7 +105,7 @@ def test_a_token_whose_row_the_target_lacks_is_refused(tmp_path: Path, tiny: Any
 
 
 @pytest.mark.parametrize("can", [True, False])
-def test_auto_is_bfloat16_where_that_is_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can: bool) -> None:
+def test_auto_is_bfloat16_where_that_is_fast(tmp_path, monkeypatch, can: bool) -> None:
     for module in ("pipeline", "checks"):
         monkeypatch.setattr(f"distill.{module}.multiplies_bfloat16", lambda device: can)
     settings = altered(tiny_settings(tmp_path), trainer__precision="auto", target__dtype="auto")
@@ -124,7 +123,7 @@ def test_auto_is_bfloat16_where_that_is_fast(tmp_path: Path, monkeypatch: pytest
         check_inputs(run)
 
 
-def test_servers_of_which_none_answers(tmp_path: Path) -> None:
+def test_servers_of_which_none_answers(tmp_path) -> None:
     settings = altered(tiny_settings(tmp_path), teacher__responses__source="target")
     settings.teacher.engine.urls = ["http://127.0.0.1:9/v1", "http://127.0.0.1:1/v1"]
     run, _ = bench(settings)
@@ -141,17 +140,13 @@ def test_servers_of_which_none_answers(tmp_path: Path) -> None:
         ({"data__max_length": 300}, r"max_length is 300, and the target reads texts of 256 tokens: set .* to 256 at m"),
     ],
 )
-def test_what_an_engine_would_refuse_once_the_target_is_trained(
-    tmp_path: Path, values: dict[str, Any], words: str
-) -> None:
+def test_what_an_engine_would_refuse_once_the_target_is_trained(tmp_path, values: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         check_inputs(bench(altered(tiny_settings(tmp_path), teacher__signal="vllm", **values))[0])
 
 
 @pytest.mark.parametrize("place", ["distill.results.evaluate.Evaluation.report", "distill.pipeline.export_draft"])
-def test_what_refuses_at_the_end_does_so_before_the_drafts_are_trained(
-    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_refuses_at_the_end_does_so_before_the_drafts_are_trained(tmp_path, place: str, monkeypatch) -> None:
     monkeypatch.setattr(place, Mock(side_effect=UserError("it cannot be")))
     with pytest.raises(UserError, match="it cannot be"):
         run_pipeline(begun(tiny_settings(tmp_path)), Console(quiet=True))
@@ -159,7 +154,7 @@ def test_what_refuses_at_the_end_does_so_before_the_drafts_are_trained(
 
 
 @pytest.mark.parametrize("kind", ["scratch", "eagle3"])
-def test_a_disk_that_will_not_hold_the_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+def test_a_disk_that_will_not_hold_the_signal(tmp_path, monkeypatch, kind) -> None:
     settings = altered(tiny_settings(tmp_path), target__architecture__layers=4, student__kind=kind)
     run, _ = bench(settings)
     check_inputs(run)

@@ -4,7 +4,6 @@ import json
 import os
 from collections import namedtuple
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,44 +11,9 @@ from tiny_run import STAGES, altered, tiny_settings
 
 from decode.files import read_json
 from distill import files, pipeline
-from distill.config import Settings
 from distill.run import Run, measurement_fingerprint, stage_fingerprints
 
 DISTILLED = STAGES[2:]
-
-
-def changed(settings: Settings, **values: Any) -> list[str]:
-    before = stage_fingerprints(settings)
-    after = stage_fingerprints(altered(settings, **values))
-    return [stage for stage in before if before[stage] != after[stage]]
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "wanted"),
-    [
-        ("1__k", 0.5, ["adaspec"]),
-        ("1__training", {"lr": 1e-4}, ["adaspec"]),
-        ("trainer__devices", 2, ["adaspec"]),
-        ("data__test_examples", 3, []),
-        ("0__divergence", "tv", DISTILLED),
-        ("teacher__signal", "topk", DISTILLED),
-        ("teacher__signal_k", 3, []),  # of hidden states
-        ("student__architecture__hidden_size", 8, STAGES[1:]),
-        ("target__dtype", "bfloat16", DISTILLED),
-        ("target__training__steps", 9, STAGES),
-        ("seed", 5, STAGES),
-        ("trainer__precision", "bf16-mixed", STAGES),
-        ("trainer__attention", "eager", STAGES),  # signals too are computed by it
-        ("trainer__accumulate", 2, ["adaspec"]),  # each part of a step selects its own tokens
-        ("trainer__extra", {"log_every_n_steps": 1, "profiler": "simple"}, STAGES[4:]),
-        ("trainer__extra", {"gradient_clip_val": 0.5}, STAGES),
-        ("trainer__gradient_checkpointing", True, []),
-        ("target__lora__rank", 3, []),  # not used by a target from scratch
-        ("teacher__responses__temperature", 0.5, []),  # the data has responses
-    ],
-)
-def test_a_changed_setting_runs_its_stage_again(tmp_path: Path, key: str, value: Any, wanted: list[str]) -> None:
-    assert changed(tiny_settings(tmp_path), **{key: value}) == wanted
 
 
 WRITTEN = {"teacher__responses__source": "target", "teacher__engine__urls": ["http://a/v1"]}
@@ -61,6 +25,25 @@ AS_IS = {"target__kind": "as_is"}
 @pytest.mark.parametrize(
     ("given", "key", "value", "wanted"),
     [
+        ({}, "1__k", 0.5, ["adaspec"]),
+        ({}, "1__training", {"lr": 1e-4}, ["adaspec"]),
+        ({}, "trainer__devices", 2, ["adaspec"]),
+        ({}, "data__test_examples", 3, []),
+        ({}, "0__divergence", "tv", DISTILLED),
+        ({}, "teacher__signal", "topk", DISTILLED),
+        ({}, "teacher__signal_k", 3, []),  # of hidden states
+        ({}, "student__architecture__hidden_size", 8, STAGES[1:]),
+        ({}, "target__dtype", "bfloat16", DISTILLED),
+        ({}, "target__training__steps", 9, STAGES),
+        ({}, "seed", 5, STAGES),
+        ({}, "trainer__precision", "bf16-mixed", STAGES),
+        ({}, "trainer__attention", "eager", STAGES),  # signals too are computed by it
+        ({}, "trainer__accumulate", 2, ["adaspec"]),  # each part of a step selects its own tokens
+        ({}, "trainer__extra", {"log_every_n_steps": 1, "profiler": "simple"}, STAGES[4:]),
+        ({}, "trainer__extra", {"gradient_clip_val": 0.5}, STAGES),
+        ({}, "trainer__gradient_checkpointing", True, []),
+        ({}, "target__lora__rank", 3, []),  # not used by a target from scratch
+        ({}, "teacher__responses__temperature", 0.5, []),  # the data has responses
         # what decides written responses, and not where they are written
         (WRITTEN, "teacher__engine__urls", ["http://b/v1", "http://c/v1"], []),
         (WRITTEN, "teacher__engine__in_flight", 3, []),
@@ -76,16 +59,19 @@ AS_IS = {"target__kind": "as_is"}
         ({"1__k": 1.0}, "0__divergence", "tv", ["distillspec"]),
     ],
 )
-def test_what_else_counts(tmp_path: Path, given: dict[str, Any], key: str, value: Any, wanted: list[str]) -> None:
+def test_a_changed_setting_runs_its_stage_again(
+    tmp_path, given: dict[str, Any], key: str, value, wanted: list[str]
+) -> None:
     settings = altered(tiny_settings(tmp_path), target__model=str(tmp_path), **given)
-    assert changed(settings, **{key: value}) == wanted
+    before, after = stage_fingerprints(settings), stage_fingerprints(altered(settings, **{key: value}))
+    assert [stage for stage in before if before[stage] != after[stage]] == wanted
     settings.drafts.append(replace(settings.drafts[1], name="again"))
     keys = stage_fingerprints(settings)
     assert keys["again"] == keys["adaspec"]  # a name is no input
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_a_data_file_is_known_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool) -> None:
+def test_a_data_file_is_known_by_its_content(tmp_path, monkeypatch, large: bool) -> None:
     paths = {split: tmp_path / f"{split}.jsonl" for split in ("train", "test")}
     for path in paths.values():
         path.write_text(json.dumps({"question": "1 + 1?", "answer": "2"}) + "\n")
@@ -104,7 +90,7 @@ def test_a_data_file_is_known_by_its_content(tmp_path: Path, monkeypatch: pytest
     assert all(key != before[stage] for stage, key in stage_fingerprints(settings).items())
 
 
-def test_the_signal_that_the_disk_has_room_for_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_signal_that_the_disk_has_room_for_is_chosen(tmp_path, monkeypatch) -> None:
     usage, settings = namedtuple("usage", "free"), tiny_settings(tmp_path)
     settings.teacher.signal, settings.teacher.signal_k = "auto", 2
     kinds = {}

@@ -43,7 +43,6 @@ from distill.signal.disk import Expect, keep_columns
 from distill.signal.target import HIDDEN, INSIDE, TOPK, Signal, packed, unpacked
 from distill.signal.vllm import EngineStates, texts_of
 
-Tiny = Callable[..., PreTrainedModel]
 NORMS = (
     "Llama", "Llama, tied head", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3-MoE", "Gemma", "Gemma 2", "Gemma 3",
     "Phi", "Phi-3", "StarCoder2", "GPT-2", "GPT-NeoX", "StableLM", "OLMo", "OLMo 2", "Granite", "SmolLM3", "Cohere",
@@ -53,7 +52,7 @@ NORMS = (
 
 
 @pytest.fixture(autouse=True)
-def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_waits(monkeypatch) -> None:
     monkeypatch.setattr("distill.engine.servers.PAUSE", 0.005)
     monkeypatch.setattr("distill.engine.states.WAIT", 60)
 
@@ -76,7 +75,7 @@ def expecting(source: EngineStates) -> Expect:
 
 
 @pytest.mark.parametrize("family", NORMS)
-def test_the_engines_last_state_gives_the_targets_logits_through_its_own_files(tmp_path: Path, family: str) -> None:
+def test_the_engines_last_state_gives_the_targets_logits_through_its_own_files(tmp_path, family: str) -> None:
     model, batch = build_architecture(family), everything(some_rows(4, empty=[2]))
     model.save_pretrained(tmp_path / "model")
     parts = models.hollow_target(tmp_path / "model")
@@ -87,7 +86,7 @@ def test_the_engines_last_state_gives_the_targets_logits_through_its_own_files(t
 
 
 @pytest.mark.parametrize("kind", ["hidden", "topk", "eagle", "eagle3"])
-def test_the_engines_states_are_kept_as_those_of_a_forward_pass(tiny: Tiny, tmp_path: Path, kind: str) -> None:
+def test_the_engines_states_are_kept_as_those_of_a_forward_pass(tiny, tmp_path, kind: str) -> None:
     model, examples = tiny("qwen3", seed=3), [some_rows(7, empty=[2]) for _ in range(2)]
     head, captured = None, list[int]()
     if kind.startswith("eagle"):
@@ -124,28 +123,25 @@ def test_a_float8_state_has_a_scale_for_each_plane() -> None:
     assert ((again - states).abs() <= states.abs() / 16 + largest / 448 / 2).all()  # three bits, and subnormal numbers
 
 
-def spoiled(fault: str, times: int) -> Callable[..., bool]:
-    """Faults of the first requests."""
+FAULTS: dict[str, Callable[..., object]] = {  # what is wrong with an answer and its tensors
+    "status": lambda answer, _: answer.update(status=503),
+    "other tokens": lambda _, tensors: tensors["token_ids"].add_(1),
+    "fewer rows": lambda _, tensors: tensors.update(hidden_states=tensors["hidden_states"][1:].contiguous()),
+    "not finite": lambda _, tensors: tensors["hidden_states"][0, 0, 0].fill_(torch.nan),
+    "no space": lambda answer, _: Path(answer["kv_transfer_params"]["hidden_states_path"] + ".full").touch(),
+    "no file": lambda *_: None,
+    "no params": lambda answer, _: answer.pop("kv_transfer_params"),
+    "other layers": lambda answer, _: answer["kv_transfer_params"].update(layers=[1, 0, 2]),
+}
 
-    def spoil(number: int, answer: dict[str, Any], tensors: dict[str, torch.Tensor]) -> bool:
-        if number > times:
-            return True
-        path = Path(answer["kv_transfer_params"]["hidden_states_path"])
-        if fault == "status":
-            answer["status"] = 503
-        elif fault == "other tokens":
-            tensors["token_ids"] += 1
-        elif fault == "fewer rows":
-            tensors["hidden_states"] = tensors["hidden_states"][1:].contiguous()
-        elif fault == "not finite":
-            tensors["hidden_states"][0, 0, 0] = torch.nan
-        elif fault == "no space":
-            path.with_name(path.name + ".full").touch()
-        elif fault == "no params":
-            del answer["kv_transfer_params"]
-        elif fault == "other layers":
-            answer["kv_transfer_params"]["layers"] = [1, 0, 2]
-        return fault not in ("no space", "no file", "status")
+
+def spoiled(fault: str, times: int) -> Callable[..., bool]:
+    """Has the fault in the first answers."""
+
+    def spoil(number: int, *answered: Any) -> bool:
+        if number <= times:
+            FAULTS[fault](*answered)
+        return number > times or fault not in ("no space", "no file", "status")
 
     return spoil
 
@@ -157,9 +153,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("fault", WORDS)
-def test_a_sample_that_fails_is_asked_for_again_and_in_the_end_named(
-    tiny: Tiny, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sample_that_fails_is_asked_for_again_and_in_the_end_named(tiny, tmp_path, fault: str, monkeypatch) -> None:
     model, batch = tiny("llama"), everything(some_rows(4))
     if fault == "no file":
         monkeypatch.setattr("distill.engine.states.WAIT", 0.5)
@@ -177,16 +171,14 @@ def test_a_sample_that_fails_is_asked_for_again_and_in_the_end_named(
 @pytest.mark.parametrize(
     ("fault", "words"), [("no params", "SGLang"), ("other layers", r"\[1, 0, 2\] away, and \[2\]")]
 )
-def test_an_engine_that_cannot_give_the_states_is_refused_at_once(
-    tiny: Tiny, tmp_path: Path, fault: str, words: str
-) -> None:
+def test_an_engine_that_cannot_give_the_states_is_refused_at_once(tiny, tmp_path, fault: str, words: str) -> None:
     with states_of(tiny("llama"), [], tmp_path, spoil=spoiled(fault, 99)) as (source, _, bodies):
         with pytest.raises(UserError, match=words):
             source(everything(some_rows(1)))
         assert len(bodies) == 1
 
 
-def test_no_more_files_wait_than_requests_are_in_flight(tiny: Tiny, tmp_path: Path) -> None:
+def test_no_more_files_wait_than_requests_are_in_flight(tiny, tmp_path) -> None:
     examples = some_rows(60)
     with states_of(tiny("llama"), [], tmp_path) as (source, server, bodies):
         signal = Signal(tiny("llama"), "hidden", None, source)
@@ -213,11 +205,13 @@ def without_target(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distill.run.holds", lambda *_: False)
 
 
+@pytest.fixture(scope="module")
+def here(tmp_path_factory) -> Run:
+    return run_tiny(begun(tiny_settings(tmp_path_factory.mktemp("here"))))[1]
+
+
 @pytest.mark.parametrize("keep", ["float32", False])
-def test_a_run_learns_from_an_engine_what_it_learns_from_the_target(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: Any
-) -> None:
-    _, here, _ = run_tiny(begun(tiny_settings(tmp_path / "here")))
+def test_a_run_learns_from_an_engine_what_it_learns_from_the_target(here, tmp_path, monkeypatch, keep) -> None:
     server = StatesServer(here.load_target().eval(), [2], tmp_path)
     without_target(monkeypatch)
     with serving(server) as (url, bodies):
@@ -233,7 +227,7 @@ def test_a_run_learns_from_an_engine_what_it_learns_from_the_target(
     assert not list(tmp_path.glob("*.safetensors"))
 
 
-def test_an_answer_and_its_states_come_from_one_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_and_its_states_come_from_one_pass(tmp_path, monkeypatch) -> None:
     target = bench(begun(tiny_settings(tmp_path / "first")))[0].load_target().eval()
     server = StatesServer(target, [2], tmp_path)
     without_target(monkeypatch)
@@ -248,7 +242,7 @@ def test_an_answer_and_its_states_come_from_one_pass(tmp_path: Path, monkeypatch
     assert not sizes(run.work / "states", ["*"])
 
 
-def test_a_server_with_too_short_a_context_is_refused_before_the_training(tmp_path: Path) -> None:
+def test_a_server_with_too_short_a_context_is_refused_before_the_training(tmp_path) -> None:
     for context, good in ((255, False), (256, True)):
         with serving(lambda body, number: (200, {}), context) as (url, _):
             run, printed = bench(begun(standing(tmp_path, url)))
@@ -278,7 +272,7 @@ def test_a_layer_that_differs_is_named_with_the_known_causes(away: list[float], 
         refuse_differences(found, 6, 1e-3, "T")
 
 
-def test_an_engine_with_other_weights_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+def test_an_engine_with_other_weights_is_refused(tiny, tmp_path) -> None:
     settings = tiny_settings(tmp_path)
     tokenizer = with_start()
     model = tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=256)
@@ -292,9 +286,7 @@ def test_an_engine_with_other_weights_is_refused(tiny: Tiny, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("temperature", "sound"), [(0.7, True), (2.0, False)])
-def test_answers_that_are_no_samples_of_the_target_are_refused(
-    tiny: Tiny, tmp_path: Path, temperature: float, sound: bool
-) -> None:
+def test_answers_that_are_no_samples_of_the_target_are_refused(tiny, tmp_path, temperature: float, sound: bool) -> None:
     model, said = tiny("llama", seed=3), list[str]()
     cold = copy.deepcopy(model)
     with torch.no_grad():  # the server's own temperature
@@ -316,7 +308,7 @@ def test_answers_that_are_no_samples_of_the_target_are_refused(
 
 
 @pytest.fixture
-def connector(monkeypatch: pytest.MonkeyPatch) -> Any:
+def connector(monkeypatch) -> Any:
     """The class that vLLM loads, on a base class that does what is used of vLLM's."""
 
     class Base:
@@ -343,9 +335,7 @@ def connector(monkeypatch: pytest.MonkeyPatch) -> Any:
     return loaded
 
 
-def test_the_connector_writes_whole_files_marks_failures_and_clears_what_nobody_fetched(
-    connector: Any, tmp_path: Path
-) -> None:
+def test_the_connector_writes_whole_files_marks_failures_and_clears_what_nobody_fetched(connector, tmp_path) -> None:
     hf_config = SimpleNamespace(eagle_aux_hidden_state_layer_ids=[1, 4])
     draft = SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=hf_config))
     config = SimpleNamespace(speculative_config=draft, model_config=SimpleNamespace(quantization="fp8"))
@@ -376,7 +366,7 @@ def test_the_connector_writes_whole_files_marks_failures_and_clears_what_nobody_
     assert not list(tmp_path.glob(".*"))
 
 
-def test_of_the_processes_of_a_machine_one_starts_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_the_processes_of_a_machine_one_starts_the_engine(tmp_path, monkeypatch) -> None:
     starts = list[str]()
     with serving(lambda body, number: (200, {})) as (url, _):
 

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.engine, needs_vllm]
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def target(tmp_path_factory) -> Path:
     return save_exports(tmp_path_factory.mktemp("qwen3"), "qwen3") / "target"
 
 
@@ -38,7 +38,7 @@ def standing(folder: Path, target: Path, name: str) -> Settings:
     return settings
 
 
-def test_every_layer_is_that_of_transformers(target: Path, tmp_path: Path) -> None:
+def test_every_layer_is_that_of_transformers(target, tmp_path) -> None:
     settings = standing(tmp_path, target, "checked")
     settings.teacher.signal = "vllm"
     run, printed = bench(settings)
@@ -47,9 +47,7 @@ def test_every_layer_is_that_of_transformers(target: Path, tmp_path: Path) -> No
     assert "difference by layer: 0: 0.0e+00, 1: " in printed.getvalue()
 
 
-def test_a_run_ends_as_from_disk_although_its_engine_was_killed(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_ends_as_from_disk_although_its_engine_was_killed(target, tmp_path, monkeypatch) -> None:
     here = standing(tmp_path, target, "here")
     _, disk, _ = run_tiny(here)
     settings = standing(tmp_path, target, "there")

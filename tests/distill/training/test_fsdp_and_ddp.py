@@ -43,7 +43,7 @@ def trained(folder: Path, world: int, ways: Iterable[str], *, seconds: int = 200
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two(tmp_path_factory) -> Path:
     return trained(tmp_path_factory.mktemp("distributed"), 2, [*FAST, *PARTS])
 
 
@@ -70,12 +70,12 @@ def check_against_one(folder: Path, way: str, world: int) -> None:
 
 
 @pytest.mark.parametrize("way", FAST)
-def test_two_processes_end_with_the_weights_of_one(two: Path, way: str) -> None:
+def test_two_processes_end_with_the_weights_of_one(two, way: str) -> None:
     check_against_one(two, way, 2)
 
 
 @pytest.mark.parametrize("kind", PARTS)
-def test_a_process_without_a_label_waits_for_none_and_changes_nothing(two: Path, kind: str, tmp_path: Path) -> None:
+def test_a_process_without_a_label_waits_for_none_and_changes_nothing(two, kind: str, tmp_path) -> None:
     train_part(kind, tmp_path, 1)
     for k in (1.0, 0.4):
         (history, weights), *others = (
@@ -89,7 +89,7 @@ def test_a_process_without_a_label_waits_for_none_and_changes_nothing(two: Path,
 
 
 @pytest.mark.slow
-def test_four_processes_end_with_the_weights_of_one(tmp_path: Path) -> None:
+def test_four_processes_end_with_the_weights_of_one(tmp_path) -> None:
     trained(tmp_path, 4, WAYS, seconds=900)
     for way in WAYS:
         check_against_one(tmp_path, way, 4)

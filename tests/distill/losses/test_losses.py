@@ -1,4 +1,4 @@
-"""Every divergence by hand; the chunked loss and its plain twin: the same numbers and gradients for every head and signal."""
+"""Every divergence by hand; the chunked loss and its plain twin, for every head and signal; which tokens are chosen."""
 
 import copy
 import math
@@ -19,6 +19,7 @@ from distill.config.base import DivergenceName
 from distill.losses import chunked
 from distill.losses.chunked import Compared, Rows, chunked_loss, compare, next_token_hits, next_token_loss
 from distill.losses.divergences import Divergence, TargetRows, TokenDistributions
+from distill.losses.selection import accepted_rows, by_reach, reach, share, top_k
 from distill.networks.lm_head import LMHead
 
 Result = tuple[Tensor, Compared, list[Tensor]]
@@ -102,7 +103,7 @@ def results(rows: Rows, name: Any, chosen: Tensor | None = None, **options: Any)
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_chunks(monkeypatch) -> None:
     """Of five rows."""
     for name, value in {"CPU_CHUNK": 0, "FEWEST_ROWS": 5, "FEWEST_NARROW": 5, "AUTOGRAD_CPU": 0}.items():
         monkeypatch.setattr(chunked, name, value)
@@ -114,7 +115,7 @@ CHOSEN = torch.tensor([0, 3, 4, 5, 11, 12, 20, 22])  # of several chunks, one of
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_every_divergence_equals_its_plain_twin(name: str, form: str, dtype: Any) -> None:
+def test_every_divergence_equals_its_plain_twin(name: str, form: str, dtype) -> None:
     for chosen in (None, CHOSEN):
         assert all(close(*both) for both in results(case("bias", form, dtype=dtype), name, chosen))
     rows = case("bias", "labels", dtype=dtype)  # no target: the text's own tokens
@@ -123,7 +124,7 @@ def test_every_divergence_equals_its_plain_twin(name: str, form: str, dtype: Any
 
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("size", [1, 7, 100])
-def test_every_kind_of_head_equals_its_plain_twin(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kind_of_head_equals_its_plain_twin(kind: str, size: int, monkeypatch) -> None:
     monkeypatch.setattr(chunked, "FEWEST_ROWS", size)
     for waiting in (0, 1 << 23):  # the weight's gradient is updated after each chunk, or at the end
         monkeypatch.setattr(chunked, "WAITING", waiting)
@@ -144,7 +145,7 @@ def test_ids_that_only_one_model_has_are_left_out(vocab: int, known: int, form: 
 
 @pytest.mark.parametrize("form", FORMS[:2])
 @pytest.mark.parametrize("name", LOSSES)
-def test_saturated_rows_stay_finite_and_as_exact_as_autograd(name: Any, form: str) -> None:
+def test_saturated_rows_stay_finite_and_as_exact_as_autograd(name, form: str) -> None:
     made, double = case("scaled", form, scale=100.0), case("scaled", form, scale=100.0, dtype=torch.float64)
     total, _, gradients = run(made, chunked_loss, Divergence(name))
     assert total.isfinite()
@@ -155,7 +156,7 @@ def test_saturated_rows_stay_finite_and_as_exact_as_autograd(name: Any, form: st
         assert (ours - best).abs().max() <= 5 * (plain - best).abs().max() + 1e-5 * scale
 
 
-def test_a_loss_without_a_compiler_is_computed_all_the_same_after_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_without_a_compiler_is_computed_all_the_same_after_a_warning(monkeypatch) -> None:
     monkeypatch.setattr(chunked, "_kernels", [])
     torch.compiler.reset()
     rows = case("bias")
@@ -167,7 +168,7 @@ def test_a_loss_without_a_compiler_is_computed_all_the_same_after_a_warning(monk
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "capped")) for kind in HEADS])
-def test_compiled_kernels_equal_the_plain_twin(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_kernels_equal_the_plain_twin(kind: str, monkeypatch) -> None:
     monkeypatch.setattr(chunked, "FEWEST_ROWS", 7)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # it is compiled; PyTorch's own deprecations do not count
@@ -187,7 +188,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("chosen", [None, torch.arange(0, 300, 2)])
-def test_no_tensor_of_all_rows_times_the_vocabulary_is_ever_made(chosen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tensor_of_all_rows_times_the_vocabulary_is_ever_made(chosen, monkeypatch) -> None:
     for name, value in {"FEWEST_ROWS": 20, "WAITING": 0, "MOST_WAITING": 0}.items():
         monkeypatch.setattr(chunked, name, value)
     rows = case(vocab=400, known=400, rows=300)
@@ -229,7 +230,7 @@ def test_what_needs_no_gradient_gets_none_and_a_head_whose_gradient_is_not_known
         chunked_loss(rows, Divergence())
 
 
-def test_chunks_of_the_next_token_loss_give_that_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_the_next_token_loss_give_that_of_all_logits(monkeypatch) -> None:
     rows = case("capped", dtype=torch.float64, rows=150)
     hidden, head, labels, widest = rows.hidden, rows.head, torch.arange(150) % 48, []
 
@@ -250,7 +251,7 @@ def test_chunks_of_the_next_token_loss_give_that_of_all_logits(monkeypatch: pyte
     assert all(leaf.grad is not None for leaf in (hidden, *head.parameters()))
 
 
-def test_a_head_with_an_adapter_is_left_to_autograd(tiny: Any) -> None:
+def test_a_head_with_an_adapter_is_left_to_autograd(tiny) -> None:
     model = copy.deepcopy(tiny("llama"))
     get_peft_model(model, LoraConfig(r=2, target_modules=["lm_head"], task_type="CAUSAL_LM"))
     head = LMHead(model)
@@ -276,7 +277,7 @@ HAND = {
 
 
 @pytest.mark.parametrize("name", HAND)
-def test_a_divergence_agrees_with_its_formula_by_hand(name: Any) -> None:
+def test_a_divergence_agrees_with_its_formula_by_hand(name) -> None:
     """Of different and of equal distributions, of which the text's token is the second, then unknown to the draft."""
     rows = TokenDistributions(*(torch.tensor([row, [0.9, 0.1]]).log() for row in ([0.5, 0.5], [0.25, 0.75])))
     rows.labels = torch.tensor([1, -1])
@@ -294,3 +295,67 @@ def test_alpha_and_agreement_by_hand() -> None:
     rows.mass, rows.learnable = torch.tensor([0.5, 1.0]), torch.tensor([0.0, 1.0])  # the head drafts a part of the ids
     assert rows.accepted().tolist() == pytest.approx([0.45, 0.5], abs=1e-5)
     assert rows.agreement().tolist() == [0.0, 0.0]
+
+
+# -- which tokens are chosen --------------------------------------------------------------------------------------------
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("delta", "k", "wanted"),
+    [
+        ([0.1, 0.9, -1.0, 0.5, 0.7], 0.6, [1, 3, 4]),
+        ([0.0] * 10, 0.4, [0, 1, 2, 3]),  # of equal ones the first
+        ([1.0, 2.0, 1.0, 2.0, 1.0], 0.6, [0, 1, 3]),
+        ([0.1, NAN, 5.0], 0.3, [1]),  # so that it shows in the loss
+        ([], 0.4, []),
+    ],
+)
+def test_the_largest_differences_are_chosen_in_ascending_order_of_place(delta, k: float, wanted) -> None:
+    """Their number is the ceiling of k·n, despite binary fractions; each drafting step has a share of its own."""
+    given, steps = torch.tensor(delta), torch.zeros(len(delta), dtype=torch.long)
+    assert top_k(given, k).tolist() == top_k(given, k, steps).tolist() == wanted
+    both = top_k(torch.cat([given, given + 9]), k, torch.cat([steps, steps + 1])).tolist()
+    assert both == [*wanted, *(len(delta) + place for place in wanted)]
+    counts = [(0.07, 100), (0.28, 25), (0.4, 5), (0.4, 6), (0.1, 30), (1.0, 7), (0.001, 3), (0.4, 0)]
+    assert [share(k, n) for k, n in counts] == [7, 7, 2, 3, 3, 7, 1, 0]
+
+
+def test_a_slot_is_reached_where_those_before_it_in_its_block_are_accepted() -> None:
+    slots = torch.tensor([0, 1, 2, 0, 0, 1])
+    alpha = torch.tensor([0.5, 0.4, 0.8, 0.9, 0.3, 0.6], dtype=torch.float64)
+    assert reach(alpha, slots).tolist() == pytest.approx([1, 0.5, 0.2, 1, 1, 0.3])
+    assert len(by_reach(alpha[:0], alpha[:0], slots[:0])) == 0
+
+
+def test_slots_that_are_never_reached_are_not_chosen_before_reached_ones() -> None:
+    """ΔL times the chance to be reached would choose −5 at 1e-4 before −0.1 at 0.9."""
+    slots = torch.tensor([0, 1, 2, 0, 1])
+    alpha = torch.tensor([0.9, 1e-4, 0.5, 0.9, 0.9])
+    delta = torch.tensor([0.3, -0.1, -5.0, -0.2, -0.1])
+    assert top_k(by_reach(delta, alpha, slots), 0.8).tolist() == [0, 1, 3, 4]
+
+
+def unrolled(alphas: list[list[float]], at: list[list[int]]) -> Rows:
+    """Rows of several drafting steps with these acceptance rates."""
+    steps = torch.repeat_interleave(torch.arange(len(at)), torch.tensor([len(step) for step in at]))
+    alpha, places = (torch.tensor([value for step in values for value in step]) for values in (alphas, at))
+    linear = nn.Linear(3, 3, bias=False)
+    nn.init.eye_(linear.weight)
+    q = torch.stack([alpha, 1 - alpha, torch.zeros_like(alpha)], 1).clamp_min(1e-30)
+    p = torch.tensor([1.0, 1e-30, 1e-30]).log().expand(max(map(max, at)) + 1, 3)
+    return Rows(q.log(), LMHead.of(linear), TargetRows(p, 3), len(p), places, steps)
+
+
+def test_a_drafting_step_goes_on_where_every_token_before_it_was_accepted(monkeypatch) -> None:
+    """Label tokens 0 to 3 of a text, then 4 and 5 of another one; a token is accepted above a chance of one half."""
+    monkeypatch.setattr(torch, "rand_like", lambda alpha: torch.full_like(alpha, 0.5))
+    place = torch.tensor([1, 2, 3, 4, 8, 9])
+    first, second, third = [0.9, 0.1, 0.9, 0.9, 0.9, 0.9], [0.9, 0.9, 0.2, 0.9], [0.9, 0.9]
+    rows = unrolled([first, second, third], [[0, 1, 2, 3, 4, 5], [1, 2, 3, 5], [2, 3]])
+    chosen = accepted_rows(rows, place, Divergence())
+    # of the second step: 1 follows 0, 2 follows the rejected 1, 3 follows 2, 5 follows 4; of the third: 2 follows 0, 1
+    assert chosen.tolist() == [0, 1, 2, 3, 4, 5, 6, 8, 9, 10]
+    empty = Rows(rows.hidden[:0], rows.head, rows.target, 0, rows.at[:0], rows.step[:0])
+    assert accepted_rows(empty, place[:0], Divergence()).tolist() == []
