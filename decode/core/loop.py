@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,6 +24,7 @@ from decode.core.verify import AcceptanceRule, Exact, Measured, verify, verify_g
 from decode.drafters.base import Drafter, DraftRequest, Prompt
 from decode.errors import UserError
 from decode.models.api import Model, Out, Read, read_prompt, rows_that_fit, synchronize
+from decode.models.tokens import StopStrings
 
 
 @dataclass
@@ -36,14 +37,6 @@ class Method:
     rule: AcceptanceRule = field(default_factory=Exact)
     # limits the drafts of all texts of a round to what pays; None: the stop rule alone ends them
     lengths: DraftLengths | None = None
-
-
-class Ends(Protocol):
-    """Strings that end a text, such as `decode.models.tokens.StopStrings`."""
-
-    def ends(self, ids: list[int]) -> bool:
-        """Whether the last of these tokens completes a string."""
-        ...
 
 
 def tree_error(target: Model) -> UserError:
@@ -85,7 +78,7 @@ class Text:
         *,
         max_new_tokens: int = 128,
         stop_ids: Collection[int] = (),
-        stop_strings: Ends | None = None,
+        stop_strings: StopStrings | None = None,
         rng: Rng | None = None,
         alone: bool = True,
     ) -> None:

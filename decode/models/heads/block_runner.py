@@ -98,7 +98,7 @@ class BlockRunner(DraftHeadRunner):
 
     def new_cache(self) -> BlockRow:
         """See `Model.new_cache`."""
-        made: BlockRow = self.network.cache.new_row(BlockRow, self.queue())
+        made: BlockRow = self.network.cache.new_row(BlockRow)
         return made
 
     def remaining(self, ids: Sequence[int]) -> int:
