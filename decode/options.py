@@ -22,6 +22,7 @@ from jsonargparse.typing import (
 )
 
 from decode.errors import UserError, choose
+from decode.files import Fields
 from decode.incoming import read_yaml
 
 COLDEST = 1e-3  # the smallest temperature that is not 0 (greedy): below, logits divided by it leave float32's range
@@ -110,7 +111,7 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
 
 
 @cache
-def _hints(settings_class: Any) -> dict[str, Any]:
+def _hints(settings_class: Any) -> Fields:
     return typing.get_type_hints(settings_class)
 
 
@@ -167,7 +168,7 @@ class MethodOptions(Checked):
     """Adaptix: learn from the text; the paper's ablation does not."""
 
 
-def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
+def split_spec(spec: str) -> tuple[str, Fields]:
     """Split a method as settings name it, ``NAME`` or ``NAME:option=value:...``, such as ``ears:beta=0.2``.
 
     Returns:

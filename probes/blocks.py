@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from transformers import PreTrainedModel
 
 from decode.core.verify import pick
 from decode.drafters.probe import confidence_features
+from decode.files import Fields
 from decode.measure.benchmark import BenchEntry
 from decode.measure.statistics import plain
 from decode.models.heads.block import BlockHead
@@ -79,9 +79,7 @@ def collect_blocks(target: PreTrainedModel, head: BlockHead, texts: Sequence[Tex
     return Features([*range(1, n + 1)], inputs, labels, hits, torch.cat([part[4] for part in parts])), confidences
 
 
-def judge(
-    head: BlockHead, seen: dict[str, Seen], label: str, l2: Sequence[float]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def judge(head: BlockHead, seen: dict[str, Seen], label: str, l2: Sequence[float]) -> tuple[list[Fields], list[Fields]]:
     """Train linear probes for every slot, and compare all estimates on the test texts.
 
     Returns:
@@ -94,7 +92,7 @@ def judge(
         scores = {"confidence_head": odds.sigmoid()} | scores
     right = test.outcome.cumprod(0)  # the block up to each slot
     reached = torch.cat([torch.ones_like(right[:1]), right[:-1]]).bool()
-    rows, products = list[dict[str, Any]](), list[dict[str, Any]]()
+    rows, products = list[Fields](), list[Fields]()
     for i, (slot, here) in enumerate(zip(test.exits, reached)):
         metrics = judged({name: score[i][here] for name, score in scores.items()}, test.outcome[i][here])
         rows.append({"slot": slot, "tokens": int(here.sum())} | metrics)
@@ -106,9 +104,7 @@ def judge(
     return rows, products
 
 
-def stop_rules(
-    run: Run, target: PreTrainedModel, head: BlockHead, mode: Mode, options: ProbeSettings
-) -> list[dict[str, Any]]:
+def stop_rules(run: Run, target: PreTrainedModel, head: BlockHead, mode: Mode, options: ProbeSettings) -> list[Fields]:
     """Time constant block lengths, and the stop rules of the confidence head and of the token probability.
 
     Sampled modes draw the drafted tokens from q, whose acceptance is what the confidence head estimates.
@@ -124,12 +120,12 @@ def stop_rules(
     return bench(session, test_prompts(run, options), entries)[0]
 
 
-def block_experiment(run: Run, target: PreTrainedModel, modes: list[Mode], options: ProbeSettings) -> dict[str, Any]:
+def block_experiment(run: Run, target: PreTrainedModel, modes: list[Mode], options: ProbeSettings) -> Fields:
     """Judge the run's best head in every mode, whose texts are written already; return the parts of the report."""
     chosen, seed = run.chosen(run.settings.export.choose), run.settings.seed
     head = load_head(run.path(chosen), target)
     assert isinstance(head, BlockHead)
-    added: dict[str, Any] = {"block_slots": [], "block_products": [], "block_stop_rules": []}
+    added: Fields = {"block_slots": [], "block_products": [], "block_stop_rules": []}
     for mode in modes:
         with working(run.console, f"blocks of {chosen} read, {mode.name}", bars=False):
             seen = {split: collect_blocks(target, head, texts, mode, seed) for split, texts in mode.texts.items()}

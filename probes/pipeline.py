@@ -1,13 +1,12 @@
 """Everything that ``python -m probes`` does: target, texts, features, probes, the choice of the exit, real runs."""
 
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from lightning.pytorch.loggers import Logger
 from rich.console import Console
 
-from decode.files import read_json, write_json
+from decode.files import Fields, read_json, write_json
 from decode.measure.machine import doubt
 from decode.models.open import DTYPES
 from decode.progress import output_console
@@ -24,7 +23,7 @@ from probes.report import show, write_report
 from probes.settings import ProbesSettings
 
 
-def run_probes(settings: ProbesSettings, console: Console | None = None) -> dict[str, Any]:
+def run_probes(settings: ProbesSettings, console: Console | None = None) -> Fields:
     """Train probes, evaluate them, choose an exit, run the best settings and report; return what report.json gains.
 
     The target (for a block head, every stage) is trained first if it is missing or was made from other settings. All
@@ -38,7 +37,7 @@ def run_probes(settings: ProbesSettings, console: Console | None = None) -> dict
     first, threads = ranks.is_first(), torch.get_num_threads()
     options, blocks = settings.probes, settings.student.is_block
     run = Run(settings, (console or output_console()) if first else Console(quiet=True))
-    added: dict[str, Any] = {}
+    added: Fields = {}
     try:
         with alone_in(run):
             run.settings = prepare_settings(settings, run.console) if blocks else with_formats(settings)
@@ -71,7 +70,7 @@ def run_probes(settings: ProbesSettings, console: Console | None = None) -> dict
     return added
 
 
-def _log(logger: Logger, added: dict[str, Any]) -> None:
+def _log(logger: Logger, added: Fields) -> None:
     """Log the numbers by which runs are compared."""
     for row in added.get("probes", []):
         values = {f"{row['mode']}/{key}": row[key] for key in ("auroc", "brier", "ece") if row[key] is not None}

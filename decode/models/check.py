@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from decode.core.draft import Draft
 from decode.errors import UserError, first_line
+from decode.files import Fields
 from decode.models.api import Model, Read
 from decode.models.fast.forward import FastRunner, fast_runner
 from decode.models.fast.layout import supports
@@ -145,7 +146,7 @@ def short_windows(model: PreTrainedModel, runner: Model) -> Iterator[int]:
     for fields, name, length in before:
         fields[name] = min(length, WINDOW)
     longest = max([config.get("window_size") or 0, *(fields[name] for fields, name, _ in before)])
-    shown: dict[str, Any] = {"time_step_limit": (1.0, 1.0), "index_topk": CHOSEN}
+    shown: Fields = {"time_step_limit": (1.0, 1.0), "index_topk": CHOSEN}
     for part in (module.__dict__ for module in model.modules()):
         least, most = part.get("time_step_limit") or (0.0, math.inf)
         wide = model.dtype.itemsize > 2 and (part.get("index_topk") or 0) > CHOSEN

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from decode.core.draft import Ids
 from decode.errors import UserError
 from decode.measure.suites import Row
 from decode.models.tokens import (
@@ -31,7 +32,6 @@ from decode.models.tokens import (
 )
 from distill.data.messages import KEYS, SPEAKERS, Messages, UnusableRow
 
-Ids = list[int]
 IGNORE = -100  # label of a position that no loss is taken on
 NO_THOUGHT = (
     "without reasoning, for which the chat template has a place (data.template_args: {enable_thinking: false}?)"

@@ -128,7 +128,7 @@ def load_corpus(
             f"process {ranks.rank()} has other data than process 0, which made {folder}: give both the same "
             "configuration, data files and tokenizer, the same versions of packages, and the same folder for runs"
         )
-    splits: dict[str, Any] = {split: load_from_disk(str(folder / split)) for split in SPLITS}
+    splits: Row = {split: load_from_disk(str(folder / split)) for split in SPLITS}
     tokenizer = tokenizer or load_tokenizer(str(folder / "tokenizer"))
     return Corpus(tokenizer, **splits, **read_json(folder / "about.json"))
 

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, Qwen3Config
 
 from decode.errors import UserError
+from decode.files import Fields
 from decode.models.heads.eagle import shape_of
 
 BLOCK_ARCHITECTURES = {
@@ -81,12 +82,12 @@ def block_config(
     )
 
 
-def added(version: str, width: int, markov_rank: int, *, confidence: bool) -> dict[str, Any]:
+def added(version: str, width: int, markov_rank: int, *, confidence: bool) -> Fields:
     """The fields of a head's configuration that its version decides, beside those of every block head.
 
     Of a lattice the rank is its width; its other sizes are as published.
     """
-    fields: dict[str, Any] = {
+    fields: Fields = {
         "architectures": [BLOCK_ARCHITECTURES[version]],
         "conv_kernel_size": TAPS if version in ("dflash2", "lilicorr") else 0,
         "conv_group_size": math.gcd(GROUP, width),

@@ -23,7 +23,7 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from decode.errors import UserError
-from decode.files import read_model_json, write_safely, write_text
+from decode.files import Fields, read_model_json, write_safely, write_text
 from decode.models.fast.layout import ROPE_TYPES
 from decode.models.heads.block import BlockHead
 from decode.models.heads.block_config import BLOCK_ARCHITECTURES
@@ -95,7 +95,7 @@ COMPUTED: dict[str, Sequence[Any]] = {
 SEEN = "is_causal", "causal", "use_swa", "use_sliding_window", SLIDING  # any value of these is computed in a block head
 
 
-def head_format(fields: dict[str, Any], names: Iterable[str] = ()) -> int | str | None:
+def head_format(fields: Fields, names: Iterable[str] = ()) -> int | str | None:
     """What a config.json describes, with the names of the tensors beside it, as they are called here.
 
     Returns:
@@ -118,7 +118,7 @@ def head_format(fields: dict[str, Any], names: Iterable[str] = ()) -> int | str 
 
 
 def read_config(
-    fields: dict[str, Any], state: dict[str, Tensor], target: PreTrainedModel | None, name: str, version: int | str
+    fields: Fields, state: dict[str, Tensor], target: PreTrainedModel | None, name: str, version: int | str
 ) -> LlamaConfig | Qwen3Config:
     """Our configuration of a head, from its config.json, its tensors, and the target where that is known.
 
@@ -131,7 +131,7 @@ def read_config(
     """
     block, foreign = version in BLOCK_ARCHITECTURES, "speculators_model_type" in fields
     anchor = {"sample_from_anchor": version == "dspark" and not foreign}
-    said = (anchor if block else {"norm_before_residual": foreign}) | fields
+    said: Fields = (anchor if block else {"norm_before_residual": foreign}) | fields
     for key in NESTED:
         part = dict(fields.get(key) or {})
         # SGLang's section names the layers that states leave by the key with which vLLM names those that they enter
@@ -196,7 +196,7 @@ def read_config(
     )
 
 
-def _sliding(said: dict[str, Any]) -> tuple[list[str], int | None]:
+def _sliding(said: Fields) -> tuple[list[str], int | None]:
     """The kind of each layer of a block head, and the window of those that slide."""
     count, window = said["num_hidden_layers"], said.get("swa_window_size") or said.get("sliding_window")
     types = list(said.get("layer_types") or ["full_attention"] * count)[:count]
@@ -205,13 +205,13 @@ def _sliding(said: dict[str, Any]) -> tuple[list[str], int | None]:
     return types, window if SLIDING in types else None
 
 
-def _rotation(said: dict[str, Any], name: str, block: bool) -> dict[str, Any]:
+def _rotation(said: Fields, name: str, block: bool) -> Fields:
     """The rotation's settings of a head, after a check that its whole network is computed here (`COMPUTED`).
 
     Raises:
         UserError: a head whose network is not, with the settings that are in the way.
     """
-    rope: dict[str, Any] = said.get("rope_parameters") or said.get("rope_scaling") or {}
+    rope: Fields = said.get("rope_parameters") or said.get("rope_scaling") or {}
     rope = {"rope_theta": said.get("rope_theta") or 10000.0, "rope_type": "default"} | rope
     rope["rope_type"] = "default" if "mrope_section" in rope else rope.get("type") or rope["rope_type"]
     architecture = (said.get("architectures") or ["none"])[0]
