@@ -1,7 +1,5 @@
 """The stages of a run in order: the target and the student are prepared, then each draft is distilled."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace

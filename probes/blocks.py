@@ -5,8 +5,6 @@ accepted, given the text's tokens before it. The text's token t ~ p there is one
 written. It was drafted with probability min(1, q(t)/p(t)) (greedy: 0 or 1); else the draft came from max(0, q - p).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Settings of ``python -m probes``: everything of a distillation run, plus the section ``probes``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 

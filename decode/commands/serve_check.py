@@ -1,7 +1,5 @@
 """``python -m decode serve-check``: a draft in a real engine, its acceptance as counted beside the predicted one."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Adaptix: a corpus's n-gram model that learns from the text, searched for the draft tree (AAAI 2025)."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Callable

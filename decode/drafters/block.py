@@ -1,7 +1,5 @@
 """A block head drafts a chain from one forward (DFlash and its descendants)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

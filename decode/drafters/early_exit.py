@@ -1,7 +1,5 @@
 """The target's own first layers draft, on its own cache: LayerSkip, AdaSPEED."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from decode.core.draft import Ids

@@ -1,7 +1,5 @@
 """A smaller language model of the same vocabulary drafts, or a head on the target's hidden states, token by token."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass

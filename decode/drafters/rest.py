@@ -1,7 +1,5 @@
 """REST: what followed this context in a corpus, as a tree of continuations (He et al., NAACL 2024)."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import takewhile

@@ -3,8 +3,6 @@
 Both are functions of the text, so they are verified as deterministic drafts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush

@@ -9,8 +9,6 @@ The rounds come from one acceptance rate α at every position (Leviathan et al.,
 whose acceptance is known position by position (`decode.measure.acceptance.replay`), or from decoding.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from bisect import bisect_left

@@ -1,7 +1,5 @@
 """The choice of a model's runner, and the check of its logits against the model's own."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Iterator

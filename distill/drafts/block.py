@@ -1,7 +1,5 @@
 """Block heads in training: the drafted tokens of many blocks of each text, all at once; and their calibration."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast

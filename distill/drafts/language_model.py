@@ -1,7 +1,5 @@
 """Draft models: language models of their own, or some of the target's layers."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -1,7 +1,5 @@
 """The reference's divergence at every label token, which AdaSPEC's selection compares the draft's with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """How a head begins: with weights of the target's layers or of another head, and for the most frequent tokens alone."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from contextlib import suppress

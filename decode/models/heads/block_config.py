@@ -1,7 +1,5 @@
 """The configuration of block heads: their shape for a target, and the token that stands in the slots to be filled."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Block heads in decoding: caches of the target's features, a block of each text in one forward, and its tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -5,8 +5,6 @@ and in what they leave to the target. What decides the network is read as vLLM r
 here is refused. Engines skip tensors that they do not know; here each has its place.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

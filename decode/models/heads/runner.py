@@ -1,7 +1,5 @@
 """Heads in decoding: features of the target that wait to be read, caches, and the runner of an EAGLE head."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
