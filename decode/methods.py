@@ -32,13 +32,11 @@ from decode.core.stop import (
 from decode.core.verify import AcceptanceRule, BlockVerification, Ears, Exact, Fuzzy, JensenShannon, Typical
 from decode.drafters.adaptix import NgramTable, TrigramDrafter
 from decode.drafters.base import Drafter, NoDrafter
-from decode.drafters.block import BlockDrafter
 from decode.drafters.corpus import tokenizer_fingerprint
-from decode.drafters.early_exit import EarlyExitDrafter
 from decode.drafters.hybrid import HybridDrafter
 from decode.drafters.lookahead import LookaheadDrafter
 from decode.drafters.lookup import LookupDrafter, SuffixDrafter
-from decode.drafters.model import FeatureDrafter, ModelDrafter
+from decode.drafters.model import BlockDrafter, EarlyExitDrafter, FeatureDrafter, ModelDrafter
 from decode.drafters.probe import advised, load_probe
 from decode.drafters.rest import Datastore, RetrievalDrafter
 from decode.drafters.trees import BlockTreeDrafter, FeatureTreeDrafter
