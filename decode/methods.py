@@ -108,7 +108,7 @@ class MethodInputs:
     warp: LogitsWarper  # logits to probabilities, for target and draft
     draft: Model | None = None
     tokenizer: PreTrainedTokenizerBase | None = None  # of the target, for methods that read text files
-    datastore: Path | None = None  # folder of the stores of rest, adaptix and hybrid
+    datastore: str | Path | None = None  # folder of the stores of rest, adaptix and hybrid
     options: MethodOptions = field(default_factory=MethodOptions)
     costs: RoundCosts | None = None  # measured seconds of rounds
 

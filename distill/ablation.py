@@ -8,10 +8,9 @@ drafts are compared text by text. Nothing is decoded. Finished drafts are kept, 
 import math
 import shutil
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,12 +37,8 @@ from distill.stages import run_stages
 Alphas = dict[str, list[list[OfflineAlpha]]]  # by mode, of each seed, as first, second, … drafted token
 
 MODES = {"sampled": 1.0, "greedy": 0.0}
-GAINS: dict[str, tuple[str, Callable[..., dict[str, float]]]] = {
-    "gain": ("sampled", lambda a, b: paired(a[0], b[0])),
-    "greedy_gain": ("greedy", lambda a, b: paired(a[0], b[0])),
-    "length_gain": ("sampled", paired_lengths),
-}
-"""Columns that compare a draft with the first one: the decoding mode, and how measurements of the same texts differ."""
+GAINS = {"gain": "sampled", "greedy_gain": "greedy", "length_gain": "sampled"}
+"""Columns that compare a draft with the first one on the same texts, by the decoding mode."""
 WRITTEN = ("corpus", "prompts", "responses")  # folders of a run's work that do not depend on the student
 TABLE = (
     "name",
@@ -131,7 +126,10 @@ def table(alphas: Mapping[str, Alphas], used: Mapping[str, Sequence[Row]], lengt
     Accepted lengths are of drafts of `length` tokens: see `offline_accepted_length`.
     """
     first, *_ = alphas.values()
-    gains_of = GAINS | {"length_gain": ("sampled", partial(paired_lengths, draft_length=length))}
+
+    def compare(key: str, a: list[OfflineAlpha], b: list[OfflineAlpha]) -> dict[str, float]:
+        return paired_lengths(a, b, length) if key == "length_gain" else paired(a[0], b[0])
+
     rows = []
     for name, accounts in used.items():
         if not accounts:
@@ -145,10 +143,10 @@ def table(alphas: Mapping[str, Alphas], used: Mapping[str, Sequence[Row]], lengt
         row["alpha_by_position"] = [_mean(each).mean for each in zip(*sampled)]
         for key in ("optimiser_steps", "teacher_tokens", "seconds"):
             row[key] = statistics.fmean(account[key] for account in accounts)
-        for key, (mode, compare) in gains_of.items() if alphas[name] is not first else ():
+        for key, mode in GAINS.items() if alphas[name] is not first else ():
             before, after = first[mode][: len(accounts)], alphas[name][mode]
-            gains = [compare(x, y)["difference"] for x, y in zip(before, after)]
-            se_texts = compare(*([_mean(by_depth) for by_depth in zip(*each)] for each in (before, after)))["se"]
+            gains = [compare(key, x, y)["difference"] for x, y in zip(before, after)]
+            se_texts = compare(key, *([_mean(by_depth) for by_depth in zip(*each)] for each in (before, after)))["se"]
             se_seeds = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
             row |= {key: statistics.fmean(gains), f"{key}_se": math.hypot(se_seeds, se_texts), f"{key}_by_seed": gains}
         rows.append(row)

@@ -117,7 +117,6 @@ def _choose_signal(run: Run) -> Signal:
 
 def show_example(settings: Settings, console: Console | None = None) -> None:
     """Print one training example with its label mask, as the stages will see it; a given target answers its prompt."""
-    settings.validate()
     with scratch_folder() as folder:
         shown = with_formats(settings)
         change(shown, output_dir=str(folder), teacher__examples=1, trainer__validation_examples=1)

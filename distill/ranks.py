@@ -67,11 +67,6 @@ def world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def local_rank() -> int:
-    """Number of this process among those of its machine."""
-    return environment().local_rank()
-
-
 def local_world() -> int:
     """Number of processes on this machine."""
     per_machine = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE")
@@ -123,7 +118,7 @@ def local_device(trainer: Any) -> torch.device:
     if accelerator(trainer) == "cpu":
         return torch.device("cpu")
     devices = _devices(trainer)
-    return torch.device("cuda", devices[local_rank() % len(devices)])
+    return torch.device("cuda", devices[environment().local_rank() % len(devices)])
 
 
 def process_count(trainer: Any) -> int:
