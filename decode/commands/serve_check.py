@@ -30,7 +30,7 @@ from decode.engines.check import (
     within,
 )
 from decode.engines.gguf import convert
-from decode.engines.server import Engine, check_engine, opened
+from decode.engines.server import Engine, check_engine, opened, write_all
 from decode.errors import UserError
 from decode.files import Fields, read_json, scratch_folder, write_json
 from decode.measure import machine
@@ -154,24 +154,17 @@ def serve_check(
 
     def written(length: int | None) -> dict[float, list[ServedText]]:
         progress(f"{engine.name}: {len(items)} texts, {f'{length} drafted tokens' if length else 'no draft'}")
-        texts = {}
         with opened(engine, length) as server:
             if not (session.options.chat or other_ids):  # a chat's text is in no template there
                 differences = (server.differs_in_ids(item.prompt.text, item.ids) for item in items[:4])
                 other_ids.extend(filter(None, differences))
-            for t in settings.temperatures:
-                # the first request of a temperature compiles kernels and fills caches
-                server.write(items[0].ids, temperature=t, seed=0, max_new_tokens=8, stop_ids=ends)
-                texts[t] = [
-                    server.write(item.ids, temperature=t, seed=settings.seed + i, max_new_tokens=budget, stop_ids=ends)
-                    for i, item in enumerate(items)
-                ]
-        return texts
+            how = {"seed": settings.seed, "max_new_tokens": budget, "stop_ids": ends}
+            return write_all(server, prompts, settings.temperatures, **how)
 
+    prompts = [item.ids for item in items]
     if settings.url is None:
         alone = written(None)
     else:  # the server has the draft: texts by transformers' weights here, whose speed says nothing
-        prompts = [item.ids for item in items]
         answers = {t: session.written(prompts, LogitsWarper(t)) for t in settings.temperatures}
         alone = {
             t: [ServedText(ids, math.nan, ended=llama and set(ids[-1:]) <= set(ends)) for ids in texts]
@@ -179,7 +172,7 @@ def serve_check(
         }
 
     def proposed(texts: Sequence[ServedText], length: int) -> tuple[Accepted, float]:
-        return acceptance(session.model, draft, [(item.ids, text.ids) for item, text in zip(items, texts)], length)
+        return acceptance(session.model, draft, [(ids, text.ids) for ids, text in zip(prompts, texts)], length)
 
     def counts(accepted: Sequence[Any], texts: Sequence[ServedText], length: int, **more: bool) -> list[Drafts]:
         return [

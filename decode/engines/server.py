@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from decode.core.draft import Ids
 from decode.engines.check import Drafts, ServedText
 from decode.errors import UserError
 from decode.files import Fields, scratch_folder
+from decode.progress import current
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Where `make engines` installs the engines, unless that is the working directory."""
@@ -229,6 +230,20 @@ def opened(engine: Engine, draft_length: int | None) -> Iterator[Server]:
             yield server
         else:
             raise UserError(f"nothing answers at {engine.url}/health; start the server first, or leave out --url")
+
+
+def write_all(
+    server: Server, prompts: Sequence[Ids], temperatures: Iterable[float], *, seed: int, **how: Any
+) -> dict[float, list[ServedText]]:
+    """A text after every prompt at each temperature; those of a temperature have the seeds from `seed` on."""
+    texts = {}
+    for t in temperatures:
+        server.write(prompts[0], temperature=t, seed=0, **how | {"max_new_tokens": 8})  # compiles kernels, fills caches
+        texts[t] = list[ServedText]()
+        for number, ids in enumerate(prompts, seed):
+            texts[t].append(server.write(ids, temperature=t, seed=number, **how))
+            current().advance()
+    return texts
 
 
 @dataclass

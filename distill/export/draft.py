@@ -94,9 +94,7 @@ def export_draft(
 
     with replaced(out_dir) as partial:
         # No length or sampling rules: the target's generation settings govern both models.
-        special = {
-            key: getattr(generation, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")
-        }
+        special = {key: getattr(generation, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         model.config.update(special)
         model.generation_config = GenerationConfig(
             **special,
