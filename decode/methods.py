@@ -114,7 +114,7 @@ class MethodInputs:
 
     def window(self, default: int) -> int:
         """The draft length of the options, or the method's own."""
-        return default if self.options.draft_length is None else self.options.draft_length
+        return self.options.draft_length or default
 
     def start(self, default: float) -> float:
         """The threshold of the options, or the method's own."""

@@ -26,7 +26,7 @@ from distill import ranks
 from distill.checks import check_inputs
 from distill.config import DraftSettings, TrainerSettings
 from distill.config.models import ModelSettings, StudentSettings, TargetSettings
-from distill.data.dataset import DistillDataModule, Examples, Schedule, TrainingBatches
+from distill.data.dataset import DistillDataModule, Examples, Expect, Schedule, TrainingBatches
 from distill.drafts import block, eagle
 from distill.drafts.block import BlockDraft
 from distill.drafts.eagle import FeatureDraft
@@ -49,7 +49,7 @@ from distill.responses.on_policy import OnPolicy, Writer, head_texts
 from distill.responses.target import answered_texts
 from distill.results.tracking import for_stage
 from distill.run import ACCOUNT, Run, StageRecord, stage_fingerprints
-from distill.signal.disk import Expect, keep_columns
+from distill.signal.disk import keep_columns
 from distill.signal.target import TOPK, Signal, Source, read_states
 from distill.signal.vllm import EngineStates, texts_of
 from distill.training.modules import CausalLMModule, DistillModule, TrainingModule

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from decode.core.draft import Draft, foreign
+from decode.core.draft import Draft, Ids, foreign
 from decode.core.lengths import DraftLengths
 from decode.core.round import Round
 from decode.core.sampling import LogitsWarper, Rng, Rows, TorchRng, WarpedRows, argmax
@@ -74,7 +74,7 @@ class Text:
         target: Model,
         method: Method,
         warp: LogitsWarper,
-        prompt: list[int],
+        prompt: Ids,
         *,
         max_new_tokens: int = 128,
         stop_ids: Collection[int] = (),
@@ -108,7 +108,7 @@ class Text:
         self.error = UserError(error) if error else None
 
     @property
-    def new_ids(self) -> list[int]:
+    def new_ids(self) -> Ids:
         """The generated tokens."""
         return self.ids[self.prompt_length :]
 
@@ -143,7 +143,7 @@ class Text:
             self.cache.close()
         self.state = self.cache = None
 
-    def verify(self, draft: Draft, out: Out) -> tuple[list[int], int, Measured]:
+    def verify(self, draft: Draft, out: Out) -> tuple[Ids, int, Measured]:
         """Keep a path of the draft, choose the token that follows it, and roll the target's cache back to the path.
 
         Args:
@@ -173,7 +173,7 @@ class Text:
         self.cache.keep(base, [base, *(base + 1 + i for i in path)])
         return path, token, measured
 
-    def accept(self, emitted: list[int]) -> list[int]:
+    def accept(self, emitted: Ids) -> Ids:
         """Grow by these tokens up to the text's end: a stop id, a stop string, the budget or the context.
 
         Returns:
@@ -286,7 +286,7 @@ def run(target: Model, method: Method, texts: Iterable[Text], rows: int = 1) -> 
             reserve(1)
 
 
-def decode(target: Model, method: Method, warp: LogitsWarper, prompt: list[int], **options: Any) -> Text:
+def decode(target: Model, method: Method, warp: LogitsWarper, prompt: Ids, **options: Any) -> Text:
     """Decode one prompt to its end; arguments are those of `Text`.
 
     Raises:
@@ -302,7 +302,7 @@ def decode_texts(
     target: Model,
     method: Method,
     warp: LogitsWarper,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[Ids],
     *,
     rngs: Sequence[Rng],
     batch_size: int | None = None,

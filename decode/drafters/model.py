@@ -246,7 +246,7 @@ class BlockDrafter(HeadDrafter):
         super().__init__(runner, target, warp)
         self.sample = sample
 
-    def _read_text(self, state: ModelState, ids: list[int]) -> None:
+    def _read_text(self, state: ModelState, ids: Ids) -> None:
         self.runner.read([state.cache])
 
     def read(self, caches: list[Any], feeds: list[Any]) -> list[Any]:

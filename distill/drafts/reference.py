@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.data.dataset import REFERENCE, Batch, Examples, label_mask
+from distill.data.dataset import REFERENCE, Batch, Examples, Shapes, label_mask
 from distill.drafts.block import BlockDraft
 from distill.drafts.eagle import FeatureDraft
 from distill.drafts.language_model import LanguageModelDraft
 from distill.losses.chunked import compare
 from distill.losses.divergences import Divergence
 from distill.networks.models import forward_precision
-from distill.signal.disk import Shapes, keep_columns
+from distill.signal.disk import keep_columns
 from distill.signal.target import Signal
 
 Draft = LanguageModelDraft | FeatureDraft | BlockDraft

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import httpx
 import torch
 
+from decode.core.draft import Ids
 from decode.engines import server
 from decode.errors import UserError
 from decode.files import read_json, write_json
@@ -132,7 +133,7 @@ def _short(answer: httpx.Response) -> str:
     return " ".join(answer.text.split())[:300]
 
 
-def answer_ids(answer: Answer) -> list[int]:
+def answer_ids(answer: Answer) -> Ids:
     """The token ids of an answer.
 
     Raises:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from decode.core.draft import Ids
 from decode.engines.check import serving_facts
-from decode.measure.acceptance import DEPTH, OfflineAlpha, offline_accepted_length, offline_alphas, paired
+from decode.measure.acceptance import DEPTH, ByDraft, OfflineAlpha, offline_accepted_length, offline_alphas, paired
 from decode.measure.benchmark import BenchEntry, Benchmark, paired_ratios
 from decode.measure.costs import LONGEST, best_length, break_even, speedups_by_length
 from decode.measure.session import BenchOptions, Session
@@ -25,8 +26,7 @@ from distill.data.corpus import test_suite
 from distill.export.card import fastest_row
 from distill.run import Run
 
-Text = tuple[list[int], int]  # token ids, and how many of them are the prompt
-Alphas = dict[str, list[OfflineAlpha]]  # by draft, as first, second, … drafted token
+Text = tuple[Ids, int]  # token ids, and how many of them are the prompt
 TREE_WIDTH, TREE_NODES = 4, 8  # tried with heads: nodes expanded a level, and nodes of the tree
 BATCH = 32  # test prompts that the target answers at a time, before anything is timed
 
@@ -40,7 +40,7 @@ def target_texts(session: Session, prompts: Sequence[Prompt], temperature: float
 
 def acceptance(
     target: PreTrainedModel, drafts: Mapping[str, DraftModel], texts: Sequence[Text], temperature: float
-) -> Alphas:
+) -> ByDraft:
     """Returns offline_alpha of every draft on texts of the target; each text advances the current piece of work.
 
     Of a feature head `DEPTH` drafted tokens are measured, of block heads all.
@@ -125,7 +125,7 @@ class Evaluation:
             "trained_with": serving_facts(self.target, run.target, run.tokenizer, chat=run.corpus.chat),
         }
 
-    def _offline(self, temperature: float, count: int) -> tuple[list[Text], Alphas]:
+    def _offline(self, temperature: float, count: int) -> tuple[list[Text], ByDraft]:
         """Returns the target's texts for the first test prompts, and every draft's acceptance on some of them."""
         prompts = self.prompts[:count]
         with as_current(self.bar.add(f"texts of the target, T = {temperature:g}", len(prompts))):
@@ -134,7 +134,7 @@ class Evaluation:
         with as_current(self.bar.add(f"acceptance, T = {temperature:g}", sum(len(ids) > n for ids, n in judged))):
             return texts, acceptance(self.target, self.models, judged, temperature)
 
-    def _acceptance(self, greedy: Alphas, decoded: Mapping[str, Any]) -> dict[str, list[Row]]:
+    def _acceptance(self, greedy: ByDraft, decoded: Mapping[str, Any]) -> dict[str, list[Row]]:
         """Returns every draft's greedy acceptance at each position: on validation examples, offline, and decoded."""
         positions: dict[str, list[Row]] = {}
         for name, depths in greedy.items():
@@ -164,7 +164,7 @@ class Evaluation:
             "seconds": record.seconds,
         }
 
-    def _pairs(self, alphas: Alphas, label: str) -> list[Row]:
+    def _pairs(self, alphas: ByDraft, label: str) -> list[Row]:
         """Returns the differences of the exported draft from the others, and of each draft from its reference.
 
         The last row compares the first draft with the student before distillation.
@@ -174,7 +174,7 @@ class Evaluation:
         pairs.append((self.run.trained[0], self.run.start))
         return [{"a": a, "b": b, "label": label} | paired(alphas[b][0], alphas[a][0]) for a, b in dict.fromkeys(pairs)]
 
-    def _profile(self, greedy: Alphas) -> tuple[Row, dict[str, int]]:
+    def _profile(self, greedy: ByDraft) -> tuple[Row, dict[str, int]]:
         """Returns the exported draft's costs with the speedups that they predict, and the best length of each draft."""
         student = self.settings.student
         longest = student.steps if student.is_block else max(LONGEST, *self.measured.draft_lengths)
