@@ -203,8 +203,8 @@ class Run:
 
     def _prompt_writer(self, model: str) -> Continue:
         if self.settings.teacher.served:
-            return continued_by(self.engine, self.settings.seed)
-        return continued_here(self.at_work(self.open_target(model)), self.settings.seed)
+            return partial(continued_by, self.engine, self.settings.seed)
+        return partial(continued_here, self.at_work(self.open_target(model)), self.settings.seed)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

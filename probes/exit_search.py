@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -236,9 +237,8 @@ def fastest_options(table: Sequence[Mapping[str, Any]]) -> dict[str, Fields]:
 def exit_experiment(run: Run, model: PreTrainedModel, modes: list[Mode], options: ProbeSettings) -> Fields:
     """Train and judge probes of all exits, and choose an exit and a stop rule; return the parts of the report."""
     folder, exits, seed = run.folder / "probes", exit_layers(model, options.layers), run.settings.seed
-    served, read = run.settings.teacher.signal == "vllm", None
-    if served:
-        read = read_engine(run.states, model)
+    served = run.settings.teacher.signal == "vllm"
+    read = partial(read_engine, run.states, model) if served else None
     rows, table, probes = list[Fields](), list[Fields](), list[AcceptanceProbe]()
     held = list[tuple[Mode, Features, list[AcceptanceProbe]]]()
     facts: Fields = {

@@ -21,7 +21,7 @@ from distill import ranks
 from distill.config.teacher import ResponseSettings
 from distill.data.dataset import Examples
 from distill.files import fingerprint
-from distill.responses.target import Job, answered_by_engine, answered_here, write_responses
+from distill.responses.target import Answer, Job, answered_by_engine, answered_here, write_responses
 from distill.results.evaluate import Text
 from distill.run import Run
 from probes.settings import ProbeSettings
@@ -82,17 +82,17 @@ def write_mode(run: Run, model: PreTrainedModel, mode: Mode, options: ProbeSetti
         if not prompts:
             raise UserError(f"the {split} split has no prompts; plain texts need a longer data.max_length")
         ends = sorted(stop_ids(model, run.tokenizer))
-        writer = partial(answered_here, model, how, seed, set(ends), warp=mode.warp)
+        answer: Answer = partial(answered_here, model, mode.warp, how.batch_size, seed, set(ends))
         if engine is not None:
             sampling = replace(how, temperature=mode.warp.temperature, top_p=mode.warp.top_p)
-            writer = partial(answered_by_engine, engine.complete, engine.workers, sampling, seed, ends, ends[0])
+            answer = partial(answered_by_engine, engine.complete, engine.workers, sampling, seed, ends, ends[0])
         written = write_responses(
             run,
             [Job(i, ids, max(0, min(options.max_new_tokens, limit - len(ids)))) for i, ids in enumerate(prompts)],
             how,
             run.work / "probes" / f"{mode.name}-{split}.jsonl",
             made_from | {"prompts": fingerprint(prompts), "seed": seed},
-            writer,
+            lambda: answer,  # noqa: B023
             f"{mode.name} texts, {split}",
             run.settings.teacher.signal == "vllm",
         )

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 
@@ -105,9 +105,10 @@ def _answered(
         if served:
             end = end_token(tokenizer) if chat is None else chat.answer_end()
             ask = run.states.answered if teacher.signal == "vllm" and teacher.engine.keep else run.engine.complete
-            return answered_by_engine(ask, run.engine.workers, settings, run.settings.seed, ends, end)
-        model = run.open_target(path) if target is None else target
-        return answered_here(run.at_work(model), settings, run.settings.seed, ends)
+            return partial(answered_by_engine, ask, run.engine.workers, settings, run.settings.seed, ends, end)
+        model = run.at_work(run.open_target(path) if target is None else target)
+        warp = LogitsWarper(settings.temperature, top_p=settings.top_p)
+        return partial(answered_here, model, warp, settings.batch_size, run.settings.seed, ends)
 
     answered = {}
     for split, rows in splits.items():
@@ -265,36 +266,24 @@ def write_responses(
 
 def answered_here(
     model: PreTrainedModel,
-    settings: ResponseSettings,
+    warp: LogitsWarper,
+    batch_size: int,
     seed: int,
     stop_ids: Collection[int],
-    warp: LogitsWarper | None = None,
-) -> Answer:
-    """Answers by the model itself, all jobs together.
-
-    Args:
-        model: The target.
-        settings: Sampling and batch size.
-        seed: With the number of a job it decides the response.
-        stop_ids: End-of-text tokens.
-        warp: How logits become probabilities; None: by the settings' temperature and top_p.
-    """
-    warp = warp or LogitsWarper(settings.temperature, top_p=settings.top_p)
-
-    def answers(jobs: Sequence[Job]) -> Iterator[tuple[int, Ids]]:
-        texts = write_texts(
-            model,
-            [job.ids for job in jobs],
-            warp,
-            budgets=[job.budget for job in jobs],
-            stop_ids=stop_ids,
-            draws=lambda i, count: uniform_draws(seed, 0, jobs[i].example, count=count),
-            batch_size=settings.batch_size,
-            progress=current().advance,
-        )
-        return zip((job.example for job in jobs), texts)
-
-    return answers
+    jobs: Sequence[Job],
+) -> Iterator[tuple[int, Ids]]:
+    """Answers by the model itself, all jobs together: see `Answer`. Seed and number of a job decide the response."""
+    texts = write_texts(
+        model,
+        [job.ids for job in jobs],
+        warp,
+        budgets=[job.budget for job in jobs],
+        stop_ids=stop_ids,
+        draws=lambda i, count: uniform_draws(seed, 0, jobs[i].example, count=count),
+        batch_size=batch_size,
+        progress=current().advance,
+    )
+    return zip((job.example for job in jobs), texts)
 
 
 # -- an engine ---------------------------------------------------------------------------------------------------------
@@ -307,8 +296,9 @@ def answered_by_engine(
     seed: int,
     ends: Sequence[int],
     end: int,
-) -> Answer:
-    """Answers by an engine, each as soon as it comes.
+    jobs: Sequence[Job],
+) -> Iterator[tuple[int, Ids]]:
+    """Answers by an engine, each as soon as it comes: see `Answer`.
 
     Args:
         ask: `distill.engine.servers.Engine.complete`, or what keeps the states of what it answers too.
@@ -317,6 +307,7 @@ def answered_by_engine(
         seed: Sent with every request, different for each; its effect depends on the engine.
         ends: End-of-text tokens.
         end: The one that answers end with, which an engine may leave out.
+        jobs: The prompts.
     """
     how: Values = {"temperature": settings.temperature, "top_p": settings.top_p, "stop_token_ids": sorted(ends)}
 
@@ -327,13 +318,10 @@ def answered_by_engine(
             ids = [*ids, end]
         return job.example, ids[: job.budget]
 
-    def answers(jobs: Sequence[Job]) -> Iterator[tuple[int, Ids]]:
-        pool = ThreadPoolExecutor(workers)
-        try:
-            for future in as_completed([pool.submit(answer, job) for job in jobs]):
-                current().advance()
-                yield future.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-    return answers
+    pool = ThreadPoolExecutor(workers)
+    try:
+        for future in as_completed([pool.submit(answer, job) for job in jobs]):
+            current().advance()
+            yield future.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

@@ -164,7 +164,7 @@ def test_servers_share_the_prompts_as_ids_with_many_requests_in_flight() -> None
     with serving(slow) as (first, asked), serving(slow) as (second, others):
         engine = Engine([first, second], EngineSettings(in_flight=3))
         settings = ResponseSettings(source="target", temperature=0.7, top_p=0.9)
-        texts = dict(answered_by_engine(engine.complete, engine.workers, settings, 5, [1, 2], 2)(jobs))
+        texts = dict(answered_by_engine(engine.complete, engine.workers, settings, 5, [1, 2], 2, jobs))
     assert texts == {i: [7, 7, 7, 2] for i in range(12)}  # an end that a server leaves out is put back
     assert (len(asked), len(others)) == (6, 6)
     bodies = [*asked, *others]
