@@ -62,10 +62,7 @@ class Checked:
 def check_numbers(settings: Any, where: str = "", *, nested: bool = False) -> None:
     """Check the fields whose type is a constrained number, a `Literal` or a bool; numbers become plain ones.
 
-    Args:
-        settings: an instance of a dataclass.
-        where: put before the fields' names in errors.
-        nested: also check the dataclasses in its fields, under their dotted names.
+    `where` is put before their names in errors; `nested` checks the dataclasses in them too, under dotted names.
 
     Raises:
         UserError: with the option, its value and the values allowed.

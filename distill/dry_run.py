@@ -61,11 +61,8 @@ SMALL = {
 def shrink(settings: Settings, console: Console | None = None, *, untie: bool = False) -> Settings:
     """Return settings of the same run in miniature; its models and rows are written under ``<name>-dry-run``.
 
-    Args:
-        settings: Of the run.
-        console: Told what stands for what.
-        untie: Give the target an output head apart from its embedding; random models with a tied one repeat the last
-            token at every layer.
+    ``untie`` gives the target an output head apart from its embedding: random models with a tied one repeat the last
+    token at every layer.
 
     Raises:
         UserError: The settings are refused as they are.

@@ -129,10 +129,7 @@ def process_count(trainer: Any) -> int:
 def restart(trainer: Any, module: str, arguments: list[str]) -> None:
     """Replace this process by torchrun with as many as ``trainer`` means; returns where no more are needed.
 
-    Args:
-        trainer: A run's section ``trainer``.
-        module: Name of the command, such as ``distill``.
-        arguments: Those of the command.
+    ``module`` is the command, such as ``distill``, and ``arguments`` are its own.
     """
     count = process_count(trainer)
     if count == 1 or trainer.num_nodes > 1 or not isinstance(environment(), LightningEnvironment):

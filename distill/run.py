@@ -115,9 +115,7 @@ class Run:
     def record(self, stage: str, key: str | None = None) -> StageRecord | None:
         """Return the record of a finished stage whose files have their sizes; None otherwise.
 
-        Args:
-            stage: Name of the stage.
-            key: Fingerprint that its inputs have to have. None: any.
+        ``key`` is the fingerprint that its inputs have to have; None: any.
         """
         try:
             record = StageRecord(**read_json(self.work / f"{stage}.json"))

@@ -82,11 +82,8 @@ def run_stages(
 ) -> list[str]:
     """Run the stages that are not up to date.
 
-    Args:
-        run: Settings, data and folder.
-        only: Stages to run. None: all.
-        check: Check data and models before the first training, unless the target alone is wanted.
-        rehearse: Is called by the first process before the first draft is trained.
+    Data and models are checked before the first training, unless the target alone is wanted. ``rehearse`` is called by
+    the first process before the first draft is trained.
 
     Returns:
         The names of the stages that were made.

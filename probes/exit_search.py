@@ -91,13 +91,8 @@ def predict(
 ) -> list[Choice]:
     """Return all settings of an exit layer with their predicted speedups.
 
-    Args:
-        outcomes: Acceptance at every position, by text.
-        confidences: The same for ``token`` and the kinds of probes.
-        exit_layer: The exit.
-        costs: Of rounds, by exit layer.
-        reading: Seconds that a confidence adds to a drafted token: see `decode.measure.costs.exit_costs`.
-        window: Longest draft.
+    Acceptances are by text and position, and so are confidences for ``token`` and each kind of probe; costs are by exit
+    layer. ``reading`` has the seconds that a confidence adds to a drafted token: see `decode.measure.costs.exit_costs`.
     """
     settings: list[tuple[str, int, float | None]] = [("layerskip", k, None) for k in LENGTHS if k <= window]
     settings += [(m, window, t) for m, rule in STOPPED.items() if rule in confidences for t in THRESHOLDS]

@@ -284,10 +284,7 @@ def render_row(row: Row, chat: ChatFormat | None) -> tuple[list[Turn], list[str]
 def chat_turns(chat: ChatFormat, messages: Messages, tools: Any = None) -> tuple[list[Turn], list[str]]:
     """The assistant's turns of a conversation, each behind the prompt that it has when the model is served.
 
-    Args:
-        chat: Template and settings.
-        messages: From `clean_messages`.
-        tools: Descriptions of the tools, for templates that write them.
+    ``messages`` are from `clean_messages`, ``tools`` descriptions of the tools, for templates that write them.
 
     Returns:
         The turns, and what is to be noted of the row.

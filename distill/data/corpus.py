@@ -302,11 +302,8 @@ def _tokenised(columns: Mapping[str, list[Any]], settings: DataSettings, form: C
 def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCABULARY) -> PreTrainedTokenizerFast:
     """Trains a byte-level BPE tokenizer that encodes any text without loss; the same texts give the same tokenizer.
 
-    Every digit is a token of its own, so that numbers are copied and computed digit by digit.
-
-    Args:
-        texts: Training texts.
-        vocab_size: Largest vocabulary, special tokens and the 256 bytes included.
+    Every digit is a token of its own, so that numbers are copied and computed digit by digit. ``vocab_size`` counts
+    special tokens and the 256 bytes too.
 
     Returns:
         A tokenizer with ``<|endoftext|>`` (id 0) as end of text and ``<|pad|>`` (id 1); it adds neither by itself.

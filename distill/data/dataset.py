@@ -247,10 +247,6 @@ class DistillDataModule(L.LightningDataModule):
     """Batches of a stage's training, dealt out to the trainer's processes.
 
     A training is one epoch of all its steps. A continued one begins at the trainer's step.
-
-    Args:
-        training: Batches of one process.
-        validation: Examples by which checkpoints are compared.
     """
 
     trainer: Any

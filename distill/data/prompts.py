@@ -102,11 +102,8 @@ class Sample(NamedTuple):
 def problem_of(text: str, tokens: int, ended: bool, markers: Collection[str] = ()) -> str:
     """Why a text that the target wrote as the user's turn is no prompt; empty if it is one.
 
-    Args:
-        text: Without the end token.
-        tokens: Their number.
-        ended: Whether it ended before the limit.
-        markers: Texts of the chat template that no prompt may contain.
+    It has so many ``tokens``, without the end token if it ``ended``, and may contain none of the template's
+    ``markers``.
     """
     reasons = {
         f"unfinished after {LONGEST} tokens": not ended,

@@ -87,9 +87,7 @@ def sentences(split: str, left_out: LeftOut) -> list[str]:
 def load_rows(settings: DataSettings, seed: int) -> SourceRows:
     """The rows of train, validation and test; no row of a later split, nor the prompt of a pair, is in an earlier one.
 
-    Args:
-        settings: Source and templates.
-        seed: Chooses the sample of a data set of the Hub that has far more rows than needed.
+    The seed chooses the sample of a data set of the Hub that has far more rows than needed.
 
     Raises:
         UserError: No such source, missing columns, or a split without rows.

@@ -28,13 +28,8 @@ def keep_reference(
 ) -> None:
     """Adds the reference's losses to the examples: see `keep_columns`. With them ΔL needs no reference model any more.
 
-    Args:
-        reference: The draft by which tokens are selected.
-        signal: The target.
-        examples: With the target's columns if they are kept.
-        divergence: D(p, r).
-        precision: The trainer's: the draft's side of ΔL is computed in it.
-        where: Folder, name, key and what expects the texts, of `keep_columns`.
+    The draft's side of ΔL is computed in the trainer's ``precision``. ``where`` has folder, name, key and what expects
+    the texts.
     """
     device = next(reference.model.parameters()).device
     steps = reference.depth if reference.blocks else getattr(reference, "steps", 1)

@@ -42,13 +42,8 @@ def check_states(
 ) -> None:
     """Compare an engine with transformers, and with its own log-probabilities.
 
-    Args:
-        files: Of the engine.
-        parts: The target's final norm and output head.
-        texts: Token ids; a token is written after each.
-        dtype: The target's number format.
-        open_target: Opens the whole target. None: memory does not hold it.
-        say: Called with what was found.
+    A token is written after each of the texts. ``parts`` has the final norm and the output head; ``open_target`` opens
+    the whole target, unless memory does not hold it. ``say`` is told what was found.
 
     Raises:
         UserError: They differ; with the first layer that does, and the known causes.
@@ -92,12 +87,7 @@ def check_samples(
 ) -> None:
     """Compare what an engine writes with the distribution that its states give, by the mean log-probability.
 
-    Args:
-        files: Of the engine.
-        parts: The target's final norm and output head.
-        prompts: Token ids.
-        warp: Temperature and top_p of the answers.
-        say: Called with what was found.
+    ``warp`` has temperature and top_p of the answers; the others are as of `check_states`.
 
     Raises:
         UserError: The answers are no samples of the target.

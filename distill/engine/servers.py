@@ -173,16 +173,9 @@ def opened(
 ) -> Iterator[Engine]:  # fmt: skip
     """The engine of a target until the block is left: the given servers, or this machine's vLLM.
 
-    The first process that needs it starts it, the others find its address in the folder of the states.
-
-    Args:
-        settings: Servers, arguments, folder.
-        target: Its number format.
-        model: Its folder.
-        layers: Whose entering states are given away.
-        length: Longest text in tokens.
-        work: The run's folder, by which its processes know each other.
-        threads: Of an engine on a CPU.
+    The first process that needs it starts it, the others find its address in the folder of the states. It gives the
+    states that enter ``layers`` away; ``length`` is the longest text in tokens, ``threads`` are of a CPU. By the run's
+    folder ``work`` its processes know each other.
 
     Raises:
         UserError: No vLLM, an engine that does not start, a folder that is too small; with the next step.

@@ -117,11 +117,7 @@ def export_draft(
 def check_export_path(out_dir: str | Path, version: int | str | None = None) -> None:
     """Refuses a destination that vLLM would take for another method, or that holds something other than a model.
 
-    It is cheap, so it is called before training starts.
-
-    Args:
-        out_dir: Destination.
-        version: Version of EAGLE, 1 or 3, or dflash or dspark, if the draft is a head.
+    It is cheap, so it is called before training starts. ``version`` is that of a head.
     """
     path = Path(out_dir).resolve()
     if sniffed := [name for name in SNIFFED_NAMES.get(version, []) if name in str(path).lower()]:
@@ -244,9 +240,7 @@ def _check_reload(folder: Path, config: PreTrainedConfig, ids: Tensor, source: T
 def check_gguf(settings: ExportSettings, head: int | str | DraftHead | None = None) -> None:
     """Refuses GGUF files that cannot be written; cheap, so it is called before training starts.
 
-    Args:
-        settings: Settings of the export.
-        head: The head, or its version of EAGLE (1 or 3), dflash or dspark, if the draft is one.
+    ``head`` is the draft's head, or its version.
 
     Raises:
         UserError: The converter is not installed, or does not support such heads or their layout.

@@ -284,10 +284,7 @@ def _read(files: dict[str, Path], name: str, like: Tensor) -> Tensor | None:
 def open_placed(settings: TargetSettings, path: str | Path, device: torch.device) -> PreTrainedModel:
     """Return the frozen target: over the machine's devices or quantised if the settings say so, else on the CPU.
 
-    Args:
-        settings: The target's.
-        path: Its folder, Hub name or file.
-        device: The draft's, to which a quantised target without a device map is loaded.
+    A quantised one without a device map is loaded to ``device``, which is the draft's.
 
     Raises:
         UserError: It cannot be read or placed.
@@ -303,11 +300,8 @@ def open_placed(settings: TargetSettings, path: str | Path, device: torch.device
 def check_quantization(key: str, wanted: Any, device: str | torch.device, *, packed: bool = False) -> None:
     """Refuse weights in few bits that cannot be used here.
 
-    Args:
-        key: Setting that asks for them: ``target.quantization``, or that of a model.
-        wanted: How, such as ``{quant_method: bitsandbytes, load_in_4bit: true}``.
-        device: Device of the weights.
-        packed: The model's files hold them so.
+    ``key`` is the setting that asks for them, ``wanted`` says how, such as ``{quant_method: bitsandbytes, load_in_4bit:
+    true}``; ``packed``: the model's files hold them so.
 
     Raises:
         UserError: The method is unknown, its package is not installed, or the device does not support it.
@@ -352,12 +346,8 @@ def make_optimizer(model: nn.Module, settings: TrainingSettings, *, precision: s
     """Return the optimiser of the trainable parameters, with weight decay on the matrices inside the layers only.
 
     A language model's embeddings and output head are not decayed; a feature head's output head is. AdamW is PyTorch's
-    fused one, except under a mixed precision, where Lightning clips no gradients of it.
-
-    Args:
-        model: The model.
-        settings: Kind of optimiser, learning rate, weight decay and beta2 (of AdamW).
-        precision: Lightning's name of the training's precision.
+    fused one, except under a mixed precision, where Lightning clips no gradients of it. ``precision`` is Lightning's
+    name of the training's.
 
     Raises:
         UserError: The class of the settings refuses its arguments.

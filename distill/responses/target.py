@@ -226,17 +226,8 @@ def write_responses(
     """The responses to prompts, which are kept on disk.
 
     Every process writes its share into a file of its own (an engine is asked by the first one alone), and all read all
-    of them when they are there.
-
-    Args:
-        run: Console and tokenizer.
-        jobs: The prompts.
-        settings: Batch size.
-        path: The first process's file; those of the others are beside it.
-        made_from: Everything that decides the responses.
-        writer: Makes what writes those that are missing.
-        title: Shown beside the progress.
-        served: An engine answers.
+    of them when they are there. ``made_from`` is everything that decides them, ``path`` the first process's file,
+    ``writer`` makes what writes those that are missing. ``served``: an engine answers.
     """
     rank, world = ranks.rank(), 1 if served else ranks.world()
 
@@ -300,14 +291,8 @@ def answered_by_engine(
 ) -> Iterator[tuple[int, Ids]]:
     """Answers by an engine, each as soon as it comes: see `Answer`.
 
-    Args:
-        ask: `distill.engine.servers.Engine.complete`, or what keeps the states of what it answers too.
-        workers: Requests in flight.
-        settings: Sampling.
-        seed: Sent with every request, different for each; its effect depends on the engine.
-        ends: End-of-text tokens.
-        end: The one that answers end with, which an engine may leave out.
-        jobs: The prompts.
+    ``ask`` is `distill.engine.servers.Engine.complete`, or what keeps the states of what it answers too. A seed, whose
+    effect depends on the engine, is sent with every request. Answers end with ``end``, which an engine may leave out.
     """
     how: Values = {"temperature": settings.temperature, "top_p": settings.top_p, "stop_token_ids": sorted(ends)}
 

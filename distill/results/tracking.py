@@ -64,11 +64,7 @@ class RunLogger(WandbLogger):
 def make_logger(tracker: str, run_dir: Path, name: str, config: Mapping[str, Any]) -> Logger | None:
     """Return the logger of a whole run, from which `for_stage` makes those of its stages.
 
-    Args:
-        tracker: wandb, csv or none.
-        run_dir: Folder of the run, in which records are kept.
-        name: Displayed name.
-        config: All settings. A W&B run that was killed is continued while they stay the same.
+    A W&B run that was killed is continued while ``config``, all settings, stays the same.
     """
     if tracker != "wandb":
         return CSVLogger(run_dir, name="csv/run", flush_logs_every_n_steps=20) if tracker == "csv" else None

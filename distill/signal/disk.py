@@ -48,14 +48,8 @@ def keep_columns(
 ) -> None:
     """Adds columns to the examples: those on disk, or computed; without a folder they stay in memory.
 
-    Args:
-        examples: The texts.
-        compute: Gives the columns of a batch.
-        shapes: Of the columns.
-        folder: Where they are kept.
-        name: Of the file.
-        key: Fingerprint of everything that the values depend on.
-        expect: Called with what will be computed, before it is.
+    ``key`` is a fingerprint of everything that the values depend on. ``expect`` is called with what will be computed,
+    before it is.
 
     Raises:
         UserError: The disk has not enough room, or values are not finite.

@@ -112,10 +112,7 @@ def mask_token(tokenizer: PreTrainedTokenizerBase, rows: int) -> int:
 
     In this order: a mask token of the tokenizer, a reserved token, a row of the embedding behind the tokenizer's ids,
     the byte 0xFF of a byte-level vocabulary, or a control token that neither ends a text nor stands in the template.
-
-    Args:
-        tokenizer: the target's.
-        rows: of the target's embedding.
+    ``rows`` are those of the target's embedding.
 
     Raises:
         UserError: there is none.

@@ -293,12 +293,8 @@ def save_head(head: DraftHead, folder: str | Path, shared: dict[str, Tensor] | N
     """Writes config.json and model.safetensors into a folder.
 
     The vocabulary's tables d2t and t2d are written only where the head drafts some of the target's tokens: vLLM makes
-    no parameter for them where the vocabularies are equal.
-
-    Args:
-        head: a head.
-        folder: where to write it.
-        shared: tensors of the target that are written beside the head's, for engines that do not take them from it.
+    no parameter for them where the vocabularies are equal. `shared` are tensors of the target that are written beside
+    the head's, for engines that do not take them from it.
     """
     state, fields = head.state_dict() | (shared or {}), head.config.to_dict()
     if isinstance(head, BlockHead):  # as vLLM and SGLang read it, beside our own keys
