@@ -75,10 +75,7 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
     folder = Path(full.output_dir) / full.name
     runs: dict[str, Run] = {kind: Run(_of_kind(full, kind), console) for kind in kinds} or {"": Run(full, console)}
     length = full.student.block.size - 1 if kinds else None
-    labels = {(kind, name): " ".join(filter(None, (kind, name))) for kind in runs for name in variants}
-    alphas: dict[str, Alphas] = {label: {mode: [] for mode in MODES} for label in labels.values()}
-    used: dict[str, list[Row]] = {label: [] for label in labels.values()}
-    texts = dict[str, list[Text]]()
+    alphas, used, texts = dict[str, Alphas](), dict[str, list[Row]](), dict[str, list[Text]]()
     for kind, run in runs.items():
         with alone_in(run):
             for part in WRITTEN:
@@ -97,14 +94,16 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
                     texts = {mode: target_texts(session, prompts, heat) for mode, heat in MODES.items()}
             for seed in seeds:
                 for name, variant in variants.items():
-                    draft, trust, label = f"{name}-seed{seed}", full.student.trust_remote_code, labels[kind, name]
+                    draft, trust = f"{name}-seed{seed}", full.student.trust_remote_code
+                    found = alphas.setdefault(label := f"{kind} {name}".strip(), {mode: [] for mode in MODES})
                     run_stages(run, (draft,))
                     models = {draft: open_draft(run.path(draft), target, run.tokenizer, trust_remote_code=trust)}
                     with working(console, f"  acceptance of {kind} {draft}"):
                         for mode, temperature in MODES.items():
-                            alphas[label][mode] += acceptance(target, models, texts[mode], temperature).values()
+                            found[mode] += acceptance(target, models, texts[mode], temperature).values()
                     record = run.draft_record(draft)
-                    used[label].append({**record.account, "seconds": record.seconds, "settings": asdict(variant)})
+                    account = {**record.account, "seconds": record.seconds, "settings": asdict(variant)}
+                    used.setdefault(label, []).append(account)
                     write_table(folder / "ablation.md", table(alphas, used, length), console)
     return folder
 
@@ -132,8 +131,6 @@ def table(alphas: Mapping[str, Alphas], used: Mapping[str, Sequence[Row]], lengt
 
     rows = []
     for name, accounts in used.items():
-        if not accounts:
-            continue
         sampled = alphas[name]["sampled"]
         mean = _mean([depths[0] for depths in sampled])
         row = accounts[0] | {"name": name, "seeds": len(accounts), "offline_alpha": mean.mean}

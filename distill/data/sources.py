@@ -20,6 +20,7 @@ from string import Formatter
 from datasets import Dataset, Features, Value
 
 from decode.errors import UserError
+from decode.files import Fields
 from decode.incoming import HALVED, columnar_row, is_whole
 from decode.measure.arithmetic import problems
 from decode.measure.suites import PRESETS, Preset, Row, file_format, held_out, iter_rows, load_hub, messages_of
@@ -203,10 +204,10 @@ def _text(row: Row) -> Row:
 
 def _pairs(source: Preset | tuple[str, str]) -> tuple[Sequence[str], Shape]:
     """The columns that a preset, or two format strings, need, and the shape of a prompt and its response."""
+    templates: Fields
     if isinstance(source, Preset):
         columns, readable = source.columns, None
-        said = source.said if source.said_template else lambda row: ""
-        templates = {"prompt": source.prompt, "response": source.response, "said": said}
+        templates = {"prompt": source.prompt, "response": source.response, "said": source.said}
     else:
         try:
             names = [name for template in source for _, name, _, _ in Formatter().parse(template)]
@@ -228,7 +229,7 @@ def _pairs(source: Preset | tuple[str, str]) -> tuple[Sequence[str], Shape]:
         for name in ("response", "prompt"):
             if not texts[name].strip():
                 raise UnusableRow(f"without a {name}")
-        return {**texts}
+        return texts
 
     return columns, shape
 
