@@ -52,7 +52,7 @@ def check_given(run: Run, here: Callable[[str], bool] = lambda _: True) -> None:
     for name, model in settings.language_models.items():
         if model.model is not None and here(model.model):
             packed = getattr(config_of(model, 0), "quantization_config", None)
-            if packed and settings.teacher.signal != "vllm":
+            if packed and not settings.teacher.in_engine:
                 check_quantization(f"{name}.model", packed, run.device, packed=True)
     if settings.target.quantization:
         check_quantization("target.quantization", settings.target.quantization, run.device)
@@ -92,7 +92,7 @@ def check_engine(run: Run) -> None:
     """
     settings, teacher = run.settings, run.settings.teacher
     given, length = teacher.engine, settings.data.max_length
-    if not (teacher.served or teacher.signal == "vllm"):
+    if not (teacher.served or teacher.in_engine):
         return
     check_length(run)
     if not given.urls:
@@ -117,7 +117,7 @@ def check_engine(run: Run) -> None:
                     f"{model.url} serves texts of {model.context} tokens and data.max_length is {length}: start it "
                     f"with --max-model-len {length}, or lower data.max_length"
                 )
-            if teacher.signal == "vllm" and Path(model.name).name != run.served_folder.name:
+            if teacher.in_engine and Path(model.name).name != run.served_folder.name:
                 run.line(f"{model.url} serves {model.name}, and the target is {run.served_folder}")
     finally:
         engine.close()
@@ -208,7 +208,7 @@ def _check_disk(run: Run) -> None:
     """Refuse a kind of signal that was asked for by name and that the disk has no room for."""
     teacher, known = run.settings.teacher, run.corpus.answered and not run.settings.teacher.responses.from_target
     kind = teacher.kept
-    if teacher.signal == "vllm":
+    if teacher.in_engine:
         keep, most = teacher.engine.keep, "" if known else " at most"
         what = "nothing" if keep is False else teacher.number_format(run.settings.target.dtype)
         what = f"the top {teacher.signal_k} ids" if keep == "topk" else what

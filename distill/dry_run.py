@@ -80,7 +80,7 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
     change(small, **copy.deepcopy(SMALL))
     if small.student.is_head:  # a given head does not fit a small target
         small.student.model = None
-    if settings.teacher.signal == "vllm" or settings.teacher.engine.urls:
+    if settings.teacher.in_engine or settings.teacher.engine.urls:
         console.print("  the target made here stands in no engine: it answers and gives states itself", highlight=False)
         small.teacher.signal = settings.teacher.kept
     data, tokenizer = small.data, None

@@ -295,7 +295,7 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
         check_head(model, LMHead(model))
         return model
 
-    head, served = draft.model if isinstance(draft.model, DraftHead) else None, teacher.signal == "vllm"
+    head, served = draft.model if isinstance(draft.model, DraftHead) else None, teacher.in_engine
     here = kind == "online" and not served
     parts = opened() if here else run.target_parts().to(DTYPES[target.dtype])
 

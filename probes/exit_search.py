@@ -232,7 +232,7 @@ def fastest_options(table: Sequence[Mapping[str, Any]]) -> dict[str, Fields]:
 def exit_experiment(run: Run, model: PreTrainedModel, modes: list[Mode], options: ProbeSettings) -> Fields:
     """Train and judge probes of all exits, and choose an exit and a stop rule; return the parts of the report."""
     folder, exits, seed = run.folder / "probes", exit_layers(model, options.layers), run.settings.seed
-    served = run.settings.teacher.signal == "vllm"
+    served = run.settings.teacher.in_engine
     read = partial(read_engine, run.states, model) if served else None
     rows, table, probes = list[Fields](), list[Fields](), list[AcceptanceProbe]()
     held = list[tuple[Mode, Features, list[AcceptanceProbe]]]()

@@ -72,8 +72,9 @@ def write_mode(run: Run, model: PreTrainedModel, mode: Mode, options: ProbeSetti
     assert target is not None
     limit = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)
     made_from = {"target": target.fingerprint, "budget": options.max_new_tokens, "also": described(model, mode.warp)}
-    engine = run.engine if run.settings.teacher.signal == "vllm" and ranks.is_first() else None
-    made_from |= {"served": True} if run.settings.teacher.signal == "vllm" else {}
+    served = run.settings.teacher.in_engine
+    engine = run.engine if served and ranks.is_first() else None
+    made_from |= {"served": True} if served else {}
     made_from |= {name: getattr(mode.warp, name) for name in ("temperature", *NEUTRAL)}
     counts = {"train": options.prompts, "validation": options.validation_prompts, "test": options.test_prompts}
     for number, (split, count) in enumerate(counts.items()):
@@ -94,6 +95,6 @@ def write_mode(run: Run, model: PreTrainedModel, mode: Mode, options: ProbeSetti
             made_from | {"prompts": fingerprint(prompts), "seed": seed},
             lambda: answer,  # noqa: B023
             f"{mode.name} texts, {split}",
-            run.settings.teacher.signal == "vllm",
+            served,
         )
         mode.texts[split] = [([*ids, *text], len(ids)) for ids, text in zip(prompts, written)]

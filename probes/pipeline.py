@@ -9,7 +9,6 @@ from rich.console import Console
 from decode.files import Fields, read_json, write_json
 from decode.measure.machine import doubt
 from decode.models.open import DTYPES
-from decode.progress import output_console
 from distill import ranks
 from distill.pipeline import prepare_settings, with_formats
 from distill.results.tracking import finish, for_stage, make_logger
@@ -36,7 +35,7 @@ def run_probes(settings: ProbesSettings, console: Console | None = None) -> Fiel
     ranks.start(settings.trainer)
     first, threads = ranks.is_first(), torch.get_num_threads()
     options, blocks = settings.probes, settings.student.is_block
-    run = Run(settings, (console or output_console()) if first else Console(quiet=True))
+    run = Run(settings, console)
     added: Fields = {}
     try:
         with alone_in(run):
@@ -46,7 +45,7 @@ def run_probes(settings: ProbesSettings, console: Console | None = None) -> Fiel
             try:
                 run_stages(run, only=None if blocks else ("target",))
                 run.console.print("[bold]probes[/bold]", highlight=False)
-                served = settings.teacher.signal == "vllm"
+                served = settings.teacher.in_engine
                 model = run.target_parts().to(DTYPES[run.settings.target.dtype]) if served else run.load_target()
                 if served:
                     run.captured_layers = exit_layers(model, options.layers)

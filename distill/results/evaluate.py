@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from decode.core.draft import Ids
@@ -63,7 +62,6 @@ class Evaluation:
         measured, student = run.settings.evaluation, run.settings.student
         assert isinstance(measured, EvaluationSettings)
         self.run, self.settings, self.measured = run, run.settings, measured
-        self.threads = torch.get_num_threads()
         self.target = run.load_target("float32" if run.device.type == "cpu" else None)  # in which a CPU decodes
         self.best = run.chosen(self.settings.export.choose)
         self.models = {
@@ -94,18 +92,13 @@ class Evaluation:
             ``profile``, ``analysis``, ``machine``, ``created``, ``trained_with``.
         """
         run, measured = self.run, self.measured
-        try:
-            with Progress(run.console) as self.bar:
-                if followed := described(self.target, own_warp(self.target, 1.0, {})):
-                    self.bar.console.print(followed, soft_wrap=True)
-                torch.set_num_threads(self.threads)  # texts that are processed at once have more than timed ones
-                _, sampled = self._offline(1.0, measured.prompts)
-                texts, greedy = self._offline(0.0, max(measured.prompts, measured.accuracy_prompts))
-                torch.set_num_threads(self.session.threads)
-                profile, lengths = self._profile(greedy)
-                decoding, analysis = self._decoding(lengths)
-        finally:
-            torch.set_num_threads(self.threads)
+        with Progress(run.console) as self.bar:
+            if followed := described(self.target, own_warp(self.target, 1.0, {})):
+                self.bar.console.print(followed, soft_wrap=True)
+            _, sampled = self._offline(1.0, measured.prompts)
+            texts, greedy = self._offline(0.0, max(measured.prompts, measured.accuracy_prompts))
+            profile, lengths = self._profile(greedy)
+            decoding, analysis = self._decoding(lengths)
         curves = {name: [row for row in run.draft_record(name).history if "alpha" in row] for name in self.models}
         analysis["curves"] = {name: [[row["step"], row["alpha"]] for row in h] for name, h in curves.items() if h}
         analysis["acceptance"] = self._acceptance(greedy, analysis["acceptance_by_position"])
