@@ -174,9 +174,9 @@ def serve_check(
     def proposed(texts: Sequence[ServedText], length: int) -> tuple[Accepted, float]:
         return acceptance(session.model, draft, [(ids, text.ids) for ids, text in zip(prompts, texts)], length)
 
-    def counts(accepted: Sequence[Any], texts: Sequence[ServedText], length: int, **more: bool) -> list[Drafts]:
+    def counts(accepted: Accepted, texts: Sequence[ServedText], length: int, beyond: bool | None) -> list[Drafts]:
         return [
-            predicted_drafts(at, len(text.ids), length, budget=limit, ended=text.ended, **more)
+            predicted_drafts(at, len(text.ids), length, budget=limit, ended=text.ended, beyond=beyond)
             for at, text in zip(accepted, texts)
         ]
 
@@ -187,7 +187,7 @@ def serve_check(
             accepted, share = proposed(alone[t], length)
             agreement = share if t == 0 else agreement
             row = {"engine": engine.name, "temperature": t, "draft_length": length, "other_texts": False}
-            row |= compared(texts, alone[t], counts(accepted, alone[t], length), length)
+            row |= compared(texts, alone[t], counts(accepted, alone[t], length, None), length)
             if row["identical_share"] < 1:
                 accepted, ours = proposed(texts, length)
                 tokens = sum(1 / max(1, sum(len(text.ids) for text in some)) for some in (texts, alone[t]))
@@ -195,8 +195,8 @@ def serve_check(
                 # whether it is the target's most probable one
                 row["other_texts"] = abs(ours - share) > 4 * math.sqrt(share * (1 - share) * tokens) + 0.02
             # sampled tokens behind the end of a text are not known; llama.cpp drafts none
-            chance = [{"beyond": beyond} if t and not llama else {} for beyond in (False, True)]
-            bounds = zip(*(counts(accepted, texts, length, **more) for more in chance))
+            chance = (False, True) if t and not llama else (None, None)
+            bounds = zip(*(counts(accepted, texts, length, beyond) for beyond in chance))
             apart = [
                 f"text {i} has {text.drafts.accepted} in {text.drafts.rounds:g} rounds, expected {low.accepted} in "
                 f"{low.rounds:g}"

@@ -53,8 +53,7 @@ def save_ngram_table(text: np.ndarray, path: Path, fingerprint: str) -> Path:
         "tokens": (grams[kept] & np.uint64((1 << BITS) - 1)).astype(np.int32),
         "probabilities": share[kept].astype(np.float32),
     }
-    save_arrays(path / FILE, arrays, kind=KIND, fingerprint=fingerprint)
-    return path / FILE
+    return save_arrays(path / FILE, arrays, kind=KIND, fingerprint=fingerprint)
 
 
 class NgramTable:

@@ -51,12 +51,13 @@ def join_documents(documents: Iterable[Sequence[int] | np.ndarray]) -> np.ndarra
     return text.astype(np.uint32 if text.max() > np.iinfo(np.uint16).max else np.uint16)
 
 
-def save_arrays(path: Path, arrays: dict[str, np.ndarray], *, kind: str, fingerprint: str, **facts: int) -> None:
-    """Write arrays and their manifest as one safetensors file, whole or not at all."""
+def save_arrays(path: Path, arrays: dict[str, np.ndarray], *, kind: str, fingerprint: str, **facts: int) -> Path:
+    """Write arrays and their manifest as one safetensors file, whole or not at all, and return its path."""
     arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     # one entry, since safetensors writes several in random order and equal stores should be equal files
     manifest = json.dumps({"kind": kind, "format": FORMAT, "tokenizer": fingerprint} | facts)
     write_safely(path, lambda file: save_file(arrays, file, metadata={"manifest": manifest}))
+    return path
 
 
 def map_arrays(path: Path, *, kind: str, fingerprint: str) -> tuple[Fields, dict[str, np.ndarray]]:

@@ -58,8 +58,7 @@ def save_datastore(text: np.ndarray, path: Path, fingerprint: str) -> Path:
     # big-endian, so that comparing bytes compares token sequences
     stored = text.astype(text.dtype.newbyteorder(">")).view(np.uint8)
     arrays = {"suffixes": suffix_array(text), "text": stored}
-    save_arrays(path / FILE, arrays, kind=KIND, fingerprint=fingerprint, width=text.dtype.itemsize)
-    return path / FILE
+    return save_arrays(path / FILE, arrays, kind=KIND, fingerprint=fingerprint, width=text.dtype.itemsize)
 
 
 class Datastore:
