@@ -63,7 +63,7 @@ def copy_from(ids: Ids, after: int, count: int) -> Ids:
     return copied
 
 
-def commonest(rows: Sequence[Sequence[int]], least: float) -> tuple[list[int], float]:
+def commonest(rows: Sequence[Ids], least: float) -> tuple[Ids, float]:
     """Follow the commonest token of each column, among the rows that agree so far; of equals that of the first row.
 
     Rows are continuations, which `END` may end early. The tokens are followed while at least the share `least` of all

@@ -306,7 +306,7 @@ def marked(
     detokenizer: Detokenizer,
     tokens: Ids,
     written_by: Sequence[str],
-    rejected: Sequence[Sequence[int]],
+    rejected: Sequence[Ids],
     alone: bool = False,
 ) -> list[dict[str, str]]:
     """Tokens as ``{text, who}``: accepted, corrected, bonus or target, each after up to three rejected in its place.

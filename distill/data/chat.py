@@ -146,7 +146,7 @@ def rendered_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], ends:
     return [[token for part in text for token in ids[part]] for text in parts]
 
 
-def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[Sequence[int]]) -> list[str]:
+def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[Ids]) -> list[str]:
     return list(tokenizer.batch_decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 

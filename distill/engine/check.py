@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.core.draft import Ids
 from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
 from distill.engine.servers import answer_ids
@@ -35,7 +36,7 @@ class Difference:
 def check_states(
     files: StateFiles,
     parts: PreTrainedModel,
-    texts: Sequence[Sequence[int]],
+    texts: Sequence[Ids],
     dtype: str,
     open_target: Callable[[], PreTrainedModel] | None,
     say: Callable[[str], None],
@@ -48,7 +49,7 @@ def check_states(
     Raises:
         UserError: They differ; with the first layer that does, and the known causes.
     """
-    answers = [files.ask(number, list(ids), prompt_logprobs=0) for number, ids in enumerate(texts)]
+    answers = [files.ask(number, ids, prompt_logprobs=0) for number, ids in enumerate(texts)]
     quantised = next((a["kv_transfer_params"].get("quantization") for a, _ in answers), None)
     if quantised:
         say(f"the engine computes with {quantised} weights, and the draft learns what the engine says")
@@ -81,7 +82,7 @@ def check_states(
 def check_samples(
     files: StateFiles,
     parts: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Ids],
     warp: LogitsWarper,
     say: Callable[[str], None],
 ) -> None:
@@ -95,7 +96,7 @@ def check_samples(
     head, norm, sums = LMHead(parts), final_norm(parts), torch.zeros(3, dtype=torch.float64)
     how = {"max_tokens": SAMPLED, "temperature": warp.temperature, "top_p": warp.top_p}
     for number, ids in enumerate(prompts):
-        answer, states = files.ask(number, list(ids), seed=number, **how)
+        answer, states = files.ask(number, ids, seed=number, **how)
         logits = head(norm(states[len(ids) - 1 :, -1].to(head.linear.weight))).double()
         p = warp(logits)
         log_p = p.clamp_min(1e-13).log()
@@ -124,7 +125,7 @@ def holds(folder: Path, device: torch.device) -> bool:
 
 @torch.no_grad()
 def differences(
-    model: PreTrainedModel, texts: Sequence[Sequence[int]], states: Sequence[Tensor], layers: Sequence[int]
+    model: PreTrainedModel, texts: Sequence[Ids], states: Sequence[Tensor], layers: Sequence[int]
 ) -> list[Difference]:
     """The largest relative difference of each layer's states ``[tokens, layers, width]`` from transformers' own."""
     before_norm = list[Tensor]()

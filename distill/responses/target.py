@@ -188,9 +188,7 @@ class _Talk:
             self.places, self.lost = [], error.reason
 
 
-def response_rows(
-    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], ends: Collection[int]
-) -> Dataset:
+def response_rows(prompts: Sequence[Ids], responses: Sequence[Ids], ends: Collection[int]) -> Dataset:
     """Examples (``input_ids``, ``labels``) whose labels are the responses up to and with their first end token.
 
     Args:
