@@ -28,7 +28,7 @@ from distill.networks.lm_head import LMHead
 from distill.results.evaluate import Text
 from distill.run import Run
 from probes.exit_search import bench, open_session, test_prompts
-from probes.features import Features
+from probes.features import Features, read_here
 from probes.fit import judged, scores_of, train_probes
 from probes.labels import Mode
 from probes.settings import ProbeSettings
@@ -49,8 +49,8 @@ def collect_blocks(target: PreTrainedModel, head: BlockHead, texts: Sequence[Tex
         if len(ids) - start < n:
             continue
         tokens = torch.tensor([ids], device=target.device)
-        states = target.base_model(input_ids=tokens, use_cache=False, output_hidden_states=True)
-        features = torch.cat([states.hidden_states[layer] for layer in head.captured_layers], -1)
+        last, states = read_here(target, [ids], head.captured_layers)
+        features = torch.cat(list(states.values()), -1)
         anchors = torch.arange(start - 1, len(ids) - n, device=tokens.device)[None]
         embeds = functional.embedding(head.tokens(tokens[0, anchors[0]], n), table)[None]
         slots = head(embeds, features, anchors)
@@ -59,7 +59,7 @@ def collect_blocks(target: PreTrainedModel, head: BlockHead, texts: Sequence[Tex
         drafted, hidden = drafted.transpose(0, 1).flatten(0, 1), slots.states
         read = at.T.flatten()  # slot by slot
         places = [(text, place) for place in read.tolist()]
-        p = mode.probabilities(output(states.last_hidden_state[0, read]), places)
+        p = mode.probabilities(output(last[0, read]), places)
         if kept is not None:
             drafted = drafted.new_full(p.shape, -torch.inf).index_copy(1, kept, drafted)
         q, written = mode.probabilities(drafted, places), tokens[0, read + 1].cpu()

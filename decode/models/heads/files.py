@@ -272,7 +272,7 @@ def is_head(name: str | os.PathLike[str]) -> bool:
             repository, revision = pinned(name)
             cached = try_to_load_from_cache(repository, "config.json", **revision)
             if not isinstance(cached, str):
-                told = HfApi().model_info(repository, timeout=5, revision=revision.get("revision"))
+                told = HfApi().model_info(repository, timeout=5, **revision)
                 return head_format(told.config or {}) is not None
             folder = Path(cached).parent
         files = folder.glob("*.safetensors")
@@ -340,7 +340,7 @@ def load_head(name: str | os.PathLike[str], target: PreTrainedModel | None = Non
         folder, files = Path(name), ["config.json", "*.safetensors"]
         if not folder.exists():
             repository, revision = pinned(name)
-            folder = Path(snapshot_download(repository, revision=revision.get("revision"), allow_patterns=files))
+            folder = Path(snapshot_download(repository, allow_patterns=files, **revision))
         fields = read_model_json(folder / "config.json")
         tensors = [item for file in sorted(folder.glob(files[1])) for item in load_file(file).items()]
         state = {_our_name(key): tensor for key, tensor in tensors if not UNREAD.search(key)}
