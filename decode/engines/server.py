@@ -21,7 +21,7 @@ import httpx
 from packaging.version import Version
 from prometheus_client.parser import text_string_to_metric_families
 
-from decode.core.draft import Ids
+from decode.core.draft import Ids, until_end
 from decode.engines.check import Drafts, ServedText
 from decode.errors import UserError
 from decode.files import Fields, scratch_folder
@@ -330,9 +330,8 @@ class Server:
         decode_seconds = after.decode_seconds - before.decode_seconds
         if self.name == "llama.cpp":
             decode_seconds = answer["timings"]["predicted_ms"] / 1e3
-        end = next((n for n, i in enumerate(new, 1) if i in stop_ids), None)
         ended = answer.get("stop_type") == "eos"
-        return ServedText(new[:end], seconds, decode_seconds, after.drafts - before.drafts, ended)
+        return ServedText(until_end(new, stop_ids), seconds, decode_seconds, after.drafts - before.drafts, ended)
 
     def differs_in_ids(self, text: str, ids: Ids) -> str | None:
         """The server's token ids of a text beside these; None where they do not differ."""

@@ -7,7 +7,7 @@ row that cannot be used raises `UnusableRow`; the corpus leaves it out and count
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice, takewhile
 from typing import Any, NamedTuple
@@ -159,12 +159,6 @@ def _writes(written: str, text: str) -> bool:
     """Whether a template has written a text, as it is or as JSON, but for white space."""
     forms = text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]
     return text in written or any(squash(form) in squash(written) for form in forms)
-
-
-def until_end(response: Sequence[int], ends: Collection[int | None]) -> Ids:
-    """The ids up to and with the first of ``ends``."""
-    stop = next((place + 1 for place, token in enumerate(response) if token in ends), len(response))
-    return list(response[:stop])
 
 
 def prompt_part(input_ids: Sequence[int], labels: Sequence[int]) -> Ids:

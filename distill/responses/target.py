@@ -12,6 +12,7 @@ from pathlib import Path
 from datasets import Dataset, Features
 from transformers import PreTrainedModel
 
+from decode.core.draft import until_end
 from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
 from decode.measure.suites import Row
@@ -32,7 +33,6 @@ from distill.data.chat import (
     joined,
     prompt_part,
     refuse_control_tokens,
-    until_end,
 )
 from distill.data.corpus import COLUMNS
 from distill.data.messages import Messages, UnusableRow

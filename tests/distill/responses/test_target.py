@@ -17,6 +17,7 @@ from tiny_run import begun, bench, check_killed_ends_alike, given, run_tiny, tin
 from tokenizers_of_kinds import with_start
 from transformers import PreTrainedModel
 
+from decode.core.draft import until_end
 from decode.errors import UserError
 from decode.models.texts import write_texts
 from distill import ranks
@@ -24,7 +25,7 @@ from distill.checks import check_engine
 from distill.config import Settings
 from distill.config.data import DataSettings
 from distill.config.teacher import EngineSettings, ResponseSettings
-from distill.data.chat import IGNORE, until_end
+from distill.data.chat import IGNORE
 from distill.data.dataset import Examples, Picks, Schedule
 from distill.data.prompts import TextFile
 from distill.engine.servers import Engine
