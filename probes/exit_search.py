@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -219,7 +218,7 @@ def run_best(
     return tables[1], [row for row in tables[0] if row["name"] in entries]
 
 
-def fastest_options(table: Sequence[Mapping[str, Any]]) -> dict[str, Fields]:
+def fastest_options(table: Sequence[Fields]) -> dict[str, Fields]:
     """Return the options of the run of each method and mode, which decoding uses if none are given."""
     fastest: dict[str, Fields] = {"greedy": {}, "sampled": {}}
     for row in table:

@@ -7,7 +7,7 @@ row that cannot be used raises `UnusableRow`; the corpus leaves it out and count
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice, takewhile
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.core.draft import Ids
 from decode.errors import UserError
+from decode.files import Fields
 from decode.measure.suites import Row
 from decode.models.tokens import (
     REASONING,
@@ -195,7 +196,7 @@ class ChatFormat:
     tokenizer: PreTrainedTokenizerBase  # with a chat template
     system: str | None = None  # system message of chats that have none
     # Further variables of the template, such as ``enable_thinking``
-    template_args: Mapping[str, Any] = field(default_factory=dict)
+    template_args: Fields = field(default_factory=dict)
     ends: Sequence[int] = ()  # ids that end the target's texts; none: the tokenizer's end-of-text token
 
     def render(self, messages: Sequence[Message], *, ask: bool = False, tools: Any = None) -> str:

@@ -3,7 +3,6 @@
 import statistics
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -127,7 +126,7 @@ class Evaluation:
         with as_current(self.bar.add(f"acceptance, T = {temperature:g}", sum(len(ids) > n for ids, n in judged))):
             return texts, acceptance(self.target, self.models, judged, temperature)
 
-    def _acceptance(self, greedy: ByDraft, decoded: Mapping[str, Any]) -> dict[str, list[Row]]:
+    def _acceptance(self, greedy: ByDraft, decoded: Row) -> dict[str, list[Row]]:
         """Returns every draft's greedy acceptance at each position: on validation examples, offline, and decoded."""
         positions: dict[str, list[Row]] = {}
         for name, depths in greedy.items():
