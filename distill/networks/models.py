@@ -119,12 +119,12 @@ def config_of(settings: ModelSettings, vocab: int) -> PretrainedConfig:
     return load_config(settings.model, trust_remote_code=settings.trust_remote_code)
 
 
-def count_parameters(settings: ModelSettings, vocab: int) -> int:
-    """Return the number of parameters of a model without allocating it."""
-    config = config_of(settings, vocab)
+def empty_model(settings: ModelSettings, vocab: int) -> PreTrainedModel:
+    """Return a model of which nothing is read or allocated; ``vocab`` is for one from scratch."""
+    config, trust = config_of(settings, vocab), settings.trust_remote_code
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code)
-    return sum(parameter.numel() for parameter in model.parameters())
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+    return model
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
@@ -173,12 +173,6 @@ def use_attention(model: PreTrainedModel, name: Attention) -> None:
             f"trainer.attention is {name}, which {type(model).__name__} cannot use here "
             f"({why or f'it stays with {before}'}): choose auto or sdpa"
         )
-
-
-def check_attention(config: PretrainedConfig, name: Attention) -> None:
-    """Refuse what `use_attention` refuses, for a model that is not loaded."""
-    with torch.device("meta"):
-        use_attention(AutoModelForCausalLM.from_config(config), name)
 
 
 # -- parts of a target -------------------------------------------------------------------------------------------------
