@@ -252,23 +252,14 @@ def open_draft(run: Run, path: Path, *, accepted_only: bool = False, dtype: str 
 
 @dataclass
 class DistillData:
-    """Examples with the columns of frozen models.
+    """Examples with the columns of frozen models."""
 
-    Attributes:
-        signal: The target's distributions, and the features that a head reads.
-        train: Examples for training; if the draft writes all texts itself, their prompts alone, without columns.
-        validation: Examples for comparing checkpoints.
-        held: Others, by which a confidence head is calibrated.
-        add_columns: Puts the same columns into texts that were just written.
-        expect: Is told which batches will be trained on, where their states are asked for meanwhile.
-    """
-
-    signal: Signal
-    train: Examples
-    validation: Examples
-    held: Examples | None
-    add_columns: Callable[[Examples], None]
-    expect: Expect | None = None
+    signal: Signal  # the target's distributions, and the features that a head reads
+    train: Examples  # if the draft writes all texts itself, their prompts alone, without columns
+    validation: Examples  # for comparing checkpoints
+    held: Examples | None  # others, by which a confidence head is calibrated
+    add_columns: Callable[[Examples], None]  # puts the same columns into texts that were just written
+    expect: Expect | None  # is told which batches will be trained on, where their states are asked for meanwhile
 
 
 def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:

@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -58,25 +58,17 @@ class Corpus:
     taken), and the texts ``prompt`` and ``response``. For plain text every token is a label, and ``prompt`` is the
     first quarter of a block. ``turn`` counts the examples of the same row before, and ``chat`` is the row of the first
     one as JSON if the assistant has several turns in it, else empty.
-
-    Attributes:
-        tokenizer: Of the target.
-        fingerprint: Hash of the settings, the tokenizer and every token id and label.
-        answered: Whether the examples have responses; if not, the target has to answer them.
-        chat: Whether prompts are written by the chat template.
-        highest: The largest token id.
-        notes: What was left out and why.
     """
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase  # of the target
     train: Dataset
     validation: Dataset
     test: Dataset
-    fingerprint: str
-    answered: bool = True
-    chat: bool = False
-    highest: int = 0
-    notes: list[str] = field(default_factory=list)
+    fingerprint: str  # hash of the settings, the tokenizer and every token id and label
+    answered: bool  # whether the examples have responses; if not, the target has to answer them
+    chat: bool  # whether prompts are written by the chat template
+    notes: list[str]  # what was left out and why
+    highest: int = 0  # the largest token id
 
 
 def load_corpus(
