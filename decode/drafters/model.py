@@ -28,7 +28,7 @@ class ModelState:
     """The draft model's cache of a sequence, and the tokens that end the text."""
 
     cache: Any
-    stop_ids: Collection[int] = ()
+    stop_ids: Collection[int]
 
 
 class ModelDrafter(Drafter):

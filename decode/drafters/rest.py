@@ -98,7 +98,7 @@ class Datastore:
         return span, interval
 
     def continuations(
-        self, ids: Ids, *, length: int = 10, limit: int = 5000, max_span: int = 16, min_span: int = 2
+        self, ids: Ids, *, length: int, limit: int = 5000, max_span: int = 16, min_span: int = 2
     ) -> np.ndarray:
         """What followed the longest tail of ``ids`` that occurs.
 

@@ -120,7 +120,7 @@ def messages_of(value: Any) -> list[Any] | None:
     return messages if chat and messages else None
 
 
-def load_hub(name: str, config: str | None = None, split: str | None = None) -> Any:
+def load_hub(name: str, config: str | None, split: str | None = None) -> Any:
     """Load a data set from the Hugging Face Hub (its branch, tag or commit behind an @) or its local cache.
 
     Returns:

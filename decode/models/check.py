@@ -80,7 +80,7 @@ def open_runner(model: PreTrainedModel, *, fast: bool = True, pack: str = "off",
     return runner
 
 
-def fast_if_equal(model: PreTrainedModel, pack: str = "off", *, draft: bool = False) -> FastRunner | None:
+def fast_if_equal(model: PreTrainedModel, pack: str, *, draft: bool = False) -> FastRunner | None:
     """The hand-written forward of a model that it knows, once it has reproduced its logits; else None."""
     if not supports(model):
         return None

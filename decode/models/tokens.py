@@ -237,7 +237,7 @@ def added_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
 
 
-def turn_end(tokenizer: PreTrainedTokenizerBase, known: Collection[int] = ()) -> int | None:
+def turn_end(tokenizer: PreTrainedTokenizerBase, known: Collection[int]) -> int | None:
     """The token with which the chat template ends an answer, unless a known one stands there; None without one.
 
     It is the first added token that follows the answer both at the end of a chat and before a next question: a template

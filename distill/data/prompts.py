@@ -294,7 +294,7 @@ class PromptWriter:
     path: Path  # file of the samples
     writer: Callable[[], Continue]  # makes what writes; called once, when a sample is missing
     say: Callable[[str], None]  # called with a line of progress after every batch
-    together: int | None = None  # samples that are asked for together; None: as many as are fastest
+    together: int | None  # samples that are asked for together; None: as many as are fastest
 
     def samples(self, chat: ChatFormat, settings: PromptSettings, seed: int) -> Iterator[Sample]:
         """Samples number 0, 1, 2, ..., each a function of the seed and its number."""

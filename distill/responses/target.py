@@ -219,7 +219,7 @@ def write_responses(
     made_from: Values,
     writer: Callable[[], Answer],
     title: str,
-    served: bool = False,
+    served: bool,
 ) -> list[Ids]:
     """The responses to prompts, which are kept on disk.
 

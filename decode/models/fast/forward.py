@@ -100,7 +100,7 @@ class FastForward:
         x, scale = self.weights.embedding.index_select(0, tokens), self.weights.embedding_scale
         return x if scale == 1 else x.mul_(scale)
 
-    def run_tokens(self, tokens: Tensor, placed: Placed, capture: Capture = ()) -> tuple[Tensor, Tensor | None]:
+    def run_tokens(self, tokens: Tensor, placed: Placed, capture: Capture) -> tuple[Tensor, Tensor | None]:
         """All layers on tokens; their last states, and the captured ones side by side (see `Model.forward`)."""
         x, count = self.embed(tokens), len(self.layers)
         if not capture:
@@ -161,7 +161,7 @@ class FastForward:
 
 
 def cos_and_sin(
-    rotary: Any, positions: int, dtype: torch.dtype, device: torch.device, rope: str | None = None
+    rotary: Any, positions: int, dtype: torch.dtype, device: torch.device, rope: str | None
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of a model's rotation at the first positions, ``[positions, rotated]``; `rope`: see `Kind`."""
     at, named = torch.arange(positions, device=device)[None], {} if rope is None else {"layer_type": rope}

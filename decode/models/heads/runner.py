@@ -191,7 +191,7 @@ class HeadRunner(DraftHeadRunner):
         outs = self.read_pairs([read.cache for read in reads], [read.tokens for read in reads], last)
         return [Out(self.expand(out.logits), out.hidden) for out in outs]
 
-    def read_pairs(self, caches: Sequence[HeadCache], tokens: Sequence[Tensor], last: int | None = None) -> list[Out]:
+    def read_pairs(self, caches: Sequence[HeadCache], tokens: Sequence[Tensor], last: int | None) -> list[Out]:
         """`forward` with logits over the head's own vocabulary ``[rows, draft vocab]``.
 
         Features wait for all of the texts or for none.
