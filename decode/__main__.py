@@ -24,8 +24,8 @@ def _list_methods() -> None:
     from decode.progress import FittingTable, output_console
 
     kinds = {True: ("lossless", ""), False: ("relaxed", "yellow")}  # with the style of the row
-    known = [(name, parts, *kinds[is_lossless(name)]) for name, parts in METHODS.items()]
-    rows = [((name, kind, *parts), style) for name, parts, kind, style in known]
+    known = [(name, *kinds[is_lossless(name)]) for name in METHODS]
+    rows = [((name, kind, *METHODS[name]), style) for name, kind, style in known]
     output_console().print(FittingTable(("method", "output", "drafter", "stop rule", "acceptance rule"), rows))
 
 

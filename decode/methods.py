@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from decode.core.lengths import DraftLengths, RoundCosts
 from decode.core.loop import Method, tree_error
 from decode.core.sampling import LogitsWarper
@@ -32,13 +30,11 @@ from decode.core.stop import (
 from decode.core.verify import AcceptanceRule, BlockVerification, Ears, Exact, Fuzzy, JensenShannon, Typical
 from decode.drafters.adaptix import NgramTable, TrigramDrafter
 from decode.drafters.base import Drafter, NoDrafter
-from decode.drafters.block import BlockDrafter
 from decode.drafters.corpus import tokenizer_fingerprint
-from decode.drafters.early_exit import EarlyExitDrafter
 from decode.drafters.hybrid import HybridDrafter
 from decode.drafters.lookahead import LookaheadDrafter
 from decode.drafters.lookup import LookupDrafter, SuffixDrafter
-from decode.drafters.model import FeatureDrafter, ModelDrafter
+from decode.drafters.model import BlockDrafter, EarlyExitDrafter, FeatureDrafter, ModelDrafter
 from decode.drafters.probe import advised, load_probe
 from decode.drafters.rest import Datastore, RetrievalDrafter
 from decode.drafters.trees import BlockTreeDrafter, FeatureTreeDrafter
@@ -109,14 +105,14 @@ class MethodInputs:
     target: Model
     warp: LogitsWarper  # logits to probabilities, for target and draft
     draft: Model | None = None
-    tokenizer: PreTrainedTokenizerBase | None = None  # of the target, for methods that read text files
-    datastore: Path | None = None  # folder of the stores of rest, adaptix and hybrid
+    tokenizer: Any = None  # of the target, for methods that read text files
+    datastore: str | Path | None = None  # folder of the stores of rest, adaptix and hybrid
     options: MethodOptions = field(default_factory=MethodOptions)
     costs: RoundCosts | None = None  # measured seconds of rounds
 
     def window(self, default: int) -> int:
         """The draft length of the options, or the method's own."""
-        return default if self.options.draft_length is None else self.options.draft_length
+        return self.options.draft_length or default
 
     def start(self, default: float) -> float:
         """The threshold of the options, or the method's own."""

@@ -22,6 +22,7 @@ from jsonargparse.typing import (
 )
 
 from decode.errors import UserError, choose
+from decode.files import Fields
 from decode.incoming import read_yaml
 
 COLDEST = 1e-3  # the smallest temperature that is not 0 (greedy): below, logits divided by it leave float32's range
@@ -61,10 +62,7 @@ class Checked:
 def check_numbers(settings: Any, where: str = "", *, nested: bool = False) -> None:
     """Check the fields whose type is a constrained number, a `Literal` or a bool; numbers become plain ones.
 
-    Args:
-        settings: an instance of a dataclass.
-        where: put before the fields' names in errors.
-        nested: also check the dataclasses in its fields, under their dotted names.
+    `where` is put before their names in errors; `nested` checks the dataclasses in them too, under dotted names.
 
     Raises:
         UserError: with the option, its value and the values allowed.
@@ -110,7 +108,7 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
 
 
 @cache
-def _hints(settings_class: Any) -> dict[str, Any]:
+def _hints(settings_class: Any) -> Fields:
     return typing.get_type_hints(settings_class)
 
 
@@ -167,7 +165,7 @@ class MethodOptions(Checked):
     """Adaptix: learn from the text; the paper's ablation does not."""
 
 
-def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
+def split_spec(spec: str) -> tuple[str, Fields]:
     """Split a method as settings name it, ``NAME`` or ``NAME:option=value:...``, such as ``ears:beta=0.2``.
 
     Returns:

@@ -28,10 +28,10 @@ from rich.text import Text
 EVERY = 20.0  # seconds between two lines
 
 
-def output_console(width: int = 130, **options: Any) -> Console:
-    """A console for standard output; `width` is that of a file or pipe, which has none of its own."""
+def output_console(**options: Any) -> Console:
+    """A console for standard output; a file or pipe, which has no width of its own, gets one of 130."""
     console = Console(**options)
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=width, **options)
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=130, **options)
 
 
 @dataclass

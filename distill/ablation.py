@@ -8,10 +8,9 @@ drafts are compared text by text. Nothing is decoded. Finished drafts are kept, 
 import math
 import shutil
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,12 +37,8 @@ from distill.stages import run_stages
 Alphas = dict[str, list[list[OfflineAlpha]]]  # by mode, of each seed, as first, second, … drafted token
 
 MODES = {"sampled": 1.0, "greedy": 0.0}
-GAINS: dict[str, tuple[str, Callable[..., dict[str, float]]]] = {
-    "gain": ("sampled", lambda a, b: paired(a[0], b[0])),
-    "greedy_gain": ("greedy", lambda a, b: paired(a[0], b[0])),
-    "length_gain": ("sampled", paired_lengths),
-}
-"""Columns that compare a draft with the first one: the decoding mode, and how measurements of the same texts differ."""
+GAINS = {"gain": "sampled", "greedy_gain": "greedy", "length_gain": "sampled"}
+"""Columns that compare a draft with the first one on the same texts, by the decoding mode."""
 WRITTEN = ("corpus", "prompts", "responses")  # folders of a run's work that do not depend on the student
 TABLE = (
     "name",
@@ -80,10 +75,7 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
     folder = Path(full.output_dir) / full.name
     runs: dict[str, Run] = {kind: Run(_of_kind(full, kind), console) for kind in kinds} or {"": Run(full, console)}
     length = full.student.block.size - 1 if kinds else None
-    labels = {(kind, name): " ".join(filter(None, (kind, name))) for kind in runs for name in variants}
-    alphas: dict[str, Alphas] = {label: {mode: [] for mode in MODES} for label in labels.values()}
-    used: dict[str, list[Row]] = {label: [] for label in labels.values()}
-    texts = dict[str, list[Text]]()
+    alphas, used, texts = dict[str, Alphas](), dict[str, list[Row]](), dict[str, list[Text]]()
     for kind, run in runs.items():
         with alone_in(run):
             for part in WRITTEN:
@@ -102,14 +94,16 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
                     texts = {mode: target_texts(session, prompts, heat) for mode, heat in MODES.items()}
             for seed in seeds:
                 for name, variant in variants.items():
-                    draft, trust, label = f"{name}-seed{seed}", full.student.trust_remote_code, labels[kind, name]
+                    draft, trust = f"{name}-seed{seed}", full.student.trust_remote_code
+                    found = alphas.setdefault(label := f"{kind} {name}".strip(), {mode: [] for mode in MODES})
                     run_stages(run, (draft,))
                     models = {draft: open_draft(run.path(draft), target, run.tokenizer, trust_remote_code=trust)}
                     with working(console, f"  acceptance of {kind} {draft}"):
                         for mode, temperature in MODES.items():
-                            alphas[label][mode] += acceptance(target, models, texts[mode], temperature).values()
+                            found[mode] += acceptance(target, models, texts[mode], temperature).values()
                     record = run.draft_record(draft)
-                    used[label].append({**record.account, "seconds": record.seconds, "settings": asdict(variant)})
+                    account = {**record.account, "seconds": record.seconds, "settings": asdict(variant)}
+                    used.setdefault(label, []).append(account)
                     write_table(folder / "ablation.md", table(alphas, used, length), console)
     return folder
 
@@ -131,11 +125,12 @@ def table(alphas: Mapping[str, Alphas], used: Mapping[str, Sequence[Row]], lengt
     Accepted lengths are of drafts of `length` tokens: see `offline_accepted_length`.
     """
     first, *_ = alphas.values()
-    gains_of = GAINS | {"length_gain": ("sampled", partial(paired_lengths, draft_length=length))}
+
+    def compare(key: str, a: list[OfflineAlpha], b: list[OfflineAlpha]) -> dict[str, float]:
+        return paired_lengths(a, b, length) if key == "length_gain" else paired(a[0], b[0])
+
     rows = []
     for name, accounts in used.items():
-        if not accounts:
-            continue
         sampled = alphas[name]["sampled"]
         mean = _mean([depths[0] for depths in sampled])
         row = accounts[0] | {"name": name, "seeds": len(accounts), "offline_alpha": mean.mean}
@@ -145,10 +140,10 @@ def table(alphas: Mapping[str, Alphas], used: Mapping[str, Sequence[Row]], lengt
         row["alpha_by_position"] = [_mean(each).mean for each in zip(*sampled)]
         for key in ("optimiser_steps", "teacher_tokens", "seconds"):
             row[key] = statistics.fmean(account[key] for account in accounts)
-        for key, (mode, compare) in gains_of.items() if alphas[name] is not first else ():
+        for key, mode in GAINS.items() if alphas[name] is not first else ():
             before, after = first[mode][: len(accounts)], alphas[name][mode]
-            gains = [compare(x, y)["difference"] for x, y in zip(before, after)]
-            se_texts = compare(*([_mean(by_depth) for by_depth in zip(*each)] for each in (before, after)))["se"]
+            gains = [compare(key, x, y)["difference"] for x, y in zip(before, after)]
+            se_texts = compare(key, *([_mean(by_depth) for by_depth in zip(*each)] for each in (before, after)))["se"]
             se_seeds = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
             row |= {key: statistics.fmean(gains), f"{key}_se": math.hypot(se_seeds, se_texts), f"{key}_by_seed": gains}
         rows.append(row)

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from decode.commands.cli import check_writable
 from decode.engines import server
@@ -18,12 +17,12 @@ from distill.drafts.start import check_states, start_from_head
 from distill.engine.servers import Engine, answer_ids
 from distill.files import free_bytes
 from distill.networks.models import (
-    check_attention,
     check_quantization,
     config_of,
-    count_parameters,
+    empty_model,
     hollow_target,
     multiplies_bfloat16,
+    use_attention,
 )
 from distill.results.tracking import tried
 from distill.run import Run
@@ -52,7 +51,7 @@ def check_given(run: Run, here: Callable[[str], bool] = lambda _: True) -> None:
     for name, model in settings.language_models.items():
         if model.model is not None and here(model.model):
             packed = getattr(config_of(model, 0), "quantization_config", None)
-            if packed and settings.teacher.signal != "vllm":
+            if packed and not settings.teacher.in_engine:
                 check_quantization(f"{name}.model", packed, run.device, packed=True)
     if settings.target.quantization:
         check_quantization("target.quantization", settings.target.quantization, run.device)
@@ -92,7 +91,7 @@ def check_engine(run: Run) -> None:
     """
     settings, teacher = run.settings, run.settings.teacher
     given, length = teacher.engine, settings.data.max_length
-    if not (teacher.served or teacher.signal == "vllm"):
+    if not (teacher.served or teacher.in_engine):
         return
     check_length(run)
     if not given.urls:
@@ -117,7 +116,7 @@ def check_engine(run: Run) -> None:
                     f"{model.url} serves texts of {model.context} tokens and data.max_length is {length}: start it "
                     f"with --max-model-len {length}, or lower data.max_length"
                 )
-            if teacher.signal == "vllm" and Path(model.name).name != run.served_folder.name:
+            if teacher.in_engine and Path(model.name).name != run.served_folder.name:
                 run.line(f"{model.url} serves {model.name}, and the target is {run.served_folder}")
     finally:
         engine.close()
@@ -163,7 +162,7 @@ def _check_models(run: Run) -> None:
             continue
         config = config_of(model, vocab)
         if attention != "auto":
-            check_attention(config, attention)
+            use_attention(empty_model(model, vocab), attention)
         positions = getattr(config.get_text_config(), "max_position_embeddings", None) or longest
         if positions < longest:
             key = f"{name}.architecture.positions" if model.kind == "scratch" else f"the context of {name}.model"
@@ -172,16 +171,13 @@ def _check_models(run: Run) -> None:
                 f"{positions}, or raise it"
             )
     if settings.student.is_head and settings.student.version != MTP:
-        given = settings.target
-        with torch.device("meta"):
-            made = AutoModelForCausalLM.from_config(config_of(given, vocab), trust_remote_code=given.trust_remote_code)
-        check_states(made)
+        check_states(made := empty_model(settings.target, vocab))
         if settings.student.version != 3:
             output_head(made, block=settings.student.is_block)
     if settings.student.kind == "cut":
         kept_layers(settings.student.layers, run.target_config.num_hidden_layers)
     elif not settings.student.is_head:
-        target, student = (count_parameters(model, vocab) for model in settings.language_models.values())
+        target, student = (empty_model(model, vocab).num_parameters() for model in settings.language_models.values())
         if student >= target:
             raise UserError(
                 f"the draft has {student:,} parameters and the target {target:,}: make student.architecture smaller or "
@@ -208,7 +204,7 @@ def _check_disk(run: Run) -> None:
     """Refuse a kind of signal that was asked for by name and that the disk has no room for."""
     teacher, known = run.settings.teacher, run.corpus.answered and not run.settings.teacher.responses.from_target
     kind = teacher.kept
-    if teacher.signal == "vllm":
+    if teacher.in_engine:
         keep, most = teacher.engine.keep, "" if known else " at most"
         what = "nothing" if keep is False else teacher.number_format(run.settings.target.dtype)
         what = f"the top {teacher.signal_k} ids" if keep == "topk" else what

@@ -28,7 +28,7 @@ from decode.models.sources import language_config, located, pinned
 from decode.progress import output_console
 from distill.checks import check_given
 from distill.config import Settings
-from distill.config.base import Split, change
+from distill.config.base import Split, Values, change
 from distill.config.models import ModelSettings
 from distill.data.corpus import load_corpus
 from distill.data.prompts import prompt_of
@@ -61,11 +61,8 @@ SMALL = {
 def shrink(settings: Settings, console: Console | None = None, *, untie: bool = False) -> Settings:
     """Return settings of the same run in miniature; its models and rows are written under ``<name>-dry-run``.
 
-    Args:
-        settings: Of the run.
-        console: Told what stands for what.
-        untie: Give the target an output head apart from its embedding; random models with a tied one repeat the last
-            token at every layer.
+    ``untie`` gives the target an output head apart from its embedding: random models with a tied one repeat the last
+    token at every layer.
 
     Raises:
         UserError: The settings are refused as they are.
@@ -83,7 +80,7 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
     change(small, **copy.deepcopy(SMALL))
     if small.student.is_head:  # a given head does not fit a small target
         small.student.model = None
-    if settings.teacher.signal == "vllm" or settings.teacher.engine.urls:
+    if settings.teacher.in_engine or settings.teacher.engine.urls:
         console.print("  the target made here stands in no engine: it answers and gives states itself", highlight=False)
         small.teacher.signal = settings.teacher.kept
     data, tokenizer = small.data, None
@@ -150,7 +147,7 @@ def _shrink_data(small: Settings, folder: Path, console: Console) -> None:
     data, files = small.data, small.data.files
     preset = PRESETS.get(data.source)
     kind = "chat" if data.from_target else "pairs" if preset is None else preset.kind
-    path, chats = Path(data.source), list[list[dict[str, Any]]]()
+    path, chats = Path(data.source), list[list[Values]]()
     if data.from_target and data.prompts.file is not None:
         chats = [chat for chat in map(prompt_of, iter_rows(data.prompts.file)) if chat]
         if not chats:
@@ -164,7 +161,7 @@ def _shrink_data(small: Settings, folder: Path, console: Console) -> None:
         change(data, source="arithmetic", prompt_template=None, response_template=None)
         return
     folder.mkdir(parents=True)
-    rows: list[dict[str, Any]] = [{"messages": chat} for chat in chats]
+    rows: list[Values] = [{"messages": chat} for chat in chats]
     for split, count in ROWS.items():
         for problem in problems(0, split, 2 * count):
             turns = {"user": problem.question, "assistant": problem.solution}

@@ -44,7 +44,6 @@ def estimate(settings: Settings, console: Console) -> dict[str, tuple[float, flo
     Tokenised data are kept for the run itself.
     """
     hf_logging.disable_progress_bar()
-    settings.validate()
     full, parts = with_formats(settings), {}
     with scratch_folder() as folder:
         run = Run(_small(full, str(folder)), Console(quiet=True))

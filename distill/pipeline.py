@@ -13,7 +13,7 @@ from rich.console import Console
 
 from decode.errors import UserError
 from decode.files import read_json, scratch_folder, write_json, write_text
-from decode.progress import output_console, working
+from decode.progress import working
 from distill import ranks
 from distill.checks import check_engine, check_length, signal_sizes
 from distill.config import Settings
@@ -42,7 +42,7 @@ def run_pipeline(settings: Settings, console: Console | None = None) -> Run:
     settings.validate()
     ranks.start(settings.trainer)
     first = ranks.is_first()
-    run = Run(settings, (console or output_console()) if first else Console(quiet=True))
+    run = Run(settings, console)
     check_export_path(run.export, settings.student.version)
     check_gguf(settings.export, settings.student.version)
     with alone_in(run):
@@ -117,7 +117,6 @@ def _choose_signal(run: Run) -> Signal:
 
 def show_example(settings: Settings, console: Console | None = None) -> None:
     """Print one training example with its label mask, as the stages will see it; a given target answers its prompt."""
-    settings.validate()
     with scratch_folder() as folder:
         shown = with_formats(settings)
         change(shown, output_dir=str(folder), teacher__examples=1, trainer__validation_examples=1)
@@ -133,7 +132,7 @@ def show_example(settings: Settings, console: Console | None = None) -> None:
 
 def check_command(run: Run) -> None:
     """``python -m distill check-engine``: print the command of a server, then compare every layer."""
-    if run.settings.teacher.signal != "vllm":
+    if not run.settings.teacher.in_engine:
         raise UserError(f"teacher.signal is {run.settings.teacher.signal}, and check-engine is about vllm: set it so")
     with alone_in(run):
         check_length(run)
@@ -171,7 +170,7 @@ def rehearse(run: Run) -> None:
     ):
         small.drafts = [replace(small.drafts[0], reference=None)]
         change(small, output_dir=str(folder), tracker="none", export__choose="best", export__gguf=[])
-        if small.teacher.signal == "vllm":
+        if small.teacher.in_engine:
             small.evaluation = False
         if small.evaluation:
             change(small.evaluation, prompts=2, accuracy_prompts=2, decode_prompts=1, max_new_tokens=4)
@@ -227,7 +226,7 @@ def measure(run: Run) -> Values:
         export_draft(*models, trust_remote_code=trust, trust_draft_code=trust_draft, name=chosen)
     export_gguf(run.export, run.target, settings.export)
     run.line(f"{run.export} [dim]{chosen}[/dim]")
-    if settings.evaluation and settings.teacher.signal == "vllm" and not holds(run.target, run.device):
+    if settings.evaluation and settings.teacher.in_engine and not holds(run.target, run.device):
         from distill.results.served import measure_served
 
         run.line("this process has no memory for the target, so that the draft is measured in vLLM")

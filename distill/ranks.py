@@ -67,11 +67,6 @@ def world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def local_rank() -> int:
-    """Number of this process among those of its machine."""
-    return environment().local_rank()
-
-
 def local_world() -> int:
     """Number of processes on this machine."""
     per_machine = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE")
@@ -123,7 +118,7 @@ def local_device(trainer: Any) -> torch.device:
     if accelerator(trainer) == "cpu":
         return torch.device("cpu")
     devices = _devices(trainer)
-    return torch.device("cuda", devices[local_rank() % len(devices)])
+    return torch.device("cuda", devices[environment().local_rank() % len(devices)])
 
 
 def process_count(trainer: Any) -> int:
@@ -134,10 +129,7 @@ def process_count(trainer: Any) -> int:
 def restart(trainer: Any, module: str, arguments: list[str]) -> None:
     """Replace this process by torchrun with as many as ``trainer`` means; returns where no more are needed.
 
-    Args:
-        trainer: A run's section ``trainer``.
-        module: Name of the command, such as ``distill``.
-        arguments: Those of the command.
+    ``module`` is the command, such as ``distill``, and ``arguments`` are its own.
     """
     count = process_count(trainer)
     if count == 1 or trainer.num_nodes > 1 or not isinstance(environment(), LightningEnvironment):

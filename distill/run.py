@@ -72,7 +72,7 @@ class Run:
 
     Args:
         settings: Of the run, without any ``auto`` that `distill.pipeline.prepare_settings` resolves.
-        console: Where progress is shown; None: on the standard output.
+        console: Where the first process shows progress; None: on the standard output.
 
     Attributes:
         logger: Where losses and results are recorded; None: nowhere.
@@ -88,7 +88,7 @@ class Run:
     def __init__(self, settings: Settings, console: Console | None = None) -> None:
         self.settings, self.started = settings, time.monotonic()
         self.logger: Logger | None = None
-        self.console = console or output_console()
+        self.console = (console or output_console()) if ranks.is_first() else Console(quiet=True)
         self.prompts_together: int | None = None
         self._opened = ExitStack()
         self.folder = Path(settings.output_dir) / settings.name
@@ -115,9 +115,7 @@ class Run:
     def record(self, stage: str, key: str | None = None) -> StageRecord | None:
         """Return the record of a finished stage whose files have their sizes; None otherwise.
 
-        Args:
-            stage: Name of the stage.
-            key: Fingerprint that its inputs have to have. None: any.
+        ``key`` is the fingerprint that its inputs have to have; None: any.
         """
         try:
             record = StageRecord(**read_json(self.work / f"{stage}.json"))
@@ -203,8 +201,8 @@ class Run:
 
     def _prompt_writer(self, model: str) -> Continue:
         if self.settings.teacher.served:
-            return continued_by(self.engine, self.settings.seed)
-        return continued_here(self.at_work(self.open_target(model)), self.settings.seed)
+            return partial(continued_by, self.engine, self.settings.seed)
+        return partial(continued_here, self.at_work(self.open_target(model)), self.settings.seed)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -263,7 +261,7 @@ class Run:
     def engine(self) -> Engine:
         """The engine that the target stands in, which is started at the first use and ends with `close`."""
         settings, given = self.settings, self.settings.teacher.engine
-        layers = self.engine_layers if settings.teacher.signal == "vllm" else []
+        layers = self.engine_layers if settings.teacher.in_engine else []
         if not given.urls:
             self.line(f"vLLM is started for {self.served_folder} [dim](minutes)[/dim]")
         place = settings.target, self.served_folder, layers, settings.data.max_length, self.work, settings.threads
@@ -389,7 +387,7 @@ def stage_fingerprints(settings: Settings) -> dict[str, str]:
         made_from, reads_texts = common | {"model": _model_key(student)}, settings.data.from_target and student.trained
     keys["initial"] = fingerprint(made_from | data | (texts if reads_texts else {}) | keys)
     signal = {"signal": teacher.signal, "signal_k": teacher.signal_k if teacher.kept == "topk" else None}
-    signal |= {"keep": teacher.engine.keep} if teacher.signal == "vllm" else {}
+    signal |= {"keep": teacher.engine.keep} if teacher.in_engine else {}
     before = common | data | texts | signal | keys
     for draft in settings.drafts:
         unused = {"name", "reference", "training"} | (set() if draft.selects else {"k"})

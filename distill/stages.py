@@ -1,7 +1,5 @@
 """The stages of a run in order: the target and the student are prepared, then each draft is distilled."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -28,7 +26,7 @@ from distill import ranks
 from distill.checks import check_inputs
 from distill.config import DraftSettings, TrainerSettings
 from distill.config.models import ModelSettings, StudentSettings, TargetSettings
-from distill.data.dataset import DistillDataModule, Examples, Schedule, TrainingBatches
+from distill.data.dataset import DistillDataModule, Examples, Expect, Schedule, TrainingBatches
 from distill.drafts import block, eagle
 from distill.drafts.block import BlockDraft
 from distill.drafts.eagle import FeatureDraft
@@ -51,7 +49,7 @@ from distill.responses.on_policy import OnPolicy, Writer, head_texts
 from distill.responses.target import answered_texts
 from distill.results.tracking import for_stage
 from distill.run import ACCOUNT, Run, StageRecord, stage_fingerprints
-from distill.signal.disk import Expect, keep_columns
+from distill.signal.disk import keep_columns
 from distill.signal.target import TOPK, Signal, Source, read_states
 from distill.signal.vllm import EngineStates, texts_of
 from distill.training.modules import CausalLMModule, DistillModule, TrainingModule
@@ -84,11 +82,8 @@ def run_stages(
 ) -> list[str]:
     """Run the stages that are not up to date.
 
-    Args:
-        run: Settings, data and folder.
-        only: Stages to run. None: all.
-        check: Check data and models before the first training, unless the target alone is wanted.
-        rehearse: Is called by the first process before the first draft is trained.
+    Data and models are checked before the first training, unless the target alone is wanted. ``rehearse`` is called by
+    the first process before the first draft is trained.
 
     Returns:
         The names of the stages that were made.
@@ -257,23 +252,14 @@ def open_draft(run: Run, path: Path, *, accepted_only: bool = False, dtype: str 
 
 @dataclass
 class DistillData:
-    """Examples with the columns of frozen models.
+    """Examples with the columns of frozen models."""
 
-    Attributes:
-        signal: The target's distributions, and the features that a head reads.
-        train: Examples for training; if the draft writes all texts itself, their prompts alone, without columns.
-        validation: Examples for comparing checkpoints.
-        held: Others, by which a confidence head is calibrated.
-        add_columns: Puts the same columns into texts that were just written.
-        expect: Is told which batches will be trained on, where their states are asked for meanwhile.
-    """
-
-    signal: Signal
-    train: Examples
-    validation: Examples
-    held: Examples | None
-    add_columns: Callable[[Examples], None]
-    expect: Expect | None = None
+    signal: Signal  # the target's distributions, and the features that a head reads
+    train: Examples  # if the draft writes all texts itself, their prompts alone, without columns
+    validation: Examples  # for comparing checkpoints
+    held: Examples | None  # others, by which a confidence head is calibrated
+    add_columns: Callable[[Examples], None]  # puts the same columns into texts that were just written
+    expect: Expect | None  # is told which batches will be trained on, where their states are asked for meanwhile
 
 
 def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
@@ -300,7 +286,7 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
         check_head(model, LMHead(model))
         return model
 
-    head, served = draft.model if isinstance(draft.model, DraftHead) else None, teacher.signal == "vllm"
+    head, served = draft.model if isinstance(draft.model, DraftHead) else None, teacher.in_engine
     here = kind == "online" and not served
     parts = opened() if here else run.target_parts().to(DTYPES[target.dtype])
 

@@ -5,11 +5,8 @@ accepted, given the text's tokens before it. The text's token t ~ p there is one
 written. It was drafted with probability min(1, q(t)/p(t)) (greedy: 0 or 1); else the draft came from max(0, q - p).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +15,7 @@ from transformers import PreTrainedModel
 
 from decode.core.verify import pick
 from decode.drafters.probe import confidence_features
+from decode.files import Fields
 from decode.measure.benchmark import BenchEntry
 from decode.measure.statistics import plain
 from decode.models.heads.block import BlockHead
@@ -30,7 +28,7 @@ from distill.networks.lm_head import LMHead
 from distill.results.evaluate import Text
 from distill.run import Run
 from probes.exit_search import bench, open_session, test_prompts
-from probes.features import Features
+from probes.features import Features, read_here
 from probes.fit import judged, scores_of, train_probes
 from probes.labels import Mode
 from probes.settings import ProbeSettings
@@ -51,8 +49,8 @@ def collect_blocks(target: PreTrainedModel, head: BlockHead, texts: Sequence[Tex
         if len(ids) - start < n:
             continue
         tokens = torch.tensor([ids], device=target.device)
-        states = target.base_model(input_ids=tokens, use_cache=False, output_hidden_states=True)
-        features = torch.cat([states.hidden_states[layer] for layer in head.captured_layers], -1)
+        last, states = read_here(target, [ids], head.captured_layers)
+        features = torch.cat(list(states.values()), -1)
         anchors = torch.arange(start - 1, len(ids) - n, device=tokens.device)[None]
         embeds = functional.embedding(head.tokens(tokens[0, anchors[0]], n), table)[None]
         slots = head(embeds, features, anchors)
@@ -61,7 +59,7 @@ def collect_blocks(target: PreTrainedModel, head: BlockHead, texts: Sequence[Tex
         drafted, hidden = drafted.transpose(0, 1).flatten(0, 1), slots.states
         read = at.T.flatten()  # slot by slot
         places = [(text, place) for place in read.tolist()]
-        p = mode.probabilities(output(states.last_hidden_state[0, read]), places)
+        p = mode.probabilities(output(last[0, read]), places)
         if kept is not None:
             drafted = drafted.new_full(p.shape, -torch.inf).index_copy(1, kept, drafted)
         q, written = mode.probabilities(drafted, places), tokens[0, read + 1].cpu()
@@ -79,9 +77,7 @@ def collect_blocks(target: PreTrainedModel, head: BlockHead, texts: Sequence[Tex
     return Features([*range(1, n + 1)], inputs, labels, hits, torch.cat([part[4] for part in parts])), confidences
 
 
-def judge(
-    head: BlockHead, seen: dict[str, Seen], label: str, l2: Sequence[float]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def judge(head: BlockHead, seen: dict[str, Seen], label: str, l2: Sequence[float]) -> tuple[list[Fields], list[Fields]]:
     """Train linear probes for every slot, and compare all estimates on the test texts.
 
     Returns:
@@ -94,7 +90,7 @@ def judge(
         scores = {"confidence_head": odds.sigmoid()} | scores
     right = test.outcome.cumprod(0)  # the block up to each slot
     reached = torch.cat([torch.ones_like(right[:1]), right[:-1]]).bool()
-    rows, products = list[dict[str, Any]](), list[dict[str, Any]]()
+    rows, products = list[Fields](), list[Fields]()
     for i, (slot, here) in enumerate(zip(test.exits, reached)):
         metrics = judged({name: score[i][here] for name, score in scores.items()}, test.outcome[i][here])
         rows.append({"slot": slot, "tokens": int(here.sum())} | metrics)
@@ -106,9 +102,7 @@ def judge(
     return rows, products
 
 
-def stop_rules(
-    run: Run, target: PreTrainedModel, head: BlockHead, mode: Mode, options: ProbeSettings
-) -> list[dict[str, Any]]:
+def stop_rules(run: Run, target: PreTrainedModel, head: BlockHead, mode: Mode, options: ProbeSettings) -> list[Fields]:
     """Time constant block lengths, and the stop rules of the confidence head and of the token probability.
 
     Sampled modes draw the drafted tokens from q, whose acceptance is what the confidence head estimates.
@@ -124,12 +118,12 @@ def stop_rules(
     return bench(session, test_prompts(run, options), entries)[0]
 
 
-def block_experiment(run: Run, target: PreTrainedModel, modes: list[Mode], options: ProbeSettings) -> dict[str, Any]:
+def block_experiment(run: Run, target: PreTrainedModel, modes: list[Mode], options: ProbeSettings) -> Fields:
     """Judge the run's best head in every mode, whose texts are written already; return the parts of the report."""
     chosen, seed = run.chosen(run.settings.export.choose), run.settings.seed
     head = load_head(run.path(chosen), target)
     assert isinstance(head, BlockHead)
-    added: dict[str, Any] = {"block_slots": [], "block_products": [], "block_stop_rules": []}
+    added: Fields = {"block_slots": [], "block_products": [], "block_stop_rules": []}
     for mode in modes:
         with working(run.console, f"blocks of {chosen} read, {mode.name}", bars=False):
             seen = {split: collect_blocks(target, head, texts, mode, seed) for split, texts in mode.texts.items()}

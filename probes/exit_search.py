@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from decode.core.lengths import RoundCosts
 from decode.drafters.probe import KINDS, AcceptanceProbe, save_probes
+from decode.files import Fields
 from decode.measure import machine
 from decode.measure.benchmark import BASELINE, BenchEntry, Benchmark, Record, paired_ratios
 from decode.measure.costs import exit_costs, speedup
@@ -89,13 +90,8 @@ def predict(
 ) -> list[Choice]:
     """Return all settings of an exit layer with their predicted speedups.
 
-    Args:
-        outcomes: Acceptance at every position, by text.
-        confidences: The same for ``token`` and the kinds of probes.
-        exit_layer: The exit.
-        costs: Of rounds, by exit layer.
-        reading: Seconds that a confidence adds to a drafted token: see `decode.measure.costs.exit_costs`.
-        window: Longest draft.
+    Acceptances are by text and position, and so are confidences for ``token`` and each kind of probe; costs are by exit
+    layer. ``reading`` has the seconds that a confidence adds to a drafted token: see `decode.measure.costs.exit_costs`.
     """
     settings: list[tuple[str, int, float | None]] = [("layerskip", k, None) for k in LENGTHS if k <= window]
     settings += [(m, window, t) for m, rule in STOPPED.items() if rule in confidences for t in THRESHOLDS]
@@ -127,7 +123,7 @@ def by_text(values: Tensor, text: Tensor) -> list[list[float]]:
 
 def predict_all(
     runner: FastRunner, mode: Mode, held: Features, probes: Sequence[AcceptanceProbe]
-) -> tuple[list[Choice], dict[str, Any]]:
+) -> tuple[list[Choice], Fields]:
     """Return predicted speedups of all settings on the validation texts, seen as ``held``, and the measured costs."""
     by_place = {(probe.layer, probe.kind): probe for probe in probes}
     prompts = [ids[: (len(ids) + start) // 2] for ids, start in mode.texts["validation"][:3]]
@@ -168,9 +164,7 @@ def test_prompts(run: Run, options: ProbeSettings) -> Suite:
     return test_suite(run.corpus, run.settings.data.source, options.bench_prompts)
 
 
-def bench(
-    session: Session, suite: Suite, entries: Sequence[BenchEntry]
-) -> tuple[list[dict[str, Any]], dict[str, Record]]:
+def bench(session: Session, suite: Suite, entries: Sequence[BenchEntry]) -> tuple[list[Fields], dict[str, Record]]:
     """Return rows as those of `decode bench`, and the records, by name."""
     benchmark = Benchmark(session)
     rows = benchmark.run([suite], entries)
@@ -179,7 +173,7 @@ def bench(
 
 def run_best(
     run: Run, model: PreTrainedModel, mode: Mode, choices: Sequence[Choice], options: ProbeSettings
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+) -> tuple[list[Fields], list[Fields]]:
     """Try settings of every method on validation prompts, and decode the test prompts with the fastest of each.
 
     Both also decode without a draft and by ``generate``. No method gains by having been tried on the test prompts.
@@ -189,9 +183,9 @@ def run_best(
         ``target_acceptance``, ``predicted_speedup``, ``tried`` (settings of the method that were tried) and
         ``speedup_vs_layerskip`` with its interval; and rows of the settings that were tried.
     """
-    entries, chosen = dict[str, BenchEntry](), dict[str, dict[str, Any]]()
+    entries, chosen = dict[str, BenchEntry](), dict[str, Fields]()
     for choice in (choice for method in METHODS for choice in candidates(choices, method, options.confirm)):
-        values: dict[str, Any] = {"exit_layer": choice.exit_layer, "draft_length": choice.window}
+        values: Fields = {"exit_layer": choice.exit_layer, "draft_length": choice.window}
         if choice.threshold is not None:  # the controller starts at the threshold and is steered to its acceptance
             values |= {"threshold": choice.threshold, "target_acceptance": min(0.99, max(0.01, choice.accepted))}
         given = MethodOptions(**values, probes=str(run.folder / "probes"))
@@ -199,7 +193,7 @@ def run_best(
         name = " ".join([choice.method, *(f"{key}{value:g}" for key, value in shown.items() if value is not None)])
         entries[name] = BenchEntry(choice.method, options=given, temperature=mode.warp.temperature, name=name)
         chosen[name] = {key: getattr(given, key) for key in EXIT_OPTIONS} | {"predicted_speedup": choice.speedup}
-    session, tables = open_session(run, model, mode, options), list[list[dict[str, Any]]]()
+    session, tables = open_session(run, model, mode, options), list[list[Fields]]()
     texts = mode.texts["validation"][:TRIED]
     validation = Suite(
         "validation", [Prompt(str(i), "", "", ids=tuple(ids[:n])) for i, (ids, n) in enumerate(texts)], None
@@ -224,9 +218,9 @@ def run_best(
     return tables[1], [row for row in tables[0] if row["name"] in entries]
 
 
-def fastest_options(table: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def fastest_options(table: Sequence[Fields]) -> dict[str, Fields]:
     """Return the options of the run of each method and mode, which decoding uses if none are given."""
-    fastest: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {}}
+    fastest: dict[str, Fields] = {"greedy": {}, "sampled": {}}
     for row in table:
         if row["method"] in SELF_SPECULATIVE:
             given = {key: row[key] for key in ("draft_length", *EXIT_OPTIONS) if row[key] is not None}
@@ -234,15 +228,14 @@ def fastest_options(table: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, A
     return fastest
 
 
-def exit_experiment(run: Run, model: PreTrainedModel, modes: list[Mode], options: ProbeSettings) -> dict[str, Any]:
+def exit_experiment(run: Run, model: PreTrainedModel, modes: list[Mode], options: ProbeSettings) -> Fields:
     """Train and judge probes of all exits, and choose an exit and a stop rule; return the parts of the report."""
     folder, exits, seed = run.folder / "probes", exit_layers(model, options.layers), run.settings.seed
-    served, read = run.settings.teacher.signal == "vllm", None
-    if served:
-        read = read_engine(run.states, model)
-    rows, table, probes = list[dict[str, Any]](), list[dict[str, Any]](), list[AcceptanceProbe]()
+    served = run.settings.teacher.in_engine
+    read = partial(read_engine, run.states, model) if served else None
+    rows, table, probes = list[Fields](), list[Fields](), list[AcceptanceProbe]()
     held = list[tuple[Mode, Features, list[AcceptanceProbe]]]()
-    facts: dict[str, Any] = {
+    facts: Fields = {
         "tokens": {}, "costs": {}, "predicted": {}, "tried": [],
         "temperature": options.temperature, "top_p": options.top_p,
         "machine": machine.describe(model.device), "labels": {mode.name: mode.label for mode in modes},

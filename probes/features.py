@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from decode.core.draft import Ids
 from decode.drafters.probe import FEATURES, confidence_features
 from decode.errors import UserError
 from decode.progress import current
@@ -17,8 +19,9 @@ from distill.networks.lm_head import LMHead
 from distill.results.evaluate import Text
 from probes.labels import Mode, label_drafts
 
-Read = Callable[[Sequence[Sequence[int]], Sequence[int]], tuple[Tensor, dict[int, Tensor]]]
-"""Reads texts: the last hidden states after the final norm ``[texts, time, width]``, and those after some layers."""
+States = tuple[Tensor, dict[int, Tensor]]
+"""Of texts: the last hidden states after the final norm ``[texts, time, width]``, and those after some layers."""
+Read = Callable[[Sequence[Ids], Sequence[int]], States]
 EXTRAS = len(FEATURES)
 TOKENS = 1 << 13  # read in a forward, unless one text has more
 BLOCK = 1 << 24  # logits held at once; positions are labelled in blocks of this size
@@ -49,31 +52,17 @@ class Features:
         return self.inputs[..., 1 - EXTRAS]
 
 
-def read_here(model: PreTrainedModel) -> Read:
-    """Reads texts by forward passes of the model.
-
-    Raises:
-        UserError: Its layers cannot be run one by one.
-    """
-    check_structure(model)
-
-    def read(texts: Sequence[Sequence[int]], layers: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
-        ids = pad_sequence([torch.tensor(text) for text in texts], batch_first=True)
-        states = model.base_model(input_ids=ids.to(model.device), use_cache=False, output_hidden_states=True)
-        return states.last_hidden_state, {layer: states.hidden_states[layer] for layer in layers}
-
-    return read
+def read_here(model: PreTrainedModel, texts: Sequence[Ids], layers: Sequence[int]) -> States:
+    """Read texts by a forward pass of the model."""
+    ids = pad_sequence([torch.tensor(text) for text in texts], batch_first=True)
+    states = model.base_model(input_ids=ids.to(model.device), use_cache=False, output_hidden_states=True)
+    return states.last_hidden_state, {layer: states.hidden_states[layer] for layer in layers}
 
 
-def read_engine(files: StateFiles, parts: PreTrainedModel) -> Read:
-    """Reads texts by the engine that the target stands in; the last layer that it gives away is before the norm."""
-    norm, dtype = final_norm(parts), parts.dtype
-
-    def read(texts: Sequence[Sequence[int]], layers: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
-        states = pad_sequence(files.take([list(text) for text in texts]), batch_first=True).to(dtype)
-        return norm(states[:, :, -1]), {layer: states[:, :, files.layers.index(layer)] for layer in layers}
-
-    return read
+def read_engine(files: StateFiles, parts: PreTrainedModel, texts: Sequence[Ids], layers: Sequence[int]) -> States:
+    """Read texts by the engine that the target stands in; the last layer that it gives away is before the norm."""
+    states = pad_sequence(files.take(texts), batch_first=True).to(parts.dtype)
+    return final_norm(parts)(states[:, :, -1]), {layer: states[:, :, files.layers.index(layer)] for layer in layers}
 
 
 def exit_layers(model: PreTrainedModel, layers: Sequence[int] = ()) -> list[int]:
@@ -106,9 +95,11 @@ def collect(
     ``read`` the model reads the texts.
 
     Raises:
-        UserError: No text has a response.
+        UserError: No text has a response, or the model's layers cannot be run one by one.
     """
-    head, norm, read = LMHead(model), final_norm(model), read or read_here(model)
+    if read is None:
+        check_structure(model)
+    head, norm, read = LMHead(model), final_norm(model), read or partial(read_here, model)
     order = sorted((i for i, (ids, start) in enumerate(texts) if len(ids) > start), key=lambda i: len(texts[i][0]))
     if not order:
         raise UserError("the target wrote nothing for any prompt, so there is nothing to learn from; check the data")

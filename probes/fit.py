@@ -1,7 +1,6 @@
 """Training, calibration and evaluation of the linear probes of all exit layers."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +11,7 @@ from torch import Tensor
 from decode.core.round import clustered_ratio
 from decode.drafters.probe import KINDS, AcceptanceProbe
 from decode.errors import UserError
+from decode.files import Fields
 from distill.drafts.block import calibration_error
 from probes.features import EXTRAS, Features
 
@@ -86,7 +86,7 @@ def calibrate(probe: AcceptanceProbe, features: Features) -> None:
         probe.temperature *= best
 
 
-def judged(scores: Mapping[str, Tensor], outcome: Tensor) -> dict[str, Any]:
+def judged(scores: Mapping[str, Tensor], outcome: Tensor) -> Fields:
     """Compare predicted probabilities ``[n]`` with the outcome ``[n]`` of 0 and 1.
 
     Returns:
@@ -94,7 +94,7 @@ def judged(scores: Mapping[str, Tensor], outcome: Tensor) -> dict[str, Any]:
         ``ece``, with its name behind unless that is ``probe``.
     """
     y = outcome.double()
-    row: dict[str, Any] = {"base_rate": float(y.mean())}
+    row: Fields = {"base_rate": float(y.mean())}
     for name, score in scores.items():
         p, end = score.double().clamp(0, 1), "" if name == "probe" else f"_{name}"
         row[f"auroc{end}"] = float(roc_auc_score(y, p)) if 0 < row["base_rate"] < 1 else None
@@ -113,9 +113,9 @@ def scores_of(probes: Sequence[AcceptanceProbe], validation: Features, test: Fea
     return scores | {"token_probability": test.token_probability, "entropy": entropy}
 
 
-def evaluate_exits(probes: Sequence[AcceptanceProbe], validation: Features, test: Features) -> list[dict[str, Any]]:
+def evaluate_exits(probes: Sequence[AcceptanceProbe], validation: Features, test: Features) -> list[Fields]:
     """Return a row for each exit with all scores on the same tokens, and note the metrics in the probes."""
-    rows, scores = list[dict[str, Any]](), scores_of(probes, validation, test)
+    rows, scores = list[Fields](), scores_of(probes, validation, test)
     for i, layer in enumerate(test.exits):
         row = {"layer": layer, "label": probes[0].label, "tokens": len(test)}
         row |= judged({name: score[i] for name, score in scores.items()}, test.outcome[i])

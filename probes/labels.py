@@ -21,7 +21,7 @@ from distill import ranks
 from distill.config.teacher import ResponseSettings
 from distill.data.dataset import Examples
 from distill.files import fingerprint
-from distill.responses.target import Job, answered_by_engine, answered_here, write_responses
+from distill.responses.target import Answer, Job, answered_by_engine, answered_here, write_responses
 from distill.results.evaluate import Text
 from distill.run import Run
 from probes.settings import ProbeSettings
@@ -72,8 +72,9 @@ def write_mode(run: Run, model: PreTrainedModel, mode: Mode, options: ProbeSetti
     assert target is not None
     limit = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)
     made_from = {"target": target.fingerprint, "budget": options.max_new_tokens, "also": described(model, mode.warp)}
-    engine = run.engine if run.settings.teacher.signal == "vllm" and ranks.is_first() else None
-    made_from |= {"served": True} if run.settings.teacher.signal == "vllm" else {}
+    served = run.settings.teacher.in_engine
+    engine = run.engine if served and ranks.is_first() else None
+    made_from |= {"served": True} if served else {}
     made_from |= {name: getattr(mode.warp, name) for name in ("temperature", *NEUTRAL)}
     counts = {"train": options.prompts, "validation": options.validation_prompts, "test": options.test_prompts}
     for number, (split, count) in enumerate(counts.items()):
@@ -82,18 +83,18 @@ def write_mode(run: Run, model: PreTrainedModel, mode: Mode, options: ProbeSetti
         if not prompts:
             raise UserError(f"the {split} split has no prompts; plain texts need a longer data.max_length")
         ends = sorted(stop_ids(model, run.tokenizer))
-        writer = partial(answered_here, model, how, seed, set(ends), warp=mode.warp)
+        answer: Answer = partial(answered_here, model, mode.warp, how.batch_size, seed, set(ends))
         if engine is not None:
             sampling = replace(how, temperature=mode.warp.temperature, top_p=mode.warp.top_p)
-            writer = partial(answered_by_engine, engine.complete, engine.workers, sampling, seed, ends, ends[0])
+            answer = partial(answered_by_engine, engine.complete, engine.workers, sampling, seed, ends, ends[0])
         written = write_responses(
             run,
             [Job(i, ids, max(0, min(options.max_new_tokens, limit - len(ids)))) for i, ids in enumerate(prompts)],
             how,
             run.work / "probes" / f"{mode.name}-{split}.jsonl",
             made_from | {"prompts": fingerprint(prompts), "seed": seed},
-            writer,
+            lambda: answer,  # noqa: B023
             f"{mode.name} texts, {split}",
-            run.settings.teacher.signal == "vllm",
+            served,
         )
         mode.texts[split] = [([*ids, *text], len(ids)) for ids, text in zip(prompts, written)]

@@ -1,16 +1,14 @@
 """Everything that ``python -m probes`` does: target, texts, features, probes, the choice of the exit, real runs."""
 
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from lightning.pytorch.loggers import Logger
 from rich.console import Console
 
-from decode.files import read_json, write_json
+from decode.files import Fields, read_json, write_json
 from decode.measure.machine import doubt
 from decode.models.open import DTYPES
-from decode.progress import output_console
 from distill import ranks
 from distill.pipeline import prepare_settings, with_formats
 from distill.results.tracking import finish, for_stage, make_logger
@@ -24,7 +22,7 @@ from probes.report import show, write_report
 from probes.settings import ProbesSettings
 
 
-def run_probes(settings: ProbesSettings, console: Console | None = None) -> dict[str, Any]:
+def run_probes(settings: ProbesSettings, console: Console | None = None) -> Fields:
     """Train probes, evaluate them, choose an exit, run the best settings and report; return what report.json gains.
 
     The target (for a block head, every stage) is trained first if it is missing or was made from other settings. All
@@ -37,8 +35,8 @@ def run_probes(settings: ProbesSettings, console: Console | None = None) -> dict
     ranks.start(settings.trainer)
     first, threads = ranks.is_first(), torch.get_num_threads()
     options, blocks = settings.probes, settings.student.is_block
-    run = Run(settings, (console or output_console()) if first else Console(quiet=True))
-    added: dict[str, Any] = {}
+    run = Run(settings, console)
+    added: Fields = {}
     try:
         with alone_in(run):
             run.settings = prepare_settings(settings, run.console) if blocks else with_formats(settings)
@@ -47,7 +45,7 @@ def run_probes(settings: ProbesSettings, console: Console | None = None) -> dict
             try:
                 run_stages(run, only=None if blocks else ("target",))
                 run.console.print("[bold]probes[/bold]", highlight=False)
-                served = settings.teacher.signal == "vllm"
+                served = settings.teacher.in_engine
                 model = run.target_parts().to(DTYPES[run.settings.target.dtype]) if served else run.load_target()
                 if served:
                     run.captured_layers = exit_layers(model, options.layers)
@@ -71,7 +69,7 @@ def run_probes(settings: ProbesSettings, console: Console | None = None) -> dict
     return added
 
 
-def _log(logger: Logger, added: dict[str, Any]) -> None:
+def _log(logger: Logger, added: Fields) -> None:
     """Log the numbers by which runs are compared."""
     for row in added.get("probes", []):
         values = {f"{row['mode']}/{key}": row[key] for key in ("auroc", "brier", "ece") if row[key] is not None}

@@ -1,17 +1,15 @@
 """Tables and the page of ``python -m probes``."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from decode.core.lengths import RoundCosts
 from decode.measure import machine, plots
 from decode.measure.machine import conditions, doubt
-from decode.measure.report import Figure, Section, Table, cell, console_table, write_page
+from decode.measure.report import Figure, Row, Section, Table, cell, console_table, write_page
 
-Row = Mapping[str, Any]
 SCORED = ("confidence_head", "confidence_probe", "token_probability", "entropy")  # what the probe is compared with
 METRICS = ("auroc", "brier", "ece", *(f"auroc_{other}" for other in SCORED))
 FURTHER = tuple(f"{metric}_{other}" for metric in ("brier", "ece") for other in SCORED)

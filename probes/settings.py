@@ -1,7 +1,5 @@
 """Settings of ``python -m probes``: everything of a distillation run, plus the section ``probes``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -62,7 +60,7 @@ class ProbesSettings(Settings):
     def validate(self, *, drafts: bool = False) -> None:
         """Check what this command uses: data, target and probes; of a block head, everything."""
         super().validate(drafts=drafts or self.student.is_block)
-        if self.student.is_block and self.teacher.signal == "vllm":
+        if self.student.is_block and self.teacher.in_engine:
             raise UserError(
                 f"student.kind is {self.student.kind}, whose probes need the target beside it: set teacher.signal to "
                 "hidden"

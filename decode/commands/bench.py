@@ -100,7 +100,7 @@ def plan_entries(
 
 def bench_options(settings: BenchSettings, methods: Sequence[str], pair: Pair, folder: Path) -> BenchOptions:
     """Options of the measurement; a missing datastore is built from the corpus."""
-    datastore = Path(settings.datastore) if settings.datastore else None
+    datastore: str | Path | None = settings.datastore
     names = [split_spec(method)[0] for method in methods]
     if settings.corpus and not datastore and any(name in STORES or name.startswith("hybrid") for name in names):
         documents = read_corpus(settings.corpus, pair.tokenizer, settings.corpus_texts, settings.seed)

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -183,8 +182,7 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
             costs = recorded_costs(pair.draft_name, pair.runner.device)
         if options.draft_length is None and stop == "length":
             options.draft_length = exported_length(pair.draft)
-    datastore = Path(settings.datastore) if settings.datastore else None
-    inputs = MethodInputs(pair.runner, warp, draft, tokenizer, datastore, options, costs)
+    inputs = MethodInputs(pair.runner, warp, draft, tokenizer, settings.datastore, options, costs)
     system = build(method, inputs, stop=settings.stop_rule, rule=settings.rule)
     seed = random.SystemRandom().randrange(1 << 31) if settings.seed is None else settings.seed
     ends = [] if settings.ignore_eos else stop_ids(pair.target, tokenizer)

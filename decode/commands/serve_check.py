@@ -1,7 +1,5 @@
 """``python -m decode serve-check``: a draft in a real engine, its acceptance as counted beside the predicted one."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -32,7 +30,7 @@ from decode.engines.check import (
     within,
 )
 from decode.engines.gguf import convert
-from decode.engines.server import Engine, check_engine, opened
+from decode.engines.server import Engine, check_engine, opened, write_all
 from decode.errors import UserError
 from decode.files import Fields, read_json, scratch_folder, write_json
 from decode.measure import machine
@@ -156,24 +154,17 @@ def serve_check(
 
     def written(length: int | None) -> dict[float, list[ServedText]]:
         progress(f"{engine.name}: {len(items)} texts, {f'{length} drafted tokens' if length else 'no draft'}")
-        texts = {}
         with opened(engine, length) as server:
             if not (session.options.chat or other_ids):  # a chat's text is in no template there
                 differences = (server.differs_in_ids(item.prompt.text, item.ids) for item in items[:4])
                 other_ids.extend(filter(None, differences))
-            for t in settings.temperatures:
-                # the first request of a temperature compiles kernels and fills caches
-                server.write(items[0].ids, temperature=t, seed=0, max_new_tokens=8, stop_ids=ends)
-                texts[t] = [
-                    server.write(item.ids, temperature=t, seed=settings.seed + i, max_new_tokens=budget, stop_ids=ends)
-                    for i, item in enumerate(items)
-                ]
-        return texts
+            how = {"seed": settings.seed, "max_new_tokens": budget, "stop_ids": ends}
+            return write_all(server, prompts, settings.temperatures, **how)
 
+    prompts = [item.ids for item in items]
     if settings.url is None:
         alone = written(None)
     else:  # the server has the draft: texts by transformers' weights here, whose speed says nothing
-        prompts = [item.ids for item in items]
         answers = {t: session.written(prompts, LogitsWarper(t)) for t in settings.temperatures}
         alone = {
             t: [ServedText(ids, math.nan, ended=llama and set(ids[-1:]) <= set(ends)) for ids in texts]
@@ -181,11 +172,11 @@ def serve_check(
         }
 
     def proposed(texts: Sequence[ServedText], length: int) -> tuple[Accepted, float]:
-        return acceptance(session.model, draft, [(item.ids, text.ids) for item, text in zip(items, texts)], length)
+        return acceptance(session.model, draft, [(ids, text.ids) for ids, text in zip(prompts, texts)], length)
 
-    def counts(accepted: Sequence[Any], texts: Sequence[ServedText], length: int, **more: bool) -> list[Drafts]:
+    def counts(accepted: Accepted, texts: Sequence[ServedText], length: int, beyond: bool | None) -> list[Drafts]:
         return [
-            predicted_drafts(at, len(text.ids), length, budget=limit, ended=text.ended, **more)
+            predicted_drafts(at, len(text.ids), length, budget=limit, ended=text.ended, beyond=beyond)
             for at, text in zip(accepted, texts)
         ]
 
@@ -196,7 +187,7 @@ def serve_check(
             accepted, share = proposed(alone[t], length)
             agreement = share if t == 0 else agreement
             row = {"engine": engine.name, "temperature": t, "draft_length": length, "other_texts": False}
-            row |= compared(texts, alone[t], counts(accepted, alone[t], length), length)
+            row |= compared(texts, alone[t], counts(accepted, alone[t], length, None), length)
             if row["identical_share"] < 1:
                 accepted, ours = proposed(texts, length)
                 tokens = sum(1 / max(1, sum(len(text.ids) for text in some)) for some in (texts, alone[t]))
@@ -204,8 +195,8 @@ def serve_check(
                 # whether it is the target's most probable one
                 row["other_texts"] = abs(ours - share) > 4 * math.sqrt(share * (1 - share) * tokens) + 0.02
             # sampled tokens behind the end of a text are not known; llama.cpp drafts none
-            chance = [{"beyond": beyond} if t and not llama else {} for beyond in (False, True)]
-            bounds = zip(*(counts(accepted, texts, length, **more) for more in chance))
+            chance = (False, True) if t and not llama else (None, None)
+            bounds = zip(*(counts(accepted, texts, length, beyond) for beyond in chance))
             apart = [
                 f"text {i} has {text.drafts.accepted} in {text.drafts.rounds:g} rounds, expected {low.accepted} in "
                 f"{low.rounds:g}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -27,6 +27,11 @@ def foreign(ids: Iterable[int], rows: int, held: str = "the prompt holds", whose
         f"{held} token id {unknown}, but {whose} ids are 0 to {rows - 1}; was it tokenised with another model's "
         "tokenizer, or with a token whose row the model was not given (model.resize_token_embeddings)?"
     )
+
+
+def until_end(ids: Ids, ends: Collection[int | None]) -> Ids:
+    """The ids up to and with the first of `ends`."""
+    return ids[: next((count for count, token in enumerate(ids, 1) if token in ends), None)]
 
 
 @dataclass

@@ -11,11 +11,11 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from decode.core.draft import Draft, foreign
+from decode.core.draft import Draft, Ids, foreign
 from decode.core.lengths import DraftLengths
 from decode.core.round import Round
 from decode.core.sampling import LogitsWarper, Rng, Rows, TorchRng, WarpedRows, argmax
@@ -24,6 +24,7 @@ from decode.core.verify import AcceptanceRule, Exact, Measured, verify, verify_g
 from decode.drafters.base import Drafter, DraftRequest, Prompt
 from decode.errors import UserError
 from decode.models.api import Model, Out, Read, read_prompt, rows_that_fit, synchronize
+from decode.models.tokens import StopStrings
 
 
 @dataclass
@@ -36,14 +37,6 @@ class Method:
     rule: AcceptanceRule = field(default_factory=Exact)
     # limits the drafts of all texts of a round to what pays; None: the stop rule alone ends them
     lengths: DraftLengths | None = None
-
-
-class Ends(Protocol):
-    """Strings that end a text, such as `decode.models.tokens.StopStrings`."""
-
-    def ends(self, ids: list[int]) -> bool:
-        """Whether the last of these tokens completes a string."""
-        ...
 
 
 def tree_error(target: Model) -> UserError:
@@ -81,11 +74,11 @@ class Text:
         target: Model,
         method: Method,
         warp: LogitsWarper,
-        prompt: list[int],
+        prompt: Ids,
         *,
         max_new_tokens: int = 128,
         stop_ids: Collection[int] = (),
-        stop_strings: Ends | None = None,
+        stop_strings: StopStrings | None = None,
         rng: Rng | None = None,
         alone: bool = True,
     ) -> None:
@@ -115,7 +108,7 @@ class Text:
         self.error = UserError(error) if error else None
 
     @property
-    def new_ids(self) -> list[int]:
+    def new_ids(self) -> Ids:
         """The generated tokens."""
         return self.ids[self.prompt_length :]
 
@@ -150,7 +143,7 @@ class Text:
             self.cache.close()
         self.state = self.cache = None
 
-    def verify(self, draft: Draft, out: Out) -> tuple[list[int], int, Measured]:
+    def verify(self, draft: Draft, out: Out) -> tuple[Ids, int, Measured]:
         """Keep a path of the draft, choose the token that follows it, and roll the target's cache back to the path.
 
         Args:
@@ -180,7 +173,7 @@ class Text:
         self.cache.keep(base, [base, *(base + 1 + i for i in path)])
         return path, token, measured
 
-    def accept(self, emitted: list[int]) -> list[int]:
+    def accept(self, emitted: Ids) -> Ids:
         """Grow by these tokens up to the text's end: a stop id, a stop string, the budget or the context.
 
         Returns:
@@ -293,7 +286,7 @@ def run(target: Model, method: Method, texts: Iterable[Text], rows: int = 1) -> 
             reserve(1)
 
 
-def decode(target: Model, method: Method, warp: LogitsWarper, prompt: list[int], **options: Any) -> Text:
+def decode(target: Model, method: Method, warp: LogitsWarper, prompt: Ids, **options: Any) -> Text:
     """Decode one prompt to its end; arguments are those of `Text`.
 
     Raises:
@@ -309,7 +302,7 @@ def decode_texts(
     target: Model,
     method: Method,
     warp: LogitsWarper,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[Ids],
     *,
     rngs: Sequence[Rng],
     batch_size: int | None = None,

@@ -1,7 +1,5 @@
 """What happened in a round of decoding, and every metric as a function of rounds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Logits to probabilities, the same way for the target and for the draft."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, SupportsInt

@@ -1,7 +1,5 @@
 """Adaptix: a corpus's n-gram model that learns from the text, searched for the draft tree (AAAI 2025)."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Callable
@@ -55,8 +53,7 @@ def save_ngram_table(text: np.ndarray, path: Path, fingerprint: str) -> Path:
         "tokens": (grams[kept] & np.uint64((1 << BITS) - 1)).astype(np.int32),
         "probabilities": share[kept].astype(np.float32),
     }
-    save_arrays(path / FILE, arrays, kind=KIND, fingerprint=fingerprint)
-    return path / FILE
+    return save_arrays(path / FILE, arrays, kind=KIND, fingerprint=fingerprint)
 
 
 class NgramTable:

@@ -1,7 +1,5 @@
 """The base class of drafters, the part of a method that proposes tokens, and the drafter that proposes nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -16,17 +16,8 @@ from decode.files import Fields, write_safely
 FORMAT = "2"
 
 
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """A digest of every token with its id: equal fingerprints mean that ids stand for the same tokens.
-
-    Raises:
-        UserError: there is no tokenizer.
-    """
-    if tokenizer is None:
-        raise UserError(
-            "a method that drafts from a corpus needs the target's tokenizer: the target has none; save the tokenizer "
-            "in the target's folder"
-        )
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A digest of every token with its id: equal fingerprints mean that ids stand for the same tokens."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
 
@@ -38,7 +29,7 @@ def join_documents(documents: Iterable[Sequence[int] | np.ndarray]) -> np.ndarra
         uint16 ``[n]``, or uint32 where an id does not fit.
 
     Raises:
-        UserError: an id is negative, or there is no token at all.
+        UserError: there is no token at all.
     """
     parts = [
         np.append(np.asarray(document, dtype=np.int32) + 1, np.int32(0)) for document in documents if len(document)
@@ -46,17 +37,16 @@ def join_documents(documents: Iterable[Sequence[int] | np.ndarray]) -> np.ndarra
     if not parts:
         raise UserError("the corpus holds no tokens: give at least one file or document with text in it")
     text = np.concatenate(parts)
-    if text.min() < 0 or np.count_nonzero(text == 0) != len(parts):
-        raise UserError("a document holds a negative token id: give ids as the tokenizer returns them")
     return text.astype(np.uint32 if text.max() > np.iinfo(np.uint16).max else np.uint16)
 
 
-def save_arrays(path: Path, arrays: dict[str, np.ndarray], *, kind: str, fingerprint: str, **facts: int) -> None:
-    """Write arrays and their manifest as one safetensors file, whole or not at all."""
+def save_arrays(path: Path, arrays: dict[str, np.ndarray], *, kind: str, fingerprint: str, **facts: int) -> Path:
+    """Write arrays and their manifest as one safetensors file, whole or not at all, and return its path."""
     arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     # one entry, since safetensors writes several in random order and equal stores should be equal files
     manifest = json.dumps({"kind": kind, "format": FORMAT, "tokenizer": fingerprint} | facts)
     write_safely(path, lambda file: save_file(arrays, file, metadata={"manifest": manifest}))
+    return path
 
 
 def map_arrays(path: Path, *, kind: str, fingerprint: str) -> tuple[Fields, dict[str, np.ndarray]]:

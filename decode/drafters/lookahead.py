@@ -20,7 +20,7 @@ from decode.models.api import Out
 class LookaheadState:
     """The window and the pool of a sequence."""
 
-    levels: list[Ids] = field(default_factory=list)
+    levels: list[Ids]
     pool: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
     bottom: list[int | None] = field(default_factory=list)  # nodes of the window's last level; None where it was cut
     pending: int = -1

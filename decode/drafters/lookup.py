@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from decode.core.draft import Draft, Ids
+from decode.core.draft import Draft, Ids, id_tensor
 from decode.core.round import Round
 from decode.drafters.base import Drafter, DraftRequest, Prompt
 from decode.models.api import Out
@@ -63,7 +63,7 @@ def copy_from(ids: Ids, after: int, count: int) -> Ids:
     return copied
 
 
-def commonest(rows: Sequence[Sequence[int]], least: float) -> tuple[list[int], float]:
+def commonest(rows: Sequence[Ids], least: float) -> tuple[Ids, float]:
     """Follow the commonest token of each column, among the rows that agree so far; of equals that of the first row.
 
     Rows are continuations, which `END` may end early. The tokens are followed while at least the share `least` of all
@@ -98,7 +98,7 @@ class LookupDrafter(Drafter):
         """A chain of at most `length`, `max_depth` and the stop rule's window; empty where nothing matches."""
         count = min(self.length, request.max_depth, request.stop.window)
         n, after = request.state.latest(request.ids, self.max_ngram) if count > 0 else (0, 0)
-        return Draft.empty().with_branch(copy_from(request.ids, after, count) if n else [])
+        return Draft.chain(id_tensor(copy_from(request.ids, after, count) if n else []))
 
 
 @dataclass
@@ -140,7 +140,7 @@ class SuffixDrafter(Drafter):
             new, expected = commonest([tokens[at : at + length] for at in reversed(places)], self.least)
             if expected > score:
                 chain, score = new, expected
-        return Draft.empty().with_branch(chain)
+        return Draft.chain(id_tensor(chain))
 
     def update(self, state: tuple[SuffixIndex, bool], ids: Ids, round: Round, out: Out) -> None:
         """Index what the round added to the text."""

@@ -1,6 +1,4 @@
-"""A smaller language model of the same vocabulary drafts, or a head on the target's hidden states, token by token."""
-
-from __future__ import annotations
+"""A smaller language model of the same vocabulary drafts, the target's own first layers, or a head on its states."""
 
 import warnings
 from collections.abc import Collection, Generator, Sequence
@@ -16,6 +14,8 @@ from decode.core.sampling import LogitsWarper, argmax
 from decode.core.stop import DraftedToken
 from decode.drafters.base import Drafter, DraftRequest, Prompt
 from decode.models.api import PIECE, Model, Out, Read, read_prompt
+from decode.models.fast.forward import FastRunner, self_speculating
+from decode.models.heads.block_runner import BlockRunner
 from decode.models.heads.mtp import MtpRunner
 from decode.models.heads.runner import DraftHeadRunner, in_target
 
@@ -28,7 +28,7 @@ class ModelState:
     """The draft model's cache of a sequence, and the tokens that end the text."""
 
     cache: Any
-    stop_ids: Collection[int] = ()
+    stop_ids: Collection[int]
 
 
 class ModelDrafter(Drafter):
@@ -154,6 +154,38 @@ class ModelDrafter(Drafter):
         self.runner.reserve(rows)
 
 
+class EarlyExitDrafter(ModelDrafter):
+    """Drafts with the first `exit_layer` layers and the model's own final norm and head, in the target's cache.
+
+    So LayerSkip and AdaSPEED do. What the draft computed is used by verification, and the target's rollback is the
+    draft's. Stop rules read the hidden state that the head read at the exit.
+
+    Raises:
+        UserError: a target whose layers cannot draft, or that lacks the layer.
+    """
+
+    runner: FastRunner
+
+    def __init__(self, target: Model, warp: LogitsWarper, exit_layer: int) -> None:
+        super().__init__(self_speculating(target, exit_layer), warp, target.vocab_size)
+        self.exit_layer = exit_layer
+        self.cache_bytes_per_token = 0  # the drafter has no cache
+
+    def start(self, prompt: Prompt) -> ModelState:
+        """The target has read the prompt for both."""
+        return ModelState(prompt.cache, prompt.stop_ids)
+
+    def read(self, caches: list[Any], feeds: list[Any]) -> list[Out]:
+        """See `ModelDrafter.read`."""
+        return self.runner.forward(list(map(Read, caches, feeds)), last=1, exit_layer=self.exit_layer)
+
+    def update(self, state: ModelState, ids: Ids, round: Round, out: Out) -> None:
+        """The target has dropped what was rejected for both."""
+
+    def close(self, state: ModelState) -> None:
+        """The target closes its cache."""
+
+
 class HeadDrafter(ModelDrafter):
     """Drafts with a head, which the loop gives the target's hidden states that `capture` names."""
 
@@ -197,3 +229,50 @@ class FeatureDrafter(HeadDrafter):
     def room(self, state: ModelState, ids: Ids) -> int:
         """See `ModelDrafter.room`; a text of one token has no feature yet."""
         return super().room(state, ids) if len(state.cache.unread) else 0
+
+
+class BlockDrafter(HeadDrafter):
+    """Drafts a chain from one forward of a block head (DFlash and its descendants).
+
+    It holds the likeliest tokens, as engines serve such heads, or with `sample` tokens drawn from q. The former are a
+    deterministic draft, which exact rules accept with the target's probability. Drawn ones come from q given the tokens
+    that were really drawn, which is 0 of ids that are no candidates where a scorer chooses among these; without a
+    scorer all slots are drawn independently, so that their tokens need not fit together.
+    """
+
+    runner: BlockRunner
+
+    def __init__(self, runner: BlockRunner, target: Model, warp: LogitsWarper, *, sample: bool = False) -> None:
+        super().__init__(runner, target, warp)
+        self.sample = sample
+
+    def _read_text(self, state: ModelState, ids: Ids) -> None:
+        self.runner.read([state.cache])
+
+    def read(self, caches: list[Any], feeds: list[Any]) -> list[Any]:
+        """The `Block` of each sequence."""
+        return self.runner.draft(caches, *zip(*feeds))
+
+    def unread(self, request: DraftRequest) -> Tensor:
+        """The token that the block follows."""
+        return torch.tensor(request.ids[-1:], device=self.runner.device)
+
+    def drafting(self, request: DraftRequest) -> Drafting:
+        """Tokens are chosen from left to right once the block was computed; all at once where nothing looks at them."""
+        runner, limit, watched = self.runner, self.limit(request), request.stop.confidence is not None
+        if limit < 1:
+            return Draft.empty()
+        out: Any = yield request.ids[-1], limit
+        certain = self.warp.greedy or not self.sample
+        at_once = certain and (not runner.head.conditional or runner.head.candidates > 0)
+        if at_once and not (watched or self.warp.needs_prefix or request.keep_logits):
+            return Draft.chain(runner.likeliest(out))
+        choosing, slot = super().drafting(request), 0
+        made = None
+        while True:
+            try:
+                token = choosing.send(made)  # type: ignore[arg-type]
+            except StopIteration as end:
+                return end.value
+            made = runner.condition(out, slot, token, greedy=certain if watched else None)
+            made.logits, slot = runner.expand(made.logits), slot + 1

@@ -1,7 +1,5 @@
 """REST: what followed this context in a corpus, as a tree of continuations (He et al., NAACL 2024)."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import takewhile
@@ -60,8 +58,7 @@ def save_datastore(text: np.ndarray, path: Path, fingerprint: str) -> Path:
     # big-endian, so that comparing bytes compares token sequences
     stored = text.astype(text.dtype.newbyteorder(">")).view(np.uint8)
     arrays = {"suffixes": suffix_array(text), "text": stored}
-    save_arrays(path / FILE, arrays, kind=KIND, fingerprint=fingerprint, width=text.dtype.itemsize)
-    return path / FILE
+    return save_arrays(path / FILE, arrays, kind=KIND, fingerprint=fingerprint, width=text.dtype.itemsize)
 
 
 class Datastore:
@@ -101,7 +98,7 @@ class Datastore:
         return span, interval
 
     def continuations(
-        self, ids: Ids, *, length: int = 10, limit: int = 5000, max_span: int = 16, min_span: int = 2
+        self, ids: Ids, *, length: int, limit: int = 5000, max_span: int = 16, min_span: int = 2
     ) -> np.ndarray:
         """What followed the longest tail of ``ids`` that occurs.
 

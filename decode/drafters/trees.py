@@ -3,8 +3,6 @@
 Both are functions of the text, so they are verified as deterministic drafts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
@@ -16,8 +14,7 @@ from torch import Tensor
 from decode.core.draft import Draft, Ids
 from decode.core.sampling import LogitsWarper
 from decode.drafters.base import DraftRequest
-from decode.drafters.block import BlockDrafter
-from decode.drafters.model import Drafting, FeatureDrafter, HeadDrafter
+from decode.drafters.model import BlockDrafter, Drafting, FeatureDrafter, HeadDrafter
 from decode.models.api import Model, Out
 from decode.models.heads.block_runner import BlockRunner
 from decode.models.heads.runner import HeadRunner, Level

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +21,11 @@ import httpx
 from packaging.version import Version
 from prometheus_client.parser import text_string_to_metric_families
 
-from decode.core.draft import Ids
+from decode.core.draft import Ids, until_end
 from decode.engines.check import Drafts, ServedText
 from decode.errors import UserError
 from decode.files import Fields, scratch_folder
+from decode.progress import current
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Where `make engines` installs the engines, unless that is the working directory."""
@@ -231,6 +232,20 @@ def opened(engine: Engine, draft_length: int | None) -> Iterator[Server]:
             raise UserError(f"nothing answers at {engine.url}/health; start the server first, or leave out --url")
 
 
+def write_all(
+    server: Server, prompts: Sequence[Ids], temperatures: Iterable[float], *, seed: int, **how: Any
+) -> dict[float, list[ServedText]]:
+    """A text after every prompt at each temperature; those of a temperature have the seeds from `seed` on."""
+    texts = {}
+    for t in temperatures:
+        server.write(prompts[0], temperature=t, seed=0, **how | {"max_new_tokens": 8})  # compiles kernels, fills caches
+        texts[t] = list[ServedText]()
+        for number, ids in enumerate(prompts, seed):
+            texts[t].append(server.write(ids, temperature=t, seed=number, **how))
+            current().advance()
+    return texts
+
+
 @dataclass
 class Metrics:
     """Counters of an engine since it started."""
@@ -315,9 +330,8 @@ class Server:
         decode_seconds = after.decode_seconds - before.decode_seconds
         if self.name == "llama.cpp":
             decode_seconds = answer["timings"]["predicted_ms"] / 1e3
-        end = next((n for n, i in enumerate(new, 1) if i in stop_ids), None)
         ended = answer.get("stop_type") == "eos"
-        return ServedText(new[:end], seconds, decode_seconds, after.drafts - before.drafts, ended)
+        return ServedText(until_end(new, stop_ids), seconds, decode_seconds, after.drafts - before.drafts, ended)
 
     def differs_in_ids(self, text: str, ids: Ids) -> str | None:
         """The server's token ids of a text beside these; None where they do not differ."""

@@ -36,7 +36,7 @@ class Problem:
     steps: int
 
 
-def problem(seed: int, split: str, index: int, difficulty: int | str = 1) -> Problem:
+def problem(seed: int, split: str, index: int, difficulty: int | str) -> Problem:
     """The problem number ``index``, from 0, of a split's sequence, which the seed chooses: a pure function of these.
 
     Difficulty 1 has one or two calculations and results below 100, 2 two or three below 1000, 3 two to four below

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from decode.core.draft import Ids
+from decode.core.draft import Ids, until_end
 from decode.core.sampling import LogitsWarper
 from decode.models.api import synchronize
 from decode.models.texts import side_by_side
@@ -78,8 +78,7 @@ def generate(
             seconds = time.perf_counter() - began
     finally:
         hook.remove()
-    new = out[:, ids.shape[1] :].tolist()
-    texts = [row[: next((i + 1 for i, token in enumerate(row) if token in ends), None)] for row in new]
+    texts = [until_end(row, ends) for row in out[:, ids.shape[1] :].tolist()]
     return texts, seconds, len(forwards)
 
 

@@ -9,8 +9,6 @@ The rounds come from one acceptance rate α at every position (Leviathan et al.,
 whose acceptance is known position by position (`decode.measure.acceptance.replay`), or from decoding.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from bisect import bisect_left
@@ -29,7 +27,7 @@ from decode.core.round import Round
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.stop import Confidence, Fixed, StopRule, token_probability
 from decode.drafters.base import Drafter, DraftRequest, NoDrafter
-from decode.drafters.early_exit import EarlyExitDrafter
+from decode.drafters.model import EarlyExitDrafter
 from decode.files import Fields
 from decode.measure.acceptance import OfflineAlpha, replayed
 from decode.methods import MethodInputs, build

@@ -120,7 +120,7 @@ def messages_of(value: Any) -> list[Any] | None:
     return messages if chat and messages else None
 
 
-def load_hub(name: str, config: str | None = None, split: str | None = None) -> Any:
+def load_hub(name: str, config: str | None, split: str | None = None) -> Any:
     """Load a data set from the Hugging Face Hub (its branch, tag or commit behind an @) or its local cache.
 
     Returns:
@@ -200,7 +200,7 @@ class Preset:
     columns: Sequence[str]
     prompt_template: str | None = None
     response_template: str = ""
-    said_template: str | None = None
+    said_template: str = ""
     hub: str | None = None
     config: str | None = None
     file: str = ""
@@ -221,8 +221,8 @@ class Preset:
         return _filled(self.response_template, row)
 
     def said(self, row: Row) -> str:
-        """The user's turn for a chat model, where that is not the prompt; raises as `prompt` does."""
-        return _filled(self.said_template or "", row)
+        """The user's turn for a chat model, empty where that is the prompt; raises as `prompt` does."""
+        return _filled(self.said_template, row)
 
     def turns(self, row: Row) -> tuple[str, ...]:
         """The user's turns for a chat model; empty where the prompt is the turn."""

@@ -1,7 +1,5 @@
 """The choice of a model's runner, and the check of its logits against the model's own."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Iterator
@@ -15,6 +13,7 @@ from transformers import PreTrainedModel
 
 from decode.core.draft import Draft
 from decode.errors import UserError, first_line
+from decode.files import Fields
 from decode.models.api import Model, Read
 from decode.models.fast.forward import FastRunner, fast_runner
 from decode.models.fast.layout import supports
@@ -81,7 +80,7 @@ def open_runner(model: PreTrainedModel, *, fast: bool = True, pack: str = "off",
     return runner
 
 
-def fast_if_equal(model: PreTrainedModel, pack: str = "off", *, draft: bool = False) -> FastRunner | None:
+def fast_if_equal(model: PreTrainedModel, pack: str, *, draft: bool = False) -> FastRunner | None:
     """The hand-written forward of a model that it knows, once it has reproduced its logits; else None."""
     if not supports(model):
         return None
@@ -145,7 +144,7 @@ def short_windows(model: PreTrainedModel, runner: Model) -> Iterator[int]:
     for fields, name, length in before:
         fields[name] = min(length, WINDOW)
     longest = max([config.get("window_size") or 0, *(fields[name] for fields, name, _ in before)])
-    shown: dict[str, Any] = {"time_step_limit": (1.0, 1.0), "index_topk": CHOSEN}
+    shown: Fields = {"time_step_limit": (1.0, 1.0), "index_topk": CHOSEN}
     for part in (module.__dict__ for module in model.modules()):
         least, most = part.get("time_step_limit") or (0.0, math.inf)
         wide = model.dtype.itemsize > 2 and (part.get("index_topk") or 0) > CHOSEN

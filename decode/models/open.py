@@ -54,7 +54,7 @@ SIXTEEN_BITS = (
 )
 
 
-def choose_device(name: str | torch.device = "auto") -> torch.device:
+def choose_device(name: str | torch.device) -> torch.device:
     """The device for a setting: ``auto`` is the first CUDA device, without one the CPU.
 
     Raises:
@@ -196,7 +196,7 @@ def files_of(name: Name, *, trust_remote_code: bool = False) -> Any:
     return SimpleNamespace(generation_config=generation, config=config)
 
 
-def stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> Ids:
+def stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> Ids:
     """Every token id that ends a text, by the files of a model (or `files_of` it; None: it has none) and its tokenizer.
 
     The generation config's come first, then the config's, the tokenizer's and the chat template's.
@@ -216,17 +216,16 @@ def unnamed_ends(model: Any, tokenizer: PreTrainedTokenizerBase) -> str:
     )
 
 
-def _ends(model: Any, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Ids]:
+def _ends(model: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Ids]:
     """The ids that end a text, by the file that is the first to name them.
 
     One of the config's that the tokenizer keeps for no such use may be the default of the config's class.
     """
     generation, config = (_eos(getattr(model, name, None)) for name in ("generation_config", "config"))
-    named = {"generation_config.json": generation, "config.json": config}
-    if tokenizer is not None:
-        named |= {"config.json": [i for i in config if i in added_ids(tokenizer)], "the tokenizer": _eos(tokenizer)}
-        end = turn_end(tokenizer, [*chain(*named.values())])
-        named["the chat template"] = [] if end is None else [end]
+    named = {"generation_config.json": generation, "config.json": [i for i in config if i in added_ids(tokenizer)]}
+    named["the tokenizer"] = _eos(tokenizer)
+    end = turn_end(tokenizer, [*chain(*named.values())])
+    named["the chat template"] = [] if end is None else [end]
     first = {i: name for name in reversed(named) for i in named[name]}
     return {name: [i for i in dict.fromkeys(ids) if first[i] == name] for name, ids in named.items()}
 

@@ -66,7 +66,7 @@ def located(name: Name) -> tuple[str, Fields]:
     return repository, at | local
 
 
-def pinned(name: Name) -> tuple[str, dict[str, str]]:
+def pinned(name: Name) -> tuple[str, Fields]:
     """A Hub name, and the revision after its @ as an argument of the Hub's libraries; folders stay as they are."""
     repository, at, revision = str(name).rpartition("@")
     return (repository, {"revision": revision}) if at and not Path(name).exists() else (str(name), {})

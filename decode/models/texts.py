@@ -54,7 +54,7 @@ def uniform_draws(*name: int, count: int) -> list[float]:
     return np.random.default_rng(name).random(count).tolist()
 
 
-def side_by_side(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, ...]:
+def side_by_side(prompts: Sequence[Ids], device: torch.device) -> tuple[Tensor, ...]:
     """The tokens of prompts, filled up on the left, and their attention mask, ``[batch, time]`` each."""
     known = [torch.tensor([list(ids), [1] * len(ids)]).T for ids in prompts]
     return pad_sequence(known, batch_first=True, padding_side="left").to(device).unbind(-1)
@@ -64,7 +64,7 @@ def side_by_side(prompts: Sequence[Sequence[int]], device: torch.device) -> tupl
 class _Writer:
     """The texts of `write_texts`, which grow by one token at a time."""
 
-    prompts: Sequence[Sequence[int]]
+    prompts: Sequence[Ids]
     limits: Sequence[int]
     warp: LogitsWarper
     stop_ids: Collection[int]
@@ -143,7 +143,7 @@ class _Writer:
 
 def write_texts(
     target: PreTrainedModel | Model,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Ids],
     warp: LogitsWarper,
     *,
     budgets: int | Sequence[int],

@@ -27,6 +27,8 @@ PROMPT_END = "prompt_end"
 """A field of tokenizer_config.json: the end of all prompts that a model made here has seen; shells leave it out."""
 REASONING = "reasoning_content", "reasoning", "thinking"
 """The names under which templates read what an assistant thought before it answered; they mean the same."""
+MARKED = [{"role": "user", "content": "MARKED QUESTION"}, {"role": "assistant", "content": "MARKED ANSWER"}]
+"""A chat by which it is seen what a template writes."""
 REFUSALS = jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError  # what rendering a chat may raise
 
 
@@ -114,9 +116,9 @@ def check_template(tokenizer: PreTrainedTokenizerBase, system: str | None = None
     Raises:
         UserError: which of them it leaves out or refuses.
     """
-    question, answer = user_says("MARKED QUESTION"), {"role": "assistant", "content": "MARKED ANSWER"}
+    question, answer = (turn["content"] for turn in MARKED)
     try:
-        refuses = answer["content"] not in render_chat(tokenizer, [*question, answer], ask=False)
+        refuses = answer not in render_chat(tokenizer, MARKED, ask=False)
     except UserError:
         refuses = False  # a template may refuse chats that end with the assistant's turn
     if refuses:
@@ -128,7 +130,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, system: str | None = None
         return
     cure = "leave out --system, or say it in the prompts"
     try:
-        written = render_chat(tokenizer, user_says("MARKED QUESTION", system), ask=True)
+        written = render_chat(tokenizer, user_says(question, system), ask=True)
     except UserError as error:
         raise UserError(f"the chat template refuses a system message ({error}); {cure}") from error
     if system.strip() not in written:
@@ -185,14 +187,13 @@ def _render(
 @lru_cache(maxsize=8)
 def _reads_parts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     """Whether a template writes contents only where they are lists of parts (``template`` is the cache's key)."""
-    chat = [{"role": "user", "content": "MARKED QUESTION"}, {"role": "assistant", "content": "MARKED ANSWER"}]
 
     def written(parts: bool) -> int:
         texts = []
-        for turns in (chat[:1], chat):  # a template may refuse a chat that ends with the answer
+        for turns in (MARKED[:1], MARKED):  # a template may refuse a chat that ends with the answer
             with suppress(*REFUSALS):
                 texts.append(_render(tokenizer, turns, parts, len(turns) == 1, {}))
-        return sum(turn["content"] in "".join(texts) for turn in chat)
+        return sum(turn["content"] in "".join(texts) for turn in MARKED)
 
     return written(True) > written(False)
 
@@ -236,17 +237,16 @@ def added_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
 
 
-def turn_end(tokenizer: PreTrainedTokenizerBase, known: Collection[int] = ()) -> int | None:
+def turn_end(tokenizer: PreTrainedTokenizerBase, known: Collection[int]) -> int | None:
     """The token with which the chat template ends an answer, unless a known one stands there; None without one.
 
     It is the first added token that follows the answer both at the end of a chat and before a next question: a template
     may write more at the end of all (Phi-4-mini), or another token there (gpt-oss).
     """
-    chat = [*user_says("MARKED QUESTION"), {"role": "assistant", "content": "MARKED ANSWER"}]
     special, behind = added_ids(tokenizer), list[Ids]()
-    for turns in (chat, chat + chat[:1]):
+    for turns in (MARKED, MARKED + MARKED[:1]):
         with suppress(UserError):
-            written = render_chat(tokenizer, turns, ask=False).partition("MARKED ANSWER")[2]
+            written = render_chat(tokenizer, turns, ask=False).partition(MARKED[1]["content"])[2]
             behind.append([token for token in plain_ids(tokenizer, [written])[0] if token in special])
     if not behind:
         return None
@@ -306,7 +306,7 @@ def marked(
     detokenizer: Detokenizer,
     tokens: Ids,
     written_by: Sequence[str],
-    rejected: Sequence[Sequence[int]],
+    rejected: Sequence[Ids],
     alone: bool = False,
 ) -> list[dict[str, str]]:
     """Tokens as ``{text, who}``: accepted, corrected, bonus or target, each after up to three rejected in its place.

@@ -189,7 +189,7 @@ class Settings:
         decided |= {"accumulate_grad_batches", *(each.name for each in fields(TrainerSettings))}
         arguments = inspect.signature(Trainer.__init__).parameters.keys() - decided
         unknown = self.trainer.extra.keys() - arguments
-        rounded, stands = target.round_to and target.kind != "as_is", self.teacher.signal == "vllm"
+        rounded, stands = target.round_to and target.kind != "as_is", self.teacher.in_engine
         idle = engine.urls and not responses.from_target and not stands
         refuse(
             self,
@@ -272,7 +272,7 @@ class Settings:
             (single, "student.kind", "and accepted_only needs an EAGLE head of two drafting steps (unroll) or more"),
             (measured and not (measured.temperatures and measured.draft_lengths), "evaluation", "expected at least one "
              "of temperatures and of draft_lengths"),
-            (on_policy and head and (target.placed or self.teacher.signal == "vllm"), "student.kind", "and "
+            (on_policy and head and (target.placed or self.teacher.in_engine), "student.kind", "and "
              "drafts[].on_policy needs the target beside a head: choose another teacher.signal, and set "
              "target.device_map and target.quantization to null"),
             (unsupported, "trainer.strategy", f"which shards the weights and does not support {unsupported}: set it to "

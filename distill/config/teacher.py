@@ -75,18 +75,23 @@ class TeacherSettings:
     responses: ResponseSettings = field(default_factory=ResponseSettings)
 
     @property
+    def in_engine(self) -> bool:
+        """Whether the target stands in an engine, which gives its states."""
+        return self.signal == "vllm"
+
+    @property
     def served(self) -> bool:
         """Whether the target's answers come from an engine."""
-        return self.responses.from_target and (self.signal == "vllm" or bool(self.engine.urls))
+        return self.responses.from_target and (self.in_engine or bool(self.engine.urls))
 
     @property
     def kept(self) -> Any:
         """The kind of signal as it is kept: hidden, topk or online; ``auto`` as it is."""
-        if self.signal != "vllm":
+        if not self.in_engine:
             return self.signal
         return {"topk": "topk", False: "online"}.get(self.engine.keep, "hidden")
 
     def number_format(self, dtype: str) -> str:
         """The number format in which states of a target of this one are kept."""
-        keep = str(self.engine.keep) if self.signal == "vllm" else "auto"
+        keep = str(self.engine.keep) if self.in_engine else "auto"
         return keep if keep in ("float32", "bfloat16", "float8") else "bfloat16" if dtype == "bfloat16" else "float32"

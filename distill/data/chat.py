@@ -7,7 +7,7 @@ row that cannot be used raises `UnusableRow`; the corpus leaves it out and count
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice, takewhile
 from typing import Any, NamedTuple
@@ -16,7 +16,9 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from decode.core.draft import Ids
 from decode.errors import UserError
+from decode.files import Fields
 from decode.measure.suites import Row
 from decode.models.tokens import (
     REASONING,
@@ -31,7 +33,6 @@ from decode.models.tokens import (
 )
 from distill.data.messages import KEYS, SPEAKERS, Messages, UnusableRow
 
-Ids = list[int]
 IGNORE = -100  # label of a position that no loss is taken on
 NO_THOUGHT = (
     "without reasoning, for which the chat template has a place (data.template_args: {enable_thinking: false}?)"
@@ -146,7 +147,7 @@ def rendered_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], ends:
     return [[token for part in text for token in ids[part]] for text in parts]
 
 
-def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[Sequence[int]]) -> list[str]:
+def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[Ids]) -> list[str]:
     return list(tokenizer.batch_decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
@@ -159,12 +160,6 @@ def _writes(written: str, text: str) -> bool:
     """Whether a template has written a text, as it is or as JSON, but for white space."""
     forms = text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]
     return text in written or any(squash(form) in squash(written) for form in forms)
-
-
-def until_end(response: Sequence[int], ends: Collection[int | None]) -> Ids:
-    """The ids up to and with the first of ``ends``."""
-    stop = next((place + 1 for place, token in enumerate(response) if token in ends), len(response))
-    return list(response[:stop])
 
 
 def prompt_part(input_ids: Sequence[int], labels: Sequence[int]) -> Ids:
@@ -201,7 +196,7 @@ class ChatFormat:
     tokenizer: PreTrainedTokenizerBase  # with a chat template
     system: str | None = None  # system message of chats that have none
     # Further variables of the template, such as ``enable_thinking``
-    template_args: Mapping[str, Any] = field(default_factory=dict)
+    template_args: Fields = field(default_factory=dict)
     ends: Sequence[int] = ()  # ids that end the target's texts; none: the tokenizer's end-of-text token
 
     def render(self, messages: Sequence[Message], *, ask: bool = False, tools: Any = None) -> str:
@@ -284,10 +279,7 @@ def render_row(row: Row, chat: ChatFormat | None) -> tuple[list[Turn], list[str]
 def chat_turns(chat: ChatFormat, messages: Messages, tools: Any = None) -> tuple[list[Turn], list[str]]:
     """The assistant's turns of a conversation, each behind the prompt that it has when the model is served.
 
-    Args:
-        chat: Template and settings.
-        messages: From `clean_messages`.
-        tools: Descriptions of the tools, for templates that write them.
+    ``messages`` are from `clean_messages`, ``tools`` descriptions of the tools, for templates that write them.
 
     Returns:
         The turns, and what is to be noted of the row.

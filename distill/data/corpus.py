@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -58,25 +58,17 @@ class Corpus:
     taken), and the texts ``prompt`` and ``response``. For plain text every token is a label, and ``prompt`` is the
     first quarter of a block. ``turn`` counts the examples of the same row before, and ``chat`` is the row of the first
     one as JSON if the assistant has several turns in it, else empty.
-
-    Attributes:
-        tokenizer: Of the target.
-        fingerprint: Hash of the settings, the tokenizer and every token id and label.
-        answered: Whether the examples have responses; if not, the target has to answer them.
-        chat: Whether prompts are written by the chat template.
-        highest: The largest token id.
-        notes: What was left out and why.
     """
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase  # of the target
     train: Dataset
     validation: Dataset
     test: Dataset
-    fingerprint: str
-    answered: bool = True
-    chat: bool = False
-    highest: int = 0
-    notes: list[str] = field(default_factory=list)
+    fingerprint: str  # hash of the settings, the tokenizer and every token id and label
+    answered: bool  # whether the examples have responses; if not, the target has to answer them
+    chat: bool  # whether prompts are written by the chat template
+    notes: list[str]  # what was left out and why
+    highest: int = 0  # the largest token id
 
 
 def load_corpus(
@@ -128,7 +120,7 @@ def load_corpus(
             f"process {ranks.rank()} has other data than process 0, which made {folder}: give both the same "
             "configuration, data files and tokenizer, the same versions of packages, and the same folder for runs"
         )
-    splits: dict[str, Any] = {split: load_from_disk(str(folder / split)) for split in SPLITS}
+    splits: Row = {split: load_from_disk(str(folder / split)) for split in SPLITS}
     tokenizer = tokenizer or load_tokenizer(str(folder / "tokenizer"))
     return Corpus(tokenizer, **splits, **read_json(folder / "about.json"))
 
@@ -302,11 +294,8 @@ def _tokenised(columns: Mapping[str, list[Any]], settings: DataSettings, form: C
 def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCABULARY) -> PreTrainedTokenizerFast:
     """Trains a byte-level BPE tokenizer that encodes any text without loss; the same texts give the same tokenizer.
 
-    Every digit is a token of its own, so that numbers are copied and computed digit by digit.
-
-    Args:
-        texts: Training texts.
-        vocab_size: Largest vocabulary, special tokens and the 256 bytes included.
+    Every digit is a token of its own, so that numbers are copied and computed digit by digit. ``vocab_size`` counts
+    special tokens and the 256 bytes too.
 
     Returns:
         A tokenizer with ``<|endoftext|>`` (id 0) as end of text and ``<|pad|>`` (id 1); it adds neither by itself.

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
 
 from decode.errors import UserError
-from distill.data.chat import IGNORE, prompt_part
+from distill.data.chat import IGNORE, Ids, prompt_part
 
 Ints = NDArray[np.int64]
 Batch = dict[str, Any]
@@ -27,6 +27,8 @@ Batch = dict[str, Any]
 FEATURES, REFERENCE = "features", "reference_loss"
 """Columns of batches: the target's states that a head reads, ``[batch, time, width]``; and the reference's divergence,
 ``[label tokens, drafting steps]``, 1 step of a language model."""
+Shapes = dict[str, tuple[tuple[int, ...], str]]
+"""Shape of a row and number format of each column, by name."""
 STALL = 300.0  # seconds in which a loader's process has to bring a batch
 PER_TOKEN = (FEATURES,)
 """Columns with a row for every token of a text. Those of all other columns are of its label tokens."""
@@ -89,7 +91,7 @@ class Examples:
         """Where an example is in ``ids``."""
         return slice(int(self.offsets[example]), int(self.offsets[example + 1]))
 
-    def prompt(self, example: int) -> list[int]:
+    def prompt(self, example: int) -> Ids:
         """Token ids that a response follows: those before the first label, or a quarter of a block of plain text."""
         span = self.span(example)
         return prompt_part(self.ids[span].tolist(), self.labels[span].tolist())
@@ -104,6 +106,8 @@ class Examples:
         return [order[start : start + size] for start in range(0, len(order), size)]
 
 
+Expect = Callable[[Examples, Iterable[Ints]], None]
+"""Is told the examples, and those of the batches that will be asked for, in order."""
 Picks = Sequence[tuple[Examples, int]]
 """Examples of a batch: the set that an example is in, and its number there."""
 
@@ -193,8 +197,7 @@ class TrainingBatches(TorchDataset[Batch]):
     # the weights of the moment, so no batch is made ahead
     texts: Any = None
     workers: int = 0  # processes that make batches ahead
-    # Is told the examples, and those of the batches that will be asked for (`distill.signal.disk.Expect`)
-    expect: Callable[[Examples, Iterable[Ints]], None] | None = None
+    expect: Expect | None = None
     rank: int = 0  # whose batches these are, of ``world`` ranks
     world: int = 1
     micros: int = 1  # batches of a rank in a step, between which gradients are summed up
@@ -244,10 +247,6 @@ class DistillDataModule(L.LightningDataModule):
     """Batches of a stage's training, dealt out to the trainer's processes.
 
     A training is one epoch of all its steps. A continued one begins at the trainer's step.
-
-    Args:
-        training: Batches of one process.
-        validation: Examples by which checkpoints are compared.
     """
 
     trainer: Any

@@ -102,11 +102,8 @@ class Sample(NamedTuple):
 def problem_of(text: str, tokens: int, ended: bool, markers: Collection[str] = ()) -> str:
     """Why a text that the target wrote as the user's turn is no prompt; empty if it is one.
 
-    Args:
-        text: Without the end token.
-        tokens: Their number.
-        ended: Whether it ended before the limit.
-        markers: Texts of the chat template that no prompt may contain.
+    It has so many ``tokens``, without the end token if it ``ended``, and may contain none of the template's
+    ``markers``.
     """
     reasons = {
         f"unfinished after {LONGEST} tokens": not ended,
@@ -269,31 +266,24 @@ Continue = Callable[[int, Sequence[Ids], Collection[int]], list[Ids]]
 """Continues beginnings until one of the end tokens; the chance of each is a function of its number, the first given."""
 
 
-def continued_here(model: PreTrainedModel, seed: int) -> Continue:
-    """Continues beginnings by the model itself."""
-
-    def write(first: int, beginnings: Sequence[Ids], ends: Collection[int]) -> list[Ids]:
-        draws = lambda i, size: uniform_draws(seed, 5, first + i, count=size)  # noqa: E731
-        return write_texts(
-            model, beginnings, SAMPLING, budgets=LONGEST + 1, stop_ids=ends, draws=draws, batch_size=BATCH
-        )
-
-    return write
+def continued_here(
+    model: PreTrainedModel, seed: int, first: int, beginnings: Sequence[Ids], ends: Collection[int]
+) -> list[Ids]:
+    """Continues beginnings by the model itself: see `Continue`."""
+    draws = lambda i, size: uniform_draws(seed, 5, first + i, count=size)  # noqa: E731
+    return write_texts(model, beginnings, SAMPLING, budgets=LONGEST + 1, stop_ids=ends, draws=draws, batch_size=BATCH)
 
 
-def continued_by(engine: Engine, seed: int) -> Continue:
-    """Continues beginnings by an engine."""
+def continued_by(engine: Engine, seed: int, first: int, beginnings: Sequence[Ids], ends: Collection[int]) -> list[Ids]:
+    """Continues beginnings by an engine: see `Continue`."""
 
-    def write(first: int, beginnings: Sequence[Ids], ends: Collection[int]) -> list[Ids]:
-        def ask(i: int) -> Ids:
-            how: Values = {"temperature": 1.0, "top_p": SAMPLING.top_p, "stop_token_ids": sorted(ends)}
-            how |= {"seed": request_seed(seed, first + i), "max_tokens": LONGEST + 1}
-            return answer_ids(engine.complete(first + i, beginnings[i], **how))
+    def ask(i: int) -> Ids:
+        how: Values = {"temperature": 1.0, "top_p": SAMPLING.top_p, "stop_token_ids": sorted(ends)}
+        how |= {"seed": request_seed(seed, first + i), "max_tokens": LONGEST + 1}
+        return answer_ids(engine.complete(first + i, beginnings[i], **how))
 
-        with ThreadPoolExecutor(engine.workers) as pool:
-            return list(pool.map(ask, range(len(beginnings))))
-
-    return write
+    with ThreadPoolExecutor(engine.workers) as pool:
+        return list(pool.map(ask, range(len(beginnings))))
 
 
 @dataclass(frozen=True)
@@ -304,7 +294,7 @@ class PromptWriter:
     path: Path  # file of the samples
     writer: Callable[[], Continue]  # makes what writes; called once, when a sample is missing
     say: Callable[[str], None]  # called with a line of progress after every batch
-    together: int | None = None  # samples that are asked for together; None: as many as are fastest
+    together: int | None  # samples that are asked for together; None: as many as are fastest
 
     def samples(self, chat: ChatFormat, settings: PromptSettings, seed: int) -> Iterator[Sample]:
         """Samples number 0, 1, 2, ..., each a function of the seed and its number."""

@@ -20,6 +20,7 @@ from string import Formatter
 from datasets import Dataset, Features, Value
 
 from decode.errors import UserError
+from decode.files import Fields
 from decode.incoming import HALVED, columnar_row, is_whole
 from decode.measure.arithmetic import problems
 from decode.measure.suites import PRESETS, Preset, Row, file_format, held_out, iter_rows, load_hub, messages_of
@@ -87,9 +88,7 @@ def sentences(split: str, left_out: LeftOut) -> list[str]:
 def load_rows(settings: DataSettings, seed: int) -> SourceRows:
     """The rows of train, validation and test; no row of a later split, nor the prompt of a pair, is in an earlier one.
 
-    Args:
-        settings: Source and templates.
-        seed: Chooses the sample of a data set of the Hub that has far more rows than needed.
+    The seed chooses the sample of a data set of the Hub that has far more rows than needed.
 
     Raises:
         UserError: No such source, missing columns, or a split without rows.
@@ -205,10 +204,10 @@ def _text(row: Row) -> Row:
 
 def _pairs(source: Preset | tuple[str, str]) -> tuple[Sequence[str], Shape]:
     """The columns that a preset, or two format strings, need, and the shape of a prompt and its response."""
+    templates: Fields
     if isinstance(source, Preset):
         columns, readable = source.columns, None
-        said = source.said if source.said_template else lambda row: ""
-        templates = {"prompt": source.prompt, "response": source.response, "said": said}
+        templates = {"prompt": source.prompt, "response": source.response, "said": source.said}
     else:
         try:
             names = [name for template in source for _, name, _, _ in Formatter().parse(template)]
@@ -230,7 +229,7 @@ def _pairs(source: Preset | tuple[str, str]) -> tuple[Sequence[str], Shape]:
         for name in ("response", "prompt"):
             if not texts[name].strip():
                 raise UnusableRow(f"without a {name}")
-        return {**texts}
+        return texts
 
     return columns, shape
 

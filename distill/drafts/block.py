@@ -1,7 +1,5 @@
 """Block heads in training: the drafted tokens of many blocks of each text, all at once; and their calibration."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -14,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.models.heads.block import BlockHead, Slots
 from decode.models.heads.block_config import block_config, mask_token
+from distill.config.base import Values
 from distill.config.models import StudentSettings
 from distill.data.dataset import Batch, Examples, label_mask
 from distill.drafts.eagle import head_rows
@@ -257,7 +256,7 @@ def create(
         return BlockHead(config)
 
 
-def parts(settings: StudentSettings) -> dict[str, Any]:
+def parts(settings: StudentSettings) -> Values:
     """Returns what this kind of head has beside its layers: arguments of `decode.models.heads.block.added`."""
     rank = settings.block.markov_rank or (0 if settings.kind == "dflash" else RANK)
     return {"markov_rank": rank, "confidence": settings.kind == "dspark"}

@@ -1,7 +1,5 @@
 """EAGLE-1, EAGLE-3 and a target's own next-token layers (MTP) in training, unrolled over several drafting steps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

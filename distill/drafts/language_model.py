@@ -1,7 +1,5 @@
 """Draft models: language models of their own, or some of the target's layers."""
 
-from __future__ import annotations
-
 import copy
 
 import torch
@@ -34,10 +32,7 @@ class LanguageModelDraft:
     def rows(self, batch: Batch, signal: Signal, seed: int | None = None) -> Rows:
         """The batch's rows.
 
-        Args:
-            batch: Of `Examples`.
-            signal: The target.
-            seed: Of what is drawn in training; None: nothing is drawn.
+        ``seed`` is of what is drawn in training; None: nothing is drawn.
         """
         hidden = last_hidden(self.model, batch["input_ids"], label_mask(batch["labels"]))
         rows = Rows(hidden, LMHead(self.model), signal.rows(batch)[0], len(hidden))

@@ -1,20 +1,18 @@
 """The reference's divergence at every label token, which AdaSPEC's selection compares the draft's with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distill.data.dataset import REFERENCE, Batch, Examples, label_mask
+from distill.data.dataset import REFERENCE, Batch, Examples, Shapes, label_mask
 from distill.drafts.block import BlockDraft
 from distill.drafts.eagle import FeatureDraft
 from distill.drafts.language_model import LanguageModelDraft
 from distill.losses.chunked import compare
 from distill.losses.divergences import Divergence
 from distill.networks.models import forward_precision
-from distill.signal.disk import Shapes, keep_columns
+from distill.signal.disk import keep_columns
 from distill.signal.target import Signal
 
 Draft = LanguageModelDraft | FeatureDraft | BlockDraft
@@ -30,13 +28,8 @@ def keep_reference(
 ) -> None:
     """Adds the reference's losses to the examples: see `keep_columns`. With them ΔL needs no reference model any more.
 
-    Args:
-        reference: The draft by which tokens are selected.
-        signal: The target.
-        examples: With the target's columns if they are kept.
-        divergence: D(p, r).
-        precision: The trainer's: the draft's side of ΔL is computed in it.
-        where: Folder, name, key and what expects the texts, of `keep_columns`.
+    The draft's side of ΔL is computed in the trainer's ``precision``. ``where`` has folder, name, key and what expects
+    the texts.
     """
     device = next(reference.model.parameters()).device
     steps = reference.depth if reference.blocks else getattr(reference, "steps", 1)

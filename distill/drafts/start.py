@@ -1,7 +1,5 @@
 """How a head begins: with weights of the target's layers or of another head, and for the most frequent tokens alone."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from contextlib import suppress
@@ -76,13 +74,8 @@ def start_from_head(
     """Returns a head that drafts what the one that ``student.model`` names drafts, and its parts that are new.
 
     A DFlash head can become another block head: what that adds changes nothing at first, but that a DFlash 2 head
-    drafts among its candidates alone. Everything else stays as it is in the given head.
-
-    Args:
-        settings: Of the student.
-        target: The target.
-        captured: Layers of the target whose states the run reads.
-        seed: Of the random weights of new parts.
+    drafts among its candidates alone. Everything else stays as it is in the given head. ``captured`` are the layers of
+    the target whose states the run reads, and the seed is that of new parts.
 
     Raises:
         UserError: The given head is of a kind that does not fit, or of another shape than the settings say.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.core.draft import Ids
 from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
 from distill.engine.servers import answer_ids
@@ -35,25 +36,20 @@ class Difference:
 def check_states(
     files: StateFiles,
     parts: PreTrainedModel,
-    texts: Sequence[Sequence[int]],
+    texts: Sequence[Ids],
     dtype: str,
     open_target: Callable[[], PreTrainedModel] | None,
     say: Callable[[str], None],
 ) -> None:
     """Compare an engine with transformers, and with its own log-probabilities.
 
-    Args:
-        files: Of the engine.
-        parts: The target's final norm and output head.
-        texts: Token ids; a token is written after each.
-        dtype: The target's number format.
-        open_target: Opens the whole target. None: memory does not hold it.
-        say: Called with what was found.
+    A token is written after each of the texts. ``parts`` has the final norm and the output head; ``open_target`` opens
+    the whole target, unless memory does not hold it. ``say`` is told what was found.
 
     Raises:
         UserError: They differ; with the first layer that does, and the known causes.
     """
-    answers = [files.ask(number, list(ids), prompt_logprobs=0) for number, ids in enumerate(texts)]
+    answers = [files.ask(number, ids, prompt_logprobs=0) for number, ids in enumerate(texts)]
     quantised = next((a["kv_transfer_params"].get("quantization") for a, _ in answers), None)
     if quantised:
         say(f"the engine computes with {quantised} weights, and the draft learns what the engine says")
@@ -86,18 +82,13 @@ def check_states(
 def check_samples(
     files: StateFiles,
     parts: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Ids],
     warp: LogitsWarper,
     say: Callable[[str], None],
 ) -> None:
     """Compare what an engine writes with the distribution that its states give, by the mean log-probability.
 
-    Args:
-        files: Of the engine.
-        parts: The target's final norm and output head.
-        prompts: Token ids.
-        warp: Temperature and top_p of the answers.
-        say: Called with what was found.
+    ``warp`` has temperature and top_p of the answers; the others are as of `check_states`.
 
     Raises:
         UserError: The answers are no samples of the target.
@@ -105,7 +96,7 @@ def check_samples(
     head, norm, sums = LMHead(parts), final_norm(parts), torch.zeros(3, dtype=torch.float64)
     how = {"max_tokens": SAMPLED, "temperature": warp.temperature, "top_p": warp.top_p}
     for number, ids in enumerate(prompts):
-        answer, states = files.ask(number, list(ids), seed=number, **how)
+        answer, states = files.ask(number, ids, seed=number, **how)
         logits = head(norm(states[len(ids) - 1 :, -1].to(head.linear.weight))).double()
         p = warp(logits)
         log_p = p.clamp_min(1e-13).log()
@@ -134,7 +125,7 @@ def holds(folder: Path, device: torch.device) -> bool:
 
 @torch.no_grad()
 def differences(
-    model: PreTrainedModel, texts: Sequence[Sequence[int]], states: Sequence[Tensor], layers: Sequence[int]
+    model: PreTrainedModel, texts: Sequence[Ids], states: Sequence[Tensor], layers: Sequence[int]
 ) -> list[Difference]:
     """The largest relative difference of each layer's states ``[tokens, layers, width]`` from transformers' own."""
     before_norm = list[Tensor]()

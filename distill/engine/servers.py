@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import httpx
 import torch
 
+from decode.core.draft import Ids
 from decode.engines import server
 from decode.errors import UserError
 from decode.files import read_json, write_json
@@ -132,7 +133,7 @@ def _short(answer: httpx.Response) -> str:
     return " ".join(answer.text.split())[:300]
 
 
-def answer_ids(answer: Answer) -> list[int]:
+def answer_ids(answer: Answer) -> Ids:
     """The token ids of an answer.
 
     Raises:
@@ -172,16 +173,9 @@ def opened(
 ) -> Iterator[Engine]:  # fmt: skip
     """The engine of a target until the block is left: the given servers, or this machine's vLLM.
 
-    The first process that needs it starts it, the others find its address in the folder of the states.
-
-    Args:
-        settings: Servers, arguments, folder.
-        target: Its number format.
-        model: Its folder.
-        layers: Whose entering states are given away.
-        length: Longest text in tokens.
-        work: The run's folder, by which its processes know each other.
-        threads: Of an engine on a CPU.
+    The first process that needs it starts it, the others find its address in the folder of the states. It gives the
+    states that enter ``layers`` away; ``length`` is the longest text in tokens, ``threads`` are of a CPU. By the run's
+    folder ``work`` its processes know each other.
 
     Raises:
         UserError: No vLLM, an engine that does not start, a folder that is too small; with the next step.

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from decode.core.draft import Ids
 from decode.errors import UserError
 from decode.files import write_safely
 from distill.engine.servers import KEPT, TRIES, Answer, Engine, Retry, answer_ids, attempts
@@ -19,7 +20,6 @@ from distill.files import fingerprint
 
 WAIT, POLL = 120.0, 0.002  # seconds until a file has to be there after its answer, and between two looks for it
 LAST_WAIT = 10.0  # seconds for what is in flight at the end
-Ids = list[int]
 
 
 def layers_for(captured: Sequence[int], count: int) -> list[int]:

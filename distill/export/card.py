@@ -54,10 +54,6 @@ def fastest_row(report: Report, *drafts: str) -> Facts:
 def export_profile(report: Report, draft: str) -> Facts:
     """Returns the measurements of one draft in a run's report.
 
-    Args:
-        report: As `write_report` takes it.
-        draft: Name of the exported draft in the report.
-
     Returns:
         The numbers of the draft at its fastest measured length, greedy or at the lowest measured temperature.
         ``best_draft_length`` is absent if decoding was not measured.
@@ -139,12 +135,7 @@ def describe(
 ) -> Facts:
     """Returns what the card says of an export beside measurements, as plain data that its profile keeps.
 
-    Args:
-        model: The exported model or head.
-        target: Configuration of its target.
-        name: Folder or Hub name of the target.
-        folder: Where the export will be.
-        gguf: Number formats of its GGUF files.
+    ``name`` is the folder or Hub name of the target, ``folder`` where the export will be.
     """
     config, layers = model.config, int(target.get_text_config().num_hidden_layers)
     facts = {
@@ -213,10 +204,7 @@ def write_card(folder: Path, facts: Report, length: int, measured: Report | None
 def add_measurements(export_dir: str | Path, report: Report, draft: str) -> None:
     """Adds what was measured of an export to its card, its profile, and its number of drafted tokens.
 
-    Args:
-        export_dir: What `export_draft` or `export_head` made.
-        report: As `write_report` takes it. Where decoding was not measured, the number of drafted tokens stays.
-        draft: The exported draft's name in the report.
+    Where decoding was not measured, the number of drafted tokens stays.
     """
     folder, measured = Path(export_dir), export_profile(report, draft)
     before = read_json(folder / PROFILE)
@@ -238,10 +226,7 @@ def exported_facts(export_dir: str | Path) -> Facts:
 def commands(target: str, draft: str, facts: Report) -> list[tuple[str, str, str]]:
     """Returns (title, language, lines to paste) for each engine that loads an export.
 
-    Args:
-        target: Folder or Hub name of the target.
-        draft: Folder of the export.
-        facts: What `exported_facts` returns.
+    ``facts`` are the `exported_facts`.
     """
     values = {"target": target, "draft": draft, **facts, "token_map": TOKEN_MAP if facts["token_map"] else ""}
     engines = yaml.safe_load((HERE / "serving_commands.yaml").read_text(encoding="utf-8"))

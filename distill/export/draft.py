@@ -22,8 +22,8 @@ from decode.errors import UserError
 from decode.files import read_model_json, replaced, write_json
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import is_head, unserved
-from decode.models.heads.mtp import MTP, MtpHead
-from decode.models.open import check_tokenizers, load_config, load_model, load_tokenizer
+from decode.models.heads.mtp import MTP
+from decode.models.open import check_tokenizers, files_of, load_config, load_model, load_tokenizer
 from distill.config import ExportSettings
 from distill.export.card import describe, write_card
 from distill.files import save_tokenizer
@@ -76,7 +76,8 @@ def export_draft(
     tokenizer = load_tokenizer(target_dir, trust_remote_code=trust_remote_code)
     if any((draft_dir / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         check_same_tokenizer(tokenizer, load_tokenizer(draft_dir, trust_remote_code=trust_draft_code))
-    target = load_config(target_dir, trust_remote_code=trust_remote_code)
+    files = files_of(target_dir, trust_remote_code=trust_remote_code)
+    target, generation = files.config, files.generation_config
     vocabulary = target.get_text_config().vocab_size
 
     # The number format is set at loading: model.to() would round the rope frequencies as well.
@@ -90,14 +91,10 @@ def export_draft(
     source = _logits(model, probe)
     trained_vocabulary = fit_vocabulary(model, vocabulary)
     note = fit_context(config, target.get_text_config())
-    try:
-        target_generation = GenerationConfig.from_pretrained(target_dir)
-    except OSError:
-        target_generation = GenerationConfig.from_model_config(target)
 
     with replaced(out_dir) as partial:
         # No length or sampling rules: the target's generation settings govern both models.
-        special = {key: getattr(target_generation, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        special = {key: getattr(generation, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         model.config.update(special)
         model.generation_config = GenerationConfig(
             **special,
@@ -120,11 +117,7 @@ def export_draft(
 def check_export_path(out_dir: str | Path, version: int | str | None = None) -> None:
     """Refuses a destination that vLLM would take for another method, or that holds something other than a model.
 
-    It is cheap, so it is called before training starts.
-
-    Args:
-        out_dir: Destination.
-        version: Version of EAGLE, 1 or 3, or dflash or dspark, if the draft is a head.
+    It is cheap, so it is called before training starts. ``version`` is that of a head.
     """
     path = Path(out_dir).resolve()
     if sniffed := [name for name in SNIFFED_NAMES.get(version, []) if name in str(path).lower()]:
@@ -247,9 +240,7 @@ def _check_reload(folder: Path, config: PreTrainedConfig, ids: Tensor, source: T
 def check_gguf(settings: ExportSettings, head: int | str | DraftHead | None = None) -> None:
     """Refuses GGUF files that cannot be written; cheap, so it is called before training starts.
 
-    Args:
-        settings: Settings of the export.
-        head: The head, or its version of EAGLE (1 or 3), dflash or dspark, if the draft is one.
+    ``head`` is the draft's head, or its version.
 
     Raises:
         UserError: The converter is not installed, or does not support such heads or their layout.
@@ -258,7 +249,7 @@ def check_gguf(settings: ExportSettings, head: int | str | DraftHead | None = No
         find_converter()
         if head == 1:
             raise UserError("llama.cpp has no EAGLE-1 heads; train student.kind eagle3, or leave export.gguf empty")
-        if head == MTP or isinstance(head, MtpHead):
+        if head == MTP:
             raise UserError("llama.cpp reads next-token layers from the target's own file; leave export.gguf empty")
         if isinstance(head, DraftHead) and (why := unserved(head).get("llama.cpp")):
             raise UserError(f"llama.cpp does not run this head as it is trained ({why}); leave export.gguf empty")

@@ -128,11 +128,7 @@ def replace_layers(export: str | Path, folder: str | Path) -> None:
     """Puts exported next-token layers into a copy of their target's files, for engines that run these.
 
     What was quantised is written in 16 bits: its scales are removed and config.json lists its modules as not quantised,
-    or an engine would scale the new weights.
-
-    Args:
-        export: Folder of the export.
-        folder: The copy, whose files are changed.
+    or an engine would scale the new weights. ``folder`` is that copy.
 
     Raises:
         UserError: The copy lacks tensors of these names, as one does whose numbers are packed.

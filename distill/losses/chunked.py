@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from decode.errors import UserError
+from decode.models.api import joined
 from distill.losses.divergences import Divergence, TargetRows
 from distill.networks.lm_head import LMHead
 from distill.networks.models import autocast_to_bfloat16, loss_precision
@@ -270,7 +271,7 @@ class _HeadGradients:
         if self.bias is not None:
             self.bias[: self.vocab] += gradient.sum(0)
         if self.hidden is not None:
-            self.hidden[place] = _joined([narrow @ weight for weight in self.weights], 1).to(self.hidden.dtype)
+            self.hidden[place] = joined([narrow @ weight for weight in self.weights], 1).to(self.hidden.dtype)
         if self.weight is not None:
             self.waiting.append((narrow, self.states[place, self.columns]))
             if sum(part.nbytes for part, _ in self.waiting) >= max(WAITING, min(MOST_WAITING, self.weight.nbytes)):
@@ -280,17 +281,13 @@ class _HeadGradients:
         """Adds what is waiting to the weight's gradient."""
         if self.weight is None or not self.waiting:
             return
-        gradients, rows = (_joined([*parts]) for parts in zip(*self.waiting))
+        gradients, rows = (joined(parts) for parts in zip(*self.waiting))
         self.waiting.clear()
         total = self.weight[: self.vocab]
         if rows.dtype == total.dtype:
             total.addmm_(gradients.T, rows)
         else:
             total += gradients.T @ rows
-
-
-def _joined(parts: list[Tensor], dim: int = 0) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 class _WithGradients(torch.autograd.Function):

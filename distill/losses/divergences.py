@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.config.base import DivergenceName
+from distill.config.base import DivergenceName, Values
 from distill.networks.lm_head import LMHead
 
 WEIGHTS: dict[DivergenceName, tuple[float, float, float]] = {
@@ -167,7 +167,7 @@ class TargetRows:
 
     def at(self, rows: Tensor) -> "TargetRows":
         """Returns some of the rows."""
-        some: dict[str, Any] = {name: each[rows] for name, each in vars(self).items() if isinstance(each, Tensor)}
+        some: Values = {name: each[rows] for name, each in vars(self).items() if isinstance(each, Tensor)}
         return replace(self, **some)
 
     def log_probs(self, vocab: int) -> Tensor:

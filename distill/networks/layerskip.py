@@ -45,11 +45,7 @@ def exit_weights(settings: LayerSkipSettings, exits: int) -> tuple[float, float]
 class LayerSkip:
     """Applies LayerSkip's recipe to a model in training mode. In evaluation no layer is dropped.
 
-    Args:
-        model: A causal language model whose layers can be accessed.
-        settings: The recipe.
-        steps: Number of optimiser steps.
-        scratch: Whether the model starts from random weights.
+    ``steps`` are those of the training, which begins from random weights where it is from ``scratch``.
 
     Attributes:
         exits: Indices of the layers whose exits are trained at this step.

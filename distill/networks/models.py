@@ -119,12 +119,12 @@ def config_of(settings: ModelSettings, vocab: int) -> PretrainedConfig:
     return load_config(settings.model, trust_remote_code=settings.trust_remote_code)
 
 
-def count_parameters(settings: ModelSettings, vocab: int) -> int:
-    """Return the number of parameters of a model without allocating it."""
-    config = config_of(settings, vocab)
+def empty_model(settings: ModelSettings, vocab: int) -> PreTrainedModel:
+    """Return a model of which nothing is read or allocated; ``vocab`` is for one from scratch."""
+    config, trust = config_of(settings, vocab), settings.trust_remote_code
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code)
-    return sum(parameter.numel() for parameter in model.parameters())
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+    return model
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
@@ -173,12 +173,6 @@ def use_attention(model: PreTrainedModel, name: Attention) -> None:
             f"trainer.attention is {name}, which {type(model).__name__} cannot use here "
             f"({why or f'it stays with {before}'}): choose auto or sdpa"
         )
-
-
-def check_attention(config: PretrainedConfig, name: Attention) -> None:
-    """Refuse what `use_attention` refuses, for a model that is not loaded."""
-    with torch.device("meta"):
-        use_attention(AutoModelForCausalLM.from_config(config), name)
 
 
 # -- parts of a target -------------------------------------------------------------------------------------------------
@@ -284,10 +278,7 @@ def _read(files: dict[str, Path], name: str, like: Tensor) -> Tensor | None:
 def open_placed(settings: TargetSettings, path: str | Path, device: torch.device) -> PreTrainedModel:
     """Return the frozen target: over the machine's devices or quantised if the settings say so, else on the CPU.
 
-    Args:
-        settings: The target's.
-        path: Its folder, Hub name or file.
-        device: The draft's, to which a quantised target without a device map is loaded.
+    A quantised one without a device map is loaded to ``device``, which is the draft's.
 
     Raises:
         UserError: It cannot be read or placed.
@@ -303,11 +294,8 @@ def open_placed(settings: TargetSettings, path: str | Path, device: torch.device
 def check_quantization(key: str, wanted: Any, device: str | torch.device, *, packed: bool = False) -> None:
     """Refuse weights in few bits that cannot be used here.
 
-    Args:
-        key: Setting that asks for them: ``target.quantization``, or that of a model.
-        wanted: How, such as ``{quant_method: bitsandbytes, load_in_4bit: true}``.
-        device: Device of the weights.
-        packed: The model's files hold them so.
+    ``key`` is the setting that asks for them, ``wanted`` says how, such as ``{quant_method: bitsandbytes, load_in_4bit:
+    true}``; ``packed``: the model's files hold them so.
 
     Raises:
         UserError: The method is unknown, its package is not installed, or the device does not support it.
@@ -352,12 +340,8 @@ def make_optimizer(model: nn.Module, settings: TrainingSettings, *, precision: s
     """Return the optimiser of the trainable parameters, with weight decay on the matrices inside the layers only.
 
     A language model's embeddings and output head are not decayed; a feature head's output head is. AdamW is PyTorch's
-    fused one, except under a mixed precision, where Lightning clips no gradients of it.
-
-    Args:
-        model: The model.
-        settings: Kind of optimiser, learning rate, weight decay and beta2 (of AdamW).
-        precision: Lightning's name of the training's precision.
+    fused one, except under a mixed precision, where Lightning clips no gradients of it. ``precision`` is Lightning's
+    name of the training's.
 
     Raises:
         UserError: The class of the settings refuses its arguments.

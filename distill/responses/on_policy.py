@@ -116,7 +116,7 @@ def head_texts(
     head: DraftHead,
     target: PreTrainedModel,
     depth: int,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Ids],
     warp: LogitsWarper,
     *,
     budgets: Sequence[int],
@@ -139,6 +139,6 @@ def head_texts(
         method = build(head.method, MethodInputs(runner, warp, drafter, options=MethodOptions(draft_length=depth)))
         method.rule = Fuzzy(threshold=1.0)  # takes every drafted token: no divergence is larger than ln 2
         rng = TorchRng(int(draws(number, 1)[0] * 2**53))
-        made = decode(runner, method, warp, list(prompt), max_new_tokens=limit, stop_ids=stop_ids, rng=rng)
+        made = decode(runner, method, warp, prompt, max_new_tokens=limit, stop_ids=stop_ids, rng=rng)
         texts.append(made.new_ids)
     return texts

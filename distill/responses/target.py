@@ -5,13 +5,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 
 from datasets import Dataset, Features
 from transformers import PreTrainedModel
 
+from decode.core.draft import until_end
 from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
 from decode.measure.suites import Row
@@ -32,7 +33,6 @@ from distill.data.chat import (
     joined,
     prompt_part,
     refuse_control_tokens,
-    until_end,
 )
 from distill.data.corpus import COLUMNS
 from distill.data.messages import Messages, UnusableRow
@@ -104,10 +104,11 @@ def _answered(
     def writer() -> Answer:
         if served:
             end = end_token(tokenizer) if chat is None else chat.answer_end()
-            ask = run.states.answered if teacher.signal == "vllm" and teacher.engine.keep else run.engine.complete
-            return answered_by_engine(ask, run.engine.workers, settings, run.settings.seed, ends, end)
-        model = run.open_target(path) if target is None else target
-        return answered_here(run.at_work(model), settings, run.settings.seed, ends)
+            ask = run.states.answered if teacher.in_engine and teacher.engine.keep else run.engine.complete
+            return partial(answered_by_engine, ask, run.engine.workers, settings, run.settings.seed, ends, end)
+        model = run.at_work(run.open_target(path) if target is None else target)
+        warp = LogitsWarper(settings.temperature, top_p=settings.top_p)
+        return partial(answered_here, model, warp, settings.batch_size, run.settings.seed, ends)
 
     answered = {}
     for split, rows in splits.items():
@@ -187,9 +188,7 @@ class _Talk:
             self.places, self.lost = [], error.reason
 
 
-def response_rows(
-    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], ends: Collection[int]
-) -> Dataset:
+def response_rows(prompts: Sequence[Ids], responses: Sequence[Ids], ends: Collection[int]) -> Dataset:
     """Examples (``input_ids``, ``labels``) whose labels are the responses up to and with their first end token.
 
     Args:
@@ -220,22 +219,13 @@ def write_responses(
     made_from: Values,
     writer: Callable[[], Answer],
     title: str,
-    served: bool = False,
+    served: bool,
 ) -> list[Ids]:
     """The responses to prompts, which are kept on disk.
 
     Every process writes its share into a file of its own (an engine is asked by the first one alone), and all read all
-    of them when they are there.
-
-    Args:
-        run: Console and tokenizer.
-        jobs: The prompts.
-        settings: Batch size.
-        path: The first process's file; those of the others are beside it.
-        made_from: Everything that decides the responses.
-        writer: Makes what writes those that are missing.
-        title: Shown beside the progress.
-        served: An engine answers.
+    of them when they are there. ``made_from`` is everything that decides them, ``path`` the first process's file,
+    ``writer`` makes what writes those that are missing. ``served``: an engine answers.
     """
     rank, world = ranks.rank(), 1 if served else ranks.world()
 
@@ -265,36 +255,24 @@ def write_responses(
 
 def answered_here(
     model: PreTrainedModel,
-    settings: ResponseSettings,
+    warp: LogitsWarper,
+    batch_size: int,
     seed: int,
     stop_ids: Collection[int],
-    warp: LogitsWarper | None = None,
-) -> Answer:
-    """Answers by the model itself, all jobs together.
-
-    Args:
-        model: The target.
-        settings: Sampling and batch size.
-        seed: With the number of a job it decides the response.
-        stop_ids: End-of-text tokens.
-        warp: How logits become probabilities; None: by the settings' temperature and top_p.
-    """
-    warp = warp or LogitsWarper(settings.temperature, top_p=settings.top_p)
-
-    def answers(jobs: Sequence[Job]) -> Iterator[tuple[int, Ids]]:
-        texts = write_texts(
-            model,
-            [job.ids for job in jobs],
-            warp,
-            budgets=[job.budget for job in jobs],
-            stop_ids=stop_ids,
-            draws=lambda i, count: uniform_draws(seed, 0, jobs[i].example, count=count),
-            batch_size=settings.batch_size,
-            progress=current().advance,
-        )
-        return zip((job.example for job in jobs), texts)
-
-    return answers
+    jobs: Sequence[Job],
+) -> Iterator[tuple[int, Ids]]:
+    """Answers by the model itself, all jobs together: see `Answer`. Seed and number of a job decide the response."""
+    texts = write_texts(
+        model,
+        [job.ids for job in jobs],
+        warp,
+        budgets=[job.budget for job in jobs],
+        stop_ids=stop_ids,
+        draws=lambda i, count: uniform_draws(seed, 0, jobs[i].example, count=count),
+        batch_size=batch_size,
+        progress=current().advance,
+    )
+    return zip((job.example for job in jobs), texts)
 
 
 # -- an engine ---------------------------------------------------------------------------------------------------------
@@ -307,16 +285,12 @@ def answered_by_engine(
     seed: int,
     ends: Sequence[int],
     end: int,
-) -> Answer:
-    """Answers by an engine, each as soon as it comes.
+    jobs: Sequence[Job],
+) -> Iterator[tuple[int, Ids]]:
+    """Answers by an engine, each as soon as it comes: see `Answer`.
 
-    Args:
-        ask: `distill.engine.servers.Engine.complete`, or what keeps the states of what it answers too.
-        workers: Requests in flight.
-        settings: Sampling.
-        seed: Sent with every request, different for each; its effect depends on the engine.
-        ends: End-of-text tokens.
-        end: The one that answers end with, which an engine may leave out.
+    ``ask`` is `distill.engine.servers.Engine.complete`, or what keeps the states of what it answers too. A seed, whose
+    effect depends on the engine, is sent with every request. Answers end with ``end``, which an engine may leave out.
     """
     how: Values = {"temperature": settings.temperature, "top_p": settings.top_p, "stop_token_ids": sorted(ends)}
 
@@ -327,13 +301,10 @@ def answered_by_engine(
             ids = [*ids, end]
         return job.example, ids[: job.budget]
 
-    def answers(jobs: Sequence[Job]) -> Iterator[tuple[int, Ids]]:
-        pool = ThreadPoolExecutor(workers)
-        try:
-            for future in as_completed([pool.submit(answer, job) for job in jobs]):
-                current().advance()
-                yield future.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-    return answers
+    pool = ThreadPoolExecutor(workers)
+    try:
+        for future in as_completed([pool.submit(answer, job) for job in jobs]):
+            current().advance()
+            yield future.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

@@ -3,13 +3,12 @@
 import statistics
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
+from decode.core.draft import Ids
 from decode.engines.check import serving_facts
-from decode.measure.acceptance import DEPTH, OfflineAlpha, offline_accepted_length, offline_alphas, paired
+from decode.measure.acceptance import DEPTH, ByDraft, OfflineAlpha, offline_accepted_length, offline_alphas, paired
 from decode.measure.benchmark import BenchEntry, Benchmark, paired_ratios
 from decode.measure.costs import LONGEST, best_length, break_even, speedups_by_length
 from decode.measure.session import BenchOptions, Session
@@ -25,8 +24,7 @@ from distill.data.corpus import test_suite
 from distill.export.card import fastest_row
 from distill.run import Run
 
-Text = tuple[list[int], int]  # token ids, and how many of them are the prompt
-Alphas = dict[str, list[OfflineAlpha]]  # by draft, as first, second, … drafted token
+Text = tuple[Ids, int]  # token ids, and how many of them are the prompt
 TREE_WIDTH, TREE_NODES = 4, 8  # tried with heads: nodes expanded a level, and nodes of the tree
 BATCH = 32  # test prompts that the target answers at a time, before anything is timed
 
@@ -40,7 +38,7 @@ def target_texts(session: Session, prompts: Sequence[Prompt], temperature: float
 
 def acceptance(
     target: PreTrainedModel, drafts: Mapping[str, DraftModel], texts: Sequence[Text], temperature: float
-) -> Alphas:
+) -> ByDraft:
     """Returns offline_alpha of every draft on texts of the target; each text advances the current piece of work.
 
     Of a feature head `DEPTH` drafted tokens are measured, of block heads all.
@@ -63,7 +61,6 @@ class Evaluation:
         measured, student = run.settings.evaluation, run.settings.student
         assert isinstance(measured, EvaluationSettings)
         self.run, self.settings, self.measured = run, run.settings, measured
-        self.threads = torch.get_num_threads()
         self.target = run.load_target("float32" if run.device.type == "cpu" else None)  # in which a CPU decodes
         self.best = run.chosen(self.settings.export.choose)
         self.models = {
@@ -94,18 +91,13 @@ class Evaluation:
             ``profile``, ``analysis``, ``machine``, ``created``, ``trained_with``.
         """
         run, measured = self.run, self.measured
-        try:
-            with Progress(run.console) as self.bar:
-                if followed := described(self.target, own_warp(self.target, 1.0, {})):
-                    self.bar.console.print(followed, soft_wrap=True)
-                torch.set_num_threads(self.threads)  # texts that are processed at once have more than timed ones
-                _, sampled = self._offline(1.0, measured.prompts)
-                texts, greedy = self._offline(0.0, max(measured.prompts, measured.accuracy_prompts))
-                torch.set_num_threads(self.session.threads)
-                profile, lengths = self._profile(greedy)
-                decoding, analysis = self._decoding(lengths)
-        finally:
-            torch.set_num_threads(self.threads)
+        with Progress(run.console) as self.bar:
+            if followed := described(self.target, own_warp(self.target, 1.0, {})):
+                self.bar.console.print(followed, soft_wrap=True)
+            _, sampled = self._offline(1.0, measured.prompts)
+            texts, greedy = self._offline(0.0, max(measured.prompts, measured.accuracy_prompts))
+            profile, lengths = self._profile(greedy)
+            decoding, analysis = self._decoding(lengths)
         curves = {name: [row for row in run.draft_record(name).history if "alpha" in row] for name in self.models}
         analysis["curves"] = {name: [[row["step"], row["alpha"]] for row in h] for name, h in curves.items() if h}
         analysis["acceptance"] = self._acceptance(greedy, analysis["acceptance_by_position"])
@@ -125,7 +117,7 @@ class Evaluation:
             "trained_with": serving_facts(self.target, run.target, run.tokenizer, chat=run.corpus.chat),
         }
 
-    def _offline(self, temperature: float, count: int) -> tuple[list[Text], Alphas]:
+    def _offline(self, temperature: float, count: int) -> tuple[list[Text], ByDraft]:
         """Returns the target's texts for the first test prompts, and every draft's acceptance on some of them."""
         prompts = self.prompts[:count]
         with as_current(self.bar.add(f"texts of the target, T = {temperature:g}", len(prompts))):
@@ -134,7 +126,7 @@ class Evaluation:
         with as_current(self.bar.add(f"acceptance, T = {temperature:g}", sum(len(ids) > n for ids, n in judged))):
             return texts, acceptance(self.target, self.models, judged, temperature)
 
-    def _acceptance(self, greedy: Alphas, decoded: Mapping[str, Any]) -> dict[str, list[Row]]:
+    def _acceptance(self, greedy: ByDraft, decoded: Row) -> dict[str, list[Row]]:
         """Returns every draft's greedy acceptance at each position: on validation examples, offline, and decoded."""
         positions: dict[str, list[Row]] = {}
         for name, depths in greedy.items():
@@ -164,7 +156,7 @@ class Evaluation:
             "seconds": record.seconds,
         }
 
-    def _pairs(self, alphas: Alphas, label: str) -> list[Row]:
+    def _pairs(self, alphas: ByDraft, label: str) -> list[Row]:
         """Returns the differences of the exported draft from the others, and of each draft from its reference.
 
         The last row compares the first draft with the student before distillation.
@@ -174,7 +166,7 @@ class Evaluation:
         pairs.append((self.run.trained[0], self.run.start))
         return [{"a": a, "b": b, "label": label} | paired(alphas[b][0], alphas[a][0]) for a, b in dict.fromkeys(pairs)]
 
-    def _profile(self, greedy: Alphas) -> tuple[Row, dict[str, int]]:
+    def _profile(self, greedy: ByDraft) -> tuple[Row, dict[str, int]]:
         """Returns the exported draft's costs with the speedups that they predict, and the best length of each draft."""
         student = self.settings.student
         longest = student.steps if student.is_block else max(LONGEST, *self.measured.draft_lengths)

@@ -1,7 +1,7 @@
 """The report of a distillation run: ``report.json``, one HTML page, and the tables that the terminal shows."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from decode.measure import plots
 from decode.measure.machine import conditions, doubt
 from decode.measure.report import (
     Figure,
+    Row,
     Section,
     Table,
     by_length,
@@ -23,8 +24,6 @@ from decode.measure.report import (
 )
 from decode.measure.statistics import plain
 from distill.export import card
-
-Row = Mapping[str, Any]
 
 DRAFTS = (
     "name", "offline_alpha", "speedup", "speedup_vs_exported", "accepted_length", "draft_length", "speedup_vs_generate",

@@ -45,17 +45,9 @@ def measure_served(run: Run) -> None:
     )  # fmt: skip
 
     def written(length: int | None) -> dict[float, list[ServedText]]:
+        options: Values = {"seed": settings.seed, "max_new_tokens": how.max_new_tokens, "stop_ids": ends}
         with server.opened(engine, length) as served:
-            texts = dict[float, list[ServedText]]()
-            for t in how.temperatures:
-                options: Values = {"temperature": t, "stop_ids": ends}
-                served.write(prompts[0], seed=0, max_new_tokens=8, **options)  # compiles kernels and fills caches
-                texts[t] = []
-                for number, ids in enumerate(prompts):
-                    budget = {"seed": settings.seed + number, "max_new_tokens": how.max_new_tokens}
-                    texts[t].append(served.write(ids, **budget, **options))
-                    current().advance()
-            return texts
+            return server.write_all(served, prompts, how.temperatures, **options)
 
     current().begin(0, len(prompts) * len(how.temperatures) * (1 + len(lengths)))
     alone, rows = written(None), []

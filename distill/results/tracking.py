@@ -21,6 +21,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from decode.errors import UserError, first_line
 from decode.files import read_json, write_json
 from decode.measure.machine import doubt
+from distill.config.base import Values
 from distill.export.card import fastest_row
 from distill.files import fingerprint
 from distill.results.report import exported
@@ -41,7 +42,7 @@ class RunLogger(WandbLogger):
 
     LOGGER_JOIN_CHAR = "/"
 
-    def __init__(self, options: Mapping[str, Any], stage: str = "") -> None:
+    def __init__(self, options: Values, stage: str = "") -> None:
         super().__init__(save_dir=options["dir"], version=options["id"], prefix=stage)
         self.options = options
 
@@ -61,14 +62,10 @@ class RunLogger(WandbLogger):
         return wandb.run
 
 
-def make_logger(tracker: str, run_dir: Path, name: str, config: Mapping[str, Any]) -> Logger | None:
+def make_logger(tracker: str, run_dir: Path, name: str, config: Values) -> Logger | None:
     """Return the logger of a whole run, from which `for_stage` makes those of its stages.
 
-    Args:
-        tracker: wandb, csv or none.
-        run_dir: Folder of the run, in which records are kept.
-        name: Displayed name.
-        config: All settings. A W&B run that was killed is continued while they stay the same.
+    A W&B run that was killed is continued while ``config``, all settings, stays the same.
     """
     if tracker != "wandb":
         return CSVLogger(run_dir, name="csv/run", flush_logs_every_n_steps=20) if tracker == "csv" else None
@@ -130,7 +127,7 @@ def for_stage(logger: Logger | None, stage: str) -> Logger | None:
     return logger
 
 
-def log_report(logger: Logger | None, report: Mapping[str, Any], figures: Callable[[], Mapping[str, str]]) -> None:
+def log_report(logger: Logger | None, report: Values, figures: Callable[[], Mapping[str, str]]) -> None:
     """Log a run's final numbers; to W&B also the report's tables, and the plots that ``figures`` draws, as SVG.
 
     Numbers have report.json's names: ``speedup`` and the like are of the exported draft, ``offline_alpha/NAME`` of any.

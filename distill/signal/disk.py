@@ -4,7 +4,7 @@
 writes its share of the examples, and reads those of all.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -19,13 +19,9 @@ from decode.errors import UserError
 from decode.files import write_safely
 from decode.progress import current
 from distill import ranks
-from distill.data.dataset import PER_TOKEN, Batch, Column, Examples, Ints
+from distill.data.dataset import PER_TOKEN, Batch, Column, Examples, Expect, Ints, Shapes
 from distill.files import fingerprint, free_bytes
 
-Shapes = dict[str, tuple[tuple[int, ...], str]]
-"""Shape of a row and number format of each column, by name."""
-Expect = Callable[[Examples, Iterable[Ints]], None]
-"""Is told the examples of the batches that will be asked for, in order."""
 Compute = Callable[[Batch], dict[str, Tensor]]
 """Gives the columns of a batch: of label tokens ``[label tokens, ...]``, or padded ``[batch, time, ...]``."""
 BATCH = 16  # examples that are computed together
@@ -52,14 +48,8 @@ def keep_columns(
 ) -> None:
     """Adds columns to the examples: those on disk, or computed; without a folder they stay in memory.
 
-    Args:
-        examples: The texts.
-        compute: Gives the columns of a batch.
-        shapes: Of the columns.
-        folder: Where they are kept.
-        name: Of the file.
-        key: Fingerprint of everything that the values depend on.
-        expect: Called with what will be computed, before it is.
+    ``key`` is a fingerprint of everything that the values depend on. ``expect`` is called with what will be computed,
+    before it is.
 
     Raises:
         UserError: The disk has not enough room, or values are not finite.

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.mtp import MTP
-from distill.data.dataset import FEATURES, Batch, label_mask
+from distill.data.dataset import FEATURES, Batch, Shapes, label_mask
 from distill.losses.divergences import TargetRows, log_probs
 from distill.networks.lm_head import LMHead, last_hidden
 
@@ -107,7 +107,7 @@ class Signal:
         self.planes = {FEATURES: len(self.layers), HIDDEN: 1}
         self.source = partial(read_states, target, self.layers) if source is None else source
         self.dtype, state, (_, scale) = dtype, FORMATS[dtype], BYTES[dtype]
-        self.columns: dict[str, tuple[tuple[int, ...], str]] = {}  # shape of a row and number format of what is kept
+        self.columns = Shapes()  # of what is kept
         if reader is not None:
             self.columns[FEATURES] = (reader.feature_width + scale * len(self.layers),), state
         if kind == "topk":

@@ -19,11 +19,7 @@ from distill.signal.target import States
 class EngineStates:
     """Gives the states of batches; a callable as `distill.signal.target.Source`.
 
-    Args:
-        files: Of the engine.
-        parts: The target's final norm is used, and its number format.
-        captured: Layers whose entering states a head reads; none for a language model.
-        device: Where the norm is computed.
+    ``parts`` has the target's final norm; a head reads the states that enter ``captured``, a language model none.
     """
 
     def __init__(

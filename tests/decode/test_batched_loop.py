@@ -19,8 +19,7 @@ from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.stop import StopRule
 from decode.core.verify import AcceptanceRule
 from decode.drafters.base import Drafter, NoDrafter
-from decode.drafters.early_exit import EarlyExitDrafter
-from decode.drafters.model import ModelDrafter
+from decode.drafters.model import EarlyExitDrafter, ModelDrafter
 from decode.methods import RULES, STOPS, MethodInputs
 from decode.models import api
 from decode.models.api import Model

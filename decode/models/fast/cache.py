@@ -5,8 +5,6 @@ weight serves all of them. Each text has a row of the cache; neighbouring rows a
 of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise

@@ -26,10 +26,9 @@ from decode.models.fast.layout import (
     is_small,
     layer_kinds,
     model_weights,
-    published_in_half,
     tunable,
 )
-from decode.models.fast.weights import Linears
+from decode.models.fast.weights import Linears, half_scale
 from decode.models.huggingface import facts_of
 
 Placed = OneText | RaggedBatch
@@ -101,7 +100,7 @@ class FastForward:
         x, scale = self.weights.embedding.index_select(0, tokens), self.weights.embedding_scale
         return x if scale == 1 else x.mul_(scale)
 
-    def run_tokens(self, tokens: Tensor, placed: Placed, capture: Capture = ()) -> tuple[Tensor, Tensor | None]:
+    def run_tokens(self, tokens: Tensor, placed: Placed, capture: Capture) -> tuple[Tensor, Tensor | None]:
         """All layers on tokens; their last states, and the captured ones side by side (see `Model.forward`)."""
         x, count = self.embed(tokens), len(self.layers)
         if not capture:
@@ -162,7 +161,7 @@ class FastForward:
 
 
 def cos_and_sin(
-    rotary: Any, positions: int, dtype: torch.dtype, device: torch.device, rope: str | None = None
+    rotary: Any, positions: int, dtype: torch.dtype, device: torch.device, rope: str | None
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of a model's rotation at the first positions, ``[positions, rotated]``; `rope`: see `Kind`."""
     at, named = torch.arange(positions, device=device)[None], {} if rope is None else {"layer_type": rope}
@@ -184,7 +183,9 @@ def fast_runner(model: PreTrainedModel, *, pack: str = "off", draft: bool = Fals
     tuned, large_auto = tunable(model), pack == "auto" and not is_small(model)
     if large_auto and free_memory(model.device) <= ROOM * facts["weight_bytes"]:
         pack = "off"
-    kept = pack != "off" and not draft and published_in_half(model)
+    # as those of a checkpoint in 16 bits that was loaded in float32
+    in_half = (half_scale(p) is not None for p in model.parameters() if p.dim() == 2)
+    kept = pack != "off" and not draft and all(in_half)
     if large_auto:
         pack = "on" if kept else "off"
     make = Linears(pack, config.num_hidden_layers, copies=tuned, half=kept or (draft and pack == "auto"))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
-from decode.models.fast.weights import WIDE, Function, Linear, Linears, NormedLinear, RmsNorm, half_scale, norm
+from decode.models.fast.weights import WIDE, Function, Linear, Linears, NormedLinear, RmsNorm, norm
 from decode.models.huggingface import rotations
 
 COPIED = 1 << 30  # most bytes of a model whose weights are copied
@@ -126,11 +126,6 @@ def is_small(model: nn.Module) -> bool:
 def tunable(model: nn.Module) -> bool:
     """Whether copies of a model's weights pay: on a CPU, in 32 bits or more, up to `COPIED`."""
     return is_small(model) and all(p.device.type == "cpu" and p.dtype in WIDE for p in model.parameters())
-
-
-def published_in_half(model: nn.Module) -> bool:
-    """Whether float16 holds all matrices, as it does those of a checkpoint in 16 bits that was loaded in float32."""
-    return all(half_scale(p) is not None for p in model.parameters() if p.dim() == 2)
 
 
 def fuse(linears: Sequence[nn.Linear], *, in_place: bool) -> tuple[Tensor, Tensor | None]:

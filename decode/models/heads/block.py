@@ -12,8 +12,6 @@ checkpoints, but that the selector is a kind of Markov head here.
 `BlockHead.forward` reads many blocks of texts in training; `decode.models.heads.block_runner` one a text in decoding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast

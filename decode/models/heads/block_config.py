@@ -1,13 +1,12 @@
 """The configuration of block heads: their shape for a target, and the token that stands in the slots to be filled."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, Qwen3Config
 
 from decode.errors import UserError
+from decode.files import Fields
 from decode.models.heads.eagle import shape_of
 
 BLOCK_ARCHITECTURES = {
@@ -81,12 +80,12 @@ def block_config(
     )
 
 
-def added(version: str, width: int, markov_rank: int, *, confidence: bool) -> dict[str, Any]:
+def added(version: str, width: int, markov_rank: int, *, confidence: bool) -> Fields:
     """The fields of a head's configuration that its version decides, beside those of every block head.
 
     Of a lattice the rank is its width; its other sizes are as published.
     """
-    fields: dict[str, Any] = {
+    fields: Fields = {
         "architectures": [BLOCK_ARCHITECTURES[version]],
         "conv_kernel_size": TAPS if version in ("dflash2", "lilicorr") else 0,
         "conv_group_size": math.gcd(GROUP, width),
@@ -113,10 +112,7 @@ def mask_token(tokenizer: PreTrainedTokenizerBase, rows: int) -> int:
 
     In this order: a mask token of the tokenizer, a reserved token, a row of the embedding behind the tokenizer's ids,
     the byte 0xFF of a byte-level vocabulary, or a control token that neither ends a text nor stands in the template.
-
-    Args:
-        tokenizer: the target's.
-        rows: of the target's embedding.
+    ``rows`` are those of the target's embedding.
 
     Raises:
         UserError: there is none.

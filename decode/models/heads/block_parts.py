@@ -12,8 +12,6 @@ by, given the tokens before:
 Tensors are named as in the engines' files.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

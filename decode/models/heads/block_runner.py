@@ -1,7 +1,5 @@
 """Block heads in decoding: caches of the target's features, a block of each text in one forward, and its tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -98,7 +96,7 @@ class BlockRunner(DraftHeadRunner):
 
     def new_cache(self) -> BlockRow:
         """See `Model.new_cache`."""
-        made: BlockRow = self.network.cache.new_row(BlockRow, self.queue())
+        made: BlockRow = self.network.cache.new_row(BlockRow)
         return made
 
     def remaining(self, ids: Sequence[int]) -> int:

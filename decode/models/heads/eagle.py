@@ -11,8 +11,6 @@ config.json) or one of each (``fc_norm``), and of queries and keys (``qk_norm``)
 `FeatureHead` is the network; `unroll` runs it for training, `decode.models.heads.runner` for decoding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ and in what they leave to the target. What decides the network is read as vLLM r
 here is refused. Engines skip tensors that they do not know; here each has its place.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -23,7 +21,7 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from decode.errors import UserError
-from decode.files import read_model_json, write_safely, write_text
+from decode.files import Fields, read_model_json, write_safely, write_text
 from decode.models.fast.layout import ROPE_TYPES
 from decode.models.heads.block import BlockHead
 from decode.models.heads.block_config import BLOCK_ARCHITECTURES
@@ -95,7 +93,7 @@ COMPUTED: dict[str, Sequence[Any]] = {
 SEEN = "is_causal", "causal", "use_swa", "use_sliding_window", SLIDING  # any value of these is computed in a block head
 
 
-def head_format(fields: dict[str, Any], names: Iterable[str] = ()) -> int | str | None:
+def head_format(fields: Fields, names: Iterable[str] = ()) -> int | str | None:
     """What a config.json describes, with the names of the tensors beside it, as they are called here.
 
     Returns:
@@ -118,7 +116,7 @@ def head_format(fields: dict[str, Any], names: Iterable[str] = ()) -> int | str 
 
 
 def read_config(
-    fields: dict[str, Any], state: dict[str, Tensor], target: PreTrainedModel | None, name: str, version: int | str
+    fields: Fields, state: dict[str, Tensor], target: PreTrainedModel | None, name: str, version: int | str
 ) -> LlamaConfig | Qwen3Config:
     """Our configuration of a head, from its config.json, its tensors, and the target where that is known.
 
@@ -131,7 +129,7 @@ def read_config(
     """
     block, foreign = version in BLOCK_ARCHITECTURES, "speculators_model_type" in fields
     anchor = {"sample_from_anchor": version == "dspark" and not foreign}
-    said = (anchor if block else {"norm_before_residual": foreign}) | fields
+    said: Fields = (anchor if block else {"norm_before_residual": foreign}) | fields
     for key in NESTED:
         part = dict(fields.get(key) or {})
         # SGLang's section names the layers that states leave by the key with which vLLM names those that they enter
@@ -196,7 +194,7 @@ def read_config(
     )
 
 
-def _sliding(said: dict[str, Any]) -> tuple[list[str], int | None]:
+def _sliding(said: Fields) -> tuple[list[str], int | None]:
     """The kind of each layer of a block head, and the window of those that slide."""
     count, window = said["num_hidden_layers"], said.get("swa_window_size") or said.get("sliding_window")
     types = list(said.get("layer_types") or ["full_attention"] * count)[:count]
@@ -205,13 +203,13 @@ def _sliding(said: dict[str, Any]) -> tuple[list[str], int | None]:
     return types, window if SLIDING in types else None
 
 
-def _rotation(said: dict[str, Any], name: str, block: bool) -> dict[str, Any]:
+def _rotation(said: Fields, name: str, block: bool) -> Fields:
     """The rotation's settings of a head, after a check that its whole network is computed here (`COMPUTED`).
 
     Raises:
         UserError: a head whose network is not, with the settings that are in the way.
     """
-    rope: dict[str, Any] = said.get("rope_parameters") or said.get("rope_scaling") or {}
+    rope: Fields = said.get("rope_parameters") or said.get("rope_scaling") or {}
     rope = {"rope_theta": said.get("rope_theta") or 10000.0, "rope_type": "default"} | rope
     rope["rope_type"] = "default" if "mrope_section" in rope else rope.get("type") or rope["rope_type"]
     architecture = (said.get("architectures") or ["none"])[0]
@@ -274,7 +272,7 @@ def is_head(name: str | os.PathLike[str]) -> bool:
             repository, revision = pinned(name)
             cached = try_to_load_from_cache(repository, "config.json", **revision)
             if not isinstance(cached, str):
-                told = HfApi().model_info(repository, timeout=5, revision=revision.get("revision"))
+                told = HfApi().model_info(repository, timeout=5, **revision)
                 return head_format(told.config or {}) is not None
             folder = Path(cached).parent
         files = folder.glob("*.safetensors")
@@ -295,12 +293,8 @@ def save_head(head: DraftHead, folder: str | Path, shared: dict[str, Tensor] | N
     """Writes config.json and model.safetensors into a folder.
 
     The vocabulary's tables d2t and t2d are written only where the head drafts some of the target's tokens: vLLM makes
-    no parameter for them where the vocabularies are equal.
-
-    Args:
-        head: a head.
-        folder: where to write it.
-        shared: tensors of the target that are written beside the head's, for engines that do not take them from it.
+    no parameter for them where the vocabularies are equal. `shared` are tensors of the target that are written beside
+    the head's, for engines that do not take them from it.
     """
     state, fields = head.state_dict() | (shared or {}), head.config.to_dict()
     if isinstance(head, BlockHead):  # as vLLM and SGLang read it, beside our own keys
@@ -346,7 +340,7 @@ def load_head(name: str | os.PathLike[str], target: PreTrainedModel | None = Non
         folder, files = Path(name), ["config.json", "*.safetensors"]
         if not folder.exists():
             repository, revision = pinned(name)
-            folder = Path(snapshot_download(repository, revision=revision.get("revision"), allow_patterns=files))
+            folder = Path(snapshot_download(repository, allow_patterns=files, **revision))
         fields = read_model_json(folder / "config.json")
         tensors = [item for file in sorted(folder.glob(files[1])) for item in load_file(file).items()]
         state = {_our_name(key): tensor for key, tensor in tensors if not UNREAD.search(key)}

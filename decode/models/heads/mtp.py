@@ -5,8 +5,6 @@ embedding of token t + 1 + i, and its state predicts token t + 2 + i. A single l
 as EAGLE's is; of several layers each drafts one token. transformers loads the layers from the target's files.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from textwrap import shorten
 from typing import Any

@@ -1,7 +1,5 @@
 """Heads in decoding: features of the target that wait to be read, caches, and the runner of an EAGLE head."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,9 +50,9 @@ class Features:
 class FeatureRow(Row):
     """The cache of a head's sequence, and the features of the target ``[n, feature width]`` that it has not read."""
 
-    def __init__(self, memory: KVCache, row: int, unread: Features) -> None:
+    def __init__(self, memory: KVCache, row: int) -> None:
         super().__init__(memory, row)
-        self.unread = unread
+        self.unread = Features()
 
     def settle(self, features: Tensor) -> None:
         """Queue the target's features of tokens that the sequence will keep."""
@@ -76,8 +74,8 @@ class HeadCache(FeatureRow):
         state: the head's latest state ``[1, hidden]``, the estimate that the next token is paired with.
     """
 
-    def __init__(self, memory: KVCache, row: int, unread: Features, state: Tensor) -> None:
-        super().__init__(memory, row, unread)
+    def __init__(self, memory: KVCache, row: int, state: Tensor) -> None:
+        super().__init__(memory, row)
         self.state, self.settled = state, 0
 
     def settle(self, features: Tensor) -> None:
@@ -142,10 +140,6 @@ class DraftHeadRunner(RowRunner):
             tree_refusal=refusal,
         )
 
-    def queue(self) -> Features:
-        """An empty queue of features."""
-        return Features()
-
     def expand(self, logits: Tensor) -> Tensor:
         """Logits from the head's vocabulary to the target's."""
         return in_target(logits, self.draft_ids, self.vocab_size)
@@ -190,14 +184,14 @@ class HeadRunner(DraftHeadRunner):
     def new_cache(self) -> HeadCache:
         """See `Model.new_cache`."""
         state = self.network.weights.embedding.new_zeros(1, self.head.config.hidden_size)
-        return self.network.cache.new_row(HeadCache, self.queue(), state)
+        return self.network.cache.new_row(HeadCache, state)
 
     def forward(self, reads: Sequence[Read], *, capture: Capture = (), last: int | None = None) -> list[Out]:
         """See `Model.forward`; with features in the queue, as many as tokens have to be there."""
         outs = self.read_pairs([read.cache for read in reads], [read.tokens for read in reads], last)
         return [Out(self.expand(out.logits), out.hidden) for out in outs]
 
-    def read_pairs(self, caches: Sequence[HeadCache], tokens: Sequence[Tensor], last: int | None = None) -> list[Out]:
+    def read_pairs(self, caches: Sequence[HeadCache], tokens: Sequence[Tensor], last: int | None) -> list[Out]:
         """`forward` with logits over the head's own vocabulary ``[rows, draft vocab]``.
 
         Features wait for all of the texts or for none.

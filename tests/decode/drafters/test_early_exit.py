@@ -10,7 +10,7 @@ from reading import Reader, rounds_of
 from decode.core.loop import Method, Text, decode, run
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.stop import Fixed, StopRule, max_probability, token_probability
-from decode.drafters.early_exit import EarlyExitDrafter
+from decode.drafters.model import EarlyExitDrafter
 from decode.errors import UserError
 from decode.methods import MethodInputs, build
 from decode.models.api import Read

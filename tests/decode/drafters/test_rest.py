@@ -105,9 +105,8 @@ def test_missing_truncated_and_foreign_files_are_refused(tmp_path) -> None:
         Datastore(tmp_path / "nowhere", "tok")
     with pytest.raises(UserError, match="another tokenizer"):
         Datastore(tmp_path, "other")
-    for documents, told in (([[], []], "no tokens"), ([[1, -1]], "negative")):
-        with pytest.raises(UserError, match=told):
-            join_documents(documents)
+    with pytest.raises(UserError, match="no tokens"):
+        join_documents([[], []])
     one, same, other = word_tokenizer(["a", "b"]), word_tokenizer(["a", "b"]), word_tokenizer(["b", "a"])
     assert tokenizer_fingerprint(one) == tokenizer_fingerprint(same) != tokenizer_fingerprint(other)
 

@@ -23,8 +23,7 @@ from decode.core.loop import Method, Text, decode, run
 from decode.core.sampling import LogitsWarper, TorchRng, argmax
 from decode.core.stop import CostOptimal, Fixed, StopRule, own_estimate, token_probability
 from decode.drafters.base import DraftRequest
-from decode.drafters.block import BlockDrafter
-from decode.drafters.model import Drafting
+from decode.drafters.model import BlockDrafter, Drafting
 from decode.drafters.trees import BlockTreeDrafter
 from decode.errors import UserError
 from decode.measure.acceptance import offline_alphas

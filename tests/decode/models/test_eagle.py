@@ -25,9 +25,8 @@ from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.stop import MeanOfRejected, StopRule, negative_entropy
 from decode.drafters import model
 from decode.drafters.base import Drafter
-from decode.drafters.block import BlockDrafter
 from decode.drafters.hybrid import HybridDrafter
-from decode.drafters.model import FeatureDrafter, ModelDrafter
+from decode.drafters.model import BlockDrafter, FeatureDrafter, ModelDrafter
 from decode.drafters.trees import FeatureTreeDrafter
 from decode.errors import UserError
 from decode.methods import MethodInputs, build

@@ -16,6 +16,7 @@ from tiny_run import begun, bench, check_killed_ends_alike, given, run_tiny, tin
 from tokenizers_of_kinds import with_start
 from transformers import PreTrainedModel
 
+from decode.core.draft import until_end
 from decode.errors import UserError
 from decode.models.texts import write_texts
 from distill import ranks
@@ -23,7 +24,7 @@ from distill.checks import check_engine
 from distill.config import Settings
 from distill.config.data import DataSettings
 from distill.config.teacher import EngineSettings, ResponseSettings
-from distill.data.chat import IGNORE, until_end
+from distill.data.chat import IGNORE
 from distill.data.dataset import Examples, Picks, Schedule
 from distill.data.prompts import TextFile
 from distill.engine.servers import Engine
@@ -161,7 +162,7 @@ def test_servers_share_the_prompts_as_ids_with_many_requests_in_flight() -> None
     with serving(slow) as (first, asked), serving(slow) as (second, others):
         engine = Engine([first, second], EngineSettings(in_flight=3))
         settings = ResponseSettings(source="target", temperature=0.7, top_p=0.9)
-        texts = dict(answered_by_engine(engine.complete, engine.workers, settings, 5, [1, 2], 2)(jobs))
+        texts = dict(answered_by_engine(engine.complete, engine.workers, settings, 5, [1, 2], 2, jobs))
     assert texts == {i: [7, 7, 7, 2] for i in range(12)}  # an end that a server leaves out is put back
     assert (len(asked), len(others)) == (6, 6)
     bodies = [*asked, *others]

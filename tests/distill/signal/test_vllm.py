@@ -30,7 +30,7 @@ from decode.models.heads.eagle import FeatureHead, head_config
 from distill.checks import check_engine
 from distill.config import Settings
 from distill.config.teacher import EngineSettings, ResponseSettings
-from distill.data.dataset import FEATURES, label_mask
+from distill.data.dataset import FEATURES, Expect, label_mask
 from distill.engine import servers
 from distill.engine.check import Difference, check_samples, refuse_differences
 from distill.engine.servers import CONNECTOR, Engine
@@ -39,7 +39,7 @@ from distill.files import sizes
 from distill.networks import models
 from distill.networks.lm_head import LMHead
 from distill.run import Run
-from distill.signal.disk import Expect, keep_columns
+from distill.signal.disk import keep_columns
 from distill.signal.target import HIDDEN, INSIDE, TOPK, Signal, packed, unpacked
 from distill.signal.vllm import EngineStates, texts_of
 
