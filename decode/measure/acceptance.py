@@ -87,40 +87,26 @@ def offline_alphas(
         and of block heads all, and those of all shorter drafts too.
     """
     texts = [(ids, prompt_length) for ids, prompt_length in texts if len(ids) > prompt_length]
-    blocks = {name: draft for name, draft in drafts.items() if isinstance(draft, BlockHead)}
-    longest = max((draft.drafts for draft in blocks.values()), default=0)
-    found = _by_depth(target, drafts, texts, warp, max(depth, longest), seen)
-    for length in range(1, longest):
-        some = {name: draft for name, draft in blocks.items() if draft.drafts > length}
-        for name, alphas in _by_depth(target, some, texts, warp, length).items():
-            found[name][0].shorter[length] = alphas
-    return {name: found.get(name, [OfflineAlpha([])]) for name in drafts}
-
-
-def _by_depth(
-    target: PreTrainedModel,
-    drafts: Mapping[str, DraftModel],
-    texts: Sequence[ForcedText],
-    warp: LogitsWarper,
-    depth: int,
-    seen: Callable[[TeacherForcedLogits], None] | None = None,
-) -> ByDraft:
-    """`offline_alphas` of drafts of one length; those are absent that no text has a token for."""
-    numbers, known = prompt_numbers(texts), ByDraft()
-    for forced in teacher_forced(target, drafts, texts, depth=depth):
+    longest = max((draft.drafts for draft in drafts.values() if isinstance(draft, BlockHead)), default=0)
+    whole, numbers, found = max(depth, longest), prompt_numbers(texts), defaultdict[int, ByDraft](dict)
+    for forced in teacher_forced(target, drafts, texts, depth=whole, shorter=range(1, longest)):
         place, (ids, start) = forced.number, texts[forced.number]
         before = prefixes(warp, ids, start)
         p, written = warp(forced.p, before), torch.tensor([*ids[start:]], device=forced.p.device)[:, None]
         for draft, logits in forced.q.items():
+            known = found[forced.length]
             if draft not in known:
                 known[draft] = [OfflineAlpha([[] for _ in texts], numbers, [[] for _ in texts]) for _ in logits]
             for alpha, row in zip(known[draft], logits):
                 q = warp(row, before)
                 kept = (q.gather(-1, written) / p.gather(-1, written)).nan_to_num_(0.0).clamp_(max=1.0)[:, 0]
                 alpha.texts[place], alpha.kept[place] = overlap(p, q).double().tolist(), kept.double().tolist()
-        if seen is not None:
+        if seen is not None and forced.length == whole:
             seen(forced)
-    return known
+    for length in range(1, longest):
+        for name, alphas in found[length].items():
+            found[whole][name][0].shorter[length] = alphas
+    return {name: found[whole].get(name, [OfflineAlpha([])]) for name in drafts}
 
 
 def prefixes(warp: LogitsWarper, ids: Sequence[int], prompt_length: int) -> list[Sequence[int]] | None:

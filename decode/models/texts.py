@@ -5,7 +5,7 @@ depends neither on its neighbours nor on when it is written, and a run that was 
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -217,6 +217,7 @@ class TeacherForcedLogits:
     # of each draft its logits ``[response, vocab]`` as first drafted token; of a feature head then those as second,
     # third, … drafted token, from its own states before it and the text's true tokens
     q: dict[str, list[Tensor]]
+    length: int  # of block heads' drafts
 
 
 @torch.no_grad()
@@ -226,14 +227,15 @@ def teacher_forced(
     texts: Sequence[ForcedText],
     *,
     depth: int = 1,
+    shorter: Iterable[int] = (),
 ) -> Iterator[TeacherForcedLogits]:
     """Read all texts that have a response with the target and with every draft, those of similar length together.
 
-    Texts stand side by side, filled up on the right: attention looks to the left and never sees that. Feature heads
-    draft `depth` tokens at each position.
+    Texts stand side by side, filled up on the right: attention looks to the left and never sees that. Heads draft
+    `depth` tokens at each position; block heads also as many as `shorter` says, which are other tokens.
 
     Yields:
-        The logits of each text, shortest text first.
+        The logits of each text, shortest text first; then those of block heads of a group of texts, by length.
     """
     heads = {name: draft for name, draft in drafts.items() if isinstance(draft, DraftHead)}
     shared = {n: output_head(target, head.draft_ids()) if head.version == 1 else None for n, head in heads.items()}
@@ -242,28 +244,35 @@ def teacher_forced(
         group = [texts[i] for i in numbers]
         tokens = pad_sequence([torch.tensor(list(ids)) for ids, _ in group], batch_first=True).to(target.device)
         p, states = _logits(target, tokens, group, {layer for head in heads.values() for layer in head.captured_layers})
-        q = {}  # by draft, depth and text
-        for name, draft in drafts.items():
-            if not isinstance(draft, DraftHead):
-                q[name] = [_logits(draft, tokens, group)[0]]
-                continue
-            features = torch.cat([states[layer] for layer in draft.captured_layers], -1)
-            project: Callable[[Tensor], Tensor] = lambda rows: rows  # noqa: E731
-            if isinstance(draft, BlockHead):
-                by_depth = enumerate(draft.teacher_forced(target, tokens, features, depth), 1)
-            else:  # the first drafted token is the second that a feature head reads
-                assert isinstance(draft, FeatureHead | MtpHead)
-                embeds = (draft.embed_tokens or target.get_input_embeddings())(tokens[:, 1:])
-                by_depth = enumerate(draft.unroll(embeds, features[:, :-1], depth), 2)
-                project = partial(draft.logits, target_head=shared[name])
-            q[name] = []
-            for back, rows in by_depth:
-                spans = [slice(max(0, start - back), max(0, len(ids) - back)) for ids, start in group]
-                logits = [project(row[span]) for row, span in zip(rows, spans)]
-                q[name].append([rows_of(draft, part, vocab, text) for part, text in zip(logits, group)])
-        for i, number in enumerate(numbers):
-            by_draft = {name: [rows[i] for rows in depths] for name, depths in q.items()}
-            yield TeacherForcedLogits(number, p[i], by_draft)
+        first = max(0, min(start for _, start in group) - depth)  # position whose block reaches a response
+        for length in (depth, *shorter):
+            q = {}  # by draft, depth and text
+            for name, draft in drafts.items():
+                if length != depth and not (isinstance(draft, BlockHead) and draft.drafts > length):
+                    continue
+                if not isinstance(draft, DraftHead):
+                    q[name] = [_logits(draft, tokens, group)[0]]
+                    continue
+                features = torch.cat([states[layer] for layer in draft.captured_layers], -1)
+                project: Callable[[Tensor], Tensor] = lambda rows: rows  # noqa: E731
+                skipped = 0
+                if isinstance(draft, BlockHead):
+                    skipped = first
+                    by_depth = enumerate(draft.teacher_forced(target, tokens, features, length, first), 1)
+                else:  # the first drafted token is the second that a feature head reads
+                    assert isinstance(draft, FeatureHead | MtpHead)
+                    embeds = (draft.embed_tokens or target.get_input_embeddings())(tokens[:, 1:])
+                    by_depth = enumerate(draft.unroll(embeds, features[:, :-1], depth), 2)
+                    project = partial(draft.logits, target_head=shared[name])
+                q[name] = []
+                for back, rows in by_depth:
+                    back += skipped
+                    spans = [slice(max(0, start - back), max(0, len(ids) - back)) for ids, start in group]
+                    logits = [project(row[span]) for row, span in zip(rows, spans)]
+                    q[name].append([rows_of(draft, part, vocab, text) for part, text in zip(logits, group)])
+            for i, number in enumerate(numbers):
+                by_draft = {name: [rows[i] for rows in depths] for name, depths in q.items()}
+                yield TeacherForcedLogits(number, p[i], by_draft, length)
 
 
 def rows_of(head: DraftHead, logits: Tensor, vocab: int, text: ForcedText) -> Tensor:

@@ -268,7 +268,9 @@ class BlockHead(DraftHead):
         return kept, scores.gather(2, at[..., None, None].expand(-1, -1, 1, scores.shape[-1]))[:, :, 0]
 
     @torch.no_grad()
-    def teacher_forced(self, model: PreTrainedModel, tokens: Tensor, features: Tensor, depth: int) -> list[Tensor]:
+    def teacher_forced(
+        self, model: PreTrainedModel, tokens: Tensor, features: Tensor, depth: int, first: int = 0
+    ) -> list[Tensor]:
         """Logits of blocks of `depth` drafted tokens at every position of texts, given the text before each token.
 
         Args:
@@ -276,15 +278,18 @@ class BlockHead(DraftHead):
             tokens: ``[batch, time]``.
             features: ``[batch, time, feature width]``.
             depth: at most `drafts`; the slots see each other, so that a shorter block drafts other tokens.
+            first: position of the first block.
 
         Returns:
-            For each drafted token ``[batch, time, draft vocab]``; row t of the i-th predicts token t + i + 1.
+            For each drafted token ``[batch, time - first, draft vocab]``; row t of the i-th predicts token
+            first + t + i + 1.
         """
         depth, table, finish = min(depth, self.drafts), model.get_input_embeddings().weight, finish_of(model)
         weight, parts = self.outputs(output_head(model, self.draft_ids(), block=True)), []
         every = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         before = F.pad(tokens, (0, depth)).unfold(1, depth, 1)[:, :-1]
-        for places, anchors, known in zip(*(x.split(64, 1) for x in (every, tokens, before))):  # few scores in memory
+        blocks = (x[:, first:].split(64, 1) for x in (every, tokens, before))  # few scores in memory
+        for places, anchors, known in zip(*blocks):
             slots = self(F.embedding(self.tokens(anchors, depth), table), features, places)
             logits, _ = self.logits(slots, known.flatten(0, 1), weight, table, finish)
             parts.append(logits.unflatten(0, places.shape))
