@@ -9,8 +9,8 @@ import pytest
 import torch
 from enumeration import Experiment
 from families import in_double, resembling
+from plain_logits import after
 from scripted import RandomTree, corpus_drafters
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.core.loop import Method
@@ -39,11 +39,7 @@ def double(tiny) -> Callable[..., PreTrainedModel]:
 
 
 def experiment(model: PreTrainedModel, runner: Model, *, tokens: int = 4, warp: LogitsWarper = WARP) -> Experiment:
-    @torch.inference_mode()
-    def forward(text: list[int]) -> Tensor:
-        return model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
-
-    return Experiment(runner, warp, PROMPT, tokens, forward=forward)
+    return Experiment(runner, warp, PROMPT, tokens, forward=after(model))
 
 
 CASES = [

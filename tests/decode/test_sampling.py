@@ -6,17 +6,14 @@ import pytest
 import torch
 from families import VOCAB
 from reading import rounds_of
-from scripted import Oracle
 from torch import Tensor
 from transformers import (
     PreTrainedModel,
     TopPLogitsWarper,
 )
 
-from decode.core.loop import Method, decode
-from decode.core.sampling import LogitsWarper, Prefixes, TopP, TorchRng, argmax, one_hot
-from decode.core.stop import StopRule
-from decode.drafters.model import ModelDrafter
+from decode.core.loop import decode
+from decode.core.sampling import LogitsWarper, Prefixes, TopP, argmax, one_hot
 from decode.errors import UserError
 from decode.methods import MethodInputs, build
 from decode.models.check import open_runner
@@ -77,35 +74,6 @@ class Recording(LogitsWarper):
             (torch.as_tensor(prefix).tolist(), row) for prefix, row in zip(prefixes or [[]] * len(probs), probs)
         ]
         return probs
-
-
-@pytest.mark.parametrize("way", ["perfect", "tree", "model"])
-@pytest.mark.parametrize("settings", [s for s in SETTINGS if "repetition_penalty" in s], ids=str)
-def test_drafted_prefixes_are_warped_as_generate_would_warp_them(settings: dict, way: str, tiny) -> None:
-    """Every row that verification looks at is what generate would compute after that node's own text."""
-    model = tiny("llama")
-    warp = Recording(**{"temperature": 1.0} | settings)
-    text, _ = generated(model, settings, 16)
-    drafter = ModelDrafter(open_runner(model), warp, VOCAB) if way == "model" else Oracle(text, way, VOCAB)
-    system = Method("", drafter, StopRule(4))
-    out = decode(open_runner(model), system, warp, PROMPT, max_new_tokens=16, rng=TorchRng(2))
-    assert sum(r.drafted for r in out.rounds) > 10
-    plain = LogitsWarper(**{"temperature": 1.0} | settings)
-    for prefix, row in warp.rows:
-        assert torch.allclose(row, plain(next_logits(model, prefix)[None], [prefix])[0], atol=1e-4)
-
-
-@torch.inference_mode()
-def next_logits(model: PreTrainedModel, ids: list[int]) -> Tensor:
-    return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
-
-
-def test_temperature_zero_is_one_hot_at_the_argmax() -> None:
-    logits = torch.tensor([[1.0, 3.0, 2.0], [-1.0, -3.0, -0.5]])
-    assert LogitsWarper().greedy
-    assert LogitsWarper()(logits).tolist() == [[0, 1, 0], [0, 0, 1]]
-    assert LogitsWarper(top_k=2, top_p=0.5)(logits).tolist() == [[0, 1, 0], [0, 0, 1]]
-    assert LogitsWarper(repetition_penalty=4.0)(logits, [[1], [2, 0]]).tolist() == [[0, 0, 1], [0, 0, 1]]
 
 
 def test_low_precision_logits_are_warped_in_float32_and_double_stays_double() -> None:

@@ -211,10 +211,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """What most tests decode with."""
 
-NOT_REPRODUCED = {"gemma2", "codegen", "gpt2", "opt"}
-"""Families without a hand-written forward."""
-RUNNER_PATHS = [(f, fast) for f in FAMILIES for fast in (True, False) if not (fast and f in NOT_REPRODUCED)]
-"""Every family through every runner that serves it."""
+FAST = [family for family in FAMILIES if family not in ("gemma2", "codegen", "gpt2", "opt")]
+"""Families with a hand-written forward."""
 
 # -- models that read images or audio too, with two text and two vision layers each --------------------------------
 

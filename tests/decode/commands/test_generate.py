@@ -188,6 +188,9 @@ def test_mistakes_are_told_before_any_model_is_loaded(folder, monkeypatch, chang
     with pytest.raises(UserError, match=message):
         start(settings_for(folder, **changes), "Hi")
 
+    with pytest.raises(UserError, match=message):
+        start(settings_for(folder, **changes), "Hi")
+
 
 def test_marks_put_rejected_tokens_before_their_correction() -> None:
     tokenizer = make_tokenizer()

@@ -62,15 +62,9 @@ def test_a_token_that_stands_was_accepted_with_the_probability_that_gives_alpha_
     assert float(p @ torch.tensor([kept for (kept,) in found.kept])) == pytest.approx(found.mean, abs=1e-6)
 
 
-def test_replay_of_certain_acceptances_by_hand() -> None:
-    # "110111" with drafts of 2: accept 2 and emit the third; accept 2 and emit the sixth
-    assert replay([1, 1, 0, 1, 1, 1], 2) == (2, {2: 2})
+def test_accepted_lengths_of_certain_acceptances_by_hand() -> None:
+    # drafts of 2: accept 2 and emit the third; accept 2 and emit the sixth; two rounds of the other text
     assert offline_accepted_length([OfflineAlpha([[1, 1, 0, 1, 1, 1], [0, 0]])], 2) == 8 / 4
-    # "010" with drafts of 2: reject at once; then one token of room, accepted, and the end
-    rounds, lengths = replay([0, 1, 0], 2)
-    assert rounds == 2
-    assert lengths == {2: 1, 1: 1}
-
     first, never = OfflineAlpha([[1.0] * 40]), OfflineAlpha([[0.0] * 40])  # a head whose later tokens are rejected
     assert offline_accepted_length([first], 4) == pytest.approx(5.0)
     assert offline_accepted_length([first, never], 4) == pytest.approx(2.0)

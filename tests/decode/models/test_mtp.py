@@ -11,7 +11,7 @@ import torch
 from architectures import ARCHITECTURES, build_architecture
 from enumeration import Experiment
 from families import NEEDED, with_layers, written
-from greedy import generate
+from greedy import generate, together
 from plain_logits import after
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
@@ -19,7 +19,7 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
 from decode.core.draft import Draft
-from decode.core.loop import Method, decode, decode_texts
+from decode.core.loop import Method, decode
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.drafters.base import DraftRequest
 from decode.drafters.model import FeatureDrafter
@@ -95,12 +95,10 @@ def test_greedy_texts_are_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     prompts = [[i % 5 for i in PROMPT], [2, 0, 4], [1]]
     expected = [generate(target, prompt, 20) for prompt in prompts]
     for length in (2, 4):
-        system, warp, _ = method(target, length)
-        found = decode_texts(
-            open_runner(target), system, warp, prompts, rngs=[TorchRng(i) for i in range(3)], max_new_tokens=20
-        )
+        system, _, _ = method(target, length)
+        found = together(open_runner(target), system, prompts, max_new_tokens=20)
         assert [text.ids for text in found] == expected
-        longest = {drafted for text in found for drafted in [r.drafted for r in text.rounds]}
+        longest = {r.drafted for text in found for r in text.rounds}
         assert max(longest) == (length if layers == 1 else min(length, layers))
         assert sum(sum(r.accepted for r in text.rounds) for text in found) > 2
 

@@ -6,18 +6,14 @@ import random
 
 import pytest
 import torch
-from families import RUNNER_PATHS, VOCAB
-from reading import text_before
+from families import FAST, VOCAB
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.core.draft import Draft
 from decode.models.api import Read
 from decode.models.fast import forward
 from decode.models.fast.cache import PADDED, Row
 from decode.models.fast.forward import FastRunner, fast_runner
-
-FAST = [family for family, fast in RUNNER_PATHS if fast]
 
 
 def logits_of(model: PreTrainedModel, ids: list[int]) -> Tensor:
@@ -60,38 +56,3 @@ def test_texts_of_any_lengths_get_the_logits_that_each_has_alone(family: str, tu
         assert close(seen, logits_of(model, text[: cache.length])[-1:])
     (alone,) = read(runner, [caches[1]], [texts[1]], [2])  # one text among the others
     assert close(alone, wanted[1][PADDED + 12 : PADDED + 14])
-
-
-@pytest.mark.parametrize("tuned", [True, False])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "phi"])
-@torch.inference_mode()
-def test_a_tree_of_one_text_is_read_beside_chains_of_others(family: str, tuned, tiny, monkeypatch) -> None:
-    model = tiny(family)
-    if not tuned:
-        monkeypatch.setattr(forward, "tunable", lambda model: False)
-    runner = fast_runner(model)
-    caches, texts = [runner.new_cache() for _ in range(3)], texts_of([7, 9, 12])
-    read(runner, caches, texts, [6, 8, 11])
-    tree = Draft.tree([5, 9, 5, 30, 31, 7], [-1, -1, 0, 1, 3, 0])
-    feeds = [torch.tensor(ids) for ids in ([texts[0][-1], 8, 4], [texts[1][-1], *tree.ids], texts[2][-1:])]
-    seen = [out.logits for out in runner.forward(list(map(Read, caches, feeds, [None, tree, None])))]
-    assert close(seen[0], logits_of(model, [*texts[0], 8, 4])[-3:])
-    assert close(seen[2], logits_of(model, texts[2])[-1:])
-    for node in range(-1, len(tree)):
-        assert close(seen[1][node + 1], logits_of(model, text_before(tree, texts[1], node))[-1])
-    caches[1].keep(8, [8, 10, 12, 13])  # the pending token and the nodes 1, 3, 4
-    text = [*texts[1], 9, 30, 31, 2]
-    assert close(read(runner, [caches[1]], [text], [1])[0], logits_of(model, text)[-1:])
-
-
-@torch.inference_mode()
-def test_the_cache_grows_with_the_longest_text(tiny) -> None:
-    model = tiny("llama", max_position_embeddings=1024)
-    runner = fast_runner(model)
-    caches, texts = [runner.new_cache() for _ in range(3)], texts_of([600, 3, 400])
-    first = read(runner, caches, texts, [200, 1, 100])
-    assert runner.network.cache.capacity == 256
-    seen = read(runner, caches, texts, [400, 2, 300])
-    assert 600 <= runner.network.cache.capacity < 1024
-    for a, b, text in zip(first, seen, texts):
-        assert close(torch.cat([a, b]), logits_of(model, text))
