@@ -211,9 +211,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """What most tests decode with."""
 
-FAST = [family for family in FAMILIES if family not in ("gemma2", "codegen", "gpt2", "opt")]
-"""Families with a hand-written forward."""
-
 # -- models that read images or audio too, with two text and two vision layers each --------------------------------
 
 _TEXT: dict[str, Any] = _LLAMA | {"head_dim": 8, "max_position_embeddings": 256, "eos_token_id": None}

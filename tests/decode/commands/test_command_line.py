@@ -140,8 +140,6 @@ def test_the_suite_follows_the_training_data_and_a_presets_name_wins_over_a_path
             ["bench", "--config", "{}", "bench: {limt: 3}"],
             "section bench: unknown key 'limt'; the nearest known key is",
         ),
-        (["generate", "--top-pp", "1"], "unknown option '--top-pp'; the nearest known key is 'top_p'"),
-        (["generate", "--target", "no/such/folder", "--prompt", "x"], "there is no folder"),
         (["bench", "--target", "t", "--methods", "ears:beta=x"], "'ears:beta=x'"),
         (["bench", "--target", "t", "--methods", "rest"], "python -m decode datastore build"),
         (["bench"], "--target is missing"),

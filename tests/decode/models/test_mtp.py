@@ -62,9 +62,14 @@ def changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[DraftRequest, Dra
 KINDS = [("DeepSeek-V3", 3), ("Qwen3-Next", 1)]
 
 
+@pytest.fixture
+def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layers: int) -> PreTrainedModel:
+    """Of the kind that the test names, with so many layers."""
+    return with_layers(tmp_path, monkeypatch, kind, layers, vocab_size=5)
+
+
 @pytest.mark.parametrize(("kind", "layers"), [("DeepSeek-V3", 1), ("DeepSeek-V3", 3)])
-def test_drafts_are_transformers_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layers: int) -> None:
-    target = with_layers(tmp_path, monkeypatch, kind, layers, vocab_size=5)
+def test_drafts_are_transformers_own(target: PreTrainedModel, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = {}
     own = MTPCandidateGenerator.get_candidates
 
@@ -89,9 +94,8 @@ def test_drafts_are_transformers_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("kind", "layers"), KINDS)
-def test_greedy_texts_are_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layers: int) -> None:
+def test_greedy_texts_are_generates(target: PreTrainedModel, layers: int) -> None:
     """Alone and three at once, with drafts of other lengths than the number of layers."""
-    target = with_layers(tmp_path, monkeypatch, kind, layers, vocab_size=5)
     prompts = [[i % 5 for i in PROMPT], [2, 0, 4], [1]]
     expected = [generate(target, prompt, 20) for prompt in prompts]
     for length in (2, 4):
@@ -105,10 +109,9 @@ def test_greedy_texts_are_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(("kind", "layers"), [*KINDS, ("GLM-4.5", 1), ("Mellum", 1)])
 def test_drafts_after_rollbacks_are_those_of_fresh_layers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layers: int
+    target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every drafted token was drawn from what teacher forcing gives after the same text, whatever was dropped before."""
-    target = with_layers(tmp_path, monkeypatch, kind, layers, vocab_size=5)
     system, warp, runner = method(target, 3, temperature=1.0)
     rounds = []
     changed(monkeypatch, lambda request, draft: rounds.append((list(request.ids), draft.ids, draft.probs)))
@@ -123,10 +126,7 @@ def test_drafts_after_rollbacks_are_those_of_fresh_layers(
 
 
 @pytest.mark.parametrize(("kind", "layers"), KINDS)
-def test_sampled_texts_are_distributed_as_the_targets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layers: int
-) -> None:
-    target = with_layers(tmp_path, monkeypatch, kind, layers, vocab_size=5)
+def test_sampled_texts_are_distributed_as_the_targets(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     system, _, _ = method(target, 2)
     system.drafter.warp = warp = LogitsWarper(temperature=1.3, top_k=2)
 

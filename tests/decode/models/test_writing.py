@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from families import VOCAB
+from families import FAMILIES, VOCAB
 from greedy import generate
 from reading import draws_named
 from transformers import PreTrainedModel
@@ -18,6 +18,7 @@ from decode.errors import UserError
 from decode.methods import MethodInputs, build
 from decode.models import api, huggingface, texts
 from decode.models.check import open_runner
+from decode.models.fast import forward
 from decode.models.texts import draws_of_loop, write_texts
 
 Tiny = Callable[..., PreTrainedModel]
@@ -31,9 +32,16 @@ def written(model: PreTrainedModel, warp: LogitsWarper, **options) -> list[list[
     return write_texts(model, PROMPTS, warp, **options)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "codegen", "gpt2", "opt", "mistral", "phi"])
-def test_a_batch_of_prompts_is_answered_as_generate_answers_each_alone(tiny: Tiny, family: str) -> None:
-    for prompt, got in zip(PROMPTS, written(tiny(family), GREEDY)):
+@pytest.mark.parametrize("tuned", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_batch_of_prompts_is_answered_as_generate_answers_each_alone(
+    tiny: Tiny, family: str, tuned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not tuned:  # as on a GPU
+        monkeypatch.setattr(forward, "tunable", lambda model: False)
+    prompts = [*PROMPTS, [5, 9, 40, 3] * 9]  # which a window cuts
+    texts = write_texts(tiny(family), prompts, GREEDY, budgets=12, stop_ids=(), draws=draws_named(0))
+    for prompt, got in zip(prompts, texts, strict=True):
         assert prompt + got == generate(tiny(family), prompt, 12)
 
 
