@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from enumeration import ScriptedRunner, joint_bias, random_table
-from families import CONTEXT, VOCAB, in_double, resembling
+from families import CONTEXT, VOCAB, resembling
 from greedy import GREEDY, generate, together
 from scripted import corpus_drafters
 from transformers import PreTrainedModel
@@ -101,9 +101,9 @@ WARP = LogitsWarper(temperature=1.3, top_k=2)
     [("llama", fast_runner, 3), ("gpt_neox", fast_runner, 2), ("gpt2", HuggingFaceRunner, 2)],
 )
 def test_two_texts_are_lossless_together_through_real_caches(
-    family: str, runner: Callable[[PreTrainedModel], Model], tokens: int, tiny, tmp_path
+    family: str, runner: Callable[[PreTrainedModel], Model], tokens: int, double, tmp_path
 ) -> None:
-    model = in_double(tiny(family, vocab_size=8, dtype=torch.float64))
+    model = double(family, vocab_size=8)
     target, draft = runner(model), runner(resembling(model, 0.2))
     prompts = [[3, 1, 4, 1, 5, 1, 4], [2, 7]]
     lookahead = corpus_drafters(tmp_path, 8, [prompts[0] * 3])["lookahead"]

@@ -6,9 +6,8 @@ import copy
 from collections.abc import Callable
 
 import pytest
-import torch
 from enumeration import Experiment
-from families import in_double, resembling
+from families import resembling
 from plain_logits import after
 from scripted import RandomTree, corpus_drafters
 from transformers import PreTrainedModel
@@ -28,14 +27,6 @@ TOLERANCE = 1e-12
 VOCAB = 8
 PROMPT = [3, 1, 4, 1, 5, 1, 4]
 WARP = LogitsWarper(temperature=1.3, top_k=2)  # two tokens a position: many rounds at little cost
-
-
-@pytest.fixture(scope="module")
-def double(tiny) -> Callable[..., PreTrainedModel]:
-    def get(family: str) -> PreTrainedModel:
-        return in_double(tiny(family, vocab_size=VOCAB, dtype=torch.float64))
-
-    return get
 
 
 def experiment(model: PreTrainedModel, runner: Model, *, tokens: int = 4, warp: LogitsWarper = WARP) -> Experiment:
@@ -63,7 +54,7 @@ def tolerance(family: str) -> float:
 
 @pytest.mark.parametrize(("family", "runner"), CASES, ids=IDS)
 def test_a_draft_model_is_lossless_through_real_caches(family: str, runner: type[Model], double) -> None:
-    target = double(family)
+    target = double(family, vocab_size=VOCAB)
     draft = resembling(target, 0.2)
     there = experiment(target, runner(target), tokens=3)
     drafter = ModelDrafter(runner(draft), WARP, VOCAB)
@@ -95,7 +86,7 @@ def test_packed_weights_and_those_in_float16_are_lossless(kind: type[Linear], ti
 
 @pytest.mark.parametrize(("family", "runner"), CASES, ids=IDS)
 def test_trees_are_lossless_through_real_caches(family: str, runner: type[Model], double) -> None:
-    target = double(family)
+    target = double(family, vocab_size=VOCAB)
     there = experiment(target, runner(target), tokens=5)
     accepted = set()
     for seed in range(2):
@@ -106,7 +97,7 @@ def test_trees_are_lossless_through_real_caches(family: str, runner: type[Model]
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_adaptive_stop_rules_are_lossless_through_real_caches(family: str, double) -> None:
-    target = double(family)
+    target = double(family, vocab_size=VOCAB)
     draft = resembling(target, 0.2)
     there = experiment(target, fast_runner(target), tokens=4)
     stop = StopRule(20, negative_entropy, threshold=MeanOfRejected())
@@ -125,7 +116,7 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[],
 @pytest.mark.parametrize("name", ["prompt-lookup", "suffix", "rest", "adaptix", "lookahead"])
 def test_drafts_from_texts_are_lossless_through_real_caches(name: str, drafters, double) -> None:
     for family, runner in (("llama", fast_runner), ("gpt2", HuggingFaceRunner)):
-        target = double(family)
+        target = double(family, vocab_size=VOCAB)
         there = experiment(target, runner(target), tokens=5)
         assert there.bias(Method(name, drafters[name](), StopRule())) < TOLERANCE
         assert max(there.drafted) > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from itertools import pairwise
 
 import pytest
@@ -68,17 +67,6 @@ def test_accepted_lengths_of_certain_acceptances_by_hand() -> None:
     first, never = OfflineAlpha([[1.0] * 40]), OfflineAlpha([[0.0] * 40])  # a head whose later tokens are rejected
     assert offline_accepted_length([first], 4) == pytest.approx(5.0)
     assert offline_accepted_length([first, never], 4) == pytest.approx(2.0)
-
-
-def test_replay_is_the_expectation_over_all_outcomes() -> None:
-    accept, length = [0.3, 0.9, 0.5, 0.7, 0.2, 0.6], 2
-    expected = 0.0
-    for fate in itertools.product([0, 1], repeat=len(accept)):
-        weight = 1.0
-        for kept, a in zip(fate, accept):
-            weight *= a if kept else 1 - a
-        expected += weight * replay(fate, length)[0]
-    assert replay(accept, length)[0] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("length", [1, 3, 6])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from enumeration import Experiment, joint_bias
-from families import build_architecture, in_double
+from families import build_architecture
 from greedy import GREEDY, PROMPTS, assert_decodes, generate
 from heads import make_block_head, plain_block, plain_scores, plain_visible
 from plain_logits import after
@@ -42,10 +42,6 @@ KINDS = [("dflash", {}), ("dflash", {"from_anchor": True}), ("dspark", {}),
                       "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
          ("dflash", {"window": 5}), ("dspark", {"causal": True}),
          ("lilicorr", {}), ("lilicorr", {"draft_vocab": SMALL // 2, "layers": 1})]  # fmt: skip
-
-
-def small(tiny, family: str = "llama"):
-    return in_double(tiny(family, vocab_size=SMALL, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(("window", "causal"), [(None, False), (3, False), (None, True), (4, True)])
@@ -126,9 +122,9 @@ def test_the_likeliest_tokens_are_those_of_the_slots_one_after_the_other(version
 @pytest.mark.parametrize("greedy", [True, False])
 @torch.inference_mode()
 def test_a_slots_confidence_is_divided_by_the_temperature_of_its_place_and_of_how_is_decoded(
-    greedy: bool, tiny
+    greedy: bool, double
 ) -> None:
-    target = small(tiny)
+    target = double("llama", vocab_size=SMALL)
     head = make_block_head(target, "dspark")
     head.temperatures, head.sampled_temperatures = [2.0, 0.5], [3.0, 0.25]  # none of the slots behind
     runner, out = drafted_block(head, target)
@@ -166,8 +162,8 @@ def methods(head: BlockRunner, runner: Any, warp: LogitsWarper) -> dict[str, Met
 
 
 @pytest.mark.parametrize(("version", "shape"), KINDS)
-def test_block_heads_are_lossless(version: str, shape: dict[str, Any], tiny) -> None:
-    target, warp = small(tiny), LogitsWarper(temperature=1.3, top_k=2)
+def test_block_heads_are_lossless(version: str, shape: dict[str, Any], double) -> None:
+    target, warp = double("llama", vocab_size=SMALL), LogitsWarper(temperature=1.3, top_k=2)
 
     runner = fast_runner(target)
     head = BlockRunner(make_block_head(target, version, **shape), target)
@@ -229,8 +225,8 @@ class SeesItsToken(BlockDrafter):
         return Draft.chain(torch.cat(tokens), torch.stack(rows))
 
 
-def test_a_selector_that_tells_another_q_than_it_drew_from_is_caught(tiny) -> None:
-    target, warp = small(tiny), LogitsWarper(temperature=1.3)
+def test_a_selector_that_tells_another_q_than_it_drew_from_is_caught(double) -> None:
+    target, warp = double("llama", vocab_size=SMALL), LogitsWarper(temperature=1.3)
     runner = fast_runner(target)
     head = BlockRunner(make_block_head(target, "dflash2"), target)
     there = Experiment(runner, warp, PROMPT, 2, forward=after(target))

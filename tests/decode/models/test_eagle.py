@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from enumeration import Experiment, joint_bias
-from families import CONTEXT, in_double
+from families import CONTEXT
 from greedy import GREEDY, NEW, PROMPTS, assert_decodes, generate
 from heads import check_chain_attention, make_block_head, make_head
 from plain_logits import after, head_logits
@@ -205,8 +205,8 @@ def test_a_head_that_was_passed_over_for_copies_drafts_what_a_fresh_one_does(tin
 @pytest.mark.parametrize(
     ("family", "make"), [("llama", fast_runner), ("qwen3", fast_runner), ("gpt_neox", HuggingFaceRunner)]
 )
-def test_feature_heads_are_lossless(family: str, make: Callable[..., Model], version: int, tiny) -> None:
-    target = in_double(tiny(family, vocab_size=SMALL, dtype=torch.float64))
+def test_feature_heads_are_lossless(family: str, make: Callable[..., Model], version: int, double) -> None:
+    target = double(family, vocab_size=SMALL)
     warp = LogitsWarper(temperature=1.3, top_k=2)
 
     runner, head = make(target), as_runner(target, version)
