@@ -12,7 +12,6 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from decode.core.loop import decode
 from decode.core.sampling import LogitsWarper, Prefixes, TopP, argmax, one_hot
 from decode.errors import UserError
 from decode.methods import MethodInputs, build
@@ -122,21 +121,6 @@ def test_of_equally_probable_tokens_the_first_is_taken_in_every_precision(dtype:
     distributions = one_hot(argmax(rows), rows)
     assert distributions.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert torch.equal(distributions, LogitsWarper()(rows))
-
-
-@pytest.mark.parametrize("penalty", [1.0, 1.8])
-def test_greedy_rounds_measure_the_overlaps_that_they_were_decided_without(penalty: float, tiny) -> None:
-    """Exact rules compare tokens on the host, relaxed ones distributions: of one-hot ones both say the same."""
-    model, warp = tiny("llama"), LogitsWarper(repetition_penalty=penalty)
-    parts = MethodInputs(open_runner(model), warp, open_runner(tiny("llama", seed=2)))
-    overlaps = []
-    for rule in ("exact", "ears"):
-        out = decode(parts.target, build("vanilla", parts, rule=rule), warp, PROMPT, max_new_tokens=20)
-        overlaps.append([torch.as_tensor(r.overlap).tolist() for r in out.rounds if r.overlap is not None])
-        assert out.ids == model.generate(
-            torch.tensor([PROMPT]), do_sample=False, max_new_tokens=20, pad_token_id=0, repetition_penalty=penalty
-        )[0].tolist()  # fmt: skip
-    assert overlaps[0] == overlaps[1]
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])

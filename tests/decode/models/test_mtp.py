@@ -80,13 +80,12 @@ def test_drafts_are_transformers_own(target: PreTrainedModel, layers: int, monke
 
     monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", watched)
     prompt = [i % 5 for i in PROMPT]
-    ids = torch.tensor([prompt])
-    text = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False, use_mtp=True)
+    text = generate(target, prompt, 40, use_mtp=True)
     ours = {}
     changed(monkeypatch, lambda request, draft: ours.update({len(request.ids): draft.ids}))
     system, warp, _ = method(target, layers)
     out = decode(open_runner(target), system, warp, prompt, max_new_tokens=40)
-    assert out.ids == text[0].tolist()
+    assert out.ids == text
     shared = [at for at, drafted in theirs.items() if drafted and ours.get(at)]
     assert len(shared) > 20
     assert {at: ours[at] for at in shared} == {at: theirs[at][: len(ours[at])] for at in shared}
