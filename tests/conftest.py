@@ -12,7 +12,7 @@ import noise
 import pytest
 import torch
 import transformers
-from families import build_tiny
+from families import build_tiny, in_double
 from huggingface_hub import constants
 from transformers import PreTrainedModel
 
@@ -87,6 +87,12 @@ def tiny() -> Callable[..., PreTrainedModel]:
         return built[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def double(tiny: Callable[..., PreTrainedModel]) -> Callable[..., PreTrainedModel]:
+    """`tiny` in float64, norms included."""
+    return lambda family, **options: in_double(tiny(family, dtype=torch.float64, **options))
 
 
 @pytest.fixture

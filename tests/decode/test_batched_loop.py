@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from enumeration import ScriptedRunner, joint_bias, random_table
-from families import CONTEXT, VOCAB, in_double, resembling
-from greedy import GREEDY, generate
+from families import CONTEXT, VOCAB, resembling
+from greedy import GREEDY, generate, together
 from scripted import corpus_drafters
 from transformers import PreTrainedModel
 
@@ -100,9 +100,9 @@ WARP = LogitsWarper(temperature=1.3, top_k=2)
     [("llama", fast_runner, 3), ("gpt_neox", fast_runner, 2), ("gpt2", HuggingFaceRunner, 2)],
 )
 def test_two_texts_are_lossless_together_through_real_caches(
-    family: str, runner: Callable[[PreTrainedModel], Model], tokens: int, tiny, tmp_path
+    family: str, runner: Callable[[PreTrainedModel], Model], tokens: int, double, tmp_path
 ) -> None:
-    model = in_double(tiny(family, vocab_size=8, dtype=torch.float64))
+    model = double(family, vocab_size=8)
     target, draft = runner(model), runner(resembling(model, 0.2))
     prompts = [[3, 1, 4, 1, 5, 1, 4], [2, 7]]
     lookahead = corpus_drafters(tmp_path, 8, [prompts[0] * 3])["lookahead"]
@@ -144,12 +144,10 @@ def test_every_text_is_what_generate_writes(name: str, methods, tiny) -> None:
     assert len({len(text) - len(prompt) for text, prompt in zip(wanted, PROMPTS)}) > 2  # they end at different times
     system = Method(name, methods(name, model, runner), StopRule(4))
     for batch_size in (1, 2, 7, 16):
-        texts = decode_texts(
-            runner, system, GREEDY, PROMPTS, rngs=[TorchRng(0) for _ in PROMPTS], batch_size=batch_size,
-            max_new_tokens=20, stop_ids={end},
-        )  # fmt: skip
+        texts = together(runner, system, PROMPTS, batch_size=batch_size, max_new_tokens=20, stop_ids={end})
         assert [text.ids for text in texts] == wanted
         assert runner.network.cache.tensor.shape[1] == 1  # the memory is given back
+    assert texts[0].rounds[0].together == tuple(text.rounds[0].drafted for text in texts)  # all at once
     if name not in ("none", "random-tree"):
         assert sum(sum(r.accepted for r in text.rounds) for text in texts) > 0
 
@@ -163,8 +161,7 @@ def test_texts_whose_drafting_is_switched_off_and_on_are_what_generate_writes(me
         lengths = DraftLengths(RoundCosts({1: {0: 1.0, 1: 1.9, 4: 4.6}}), 4)
         system = Method(name, methods(name, model, runner), StopRule(4), lengths=lengths)
         for _ in range(4):
-            rngs = [TorchRng(0) for _ in PROMPTS]
-            texts = decode_texts(runner, system, GREEDY, PROMPTS, rngs=rngs, batch_size=3, max_new_tokens=20)
+            texts = together(runner, system, PROMPTS, batch_size=3, max_new_tokens=20)
             assert [text.ids for text in texts] == wanted
         drafted = [k for text in texts for k in [r.drafted for r in text.rounds]]
         assert 0 < sum(k > 0 for k in drafted) < len(drafted) / 2
@@ -177,8 +174,7 @@ def test_the_ordinary_model_call_decodes_texts_together(family: str, methods, ti
     wanted = [generate(model, p, min(12, CONTEXT + 1 - len(p))) for p in PROMPTS]
     for name in ("model", "lookahead"):
         system = Method(name, methods(name, model, runner), StopRule(4))
-        rngs = [TorchRng(0) for _ in PROMPTS]
-        texts = decode_texts(runner, system, GREEDY, PROMPTS, rngs=rngs, batch_size=4, max_new_tokens=12)
+        texts = together(runner, system, PROMPTS, batch_size=4, max_new_tokens=12)
         assert [text.ids for text in texts] == wanted
 
 
@@ -208,8 +204,7 @@ def test_prompts_that_cannot_be_decoded_do_not_keep_the_others_from_it(tiny) -> 
     runner = open_runner(model)
     prompts = [[3, 7, 1, 9], [], [1] * (CONTEXT + 1), [5], [VOCAB]]
     system = Method("none", NoDrafter(), StopRule())
-    rngs = [TorchRng(0) for _ in prompts]
-    texts = decode_texts(runner, system, GREEDY, prompts, rngs=rngs, batch_size=2, max_new_tokens=8)
+    texts = together(runner, system, prompts, batch_size=2, max_new_tokens=8)
     assert [bool(text.error) for text in texts] == [False, True, True, False, True]
     assert [text.ids for text in (texts[0], texts[3])] == [generate(model, prompts[i], 8) for i in (0, 3)]
     assert "the prompt is empty" in str(texts[1].error)
@@ -229,42 +224,23 @@ def test_fewer_texts_are_decoded_at_once_where_memory_does_not_hold_them(
     monkeypatch.setattr(api, "free_memory", lambda _: 2.5 * both * 2.2 * 12)
     reserve = type(runner).reserve
     monkeypatch.setattr(type(runner), "reserve", lambda self, rows: reserved.append(rows) or reserve(self, rows))
-    rngs = [TorchRng(0) for _ in prompts]
     with pytest.warns(UserWarning, match="memory holds 2 texts of 12 tokens; writing 2 instead of 3 at once"):
-        texts = decode_texts(runner, system, GREEDY, prompts, rngs=rngs, max_new_tokens=8)
+        texts = together(runner, system, prompts, max_new_tokens=8)
     assert max(reserved) == 2
     assert [text.ids for text in texts] == [generate(model, p, 8) if p else [] for p in prompts]
-
-
-def test_every_round_knows_the_drafts_of_the_texts_decoded_with_it(methods, tiny) -> None:
-    rngs = [TorchRng(0) for _ in range(3)]
-    model = tiny("llama")
-    runner = open_runner(model)
-    plain = Method("plain", NoDrafter(), StopRule())
-    texts = decode_texts(runner, plain, GREEDY, PROMPTS[:3], rngs=rngs, batch_size=2, max_new_tokens=4)
-    assert [[r.together for r in text.rounds] for text in texts] == [[(0, 0)] * 4, [(0, 0)] * 4, [(0,)] * 4]
-    drafted = Method("model", methods("model", model, runner), StopRule(4))
-    one, other = decode_texts(runner, drafted, GREEDY, PROMPTS[:2], rngs=rngs[:2], max_new_tokens=20)
-    pairs = [sorted(pair) for pair in zip([r.drafted for r in one.rounds], [r.drafted for r in other.rounds])]
-    assert any(a != b for a, b in pairs)
-    for text in (one, other):
-        assert [sorted(drafts) for drafts in [r.together for r in text.rounds][: len(pairs)]] == pairs
 
 
 def test_finished_texts_hold_no_caches_and_strings_end_texts_of_a_batch(methods, tiny) -> None:
     model = tiny("llama")
     runner = open_runner(model, fast=False)
     system = Method("model", methods("model", model, runner), StopRule(4))
-    rngs = [TorchRng(0) for _ in PROMPTS]
     wanted = [generate(model, p, min(12, CONTEXT + 1 - len(p))) for p in PROMPTS]
 
     class Third:
         def ends(self, ids: list[int]) -> bool:
             return any(ids == text[: len(prompt) + 3] for text, prompt in zip(wanted, PROMPTS))
 
-    texts = decode_texts(
-        runner, system, GREEDY, PROMPTS, rngs=rngs, batch_size=2, max_new_tokens=12, stop_strings=Third()
-    )
+    texts = together(runner, system, PROMPTS, batch_size=2, max_new_tokens=12, stop_strings=Third())
     assert [text.ids for text in texts] == [text[: len(prompt) + 3] for text, prompt in zip(wanted, PROMPTS)]
     assert {text.finish for text in texts} == {"stop"}
     assert all(text.cache is None and text.state is None for text in texts)

@@ -6,11 +6,10 @@ import copy
 from collections.abc import Callable
 
 import pytest
-import torch
 from enumeration import Experiment
-from families import in_double, resembling
+from families import resembling
+from plain_logits import after
 from scripted import RandomTree, corpus_drafters
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.core.loop import Method
@@ -30,20 +29,8 @@ PROMPT = [3, 1, 4, 1, 5, 1, 4]
 WARP = LogitsWarper(temperature=1.3, top_k=2)  # two tokens a position: many rounds at little cost
 
 
-@pytest.fixture(scope="module")
-def double(tiny) -> Callable[..., PreTrainedModel]:
-    def get(family: str) -> PreTrainedModel:
-        return in_double(tiny(family, vocab_size=VOCAB, dtype=torch.float64))
-
-    return get
-
-
 def experiment(model: PreTrainedModel, runner: Model, *, tokens: int = 4, warp: LogitsWarper = WARP) -> Experiment:
-    @torch.inference_mode()
-    def forward(text: list[int]) -> Tensor:
-        return model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
-
-    return Experiment(runner, warp, PROMPT, tokens, forward=forward)
+    return Experiment(runner, warp, PROMPT, tokens, forward=after(model))
 
 
 CASES = [
@@ -67,7 +54,7 @@ def tolerance(family: str) -> float:
 
 @pytest.mark.parametrize(("family", "runner"), CASES, ids=IDS)
 def test_a_draft_model_is_lossless_through_real_caches(family: str, runner: type[Model], double) -> None:
-    target = double(family)
+    target = double(family, vocab_size=VOCAB)
     draft = resembling(target, 0.2)
     there = experiment(target, runner(target), tokens=3)
     drafter = ModelDrafter(runner(draft), WARP, VOCAB)
@@ -99,7 +86,7 @@ def test_packed_weights_and_those_in_float16_are_lossless(kind: type[Linear], ti
 
 @pytest.mark.parametrize(("family", "runner"), CASES, ids=IDS)
 def test_trees_are_lossless_through_real_caches(family: str, runner: type[Model], double) -> None:
-    target = double(family)
+    target = double(family, vocab_size=VOCAB)
     there = experiment(target, runner(target), tokens=5)
     accepted = set()
     for seed in range(2):
@@ -110,7 +97,7 @@ def test_trees_are_lossless_through_real_caches(family: str, runner: type[Model]
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_adaptive_stop_rules_are_lossless_through_real_caches(family: str, double) -> None:
-    target = double(family)
+    target = double(family, vocab_size=VOCAB)
     draft = resembling(target, 0.2)
     there = experiment(target, fast_runner(target), tokens=4)
     stop = StopRule(20, negative_entropy, threshold=MeanOfRejected())
@@ -129,7 +116,7 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[],
 @pytest.mark.parametrize("name", ["prompt-lookup", "suffix", "rest", "adaptix", "lookahead"])
 def test_drafts_from_texts_are_lossless_through_real_caches(name: str, drafters, double) -> None:
     for family, runner in (("llama", fast_runner), ("gpt2", HuggingFaceRunner)):
-        target = double(family)
+        target = double(family, vocab_size=VOCAB)
         there = experiment(target, runner(target), tokens=5)
         assert there.bias(Method(name, drafters[name](), StopRule())) < TOLERANCE
         assert max(there.drafted) > 0

@@ -1,4 +1,4 @@
-"""The loop: cache invariants after every round, α(model, itself) = 1, cuts, errors at the border, annotations."""
+"""The loop: α(model, itself) = 1, cuts, errors at the border, annotations."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from enumeration import ScriptedRunner, random_table
-from families import CONTEXT, FAMILIES, VOCAB
+from enumeration import ScriptedRunner
+from families import CONTEXT, VOCAB
+from greedy import generate
 from scripted import Oracle, RandomTree
-from transformers import PreTrainedModel
 
 from decode.core.draft import Draft
 from decode.core.loop import Method, Text, decode, run
@@ -20,57 +20,15 @@ from decode.drafters.base import NoDrafter
 from decode.drafters.model import ModelDrafter
 from decode.errors import UserError
 from decode.models import api
-from decode.models.api import Cache, Model, Read
 from decode.models.check import open_runner
-from decode.models.fast.layout import supports
 
 PROMPT = [3, 7, 1, 9, 3, 7]
 SAMPLE = LogitsWarper(temperature=1.0)
 
 
-@torch.inference_mode()
-def next_logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
-    return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
-
-
-@torch.inference_mode()
-def peek(runner: Model, cache: Cache, ids: list[int]) -> torch.Tensor:
-    """The runner's logits after `ids`, whose last token it has not read; the cache is left as it was."""
-    length = cache.length
-    logits = runner.forward([Read(cache, torch.tensor(ids[length:]))], last=1)[0].logits[0].clone()
-    cache.truncate(length)
-    return logits
-
-
-@pytest.mark.parametrize("drafter", ["model", "tree"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_after_every_round_the_cache_holds_the_text_but_its_last_token(family: str, drafter: str, tiny) -> None:
-    model, other = tiny(family), tiny(family, seed=2)
-    text = model.generate(torch.tensor([PROMPT]), do_sample=False, max_new_tokens=16, pad_token_id=0)[0].tolist()
-    for fast in {supports(model), False}:
-        runner, draft = open_runner(model, fast=fast), open_runner(other, fast=fast)
-        chain = drafter == "model"
-        warp = LogitsWarper(temperature=2.0) if chain else LogitsWarper()
-        part = ModelDrafter(draft, warp, VOCAB) if chain else Oracle(text, "tree", VOCAB)
-        ids = list(PROMPT)
-        method, accepted = Method("", part, StopRule()), 0
-        decoded = Text(runner, method, warp, PROMPT, max_new_tokens=16, rng=TorchRng(5))
-        for _, result in run(runner, method, [decoded]):
-            ids += result.new
-            accepted += result.accepted
-            assert decoded.cache.length == len(ids) - 1
-            assert torch.allclose(peek(runner, decoded.cache, ids), next_logits(model, ids), atol=2e-4, rtol=1e-4)
-            if chain:
-                cache = decoded.state.cache
-                assert cache.length <= len(ids) - 1
-                assert torch.allclose(peek(draft, cache, ids), next_logits(other, ids), atol=2e-4, rtol=1e-4)
-        assert accepted > 0
-        assert len(ids) == len(PROMPT) + 16
-
-
 def test_a_cut_text_leaves_the_cache_at_the_cut(tiny) -> None:
     model = tiny("llama")
-    text = model.generate(torch.tensor([PROMPT]), do_sample=False, max_new_tokens=24, pad_token_id=0)[0].tolist()
+    text = generate(model, PROMPT, 24)
     eos = text[len(PROMPT) + 3]
     assert eos not in text[: len(PROMPT) + 3]
     runner = open_runner(model)
@@ -103,27 +61,6 @@ def test_a_model_that_drafts_for_itself_is_always_accepted(family: str, warp: Lo
     assert measured["accepted_length"] == 5
 
 
-def scripted_system(vocab: int = 6, warp: LogitsWarper = SAMPLE, **options) -> tuple[Model, Method]:  # type: ignore[no-untyped-def]
-    target = ScriptedRunner(random_table(1, vocab), vocab, **options)
-    draft = ScriptedRunner(random_table(2, vocab), vocab)
-    return target, Method("model", ModelDrafter(draft, warp, vocab), StopRule(4))
-
-
-def test_the_same_seed_gives_the_same_text_and_another_seed_another() -> None:
-    target, system = scripted_system()
-    texts = [decode(target, system, SAMPLE, [0, 1], max_new_tokens=30, rng=TorchRng(s)).ids for s in (1, 1, 2)]
-    assert texts[0] == texts[1] != texts[2]
-
-
-def test_a_context_that_is_too_short_ends_the_text() -> None:
-    target, system = scripted_system(limit=9)
-    out = decode(target, system, SAMPLE, [0, 1, 2], max_new_tokens=100, rng=TorchRng(0))
-    assert len(out.ids) == 10  # nine positions read, and the token after them
-    system.drafter.runner.limit = 6  # type: ignore[attr-defined]
-    out = decode(target, system, SAMPLE, [0, 1, 2], max_new_tokens=100, rng=TorchRng(0))
-    assert len(out.ids) == 10
-
-
 def test_a_prompt_is_read_in_pieces_of_a_bounded_length(monkeypatch: pytest.MonkeyPatch, tiny) -> None:
     model, seen = tiny("llama"), list[int]()
     runner, draft = open_runner(model), open_runner(tiny("llama", seed=2))
@@ -137,7 +74,7 @@ def test_a_prompt_is_read_in_pieces_of_a_bounded_length(monkeypatch: pytest.Monk
 
         monkeypatch.setattr(read, "forward", noted)
     prompt = [i % VOCAB for i in range(5, 22)]
-    text = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=8, pad_token_id=0)[0].tolist()
+    text = generate(model, prompt, 8)
     system = Method("", ModelDrafter(draft, LogitsWarper(), VOCAB), StopRule(3))
     assert decode(runner, system, LogitsWarper(), prompt, max_new_tokens=8).ids == text
     assert seen[:8] == [5, 5, 5, 1] * 2  # all but the pending token, by the target and by the draft

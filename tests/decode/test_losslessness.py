@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from enumeration import Clock, Experiment, ScriptedRunner, enumerate_runs, joint_bias, random_table
-from families import in_double
 from scripted import RandomTree, corpus_drafters
 from torch import Tensor
 
@@ -125,10 +124,10 @@ def test_draft_lengths_that_what_was_accepted_decides_are_lossless(name: str, co
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_stop_rules_that_read_a_probe_are_lossless(kind: str, tiny, tmp_path) -> None:
+def test_stop_rules_that_read_a_probe_are_lossless(kind: str, double, tmp_path) -> None:
     """A probe of an exit layer, through a real model and the probes' files."""
     warp = LogitsWarper(temperature=1.3, top_k=2)
-    target = in_double(tiny("llama", vocab_size=8, dtype=torch.float64))
+    target = double("llama", vocab_size=8)
     weight = torch.linspace(-0.2, 0.2, target.config.hidden_size)
     extra = torch.empty(0) if kind == "probe" else torch.tensor([1.0, -0.5, 0.3])
     save_probes(tmp_path, target, [AcceptanceProbe(1, kind, "accept", weight, extra, 1.0)])

@@ -6,7 +6,6 @@ from collections import Counter
 
 import torch
 from enumeration import Distribution, Experiment, ScriptedRunner, autoregressive_distribution, random_table
-from families import build_tiny
 from scipy.stats import chi2
 from scripted import RandomTree
 
@@ -15,7 +14,6 @@ from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.stop import Fixed, StopRule, token_probability
 from decode.core.verify import Ears
 from decode.drafters.model import ModelDrafter
-from decode.models.check import open_runner
 
 
 def p_value(counts: Counter, distribution: Distribution) -> float:
@@ -62,20 +60,6 @@ def test_five_thousand_rounds_have_the_targets_distribution() -> None:
     assert p_value(sample(experiment, Method("tree", RandomTree(4), StopRule()), 600)[0], distribution) > 1e-4
     relaxed = Method("ears", ModelDrafter(draft, warp, 4), StopRule(3), Ears(0.3))
     assert p_value(sample(experiment, relaxed, 1500)[0], distribution) < 1e-4  # the test has the power to see a bias
-
-
-def test_a_tiny_pair_has_the_targets_distribution() -> None:
-    target, draft = build_tiny("llama", vocab_size=6), build_tiny("llama", vocab_size=6, seed=4)
-    warp = LogitsWarper(temperature=1.5)
-
-    @torch.inference_mode()
-    def forward(text: list[int]) -> torch.Tensor:
-        return target(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
-
-    experiment = Experiment(open_runner(target), warp, [3, 1, 4], 3, forward=forward)
-    distribution = autoregressive_distribution(experiment.next_distribution, experiment.prompt, 3)
-    system = Method("model", ModelDrafter(open_runner(draft), warp, 6), StopRule(2))
-    assert p_value(sample(experiment, system, 500)[0], distribution) > 1e-4
 
 
 def test_draws_have_the_weights_they_were_given() -> None:

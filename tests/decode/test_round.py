@@ -26,32 +26,6 @@ def make_round(tokens: list[int], parents: list[int], path: list[int], **measure
 CHAIN = [-1, 0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("parents", "path", "tested"),
-    [
-        (CHAIN, [], 1),
-        (CHAIN, [0, 1], 3),
-        (CHAIN, [0, 1, 2, 3], 4),
-        ([], [], 0),
-        ([-1, -1, 0, 0], [], 1),
-        ([-1, -1, 0, 0], [0], 2),  # its children were tested and refused
-        ([-1, -1, 0, 0], [1], 1),  # it has none
-        ([-1, -1, 0, 0], [0, 3], 2),
-    ],
-)
-def test_tested_positions_are_the_accepted_ones_and_the_first_refused(
-    parents: list[int], path: list[int], tested: int
-) -> None:
-    result = make_round([1, 2, 3, 4][: len(parents)], parents, path)
-    assert (result.drafted, result.accepted, result.tested) == (len(parents), len(path), tested)
-
-
-def test_authors_and_rejected_tokens_of_a_tree_round() -> None:
-    refused, kept = (make_round([5, 6, 7, 8], [-1, -1, 0, 0], path) for path in ([0], [0, 3]))
-    assert (refused.written_by, refused.rejected) == (["draft", "correction"], [[], [7, 8]])
-    assert (kept.written_by, kept.rejected) == (["draft", "draft", "target"], [[], [], []])
-
-
 def example() -> list[Round]:
     """Three rounds: 4 drafted 2 kept, 3 drafted 3 kept, nothing drafted; a tree of depth 2 with one node kept."""
     return [

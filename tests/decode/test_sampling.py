@@ -6,17 +6,13 @@ import pytest
 import torch
 from families import VOCAB
 from reading import rounds_of
-from scripted import Oracle
 from torch import Tensor
 from transformers import (
     PreTrainedModel,
     TopPLogitsWarper,
 )
 
-from decode.core.loop import Method, decode
-from decode.core.sampling import LogitsWarper, Prefixes, TopP, TorchRng, argmax, one_hot
-from decode.core.stop import StopRule
-from decode.drafters.model import ModelDrafter
+from decode.core.sampling import LogitsWarper, Prefixes, TopP, argmax, one_hot
 from decode.errors import UserError
 from decode.methods import MethodInputs, build
 from decode.models.check import open_runner
@@ -79,35 +75,6 @@ class Recording(LogitsWarper):
         return probs
 
 
-@pytest.mark.parametrize("way", ["perfect", "tree", "model"])
-@pytest.mark.parametrize("settings", [s for s in SETTINGS if "repetition_penalty" in s], ids=str)
-def test_drafted_prefixes_are_warped_as_generate_would_warp_them(settings: dict, way: str, tiny) -> None:
-    """Every row that verification looks at is what generate would compute after that node's own text."""
-    model = tiny("llama")
-    warp = Recording(**{"temperature": 1.0} | settings)
-    text, _ = generated(model, settings, 16)
-    drafter = ModelDrafter(open_runner(model), warp, VOCAB) if way == "model" else Oracle(text, way, VOCAB)
-    system = Method("", drafter, StopRule(4))
-    out = decode(open_runner(model), system, warp, PROMPT, max_new_tokens=16, rng=TorchRng(2))
-    assert sum(r.drafted for r in out.rounds) > 10
-    plain = LogitsWarper(**{"temperature": 1.0} | settings)
-    for prefix, row in warp.rows:
-        assert torch.allclose(row, plain(next_logits(model, prefix)[None], [prefix])[0], atol=1e-4)
-
-
-@torch.inference_mode()
-def next_logits(model: PreTrainedModel, ids: list[int]) -> Tensor:
-    return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
-
-
-def test_temperature_zero_is_one_hot_at_the_argmax() -> None:
-    logits = torch.tensor([[1.0, 3.0, 2.0], [-1.0, -3.0, -0.5]])
-    assert LogitsWarper().greedy
-    assert LogitsWarper()(logits).tolist() == [[0, 1, 0], [0, 0, 1]]
-    assert LogitsWarper(top_k=2, top_p=0.5)(logits).tolist() == [[0, 1, 0], [0, 0, 1]]
-    assert LogitsWarper(repetition_penalty=4.0)(logits, [[1], [2, 0]]).tolist() == [[0, 0, 1], [0, 0, 1]]
-
-
 def test_low_precision_logits_are_warped_in_float32_and_double_stays_double() -> None:
     logits = torch.randn(3, 8)
     for dtype in (torch.bfloat16, torch.float16):
@@ -154,21 +121,6 @@ def test_of_equally_probable_tokens_the_first_is_taken_in_every_precision(dtype:
     distributions = one_hot(argmax(rows), rows)
     assert distributions.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert torch.equal(distributions, LogitsWarper()(rows))
-
-
-@pytest.mark.parametrize("penalty", [1.0, 1.8])
-def test_greedy_rounds_measure_the_overlaps_that_they_were_decided_without(penalty: float, tiny) -> None:
-    """Exact rules compare tokens on the host, relaxed ones distributions: of one-hot ones both say the same."""
-    model, warp = tiny("llama"), LogitsWarper(repetition_penalty=penalty)
-    parts = MethodInputs(open_runner(model), warp, open_runner(tiny("llama", seed=2)))
-    overlaps = []
-    for rule in ("exact", "ears"):
-        out = decode(parts.target, build("vanilla", parts, rule=rule), warp, PROMPT, max_new_tokens=20)
-        overlaps.append([torch.as_tensor(r.overlap).tolist() for r in out.rounds if r.overlap is not None])
-        assert out.ids == model.generate(
-            torch.tensor([PROMPT]), do_sample=False, max_new_tokens=20, pad_token_id=0, repetition_penalty=penalty
-        )[0].tolist()  # fmt: skip
-    assert overlaps[0] == overlaps[1]
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])

@@ -9,14 +9,14 @@ from fractions import Fraction
 
 import pytest
 import torch
-from enumeration import Experiment, ScriptedRunner, enumerate_runs, random_table
+from enumeration import ScriptedRunner, random_table
 from scripted import RandomTree
 from torch import Tensor
 
 from decode.core.draft import Draft
 from decode.core.loop import Method, decode
 from decode.core.round import Round, metrics
-from decode.core.sampling import LogitsWarper, Rng, TorchRng
+from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.stop import StopRule
 from decode.core.verify import (
     AcceptanceRule,
@@ -26,7 +26,6 @@ from decode.core.verify import (
     Fuzzy,
     JensenShannon,
     Typical,
-    entropy,
     js_distance,
     verify,
 )
@@ -75,7 +74,7 @@ def fuzzy(threshold: float) -> Callable[[Probs, Probs, int], Fraction]:
 
 def typical(p: Probs, q: Probs, x: int) -> Fraction:
     nats = -sum(float(w) * math.log(w) for w in p if w)
-    return Fraction(float(p[x]) > min(0.09, 0.3 * math.exp(-nats)))
+    return Fraction(float(p[x]) > min(0.2, 0.3 * math.exp(-nats)))
 
 
 def residual(p: Probs, q: Probs) -> Probs:
@@ -97,7 +96,7 @@ RULES: dict[str, tuple[AcceptanceRule, Callable[[Probs, Probs, int], Fraction], 
     "ears-large": (Ears(1.5), ears(Fraction(3, 2)), residual),
     "adasd": (JensenShannon(threshold=0.5), adasd(0.5), residual),
     "fuzzy": (Fuzzy(0.2), fuzzy(0.2), lambda p, q: p),
-    "typical": (Typical(), typical, lambda p, q: p),
+    "typical": (Typical(epsilon=0.2), typical, lambda p, q: p),
 }
 
 
@@ -137,37 +136,6 @@ def test_acceptance_correction_and_spent_distance_agree_with_rational_arithmetic
     assert spent_somewhere == (not rule.exact)
 
 
-@pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("copied", [False, True])
-def test_the_loop_reports_what_a_rule_spends(name: str, copied: bool) -> None:
-    """The expected `tv_spent` of the first position is its true total variation, over every run of the loop."""
-    loose = {"adasd": JensenShannon(threshold=0.9), "fuzzy": Fuzzy(0.6), "typical": Typical(epsilon=0.05)}
-    rule = loose.get(name, RULES[name][0])
-    target = ScriptedRunner(random_table(1, 4, zeros=0), 4)
-    draft = ScriptedRunner(random_table(2, 4), 4)
-    warp = LogitsWarper(temperature=0.8)
-    experiment = Experiment(target, warp, [0, 1, 2], 2)
-    likely = experiment.next_distribution([0, 1, 2]).argsort(descending=True).tolist()
-    drafter = _Copy(likely[0]) if copied else ModelDrafter(draft, warp, 4)
-    system = Method(name, drafter, StopRule(1), rule)
-
-    def run(rng: Rng) -> tuple[int, ...]:
-        token = experiment.run(system, rng)[0]
-        spent = experiment.traces[-1][0].spent
-        return token, round(torch.as_tensor(spent).mean().item() * 1e15) if spent is not None else 0
-
-    distribution = enumerate_runs(run)
-    first = [sum(w for (t, _), w in distribution.items() if t == x) for x in range(4)]
-    variation = sum(abs(a - b) for a, b in zip(first, experiment.next_distribution([0, 1, 2]).tolist())) / 2
-    assert sum(w * spent for (_, spent), w in distribution.items()) / 1e15 == pytest.approx(variation, abs=1e-12)
-    assert (variation > 1e-3) == (not rule.exact)
-
-
-class _Copy(RandomTree):
-    def draft(self, request):  # type: ignore[no-untyped-def]
-        return Draft.tree([self.vocab], [-1]) if request.max_depth else Draft.empty()
-
-
 @pytest.mark.parametrize("warp", [LogitsWarper(temperature=0.8), LogitsWarper()], ids=["sampled", "greedy"])
 @pytest.mark.parametrize("drafter", ["model", "tree"])
 @pytest.mark.parametrize("rule", [Ears(0.0), JensenShannon(threshold=0.0)], ids=["ears", "js"])
@@ -188,20 +156,6 @@ def test_neutral_rules_are_bit_identical_with_the_exact_one(
         assert one.ids == two.ids
         assert [r.accepted for r in one.rounds] == [r.accepted for r in two.rounds]
         assert metrics([two.rounds])["tv_spent"] == 0
-
-
-def test_adasd_is_the_exact_rule_until_it_has_seen_both_outcomes() -> None:
-    rule = JensenShannon()
-    p = torch.rand(6, 5, dtype=torch.float64).softmax(-1)
-    q = torch.rand(6, 5, dtype=torch.float64).softmax(-1)
-    x = torch.arange(6) % 5
-    assert rule.is_exact_now
-    distance = rule.distance(p, q, (p.log(), q.log()))
-    assert torch.equal(rule.accept_prob(p, q, x, distance), Exact().accept_prob(p, q, x, distance))
-    rule.rejected = [1.2, 2.0]
-    assert rule.is_exact_now
-    rule.accepted = [0.1, 1.0]
-    assert not rule.is_exact_now
 
 
 @pytest.mark.parametrize(
@@ -287,14 +241,3 @@ def test_verification_by_blocks_is_refused_where_it_would_change_nothing(method:
 def test_the_residual_falls_back_to_p_without_mass() -> None:
     p = torch.tensor([0.25, 0.75])
     assert torch.equal(Exact().residual(p, p), p)
-
-
-def test_distance_and_entropy_are_in_bits() -> None:
-    one, other = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
-    assert js_distance(one, other).item() == pytest.approx(1)
-    assert js_distance(one, one).item() == 0
-    assert entropy(torch.full((8,), 0.125)).item() == pytest.approx(3)
-    assert entropy(one).item() == 0
-    half = torch.tensor([0.5, 0.5])
-    jsd = (1 * math.log2(1 / 0.75) + 0.5 * math.log2(0.5 / 0.75) + 0.5 * math.log2(0.5 / 0.25)) / 2
-    assert js_distance(one, half).item() == pytest.approx(math.sqrt(jsd), abs=1e-6)

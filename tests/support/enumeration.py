@@ -106,12 +106,12 @@ class Clock:
         return self.now
 
 
-def random_table(seed: int, vocab: int, *, zeros: float = 0.15, memory: int = 3) -> Callable[[tuple[int, ...]], Tensor]:
-    """Random float64 logits ``[vocab]`` for every context (its last tokens and its length), some of them −inf."""
+def random_table(seed: int, vocab: int, *, zeros: float = 0.15) -> Callable[[tuple[int, ...]], Tensor]:
+    """Random float64 logits ``[vocab]`` for every context (its last three tokens and its length), some of them −inf."""
     cache: dict[tuple[int, ...], Tensor] = {}
 
     def logits(context: tuple[int, ...]) -> Tensor:
-        key = (len(context), *context[-memory:])
+        key = (len(context), *context[-3:])
         if key not in cache:
             generator = random.Random(f"{seed} {key}")
             row = [generator.gauss(0, 1.2) for _ in range(vocab)]
@@ -201,7 +201,7 @@ class Experiment:
     clock: Clock = field(default_factory=Clock)
     traces: list[list[Round]] = field(default_factory=list)
 
-    def run(self, system: Method, rng: Rng, tokens: int | None = None) -> tuple[int, ...]:
+    def run(self, system: Method, rng: Rng) -> tuple[int, ...]:
         """Decode once from the system's present state, leaving that state as it is."""
         self.clock.now = 0.0
         # models and corpora stay, everything learned is copied
@@ -212,7 +212,7 @@ class Experiment:
             system,
             self.warp,
             self.prompt,
-            max_new_tokens=tokens or self.tokens,
+            max_new_tokens=self.tokens,
             stop_ids=self.stop_ids,
             rng=rng,
         )

@@ -211,11 +211,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """What most tests decode with."""
 
-NOT_REPRODUCED = {"gemma2", "codegen", "gpt2", "opt"}
-"""Families without a hand-written forward."""
-RUNNER_PATHS = [(f, fast) for f in FAMILIES for fast in (True, False) if not (fast and f in NOT_REPRODUCED)]
-"""Every family through every runner that serves it."""
-
 # -- models that read images or audio too, with two text and two vision layers each --------------------------------
 
 _TEXT: dict[str, Any] = _LLAMA | {"head_dim": 8, "max_position_embeddings": 256, "eos_token_id": None}

@@ -3,8 +3,8 @@
 import torch
 from transformers import PreTrainedModel
 
-from decode.core.loop import Method, decode
-from decode.core.sampling import LogitsWarper
+from decode.core.loop import Method, Text, decode, decode_texts
+from decode.core.sampling import LogitsWarper, TorchRng
 from decode.models.api import Model
 
 GREEDY = LogitsWarper()
@@ -25,3 +25,8 @@ def assert_decodes(runner: Model, system: Method, wanted: list[int], prompt: lis
     assert out.ids == wanted
     assert sum(len(r.new) for r in out.rounds) == len(wanted) - len(prompt)
     return out.rounds
+
+
+def together(runner: Model, system: Method, prompts: list[list[int]], **options) -> list[Text]:  # type: ignore[no-untyped-def]
+    """Greedy texts of several prompts, decoded together."""
+    return decode_texts(runner, system, GREEDY, prompts, rngs=[TorchRng(0) for _ in prompts], **options)

@@ -24,7 +24,7 @@ def make_tokenizer(chat: bool = False) -> PreTrainedTokenizerFast:
     return fast
 
 
-def make_pair(tiny: Callable[..., PreTrainedModel], noise: float = 0.1) -> tuple[PreTrainedModel, PreTrainedModel]:
+def make_pair(tiny: Callable[..., PreTrainedModel]) -> tuple[PreTrainedModel, PreTrainedModel]:
     """A target, and a draft with its weights a little off, so that about half of what it drafts is accepted."""
     target = copy.deepcopy(tiny("llama", vocab_size=280, max_position_embeddings=256, eos_token_id=0))
     target.generation_config.eos_token_id = 0
@@ -32,7 +32,7 @@ def make_pair(tiny: Callable[..., PreTrainedModel], noise: float = 0.1) -> tuple
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for weight in draft.parameters():
-            weight.add_(noise * weight.std() * torch.randn(weight.shape, generator=generator))
+            weight.add_(0.1 * weight.std() * torch.randn(weight.shape, generator=generator))
     return target, draft
 
 
@@ -45,7 +45,7 @@ def save_pair(folder: Path, tiny: Callable[..., PreTrainedModel]) -> Path:
     return folder
 
 
-def make_suite(count: int = 3, name: str = "toy") -> Suite:
+def make_suite(count: int = 3) -> Suite:
     """Prompts of different lengths; an answer scores whether it has an even number of characters."""
-    prompts = [Prompt(f"{name}/{i}", f"Tom has {i} apples" + " and more" * i, None) for i in range(count)]
-    return Suite(name, prompts, lambda prompt, text: float(len(text) % 2 == 0))
+    prompts = [Prompt(f"toy/{i}", f"Tom has {i} apples" + " and more" * i, None) for i in range(count)]
+    return Suite("toy", prompts, lambda prompt, text: float(len(text) % 2 == 0))

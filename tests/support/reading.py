@@ -8,7 +8,7 @@ from torch import Tensor
 from decode.core.draft import Draft
 from decode.core.loop import Method, Text, run
 from decode.core.round import Round
-from decode.core.sampling import LogitsWarper, Rng, TorchRng
+from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.stop import StopRule
 from decode.drafters.base import Drafter, DraftRequest, Prompt
 from decode.models.api import Model, Out, Read
@@ -41,11 +41,9 @@ class Drafting:
     def __init__(self, drafter: Drafter, ids: list[int], **prompt) -> None:  # type: ignore[no-untyped-def]
         self.drafter, self.state = drafter, drafter.start(Prompt(ids, **prompt))
 
-    def propose(
-        self, ids: list[int], stop: StopRule | None = None, max_depth: int = 100, rng: Rng | None = None
-    ) -> Draft:
+    def propose(self, ids: list[int], stop: StopRule | None = None, max_depth: int = 100) -> Draft:
         stop = stop or StopRule(100)
-        return self.drafter.propose([DraftRequest(self.state, ids, stop, max_depth, rng or TorchRng(0))])[0]
+        return self.drafter.propose([DraftRequest(self.state, ids, stop, max_depth, TorchRng(0))])[0]
 
 
 def draws_named(seed: int) -> Draws:

@@ -22,14 +22,18 @@ Reply = tuple[int, Any]
 
 @contextmanager
 def serving(
-    answer: Callable[[dict[str, Any], int], Reply], context: int | None = None
+    answer: Callable[[dict[str, Any], int], Reply], context: int | None = None, metrics: Callable[[], str] = str
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A server that answers by a request's body and its number, from 1: its address, and the bodies."""
+    """A server that answers by a request's body and its number, from 1: its address, and the bodies.
+
+    `metrics` makes what it gives for /metrics.
+    """
     bodies, lock = list[dict[str, Any]](), threading.Lock()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.reply(200, {"object": "list", "data": [{"id": "target", "max_model_len": context}]})
+            models = {"object": "list", "data": [{"id": "target", "max_model_len": context}]}
+            self.reply(200, metrics() if self.path == "/metrics" else models)
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"]))) | {"path": self.path}
@@ -39,7 +43,7 @@ def serving(
             self.reply(*answer(body, number))
 
         def reply(self, status: int, value: Any) -> None:
-            data = json.dumps(value).encode()
+            data = (value if isinstance(value, str) else json.dumps(value)).encode()
             self.send_response(status)
             self.send_header("content-length", str(len(data)))
             self.send_header("content-type", "application/json")

@@ -93,13 +93,6 @@ def test_the_program_is_the_three_packages(capsys, monkeypatch):
         assert words in "".join(capsys.readouterr())
 
 
-def test_the_list_of_methods_tells_relaxed_ones(capsys):
-    assert main(["methods"]) == 0
-    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert "lossless" in lines["vanilla"]
-    assert "relaxed" in lines["adasd"]
-
-
 def test_a_configuration_gives_bench_its_run_and_keeps_to_its_section(tmp_path):
     (tmp_path / "below").mkdir()
     (tmp_path / "below/a.yaml").write_text("name: a\ntarget: {kind: scratch}\nbench: {methods: [ears], limit: 2}\n")
@@ -147,8 +140,6 @@ def test_the_suite_follows_the_training_data_and_a_presets_name_wins_over_a_path
             ["bench", "--config", "{}", "bench: {limt: 3}"],
             "section bench: unknown key 'limt'; the nearest known key is",
         ),
-        (["generate", "--top-pp", "1"], "unknown option '--top-pp'; the nearest known key is 'top_p'"),
-        (["generate", "--target", "no/such/folder", "--prompt", "x"], "there is no folder"),
         (["bench", "--target", "t", "--methods", "ears:beta=x"], "'ears:beta=x'"),
         (["bench", "--target", "t", "--methods", "rest"], "python -m decode datastore build"),
         (["bench"], "--target is missing"),

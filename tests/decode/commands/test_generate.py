@@ -11,6 +11,7 @@ import shutil
 
 import pytest
 import torch
+from greedy import generate
 from pairs import make_tokenizer, save_pair
 
 from decode.commands.checks import recorded_costs
@@ -65,12 +66,9 @@ def test_a_stop_string_ends_the_text_where_transformers_ends_it(folder, method) 
     full = written(settings_for(folder, ignore_eos=True, max_new_tokens=40))
     clean = [i for i, token in enumerate(full.ids) if tokenizer.decode([token]).isascii() and 5 < i < 30]
     strings = [tokenizer.decode([full.ids[clean[0]]]), "never"]
-    ids = torch.tensor([full.prompt])
-    wanted = target.generate(
-        ids, max_new_tokens=40, do_sample=False, stop_strings=strings, tokenizer=tokenizer, eos_token_id=279
-    )
+    wanted = generate(target, full.prompt, 40, stop_strings=strings, tokenizer=tokenizer, eos_token_id=279)
     ours = written(settings_for(folder, method=method, stop=strings, ignore_eos=True, max_new_tokens=40))
-    assert ours.ids == wanted[0, ids.shape[1] :].tolist()
+    assert ours.ids == wanted[len(full.prompt) :]
     assert strings[0] in ours.text
     assert len(ours.ids) < 40
     assert ours.metrics["tokens"] == len(ours.ids)
@@ -185,6 +183,9 @@ def test_chat_puts_the_prompt_into_the_template(folder, system, before) -> None:
 )
 def test_mistakes_are_told_before_any_model_is_loaded(folder, monkeypatch, changes, message) -> None:
     monkeypatch.setattr("decode.models.open.load_model", lambda *_, **__: pytest.fail("loaded a model"))
+    with pytest.raises(UserError, match=message):
+        start(settings_for(folder, **changes), "Hi")
+
     with pytest.raises(UserError, match=message):
         start(settings_for(folder, **changes), "Hi")
 

@@ -110,7 +110,6 @@ def test_a_difference_without_a_known_cause_fails_the_check(folder: Path, capsys
     [
         (["--engine", "vlm"], "expected vllm or llama.cpp; did you mean 'vllm'?"),
         (["--url", "http://127.0.0.1:9"], "drafts one length"),
-        (["--engine", "vllm", "--program", "/nowhere/python"], "no program /nowhere/python that can be run"),
     ],
 )
 def test_what_is_refused(folder, capsys, more, sentence) -> None:

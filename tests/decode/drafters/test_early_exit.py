@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from enumeration import Experiment
-from reading import Reader, rounds_of
+from greedy import generate
+from reading import rounds_of
 
-from decode.core.loop import Method, Text, decode, run
-from decode.core.sampling import LogitsWarper, TorchRng
+from decode.core.loop import Method, decode
+from decode.core.sampling import LogitsWarper
 from decode.core.stop import Fixed, StopRule, max_probability, token_probability
 from decode.drafters.model import EarlyExitDrafter
 from decode.errors import UserError
@@ -45,7 +46,7 @@ def system_of(runner: FastRunner, exit_layer: int, stop: StopRule, warp: LogitsW
 def test_greedy_text_is_that_of_generate_for_every_exit(tiny, family: str) -> None:
     model, warp = tiny(family, num_hidden_layers=DEPTH), LogitsWarper()
     runner = open_deep(tiny, family)
-    wanted = model.generate(torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False)[0].tolist()
+    wanted = generate(model, PROMPT, 24)
     for exit_layer in range(1, DEPTH):
         for stop in STOPS.values() if family == "llama" else [STOPS["product"]]:
             out = decode(runner, system_of(runner, exit_layer, stop(), warp), warp, PROMPT, max_new_tokens=24)
@@ -61,27 +62,6 @@ def test_the_output_has_the_targets_distribution_for_every_exit_and_stop_rule(ti
     experiment = Experiment(runner, warp, [0, 2, 1], tokens=3)
     assert experiment.bias(system_of(runner, exit_layer, STOPS[stop](), warp)) < 1e-12
     assert max(experiment.drafted) > 0
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral", "phi"])
-@pytest.mark.parametrize("exit_layer", [1, 3])
-def test_the_cache_is_the_texts_after_every_round_and_gives_the_same_logits(tiny, family: str, exit_layer: int) -> None:
-    runner, warp = open_deep(tiny, family), LogitsWarper(temperature=1.5)
-    ids, lengths = list(PROMPT), set()
-    method = system_of(runner, exit_layer, StopRule(4, token_probability, threshold=Fixed(0.2)), warp)
-    sequence = Text(runner, method, warp, PROMPT, max_new_tokens=30, rng=TorchRng(0))
-    fresh = Reader(open_deep(tiny, family))
-    for _, result in run(runner, method, [sequence]):
-        ids += result.new
-        lengths.add((result.drafted, result.accepted))
-        cache = sequence.cache
-        assert (cache.length, cache.ahead) == (len(ids) - 1, [])
-        with torch.inference_mode():
-            seen = runner.forward([Read(cache, torch.tensor(ids[-1:]))])[0].logits[0]
-        cache.truncate(len(ids) - 1)
-        fresh.truncate(0)
-        torch.testing.assert_close(seen, fresh.read(ids)[-1], atol=2e-4, rtol=1e-4)
-    assert len(lengths) > 3
 
 
 def test_verification_runs_the_early_layers_for_one_token_only(tiny, monkeypatch) -> None:

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from greedy import generate
 
 from decode.core.loop import decode
 from decode.core.sampling import LogitsWarper
-from decode.core.stop import DraftedToken
 from decode.drafters.probe import (
     KINDS,
     AcceptanceProbe,
     advised,
-    confidence_features,
     load_probe,
     same_weights,
     save_probes,
@@ -61,18 +60,6 @@ def test_probes_come_back_from_their_folder_as_they_were(tiny, folder: Path) -> 
     assert advised(folder, "adaspeed-probe", greedy=True)["exit_layer"] == 3
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_step_gets_the_probability_that_a_batch_gets(tiny, kind: str) -> None:
-    probe = probe_for(model_of(tiny), 1, kind)
-    for seed in range(4):
-        generator = torch.Generator().manual_seed(seed)
-        hidden, scores = torch.randn(32, generator=generator), 9 * torch.randn(20, generator=generator)
-        scores[:3] = -torch.inf
-        x = torch.tensor(5 + seed)
-        expected = probe.logit(hidden[None], confidence_features(scores[None], x.view(1))).sigmoid().item()
-        assert probe(DraftedToken(scores.softmax(-1), x, scores, hidden)) == pytest.approx(expected, rel=1e-4)
-
-
 def test_probes_of_another_model_layer_or_nothing_are_refused(tiny, folder: Path, tmp_path: Path) -> None:
     model, other = model_of(tiny), model_of(tiny, seed=2)
     with pytest.raises(UserError, match="another model"):
@@ -104,7 +91,7 @@ def test_probes_know_their_model_in_every_precision_and_no_other(tiny) -> None:
 def test_probe_methods_decode_greedily_as_generate_does_and_take_advice(tiny, folder: Path, method: str) -> None:
     model = model_of(tiny)
     runner = open_runner(model)
-    expected = model.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False)[0].tolist()
+    expected = generate(model, PROMPT, 20)
     given = MethodOptions(probes=str(folder), exit_layer=None if method == "adaspeed-probe" else 1)
     system = build(method, MethodInputs(runner, LogitsWarper(), options=given))
     if method == "adaspeed-probe":

@@ -7,7 +7,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from pairs import make_tokenizer
 from reading import Drafting, paths
 from scripted import build_datastore
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -119,6 +118,8 @@ def test_text_files_become_documents(tmp_path) -> None:
     chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "turns": ["c", "d"]}
     (tmp_path / "chats.jsonl.gz").write_bytes(gzip.compress(json.dumps(chat).encode()))
     assert list(read_corpus([f"{tmp_path}/chats.jsonl.gz"], tokenizer, 9)) == [[1, 2, 3, 4]]
+    (tmp_path / "own.csv").write_text("question,answer\na b,d\n")  # a table, read by its columns
+    assert list(read_corpus([f"{tmp_path}/own.csv"], tokenizer, 9)) == [[1, 2]]
     (tmp_path / "two.txt").write_text("b c\nd\n")
     documents = list(read_corpus([f"{tmp_path}/one.jsonl", f"{tmp_path}/two.txt"], tokenizer, 9))
     assert documents == [[1, 2, 3], [1, 2, 4], [2, 3, 4]]
@@ -126,15 +127,6 @@ def test_text_files_become_documents(tmp_path) -> None:
         (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n' + line)
         with pytest.raises(UserError, match="near row 2"):
             list(read_texts(tmp_path / "bad.jsonl"))
-
-
-def test_a_table_of_rows_is_read_by_its_columns(tmp_path) -> None:
-    (tmp_path / "own.csv").write_text("question,answer\nWhy?,Because #### 1\n")
-    tokenizer = make_tokenizer()
-    texts = [tokenizer.decode(ids) for ids in read_corpus([str(tmp_path / "own.csv")], tokenizer, 5)]
-    assert len(texts) == 1
-    assert "Why?" in texts[0]
-    assert "," not in texts[0]
 
 
 def test_heaviest_tree_takes_the_most_frequent_prefixes() -> None:

@@ -33,16 +33,6 @@ from decode.options import MethodOptions
 PROMPTS = [[5, 9, 17], [40, 41, 42, 43], [7], [100, 3, 55, 8, 9]]
 
 
-def test_rounds_of_known_acceptances() -> None:
-    # token 0 comes from the prompt; rounds start at 1 (three accepted), 5 (none), 6 (the text ends at 7)
-    accept = [[False, True, True, True, True, False, True, True, True, True]]
-    assert predicted_drafts(accept, 8, 3) == Drafts(3, [2, 2, 2])
-    # the budget leaves the last round one token
-    assert predicted_drafts(accept, 8, 3, budget=8) == Drafts(3, [2, 1, 1])
-    # deeper tokens have acceptances of their own: one round of three
-    assert predicted_drafts([[True] * 9, [True] * 9, [False] * 9], 2, 3) == Drafts(1, [1, 1, 0])
-
-
 def test_counts_stop_at_an_end_token_where_llama_cpp_stops() -> None:
     accept = [[True] * 12]
     # rounds start at 1 and 5, and token 6, the second of its round, ends the text

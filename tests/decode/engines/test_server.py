@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
+from serving import serving
 
 from decode.engines.check import Drafts
 from decode.engines.server import Engine, Metrics, Server, check_engine, opened, parse_metrics, running, start_command
@@ -153,34 +152,16 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="0"}} {drafts}
 
 
 @contextmanager
-def serving(page: Callable[[float], str]) -> Iterator[Server]:
+def vllm(page: Callable[[float], str]) -> Iterator[Server]:
     """A server that writes three tokens for every request; its metrics depend on the seconds since the last one."""
     written = [math.inf]
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def answer(self, body: str) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body.encode())
+    def answer(body: dict, number: int) -> tuple[int, dict]:
+        written[0] = time.monotonic()
+        return 200, {"choices": [{"token_ids": [7, 8, 9]}]}
 
-        def do_GET(self) -> None:
-            models = json.dumps({"data": [{"id": "m"}]})
-            self.answer(models if self.path == "/v1/models" else page(time.monotonic() - written[0]))
-
-        def do_POST(self) -> None:
-            written[0] = time.monotonic()
-            self.answer(json.dumps({"choices": [{"token_ids": [7, 8, 9]}]}))
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield Server(f"http://127.0.0.1:{server.server_port}", "vllm", seconds=1.0)
-    finally:
-        server.shutdown()
-        server.server_close()
+    with serving(answer, metrics=lambda: page(time.monotonic() - written[0])) as (url, _):
+        yield Server(url.removesuffix("/v1"), "vllm", seconds=1.0)
 
 
 def write(server: Server):
@@ -192,7 +173,7 @@ def test_counts_that_come_late_belong_to_their_text() -> None:
         late = since > 0.3
         return COUNTS.format(tokens=3 * late, drafts=2 * late)
 
-    with serving(page) as running, opened(Engine("vllm", url=running.url), 3) as server:
+    with vllm(page) as running, opened(Engine("vllm", url=running.url), 3) as server:
         text = write(server)
     assert (text.ids, text.drafts) == ([7, 8, 9], Drafts(2, [2]))
     assert server.client.is_closed
@@ -213,7 +194,7 @@ def late(_: float) -> str:
 )
 def test_servers_that_are_busy_miscount_or_hang_are_refused(monkeypatch, page: Callable[[float], str], told) -> None:
     monkeypatch.setattr("decode.engines.server.READINGS", 5)
-    with serving(page) as server, pytest.raises(UserError, match=told):
+    with vllm(page) as server, pytest.raises(UserError, match=told):
         write(server)
 
 

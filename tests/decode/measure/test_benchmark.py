@@ -10,7 +10,6 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-import torch
 from benchmarks import run_benchmark
 from pairs import make_pair, make_suite, make_tokenizer
 
@@ -79,19 +78,6 @@ def test_metrics_follow_their_definitions_and_relaxed_methods_are_marked(bench) 
             assert 0 < row["alpha"] < 1
             assert row["draft_length"] == 5
     assert rows_of(bench, 0.0, name="vanilla")[0]["accuracy"] == rows_of(bench, 0.0, name="generate")[0]["accuracy"]
-
-
-def test_the_accepted_length_counts_what_was_written_up_to_the_end_of_a_text(models) -> None:
-    """A round that accepts an end token, and drafted tokens behind it, wrote no more than the end token."""
-    target, _ = models
-    (item,) = Session(target, None, make_tokenizer(), BenchOptions(16, 1)).items(make_suite(1))
-    first = target.generate(torch.tensor([item.ids]), max_new_tokens=16, do_sample=False)[0, len(item.ids) :].tolist()
-    place = next(n for n in range(2, 16) if first[n] not in first[:n])
-    session = Session(target, {"d": target}, make_tokenizer(), BenchOptions(16, 1, costs=False))
-    session.stop_ids = [first[place]]
-    entry = BenchEntry("vanilla", "d", MethodOptions(draft_length=place + 3))
-    (*_, row) = Benchmark(session).run([make_suite(1)], [entry])
-    assert (row["rounds"], row["tokens"], row["accepted_length"]) == (1, place + 1, place + 1)
 
 
 def test_ratios_are_paired_by_prompt_and_repeat_and_intervals_are_over_prompts() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from itertools import pairwise
 
 import pytest
@@ -62,29 +61,12 @@ def test_a_token_that_stands_was_accepted_with_the_probability_that_gives_alpha_
     assert float(p @ torch.tensor([kept for (kept,) in found.kept])) == pytest.approx(found.mean, abs=1e-6)
 
 
-def test_replay_of_certain_acceptances_by_hand() -> None:
-    # "110111" with drafts of 2: accept 2 and emit the third; accept 2 and emit the sixth
-    assert replay([1, 1, 0, 1, 1, 1], 2) == (2, {2: 2})
+def test_accepted_lengths_of_certain_acceptances_by_hand() -> None:
+    # drafts of 2: accept 2 and emit the third; accept 2 and emit the sixth; two rounds of the other text
     assert offline_accepted_length([OfflineAlpha([[1, 1, 0, 1, 1, 1], [0, 0]])], 2) == 8 / 4
-    # "010" with drafts of 2: reject at once; then one token of room, accepted, and the end
-    rounds, lengths = replay([0, 1, 0], 2)
-    assert rounds == 2
-    assert lengths == {2: 1, 1: 1}
-
     first, never = OfflineAlpha([[1.0] * 40]), OfflineAlpha([[0.0] * 40])  # a head whose later tokens are rejected
     assert offline_accepted_length([first], 4) == pytest.approx(5.0)
     assert offline_accepted_length([first, never], 4) == pytest.approx(2.0)
-
-
-def test_replay_is_the_expectation_over_all_outcomes() -> None:
-    accept, length = [0.3, 0.9, 0.5, 0.7, 0.2, 0.6], 2
-    expected = 0.0
-    for fate in itertools.product([0, 1], repeat=len(accept)):
-        weight = 1.0
-        for kept, a in zip(fate, accept):
-            weight *= a if kept else 1 - a
-        expected += weight * replay(fate, length)[0]
-    assert replay(accept, length)[0] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("length", [1, 3, 6])

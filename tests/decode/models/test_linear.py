@@ -22,7 +22,6 @@ from decode.models.fast.weights import (
     PackedLinear,
     TwoLayouts,
     halvable,
-    packable,
 )
 from decode.models.huggingface import HuggingFaceRunner
 
@@ -50,13 +49,6 @@ def test_products_are_those_of_plain_weights(kind: str, shape: tuple[int, int], 
         torch.testing.assert_close(made(x), plain(x), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(made.add_to(before, x), plain.add_to(before, x), rtol=1e-4, atol=1e-4)
         assert torch.equal(before, kept)  # states are read again after the sum
-
-
-def test_what_the_kernels_do_not_take_stays_plain() -> None:
-    weight = torch.randn(6, 4, dtype=torch.float64)
-    assert not packable(weight)
-    assert type(Linears("on")(weight)) is Linear
-    assert type(Linears("off")(weight.float())) is Linear
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, seconds: dict[int, dict[str, list[float]]]) -> list[int]:

@@ -11,7 +11,7 @@ import torch
 from architectures import ARCHITECTURES, build_architecture
 from enumeration import Experiment
 from families import NEEDED, with_layers, written
-from greedy import generate
+from greedy import generate, together
 from plain_logits import after
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
@@ -19,7 +19,7 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
 from decode.core.draft import Draft
-from decode.core.loop import Method, decode, decode_texts
+from decode.core.loop import Method, decode
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.drafters.base import DraftRequest
 from decode.drafters.model import FeatureDrafter
@@ -62,9 +62,14 @@ def changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[DraftRequest, Dra
 KINDS = [("DeepSeek-V3", 3), ("Qwen3-Next", 1)]
 
 
+@pytest.fixture
+def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layers: int) -> PreTrainedModel:
+    """Of the kind that the test names, with so many layers."""
+    return with_layers(tmp_path, monkeypatch, kind, layers, vocab_size=5)
+
+
 @pytest.mark.parametrize(("kind", "layers"), [("DeepSeek-V3", 1), ("DeepSeek-V3", 3)])
-def test_drafts_are_transformers_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layers: int) -> None:
-    target = with_layers(tmp_path, monkeypatch, kind, layers, vocab_size=5)
+def test_drafts_are_transformers_own(target: PreTrainedModel, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = {}
     own = MTPCandidateGenerator.get_candidates
 
@@ -75,13 +80,12 @@ def test_drafts_are_transformers_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", watched)
     prompt = [i % 5 for i in PROMPT]
-    ids = torch.tensor([prompt])
-    text = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False, use_mtp=True)
+    text = generate(target, prompt, 40, use_mtp=True)
     ours = {}
     changed(monkeypatch, lambda request, draft: ours.update({len(request.ids): draft.ids}))
     system, warp, _ = method(target, layers)
     out = decode(open_runner(target), system, warp, prompt, max_new_tokens=40)
-    assert out.ids == text[0].tolist()
+    assert out.ids == text
     shared = [at for at, drafted in theirs.items() if drafted and ours.get(at)]
     assert len(shared) > 20
     assert {at: ours[at] for at in shared} == {at: theirs[at][: len(ours[at])] for at in shared}
@@ -89,28 +93,24 @@ def test_drafts_are_transformers_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("kind", "layers"), KINDS)
-def test_greedy_texts_are_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layers: int) -> None:
+def test_greedy_texts_are_generates(target: PreTrainedModel, layers: int) -> None:
     """Alone and three at once, with drafts of other lengths than the number of layers."""
-    target = with_layers(tmp_path, monkeypatch, kind, layers, vocab_size=5)
     prompts = [[i % 5 for i in PROMPT], [2, 0, 4], [1]]
     expected = [generate(target, prompt, 20) for prompt in prompts]
     for length in (2, 4):
-        system, warp, _ = method(target, length)
-        found = decode_texts(
-            open_runner(target), system, warp, prompts, rngs=[TorchRng(i) for i in range(3)], max_new_tokens=20
-        )
+        system, _, _ = method(target, length)
+        found = together(open_runner(target), system, prompts, max_new_tokens=20)
         assert [text.ids for text in found] == expected
-        longest = {drafted for text in found for drafted in [r.drafted for r in text.rounds]}
+        longest = {r.drafted for text in found for r in text.rounds}
         assert max(longest) == (length if layers == 1 else min(length, layers))
         assert sum(sum(r.accepted for r in text.rounds) for text in found) > 2
 
 
 @pytest.mark.parametrize(("kind", "layers"), [*KINDS, ("GLM-4.5", 1), ("Mellum", 1)])
 def test_drafts_after_rollbacks_are_those_of_fresh_layers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layers: int
+    target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every drafted token was drawn from what teacher forcing gives after the same text, whatever was dropped before."""
-    target = with_layers(tmp_path, monkeypatch, kind, layers, vocab_size=5)
     system, warp, runner = method(target, 3, temperature=1.0)
     rounds = []
     changed(monkeypatch, lambda request, draft: rounds.append((list(request.ids), draft.ids, draft.probs)))
@@ -125,10 +125,7 @@ def test_drafts_after_rollbacks_are_those_of_fresh_layers(
 
 
 @pytest.mark.parametrize(("kind", "layers"), KINDS)
-def test_sampled_texts_are_distributed_as_the_targets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layers: int
-) -> None:
-    target = with_layers(tmp_path, monkeypatch, kind, layers, vocab_size=5)
+def test_sampled_texts_are_distributed_as_the_targets(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     system, _, _ = method(target, 2)
     system.drafter.warp = warp = LogitsWarper(temperature=1.3, top_k=2)
 

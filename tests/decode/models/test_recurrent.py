@@ -7,12 +7,11 @@ import torch
 from architectures import RECURRENT, build_architecture
 from enumeration import Experiment
 from families import VOCAB, in_double, resembling
-from greedy import GREEDY, PROMPTS, assert_decodes, generate
+from greedy import GREEDY, PROMPTS, assert_decodes, generate, together
 from heads import make_head
 from torch import Tensor
 
-from decode.core.loop import decode_texts
-from decode.core.sampling import LogitsWarper, TorchRng
+from decode.core.sampling import LogitsWarper
 from decode.methods import MethodInputs, build
 from decode.models.api import Read
 from decode.models.check import open_draft_runner, open_runner
@@ -79,8 +78,7 @@ def test_texts_in_a_batch_are_those_of_generate(name: str) -> None:
     runner, draft = open_runner(model), open_runner(resembling(model, 0.1))
     for method in ("prompt-lookup", "vanilla"):
         system = build(method, MethodInputs(runner, GREEDY, draft, options=MethodOptions(draft_length=3)))
-        rngs = [TorchRng(0) for _ in PROMPTS]
-        texts = decode_texts(runner, system, GREEDY, PROMPTS, rngs=rngs, batch_size=3, max_new_tokens=12)
+        texts = together(runner, system, PROMPTS, batch_size=3, max_new_tokens=12)
         assert [text.ids for text in texts] == [generate(model, prompt, 12) for prompt in PROMPTS]
         assert sum(r.drafted for text in texts for r in text.rounds) > 0
 

@@ -1,4 +1,4 @@
-"""Both runners give the model's own logits: chains, trees, rollback, growth, every family."""
+"""Both runners give the model's own logits: long texts, growth, several threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import RUNNER_PATHS, VOCAB
+from families import VOCAB
 from reading import Reader, paths, text_before
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -19,7 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from decode.core.draft import Draft
 from decode.errors import UserError
 from decode.models import huggingface
-from decode.models.api import PIECE, Read, read_prompt
+from decode.models.api import PIECE, read_prompt
 from decode.models.check import TOLERANCE, compare, open_runner
 from decode.models.fast import cache, layout
 from decode.models.fast.forward import FastRunner
@@ -28,13 +28,6 @@ from decode.models.huggingface import HuggingFaceRunner, RollbackLayer
 TEXT = [3, 7, 1, 9, 3, 7, 22, 4, 40, 0, 11]
 WAYS = {"fast": {}, "ordinary": {"fast": False}, "packed": {"pack": "on"}}
 """How a runner is opened."""
-KINDS = ("llama", "llama-mha", "mistral", "qwen2-sliding", "qwen3", "gemma3", "phi", "gpt_neox", "gpt2", "gemma2")
-PATHS = [
-    (family, way)
-    for family, fast in RUNNER_PATHS
-    if family in KINDS
-    for way in (("fast", "packed") if fast else ("ordinary",))
-]
 
 
 @torch.inference_mode()
@@ -49,53 +42,6 @@ def close(seen: Tensor, wanted: Tensor, atol: float = 0.0002) -> bool:
 def random_tree(seed: int, nodes: int = 12) -> Draft:
     dice = random.Random(seed)
     return Draft.tree([dice.randrange(VOCAB) for _ in range(nodes)], [dice.randrange(-1, i) for i in range(nodes)])
-
-
-@pytest.mark.parametrize(("family", "way"), PATHS)
-@torch.inference_mode()
-def test_reading_in_pieces_gives_the_logits_of_one_forward(family: str, way: str, tiny) -> None:
-    model = tiny(family)
-    runner = Reader(open_runner(model, **WAYS[way]))
-    wanted = logits_of(model, TEXT)
-    assert runner.read(TEXT[:4], head=0).shape == (0, VOCAB)
-    assert close(runner.read(TEXT[4:5]), wanted[4:5])
-    assert close(runner.read(TEXT[5:9], head=2), wanted[7:9])
-    assert close(runner.read(TEXT[9:]), wanted[9:])
-    assert runner.length == len(TEXT)
-    head = model.get_output_embeddings()
-    projected = torch.nn.functional.linear(runner.out.hidden, head.weight, head.bias)
-    if cap := getattr(model.config, "final_logit_softcapping", None):
-        projected = cap * torch.tanh(projected / cap)
-    assert close(projected, wanted[9:])  # `hidden` is what the head saw
-    runner.truncate(6)
-    runner.truncate(50)
-    assert runner.length == 6
-    assert close(runner.read(TEXT[6:8]), wanted[6:8])
-
-
-@pytest.mark.parametrize(("family", "way"), PATHS)
-@torch.inference_mode()
-def test_every_node_of_a_tree_sees_its_own_path_and_nothing_else(family: str, way: str, tiny) -> None:
-    model = tiny(family)
-    reader = Reader(open_runner(model, **WAYS[way]))
-    for seed in range(3):
-        reader.truncate(0)
-        reader.read(TEXT[:-1], head=0)
-        tree = random_tree(seed)
-        assert not tree.is_chain
-        scored = reader.read(torch.cat([torch.tensor(TEXT[-1:]), tree.tokens]), tree)
-        for node in range(-1, len(tree)):
-            assert close(scored[node + 1], logits_of(model, text_before(tree, TEXT, node))[-1]), (seed, node)
-        leaf = max(range(len(tree)), key=tree.depths().__getitem__)
-        path, node = [], leaf
-        while node >= 0:
-            path.insert(0, node)
-            node = tree.parents[node]
-        base = len(TEXT) - 1
-        reader.cache.keep(base, [base, *(base + 1 + node for node in path)])
-        text = [*text_before(tree, TEXT, leaf), 5, 6]
-        assert reader.length == len(text) - 2
-        assert close(reader.read([5, 6]), logits_of(model, text)[-2:])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -215,16 +161,6 @@ def test_a_tree_of_one_thread_is_not_seen_by_another(tiny) -> None:
     for node in range(-1, len(tree)):
         assert close(seen[0][node + 1], logits_of(model, text_before(tree, TEXT, node))[-1])
     assert registry == ALL_MASK_ATTENTION_FUNCTIONS._local_mapping
-
-
-@torch.inference_mode()
-def test_captured_states_are_the_models_own(tiny) -> None:
-    model = tiny("gemma2")
-    wanted = model(torch.tensor([TEXT]), output_hidden_states=True).hidden_states
-    runner = open_runner(model)
-    for layers in ((0, 2), (1,)):
-        (out,) = runner.forward([Read(runner.new_cache(), torch.tensor(TEXT))], capture=layers)
-        torch.testing.assert_close(out.captured, torch.cat([wanted[i][0] for i in layers], -1))
 
 
 def test_a_tree_knows_its_depths_children_and_texts() -> None:
