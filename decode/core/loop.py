@@ -231,14 +231,14 @@ def step(target: Model, method: Method, texts: Sequence[Text]) -> list[Round]:
     outs = target.forward(reads, capture=drafter.capture)
     verified = [text.verify(draft, out) for text, draft, out in zip(texts, drafts, outs)]
     t2 = _mark(device)
-    seconds, together = (share * _seconds(t0, t1), share * _seconds(t1, t2)), tuple(map(len, drafts))
+    seconds = share * _seconds(t0, t1), share * _seconds(t1, t2)
     ended = [any(token in text.stop_ids for token in draft.ids) for text, draft in zip(texts, drafts)]
     rounds = []
     for text, draft, out, end, (path, token, measured) in zip(texts, drafts, outs, ended, verified):
         draft.probs = draft.logits = None  # a trace of whole distributions would fill the memory
         cut = draft.depth >= text.remaining or end
         length, new = len(text.ids), text.accept([*(draft.ids[i] for i in path), token])
-        r = Round(draft, path, token, new, cut, seconds, together, *measured, length=length)
+        r = Round(draft, path, token, new, cut, seconds, *measured, length=length)
         rounds.append(r)
         text.learn(drafter, r, out)
     if lengths is not None and limit:

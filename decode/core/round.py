@@ -25,7 +25,6 @@ class Round:
     new: Ids  # what the text grew by: the accepted tokens and this one, cut where the text ended
     cut: bool = False  # the draft was shortened by the budget, the context or the text's end
     seconds: tuple[float, float] = (0.0, 0.0)  # drafting and verifying; of texts decoded together, an equal share
-    together: tuple[int, ...] = ()  # drafted tokens of every text of the same forward, this one included
     # measured at the tested positions; None where nothing was
     overlap: Values | None = None  # Σ min(p, q)
     spent: Values | None = None  # total variation spent by a relaxed rule

@@ -147,7 +147,6 @@ def test_every_text_is_what_generate_writes(name: str, methods, tiny) -> None:
         texts = together(runner, system, PROMPTS, batch_size=batch_size, max_new_tokens=20, stop_ids={end})
         assert [text.ids for text in texts] == wanted
         assert runner.network.cache.tensor.shape[1] == 1  # the memory is given back
-    assert texts[0].rounds[0].together == tuple(text.rounds[0].drafted for text in texts)  # all at once
     if name not in ("none", "random-tree"):
         assert sum(sum(r.accepted for r in text.rounds) for text in texts) > 0
 
