@@ -233,7 +233,7 @@ def stream(generation: Generation, show: bool) -> None:
     try:
         for pieces in generation.pieces:
             if show:
-                console.print(coloured(pieces), end="")
+                console.print(coloured(pieces, marks=console.color_system is None), end="")
             else:
                 print(written(pieces), end="", flush=True)
     finally:
@@ -250,10 +250,14 @@ def stream(generation: Generation, show: bool) -> None:
                     console.print(f"{name:<20}{value:10.4g}  {FORMULAS.get(name, '')}", markup=False)
 
 
-def coloured(pieces: Pieces) -> Coloured:
-    """Marked text in the colours of those who wrote it; a rejected line end is shown as a sign."""
-    shown = ((p["text"].replace("\n", "⏎") if p["who"] == "rejected" else p["text"], p["who"]) for p in pieces)
-    return Coloured.assemble(*((text, STYLES[who]) for text, who in shown))
+def coloured(pieces: Pieces, *, marks: bool) -> Coloured:
+    """Marked text in the colours of those who wrote it; without these ``marks`` stand around what was rejected.
+
+    A rejected line end is shown as a sign.
+    """
+    struck = "[-{}-]" if marks else "{}"
+    shown = ((struck.format(p["text"].replace("\n", "⏎")) if p["who"] == "rejected" else p["text"], p) for p in pieces)
+    return Coloured.assemble(*((text, STYLES[p["who"]]) for text, p in shown))
 
 
 def compare(settings: GenerateSettings, prompt: str) -> None:

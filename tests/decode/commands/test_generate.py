@@ -115,6 +115,7 @@ def test_the_stream_is_the_text_and_show_adds_the_statistics(folder, capsys) -> 
     shown = capsys.readouterr().out
     assert "ears (relaxed" in shown
     assert "accepted  rejected  corrected  bonus" in shown
+    assert "[-" in shown  # without colours, rejected tokens are marked
     assert "Σm / Σk" in shown
 
 
