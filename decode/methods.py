@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from decode.core.lengths import DraftLengths, RoundCosts
 from decode.core.loop import Method, tree_error
 from decode.core.sampling import LogitsWarper
@@ -105,7 +107,7 @@ class MethodInputs:
     target: Model
     warp: LogitsWarper  # logits to probabilities, for target and draft
     draft: Model | None = None
-    tokenizer: Any = None  # of the target, for methods that read text files
+    tokenizer: PreTrainedTokenizerBase | None = None  # of the target, for methods that draft from a datastore
     datastore: str | Path | None = None  # folder of the stores of rest, adaptix and hybrid
     options: MethodOptions = field(default_factory=MethodOptions)
     costs: RoundCosts | None = None  # measured seconds of rounds

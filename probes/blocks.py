@@ -50,7 +50,7 @@ def collect_blocks(target: PreTrainedModel, head: BlockHead, texts: Sequence[Tex
             continue
         tokens = torch.tensor([ids], device=target.device)
         last, states = read_here(target, [ids], head.captured_layers)
-        features = torch.cat(list(states.values()), -1)
+        features = torch.cat([states[layer] for layer in head.captured_layers], -1)
         anchors = torch.arange(start - 1, len(ids) - n, device=tokens.device)[None]
         embeds = functional.embedding(head.tokens(tokens[0, anchors[0]], n), table)[None]
         slots = head(embeds, features, anchors)

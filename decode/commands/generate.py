@@ -251,13 +251,18 @@ def stream(generation: Generation, show: bool) -> None:
 
 
 def coloured(pieces: Pieces, *, marks: bool) -> Coloured:
-    """Marked text in the colours of those who wrote it; without these ``marks`` stand around what was rejected.
+    """The text of ``pieces`` in the colours of those who wrote it; a rejected line end is shown as a sign.
 
-    A rejected line end is shown as a sign.
+    With ``marks``, for output without colours, rejected tokens stand in ``[-…-]``.
     """
-    struck = "[-{}-]" if marks else "{}"
-    shown = ((struck.format(p["text"].replace("\n", "⏎")) if p["who"] == "rejected" else p["text"], p) for p in pieces)
-    return Coloured.assemble(*((text, STYLES[p["who"]]) for text, p in shown))
+    text = Coloured()
+    for piece in pieces:
+        shown = piece["text"]
+        if piece["who"] == "rejected":
+            shown = shown.replace("\n", "⏎")
+            shown = f"[-{shown}-]" if marks else shown
+        text.append(shown, STYLES[piece["who"]])
+    return text
 
 
 def compare(settings: GenerateSettings, prompt: str) -> None:

@@ -217,7 +217,7 @@ class TeacherForcedLogits:
     # of each draft its logits ``[response, vocab]`` as first drafted token; of a feature head then those as second,
     # third, … drafted token, from its own states before it and the text's true tokens
     q: dict[str, list[Tensor]]
-    length: int  # of block heads' drafts
+    length: int  # drafted tokens of a block
 
 
 @torch.no_grad()
@@ -244,35 +244,42 @@ def teacher_forced(
         group = [texts[i] for i in numbers]
         tokens = pad_sequence([torch.tensor(list(ids)) for ids, _ in group], batch_first=True).to(target.device)
         p, states = _logits(target, tokens, group, {layer for head in heads.values() for layer in head.captured_layers})
-        first = max(0, min(start for _, start in group) - depth)  # position whose block reaches a response
         for length in (depth, *shorter):
             q = {}  # by draft, depth and text
             for name, draft in drafts.items():
-                if length != depth and not (isinstance(draft, BlockHead) and draft.drafts > length):
-                    continue
-                if not isinstance(draft, DraftHead):
+                if isinstance(draft, DraftHead):
+                    if length == depth or (isinstance(draft, BlockHead) and draft.drafts > length):
+                        q[name] = _head_logits(draft, target, shared[name], tokens, states, group, length)
+                elif length == depth:
                     q[name] = [_logits(draft, tokens, group)[0]]
-                    continue
-                features = torch.cat([states[layer] for layer in draft.captured_layers], -1)
-                project: Callable[[Tensor], Tensor] = lambda rows: rows  # noqa: E731
-                skipped = 0
-                if isinstance(draft, BlockHead):
-                    skipped = first
-                    by_depth = enumerate(draft.teacher_forced(target, tokens, features, length, first), 1)
-                else:  # the first drafted token is the second that a feature head reads
-                    assert isinstance(draft, FeatureHead | MtpHead)
-                    embeds = (draft.embed_tokens or target.get_input_embeddings())(tokens[:, 1:])
-                    by_depth = enumerate(draft.unroll(embeds, features[:, :-1], depth), 2)
-                    project = partial(draft.logits, target_head=shared[name])
-                q[name] = []
-                for back, rows in by_depth:
-                    back += skipped
-                    spans = [slice(max(0, start - back), max(0, len(ids) - back)) for ids, start in group]
-                    logits = [project(row[span]) for row, span in zip(rows, spans)]
-                    q[name].append([rows_of(draft, part, vocab, text) for part, text in zip(logits, group)])
             for i, number in enumerate(numbers):
                 by_draft = {name: [rows[i] for rows in depths] for name, depths in q.items()}
                 yield TeacherForcedLogits(number, p[i], by_draft, length)
+
+
+def _head_logits(
+    head: DraftHead, target: PreTrainedModel, shared: Any, tokens: Tensor, states: Sequence[Tensor],
+    group: Sequence[ForcedText], depth: int,
+) -> list[list[Tensor]]:  # fmt: skip
+    """The logits of `depth` drafted tokens at the response positions of texts, by depth and text: see `rows_of`.
+
+    `shared` is the target's output head where the head drafts with it, `states` are the target's, by layer.
+    """
+    features = torch.cat([states[layer] for layer in head.captured_layers], -1)
+    project: Callable[[Tensor], Tensor] = lambda rows: rows  # noqa: E731
+    if isinstance(head, BlockHead):
+        first = max(0, min(start for _, start in group) - depth)  # the first block that reaches a response
+        by_depth = enumerate(head.teacher_forced(target, tokens, features, depth, first), first + 1)
+    else:  # the first drafted token is the second that a feature head reads
+        assert isinstance(head, FeatureHead | MtpHead)
+        embeds = (head.embed_tokens or target.get_input_embeddings())(tokens[:, 1:])
+        by_depth = enumerate(head.unroll(embeds, features[:, :-1], depth), 2)
+        project = partial(head.logits, target_head=shared)
+    found, vocab = list[list[Tensor]](), len(target.get_output_embeddings().weight)
+    for back, rows in by_depth:
+        spans = [slice(max(0, start - back), max(0, len(ids) - back)) for ids, start in group]
+        found.append([rows_of(head, project(row[span]), vocab, text) for row, span, text in zip(rows, spans, group)])
+    return found
 
 
 def rows_of(head: DraftHead, logits: Tensor, vocab: int, text: ForcedText) -> Tensor:

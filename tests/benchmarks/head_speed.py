@@ -4,8 +4,8 @@ Both sides take steps on the same batches, with the same shapes, precision and o
 were computed before. Speculators computes whole logits of head and target at every step; draftsmith reads the target's
 likeliest tokens and computes the loss in chunks. Speculators packs a batch into one sequence.
 
-    pip install --no-deps speculators==0.9.0
-    python tests/benchmarks/head_speed.py --config configs/smollm2.yaml [--steps N] [--rounds N] [other settings]
+    pip install --no-deps speculators==0.9.0 hs-connectors loguru pydantic-settings
+    python tests/benchmarks/head_speed.py --config configs/smollm2-heads.yaml --student.kind eagle3 [--steps N --rounds N]
 
 The stages of the run before its drafts are made if they are missing.
 """
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor
+from training_speed import WARM, StepClock  # beside this file
 from transformers import LlamaConfig, Qwen3Config
 
 from decode.commands.cli import run_main
@@ -40,7 +41,6 @@ from distill.run import Run
 from distill.stages import open_draft, prepare, run_stages
 from distill.training.modules import DistillModule
 from distill.training.trainer import fit
-from tests.benchmarks.training_speed import WARM, StepClock
 
 KINDS = {"eagle3": "Eagle3DraftModel", "dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}
 """Speculators' classes by ``student.kind``."""
