@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -13,18 +14,19 @@ from enumeration import Experiment, joint_bias
 from families import build_architecture
 from greedy import GREEDY, PROMPTS, assert_decodes, generate
 from heads import make_block_head, plain_block, plain_scores, plain_visible
-from plain_logits import after
+from plain_logits import after, response_logits
 from torch import Tensor
 from transformers import AddedToken
 
 from decode.core.draft import Draft
 from decode.core.loop import Method, Text, decode, run
-from decode.core.sampling import LogitsWarper, argmax
+from decode.core.sampling import LogitsWarper, TorchRng, argmax
 from decode.core.stop import CostOptimal, Fixed, StopRule, own_estimate, token_probability
 from decode.drafters.base import DraftRequest
 from decode.drafters.model import BlockDrafter, Drafting
 from decode.drafters.trees import BlockTreeDrafter
 from decode.errors import UserError
+from decode.measure.acceptance import offline_alphas
 from decode.methods import MethodInputs, build
 from decode.models.check import open_runner
 from decode.models.fast.forward import fast_runner
@@ -195,6 +197,55 @@ def test_greedy_text_is_that_of_generate(family: str, version: str, shape: dict[
     assert [text.ids for text in texts] == wanted
 
 
+WINDOWED = {"window": 5, "is_causal": None, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize(
+    ("version", "shape"),
+    [
+        ("dspark", {}),
+        ("dflash2", WINDOWED),
+        ("dflash2", {"draft_vocab": 24}),
+        ("lilicorr", {}),
+        ("lilicorr", WINDOWED | {"draft_vocab": 24}),
+    ],
+)
+def test_every_round_drafts_each_slot_given_the_token_before(
+    version: str, shape: Any, sample: bool, double, monkeypatch
+) -> None:
+    """Greedily or drawn from q, which a selector sets to 0 outside its candidates; a window's rows stay in the cache."""
+    target = double("llama")
+    module, warp, ids = make_block_head(target, version, **shape), LogitsWarper(0.8), list(PROMPTS[0])
+    head, runner = BlockRunner(module, target), open_runner(target)
+    method = build(
+        "block", MethodInputs(runner, warp, head, options=MethodOptions(draft_length=3, sample_block=sample))
+    )
+    text, kept = Text(runner, method, warp, ids, max_new_tokens=24, rng=TorchRng(0)), module.draft_ids()
+    propose, proposed = method.drafter.propose, list[Draft]()
+
+    def noted(requests: Any) -> list[Draft]:
+        made = propose(requests)
+        proposed.append(copy(made[0]))  # rounds do not keep q
+        return made
+
+    monkeypatch.setattr(method.drafter, "propose", noted)
+    for _ in run(runner, method, [text]):
+        draft = proposed[-1]
+        rows = plain_scores(module, target, ids, draft.ids[:-1], draft.depth) if draft.ids else ()
+        for slot, (token, row) in enumerate(zip(draft.ids, rows, strict=True)):
+            row = row[None]
+            if kept is not None:
+                row = row.new_full((1, len(target.lm_head.weight)), -torch.inf).index_copy(1, kept, row)
+            if sample:
+                torch.testing.assert_close(draft.probs[slot], warp(row)[0], rtol=1e-4, atol=1e-6)
+                assert not module.candidates or int(draft.probs[slot].count_nonzero()) <= module.candidates
+            else:
+                assert (token, draft.probs) == (int(argmax(row)), None)
+        ids = list(text.ids)
+    assert len(ids) > 24
+
+
 class SaysBase(BlockDrafter):
     """Draws from the selector's q, and says that it drew from the logits without it."""
 
@@ -232,6 +283,29 @@ def test_a_selector_that_tells_another_q_than_it_drew_from_is_caught(double) -> 
     for drafter, exact in ((BlockDrafter, True), (SaysBase, False), (SeesItsToken, False)):
         bias = there.bias(Method("", drafter(head, runner, warp, sample=True), StopRule(2)))
         assert (bias < 1e-12) if exact else (bias > 1e-3), (drafter.__name__, bias)
+
+
+@pytest.mark.parametrize(("version", "block"), [("dflash", 5), ("dspark", 4), ("dflash2", 5), ("lilicorr", 5)])
+def test_offline_acceptance_of_every_slot_is_that_of_its_own_distribution(version: str, block: int, double) -> None:
+    """In blocks of every length, whose slots see each other."""
+    target = double("llama", vocab_size=SMALL)
+    head, ids, start = make_block_head(target, version, block=block), [*PROMPT, 5, 6, 2, 7], len(PROMPT)
+    (found,) = offline_alphas(target, {"": head}, [(ids, start)], LogitsWarper(1.0), depth=3).values()
+    p = response_logits(target, ids, start).softmax(-1)
+    lengths = {head.drafts: found} | found[0].shorter
+    assert sorted(lengths) == list(range(1, head.drafts + 1))
+    for (count, by_depth), row in product(lengths.items(), range(4)):
+        for i, alpha in enumerate(by_depth):
+            anchor = start + row - i - 1
+            if anchor < 0:
+                assert alpha.texts[0][row] == 0
+                continue
+            try:
+                rows = plain_scores(head, target, ids[: anchor + 1], ids[anchor + 1 : anchor + 1 + i], count)
+            except ValueError:  # no draft of a lattice holds the token before
+                continue
+            q = rows[i].softmax(-1)
+            assert alpha.texts[0][row] == pytest.approx(torch.minimum(p[row], q).sum().item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("version", ["dflash", "dspark", "dflash2", "lilicorr"])
