@@ -9,14 +9,14 @@ from fractions import Fraction
 
 import pytest
 import torch
-from enumeration import ScriptedRunner, random_table
+from enumeration import Experiment, ScriptedRunner, enumerate_runs, random_table
 from scripted import RandomTree
 from torch import Tensor
 
 from decode.core.draft import Draft
 from decode.core.loop import Method, decode
 from decode.core.round import Round, metrics
-from decode.core.sampling import LogitsWarper, TorchRng
+from decode.core.sampling import LogitsWarper, Rng, TorchRng
 from decode.core.stop import StopRule
 from decode.core.verify import (
     AcceptanceRule,
@@ -190,6 +190,51 @@ def test_adasd_records_the_accepted_distances_and_the_first_rejected_one() -> No
     rule.start()
     observe([0, 1, 2])
     assert rule.sequences == [2, 1]
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("copied", [False, True])
+def test_the_loop_reports_what_a_rule_spends(name: str, copied: bool) -> None:
+    """The expected `tv_spent` of the first position is its true total variation, over every run of the loop."""
+    loose = {"adasd": JensenShannon(threshold=0.9), "fuzzy": Fuzzy(0.6), "typical": Typical(epsilon=0.05)}
+    rule = loose.get(name, RULES[name][0])
+    target = ScriptedRunner(random_table(1, 4, zeros=0), 4)
+    draft = ScriptedRunner(random_table(2, 4), 4)
+    warp = LogitsWarper(temperature=0.8)
+    experiment = Experiment(target, warp, [0, 1, 2], 2)
+    likely = experiment.next_distribution([0, 1, 2]).argsort(descending=True).tolist()
+    drafter = _Copy(likely[0]) if copied else ModelDrafter(draft, warp, 4)
+    system = Method(name, drafter, StopRule(1), rule)
+
+    def run(rng: Rng) -> tuple[int, ...]:
+        token = experiment.run(system, rng)[0]
+        spent = experiment.traces[-1][0].spent
+        return token, round(torch.as_tensor(spent).mean().item() * 1e15) if spent is not None else 0
+
+    distribution = enumerate_runs(run)
+    first = [sum(w for (t, _), w in distribution.items() if t == x) for x in range(4)]
+    variation = sum(abs(a - b) for a, b in zip(first, experiment.next_distribution([0, 1, 2]).tolist())) / 2
+    assert sum(w * spent for (_, spent), w in distribution.items()) / 1e15 == pytest.approx(variation, abs=1e-12)
+    assert (variation > 1e-3) == (not rule.exact)
+
+
+class _Copy(RandomTree):
+    def draft(self, request):  # type: ignore[no-untyped-def]
+        return Draft.tree([self.vocab], [-1]) if request.max_depth else Draft.empty()
+
+
+def test_adasd_is_the_exact_rule_until_it_has_seen_both_outcomes() -> None:
+    rule = JensenShannon()
+    p = torch.rand(6, 5, dtype=torch.float64).softmax(-1)
+    q = torch.rand(6, 5, dtype=torch.float64).softmax(-1)
+    x = torch.arange(6) % 5
+    assert rule.is_exact_now
+    distance = rule.distance(p, q, (p.log(), q.log()))
+    assert torch.equal(rule.accept_prob(p, q, x, distance), Exact().accept_prob(p, q, x, distance))
+    rule.rejected = [1.2, 2.0]
+    assert rule.is_exact_now
+    rule.accepted = [0.1, 1.0]
+    assert not rule.is_exact_now
 
 
 @pytest.mark.parametrize("theta", [None, 0.9])

@@ -13,10 +13,12 @@ from greedy import generate
 
 from decode.core.loop import decode
 from decode.core.sampling import LogitsWarper
+from decode.core.stop import DraftedToken
 from decode.drafters.probe import (
     KINDS,
     AcceptanceProbe,
     advised,
+    confidence_features,
     load_probe,
     same_weights,
     save_probes,
@@ -58,6 +60,18 @@ def test_probes_come_back_from_their_folder_as_they_were(tiny, folder: Path) -> 
         assert loaded.metrics == {"auroc": 0.9}
     assert not list(folder.glob(".tmp*"))
     assert advised(folder, "adaspeed-probe", greedy=True)["exit_layer"] == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_step_gets_the_probability_that_a_batch_gets(tiny, kind: str) -> None:
+    probe = probe_for(model_of(tiny), 1, kind)
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        hidden, scores = torch.randn(32, generator=generator), 9 * torch.randn(20, generator=generator)
+        scores[:3] = -torch.inf
+        x = torch.tensor(5 + seed)
+        expected = probe.logit(hidden[None], confidence_features(scores[None], x.view(1))).sigmoid().item()
+        assert probe(DraftedToken(scores.softmax(-1), x, scores, hidden)) == pytest.approx(expected, rel=1e-4)
 
 
 def test_probes_of_another_model_layer_or_nothing_are_refused(tiny, folder: Path, tmp_path: Path) -> None:

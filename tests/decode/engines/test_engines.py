@@ -28,6 +28,7 @@ from vllm_cpu import plugin
 
 from decode.__main__ import main
 from decode.engines.server import VLLM_PYTHON, Engine, Server, free_port, opened, running
+from decode.errors import UserError
 from decode.models.heads.block import Slots
 from decode.models.heads.block_parts import convolved, top_log_probs
 from decode.models.heads.block_runner import Block, BlockRunner
@@ -118,6 +119,14 @@ def test_the_cards_vllm_line_runs_as_it_stands_and_its_metrics_are_read(llama: P
 
 
 @needs_llama
+def test_llama_server_shows_why_it_does_not_load(tmp_path: Path) -> None:
+    (tmp_path / "wrong.gguf").write_bytes(b"GGUF" + bytes(64))
+    engine = Engine("llama.cpp", str(tmp_path / "wrong.gguf"))
+    with pytest.raises(UserError, match="ended with status"), opened(engine, None):
+        pass
+
+
+@needs_llama
 def test_llama_server_stops_at_the_targets_stop_ids(llama: Path) -> None:
     engine = Engine("llama.cpp", str(gguf(llama, "target")), str(gguf(llama, "draft")), threads=1, seconds=600)
     tokenizer = AutoTokenizer.from_pretrained(llama / "target")
@@ -130,6 +139,30 @@ def test_llama_server_stops_at_the_targets_stop_ids(llama: Path) -> None:
         text = server.write([40, 9, 17], temperature=0.0, seed=0, max_new_tokens=16, stop_ids=[stop])
     assert text.ids == full.ids[: full.ids.index(stop) + 1]
     assert 0 < text.drafts.rounds < full.drafts.rounds
+
+
+# -- planted faults ----------------------------------------------------------------------------------------------------
+
+
+def permuted(folder: Path) -> None:
+    """Rows of the embedding in another order than measured."""
+    state, name = load_file(folder / "model.safetensors"), "model.embed_tokens.weight"
+    order = torch.randperm(280, generator=torch.Generator().manual_seed(0))
+    changed = state | {name: state[name][order].contiguous()}
+    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@needs_llama
+def test_a_planted_fault_is_named(tmp_path: Path) -> None:
+    folder = save_exports(tmp_path, "llama", steps=80)
+    before = serve_check(folder, "llama.cpp", "draft")["rows"][0]["served_length"]
+    for file in folder.glob("*.gguf"):
+        file.unlink()
+    permuted(folder / "draft")
+    found = serve_check(folder, "llama.cpp", "draft")
+    assert "other weights than measured" in [cause["name"] for cause in found["causes"]]
+    assert found["rows"][0]["served_length"] < before - 0.1
+    assert found["rows"][0]["identical_share"] == 1  # whatever is drafted
 
 
 # -- kinds that no CPU build runs --------------------------------------------------------------------------------------
