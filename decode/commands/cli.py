@@ -76,6 +76,7 @@ def parse(
         raise SystemExit(0)
     for word in argv:
         if word.startswith("--") and word.endswith(".help"):  # of a section
+            sys.argv[0] = f"{prog} {word}"  # which jsonargparse names
             parser.parse_args(["--" + word[2:].replace("-", "_")])
     paths, known = config_paths(argv), known_keys(kind)
     given = _read_options(known, argv, prog)

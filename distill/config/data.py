@@ -9,6 +9,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from decode.errors import UserError
 from decode.incoming import text_lines
+from decode.measure.suites import PRESETS
 from decode.options import check_numbers
 from distill.config.base import Split, Values, refuse
 
@@ -104,10 +105,13 @@ class DataSettings:
             if path is not None and not Path(path).is_file():
                 raise UserError(f"data.{key}: there is no file {path!r}; check the path (relative to {Path.cwd()})")
         endless = self.from_target or (self.source == "arithmetic" and "train" not in self.files)
+        preset = PRESETS.get(self.source)
+        untrained = preset is not None and "train" not in preset.splits and "train" not in self.files
         unpaired = (self.prompt_template is None) != (self.response_template is None)
         target = "and data.source is target"
         refuse(
             self,
+            (untrained, "source", "and has no training rows on the Hub: give some with data.files.train"),
             (endless and not self.limits["train"], "train_examples", f"and {self.source} has no end: give a number"),
             (unpaired, "prompt_template", "and goes with data.response_template: give both or neither"),
             (self.from_target and self.chat is False, "chat", f"{target}, whose prompts are chats: set it to auto"),

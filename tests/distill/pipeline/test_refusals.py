@@ -68,6 +68,7 @@ Usage = namedtuple("Usage", "total used free")
         ({"data__source": "target", "teacher__responses__source": "target"}, r"set target.kind to as_is"),
         ({"data__source": "spec_bench"}, r"data.files.train"),
         ({"data__prompt_template": "{question}"}, r"give both or neither"),
+        ({"data__source": "humaneval"}, r"no training rows on the Hub: give some with data.files.train"),
         ({"data__chat_template": "none.jinja"}, r"expected a Jinja template .* or a file"),
         ({"teacher__engine__urls": ["http://x/v1"]}, r"asked for nothing: set teacher.responses.source to target"),
     ],
