@@ -66,7 +66,7 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
             f"ablation.kinds is {kinds}, expected different kinds for a finished target (target.kind as_is; it is "
             f"{settings.target.kind})"
         )
-    variants = {draft.name: draft for draft in settings.drafts}
+    variants = {d.name: d if d.selects else replace(d, reference=None) for d in settings.drafts}
     references = [name for name in variants if any(d.selects and d.reference == name for d in settings.drafts)]
     drafts = [replace(v, name=f"{name}-seed{seed}", seed=seed) for seed in seeds for name, v in variants.items()]
     full = replace(settings, drafts=[*(variants[name] for name in references), *drafts], export=ExportSettings())
@@ -82,7 +82,7 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
                 source, copied = next(iter(runs.values())).work / part, run.work / part
                 if source.is_dir() and not copied.exists():
                     shutil.copytree(source, copied)
-            run.settings = prepare_settings(run.settings, console)
+            prepare_settings(run)
             run_stages(run, ("target", "initial", *references))
             target = run.load_target("float32" if run.device.type == "cpu" else None)
             if not texts:

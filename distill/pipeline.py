@@ -46,7 +46,7 @@ def run_pipeline(settings: Settings, console: Console | None = None) -> Run:
     check_export_path(run.export, settings.student.version)
     check_gguf(settings.export, settings.student.version)
     with alone_in(run):
-        run.settings = prepare_settings(settings, run.console)
+        prepare_settings(run)
         if first:
             run.logger = make_logger(settings.tracker, run.folder, settings.name, asdict(run.settings))
         try:
@@ -72,15 +72,15 @@ ROOM = 0.9
 """Part of the free disk that signals chosen by ``auto`` may take."""
 
 
-def prepare_settings(settings: Settings, console: Console | None = None) -> Settings:
-    """Return a copy without any ``auto`` that depends on the machine: number formats, and the kind of signal.
+def prepare_settings(run: Run) -> None:
+    """Give a run settings without any ``auto`` that depends on the machine: number formats, and the kind of signal.
 
     They are the first process's. Where the kind of signal has to be chosen, the data are read.
     """
-    prepared = with_formats(settings)
-    if prepared.teacher.signal == "auto":
-        prepared.teacher.signal = _choose_signal(Run(prepared, console))
-    return ranks.exchange(prepared)[0]
+    run.settings = with_formats(run.settings)
+    if run.settings.teacher.signal == "auto":
+        run.settings.teacher.signal = _choose_signal(run)
+    run.settings = ranks.exchange(run.settings)[0]
 
 
 def with_formats(settings: Settings) -> Settings:
@@ -100,8 +100,8 @@ def _choose_signal(run: Run) -> Signal:
     settings, note = run.settings, run.work / "signal.json"
     teacher, target, student = settings.teacher, settings.target, settings.student
     model = files_state([target.model]) or [target.model, asdict(target.architecture)]
-    head = [student.kind, asdict(student.block)]
-    key = fingerprint(data_key(settings), teacher.examples, teacher.responses.key(), teacher.signal_k, model, head)
+    sizes_of = [student.kind, asdict(student.block), target.dtype, settings.trainer.validation_examples]
+    key = fingerprint(data_key(settings), teacher.examples, teacher.responses.key(), teacher.signal_k, model, sizes_of)
     known = read_json(note)
     if known.get("made_from") != key:
         needed, room = signal_sizes(run), ROOM * free_bytes(run.work)

@@ -294,7 +294,10 @@ class Run:
     @cached_property
     def states(self) -> StateFiles:
         """The target's states out of the engine, after a check on a few texts by the process that started it."""
-        files = StateFiles(self.engine, self.engine_layers, self.work / "states")
+        folder = self.work / "states" / fingerprint(files_state([str(self.served_folder)]))
+        for other in (path for path in folder.parent.glob("*") if path != folder and ranks.is_first()):
+            remove(other)  # of another target
+        files = StateFiles(self.engine, self.engine_layers, folder)
         self._opened.callback(files.close)
         if self.engine.log is not None or (self.settings.teacher.engine.urls and ranks.is_first()):
             self.check_states(files)
@@ -405,11 +408,10 @@ def stage_fingerprints(settings: Settings) -> dict[str, str]:
 def data_key(settings: Settings) -> Values:
     """Return what the training examples come from: settings, seed, and the files."""
     data = settings.data.key()
-    del data["test_examples"]  # no stage sees a test example, but without a file they are split off the others
-    files = dict(data["files"])
-    data["files"] = files | {"test": files.get("test") is not None}
-    paths = [files.get("train"), files.get("validation"), data["tokenizer"]]
-    paths += chain(*local_files(data["source"]).values())
+    files, local = dict(data["files"]), [*chain(*local_files(data["source"]).values())]
+    if "train" in files or local or data["source"] == "arithmetic":
+        del data["test_examples"]  # their number decides no other example, as it does where the rest is dealt out after
+    paths = [*files.values(), data["tokenizer"], *local]  # no stage sees a test row, so that another file drops others
     if settings.data.from_target:  # the target's files are in its own fingerprint
         paths = [settings.data.prompts.file, settings.data.tokenizer]
     else:
@@ -420,9 +422,8 @@ def data_key(settings: Settings) -> Values:
 def measurement_fingerprint(settings: Settings) -> str:
     """Return the fingerprint of everything that evaluation, export and report depend on."""
     stages, values = list(stage_fingerprints(settings).values()), asdict(settings)
-    test = settings.data.test_examples, files_state([settings.data.files.get("test")])
     machine = settings.trainer.accelerator, settings.threads
-    return fingerprint(VERSION, stages, test, values["evaluation"], values["export"], machine)
+    return fingerprint(VERSION, stages, settings.data.test_examples, values["evaluation"], values["export"], machine)
 
 
 def _model_key(settings: ModelSettings) -> Values:

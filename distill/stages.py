@@ -364,7 +364,8 @@ def distil(run: Run, settings: DraftSettings, key: str) -> StageResult:
             writer, data.train, schedule, steps, full.teacher.responses, settings.on_policy, seed,
             full.data.max_length, stop_ids(parts, run.tokenizer), data.add_columns,
         )  # fmt: skip
-    batches = TrainingBatches(data.train, schedule, steps, texts, full.data.loader_workers, data.expect)
+    most = draft.anchors if isinstance(draft, BlockDraft) else None
+    batches = TrainingBatches(data.train, schedule, steps, texts, full.data.loader_workers, data.expect, most)
     record.seconds = time.monotonic() - started
     _fit(run, settings.name, record, module, batches, data.validation, full.trainer)
     steps = int(record.history[-1]["step"])  # a callback may have ended the training early
@@ -383,8 +384,9 @@ def distil(run: Run, settings: DraftSettings, key: str) -> StageResult:
 
 def calibrate(run: Run, draft: BlockDraft, signal: Signal, examples: Examples) -> None:
     """Set a block head's temperatures: one for each position and decoding mode."""
-    head = draft.model
-    odds, greedy, sampled, counts = block.block_outcomes(draft, signal, examples, next(head.parameters()).device)
+    device = signal.head.linear.weight.device
+    head = draft.model.to(device)  # Lightning has put it back on the CPU
+    odds, greedy, sampled, counts = block.block_outcomes(draft, signal, examples, device)
     for field, accepted in (("temperatures", greedy), ("sampled_temperatures", sampled)):
         values = block.temperatures(odds, accepted, counts)
         setattr(head, field, values)

@@ -39,7 +39,10 @@ def run_probes(settings: ProbesSettings, console: Console | None = None) -> Fiel
     added: Fields = {}
     try:
         with alone_in(run):
-            run.settings = prepare_settings(settings, run.console) if blocks else with_formats(settings)
+            if blocks:
+                prepare_settings(run)
+            else:
+                run.settings = with_formats(settings)
             if first:
                 run.logger = make_logger(settings.tracker, run.folder, settings.name, asdict(settings))
             try:

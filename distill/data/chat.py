@@ -179,9 +179,10 @@ def text_blocks(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length
 
     for text in texts:
         held += [*start, *plain_ids(tokenizer, [text])[0], end]
-        while len(held) >= length:
-            yield block(held[:length])
-            held = held[length:]
+        whole = len(held) - len(held) % length
+        for first in range(0, whole, length):
+            yield block(held[first : first + length])
+        held = held[whole:]
     if len(held) > length // 2:
         yield block(held)
 

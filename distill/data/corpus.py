@@ -64,7 +64,7 @@ class Corpus:
     train: Dataset
     validation: Dataset
     test: Dataset
-    fingerprint: str  # hash of the settings, the tokenizer and every token id and label
+    fingerprint: str  # hash of the settings, the tokenizer and every token id and label but those of the test
     answered: bool  # whether the examples have responses; if not, the target has to answer them
     chat: bool  # whether prompts are written by the chat template
     notes: list[str]  # what was left out and why
@@ -165,9 +165,8 @@ def _make(
         check_template(tokenizer, settings.system)
         if rows.kind == "pairs":
             rows.notes.append("pairs are put into the tokenizer's chat template; data.chat false leaves them plain")
-    digest = hashlib.sha256(
-        json.dumps([settings.key(), _identity(tokenizer), *form(tokenizer).ends], sort_keys=True).encode()
-    )
+    learned = settings.key() | {"test_examples": None}  # of which the answers and signals are kept
+    digest = hashlib.sha256(json.dumps([learned, _identity(tokenizer), *form(tokenizer).ends], sort_keys=True).encode())
     highest = 0
     for split, wanted in settings.limits.items():
         limit = wanted or sys.maxsize
@@ -195,7 +194,7 @@ def _make(
                 "data.max_length, set data.overlong to cut, or give more data"
             )
         examples = Examples.of(made)
-        for values in (examples.ids, examples.labels, examples.offsets):
+        for values in (examples.ids, examples.labels, examples.offsets) if split != "test" else ():
             digest.update(values.tobytes())
         highest = max(highest, int(examples.ids.max()))
         made.select_columns(list(COLUMNS)).save_to_disk(str(folder / split))

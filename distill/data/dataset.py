@@ -198,6 +198,7 @@ class TrainingBatches(TorchDataset[Batch]):
     texts: Any = None
     workers: int = 0  # processes that make batches ahead
     expect: Expect | None = None
+    most: int | None = None  # label tokens of a text that count at most: blocks begin at so many
     rank: int = 0  # whose batches these are, of ``world`` ranks
     world: int = 1
     micros: int = 1  # batches of a rank in a step, between which gradients are summed up
@@ -210,6 +211,7 @@ class TrainingBatches(TorchDataset[Batch]):
         picks: Picks = [(self.examples, int(example)) for example in self.schedule.batch(step)]
         picks = picks if self.texts is None else self.texts(step, picks)
         labels = [examples.labels_of(example) for examples, example in picks]
+        labels = labels if self.most is None else [min(count, self.most) for count in labels]
         rows, parts = self.share(micro), self.world * self.micros
         weight = parts * sum(labels[rows]) / max(1, sum(labels))
         batch = collate(picks[rows])

@@ -72,19 +72,22 @@ class BlockDraft:
         """The rows of the batch's blocks: see `LanguageModelDraft.rows`."""
         generator, measured = None if seed is None else torch.Generator().manual_seed(seed), not self.model.training
         blocks = anchors_of(label_mask(batch["labels"]), self.anchors, generator)
-        return self.blocks_at(batch, signal, *blocks, selected=measured and seed is None)
+        return self.blocks_at(batch, signal, signal.rows(batch), *blocks, selected=measured and seed is None)
 
     def every_row(self, batch: Batch, signal: Signal) -> Iterator[Rows]:
         """The rows of blocks at every label token, in parts whose attention masks stay small."""
         anchors, chosen = anchors_of(label_mask(batch["labels"]), None, None)
-        texts, time = batch["input_ids"].shape
+        read, (texts, time) = signal.rows(batch), batch["input_ids"].shape
         slots, blocks = self.model.block, 1
         while texts * 2 * blocks * slots * (time + 2 * blocks * slots) <= CELLS:
             blocks *= 2
         for some, real in zip(anchors.split(blocks, 1), chosen.split(blocks, 1)):
-            yield self.blocks_at(batch, signal, some, real)
+            yield self.blocks_at(batch, signal, read, some, real)
 
-    def blocks_at(self, batch: Batch, signal: Signal, anchors: Tensor, real: Tensor, *, selected: bool = False) -> Rows:
+    def blocks_at(
+        self, batch: Batch, signal: Signal, read: tuple[TargetRows, Tensor], anchors: Tensor, real: Tensor, *,
+        selected: bool = False,
+    ) -> Rows:  # fmt: skip
         """The rows of blocks at these positions.
 
         A block ends before the first token that is no label. The last token that was drafted is the text's own.
@@ -92,12 +95,13 @@ class BlockDraft:
         Args:
             batch: Of `Examples`.
             signal: The target.
+            read: What it says of the batch.
             anchors: Positions whose next token is a label, ``[batch, blocks]``.
             real: Which of them count, ``[batch, blocks]``; the others fill up.
             selected: The rows are what a selector makes of them.
         """
         head, mask, ids = self.model, label_mask(batch["labels"]), batch["input_ids"]
-        (target, features), time, drafts = signal.rows(batch), mask.shape[1], head.drafts
+        (target, features), time, drafts = read, mask.shape[1], head.drafts
         after = anchors[..., None] + torch.arange(drafts, device=ids.device)  # the position that each token follows
         inside = (after < time) & real[..., None]
         place = torch.arange(len(ids), device=ids.device)[:, None, None], after.clamp_max(time - 1)

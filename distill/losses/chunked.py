@@ -218,18 +218,21 @@ def _chunk(
     return measures, slopes if slope is None else slopes * slope
 
 
+KERNELS = 256  # most that are compiled: one for each divergence, with and without metrics and gradient, and of one row
 _kernels: list[Callable[..., Chunk]] = []  # the compiled `_chunk`, once it is needed
 
 
 def _compiled(*chunk: Any) -> Chunk:
     """Returns what `_chunk` returns, by compiled kernels, or after a warning without them where that fails."""
-    from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo import config
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     if not _kernels:
         _kernels.append(torch.compile(_chunk, dynamic=True, fullgraph=True))
     try:
-        return _kernels[0](*chunk)
-    except (TorchDynamoException, ImportError) as error:
+        with config.patch(recompile_limit=KERNELS):
+            return _kernels[0](*chunk)
+    except (TorchDynamoException, FailOnRecompileLimitHit, ImportError) as error:
         _kernels[0] = _chunk
         why = " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
         warnings.warn(f"the distillation loss is not compiled ({why}), so it takes more time and memory", stacklevel=2)

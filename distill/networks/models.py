@@ -352,7 +352,7 @@ def make_optimizer(model: nn.Module, settings: TrainingSettings, *, precision: s
     undecayed = {id(table) for table in tables}
     groups: dict[float, list[nn.Parameter]] = {settings.weight_decay: [], 0.0: []}
     for weight in filter(lambda weight: weight.requires_grad, model.parameters()):
-        groups[settings.weight_decay if weight.ndim == 2 and id(weight) not in undecayed else 0.0].append(weight)
+        groups[settings.weight_decay if weight.ndim > 1 and id(weight) not in undecayed else 0.0].append(weight)
     given = [{"params": weights, "weight_decay": decay} for decay, weights in groups.items() if weights]
     if settings.optimizer == "adamw":
         fused = None if precision in AUTOCAST else True

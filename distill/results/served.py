@@ -37,7 +37,8 @@ def measure_served(run: Run) -> None:
     files = files_of(run.target, trust_remote_code=settings.target.trust_remote_code)
     ends = stop_ids(files, run.tokenizer)
     method = VLLM_METHODS[settings.student.version] if settings.student.is_head else "draft_model"
-    lengths = [k for k in how.draft_lengths if k <= settings.student.steps or not settings.student.is_block]
+    most = settings.student.steps if settings.student.is_block else max(how.draft_lengths)
+    lengths = sorted({min(k, most) for k in how.draft_lengths})
     room = max(map(len, prompts)) + how.max_new_tokens + max(lengths) + 1
     engine = server.Engine(
         "vllm", str(run.served_folder), str(run.export), method, room, settings.target.dtype, threads=settings.threads,

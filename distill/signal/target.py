@@ -131,7 +131,9 @@ class Signal:
             return (copy.deepcopy(part) if elsewhere else part).to(device)
 
         self.head, self.embedding = moved(self.head), moved(self.embedding)
-        self.ids = None if self.ids is None else self.ids.to(device)
+        if self.ids is not None:
+            self.ids = self.ids.to(device)
+            self.all_ids = self.all_ids if self.stays else moved(self.all_ids)
         if self.model is not None and not self.stays:
             self.model.to(device)
 

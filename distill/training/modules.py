@@ -95,7 +95,8 @@ class TrainingModule(L.LightningModule):
     @property
     def logs_this_step(self) -> bool:
         """Whether Lightning's loggers take this step's values; only then are further values computed and read."""
-        return (self.global_step + 1) % self.trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
+        every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        return every > 0 and (self.global_step + 1) % every == 0
 
     def log_step(self, loss: Tensor, values: dict[str, Tensor]) -> None:
         """Logs a step's values if it is to be logged, and notes whether the loss is finite: see `check_finite`."""

@@ -169,7 +169,8 @@ def fit(
 def _take_best(module: TrainingModule, trainer: L.Trainer, plain: torch.nn.Module, work: Path) -> None:
     """Put the weights of the best validation after step 0 into the model `plain`, which becomes the module's."""
     key, better = module.monitor.removeprefix("validation_"), max if module.mode == "max" else min
-    best = better((at for at in module.history if at["step"]), key=lambda at: at[key])
+    steps = (at for at in module.history if at["step"])
+    best = better(steps, key=lambda at: float(torch.tensor(at[key])))  # in float32, as Lightning's checkpoint compares
     if best["step"] == trainer.global_step:
         weights = trainer.strategy.lightning_module_state_dict()
     else:

@@ -57,6 +57,14 @@ def test_a_later_process_reads_the_same_or_is_refused(tmp_path, monkeypatch) -> 
         load_corpus(settings, seed=1, folder=folder)
 
 
+def test_answers_are_kept_when_only_the_test_examples_change(tmp_path) -> None:
+    """They are known by the corpus's fingerprint."""
+    settings = written(tmp_path)
+    sizes = ({"test_examples": 2}, {"test_examples": 3}, {"test_examples": 2, "max_length": 60})
+    keys = [load_corpus(replace(settings, **size), seed=0, folder=None).fingerprint for size in sizes]
+    assert keys[0] == keys[1] != keys[2]
+
+
 @pytest.mark.parametrize("change", ["seed", "max_length", "rows", "a file cut short", "loader_workers"])
 def test_a_corpus_made_from_something_else_or_cut_short_is_made_again(tmp_path, change: str) -> None:
     settings, folder = written(tmp_path), tmp_path / "corpus"
@@ -142,6 +150,15 @@ def test_buckets_put_examples_of_like_length_together() -> None:
         return sum(int(batch.max() * len(batch) - batch.sum()) for batch in batches)
 
     assert padding(20) < padding(1) / 4
+
+
+def test_a_part_of_a_step_weighs_as_much_as_the_blocks_that_begin_in_it() -> None:
+    rows, schedule = examples(), Schedule(np.full(len(examples()), 9), 3, seed=0)
+    for step in range(4):
+        blocks = [min(2, rows.labels_of(example)) for example in schedule.batch(step)]
+        parts = [TrainingBatches(rows, schedule, 4, most=2, micros=2)[2 * step + micro] for micro in (0, 1)]
+        wanted = [2 * sum(blocks[micro::2]) / sum(blocks) for micro in (0, 1)]
+        assert [part["weight"] for part in parts] == pytest.approx(wanted)
 
 
 def test_processes_that_make_batches_ahead_make_the_same_from_any_step_on() -> None:

@@ -200,6 +200,8 @@ def test_every_row_in_parts_is_every_row_at_once(make, monkeypatch) -> None:
     """The reference's losses do not depend on how many blocks a mask of attention holds, and no mask is larger."""
     _, draft, signal = make("dspark")
     cells, attention, kept = [], functional.scaled_dot_product_attention, []
+    read, reads = signal.rows, []
+    monkeypatch.setattr(signal, "rows", lambda batch: reads.append(batch) or read(batch))
 
     def counted(*given: Any, attn_mask: Any = None, **options: Any) -> torch.Tensor:
         cells.extend([] if attn_mask is None else [attn_mask.numel()])
@@ -209,9 +211,11 @@ def test_every_row_in_parts_is_every_row_at_once(make, monkeypatch) -> None:
     for most in (1 << 26, 4 * 2 * 3 * (8 + 6) - 1):
         cells.clear()
         monkeypatch.setattr(block, "CELLS", most)
+        reads.clear()
         keep_reference(draft, signal, made := texts(), Divergence("kl_tv"), "64-true")
         kept.append(np.concatenate([made.columns["reference_loss"][i] for i in range(4)]))
     assert max(cells) <= most
+    assert len(reads) == 1  # of the target, however many parts there are
     assert len(cells) > 2
     assert np.allclose(*kept, rtol=1e-6)
     rows = draft.rows(everything(texts()), signal)

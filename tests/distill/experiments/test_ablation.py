@@ -21,6 +21,7 @@ def test_the_ablation_compares_seed_by_seed_and_goes_on_where_it_was(tmp_path) -
     tiny.drafts.append(DraftSettings(name="late-tv", divergence="tv"))
     tiny.evaluation.prompts, tiny.evaluation.max_new_tokens = 4, 6
     settings, drafts = AblateSettings(**vars(tiny)), []
+    tiny.drafts[2].reference, tiny.drafts[2].k = "distillspec", 1.0  # which selects nothing, and needs no reference
     settings.ablation.seeds = [3, 4]
     for finished in (2, 3 + 6):
         text = io.StringIO()

@@ -166,6 +166,20 @@ def test_a_loss_without_a_compiler_is_computed_all_the_same_after_a_warning(monk
     assert total.item() == pytest.approx(plain_loss(rows, Divergence())[0].item(), rel=1e-6)
 
 
+def test_an_ablation_may_need_more_kernels_than_pytorch_compiles_of_a_function(monkeypatch) -> None:
+    monkeypatch.setattr(
+        chunked, "_kernels", [torch.compile(chunked._chunk, dynamic=True, fullgraph=True, backend="eager")]
+    )
+    torch.compiler.reset()
+    rows = case("plain")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for name in ("forward_kl", "reverse_kl", "tv", "kl_tv", "jsd"):
+            for metrics in (True, False):
+                total, _ = chunked_loss(rows, Divergence(name), compiled=True, metrics=metrics)
+                assert total.item() == pytest.approx(plain_loss(rows, Divergence(name))[0].item(), rel=1e-6)
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "capped")) for kind in HEADS])
 def test_compiled_kernels_equal_the_plain_twin(kind: str, monkeypatch) -> None:

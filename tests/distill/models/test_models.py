@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import build_tiny, in_double
+from families import build_architecture, build_tiny, in_double
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -60,11 +60,11 @@ def test_an_adapter_is_merged_into_the_weights_that_it_was_trained_beside(family
 @pytest.mark.parametrize("optimizer", ["adamw", {"class_path": "torch.optim.RAdam", "init_args": {"eps": 1e-7}}])
 def test_matrices_inside_the_layers_and_a_feature_heads_output_head_are_decayed(optimizer) -> None:
     head = nn.ModuleDict({"lm_head": nn.Linear(4, 6, bias=False), "norm": nn.LayerNorm(4)})  # a feature head's
-    for model in (build_tiny("llama"), build_tiny("llama-tied"), head):
+    for model in (build_tiny("llama"), build_tiny("llama-tied"), build_architecture("Qwen3-MoE"), head):
         made = make_optimizer(model, TrainingSettings(steps=1, optimizer=optimizer, weight_decay=0.3, lr=0.02))
         names = {id(weight): name for name, weight in model.named_parameters()}
         groups = [({names[id(p)] for p in group["params"]}, group["weight_decay"]) for group in made.param_groups]
-        inside = {n for n, w in model.named_parameters() if w.ndim == 2 and ("layers" in n or model is head)}
+        inside = {n for n, w in model.named_parameters() if w.ndim > 1 and ("layers" in n or model is head)}
         assert [decayed for decayed, rate in groups if rate] == [inside]
         assert set().union(*(group for group, _ in groups)) == set(names.values())
         assert made.defaults["lr"] == 0.02

@@ -139,5 +139,5 @@ def test_the_recipe_for_ones_own_model_and_file_takes_every_kind_of_head(kind: s
     argv += ["--student.kind", kind, "--output-dir", str(tmp_path)]
     argv += ["--trainer.precision", "bf16-mixed", "--target.dtype", "bfloat16"]  # what auto is where it is fast
     settings = parse(Settings, argv, foreign={"bench"})
-    small = prepare_settings(shrink(settings, Console(quiet=True)))
-    assert run_stages(bench(small)[0]) == ["target", "initial", "kl-tv"]
+    prepare_settings(run := bench(shrink(settings, Console(quiet=True)))[0])
+    assert run_stages(run) == ["target", "initial", "kl-tv"]

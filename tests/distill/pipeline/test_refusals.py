@@ -110,7 +110,8 @@ def test_auto_is_bfloat16_where_that_is_fast(tmp_path, monkeypatch, can: bool) -
     for module in ("pipeline", "checks"):
         monkeypatch.setattr(f"distill.{module}.multiplies_bfloat16", lambda device: can)
     settings = altered(tiny_settings(tmp_path), trainer__precision="auto", target__dtype="auto")
-    prepared = prepare_settings(settings)
+    prepare_settings(run := Run(settings))
+    prepared = run.settings
     wanted = ("bf16-mixed", "bfloat16") if can else ("32-true", "float32")
     assert (prepared.trainer.precision, prepared.target.dtype) == wanted
     assert settings.target.dtype == "auto"  # the user's settings stay as they were given

@@ -29,6 +29,8 @@ AS_IS = {"target__kind": "as_is"}
         ({}, "1__training", {"lr": 1e-4}, ["adaspec"]),
         ({}, "trainer__devices", 2, ["adaspec"]),
         ({}, "data__test_examples", 3, []),
+        ({"data__source": "someone/rows"}, "data__test_examples", 3, STAGES),  # of the Hub, whose sample grows with it
+        (AS_IS | {"data__source": "target"}, "data__test_examples", 3, STAGES[1:]),  # whose prompts are dealt out
         ({}, "0__divergence", "tv", DISTILLED),
         ({}, "teacher__signal", "topk", DISTILLED),
         ({}, "teacher__signal_k", 3, []),  # of hidden states
@@ -83,11 +85,12 @@ def test_a_data_file_is_known_by_its_content(tmp_path, monkeypatch, large: bool)
     os.utime(paths["train"], (1, 1))
     assert (stage_fingerprints(settings) == before) is not large
     before = stage_fingerprints(settings)
-    paths["test"].write_text("{}")  # it is only measured on
-    assert stage_fingerprints(settings) == before
+    for split in ("test", "train"):  # training rows that are also test rows are dropped
+        paths[split].write_text("{}")
+        keys = stage_fingerprints(settings)
+        assert all(key != before[stage] for stage, key in keys.items())
+        before = keys
     assert measurement_fingerprint(settings) != measured
-    paths["train"].write_text("{}")
-    assert all(key != before[stage] for stage, key in stage_fingerprints(settings).items())
 
 
 def test_the_signal_that_the_disk_has_room_for_is_chosen(tmp_path, monkeypatch) -> None:
@@ -97,11 +100,15 @@ def test_the_signal_that_the_disk_has_room_for_is_chosen(tmp_path, monkeypatch) 
     for name, free in {"much": 10**9, "little": 10**5, "none": 0}.items():
         settings.name = name
         monkeypatch.setattr("shutil.disk_usage", lambda _, free=free: usage(free))
-        prepared = pipeline.prepare_settings(settings)
+        pipeline.prepare_settings(run := Run(settings))
+        prepared = run.settings
         kinds[name] = prepared.teacher.signal, stage_fingerprints(prepared)["distillspec"]
     assert [kind for kind, _ in kinds.values()] == ["hidden", "topk", "online"]
     assert len({key for _, key in kinds.values()}) == 3
     assert settings.teacher.signal == "auto"
     settings.name = "much"  # a rerun resolves alike, whatever room is left
-    assert pipeline.prepare_settings(settings).teacher.signal == "hidden"
-    assert read_json(Run(settings).work / "signal.json")["signal"] == "hidden"
+    pipeline.prepare_settings(run := Run(settings))
+    assert run.settings.teacher.signal == read_json(run.work / "signal.json")["signal"] == "hidden"
+    settings.target.dtype = "bfloat16"  # in which states take half the room
+    pipeline.prepare_settings(run := Run(settings))
+    assert run.settings.teacher.signal == "online"

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
+from decode.files import write_text
 from decode.models.heads.eagle import FeatureHead, head_config
 from distill.checks import check_engine
 from distill.config import Settings
@@ -35,7 +36,6 @@ from distill.engine import servers
 from distill.engine.check import Difference, check_samples, refuse_differences
 from distill.engine.servers import CONNECTOR, Engine
 from distill.engine.states import StateFiles, layers_for
-from distill.files import sizes
 from distill.networks import models
 from distill.networks.lm_head import LMHead
 from distill.run import Run
@@ -234,12 +234,14 @@ def test_an_answer_and_its_states_come_from_one_pass(tmp_path, monkeypatch) -> N
     with serving(server) as (url, bodies):
         settings = standing(tmp_path, url)
         settings.teacher.responses = ResponseSettings(source="target", max_new_tokens=6, temperature=0.0)
+        of_another = Run(settings).work / "states" / "of-another-target" / "x.safetensors"
+        write_text(of_another, "")
         _, run, printed = run_tiny(begun(settings))
     answers = [body for body in bodies if body["kv_transfer_params"]["include_output_tokens"]]
     assert len(answers) == 20 + 8
     assert len(bodies) == 20 + 8 + 8  # the last 8 are those of the check
     assert "log-probabilities from the engine's last state" in printed
-    assert not sizes(run.work / "states", ["*"])
+    assert not [path for path in (run.work / "states").rglob("*") if path.is_file()]
 
 
 def test_a_server_with_too_short_a_context_is_refused_before_the_training(tmp_path) -> None:

@@ -299,6 +299,16 @@ def test_the_best_validation_s_weights_are_kept_and_two_checkpoints(tiny, tmp_pa
     assert saved.keys() == {f"model.{name}" for name in weights if name != "model.embed_tokens.weight"}
 
 
+def test_of_validations_that_are_equal_in_float32_the_first_is_the_best(tiny, tmp_path, monkeypatch) -> None:
+    """Lightning keeps the weights of no other; where nothing is logged, nothing is computed for it."""
+    losses = iter([9.0, 1.0, 1.0 - 1e-9, 2.0])
+    monkeypatch.setattr(CausalLMModule, "further", lambda _, values: values | {"loss": next(losses)})
+    seen = Seen(3)
+    fitted(module := next_tokens(tiny), tmp_path, seen, extra={"log_every_n_steps": 0})
+    weights = module.model.state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in seen.weights[3].items())
+
+
 def test_a_target_is_on_the_device_before_validation(tiny, tmp_path, monkeypatch) -> None:
     events = []
     for name in ("to", "rows"):
