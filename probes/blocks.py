@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from decode.core.verify import pick
 from decode.drafters.probe import confidence_features
+from decode.errors import UserError
 from decode.files import Fields
 from decode.measure.benchmark import BenchEntry
 from decode.measure.statistics import plain
@@ -73,6 +74,11 @@ def collect_blocks(target: PreTrainedModel, head: BlockHead, texts: Sequence[Tex
         seen = (values.unflatten(0, (n, -1)) for values in (inputs, label, hit.float(), confidences))
         parts.append((*seen, torch.full(at.shape[:1], number)))
         current().advance(1)
+    if not parts:
+        raise UserError(
+            f"every answer is shorter than the {n} tokens that a block drafts: raise probes.max_new_tokens, or give "
+            "prompts with longer answers"
+        )
     inputs, labels, hits, confidences = (torch.cat([part[i] for part in parts], 1) for i in range(4))
     return Features([*range(1, n + 1)], inputs, labels, hits, torch.cat([part[4] for part in parts])), confidences
 

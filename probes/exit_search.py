@@ -241,7 +241,8 @@ def exit_experiment(run: Run, model: PreTrainedModel, modes: list[Mode], options
         "machine": machine.describe(model.device), "labels": {mode.name: mode.label for mode in modes},
     }  # fmt: skip
     for mode in modes:
-        with working(run.console, f"{mode.name} texts read", sum(map(len, mode.texts.values()))):
+        answered = sum(len(ids) > start for texts in mode.texts.values() for ids, start in texts)
+        with working(run.console, f"{mode.name} texts read", answered):
             seen = {
                 split: collect(model, texts, mode, exits, seed=seed + i, sample=split != "validation", read=read)
                 for i, (split, texts) in enumerate(mode.texts.items())

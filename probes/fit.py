@@ -31,8 +31,9 @@ def train_probes(train: Features, validation: Features, label: str, l2: Sequence
     for layer, rate in zip(train.exits, train.labels.mean(1).tolist()):
         if rate in (0.0, 1.0):
             raise UserError(
-                f"each of {len(train)} tokens drafted at exit layer {layer} is {'accepted' if rate else 'rejected'} "
-                f"(label {label}): leave the layer out of probes.layers, or give more prompts"
+                f"each of {len(train)} tokens drafted at exit layer (or slot) {layer} is "
+                f"{'accepted' if rate else 'rejected'} (label {label}): give more prompts, or leave the layer out of "
+                "probes.layers"
             )
     mean, scale = train.inputs.mean(1, keepdim=True), train.inputs.std(1, keepdim=True).clamp_min(1e-6)
     x, held = (((features.inputs - mean) / scale).mT.contiguous() for features in (train, validation))

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from decode.core.sampling import LogitsWarper
 from decode.core.verify import pick, ratio
 from decode.errors import UserError
+from decode.models.huggingface import context_of
 from decode.models.open import NEUTRAL, described, own_warp, stop_ids
 from distill import ranks
 from distill.config.teacher import ResponseSettings
@@ -70,7 +71,7 @@ def write_mode(run: Run, model: PreTrainedModel, mode: Mode, options: ProbeSetti
     """
     target, how = run.record("target"), ResponseSettings(batch_size=run.settings.teacher.responses.batch_size)
     assert target is not None
-    limit = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)
+    limit = context_of(model.config.get_text_config())
     made_from = {"target": target.fingerprint, "budget": options.max_new_tokens, "also": described(model, mode.warp)}
     served = run.settings.teacher.in_engine
     engine = run.engine if served and ranks.is_first() else None

@@ -54,17 +54,20 @@ def answer(added: Row, mode: str) -> str:
 def why_exit(added: Row, mode: str, best: Row) -> str:
     """Return a sentence: why the exit of a row is best for its method, by agreement, cost and what was tried."""
     costs = RoundCosts.from_dict(added["probe_settings"]["costs"][mode]["exits"])
-    alphas = {row["layer"]: row["alpha"] for row in added["probes"] if row["mode"] == mode}
+    known = [row for row in added["probes"] if row["mode"] == mode and "alpha" in row]  # not of the label top-p
+    alphas = {row["layer"]: f"α {row['alpha']:.3f}" for row in known}
     speeds: dict[int, float] = {}
     for row in of_mode(added["probe_settings"]["tried"], mode):
         if row["method"] == best["method"]:
             speeds[row["exit_layer"]] = max(row["speedup"] or 0.0, speeds.get(row["exit_layer"], 0.0))
-    told = {at: f"α {alphas[at]:.3f}, {costs.prices(at)[0]:.2f}, {speed:.2f}" for at, speed in sorted(speeds.items())}
-    alpha, price, speed = told.pop(best["exit_layer"]).split(", ")
+    prices, here = {at: f"{costs.prices(at)[0]:.2f}" for at in speeds}, best["exit_layer"]
+    told = {at: ", ".join(filter(None, [alphas.get(at), prices[at], f"{speeds[at]:.2f}"])) for at in sorted(speeds)}
+    del told[here]
     others = "; ".join(f"exit layer {at}: {facts}" for at, facts in told.items())
     return (
-        f"Exit layer {best['exit_layer']} is best for it: {alpha}, {price} of a round without a draft for each further "
-        f"drafted token, speedup {speed} when tried" + (f" ({others})." if others else ".")
+        f"Exit layer {here} is best for it: {alphas[here] + ', ' if here in alphas else ''}{prices[here]} of a round "
+        f"without a draft for each further drafted token, speedup {speeds[here]:.2f} when tried"
+        + (f" ({others})." if others else ".")
     )
 
 

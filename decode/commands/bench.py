@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from decode.commands.checks import (
     DRAFTING,
     STORES,
@@ -32,7 +30,7 @@ from decode.measure.report import answers, console_tables, write_report
 from decode.measure.session import BenchOptions, Session
 from decode.methods import HEADED, METHODS, PROBED, SELF_SPECULATIVE
 from decode.models.heads.files import is_head
-from decode.models.open import DraftModel, Pair, described, load_tokenizer, open_draft, placement, unnamed_ends
+from decode.models.open import Pair, described, load_tokenizer, open_draft, placement, unnamed_ends
 from decode.options import MethodOptions, split_spec
 from decode.progress import output_console, working
 
@@ -76,19 +74,19 @@ def choose_methods(settings: BenchSettings) -> list[str]:
     return methods
 
 
-def plan_entries(
-    settings: BenchSettings, methods: Sequence[str], drafts: dict[str, DraftModel], target: PreTrainedModel
-) -> list[BenchEntry]:
-    """Entries of all combinations of the settings.
+def plan_entries(settings: BenchSettings, methods: Sequence[str], session: Session) -> list[BenchEntry]:
+    """Entries of all combinations of the settings; of methods that nobody named those that target and drafts allow.
 
     Raises:
         UserError: no draft fits a named method, or drafts are longer than the target's context.
     """
     entries = plan(
-        methods, drafts, settings.temperatures, draft_lengths=settings.draft_lengths,
+        methods, session.draft_models, settings.temperatures, draft_lengths=settings.draft_lengths,
         options=picked(MethodOptions, settings), stop=settings.stop_rule, rule=settings.rule,
     )  # fmt: skip
-    check_lengths("draft_length", [entry.options.draft_length for entry in entries], target)
+    if not settings.methods:
+        entries = [entry for entry in entries if entry.fits(session.runner, session.draft_models)]
+    check_lengths("draft_length", [entry.options.draft_length for entry in entries], session.model)
     unfit = {split_spec(spec)[0] for spec in settings.methods} - {entry.method for entry in entries}
     if unfit:
         raise UserError(
@@ -131,10 +129,9 @@ def bench(pair: Pair, methods: Sequence[str] = (), suite: Sequence[str] = (), **
     chosen, suites = choose_methods(settings), open_suites(settings, chat=use_chat(settings, pair.tokenizer))
     with scratch_folder() as folder:
         built = bench_options(settings, chosen, pair, Path(settings.output or folder))
-        benchmark = Benchmark(Session(pair.target, drafts, pair.tokenizer, built))
-        return benchmark.run(
-            suites, plan_entries(settings, chosen, drafts, pair.target), batch_sizes=settings.batch_sizes
-        )
+        session = Session(pair.target, drafts, pair.tokenizer, built)
+        entries = plan_entries(settings, chosen, session)
+        return Benchmark(session).run(suites, entries, batch_sizes=settings.batch_sizes)
 
 
 def run(settings: BenchSettings) -> None:
@@ -157,9 +154,9 @@ def run(settings: BenchSettings) -> None:
         name: open_draft(path, pair.target, pair.tokenizer, trust_remote_code=trust)
         for name, path in draft_names(settings.draft).items()
     }
-    entries = plan_entries(settings, methods, drafts, pair.target)
     options = bench_options(settings, methods, pair, folder)
     session = Session(pair.target, drafts, pair.tokenizer, options)
+    entries = plan_entries(settings, methods, session)
     lines = [f"{settings.target} {placement(pair.target)}", described(pair.target, options.warp)]
     lines += [unnamed_ends(pair.target, pair.tokenizer), *session.how]
     prompts = f"{sum(len(suite.prompts) for suite in suites)} prompts of {', '.join(suite.name for suite in suites)}"

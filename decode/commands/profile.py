@@ -63,7 +63,8 @@ def profile_pair(
     if pair.draft is None:
         raise UserError("profile predicts what a draft gains; give one with --draft (load(target, draft) in Python)")
     check_lengths("longest", [settings.longest], pair.target)
-    warp, longest = make_warp(settings, pair.target, settings.temperature), settings.longest
+    warp = make_warp(settings, pair.target, settings.temperature)
+    longest = min(settings.longest, getattr(pair.draft, "drafts", settings.longest))  # a block drafts no more
     chat = use_chat(settings, pair.tokenizer)
     options = picked(BenchOptions, settings, chat=chat, warp=make_warp(settings, pair.target))
     session = Session(pair.target, {"draft": pair.draft}, pair.tokenizer, options)

@@ -13,6 +13,7 @@ from decode.core.round import Round
 from decode.drafters.base import Drafter, DraftRequest, Prompt
 from decode.models.api import Out
 
+NEWEST = 256  # most places of a match that are looked at, the last ones
 END = -1  # follows every text of an index of several; no token
 
 
@@ -32,14 +33,14 @@ class SuffixIndex:
         for at in range(first, len(known)):
             self._after.setdefault(tuple(known[at - n : at]), []).append(at)
 
-    def matches(self, ids: Ids, longest: int, newest: int = 0) -> Iterator[tuple[int, list[int]]]:
+    def matches(self, ids: Ids, longest: int) -> Iterator[tuple[int, list[int]]]:
         """What the end of a text matches here, shorter matches first; of those at the same places only the longest.
 
-        At most `longest` tokens are compared; at most `newest` places are looked at, the last ones (0: all). Yields how
-        many tokens match, and the positions after them in ascending order.
+        At most `longest` tokens are compared, and the last `NEWEST` places looked at. Yields how many tokens match, and
+        the positions after them in ascending order.
         """
         known, end, matched = self.tokens, ids[-longest:], self.ngram
-        places = self._after.get(tuple(end[-matched:]), [])[-newest:]
+        places = self._after.get(tuple(end[-matched:]), [])[-NEWEST:]
         while places:
             before = end[-matched - 1] if matched < len(end) else None
             longer = [at for at in places if at > matched and known[at - matched - 1] == before]
@@ -113,7 +114,6 @@ class SuffixDrafter(Drafter):
     longest: int = 24  # most tokens of the text's end that are compared
     factor: float = 1.0  # drafted tokens for each token that matches
     least: float = 0.1  # least product of frequencies of a drafted token
-    newest: int = 256  # most places that are looked at in earlier texts, the latest ones
     capacity: int = 1 << 18  # tokens of earlier texts; beyond, the older half is forgotten
     earlier: SuffixIndex = field(default_factory=SuffixIndex, init=False, repr=False)
 
@@ -128,8 +128,8 @@ class SuffixDrafter(Drafter):
         index, most = request.state[0], min(request.max_depth, request.stop.window)
         matches = [
             (n, places, known.tokens)
-            for known, newest in ((index, 0), (self.earlier, self.newest))
-            for n, places in known.matches(request.ids, self.longest, newest)
+            for known in (index, self.earlier)
+            for n, places in known.matches(request.ids, self.longest)
         ]
         chain, score = [], 0.0
         for n, places, tokens in sorted(matches, key=lambda match: -match[0]):

@@ -17,6 +17,7 @@ from decode.core.draft import Ids
 from decode.core.round import clustered_ratio
 from decode.files import Fields, read_json
 from decode.measure.baselines import using_config
+from decode.models.huggingface import context_of
 from decode.models.open import DraftModel, stop_ids
 from decode.models.texts import teacher_forced
 
@@ -94,7 +95,7 @@ def acceptance(target: PreTrainedModel, draft: DraftModel, texts: Sequence[Text]
         (heads have several: their first token is drafted from the target's states, others from their own); and the
         share of the texts' tokens that are the target's argmax, which is 1 for greedy texts of this target.
     """
-    limit = getattr(target.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    limit = context_of(target.config.get_text_config())
     read = []
     for prompt, new in texts:
         ids = [*prompt, *new]

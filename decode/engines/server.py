@@ -107,6 +107,8 @@ def check_engine(name: str, given: str | None = None, kind: Any = None) -> str:
         done = subprocess.run(asked, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER)
     except subprocess.TimeoutExpired:
         raise UserError(f"{program} printed no version within {ANSWER} s; {following}") from None
+    except OSError as error:
+        raise UserError(f"{program} cannot be run: {error.strerror}; {following}") from error
     printed = done.stdout + done.stderr
     if name == "llama.cpp" and "--spec-draft-sampling" not in printed:
         raise UserError(

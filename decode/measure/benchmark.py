@@ -38,7 +38,18 @@ from decode.measure.costs import speedup_of_rounds
 from decode.measure.session import Item, Session
 from decode.measure.statistics import median_interval, plain, ratio_interval
 from decode.measure.suites import Suite
-from decode.methods import DRAFTED, HEADED, METHODS, MethodInputs, build, exported_length, is_lossless
+from decode.methods import (
+    DRAFTED,
+    HEADED,
+    METHODS,
+    SELF_SPECULATIVE,
+    TREE_DRAFTERS,
+    MethodInputs,
+    build,
+    exported_length,
+    is_lossless,
+)
+from decode.models.api import Model
 from decode.models.heads.block import BlockHead
 from decode.models.heads.eagle import FeatureHead
 from decode.models.heads.mtp import MtpHead
@@ -94,6 +105,14 @@ class BenchEntry:
         """Whether a draft model takes part."""
         return self.method in NEEDS_DRAFT or self.method in DRAFTED
 
+    def fits(self, target: Model, drafts: Mapping[str, DraftModel]) -> bool:
+        """Whether the target reads what the method drafts, and the draft has the estimates that its stop rule reads."""
+        if self.is_baseline:
+            return True
+        drafter, stop, _ = METHODS[self.method]
+        estimates = getattr(drafts.get(self.draft or ""), "confidence_head", None) is not None
+        return (target.supports_trees or drafter not in TREE_DRAFTERS) and (estimates or stop != "confidence-head")
+
     @property
     def priced_draft(self) -> str | None:
         """The draft whose rounds were timed as this method's; None: what it drafts is not, and its time is added."""
@@ -124,7 +143,8 @@ def plan(
         fitting: list[str | None] = [None]
         if entry.needs_draft and drafts:
             fitting = [name for name, draft in drafts.items() if isinstance(draft, kind_of_draft(method))]
-        fixed = method == "generate-assistant" or (method in DRAFTED and (stop or METHODS[method][1]) == "length")
+        fixed = method in ("generate-assistant", "generate-prompt-lookup")
+        fixed |= method in DRAFTED | SELF_SPECULATIVE and (stop or METHODS[method][1]) == "length"
         several = draft_lengths and fixed and "draft_length" not in given
         lengths: Sequence[int | None] = draft_lengths if several else [base.draft_length]
         for draft, length in product(fitting, lengths):

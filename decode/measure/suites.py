@@ -237,7 +237,8 @@ class Preset:
 
     def split_of(self, row: Row) -> str | None:
         """The official split of a row, for files that hold all splits; None where a file is one split."""
-        return next((split for split, last in self.last_keys.items() if row[self.key] <= last), None)
+        key = row.get(self.key)
+        return next((split for split, last in self.last_keys.items() if isinstance(key, int) and key <= last), None)
 
     @property
     def score(self) -> Callable[[Prompt, str], float] | None:
@@ -387,7 +388,7 @@ def _prompts(name: str, preset: Preset, rows: Sequence[Row], option: str, limit:
 
 # -- scores of an answer against a reference text ---------------------------------------------------------------------
 
-NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+")
+NUMBER = re.compile(r"(?:(?<![\d.)])-)?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")  # the hyphen of a range is no sign
 FINAL = re.compile(r"####|the final answer is:?", re.IGNORECASE)
 
 

@@ -1,13 +1,15 @@
 """Any Hugging Face causal language model through its own forward, over a cache that rolls back."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import Cache as TransformersCache
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
@@ -277,7 +279,7 @@ class HuggingFaceRunner(Model):
         self.config = model.config.get_text_config()
         super().__init__(**facts_of(model))
         self._arguments = arguments_of(model)
-        self._cache_argument = next(name for name in CACHES if name in self._arguments)
+        self._cache_argument = cache_argument(model)
         self.recurrent = bool(self.new_cache().recurrent)
         self.tree_refusal = RECURRENT if self.recurrent else tree_refusal(self.config, self._arguments)
 
@@ -296,8 +298,7 @@ class HuggingFaceRunner(Model):
         n, past, rows = len(tokens), cache.read, len(tokens) if last is None else last
         cache.begin(tokens)
         feed = torch.cat([cache.unread, tokens]) if past < cache.length else tokens
-        # a list keeps the states of these layers alone (before transformers 5.23, of all)
-        extra = {"use_cache": True, "output_hidden_states": list(capture) or False, self._cache_argument: cache}
+        extra = {"use_cache": True, "output_hidden_states": states_of(capture), self._cache_argument: cache}
         if "logits_to_keep" in self._arguments:
             extra["logits_to_keep"] = max(1, rows)
         if "position_ids" in self._arguments:
@@ -332,11 +333,7 @@ def facts_of(model: PreTrainedModel) -> Fields:
     weights = {id(p): p for p in model.parameters()}
     if embedding.weight is not head.weight:  # reading one token takes all weights but the embedding, of which a row
         weights.pop(id(embedding.weight), None)
-    limit, cached = getattr(config, "max_position_embeddings", 0) or 1 << 30, 0
-    for rope in rotations(config):
-        if rope.get("rope_type") == "longrope":  # behind the boundary all keys would have to be rotated anew
-            short = rope.get("original_max_position_embeddings")
-            limit = min(limit, short or getattr(config, "original_max_position_embeddings", None) or limit)
+    cached = 0
     for layer in config.per_layer_config:  # which may differ, as in Gemma 4
         heads = getattr(layer, "num_attention_heads", 0)
         groups = getattr(layer, "num_key_value_heads", None) or heads
@@ -347,10 +344,20 @@ def facts_of(model: PreTrainedModel) -> Fields:
         "device": embedding.weight.device,
         "dtype": model.dtype,
         "vocab_size": len(head.weight),
-        "limit": limit,
+        "limit": context_of(config),
         "weight_bytes": sum(p.nbytes for p in weights.values()),
         "cache_bytes_per_token": 2 * cached * model.dtype.itemsize,
     }
+
+
+def context_of(config: Any) -> int:
+    """The most positions that a language model of this configuration reads."""
+    limit: int = getattr(config, "max_position_embeddings", 0) or getattr(config, "max_seq_len", 0) or 1 << 30  # MPT
+    for rope in rotations(config):
+        if rope.get("rope_type") == "longrope":  # behind the boundary all keys would have to be rotated anew
+            short = rope.get("original_max_position_embeddings")
+            limit = min(limit, short or getattr(config, "original_max_position_embeddings", None) or limit)
+    return limit
 
 
 def rotations(config: Any) -> list[Fields]:
@@ -363,6 +370,17 @@ def arguments_of(model: PreTrainedModel) -> set[str]:
     """The named arguments that a model's forward takes; of an adapted model (peft), the adapted one's."""
     adapted = model if isinstance(model, PreTrainedModel) else model.get_base_model()
     return set(inspect.signature(adapted.forward).parameters)
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """The argument of a model's forward that takes its cache."""
+    return next(name for name in CACHES if name in arguments_of(model))
+
+
+def states_of(layers: Iterable[int]) -> list[int] | bool:
+    """The argument ``output_hidden_states`` that keeps these states: of them alone, or before transformers 5.23 all."""
+    wanted = sorted(layers)
+    return wanted and (Version(transformers.__version__) < Version("5.23") or wanted)
 
 
 def last_logits(model: PreTrainedModel, count: int, **inputs: Any) -> Any:

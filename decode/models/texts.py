@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from decode.models.heads.block import BlockHead
 from decode.models.heads.eagle import DraftHead, FeatureHead, output_head
 from decode.models.heads.mtp import MtpHead
 from decode.models.heads.runner import in_target
-from decode.models.huggingface import facts_of, last_logits
+from decode.models.huggingface import arguments_of, cache_argument, facts_of, last_logits, states_of
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 
@@ -58,6 +58,10 @@ def side_by_side(prompts: Sequence[Ids], device: torch.device) -> tuple[Tensor, 
     """The tokens of prompts, filled up on the left, and their attention mask, ``[batch, time]`` each."""
     known = [torch.tensor([list(ids), [1] * len(ids)]).T for ids in prompts]
     return pad_sequence(known, batch_first=True, padding_side="left").to(device).unbind(-1)
+
+
+UNPADDED = {"deepseek_v4"}
+"""Models whose texts depend on padding before them, as those do that count positions themselves."""
 
 
 @dataclass
@@ -122,14 +126,18 @@ class _Writer:
     @torch.no_grad()
     def in_batches(self, model: PreTrainedModel, rows: int) -> Iterator[int]:
         """By the model's own forward: batches, in which finished texts leave their places empty."""
-        for at in range(0, len(self.asked), rows):
-            live, cache = self.asked[at : at + rows], DynamicCache(config=model.config)
+        alike = "position_ids" not in arguments_of(model) or model.config.model_type in UNPADDED
+        by_length = groupby(self.asked, lambda i: len(self.prompts[i]))
+        groups = [list(numbers) for _, numbers in by_length] if alike else [self.asked]
+        keeps = cache_argument(model)
+        for live in (group[at : at + rows] for group in groups for at in range(0, len(group), rows)):
+            cache = DynamicCache(config=model.config)
             device = model.get_input_embeddings().weight.device
             feed, mask = side_by_side([self.prompts[i] for i in live], device)
             positions = (mask.cumsum(-1) - 1).clamp_min(0)
             while live:
                 inputs = {"input_ids": feed, "attention_mask": mask, "position_ids": positions}
-                logits = last_logits(model, 1, **inputs, past_key_values=cache, use_cache=True).logits[:, -1]
+                logits = last_logits(model, 1, **inputs, **{keeps: cache}, use_cache=True).logits[:, -1]
                 goes_on = self.grow(live, logits)
                 yield from (i for i, on in zip(live, goes_on) if not on)
                 live = [i for i, on in zip(live, goes_on) if on]
@@ -173,7 +181,8 @@ def write_texts(
     """
     opened = target if isinstance(target, Model) else None
     model = target.model if isinstance(target, Model) else target
-    limits = [budgets] * len(prompts) if isinstance(budgets, int) else budgets
+    facts, limits = facts_of(model), [budgets] * len(prompts) if isinstance(budgets, int) else budgets
+    limits = [min(limit, facts["limit"] + 1 - len(ids)) for limit, ids in zip(limits, prompts)]
     writer, training = _Writer(prompts, limits, warp, stop_ids, draws), model.training
     asked, tell = writer.asked, progress or (lambda count: None)
     if unknown := foreign(chain(*prompts), model.get_input_embeddings().weight.shape[0]):
@@ -190,7 +199,7 @@ def write_texts(
             several = min(batch_size or len(asked), len(asked)) >= FEW
             packed = several and sum(p.numel() for p in model.parameters()) >= PACKED and is_small(model)
             opened = fast_if_equal(model, "on" if packed else "off")
-        facts, lengths = facts_of(model), [len(prompts[i]) + limits[i] for i in asked]
+        lengths = [len(prompts[i]) + limits[i] for i in asked]
         rows = rows_that_fit(facts["device"], facts["cache_bytes_per_token"], lengths, batch_size)
         finished = writer.in_batches(model, rows)
         if isinstance(opened, FastRunner):
@@ -314,7 +323,7 @@ def _logits(
     """Logits ``[response, vocab]`` of each text, and the hidden states ``[batch, time, hidden]`` of these layers."""
     known = model.get_input_embeddings().weight.shape[0]  # a draft of a shorter padded vocabulary reads its last id
     first = min(start for _, start in group) - 1
-    keep, states = tokens.shape[1] - first, sorted(layers) or False
-    out = last_logits(model, keep, input_ids=tokens.clamp(max=known - 1), use_cache=False, output_hidden_states=states)
+    inputs = {"input_ids": tokens.clamp(max=known - 1), "output_hidden_states": states_of(layers)}
+    out = last_logits(model, tokens.shape[1] - first, use_cache=False, **inputs)
     rows = [logits[start - 1 - first : len(ids) - 1 - first] for logits, (ids, start) in zip(out.logits, group)]
     return rows, out.hidden_states or ()

@@ -149,7 +149,7 @@ def test_soft_labels_are_estimated_as_probabilities_and_labels_of_a_single_class
         error = logits(probe, test).sigmoid() - test.labels[probe.layer - 1]
         assert error.abs().mean() < 0.03
     train.labels[1] = 1.0
-    with pytest.raises(UserError, match="exit layer 2 is accepted"):
+    with pytest.raises(UserError, match=r"exit layer \(or slot\) 2 is accepted"):
         train_probes(train, train, "match", PENALTIES)
 
 
@@ -234,6 +234,9 @@ def test_the_answer_names_the_best_exit_with_agreement_cost_and_tried_speed_of_e
     said = answer(added, "greedy")
     assert "Exit layer 2 is best for it: α 0.950, 0.50 of a round without a draft for each further" in said
     assert said.endswith("speedup 1.50 when tried (exit layer 1: α 0.800, 0.25, 1.10).")
+    without = answer(added | {"probes": [{"mode": "greedy", "layer": layer} for layer in (1, 2)]}, "greedy")
+    assert "is best for it: 0.50 of a round" in without  # of the label top-p, which has no α
+    assert without.endswith("speedup 1.50 when tried (exit layer 1: 0.25, 1.10).")
     assert "Exit layer" not in answer(added | {"self_speculation": [best | {"load": 9.0, "cores": 2}]}, "greedy")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+from families import build_architecture
+from heads import make_block_head
 from pairs import make_pair, make_tokenizer
 
 from decode.commands.bench import bench, bench_options, choose_methods, draft_names, plan_entries, run
@@ -12,6 +14,7 @@ from decode.commands.settings import BenchSettings
 from decode.drafters.corpus import tokenizer_fingerprint
 from decode.drafters.rest import Datastore
 from decode.errors import UserError
+from decode.measure.session import BenchOptions, Session
 from decode.models.open import Pair
 
 
@@ -41,8 +44,20 @@ def test_methods_that_copy_get_a_store_of_the_corpus(method, tiny, tmp_path):
 
 def test_a_method_that_was_named_and_no_draft_suits_is_refused(tiny):
     methods, (target, draft) = ["eagle-tree", "vanilla"], make_pair(tiny)
+    session = Session(target, {"d": draft}, make_tokenizer(), BenchOptions(pack="off", threads=1))
     with pytest.raises(UserError, match="no draft suits eagle-tree"):
-        plan_entries(BenchSettings(target="t", methods=methods), methods, {"d": draft}, target)
+        plan_entries(BenchSettings(target="t", methods=methods), methods, session)
+
+
+def test_without_names_the_methods_are_those_that_target_and_draft_allow(tiny) -> None:
+    """A head without a confidence head does not stop by it, and a recurrent target reads no trees."""
+    llama, recurrent = tiny("llama"), build_architecture("Mamba-2")
+    for target, draft in ((llama, make_block_head(llama, "dflash")), (recurrent, None)):
+        drafts = {"d": draft} if draft is not None else {}
+        session = Session(target, drafts, make_tokenizer(), BenchOptions(pack="off", threads=1))
+        methods = ["block", "block-confidence", "prompt-lookup", "lookahead"][0 if drafts else 2 :]
+        names = [entry.method for entry in plan_entries(BenchSettings(target="t"), methods, session)]
+        assert names == (["block", "prompt-lookup", "lookahead"] if drafts else ["prompt-lookup"])
 
 
 def test_the_api_measures_batches_and_refuses_what_cannot_be_measured(tiny):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from heads import make_block_head
 from pairs import make_pair, make_suite, make_tokenizer, save_pair
 from plain_logits import offline_alpha
 
@@ -33,6 +34,12 @@ def test_alpha_is_measured_on_the_targets_own_texts(pair):
     texts = [(i.ids + answer, len(i.ids)) for i, answer in zip(items, answers)]
     assert result.alpha.mean == pytest.approx(offline_alpha(pair.target, pair.draft, texts, warp).mean)
     assert 0 < result.alpha.mean < 1
+
+
+def test_no_draft_is_predicted_that_is_longer_than_a_block(pair):
+    head = make_block_head(pair.target, "dflash")
+    rows = profile_of(Pair(pair.target, pair.tokenizer, head), longest=head.drafts + 3).lengths
+    assert [row["draft_length"] for row in rows] == [*range(1, head.drafts + 1)]
 
 
 def test_predictions_follow_from_the_one_table_of_costs(pair):

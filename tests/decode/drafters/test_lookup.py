@@ -9,6 +9,7 @@ from reading import Drafting
 from decode.core.loop import Method, decode, decode_texts
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.stop import StopRule
+from decode.drafters import lookup
 from decode.drafters.lookup import END, LookupDrafter, SuffixDrafter
 
 GREEDY = LogitsWarper()
@@ -124,6 +125,8 @@ def test_of_a_long_session_the_latest_texts_are_remembered() -> None:
     assert proposed(drafter, [10]) == []
 
 
-def test_of_common_tokens_the_latest_places_are_looked_at() -> None:
-    drafter = taught(*[[1, 2]] * 5, *[[1, 3]] * 3, newest=4)
-    assert proposed(drafter, [1]) == [3]
+def test_of_common_tokens_the_latest_places_are_looked_at(monkeypatch) -> None:
+    """In earlier texts and in the text itself, so that a draft takes as long in a long text as in a short one."""
+    monkeypatch.setattr(lookup, "NEWEST", 4)
+    assert proposed(taught(*[[1, 2]] * 5, *[[1, 3]] * 3), [1]) == [3]
+    assert proposed(SuffixDrafter(), [*[1, 2] * 5, *[1, 3] * 3, 1])[0] == 3

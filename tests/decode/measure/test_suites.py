@@ -145,6 +145,9 @@ def test_mbpp_rows_go_to_their_official_split_and_have_no_scorer(tmp_path):
     assert [p.id for p in suite.prompts] == ["mbpp/11", "mbpp/510"]
     assert suite.score is None
     assert [p.id for p in load_suite(f"mbpp={path}", split="train").prompts] == ["mbpp/601"]
+    for other in ({"question": "Add."}, {"question": "Add.", "task_id": "HumanEval/7"}):
+        with pytest.raises(UserError, match="not as those of mbpp, which need"):
+            load_suite(f"mbpp={write(tmp_path / 'other.jsonl', [other])}")
 
 
 @pytest.mark.parametrize(
@@ -259,6 +262,7 @@ def test_the_final_number_and_the_chosen_letter_are_scored():
     numbers = {
         "5+5=10\n#### 10": "10", "The final answer is: $1,234.50.": "1234.5", "The final answer is:  -7\n\nWait, 8.": "-7",
         "#### 3 and then #### 4": "4", "It costs 12 dollars, or 13.": "13", "half: .5": "0.5",
+        "She needs 3-4 apples.": "4", "(15-7)-8, that is 16 - 8 = -8": "-8",
     }  # fmt: skip
     for text, number in numbers.items():
         assert final_number(text) == final_number(number)

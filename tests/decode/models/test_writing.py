@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from families import FAMILIES, VOCAB
+from families import FAMILIES, VOCAB, build_architecture, build_tiny
 from greedy import generate
 from reading import draws_named
-from transformers import PreTrainedModel
+from transformers import MptConfig, PreTrainedModel
 
 from decode.core.loop import decode
 from decode.core.sampling import LogitsWarper, TorchRng
@@ -43,6 +43,22 @@ def test_a_batch_of_prompts_is_answered_as_generate_answers_each_alone(
     texts = write_texts(tiny(family), prompts, GREEDY, budgets=12, stop_ids=(), draws=draws_named(0))
     for prompt, got in zip(prompts, texts, strict=True):
         assert prompt + got == generate(tiny(family), prompt, 12)
+
+
+@pytest.mark.parametrize("name", ["Mamba-2", "BART decoder", "DeepSeek-V4"])
+def test_a_model_that_padding_or_another_cache_would_change_writes_its_texts(name: str) -> None:
+    model = build_architecture(name)
+    for prompt, got in zip(PROMPTS, written(model, GREEDY), strict=True):
+        assert prompt + got == generate(model, prompt, 12)
+
+
+def test_a_text_ends_with_the_context_of_its_model() -> None:
+    """That of MPT has another name, and behind that of longrope all keys would have to be rotated anew."""
+    assert huggingface.context_of(build_architecture("Phi-3, rope longrope").config) == 16
+    assert huggingface.context_of(MptConfig(max_seq_len=48)) == 48
+    model = build_tiny("llama")
+    texts = write_texts(model, PROMPTS, GREEDY, budgets=10**6, stop_ids=(), draws=draws_named(0))
+    assert {len(prompt + text) for prompt, text in zip(PROMPTS, texts)} == {model.config.max_position_embeddings + 1}
 
 
 def test_ids_without_a_row_are_refused(tiny: Tiny) -> None:
