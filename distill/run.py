@@ -409,7 +409,7 @@ def data_key(settings: Settings) -> Values:
     """Return what the training examples come from: settings, seed, and the files."""
     data = settings.data.key()
     files, local = dict(data["files"]), [*chain(*local_files(data["source"]).values())]
-    if "train" in files or local or data["source"] == "arithmetic":
+    if not settings.data.from_target and ("train" in files or local or data["source"] == "arithmetic"):
         del data["test_examples"]  # their number decides no other example, as it does where the rest is dealt out after
     paths = [*files.values(), data["tokenizer"], *local]  # no stage sees a test row, so that another file drops others
     if settings.data.from_target:  # the target's files are in its own fingerprint

@@ -380,7 +380,7 @@ def cache_argument(model: PreTrainedModel) -> str:
 def states_of(layers: Iterable[int]) -> list[int] | bool:
     """The argument ``output_hidden_states`` that keeps these states: of them alone, or before transformers 5.23 all."""
     wanted = sorted(layers)
-    return wanted and (Version(transformers.__version__) < Version("5.23") or wanted)
+    return bool(wanted) and (Version(transformers.__version__) < Version("5.23") or wanted)
 
 
 def last_logits(model: PreTrainedModel, count: int, **inputs: Any) -> Any:
