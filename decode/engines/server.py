@@ -51,7 +51,7 @@ SPIN = {"GOMP_SPINCOUNT", "DRAFTSMITH_SPINCOUNT"}  # set by `decode` itself, the
 ANSWER = 120  # seconds in which a program has to print its version
 LAST = 2000  # characters of a failed engine's log that are shown
 CAUSE = re.compile(
-    r"^(?!.* (?:INFO|WARNING) ).*(?:\b[A-Z]\w*(?:Error|Exception): |error loading ).*\n?.*", re.MULTILINE
+    r"^(?!.* (?:INFO|WARNING) ).*(?:\b[A-Z]\w*(?:Error|Exception): |error loading |GGML_ASSERT).*\n?.*", re.MULTILINE
 )
 """The first such line of a log, with the next, says why the engine ended; the last may only say that it did."""
 SETTLED, READINGS = 0.05, 200  # seconds between two readings of the counters, and the largest number of readings
