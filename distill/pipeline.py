@@ -100,8 +100,8 @@ def _choose_signal(run: Run) -> Signal:
     settings, note = run.settings, run.work / "signal.json"
     teacher, target, student = settings.teacher, settings.target, settings.student
     model = files_state([target.model]) or [target.model, asdict(target.architecture)]
-    sizes_of = [student.kind, asdict(student.block), target.dtype, settings.trainer.validation_examples]
-    key = fingerprint(data_key(settings), teacher.examples, teacher.responses.key(), teacher.signal_k, model, sizes_of)
+    decisive = [student.kind, asdict(student.block), target.dtype, settings.trainer.validation_examples]
+    key = fingerprint(data_key(settings), teacher.examples, teacher.responses.key(), teacher.signal_k, model, decisive)
     known = read_json(note)
     if known.get("made_from") != key:
         needed, room = signal_sizes(run), ROOM * free_bytes(run.work)

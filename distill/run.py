@@ -410,8 +410,8 @@ def data_key(settings: Settings) -> Values:
     data = settings.data.key()
     files, local = dict(data["files"]), [*chain(*local_files(data["source"]).values())]
     if not settings.data.from_target and ("train" in files or local or data["source"] == "arithmetic"):
-        del data["test_examples"]  # their number decides no other example, as it does where the rest is dealt out after
-    paths = [*files.values(), data["tokenizer"], *local]  # no stage sees a test row, so that another file drops others
+        del data["test_examples"]  # elsewhere their number decides which rows are left to train on
+    paths = [*files.values(), data["tokenizer"], *local]  # training rows that are test rows are dropped
     if settings.data.from_target:  # the target's files are in its own fingerprint
         paths = [settings.data.prompts.file, settings.data.tokenizer]
     else:

@@ -364,8 +364,8 @@ def distil(run: Run, settings: DraftSettings, key: str) -> StageResult:
             writer, data.train, schedule, steps, full.teacher.responses, settings.on_policy, seed,
             full.data.max_length, stop_ids(parts, run.tokenizer), data.add_columns,
         )  # fmt: skip
-    most = draft.anchors if isinstance(draft, BlockDraft) else None
-    batches = TrainingBatches(data.train, schedule, steps, texts, full.data.loader_workers, data.expect, most)
+    anchors = draft.anchors if isinstance(draft, BlockDraft) else None
+    batches = TrainingBatches(data.train, schedule, steps, texts, full.data.loader_workers, data.expect, anchors)
     record.seconds = time.monotonic() - started
     _fit(run, settings.name, record, module, batches, data.validation, full.trainer)
     steps = int(record.history[-1]["step"])  # a callback may have ended the training early

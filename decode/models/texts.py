@@ -61,7 +61,7 @@ def side_by_side(prompts: Sequence[Ids], device: torch.device) -> tuple[Tensor, 
 
 
 UNPADDED = {"deepseek_v4"}
-"""Models whose texts depend on padding before them, as those do that count positions themselves."""
+"""Model types whose texts depend on padding; those without the argument ``position_ids`` may too."""
 
 
 @dataclass
@@ -126,10 +126,10 @@ class _Writer:
     @torch.no_grad()
     def in_batches(self, model: PreTrainedModel, rows: int) -> Iterator[int]:
         """By the model's own forward: batches, in which finished texts leave their places empty."""
-        alike = "position_ids" not in arguments_of(model) or model.config.model_type in UNPADDED
+        unpadded = "position_ids" not in arguments_of(model) or model.config.model_type in UNPADDED
         by_length = groupby(self.asked, lambda i: len(self.prompts[i]))
-        groups = [list(numbers) for _, numbers in by_length] if alike else [self.asked]
-        keeps = cache_argument(model)
+        groups = [list(numbers) for _, numbers in by_length] if unpadded else [self.asked]
+        cache_name = cache_argument(model)
         for live in (group[at : at + rows] for group in groups for at in range(0, len(group), rows)):
             cache = DynamicCache(config=model.config)
             device = model.get_input_embeddings().weight.device
@@ -137,7 +137,7 @@ class _Writer:
             positions = (mask.cumsum(-1) - 1).clamp_min(0)
             while live:
                 inputs = {"input_ids": feed, "attention_mask": mask, "position_ids": positions}
-                logits = last_logits(model, 1, **inputs, **{keeps: cache}, use_cache=True).logits[:, -1]
+                logits = last_logits(model, 1, **inputs, **{cache_name: cache}, use_cache=True).logits[:, -1]
                 goes_on = self.grow(live, logits)
                 yield from (i for i, on in zip(live, goes_on) if not on)
                 live = [i for i, on in zip(live, goes_on) if on]

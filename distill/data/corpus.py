@@ -165,7 +165,7 @@ def _make(
         check_template(tokenizer, settings.system)
         if rows.kind == "pairs":
             rows.notes.append("pairs are put into the tokenizer's chat template; data.chat false leaves them plain")
-    learned = settings.key() | {"test_examples": None}  # of which the answers and signals are kept
+    learned = settings.key() | {"test_examples": None}  # by it answers and signals are known
     digest = hashlib.sha256(json.dumps([learned, _identity(tokenizer), *form(tokenizer).ends], sort_keys=True).encode())
     highest = 0
     for split, wanted in settings.limits.items():

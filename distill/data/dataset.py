@@ -186,8 +186,8 @@ class Schedule:
 class TrainingBatches(TorchDataset[Batch]):
     """One rank's micro-batches of all steps: number ``step · micros + micro`` is a function of the seed alone.
 
-    Each batch carries ``weight``, the factor of a mean over its label tokens with which the average over the step's
-    parts is the mean over all its label tokens; and ``part``, its number among these parts.
+    Each batch carries ``weight``, the factor of a mean over its label tokens (or blocks) with which the average over the
+    step's parts is the mean over all of them; and ``part``, its number among these parts.
     """
 
     examples: Examples  # for training
@@ -198,7 +198,7 @@ class TrainingBatches(TorchDataset[Batch]):
     texts: Any = None
     workers: int = 0  # processes that make batches ahead
     expect: Expect | None = None
-    most: int | None = None  # label tokens of a text that count at most: blocks begin at so many
+    anchors: int | None = None  # most blocks of a text, where these count instead of its label tokens
     rank: int = 0  # whose batches these are, of ``world`` ranks
     world: int = 1
     micros: int = 1  # batches of a rank in a step, between which gradients are summed up
@@ -211,7 +211,7 @@ class TrainingBatches(TorchDataset[Batch]):
         picks: Picks = [(self.examples, int(example)) for example in self.schedule.batch(step)]
         picks = picks if self.texts is None else self.texts(step, picks)
         labels = [examples.labels_of(example) for examples, example in picks]
-        labels = labels if self.most is None else [min(count, self.most) for count in labels]
+        labels = labels if self.anchors is None else [min(count, self.anchors) for count in labels]
         rows, parts = self.share(micro), self.world * self.micros
         weight = parts * sum(labels[rows]) / max(1, sum(labels))
         batch = collate(picks[rows])
