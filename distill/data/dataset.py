@@ -186,8 +186,8 @@ class Schedule:
 class TrainingBatches(TorchDataset[Batch]):
     """One rank's micro-batches of all steps: number ``step · micros + micro`` is a function of the seed alone.
 
-    Each batch carries ``weight``, the factor of a mean over its label tokens (or blocks) with which the average over the
-    step's parts is the mean over all of them; and ``part``, its number among these parts.
+    Each batch carries ``weight``, the factor of a mean over its label tokens (or blocks) with which the average over
+    the step's parts is the mean over all of them; and ``part``, its number among these parts.
     """
 
     examples: Examples  # for training
