@@ -327,7 +327,8 @@ def sections(methods: Sequence[Row], machine: Fields, bench: Fields) -> Iterable
     for title, rows in by_block(methods).items():
         fastest = drafting(rows)
         sure = [row for row in rows if not doubt(row)]
-        figures = [(plots.speedup_bars(sure), "Relaxed methods are orange.")] if drafting(sure) else []
+        caption = "Relaxed methods are orange." if any(row["lossless"] is False for row in sure) else ""
+        figures = [(plots.speedup_bars(sure), caption)] if drafting(sure) else []
         if positions := {
             row["name"]: row["acceptance_by_position"] for row in fastest[:5] if row["acceptance_by_position"]
         }:
