@@ -8,13 +8,15 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/SDPBackend.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/NativeFunctions.h>
+#include <ATen/native/Resize.h>
 #include <ATen/native/transformers/attention.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/alloc_cpu.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
 #include <atomic>
-#include <map>
 #include <mutex>
 #include <unordered_set>
 
@@ -41,6 +43,64 @@ void tell(const char* kind, const std::string& op) {
   PyObject* result = PyObject_CallFunction(listener, "ss", kind, op.c_str());
   if (result == nullptr) throw pybind11::error_already_set();
   Py_DECREF(result);
+}
+
+// ---- memory ---------------------------------------------------------------------------------------------------------
+
+DeviceIndex devices = 1;
+thread_local DeviceIndex current = 0;
+
+std::mutex memory_lock;
+int64_t allocated = 0, peak = 0;
+std::unordered_set<const void*> pinned;
+
+void count_bytes(int64_t bytes) {
+  std::lock_guard<std::mutex> lock(memory_lock);
+  peak = std::max(peak, allocated += bytes);
+}
+
+struct Block {  // of the pretended device: its own bytes, or those of a result that was computed on the host
+  void* bytes;
+  size_t size;
+  c10::Storage result;
+};
+
+void free_block(void* context) {
+  auto* block = static_cast<Block*>(context);
+  count_bytes(-static_cast<int64_t>(block->size));
+  c10::free_cpu(block->bytes);
+  delete block;
+}
+
+struct DeviceMemory final : c10::Allocator {
+  c10::DataPtr allocate(size_t size) override {
+    void* bytes = c10::alloc_cpu(size);  // null if there are none
+    if (size) memset(bytes, 0xff, size);  // NaN in every floating-point format, -1 in integers
+    count_bytes(static_cast<int64_t>(size));
+    return {bytes, new Block{bytes, size, {}}, &free_block, Device(CUDA, current)};
+  }
+  void copy_data(void* to, const void* from, size_t size) const override { default_copy_data(to, from, size); }
+} device_memory;
+
+void free_pinned(void* bytes) {
+  std::lock_guard<std::mutex> lock(memory_lock);
+  pinned.erase(bytes);
+  c10::free_cpu(bytes);
+}
+
+struct PinnedMemory final : c10::Allocator {
+  c10::DataPtr allocate(size_t size) override {
+    void* bytes = c10::alloc_cpu(size);
+    std::lock_guard<std::mutex> lock(memory_lock);
+    pinned.insert(bytes);
+    return {bytes, bytes, &free_pinned, HOST};
+  }
+  void copy_data(void* to, const void* from, size_t size) const override { default_copy_data(to, from, size); }
+} pinned_memory;
+
+bool in_pinned_memory(const void* bytes) {
+  std::lock_guard<std::mutex> lock(memory_lock);
+  return bytes != nullptr && pinned.count(bytes) > 0;
 }
 
 // ---- copies that the host has not waited for ------------------------------------------------------------------------
@@ -80,73 +140,6 @@ void wait(const std::string& op, const char* kind = "sync") {  // for all that t
   tell(kind, op);
 }
 
-// ---- memory ---------------------------------------------------------------------------------------------------------
-
-DeviceIndex devices = 1;
-thread_local DeviceIndex current = 0;
-std::atomic<int64_t> allocated{0}, peak{0};
-
-void* aligned_bytes(size_t size) {
-  void* data = nullptr;
-  if (size && posix_memalign(&data, 64, size)) throw std::bad_alloc();
-  return data;
-}
-
-void count_bytes(int64_t bytes) {
-  const int64_t now = allocated += bytes;
-  int64_t before = peak;
-  while (now > before && !peak.compare_exchange_weak(before, now)) {}
-}
-
-struct Block {  // of the pretended device: its own bytes, or those of a result that was computed on the host
-  void* bytes;
-  size_t size;
-  c10::Storage result;
-};
-
-void free_block(void* context) {
-  auto* block = static_cast<Block*>(context);
-  count_bytes(-static_cast<int64_t>(block->size));
-  free(block->bytes);
-  delete block;
-}
-
-struct DeviceMemory final : c10::Allocator {
-  c10::DataPtr allocate(size_t size) override {
-    void* bytes = aligned_bytes(size);
-    if (size) memset(bytes, 0xff, size);  // NaN in every floating-point format, -1 in integers
-    count_bytes(static_cast<int64_t>(size));
-    return {bytes, new Block{bytes, size, {}}, &free_block, Device(CUDA, current)};
-  }
-  void copy_data(void* to, const void* from, size_t size) const override { default_copy_data(to, from, size); }
-} device_memory;
-
-std::mutex pinned_lock;
-std::unordered_set<const void*> pinned;
-
-void free_pinned(void* bytes) {
-  {
-    std::lock_guard<std::mutex> lock(pinned_lock);
-    pinned.erase(bytes);
-  }
-  free(bytes);
-}
-
-struct PinnedMemory final : c10::Allocator {
-  c10::DataPtr allocate(size_t size) override {
-    void* bytes = aligned_bytes(size);
-    std::lock_guard<std::mutex> lock(pinned_lock);
-    if (size) pinned.insert(bytes);
-    return {bytes, bytes, &free_pinned, HOST};
-  }
-  void copy_data(void* to, const void* from, size_t size) const override { default_copy_data(to, from, size); }
-} pinned_memory;
-
-bool in_pinned_memory(const void* bytes) {
-  std::lock_guard<std::mutex> lock(pinned_lock);
-  return pinned.count(bytes) > 0;
-}
-
 // ---- devices, streams and random numbers ----------------------------------------------------------------------------
 
 DeviceIndex or_current(DeviceIndex index) { return index < 0 ? current : index; }
@@ -165,15 +158,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {  // one stream, the d
   }
   c10::Stream getDefaultStream(Device device) const override { return getStream(device); }
   c10::Stream getNewStream(Device device, int) const override { return getStream(device); }
-  c10::Stream getStreamFromGlobalPool(Device device, bool) const override { return getStream(device); }
   c10::Stream exchangeStream(c10::Stream stream) const override { return getStream(stream.device()); }
-  bool queryStream(const c10::Stream&) const override { return true; }
-  bool queryEvent(void*) const override { return true; }
   void record(void**, const c10::Stream&, DeviceIndex, c10::EventFlag) const override {}
   void block(void*, const c10::Stream&) const override {}
-  double elapsedTime(void*, void*, DeviceIndex) const override { return 1.0; }
   void synchronizeStream(const c10::Stream&) const override { wait("synchronizeStream"); }
-  void synchronizeEvent(void*) const override { wait("synchronizeEvent"); }
   void synchronizeDevice(DeviceIndex) const override { wait("synchronizeDevice"); }
 };
 
@@ -250,147 +238,112 @@ Tensor on_device(const Tensor& result, Device device) {  // takes over a new ten
 
 // ---- the kernel of every operator that has no other one below -------------------------------------------------------
 
-struct Traits {  // what the real kernel of an operator would do
-  std::string name;
-  bool waits = false;     // reads the size of its result back
-  bool launches = true;
-  bool scalars = false;   // takes numbers of the host beside tensors: `device_check: NoCheck` of native_functions.yaml
-  bool indexes = false, puts = false, repeats = false;
-  bool multiplies = false;  // by cuBLAS, which has no integers
-};
-
-std::unordered_set<std::string> unchecked;
-
-const Traits& traits_of(const c10::OperatorHandle& op) {
-  static std::mutex lock;
-  static std::map<std::string, Traits> all;
-  static const std::unordered_set<std::string> waiting{
-      "nonzero", "nonzero.out", "masked_select", "masked_select.out", "_unique", "_unique2", "unique_dim",
-      "unique_consecutive", "unique_dim_consecutive", "bincount", "equal", "_local_scalar_dense"};
-  static const std::unordered_set<std::string> silent{
-      "_local_scalar_dense", "_fused_sdp_choice", "record_stream", "unfold", "is_set_to"};
-  std::string full = c10::toString(op.operator_name());
-  std::lock_guard<std::mutex> guard(lock);
-  if (auto found = all.find(full); found != all.end()) return found->second;
-  const std::string name = full.rfind("aten::", 0) == 0 ? full.substr(6) : full;
-  auto begins = [&](std::initializer_list<const char*> with) {
-    return std::any_of(with.begin(), with.end(), [&](const char* text) { return name.rfind(text, 0) == 0; });
-  };
-  Traits traits{full};
-  traits.waits = waiting.count(name);
-  traits.launches = !silent.count(name);
-  traits.scalars = unchecked.count(full);
-  traits.puts = name.find("index_put") != std::string::npos;
-  traits.indexes = traits.puts || begins({"index.", "_unsafe_index."});
-  traits.repeats = name == "repeat_interleave.Tensor";
-  traits.multiplies = name == "mv" || name == "dot" || begins({"mm", "bmm", "addmm", "addmv", "addbmm", "baddbmm"});
-  return all.emplace(full, traits).first->second;
-}
+using Names = std::unordered_set<std::string>;
+Names number_takers;  // take numbers of the host beside tensors: `device_check: NoCheck` of native_functions.yaml
+const Names WAITING{"nonzero", "nonzero.out", "masked_select", "masked_select.out", "_unique", "_unique2", "unique_dim",
+                    "unique_consecutive", "unique_dim_consecutive", "bincount", "equal", "_local_scalar_dense"};
+const Names PRODUCTS{"mm", "mv", "dot", "bmm", "addmm", "addmm_", "addmv", "addmv_", "addbmm", "baddbmm", "baddbmm_"};
+const Names SILENT{"_local_scalar_dense", "_fused_sdp_choice", "record_stream", "is_set_to"};
 
 template <class Function>
-void for_tensors(const IValue& value, Function function) {
-  if (value.isTensor() && value.toTensor().defined()) function(value.toTensor());
-  if (value.isList()) for (const IValue& item : value.toListRef()) for_tensors(item, function);
+IValue map_tensors(const IValue& value, Function function) {  // a tensor, or each one of a list
+  auto defined = [&](const Tensor& t) { return t.defined() ? function(t) : t; };
+  if (value.isTensor()) return defined(value.toTensor());
+  if (value.isTensorList()) {
+    c10::List<Tensor> list;
+    for (const Tensor& t : value.toTensorVector()) list.push_back(defined(t));
+    return list;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<OptionalTensor> list;
+    for (const OptionalTensor& t : value.toOptionalTensorVector())
+      list.push_back(t ? OptionalTensor(defined(*t)) : t);
+    return list;
+  }
+  return value;
 }
 
 class Call {  // of an operator, whose arguments lie on the stack
  public:
-  Call(const c10::OperatorHandle& op, torch::jit::Stack* stack)
-      : op_(op), traits_(traits_of(op)), schema_(op.schema()), arguments_(schema_.arguments()), stack_(*stack),
-        values_(stack->end() - static_cast<int64_t>(arguments_.size()), stack->end()), device_(CUDA, current) {}
+  Call(const c10::OperatorHandle& op, torch::jit::Stack& stack)
+      : op_(op), arguments_(op.schema().arguments()), stack_(stack),
+        values_(stack.end() - static_cast<int64_t>(arguments_.size()), stack.end()), device_(CUDA, current) {
+    full_ = c10::toString(op.operator_name());
+    name_ = full_.substr(full_.rfind("::") + 2);
+    base_ = name_.substr(0, name_.find('.'));
+    puts_ = base_.find("index_put") != std::string::npos;
+  }
 
   void run() {
     find_device();
-    for (size_t i = 0; i < values_.size(); ++i) for_tensors(values_[i], [&](const Tensor& t) { check(t, i); });
+    for (size_t i = 0; i < values_.size(); ++i)
+      map_tensors(values_[i], [&](const Tensor& t) { return check(t, i), t; });
     const size_t first = stack_.size() - values_.size();
-    for (size_t i = 0; i < values_.size(); ++i) stack_[first + i] = lowered(i);
-    if (traits_.launches) tell("launch", traits_.name);
-    if (waits()) wait(traits_.name);
+    for (size_t i = 0; i < values_.size(); ++i) stack_[first + i] = lower(values_[i], arguments_[i]);
+    if (!SILENT.count(name_)) tell("launch", full_);
+    if (waits()) wait(full_);
     op_.redispatchBoxed(HOST_KEYS, &stack_);
     for (auto& [device, host] : lowered_) resize_like(device, host);
-    const auto& returns = schema_.returns();
+    const auto& returns = op_.schema().returns();
     for (size_t r = 0; r < returns.size(); ++r) {
       IValue& value = stack_[stack_.size() - returns.size() + r];
-      if (const auto* alias = returns[r].alias_info(); alias && alias->isWrite()) value = written_argument(*alias);
-      else if (value.isTensor()) value = raised(value.toTensor());
-      else if (value.isTensorList()) {
-        c10::List<Tensor> list;
-        for (const Tensor& t : value.toTensorVector()) list.push_back(raised(t));
-        value = list;
-      }
+      const auto* alias = returns[r].alias_info();
+      if (alias && alias->isWrite()) value = written_argument(*alias);
+      else value = map_tensors(value, [&](const Tensor& t) { return raise(t); });
     }
   }
 
  private:
-  void find_device() {
-    for (const IValue& value : values_) for_tensors(value, [&](const Tensor& t) {
+  void find_device() {  // of the first tensor that lies on one, else the one that is asked for
+    for (const IValue& value : values_) map_tensors(value, [&](const Tensor& t) {
       if (t.is_cuda() && !tensors_) tensors_ = true, device_ = t.device();
+      return t;
     });
     for (const IValue& value : values_)
       if (!tensors_ && value.isDevice() && value.toDevice().is_cuda() && value.toDevice().has_index())
         device_ = value.toDevice();
   }
 
-  bool is_written(size_t i) const {
-    const auto* alias = arguments_[i].alias_info();
-    return alias && alias->isWrite();
-  }
+  bool is_written(size_t i) const { return arguments_[i].alias_info() && arguments_[i].alias_info()->isWrite(); }
 
   void check(const Tensor& tensor, size_t i) const {  // as the wrappers that torchgen writes for CUDA
-    if (traits_.indexes && arguments_[i].name() == "indices") {
-      if (!tensor.is_cuda()) wait(traits_.name + " with indices of the host", "h2d");
+    if (arguments_[i].name() == "indices" && (puts_ || base_ == "index" || base_ == "_unsafe_index")) {
+      if (!tensor.is_cuda()) wait(full_ + " with indices of the host", "h2d");
       return;
     }
-    TORCH_CHECK(!traits_.multiplies || !c10::isIntegralType(tensor.scalar_type(), true),
-                "\"addmm_cuda\" not implemented for '", tensor.scalar_type(), "'");
-    const bool number = traits_.scalars && tensor.is_cpu() && tensor.dim() == 0 && !is_written(i);
-    TORCH_CHECK(!tensors_ || number || tensor.device() == device_,
-                "Expected all tensors to be on the same device, but got ", arguments_[i].name(), " is on ",
-                tensor.device(), ", different from other tensors on ", device_,
-                " (when checking argument in method wrapper_CUDA_", traits_.name, ")");
+    TORCH_CHECK(!PRODUCTS.count(base_) || !c10::isIntegralType(tensor.scalar_type(), true), "\"addmm_cuda\" not implemented for '",
+                tensor.scalar_type(), "'");
+    const bool number = tensor.is_cpu() && tensor.dim() == 0 && !is_written(i) && number_takers.count(full_);
+    TORCH_CHECK(!tensors_ || number || tensor.device() == device_, "Expected all tensors to be on the same device, ",
+                "but got ", arguments_[i].name(), " is on ", tensor.device(), ", different from other tensors on ",
+                device_, " (when checking argument in method wrapper_CUDA_", name_, ")");
   }
 
   bool waits() const {
-    if (traits_.repeats) return values_.back().isNone();  // the length of the result is not given
-    if (!traits_.puts) return traits_.waits;
+    if (name_ == "repeat_interleave.Tensor") return values_.back().isNone();  // the length of the result is not given
+    if (!puts_) return WAITING.count(name_);
     // `index` has turned masks into places by `nonzero` before this; here a mask takes a single number without that
     bool mask = false;
-    for_tensors(values_[1], [&](const Tensor& t) { mask |= t.is_cuda() && t.scalar_type() == at::kBool; });
+    map_tensors(values_[1], [&](const Tensor& t) { return mask |= t.is_cuda() && t.scalar_type() == at::kBool, t; });
     const Tensor& number = values_[2].toTensor();
     return mask && (values_[3].toBool() || number.numel() != 1 || number.is_cuda());
   }
 
-  Tensor lowered(const Tensor& tensor, bool is_out) {
-    if (!tensor.defined() || !tensor.is_cuda()) return tensor;
-    // an empty output will be resized, which memory of another one does not allow
-    Tensor host = is_out && !tensor.numel() ? at::empty({0}, tensor.options().device(HOST)) : on_host(tensor);
-    lowered_.emplace_back(tensor, host);
-    return host;
-  }
-
-  IValue lowered(size_t i) {
-    const IValue& value = values_[i];
-    const bool is_out = arguments_[i].is_out();
-    if (value.isTensor()) return lowered(value.toTensor(), is_out);
-    if (value.isTensorList()) {
-      c10::List<Tensor> list;
-      for (const Tensor& t : value.toTensorVector()) list.push_back(lowered(t, is_out));
-      return list;
-    }
-    if (value.isOptionalTensorList()) {
-      c10::List<OptionalTensor> list;
-      for (const OptionalTensor& t : value.toOptionalTensorVector())
-        list.push_back(t ? OptionalTensor(lowered(*t, false)) : std::nullopt);
-      return list;
-    }
+  IValue lower(const IValue& value, const c10::Argument& argument) {
     if (value.isDevice() && value.toDevice().is_cuda()) return HOST;
-    if (value.isGenerator() || (value.isNone() && arguments_[i].name() == "generator")) {
+    if (value.isGenerator() || (value.isNone() && argument.name() == "generator")) {
       const at::Generator& random = value.isNone() ? default_generator(device_.index()) : value.toGenerator();
       TORCH_CHECK(random.device().is_cuda(), "Expected a 'cuda' device type for generator but found '",
                   random.device(), "'");
       return static_cast<Generator*>(random.unsafeGetGeneratorImpl())->host;
     }
-    return value;
+    return map_tensors(value, [&](const Tensor& tensor) {
+      if (!tensor.is_cuda()) return tensor;
+      // an empty output will be resized, which memory of another one does not allow
+      const bool resized = argument.is_out() && !tensor.numel();
+      lowered_.emplace_back(tensor, resized ? at::empty({0}, tensor.options().device(HOST)) : on_host(tensor));
+      return lowered_.back().second;
+    });
   }
 
   static void resize_like(const Tensor& device, const Tensor& host) {
@@ -406,31 +359,30 @@ class Call {  // of an operator, whose arguments lie on the stack
   const IValue& written_argument(const c10::AliasInfo& alias) const {
     for (size_t i = 0; i < values_.size(); ++i)
       if (is_written(i) && arguments_[i].alias_info()->beforeSets() == alias.beforeSets()) return values_[i];
-    TORCH_INTERNAL_ASSERT(false, traits_.name, " returns an argument that it does not have");
+    TORCH_INTERNAL_ASSERT(false, full_, " returns an argument that it does not have");
   }
 
-  Tensor raised(const Tensor& result) const {
-    if (!result.defined() || !result.is_cpu()) return result;
-    for (const auto& [device, host] : lowered_)
+  Tensor raise(const Tensor& result) const {
+    if (!result.is_cpu()) return result;
+    for (const auto& [device, host] : lowered_)  // a view
       if (result.storage().nbytes() && result.storage().data() == host.storage().data())
         return tensor_over(device.storage(), CUDA_KEYS, result);
     return on_device(result, device_);
   }
 
   const c10::OperatorHandle& op_;
-  const Traits& traits_;
-  const c10::FunctionSchema& schema_;
   const std::vector<c10::Argument>& arguments_;
   torch::jit::Stack& stack_;
   const std::vector<IValue> values_;
+  std::string full_, name_, base_;  // with the namespace, without it, and without the overload
+  bool puts_, tensors_ = false;  // whether it assigns by indices; whether an argument lies on the device
   Device device_;
-  bool tensors_ = false;                            // whether an argument lies on the device
   std::vector<std::pair<Tensor, Tensor>> lowered_;  // arguments on the device and on the host
 };
 
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   at::AutoDispatchBelowADInplaceOrView below;
-  Call(op, stack).run();
+  Call(op, *stack).run();
 }
 
 // ---- operators that make, view and copy tensors ---------------------------------------------------------------------
@@ -452,22 +404,6 @@ Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional
                      std::optional<at::Layout>, std::optional<Device> device, std::optional<bool> pin) {
   const auto guard = guard_of(device, pin);
   return at::detail::empty_strided_generic(size, stride, &device_memory, CUDA_KEYS, c10::dtype_or_default(dtype));
-}
-
-Tensor view_as(const Tensor& self, at::IntArrayRef size, at::IntArrayRef stride, std::optional<int64_t> offset) {
-  Tensor made = at::detail::make_tensor<c10::TensorImpl>(
-      c10::TensorImpl::VIEW, c10::Storage(self.storage()), self.key_set(), self.dtype());
-  made.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset.value_or(self.storage_offset()));
-  return made;
-}
-
-Tensor reshape_alias(const Tensor& self, at::IntArrayRef size, at::IntArrayRef stride) {
-  return view_as(self, size, stride, std::nullopt);
-}
-
-Tensor view(const Tensor& self, at::IntArrayRef size) {  // the host's kernel decides whether the strides allow it
-  const Tensor host = at::native::view(on_host(self), size);
-  return view_as(self, host.sizes(), host.strides(), host.storage_offset());
 }
 
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
@@ -502,47 +438,15 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
 }
 
 const Tensor& resize_(const Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat>) {
-  auto* storage = self.storage().unsafeGetStorageImpl();
-  const size_t bytes = (c10::multiply_integers(size) + self.storage_offset()) * self.itemsize();
-  if (bytes > storage->nbytes()) {
-    const c10::DeviceGuard guard(self.device());
-    c10::DataPtr larger = device_memory.allocate(bytes);
-    if (storage->nbytes()) memcpy(larger.get(), storage->data(), storage->nbytes());
-    storage->set_data_ptr_noswap(std::move(larger));
-    storage->set_nbytes(bytes);
-  }
-  self.unsafeGetTensorImpl()->set_sizes_contiguous(size);
+  const c10::DeviceGuard guard(self.device());
+  at::native::resize_impl_cpu_(self.unsafeGetTensorImpl(), size, std::nullopt);  // by the storage's own allocator
   return self;
-}
-
-Tensor& set_part(Tensor& self, c10::Storage source, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
-  TORCH_CHECK(source.device() == self.device(), "Attempted to set the storage of a tensor on device \"", self.device(),
-              "\" to a storage on different device \"", source.device(), "\"");
-  auto* impl = self.unsafeGetTensorImpl();
-  impl->set_storage_keep_dtype(std::move(source));
-  if (stride.empty() && !size.empty()) {
-    impl->set_sizes_contiguous(size);
-    impl->set_storage_offset(offset);
-  } else {
-    impl->set_sizes_and_strides(size, stride, offset);
-  }
-  return self;
-}
-
-Tensor& set_storage(Tensor& self, c10::Storage source) {
-  const int64_t count = static_cast<int64_t>(source.nbytes() / self.itemsize());
-  return set_part(self, std::move(source), 0, {count}, {1});
-}
-
-Tensor& set_tensor(Tensor& self, const Tensor& source) {
-  if (self.is_same(source)) return self;
-  return set_part(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
 
 Tensor& set_empty(Tensor& self) {
   const c10::DeviceGuard guard(self.device());
   c10::Storage storage(c10::Storage::use_byte_size_t(), 0, device_memory.allocate(0), &device_memory, true);
-  return set_part(self, std::move(storage), 0, {0}, {1});
+  return self.set_(std::move(storage), 0, {0}, {1});
 }
 
 // ---- attention in one launch, as CUDA's memory-efficient kernel -----------------------------------------------------
@@ -642,15 +546,16 @@ TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFun
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
-  m.impl("as_strided", &view_as);
-  m.impl("_reshape_alias", &reshape_alias);
-  m.impl("view", &view);
+  m.impl("as_strided", &at::native::as_strided_tensorimpl);
+  m.impl("_reshape_alias", &at::native::_reshape_alias);
+  m.impl("view", &at::native::view);
+  m.impl("unfold", &at::native::unfold);
   m.impl("copy_", &copy_);
   m.impl("resize_", &resize_);
   m.impl("set_", &set_empty);
-  m.impl("set_.source_Tensor", &set_tensor);
-  m.impl("set_.source_Storage", &set_storage);
-  m.impl("set_.source_Storage_storage_offset", &set_part);
+  m.impl("set_.source_Tensor", &at::native::set_tensor_);
+  m.impl("set_.source_Storage", &at::native::set_);
+  m.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
   m.impl("_scaled_dot_product_efficient_attention", &attention);
   m.impl("_scaled_dot_product_efficient_attention_backward", &attention_backward);
   m.impl("histc", &histc);
@@ -660,14 +565,18 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 PYBIND11_MODULE(pretended_cuda_kernels, m) {
   m.def("start", [](int count, const std::vector<std::string>& operators) {
     devices = static_cast<DeviceIndex>(count);
-    unchecked.insert(operators.begin(), operators.end());
+    number_takers.insert(operators.begin(), operators.end());
     c10::SetAllocator(CUDA, &device_memory, 1);
     c10::impl::DeviceGuardImplRegistrar(CUDA, new Guard());
     // ATen keeps the hooks that it found at its first question, which `import torch` asks: they are written over
     static_assert(sizeof(Hooks) == sizeof(at::CUDAHooksInterface));
     new (const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks())) Hooks();
     at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_attention);
-    // `_foreach_` operators are composite on the host, and one launch on a GPU
+    // `_foreach_` operators are composite on the host, and one launch on a GPU; the dispatcher warns of the second kernel
+    struct Quiet final : c10::WarningHandler {
+      void process(const c10::Warning&) override {}
+    } quiet;
+    const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
     static torch::Library foreach(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
     for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames())
       if (name.name.rfind("aten::_foreach_", 0) == 0)
@@ -684,6 +593,6 @@ PYBIND11_MODULE(pretended_cuda_kernels, m) {
   m.def("generator", [](int index) { return default_generator(static_cast<DeviceIndex>(index)); });
   m.def("device", [] { return static_cast<int>(current); });
   m.def("set_device", [](int index) { return static_cast<int>(std::exchange(current, static_cast<DeviceIndex>(index))); });
-  m.def("memory", [] { return std::make_pair(allocated.load(), peak.load()); });
-  m.def("forget_peak", [] { peak = allocated.load(); });
+  m.def("memory", [] { return std::make_pair(allocated, peak); });
+  m.def("forget_peak", [] { peak = allocated; });
 }

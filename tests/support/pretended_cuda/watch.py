@@ -1,12 +1,12 @@
-"""Counts events of the pretended device by the line of code that caused each."""
+"""Counts events of the pretended device by the lines of code that caused them."""
 
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-HERE = str(Path(__file__).parent)
 WAITS = ("sync", "h2d", "event")
+HERE, PACKAGES, UNFUSED = str(Path(__file__).parent), "site-packages/", "/flex_attention.py"
 watches: list["Watch"] = []
 
 
@@ -20,9 +20,8 @@ class Watch:
     """Counts events while it is entered.
 
     Args:
-        root: the folder of the code whose lines are counted; an event is counted at the innermost one of them.
-        lines: False counts events by kind and operator alone, which is faster; ``"all"`` counts the lines of launches
-            too, not only those of waits and copies.
+        root: folder of the code whose lines are named.
+        lines: True names the lines of waits and copies, ``"all"`` those of launches too, False none.
 
     Attributes:
         kinds: number of events by kind.
@@ -40,7 +39,7 @@ class Watch:
         from pretended_cuda import device
 
         watches.append(self)
-        device.kernels().listen(heard)
+        device.kernels.listen(heard)
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -48,39 +47,43 @@ class Watch:
 
         watches.remove(self)
         if not watches:
-            device.kernels().listen(None)
+            device.kernels.listen(None)
 
     def hear(self, kind: str, op: str) -> None:
         """Counts an event."""
+        if self.lines == "all" or (self.lines and kind != "launch"):
+            place, fusible = self.place()
+            kind = "unfused" if fusible and kind in WAITS else kind
+            self.places[kind, place, op] += 1
         self.kinds[kind] += 1
         self.ops[kind, op] += 1
-        if self.lines == "all" or (self.lines and kind != "launch"):
-            self.places[kind, self.place(), op] += 1
 
-    def place(self) -> str:
-        """The innermost line below the root, and the line of another package that it called, if it did."""
-        frame, package = sys._getframe(2), ""
+    def place(self) -> tuple[str, bool]:
+        """The innermost line below the root, with the line of another package that it called; if in flex attention."""
+        frame: Any = sys._getframe(3)
+        package, fusible = "", False
         while frame is not None:
             file = frame.f_code.co_filename
-            if file.startswith(self.root) and not file.startswith(HERE) and "site-packages" not in file:
-                return f"{file.removeprefix(self.root)}:{frame.f_lineno}{package}"
-            if not package and "site-packages" in file and "/torch/" not in file:
-                package = f" < {file.rpartition('site-packages/')[2]}:{frame.f_lineno}"
-            frame = frame.f_back  # type: ignore[assignment]
-        return f"backward{package}"  # PyTorch's thread for the device has no frame of ours
+            fusible |= file.endswith(UNFUSED)
+            if PACKAGES not in file and file.startswith(self.root) and not file.startswith(HERE):
+                return f"{file.removeprefix(self.root)}:{frame.f_lineno}{package}", fusible
+            if not package and PACKAGES in file and "/torch/" not in file:
+                package = f" < {file.rpartition(PACKAGES)[2]}:{frame.f_lineno}"
+            frame = frame.f_back
+        return f"backward{package}", fusible  # the thread in which PyTorch computes gradients has no line of ours
 
     @property
     def launches(self) -> int:
-        """Kernels that were launched."""
+        """Launched kernels."""
         return self.kinds["launch"]
 
     @property
     def waits(self) -> int:
-        """How often the host waited for the device: for results, for uploads and for events."""
+        """How often the host waited, for results, before copies to the device and for events."""
         return sum(self.kinds[kind] for kind in WAITS)
 
     def table(self, per: float = 1, most: int = 40) -> str:
-        """Events by kind, and the lines with most of them; numbers are divided by ``per`` rounds or steps."""
+        """The events by kind, and the lines that caused most, divided by ``per``."""
         head = ", ".join(f"{kind} {count / per:.1f}" for kind, count in self.kinds.most_common())
-        lines = [f"  {count / per:8.2f}  {' '.join(place)}" for place, count in self.places.most_common(most)]
+        lines = [f"{count / per:9.2f}  {' '.join(place)}" for place, count in self.places.most_common(most)]
         return "\n".join([head, *lines])
