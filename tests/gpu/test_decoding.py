@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from families import build_tiny, resembling
-from gpu_tests import DEVICE, GPU, QUICK, HostRng, draft, target, there, with_quick
+from gpu_tests import CI, DEVICE, GPU, HostRng, draft, target, there, with_ci
 from greedy import generate
 from pairs import make_tokenizer
 from scripted import build_datastore, build_trigram_table
@@ -92,9 +92,7 @@ def texts(case: Case, warp: LogitsWarper, device: str, stores: Path, rng: Any = 
     return decode_texts(inputs.target, method, warp, PROMPTS, rngs=rngs, max_new_tokens=NEW)
 
 
-@pytest.mark.parametrize(
-    "case", with_quick([*CHAINS, *OTHERS], CHAINS[0], CHAINS[9], CHAINS[14], *OTHERS[1:4]), ids=named
-)
+@pytest.mark.parametrize("case", with_ci([*CHAINS, *OTHERS], CHAINS[0], CHAINS[9], CHAINS[14], *OTHERS[1:4]), ids=named)
 def test_greedy_texts_in_a_batch_are_the_cpus(case: Case, stores: Path) -> None:
     found, wanted = texts(case, LogitsWarper(), DEVICE, stores), greedy_texts()
     if not is_lossless(case.method, case.rule):
@@ -112,7 +110,7 @@ def greedy_texts() -> list[list[int]]:
     return [generate(target(), prompt, NEW) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("case", with_quick(CHAINS, CHAINS[5], CHAINS[8], CHAINS[16]), ids=named)
+@pytest.mark.parametrize("case", with_ci(CHAINS, CHAINS[5], CHAINS[8], CHAINS[16]), ids=named)
 def test_sampled_texts_with_penalties_are_the_cpus(case: Case, stores: Path) -> None:
     """Of drafts that are drawn, from one source of random numbers; with what every rule measured."""
     found, wanted = (texts(case, SAMPLED, device, stores) for device in (DEVICE, "cpu"))
@@ -169,7 +167,7 @@ def test_greedy_texts_of_families_are_those_of_generate(family: str, fast: bool)
         assert decode(runner, build(name, inputs), LogitsWarper(), PROMPTS[0], max_new_tokens=NEW).ids == wanted
 
 
-@QUICK
+@CI
 def test_stop_ids_and_stop_strings_end_texts_where_they_do_on_a_cpu() -> None:
     tokenizer, found = make_tokenizer(), []
     strings = [tokenizer.decode(greedy_texts()[0][-5:-3])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from families import with_layers
-from gpu_tests import DEVICE, GPU, draft, target, there, with_quick
+from gpu_tests import DEVICE, GPU, draft, target, there, with_ci
 from heads import make_head
 from pairs import make_pair, make_suite, make_tokenizer
 
@@ -24,7 +24,7 @@ TEXTS = [([3, 7, 1, 9, 12, 40, 2, 5, 9, 9], 4), ([5, 6], 2), ([5, 6, 7], 1), ([8
 KINDS = ["model", "eagle", "eagle3", "dflash", "dspark", "dflash2"]
 
 
-@pytest.mark.parametrize("temperature", with_quick([0.0, 0.8], 0.8))
+@pytest.mark.parametrize("temperature", with_ci([0.0, 0.8], 0.8))
 def test_offline_alphas_of_every_kind_are_the_cpus(temperature: float) -> None:
     """By draft, depth, text and position."""
     warp, measured = LogitsWarper(temperature, top_p=0.9 if temperature else 1.0), []
@@ -69,7 +69,7 @@ def test_early_exits_are_timed() -> None:
     assert reading.keys() == {"token"}
 
 
-@pytest.mark.parametrize("kind", with_quick(["model", "eagle3", "dspark"], "eagle3"))
+@pytest.mark.parametrize("kind", with_ci(["model", "eagle3", "dspark"], "eagle3"))
 def test_serve_check_predicts_what_it_does_on_a_cpu(kind: str) -> None:
     small, texts = draft(kind), [(ids[:n], ids[n:]) for ids, n in TEXTS]
     wanted, agreement = acceptance(target(), small, texts, 3)

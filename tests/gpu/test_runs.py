@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families import build_tiny, resembling
-from gpu_tests import CUDA, DEVICE, GPU, REAL, HostRng, settings_in, there, with_quick
+from gpu_tests import CUDA, DEVICE, GPU, REAL, HostRng, settings_in, there, with_ci
 from greedy import generate
 from rich.console import Console
 from tiny_run import altered, killed, run_tiny
@@ -34,9 +34,10 @@ pytestmark = GPU
 def finished(settings: Settings) -> Run:
     """A whole run, with its export and report."""
     run = run_pipeline(settings, Console(file=io.StringIO()))
-    report = read_json(run.folder / "report.json")
-    assert report["decoding"]
-    assert all(0 <= row["offline_alpha"] <= 1 for row in report["drafts"])
+    if settings.evaluation:
+        report = read_json(run.folder / "report.json")
+        assert report["decoding"]
+        assert all(0 <= row["offline_alpha"] <= 1 for row in report["drafts"])
     assert (run.export / "model.safetensors").is_file()
     return run
 
@@ -48,7 +49,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "layerskip, texts of target and draft": {
         "target__layerskip__enabled": True, "teacher__responses__source": "target", "1__on_policy": 0.5,
         "teacher__responses__max_new_tokens": 8, "teacher__responses__batch_size": 4,
-        "teacher__responses__refresh_every": 4,
+        "teacher__responses__refresh_every": 2,
     },
 }  # fmt: skip
 
@@ -65,16 +66,21 @@ def test_a_whole_run_of_language_models(tmp_path: Path, name: str) -> None:
 HEADS = {"eagle": "hidden", "eagle3": "topk", "dflash": "online", "dspark": "hidden", "dflash2": "online"}
 
 
-@pytest.mark.parametrize("kind", with_quick(HEADS, "dspark"))
+@pytest.mark.parametrize("kind", with_ci(HEADS, "dspark"))
 def test_a_whole_run_of_heads(tmp_path: Path, kind: Any) -> None:
-    """After its last step DSpark's confidences are calibrated, by one example where there are no more."""
+    """After its last step DSpark's confidences are calibrated, by one example where there are no more.
+
+    EAGLE-3 and DSpark are decoded with at the end.
+    """
     settings = settings_in(tmp_path)
     settings.target.architecture.layers, settings.teacher.signal = 4, HEADS[kind]  # type: ignore[assignment]
     block = BlockSettings(size=3, markov_rank=None if kind == "dflash" else 4)
     settings.student = StudentSettings(kind=kind, unroll=2, draft_vocab=64, block=block)
     settings.trainer.validation_examples = 2
+    if kind not in ("eagle3", "dspark"):
+        settings.evaluation, settings.drafts = False, settings.drafts[:1]
     run = finished(settings)
-    head: Any = load_head(run.drafts["adaspec"])
+    head: Any = load_head(run.drafts[run.chosen("best")])
     assert all(weight.isfinite().all() for weight in head.state_dict().values())
     assert kind != "dspark" or len(head.temperatures) == len(head.sampled_temperatures) == 3
 
@@ -83,7 +89,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     """Bit by bit on a CPU; the backward pass of a GPU's attention adds up in another order each time."""
     whole, broken = settings_in(tmp_path / "whole"), settings_in(tmp_path / "broken")
     _, undisturbed, _ = run_tiny(whole)
-    with killed("distillspec", 7):
+    with killed("distillspec", 4):
         run_tiny(broken)
     runs = undisturbed, run_tiny(broken)[1]
     states = [load_model(run.path("adaspec"), device="cpu", dtype="float32").state_dict() for run in runs]

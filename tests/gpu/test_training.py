@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from families import build_tiny
-from gpu_tests import CUDA, DEVICE, GPU, REAL, there, with_quick
+from gpu_tests import CUDA, DEVICE, GPU, REAL, there, with_ci
 from heads import check_chain_attention, draft_of
 from rich.console import Console
 from some_rows import attached, everything, some_rows
@@ -68,7 +68,7 @@ SOURCES = "online", "hidden", "topk"
 STEPS = [(kind, source) for kind in KINDS for source in SOURCES]
 
 
-@pytest.mark.parametrize("step", with_quick(STEPS, *STEPS[2::4]), ids="-".join)
+@pytest.mark.parametrize("step", with_ci(STEPS, *STEPS[2::4]), ids="-".join)
 def test_a_step_of_every_kind_with_every_signal_is_the_cpus(step: tuple[str, str]) -> None:
     """Its loss, its gradients, and what validation measures."""
     (kind, source), found = step, []
@@ -99,7 +99,7 @@ def check_alike(found: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
         torch.testing.assert_close(found[1][name], weight, rtol=1e-4, atol=10 * CLOSE)
 
 
-@pytest.mark.parametrize("kind", with_quick(["language model", "eagle3", "dspark"], "language model"))
+@pytest.mark.parametrize("kind", with_ci(["language model", "eagle3", "dspark"], "language model"))
 def test_a_training_that_selects_tokens_is_the_cpus(kind: str, tmp_path: Path) -> None:
     """By the losses of the reference, which the device computes too; in steps proportional to the gradients."""
     curves, losses = [], []

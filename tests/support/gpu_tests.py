@@ -1,7 +1,6 @@
 """What tests of GPUs share: their device, and the same model, random number or run on it and on the CPU."""
 
 import copy
-import os
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from devices import DEVICE, PRETENDED
 from families import build_tiny, resembling
 from heads import make_block_head, make_head
 from tiny_run import tiny_settings
@@ -18,21 +18,19 @@ from transformers import PreTrainedModel
 from decode.core.sampling import TorchRng
 from distill.config import Settings
 
-DEVICE = os.environ.get("DRAFTSMITH_TEST_DEVICE", "cuda")
-"""``cpu`` runs the tests there, to check the tests themselves."""
 CUDA = DEVICE.startswith("cuda")
-REAL = CUDA and torch.cuda.is_available() and "Pretended" not in torch.cuda.get_device_name()
+REAL = CUDA and not PRETENDED
 """Whether kernels round as a GPU's do: of a pretended device they are the CPU's."""
 GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(CUDA and not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-QUICK = pytest.mark.quick
+CI = pytest.mark.ci
 
 
-def with_quick(values: Iterable[Any], *chosen: Any) -> list[Any]:
+def with_ci(values: Iterable[Any], *chosen: Any) -> list[Any]:
     """Parameters of a test, of which the chosen ones are part of ``.ci/run``."""
-    return [pytest.param(value, marks=QUICK) if value in chosen else value for value in values]
+    return [pytest.param(value, marks=CI) if value in chosen else value for value in values]
 
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -62,6 +60,9 @@ def settings_in(folder: Path, **changes: Any) -> Settings:
     """A run of seconds on the device."""
     settings = tiny_settings(folder, **changes)
     settings.trainer.accelerator, settings.trainer.devices = ("gpu" if CUDA else "cpu"), 1
+    settings.trainer.validate_every = 3
+    for training in (settings.target.training, settings.student.training, settings.training):
+        training.steps = 5
     evaluation: Any = settings.evaluation
     evaluation.prompts = evaluation.accuracy_prompts = 4
     evaluation.decode_prompts, evaluation.max_new_tokens, evaluation.draft_lengths = 1, 6, [2]
