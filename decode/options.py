@@ -38,20 +38,6 @@ else:
     Temperature = restricted_number_type("Temperature", float, [("==", 0), (">=", COLDEST)], join="or")
 
 
-STOP_RULES = (
-    "length", "copy", "suffix", "unsure", "hf-dynamic", "hf-constant", "hf-heuristic", "draft-verify", "product",
-    "entropy", "cost-optimal", "probe", "confidence-probe", "confidence-head",
-)  # fmt: skip
-RULES = ("exact", "block-verification", "ears", "adasd", "adasd-a", "adasd-b", "adasd-c", "fuzzy", "typical")
-"""The stop rules and acceptance rules that `decode.methods` defines."""
-
-if TYPE_CHECKING:
-    StopName = str
-    RuleName = str
-else:
-    StopName, RuleName = Literal[STOP_RULES], Literal[RULES]
-
-
 class Checked:
     """Base of settings whose numbers, switches and choices are checked on construction (`check_numbers`)."""
 

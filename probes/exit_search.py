@@ -18,7 +18,7 @@ from decode.measure.costs import exit_costs, speedup
 from decode.measure.session import BenchOptions, Session
 from decode.measure.statistics import median_interval, plain
 from decode.measure.suites import Prompt, Suite
-from decode.methods import SELF_SPECULATIVE
+from decode.methods import kind_of
 from decode.models.check import open_runner
 from decode.models.fast.forward import FastRunner
 from decode.models.open import DraftModel
@@ -153,9 +153,9 @@ def open_session(
     options: ProbeSettings,
     drafts: Mapping[str, DraftModel] | None = None,
 ) -> Session:
-    """Return a session that decodes each prompt once; with drafts their costs are measured too."""
+    """Return a session that decodes each prompt once."""
     threads, seed = run.settings.threads, run.settings.seed
-    how = BenchOptions(options.max_new_tokens, 1, seed, warp=mode.warp, threads=threads, costs=bool(drafts))
+    how = BenchOptions(options.max_new_tokens, 1, seed, warp=mode.warp, threads=threads)
     return Session(model, drafts, run.tokenizer, how)
 
 
@@ -222,7 +222,7 @@ def fastest_options(table: Sequence[Fields]) -> dict[str, Fields]:
     """Return the options of the run of each method and mode, which decoding uses if none are given."""
     fastest: dict[str, Fields] = {"greedy": {}, "sampled": {}}
     for row in table:
-        if row["method"] in SELF_SPECULATIVE:
+        if kind_of(row["method"]).itself:
             given = {key: row[key] for key in ("draft_length", *EXIT_OPTIONS) if row[key] is not None}
             fastest["greedy" if row["temperature"] == 0 else "sampled"][row["method"]] = given
     return fastest

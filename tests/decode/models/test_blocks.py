@@ -351,7 +351,7 @@ def test_what_does_not_fit_is_refused(tiny) -> None:
     target = tiny("llama")
     runner, head = open_runner(target), BlockRunner(make_block_head(target, "dflash"), target)
     with pytest.raises(UserError, match="confidence head"):
-        decode(runner, build("block-confidence", MethodInputs(runner, GREEDY, head)), GREEDY, PROMPTS[0])
+        build("block-confidence", MethodInputs(runner, GREEDY, head))
 
 
 class Vocabulary:
