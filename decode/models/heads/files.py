@@ -229,6 +229,10 @@ def _rotation(said: Fields, name: str, block: bool) -> Fields:
     return rope
 
 
+SERVED_AS: dict[int | str, str] = {1: "eagle", 3: "eagle3", "dflash": "dflash", "dflash2": "dflash", "dspark": "dspark"}
+"""Engines' names of methods, by the version of a head; vLLM's, which llama.cpp has too."""
+
+
 def unserved(head: DraftHead) -> dict[str, str]:
     """Engines that do not run a block head as it was trained, each with the reason; of EAGLE's heads none is named.
 

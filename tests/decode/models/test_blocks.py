@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AddedToken
 
 from decode.core.draft import Draft
-from decode.core.loop import Method, Text, decode, run
+from decode.core.loop import Method, Text, run
 from decode.core.sampling import LogitsWarper, TorchRng, argmax
 from decode.core.stop import CostOptimal, Fixed, StopRule, own_estimate, token_probability
 from decode.drafters.base import DraftRequest
