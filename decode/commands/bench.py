@@ -165,7 +165,7 @@ def run(settings: BenchSettings) -> None:
     finally:  # an interrupt keeps what was measured
         if benchmark.rows:
             files = write_report(benchmark, asdict(settings), folder)
-            console.print(*console_tables(benchmark.rows, str(files[1])), sep="\n")
+            console.print(*console_tables(benchmark.rows), sep="\n")
             lines = [f"{benchmark.stopped}: stopped early"] if benchmark.stopped else []
             lines += [f"{name}: {note}" for name, note in session.notes.items()]
             lines += [*answers(benchmark.rows), f"wrote {', '.join(map(str, files))}"]

@@ -31,7 +31,7 @@ from decode.engines.server import ENGINES, Engine, check_engine, opened, write_a
 from decode.errors import UserError
 from decode.files import Fields, read_json, scratch_folder, write_json
 from decode.measure import machine
-from decode.measure.report import PRINTED, console_table
+from decode.measure.report import console_table
 from decode.measure.session import BenchOptions, Item, Session
 from decode.measure.statistics import median_interval, plain
 from decode.models.heads.eagle import DraftHead
@@ -227,8 +227,8 @@ def show(rows: Sequence[Fields], causes: Sequence[Cause]) -> None:
     """Print the tables and the causes."""
     console = output_console(highlight=False)
     by_position = [{key: row[key] for key in SERVED[:3]} | dict(at) for row in rows for at in row["positions"]]
-    console.print(console_table("", SERVED, rows, PRINTED), f"[dim]{FORMULA}", "")
-    console.print(console_table("Accepted ÷ reached at each position of the draft", POSITIONS, by_position, PRINTED))
+    console.print(console_table("", SERVED, rows), f"[dim]{FORMULA}", "")
+    console.print(console_table("Accepted ÷ reached at each position of the draft", POSITIONS, by_position))
     for row in rows:
         told = f"T = {row['temperature']:g}, {row['draft_length']} drafted: {row['equal_texts']} of {row['texts']}"
         console.print(f"\n{told} texts have the predicted counts.", style="yellow" if row["unequal"] else "green")

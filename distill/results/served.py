@@ -36,7 +36,7 @@ def measure_served(run: Run) -> None:
     prompts = [ids for ids in map(examples.prompt, range(len(examples))) if ids]
     files = files_of(run.target, trust_remote_code=settings.target.trust_remote_code)
     ends = stop_ids(files, run.tokenizer)
-    method = SERVED_AS[settings.student.version] if settings.student.is_head else "draft_model"
+    method = SERVED_AS.get(settings.student.version or "", "draft_model")
     most = settings.student.steps if settings.student.is_block else max(how.draft_lengths)
     lengths = sorted({min(k, most) for k in how.draft_lengths})
     room = max(map(len, prompts)) + how.max_new_tokens + max(lengths) + 1
