@@ -250,8 +250,8 @@ def bench_settings(argv: Sequence[str], description: str = "", examples: str = "
     settings = parse(BenchSettings, argv, "python -m decode bench", description, examples, section="bench")
     if not (paths := config_paths(argv)):
         return settings
-    content = read_config(paths, ("name", "output_dir", "bench.suite", "data.source", "data.files"))
-    own = str(Path(content.get("output_dir", "runs")) / content.get("name", "run"))
+    content = read_config(paths)
+    own = f"{content.get('output_dir', 'runs')}/{content.get('name', 'run')}"
     run = next(filter(None, settings.runs), own)
     if not (any(item.startswith("--suite") for item in argv) or "suite" in (content.get("bench") or {})):
         settings.suite = default_suites(content.get("data"))
