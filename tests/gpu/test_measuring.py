@@ -13,8 +13,6 @@ from decode.commands.settings import ProfileSettings
 from decode.core.sampling import LogitsWarper
 from decode.engines.check import acceptance, predicted_drafts
 from decode.measure.acceptance import offline_alphas
-from decode.measure.costs import exit_costs
-from decode.models.check import open_runner
 from decode.models.heads.mtp import load_mtp
 from decode.models.open import Pair
 
@@ -60,13 +58,6 @@ def test_the_command_profile_measures_the_alpha_of_the_cpu(tiny, kind: str) -> N
     assert found.cost.rounds.seconds.keys() == {1, 2}
     assert all(seconds > 0 for row in found.cost.rounds.seconds.values() for seconds in row.values())
     assert len(found.lengths) == 3
-
-
-def test_early_exits_are_timed() -> None:
-    runner = open_runner(there(target()))
-    costs, reading = exit_costs(runner, [1, 2, 3], {}, LogitsWarper(), [[3, 7, 1]], 2)
-    assert costs.seconds.keys() == {1, 2, 3}
-    assert reading.keys() == {"token"}
 
 
 @pytest.mark.parametrize("kind", with_ci(["model", "eagle3", "dspark"], "eagle3"))
