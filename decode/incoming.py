@@ -117,28 +117,33 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_implicit_resolver(NUMBER, re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
 
 
-def read_yaml(content: str, texts: Collection[str] = (), name: str = "") -> Any:
+def read_yaml(
+    content: str, texts: Collection[str] = (), name: str = "", known: Callable[[str], str] = lambda name: name
+) -> Any:
     """Plain data of YAML, in which values whose dotted names are among `texts` are texts as written, or null.
 
-    `name` is that of the whole. Raises a ValueError for what is no YAML.
+    `name` is that of the whole; `known` turns a name into one of those in `texts`.
+
+    Raises:
+        ValueError: the text is no YAML.
     """
     try:
         loader = _Loader(content)
         if (node := loader.get_single_node()) is None:
             return None
-        _keep_texts(node, texts, name)
+        _keep_texts(node, texts, name, known)
         return loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
 
 
-def _keep_texts(node: yaml.Node, texts: Collection[str], name: str) -> None:
+def _keep_texts(node: yaml.Node, texts: Collection[str], name: str, known: Callable[[str], str]) -> None:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            inner = f"{name}.{key.value}".removeprefix(".")
-            _keep_texts(value, texts, name if name in texts else inner)
+            inner = known(f"{name}.{key.value}".removeprefix("."))
+            _keep_texts(value, texts, name if name in texts else inner, known)
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            _keep_texts(item, texts, name)
+            _keep_texts(item, texts, name, known)
     elif name in texts and node.tag != NULL:
         node.tag = TEXT

@@ -3,10 +3,10 @@
 import shlex
 import sys
 
-from decode.commands.cli import config_paths, known_keys, parse, read_option, run_main, take_flag
+from decode.commands.cli import config_paths, parse, run_main, take_flag
 from decode.errors import UserError
 from decode.progress import output_console
-from distill.config import AblateSettings, DraftSettings, Settings
+from distill.config import AblateSettings, Settings
 
 ABOUT = """Trains drafts for a target: target -> student -> drafts (DistillSpec; with a reference AdaSPEC), exports the
 one that export.choose names and measures all of them, under <output_dir>/<name>/. The commands `ablate` (drafts over
@@ -78,15 +78,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def read_settings(argv: list[str]) -> Settings:
     """The settings that the arguments of the command mean."""
-    options = take_draft_options(argv := list(argv))
-    settings = parse(Settings, argv, prog="python -m distill", description=ABOUT, examples=EXAMPLES, foreign=FOREIGN)
-    for option, (name, key, value) in options.items():
-        draft = next((draft for draft in settings.drafts if draft.name == name), None)
-        if draft is None or key not in vars(draft):
-            known = [draft.name for draft in settings.drafts] if draft is None else list(vars(draft))
-            raise UserError(f"{option}: {name if draft is None else key!r} is not one of {', '.join(known)}")
-        setattr(draft, key, read_option(key, value, known_keys(DraftSettings)))
-    return settings
+    return parse(Settings, argv, prog="python -m distill", description=ABOUT, examples=EXAMPLES, foreign=FOREIGN)
 
 
 def _ablate(argv: list[str]) -> None:
@@ -101,20 +93,6 @@ def _ablate(argv: list[str]) -> None:
     from distill.ablation import ablate
 
     ablate(settings)
-
-
-def take_draft_options(argv: list[str]) -> dict[str, tuple[str, str, str]]:
-    """Remove the options ``--drafts.NAME.KEY VALUE`` from the arguments; return name, key and value of each."""
-    options, rest = {}, list(argv)
-    argv.clear()
-    while rest:
-        option, equals, value = rest.pop(0).partition("=")
-        parts = option.split(".")
-        if parts[0] == "--drafts" and len(parts) == 3 and (equals or rest):
-            options[option] = parts[1], parts[2].replace("-", "_"), value if equals else rest.pop(0)
-        else:
-            argv.append(option + equals + value)
-    return options
 
 
 if __name__ == "__main__":

@@ -66,10 +66,10 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
             f"ablation.kinds is {kinds}, expected different kinds for a finished target (target.kind as_is; it is "
             f"{settings.target.kind})"
         )
-    variants = {d.name: d if d.selects else replace(d, reference=None) for d in settings.drafts}
-    references = [name for name in variants if any(d.selects and d.reference == name for d in settings.drafts)]
-    drafts = [replace(v, name=f"{name}-seed{seed}", seed=seed) for seed in seeds for name, v in variants.items()]
-    full = replace(settings, drafts=[*(variants[name] for name in references), *drafts], export=ExportSettings())
+    variants = {name: d if d.selects else replace(d, reference=None) for name, d in settings.drafts.items()}
+    references = [name for name in variants if any(d.reference == name for d in variants.values())]
+    drafts = {f"{name}-seed{seed}": replace(v, seed=seed) for seed in seeds for name, v in variants.items()}
+    full = replace(settings, drafts={name: variants[name] for name in references} | drafts, export=ExportSettings())
     full.validate()
     full.trainer = replace(full.trainer, devices=1, num_nodes=1, strategy="auto")
     folder = Path(full.output_dir) / full.name

@@ -113,7 +113,7 @@ def shorten(settings: Settings, **values: Any) -> None:
     for section in (settings.target.training, settings.student.training, settings.training):
         if section.steps != section.epochs:  # both are null where a model is not trained
             change(section, **values)
-    for draft in settings.drafts:
+    for draft in settings.drafts.values():
         draft.training = {key: value for key, value in draft.training.items() if key not in values}
 
 

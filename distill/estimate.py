@@ -56,7 +56,7 @@ def estimate(settings: Settings, console: Console) -> dict[str, tuple[float, flo
         parts["the data"] = (time.perf_counter() - began) * train / here, 0.0
         count = min(train, full.teacher.examples or train)
         trainings = {"target": (full.target.training, train), "initial": (full.student.training, train)}
-        trainings |= {draft.name: (draft.training_of(full.training), count) for draft in full.drafts}
+        trainings |= {name: (draft.training_of(full.training), count) for name, draft in full.drafts.items()}
         for stage, (training, examples) in trainings.items():
             if stage == "initial" and full.teacher.responses.from_target:  # which may be trained on the answers
                 target = None if full.teacher.served else run.at_work(run.open_target())
@@ -106,7 +106,7 @@ def _small(full: Settings, folder: str) -> Settings:
     shorten(small, steps=STEPS, epochs=None)
     if small.data.from_target:
         change(small.data, train_examples=PROMPTS, validation_examples=FEW, test_examples=FEW)
-    largest = max(draft.training_of(small.training).batch_size for draft in small.drafts)
+    largest = max(draft.training_of(small.training).batch_size for draft in small.drafts.values())
     change(
         small, output_dir=folder, tracker="none", trainer__devices=1, trainer__num_nodes=1, trainer__strategy="auto",
         trainer__validate_every=10**6, trainer__validation_examples=FEW, trainer__callbacks=[*given, callback],

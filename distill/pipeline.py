@@ -168,7 +168,8 @@ def rehearse(run: Run) -> None:
         scratch_folder() as folder,
         working(run.console, "export and evaluation are tried with the student", bars=False),
     ):
-        small.drafts = [replace(small.drafts[0], reference=None)]
+        name, draft = next(iter(small.drafts.items()))
+        small.drafts = {name: replace(draft, reference=None)}
         change(small, output_dir=str(folder), tracker="none", export__choose="best", export__gguf=[])
         if small.teacher.in_engine:
             small.evaluation = False

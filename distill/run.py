@@ -93,7 +93,7 @@ class Run:
         self._opened = ExitStack()
         self.folder = Path(settings.output_dir) / settings.name
         self.work, self.target, self.export = self.path("work"), self.path("target"), self.path("export")
-        self.trained = [draft.name for draft in settings.drafts]
+        self.trained = list(settings.drafts)
         self.start = START[2 if settings.student.kind == "mtp" else int(settings.student.is_head)]
         self.drafts = {self.start: self.path("initial"), **{name: self.path(name) for name in self.trained}}
 
@@ -392,16 +392,16 @@ def stage_fingerprints(settings: Settings) -> dict[str, str]:
     signal = {"signal": teacher.signal, "signal_k": teacher.signal_k if teacher.kept == "topk" else None}
     signal |= {"keep": teacher.engine.keep} if teacher.in_engine else {}
     before = common | data | texts | signal | keys
-    for draft in settings.drafts:
-        unused = {"name", "reference", "training"} | (set() if draft.selects else {"k"})
-        values = {name: value for name, value in asdict(draft).items() if name not in unused}
+    for name, draft in settings.drafts.items():
+        unused = {"reference", "training"} | (set() if draft.selects else {"k"})
+        values = {key: value for key, value in asdict(draft).items() if key not in unused}
         made_from = before | {"draft": values, "training": asdict(draft.training_of(settings.training))}
         if draft.on_policy:
             made_from["own_texts"] = responses.written() | {"refresh_every": responses.refresh_every}
         if draft.reference is not None and draft.selects:
             made_from["reference"] = keys[draft.reference]
             made_from["parts_of_a_step"] = [trainer.accumulate, ranks.process_count(trainer)]  # each selects its tokens
-        keys[draft.name] = fingerprint(made_from)
+        keys[name] = fingerprint(made_from)
     return keys
 
 

@@ -125,7 +125,7 @@ def _run_stages(run: Run, only: Collection[str] | None, check: bool, rehearse: R
             elif stage in ("target", "initial"):
                 result = language_model(run, stage, key)
             else:
-                result = distil(run, settings.drafts[run.trained.index(stage)], key)
+                result = distil(run, stage, key)
             run.put(stage, result.record, partial(result.save, run.tokenizer))
         made.append(stage)
         run.line(f"{run.path(stage)} [dim]{time.monotonic() - started:.1f} s[/dim]")
@@ -345,9 +345,9 @@ def mean_tail(examples: Examples) -> float:
     return max(0.0, 1 - float(np.exp(log_p).sum(dtype=np.float64)) / max(1, len(rows)))
 
 
-def distil(run: Run, settings: DraftSettings, key: str) -> StageResult:
+def distil(run: Run, name: str, key: str) -> StageResult:
     """Return a draft that starts from the student: by DistillSpec, or with a reference by AdaSPEC."""
-    started, full = time.monotonic(), run.settings
+    started, full, settings = time.monotonic(), run.settings, run.settings.drafts[name]
     training, seed = settings.training_of(full.training), full.seed if settings.seed is None else settings.seed
     draft = open_draft(run, run.path("initial"), accepted_only=settings.accepted_only)
     data, model = prepare(run, draft, settings), draft.model
@@ -367,7 +367,7 @@ def distil(run: Run, settings: DraftSettings, key: str) -> StageResult:
     anchors = draft.anchors if isinstance(draft, BlockDraft) else None
     batches = TrainingBatches(data.train, schedule, steps, texts, full.data.loader_workers, data.expect, anchors)
     record.seconds = time.monotonic() - started
-    _fit(run, settings.name, record, module, batches, data.validation, full.trainer)
+    _fit(run, name, record, module, batches, data.validation, full.trainer)
     steps = int(record.history[-1]["step"])  # a callback may have ended the training early
     read = (data.train.labels_of(schedule.batch(step)) for step in range(steps))
     used = together = tokens = sum(read) if texts is None else texts.label_tokens

@@ -31,6 +31,8 @@ from decode.options import check_choice, is_choice
 
 Settings = TypeVar("Settings")
 
+NAME = "NAME"
+"""Stands for every name of a mapping from names to sections, among the dotted names of all settings."""
 VERBATIM = {
     "stop", "input", "prompt", "system", "data.system", "data.chat_template", "data.prompt_template",
     "data.response_template", "data.prompts.openings",
@@ -56,7 +58,8 @@ def parse(
     that looks like an option follows an equals sign.
 
     Args:
-        settings_class: A dataclass whose fields are plain values, dataclasses or lists of dataclasses.
+        settings_class: A dataclass whose fields are plain values, dataclasses or mappings of names to dataclasses,
+            where a file's mapping replaces that of the files below it.
         argv: Arguments without the program's name.
         prog: The command as the user types it, for the usage line.
         description: A paragraph above the help.
@@ -80,7 +83,7 @@ def parse(
             parser.parse_args(["--" + word[2:].replace("-", "_")])
     paths, known = config_paths(argv), known_keys(kind)
     given = _read_options(known, argv, prog)
-    content = read_config(paths, text_keys(known, f"{section}." if section else ""))
+    content = read_config(paths, text_keys(known, f"{section}." if section else ""), known)
     source = " and ".join([*map(str, paths), *(["the command line"] if given else [])])
     if section is not None:
         if near := difflib.get_close_matches(section, content.keys() - {section}, 1, 0.75):
@@ -90,9 +93,9 @@ def parse(
     _check_keys(content, known, "", source)
     _check_keys(given, known, "", source)
     for key, value in given.items():
-        _put(content, key, value)
+        _put(content, key, value, known)
     read = known.keys() - text_keys(known)  # numbers, switches and the like, in which jsonargparse reads texts too
-    kinds = lambda name: str if name in read else _Written  # noqa: E731
+    kinds = lambda name: str if as_known(name, known) in read else _Written  # noqa: E731
     content = _each_text(content, lambda text, name: kinds(name)(whole(text, f"the setting {name}")))
     try:
         settings = settings_class(**vars(parser.instantiate(parser.parse_object(content))))
@@ -142,23 +145,24 @@ def config_paths(argv: Sequence[str]) -> list[Path]:
     return [Path(value) for name, value in itertools.pairwise(words) if name == "--config"]
 
 
-def read_config(paths: Sequence[Path], texts: Collection[str] = ()) -> Fields:
+def read_config(paths: Sequence[Path], texts: Collection[str] = (), known: Collection[str] = ()) -> Fields:
     """The content of configuration files and of those that they build on; later files override earlier ones.
 
-    Values of the keys `texts` are read as they are written.
+    Values of the keys `texts` are read as they are written. `known` are the names of all settings.
 
     Raises:
         UserError: A file that is missing, is not valid YAML, or builds on itself.
     """
-    return functools.reduce(merge, (_read_file(path, {*texts, "base"}) for path in paths), {})
+    files = (_read_file(path, {*texts, "base"}, known) for path in paths)
+    return functools.reduce(lambda below, above: merge(below, above, known), files, {})
 
 
-def _read_file(path: Path, texts: Collection[str], above: tuple[Path, ...] = ()) -> Fields:
+def _read_file(path: Path, texts: Collection[str], known: Collection[str], above: tuple[Path, ...] = ()) -> Fields:
     if not path.is_file():
         raise UserError(f"{Path.cwd()} has no configuration file {str(path)!r}; the repository's configs/ has some")
     text = "".join(text_lines(path))
     try:
-        content = read_yaml(text, texts) or {}
+        content = read_yaml(text, texts, known=lambda name: as_known(name, known)) or {}
     except ValueError as error:
         raise UserError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(content, dict):
@@ -169,13 +173,18 @@ def _read_file(path: Path, texts: Collection[str], above: tuple[Path, ...] = ())
     below = path.parent / str(base)
     if below.resolve() in above:
         raise UserError(f"{path}: 'base' is {base!r}, expected the path of another file, relative to this one")
-    return merge(_read_file(below, texts, above), content)
+    return merge(_read_file(below, texts, known, above), content, known)
 
 
-def merge(below: Fields, above: Fields) -> Fields:
-    """Two configurations as one: sections are merged key by key; any other value of `above` wins, as does ``{}``."""
+def merge(below: Fields, above: Fields, known: Collection[str] = ()) -> Fields:
+    """Two configurations as one: sections are merged key by key; any other value of `above` wins, as does ``{}``.
+
+    So does a mapping of names to sections, of which there is one where `known` says so.
+    """
     both = {
-        k: merge(below[k], v) if v and isinstance(v, dict) and isinstance(below.get(k), dict) else v
+        k: merge(below[k], v)
+        if v and isinstance(v, dict) and isinstance(below.get(k), dict) and f"{k}.{NAME}" not in known
+        else v
         for k, v in above.items()
     }
     return below | both
@@ -193,15 +202,24 @@ def _types(hint: Any) -> Iterator[Any]:
 
 @functools.cache
 def known_keys(settings_class: type, prefix: str = "") -> Fields:
-    """Dotted names and types of all fields, those of sections and of lists of sections included."""
+    """Dotted names and types of all fields, those of sections included; `NAME` stands for the names of a mapping."""
     keys = {}
     hints = typing.get_type_hints(settings_class)
     for name in (field.name for field in dataclasses.fields(settings_class) if field.init):
         keys[prefix + name] = hints[name]
         sections: Iterator[Any] = filter(dataclasses.is_dataclass, _types(hints[name]))
         for section in sections:
-            keys |= known_keys(section, f"{prefix}{name}.")
+            place = f"{prefix}{name}"
+            if typing.get_origin(hints[name]) is dict:
+                keys[place := f"{place}.{NAME}"] = section
+            keys |= known_keys(section, f"{place}.")
     return keys
+
+
+def as_known(name: str, known: Collection[str]) -> str:
+    """The dotted name of a setting as `known_keys` has it."""
+    section, *rest = name.split(".")
+    return ".".join([section, NAME, *rest[1:]]) if rest and f"{section}.{NAME}" in known else name
 
 
 def text_keys(known: Fields, prefix: str = "") -> set[str]:
@@ -217,21 +235,25 @@ def text_keys(known: Fields, prefix: str = "") -> set[str]:
 def _check_keys(content: Fields, known: Fields, prefix: str, source: str) -> None:
     """Refuse the first key of nested mappings that is not known, a value in place of a section, and unknown choices."""
     for key, value in content.items():
-        name = f"{prefix}{key}"
+        shown = f"{prefix}{key}"
+        name = as_known(shown, known)
         if name not in known:
-            raise UserError(f"{source}: unknown key '{name}'; {_nearest(name, known)}")
+            raise UserError(f"{source}: unknown key '{shown}'; {_nearest(shown, known)}")
         if any(other.startswith(f"{name}.") for other in known):
-            for item in value if isinstance(value, list) else [value]:
-                if isinstance(item, dict):
-                    _check_keys(item, known, f"{name}.", source)
-                elif item:  # null and false turn a section off where its type allows them
-                    raise UserError(f"{source}: '{name}' is {item!r}, expected a section of 'key: value' lines")
+            if isinstance(value, dict):
+                _check_keys(value, known, f"{shown}.", source)
+            elif value and f"{name}.{NAME}" in known:
+                raise UserError(
+                    f"{source}: '{shown}' is {value!r}, expected names with a section each: {{{NAME}: {{}}}}"
+                )
+            elif value:  # null and false turn a section off where its type allows them
+                raise UserError(f"{source}: '{shown}' is {value!r}, expected a section of 'key: value' lines")
         kinds = [kind for kind in _types(known[name]) if not typing.get_args(kind) or is_choice(kind)]
         choices = [choice for kind in filter(is_choice, kinds) for choice in typing.get_args(kind)]
         if choices and all(is_choice(kind) or kind in (*choices, bool, type(None)) for kind in kinds):
             choices += ["true", "false", "yes", "no"] * (bool in kinds)
             for item in (item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)):
-                check_choice(f"{source}: {name}", item, choices)
+                check_choice(f"{source}: {shown}", item, choices)
 
 
 def _nearest(key: str, known: Collection[str]) -> str:
@@ -254,11 +276,13 @@ def _read_options(known: Fields, argv: Sequence[str], prog: str) -> Fields:
         key = option.lstrip("-").replace("-", "_")
         if key.startswith("no_") and known.get(key[3:]) in SWITCHES:
             key, texts = key[3:], ["false", *texts]
-        if not option.startswith("--") or key not in {*known, "config"}:
+        if (parts := option[2:].split("."))[1:] and f"{parts[0]}.{NAME}" in known:  # whose names may have hyphens
+            key = ".".join([*parts[:2], *key.split(".")[2:]])
+        if not option.startswith("--") or as_known(key, known) not in {*known, "config"}:
             raise UserError(f"unknown option {option!r}; {_nearest(key, known)}. `{prog} --help` lists them all")
-        if not texts and known.get(key) in SWITCHES:
+        if not texts and known.get(as_known(key, known)) in SWITCHES:
             texts = ["true"]
-        is_list = any(typing.get_origin(inner) is list for inner in _types(known.get(key)))
+        is_list = any(typing.get_origin(inner) is list for inner in _types(known.get(as_known(key, known))))
         if not texts or (len(texts) > 1 and not is_list):
             raise UserError(f"{option} has the values {texts}, expected one; `{prog} --help` explains it")
         joined = " ".join(texts)
@@ -274,18 +298,21 @@ def _read_options(known: Fields, argv: Sequence[str], prog: str) -> Fields:
 
 def read_option(key: str, text: str, known: Fields) -> Any:
     """The value of an option: a text as it was written, but for the null of a name; all else as YAML."""
-    hint, texts = known.get(key), text_keys(known)
+    key, texts = as_known(key, known), text_keys(known)
+    hint = known.get(key)
     if key in texts and typing.get_origin(hint) not in (list, dict):
         return None if text == "null" and key not in VERBATIM and type(None) in typing.get_args(hint) else text
     try:
-        return read_yaml(text, texts, key)
+        return read_yaml(text, texts, key, lambda name: as_known(name, known))
     except ValueError:
         return text
 
 
-def _put(content: Fields, key: str, value: Any) -> None:
-    """Set a value of nested sections by its dotted key."""
+def _put(content: Fields, key: str, value: Any, known: Fields) -> None:
+    """Set a value of nested sections by its dotted key; a mapping has to have the name that is given there."""
     *sections, name = key.split(".")
+    if as_known(key, known) != key and len(sections) > 1:
+        check_choice(f"--{key}: the name", sections[1], list(content.get(sections[0]) or ()))
     for section in sections:
         if not isinstance(content.get(section), dict):
             content[section] = {}

@@ -33,7 +33,7 @@ class ResponseSettings:
     """Who writes the responses that drafts are trained on, and how they are sampled."""
 
     source: Literal["dataset", "target"] = "dataset"
-    """dataset: those of the data set. target: the target answers the prompts, once. See also drafts[].on_policy."""
+    """dataset: those of the data set. target: the target answers the prompts, once. See also drafts.NAME.on_policy."""
     temperature: Temperature = 1.0
     """Sampling temperature of written responses; 0 is greedy."""
     top_p: Share = 1.0

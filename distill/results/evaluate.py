@@ -162,7 +162,9 @@ class Evaluation:
         The last row compares the first draft with the student before distillation.
         """
         pairs = [(self.best, name) for name in self.models if name != self.best]
-        pairs += [(draft.name, draft.reference) for draft in self.settings.drafts if draft.reference is not None]
+        pairs += [
+            (name, draft.reference) for name, draft in self.settings.drafts.items() if draft.reference is not None
+        ]
         pairs.append((self.run.trained[0], self.run.start))
         return [{"a": a, "b": b, "label": label} | paired(alphas[b][0], alphas[a][0]) for a, b in dict.fromkeys(pairs)]
 

@@ -208,7 +208,7 @@ def run_settings(folder: Path, options: str) -> Settings:
         --output-dir {folder} --target.kind as_is --target.model {folder}/target --target.dtype {dtype}
         --data.source {folder}/texts.jsonl --data.max-length {sized(512, 64)}
         --data.train-examples 64 --student.training.{steps} --training.{steps}
-        --training.batch-size {sized(8, 2)} --drafts [{{"name":"draft"}}]
+        --training.batch-size {sized(8, 2)} --drafts {{"draft":{{}}}}
         --tracker none --trainer.accelerator {accelerator} --trainer.devices 1 --trainer.precision {precision}
         --trainer.validate-every 1000000 --trainer.validation-examples 2"""
     return parse(Settings, options.split())

@@ -204,7 +204,7 @@ def test_every_predicted_speedup_of_a_run_follows_from_its_report(tmp_path) -> N
 @pytest.mark.parametrize(("start", "kept"), [("undistilled", 1), ("untrained", 2)])
 def test_acceptance_by_position_is_that_of_the_weights_that_were_kept(start: str, kept: int) -> None:
     """Language models are kept by α, heads by accepted length."""
-    evaluation, run = Evaluation.__new__(Evaluation), Run(Settings(drafts=[DraftSettings(name="head")]))
+    evaluation, run = Evaluation.__new__(Evaluation), Run(Settings(drafts={"head": DraftSettings()}))
     values = [(0.5, 0.6, 0.5, 1.9), (0.7, 0.8, 0.6, 2.0), (0.6, 0.9, 0.8, 2.1)]
     history = [dict(zip(("alpha", "agreement", "agreement_2", "accepted_length"), value)) for value in values]
     evaluation.run, run.start = run, start

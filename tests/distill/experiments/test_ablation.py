@@ -18,10 +18,10 @@ from distill.config import DraftSettings
 
 def test_the_ablation_compares_seed_by_seed_and_goes_on_where_it_was(tmp_path) -> None:
     tiny = begun(tiny_settings(tmp_path))
-    tiny.drafts.append(DraftSettings(name="late-tv", divergence="tv"))
+    tiny.drafts["late-tv"] = DraftSettings(divergence="tv")
     tiny.evaluation.prompts, tiny.evaluation.max_new_tokens = 4, 6
     settings, drafts = AblateSettings(**vars(tiny)), []
-    tiny.drafts[2].reference, tiny.drafts[2].k = "distillspec", 1.0  # which selects nothing, and needs no reference
+    tiny.drafts["late-tv"] = DraftSettings("distillspec", 1.0, "tv")  # which selects nothing, and needs no reference
     settings.ablation.seeds = [3, 4]
     for finished in (2, 3 + 6):
         text = io.StringIO()
@@ -62,7 +62,7 @@ def test_texts_of_one_prompt_are_one_observation() -> None:
 
 def test_kinds_are_compared_on_one_target_with_as_many_drafted_tokens(tmp_path, monkeypatch) -> None:
     tiny = begun(tiny_settings(tmp_path))
-    tiny.evaluation.prompts, tiny.evaluation.max_new_tokens, tiny.drafts = 3, 6, [DraftSettings(name="kl")]
+    tiny.evaluation.prompts, tiny.evaluation.max_new_tokens, tiny.drafts = 3, 6, {"kl": DraftSettings()}
     settings = AblateSettings(**vars(tiny))
     settings.ablation.seeds, settings.ablation.kinds = [3], ["dflash2", "dspark", "eagle3", "dflash"]
     settings.student.draft_vocab, settings.student.block.markov_rank, settings.student.block.layers = 50, 2, 1

@@ -36,7 +36,7 @@ def test_models_from_the_hub_take_the_path_of_their_kind(kind, tmp_path) -> None
         output_dir=str(tmp_path),
         target=TargetSettings(kind=kind, model="lmsys/vicuna-7b-v1.3", training=once),
         student=StudentSettings(kind=kind, model="double7/vicuna-68m", training=once),
-        drafts=[DraftSettings(name="longer", training={"epochs": 3, "batch_size": 64})],
+        drafts={"longer": DraftSettings(training={"epochs": 3, "batch_size": 64})},
         training=once,
     )
     small = shrink(settings, Console(quiet=True))
@@ -47,7 +47,7 @@ def test_models_from_the_hub_take_the_path_of_their_kind(kind, tmp_path) -> None
 @pytest.mark.parametrize("source", ["ultrachat", "target"])
 def test_chats_are_rendered_by_the_template_of_a_local_target(source: str, tmp_path, tiny) -> None:
     settings = Settings(output_dir=str(tmp_path), data=DataSettings(source=source), training=TrainingSettings(steps=1))
-    settings.target, settings.drafts = TargetSettings(kind="as_is", model="some/chat-model"), [DraftSettings(name="a")]
+    settings.target, settings.drafts = TargetSettings(kind="as_is", model="some/chat-model"), {"a": DraftSettings()}
     settings.student, settings.teacher.responses.source = StudentSettings(kind="eagle"), "target"
     assert shrink(settings, Console(quiet=True)).data.chat_template == PLAIN_CHAT
     tokenizer = make_tokenizer()

@@ -67,7 +67,7 @@ def test_a_changed_setting_runs_its_stage_again(
     settings = altered(tiny_settings(tmp_path), target__model=str(tmp_path), **given)
     before, after = stage_fingerprints(settings), stage_fingerprints(altered(settings, **{key: value}))
     assert [stage for stage in before if before[stage] != after[stage]] == wanted
-    settings.drafts.append(replace(settings.drafts[1], name="again"))
+    settings.drafts["again"] = replace(settings.drafts["adaspec"])
     keys = stage_fingerprints(settings)
     assert keys["again"] == keys["adaspec"]  # a name is no input
 
