@@ -24,12 +24,13 @@ from distill.engine.servers import CONNECTOR, arguments
 from distill.export.card import PROFILE, add_measurements, exported_facts
 from distill.export.draft import check_export_path, check_gguf, export_draft, export_gguf
 from distill.export.head import export_head
-from distill.files import files_state, fingerprint, free_bytes, sizes
+from distill.files import fingerprint, free_bytes, sizes
+from distill.fingerprints import inputs, measurement_fingerprint, stage_fingerprints
 from distill.networks.models import multiplies_bfloat16
 from distill.responses.target import answered_texts
 from distill.results.report import console_tables, figures, write_report
 from distill.results.tracking import finish, log_report, make_logger, tried, where
-from distill.run import Run, alone_in, data_key, measurement_fingerprint, stage_fingerprints
+from distill.run import Run, alone_in
 from distill.stages import run_stages
 
 
@@ -98,10 +99,8 @@ def with_formats(settings: Settings) -> Settings:
 def _choose_signal(run: Run) -> Signal:
     """Return the first kind of signal that the disk has room for. It is noted, so that a rerun has the same."""
     settings, note = run.settings, run.work / "signal.json"
-    teacher, target, student = settings.teacher, settings.target, settings.student
-    model = files_state([target.model]) or [target.model, asdict(target.architecture)]
-    decisive = [student.kind, asdict(student.block), target.dtype, settings.trainer.validation_examples]
-    key = fingerprint(data_key(settings), teacher.examples, teacher.responses.key(), teacher.signal_k, model, decisive)
+    read = inputs(settings, ("data", "target", "head", "frozen", "answers", "written"))
+    key = fingerprint(read, settings.teacher.signal_k, settings.trainer.validation_examples)
     known = read_json(note)
     if known.get("made_from") != key:
         needed, room = signal_sizes(run), ROOM * free_bytes(run.work)

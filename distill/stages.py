@@ -34,6 +34,7 @@ from distill.drafts.language_model import LanguageModelDraft, cut
 from distill.drafts.reference import Draft, keep_reference
 from distill.drafts.start import frequent, start_from_head, start_from_target
 from distill.files import fingerprint, link, remove, save_tokenizer
+from distill.fingerprints import stage_fingerprints
 from distill.losses.divergences import Divergence
 from distill.networks.layerskip import LayerSkip
 from distill.networks.lm_head import LMHead, check_head
@@ -48,7 +49,7 @@ from distill.networks.models import (
 from distill.responses.on_policy import OnPolicy, Writer, head_texts
 from distill.responses.target import answered_texts
 from distill.results.tracking import for_stage
-from distill.run import ACCOUNT, Run, StageRecord, stage_fingerprints
+from distill.run import ACCOUNT, Run, StageRecord
 from distill.signal.disk import keep_columns
 from distill.signal.target import TOPK, Signal, Source, read_states
 from distill.signal.vllm import EngineStates, texts_of
@@ -315,7 +316,7 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
 
     def add_columns(examples: Examples, where: Path | None = None, split: str = "") -> None:
         if kind != "online" or (served and split not in ("", "train")):  # of those that are read again and again
-            made_by = trainer.attention, served
+            made_by = trainer.attention, served, teacher.arguments
             key, name = fingerprint(texts, signal.key, made_by), f"{split}-{run.settings.student.kind}"
             keep_columns(examples, signal.kept, signal.columns, where, name, key, ahead)
         if reference is not None and split in ("", "train"):

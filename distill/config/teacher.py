@@ -8,6 +8,9 @@ from jsonargparse.typing import PositiveInt
 from decode.options import Share, Temperature
 from distill.config.base import Signal, Values
 
+PLACES = ("--tensor-parallel-size", "--pipeline-parallel-size", "--gpu-memory-utilization")
+"""Arguments of an engine that change no number but by rounding."""
+
 
 @dataclass
 class EngineSettings:
@@ -83,6 +86,11 @@ class TeacherSettings:
     def served(self) -> bool:
         """Whether the target's answers come from an engine."""
         return self.responses.from_target and (self.in_engine or bool(self.engine.urls))
+
+    @property
+    def arguments(self) -> list[str]:
+        """The arguments of the run's engine, but for those that say where it computes."""
+        return [each for each in self.engine.arguments if each.partition("=")[0] not in PLACES]
 
     @property
     def kept(self) -> Any:

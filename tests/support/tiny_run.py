@@ -21,7 +21,8 @@ from distill.config.base import change
 from distill.config.data import DataSettings
 from distill.config.models import Architecture, StudentSettings, TargetSettings, TrainingSettings
 from distill.config.teacher import TeacherSettings
-from distill.run import Run, stage_fingerprints
+from distill.fingerprints import stage_fingerprints
+from distill.run import Run
 from distill.stages import run_stages
 from distill.training.trainer import ProgressLines
 

@@ -27,9 +27,10 @@ from distill import pipeline, stages
 from distill.config import DraftSettings
 from distill.config.models import LayerSkipSettings, StudentSettings, TargetSettings, TrainingSettings
 from distill.files import only_one
+from distill.fingerprints import stage_fingerprints
 from distill.networks.models import checkpoint_layers
 from distill.pipeline import measure, run_pipeline
-from distill.run import Run, StageRecord, stage_fingerprints
+from distill.run import Run, StageRecord
 from distill.stages import run_stages
 
 
