@@ -55,7 +55,8 @@ READ: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """The settings that are read together. ``NAME`` is the draft; a section stands for all that is in it."""
 UNREAD = (
-    "name", "output_dir", "tracker", "data.loader_workers", "target.device_map", "target.trust_remote_code",
+    "name", "output_dir", "tracker", "tags", "upload", "data.loader_workers", "target.device_map",
+    "target.trust_remote_code",
     "student.trust_remote_code", "teacher.engine.in_flight", "teacher.engine.folder", "trainer.strategy",
     "trainer.gradient_checkpointing", "trainer.validation_examples",
 )  # fmt: skip

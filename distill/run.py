@@ -230,6 +230,12 @@ class Run:
         """The frozen target (or that at a path): on its own devices, or on the CPU."""
         return open_placed(self.settings.target, path or self.target, self.device)
 
+    def measured_target(self) -> PreTrainedModel:
+        """The target for measurements: on its own devices if it has such, else on this one, in float32 on a CPU."""
+        if self.settings.target.placed:
+            return self.open_target()
+        return self.load_target("float32" if self.device.type == "cpu" else None)
+
     def at_work(self, model: PreTrainedModel) -> PreTrainedModel:
         """The target where it computes: on its own devices, or the draft's."""
         return model if self.settings.target.placed else model.to(self.device)

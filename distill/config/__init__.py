@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from jsonargparse.typing import ClosedUnitInterval, PositiveInt
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveInt
 
 from decode.errors import UserError
 from decode.options import Seed, Share, Temperature, check_numbers
@@ -76,8 +76,8 @@ class EvaluationSettings:
     """Test prompts for offline alpha: the mean of sum_x min(p(x), q(x)) over responses sampled at temperature 1."""
     accuracy_prompts: PositiveInt = 200
     """Prompts on which the target's answers are scored, where the task has a score."""
-    decode_prompts: PositiveInt = 24
-    """Prompts decoded for speeds: each once per draft, temperature and draft length."""
+    decode_prompts: NonNegativeInt = 24
+    """Prompts decoded for speeds: each once per draft, temperature and draft length. 0: nothing is decoded."""
     max_new_tokens: PositiveInt = 128
     """Longest generated response."""
     temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
@@ -155,7 +155,11 @@ class Settings:
     threads: PositiveInt | None = None
     """CPU threads of everything; null: all cores, and where speed is measured one or all, whichever is faster."""
     tracker: Literal["wandb", "csv", "none"] = "wandb"
-    """Where settings, losses, tables and plots are recorded. W&B is offline unless you are logged in."""
+    """Where settings, losses and the report are recorded. W&B is offline unless you are logged in and it answers."""
+    tags: list[str] = field(default_factory=list)
+    """Tags of the W&B runs: one for each stage, in a group of the run's name."""
+    upload: bool = False
+    """Upload the export to W&B, as an artifact of the run's report."""
     data: DataSettings = field(default_factory=DataSettings)
     target: TargetSettings = field(default_factory=TargetSettings)
     student: StudentSettings = field(default_factory=StudentSettings)

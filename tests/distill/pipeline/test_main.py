@@ -141,5 +141,5 @@ def test_the_sweep_gives_commands_that_are_accepted_and_names_a_metric_that_is_l
     assert list(settings.drafts) == ["distillspec", "adaspec"]
     assert settings.drafts["adaspec"].k == 0.2
     logger = Mock()
-    log_report(logger, FULL, dict)
+    log_report(logger, FULL, Path())
     assert content["metric"]["name"] in logger.log_metrics.call_args.args[0]
