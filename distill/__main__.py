@@ -27,7 +27,7 @@ EXAMPLES = """\
   wandb sweep configs/sweeps/distill.yaml                     grids of settings"""
 
 ABLATE = """Trains each of the drafts with several seeds, and compares them with the first one of the same seed by
-offline alpha on the same texts. Finished drafts are kept; the table grows with each new one. Without --config,
+offline alpha on the same texts. Finished drafts are kept; the table grows with each kind of draft. Without --config,
 configs/ablation.yaml."""
 
 FOREIGN = {"bench", "probes", "ablation"}

@@ -47,7 +47,7 @@ READ: dict[str, tuple[str, ...]] = {
     "signal": ("teacher.signal", "teacher.signal_k", "teacher.engine.keep"),
     "draft": (
         "training", "drafts.NAME.training", "drafts.NAME.k", "drafts.NAME.divergence", "drafts.NAME.kl_first",
-        "drafts.NAME.on_policy", "drafts.NAME.accepted_only", "drafts.NAME.seed",
+        "drafts.NAME.on_policy", "drafts.NAME.accepted_only", "drafts.NAME.seeds",
     ),
     "own texts": ("teacher.responses.refresh_every",),
     "selection": ("drafts.NAME.reference", "trainer.accumulate", "trainer.devices", "trainer.num_nodes"),

@@ -349,7 +349,7 @@ def mean_tail(examples: Examples) -> float:
 def distil(run: Run, name: str, key: str) -> StageResult:
     """Return a draft that starts from the student: by DistillSpec, or with a reference by AdaSPEC."""
     started, full, settings = time.monotonic(), run.settings, run.settings.drafts[name]
-    training, seed = settings.training_of(full.training), full.seed if settings.seed is None else settings.seed
+    training, seed = settings.training_of(full.training), [*settings.seeds, full.seed][0]
     draft = open_draft(run, run.path("initial"), accepted_only=settings.accepted_only)
     data, model = prepare(run, draft, settings), draft.model
     steps = training.steps_for(len(data.train))

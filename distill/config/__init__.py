@@ -45,8 +45,9 @@ class DraftSettings:
     """Share of training examples whose response the draft writes, rewritten every refresh_every steps (DistillSpec)."""
     accepted_only: bool = False
     """Feature heads of at least two steps: a further step is trained only after tokens that would be accepted."""
-    seed: Seed | None = None
-    """Seed of the order of examples; null: the run's seed."""
+    seeds: list[Seed] = field(default_factory=list)
+    """Seeds of the order of examples; none: the run's seed. With several, the draft NAME is trained once with each, as
+    NAME-seed1 and so on, and once more with the run's seed where it is a reference."""
     training: Values = field(default_factory=dict)
     """Keys of the section training whose values differ for this draft, such as {epochs: 3}."""
 
@@ -66,6 +67,18 @@ class DraftSettings:
         changed = replace(shared, **(length | self.training))
         check_numbers(changed, f"{where}training.")
         return changed
+
+
+def seeded(drafts: dict[str, DraftSettings]) -> dict[str, DraftSettings]:
+    """Return drafts of which each has one seed at most, in order."""
+    single: dict[str, DraftSettings] = {}
+    references = {draft.reference for draft in drafts.values() if draft.selects}
+    for name, draft in drafts.items():
+        if len(draft.seeds) < 2 or name in references:
+            single[name] = replace(draft, seeds=draft.seeds if len(draft.seeds) < 2 else [])
+        if len(draft.seeds) > 1:
+            single |= {f"{name}-seed{seed}": replace(draft, seeds=[seed]) for seed in draft.seeds}
+    return single
 
 
 @dataclass
@@ -173,6 +186,10 @@ class Settings:
     """Measurements after the export; false: none."""
     export: ExportSettings = field(default_factory=ExportSettings)
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
+
+    def __post_init__(self) -> None:
+        """Make a draft of each of its seeds."""
+        self.drafts = seeded(self.drafts)
 
     @property
     def language_models(self) -> dict[str, ModelSettings]:

@@ -28,6 +28,7 @@ from decode.options import MethodOptions
 from decode.progress import Progress, as_current, current
 from distill.config import EvaluationSettings
 from distill.config.base import START
+from distill.config.models import StudentSettings
 from distill.data.corpus import test_suite
 from distill.export.card import fastest_row
 from distill.run import Run
@@ -112,7 +113,7 @@ def evaluate(run: Run) -> Row:
         "decoding": decoding,
         "profile": profile,
         "analysis": _analysis(run, session, alphas["greedy"], decoding),
-        "texts": {mode: _texts(by_draft) for mode, by_draft in alphas.items()},
+        "texts": {mode: _texts(by_draft, settings.student) for mode, by_draft in alphas.items()},
         "machine": session.facts() | {"dtype": str(target.dtype).removeprefix("torch.")},
         "trained_with": serving_facts(target, run.target, run.tokenizer, chat=run.corpus.chat),
     }
@@ -154,16 +155,23 @@ def _pairs(run: Run, best: str, alphas: Mapping[str, ByDraft]) -> list[Row]:
     ]  # fmt: skip
 
 
-def _texts(by_draft: ByDraft) -> Row:
-    """Returns positions, prompt, summed acceptance and rounds of every text, of which drafts of runs are compared."""
+def _texts(by_draft: ByDraft, student: StudentSettings) -> Row:
+    """Returns positions, prompt, summed acceptance and rounds of every text, by which drafts of runs are compared.
+
+    The rounds are by the length of the drafts: that of the reported accepted length, and that of a block.
+    """
     (first, *_), *_ = by_draft.values()
+    block = student.steps if student.is_block else student.block.size - 1
     return {
         "counts": first.counts,
         "prompts": first.prompts,
         "drafts": {
             name: {
                 "sums": alphas[0].sums,
-                "rounds": [sum(text.values()) for text in rounds_of_texts(alphas, max(DEPTH, len(alphas)))],
+                "rounds": {
+                    length: [sum(text.values()) for text in rounds_of_texts(alphas, length)]
+                    for length in dict.fromkeys((max(DEPTH, len(alphas)), block))
+                },
             }
             for name, alphas in by_draft.items()
         },

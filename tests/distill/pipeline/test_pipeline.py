@@ -155,7 +155,7 @@ def test_records_hold_the_account_of_every_draft_and_the_best_validation_is_chos
 
 def test_a_draft_may_have_its_own_training_texts_and_order(finished, tmp_path, monkeypatch) -> None:
     """And gradient checkpointing trains the same."""
-    drafts = {"own": DraftSettings(on_policy=1.0), "seeded": DraftSettings(seed=7)}
+    drafts = {"own": DraftSettings(on_policy=1.0), "seeded": DraftSettings(seeds=[7])}
     drafts |= {"short": DraftSettings(training={"epochs": 1.0}), "distillspec": DraftSettings()}
     settings, checkpoint = tiny_settings(tmp_path, drafts=drafts), Mock(side_effect=checkpoint_layers)
     settings.teacher.responses.max_new_tokens, settings.trainer.gradient_checkpointing = 4, True
