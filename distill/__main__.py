@@ -56,14 +56,14 @@ def main(argv: list[str] | None = None) -> None:
 
         return check_command(Run(with_formats(settings), output_console()))
     if flags["--estimate"]:
-        from distill.estimate import estimate
+        from distill.rehearse import estimate
 
         estimate(settings, output_console())
         return None
     from distill.pipeline import run_pipeline, show_example
 
     if flags["--dry-run"]:
-        from distill.dry_run import shrink
+        from distill.rehearse import shrink
 
         settings = shrink(settings)
     if flags["--show-example"]:

@@ -73,7 +73,11 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
             if source.is_dir() and not (work / source.name).exists():
                 shutil.copytree(source, work / source.name)
         reports[kind] = read_json(run_pipeline(each, console).folder / "report.json")
-        drafts = {f"{kind}{name}": [f"{name}-seed{seed}" for seed in seeds] for kind in reports for name in variants}
+        drafts = {
+            f"{kind}{name}": [f"{name}-seed{seed}" for seed in seeds] if seeds[1:] else [name]
+            for kind in reports
+            for name in variants
+        }
         owners = {f"{kind}{name}": report for kind, report in reports.items() for name in variants}
         length = full.student.block.size - 1 if kinds else None
         write_table(folder / "ablation.md", table(owners, drafts, length), console)

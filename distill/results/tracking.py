@@ -62,6 +62,7 @@ class RunLogger(WandbLogger):
                 if "mode" in self.options:
                     raise
                 self.options["mode"] = "offline"
+                wandb.teardown()  # whose service holds the id of the run that did not begin
                 run = wandb.init(**self.options)
             run.define_metric("trainer/global_step")  # as Lightning's logger does
             run.define_metric("*", step_metric="trainer/global_step", step_sync=True)

@@ -147,7 +147,7 @@ def test_what_an_engine_would_refuse_once_the_target_is_trained(tmp_path, values
         check_inputs(bench(altered(tiny_settings(tmp_path), teacher__signal="vllm", **values))[0])
 
 
-@pytest.mark.parametrize("place", ["distill.results.evaluate.Evaluation.report", "distill.pipeline.export_draft"])
+@pytest.mark.parametrize("place", ["distill.results.evaluate.evaluate", "distill.pipeline.export_draft"])
 def test_what_refuses_at_the_end_does_so_before_the_drafts_are_trained(tmp_path, place: str, monkeypatch) -> None:
     monkeypatch.setattr(place, Mock(side_effect=UserError("it cannot be")))
     with pytest.raises(UserError, match="it cannot be"):
