@@ -96,7 +96,7 @@ class EvaluationSettings:
     temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
     """Decoding modes: 0 is greedy."""
     draft_lengths: list[PositiveInt] = field(default_factory=lambda: [2, 4, 6, 8])
-    """Draft lengths tried with the exported draft."""
+    """Draft lengths tried with every draft."""
 
 
 @dataclass

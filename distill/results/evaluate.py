@@ -18,7 +18,6 @@ from decode.measure.acceptance import (
     rounds_of_texts,
 )
 from decode.measure.benchmark import BenchEntry, Benchmark, paired_ratios
-from decode.measure.costs import LONGEST, best_length, break_even, speedups_by_length
 from decode.measure.session import BenchOptions, Session
 from decode.measure.statistics import median_interval
 from decode.measure.suites import Prompt, Row, Suite
@@ -80,14 +79,13 @@ def evaluate(run: Run) -> Row:
         repeats=1,
         seed=settings.seed,
         threads=settings.threads,
-        costs=False,  # they are measured before, for the predictions
+        costs=False,
         warp=own_warp(target, 0.0, {}),
     )
     session = Session(target, models, run.tokenizer, options)
     texts: dict[str, list[Text]] = {}
     alphas: dict[str, ByDraft] = {}
     decoding: list[Row] = []
-    profile: Row = {"draft": best, "alpha": None}
     with Progress(run.console) as bar:
         if followed := described(target, own_warp(target, 1.0, {})):
             bar.console.print(followed, soft_wrap=True)
@@ -100,7 +98,7 @@ def evaluate(run: Run) -> Row:
         if measured.decode_prompts:
             timed = Suite(suite.name, suite.prompts[: measured.decode_prompts], suite.score)
             with as_current(bar.add("decoding")):
-                decoding, profile = _decoded(run, session, timed, alphas["greedy"], best)
+                decoding = _decoded(run, session, timed, best)
     accuracy = None
     if suite.score is not None:
         answers = [session.text(ids[start:]) for ids, start in texts["greedy"][: measured.accuracy_prompts]]
@@ -111,8 +109,8 @@ def evaluate(run: Run) -> Row:
         "drafts": [_draft(run, name, models[name], alphas) for name in models],
         "paired": _pairs(run, best, alphas),
         "decoding": decoding,
-        "profile": profile,
-        "analysis": _analysis(run, session, alphas["greedy"], decoding),
+        "profile": {"draft": best},
+        "analysis": _analysis(run, alphas["greedy"], decoding),
         "texts": {mode: _texts(by_draft, settings.student) for mode, by_draft in alphas.items()},
         "machine": session.facts() | {"dtype": str(target.dtype).removeprefix("torch.")},
         "trained_with": serving_facts(target, run.target, run.tokenizer, chat=run.corpus.chat),
@@ -178,8 +176,8 @@ def _texts(by_draft: ByDraft, student: StudentSettings) -> Row:
     }
 
 
-def _analysis(run: Run, session: Session, greedy: ByDraft, decoding: Sequence[Row]) -> Row:
-    """Returns curves of the training, costs, and greedy acceptance by position: in validation, offline, and decoded."""
+def _analysis(run: Run, greedy: ByDraft, decoding: Sequence[Row]) -> Row:
+    """Returns curves of the training, and greedy acceptance by position: in validation, offline, and decoded."""
     curves = {name: [row for row in run.draft_record(name).history if "alpha" in row] for name in run.drafts}
     report = {"decoding": [row for row in decoding if row["temperature"] == 0]}
     fastest = {name: fastest_row(report, name) for form in ("", "-tree") for name in (each + form for each in greedy)}
@@ -191,7 +189,6 @@ def _analysis(run: Run, session: Session, greedy: ByDraft, decoding: Sequence[Ro
             name: by_position([alpha.mean for alpha in depths], run.best(name)[0], decoded.get(name, []))
             for name, depths in greedy.items()
         },
-        "costs": {name or "": costs.to_dict() for name, costs in session.costs.items()},
     }
 
 
@@ -212,27 +209,21 @@ def by_position(offline: Sequence[float], validation: Mapping[str, float], decod
 # -- decoding ---------------------------------------------------------------------------------------------------------
 
 
-def _decoded(run: Run, session: Session, suite: Suite, greedy: ByDraft, best: str) -> tuple[list[Row], Row]:
-    """Returns the benchmark's rows and the exported draft's costs with the speedups that they predict.
+def _decoded(run: Run, session: Session, suite: Suite, best: str) -> list[Row]:
+    """Returns the benchmark's rows: of every draft at every length asked for, but not of an untrained head.
 
-    The exported draft is decoded at every length asked for, the others at the one that is predicted to be the fastest;
-    heads draft trees too, as deep as the longest chain, where the target reads them. An untrained head is left out.
+    Heads draft trees too, as deep as the longest chain, where the target reads them.
     """
     measured, student = cast(EvaluationSettings, run.settings.evaluation), run.settings.student
-    names = [name for name in greedy if name != START[1]]
-    trees = student.is_head and student.kind != "mtp" and session.runner.supports_trees
     longest = student.steps if student.is_block else max(measured.draft_lengths)  # a block drafts no more
-    most = longest if student.is_block else max(LONGEST, longest)
-    session.measure_costs(session.items(suite), [*names, *[None] * trees], longest=most)
-    costs = session.costs[best].rounds
-    predicted = {name: speedups_by_length(alphas, costs, most) for name, alphas in greedy.items()}
-    lengths = {name: best_length(predicted[name]) for name in names}
+    lengths = sorted({min(k, longest) for k in measured.draft_lengths})
     method = "vanilla" if not student.is_head else "block" if student.is_block else "eagle"
-    asked = {min(k, longest) for k in measured.draft_lengths}
-    chains = [(name, k) for name in names for k in sorted({lengths[name] or 1} | (asked if name == best else set()))]
-    timed = [(method, name, MethodOptions(draft_length=k), f"{name} {k}") for name, k in chains]
-    if trees:
-        tree = MethodOptions(draft_length=max(k for _, k in chains), tree_width=TREE_WIDTH, tree_nodes=TREE_NODES)
+    timed = [
+        (method, name, MethodOptions(draft_length=k), f"{name} {k}")
+        for name in run.drafts if name != START[1] for k in lengths
+    ]  # fmt: skip
+    if student.is_head and student.kind != "mtp" and session.runner.supports_trees:
+        tree = MethodOptions(draft_length=longest, tree_width=TREE_WIDTH, tree_nodes=TREE_NODES)
         of = dict.fromkeys((run.trained[0], best))
         timed += [(f"{method}-tree", name, tree, f"{name}-tree {TREE_WIDTH}/{TREE_NODES}") for name in of]
     benchmark = Benchmark(session)
@@ -242,25 +233,12 @@ def _decoded(run: Run, session: Session, suite: Suite, greedy: ByDraft, best: st
     ])  # fmt: skip
     for row in rows:
         row["draft"] = (row["draft"] or row["name"]) + "-tree" * row["method"].endswith("-tree")
-    _compare(rows, benchmark, best)
-    least = [alpha for k in predicted[best] if (alpha := break_even(k, costs)) is not None]
-    return rows, {
-        "draft": best,
-        "cost_ratio": session.costs[best].cost_ratio,
-        "alpha": greedy[best][0].mean,
-        "best_draft_length": lengths[best],
-        "break_even_alpha": min(least, default=None),
-        "predicted_speedup": predicted[best],
-    }
-
-
-def _compare(rows: Sequence[Row], benchmark: Benchmark, best: str) -> None:
-    """Adds the speed over the exported draft at its fastest, prompt by prompt, to the rows of each temperature."""
     records = {(row["temperature"], row["name"]): record for row, record in zip(rows, benchmark.records.values())}
-    for row in rows:
+    for row in rows:  # beside the exported draft at its fastest, prompt by prompt
         alike = [other for other in rows if other["temperature"] == row["temperature"]]
         base = fastest_row({"decoding": alike}, best, f"{best}-tree")
         record = records[row["temperature"], row["name"]]
         if base and record.texts:
             ratios = paired_ratios(record, records[base["temperature"], base["name"]])
             row["speedup_vs_exported"], row["speedup_vs_exported_ci95"] = median_interval(ratios)
+    return rows

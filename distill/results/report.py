@@ -23,7 +23,6 @@ TRAINING = (
     "name", "parameters", "offline_accepted_length", "offline_alpha_greedy", "validation_alpha",
     "validation_accepted_length", "optimiser_steps", "examples", "teacher_tokens", "selected_tokens", "seconds",
 )  # fmt: skip
-PROFILE = ("cost_ratio", "best_draft_length", "alpha", "break_even_alpha")
 ACCEPTANCE = ("position", "validation", "offline", "decoded", "served")
 """Columns of the tables."""
 LEGEND = "Δα: difference to the exported draft. *** p < 0.001, ** p < 0.01, * p < 0.05, n.s. not significant. \
@@ -102,7 +101,6 @@ def sections(report: Row, run_dir: Path) -> Iterable[Section]:
     drafts, drawn = draft_rows(report), curves(report)
     text = "Offline α is measured on texts of the target for held-out prompts, speed at the fastest draft length k."
     tables = [Table(DRAFTS, drafts, note=LEGEND), Table(TRAINING, drafts, "Account of the training", True)]
-    tables.append(Table(PROFILE, [report["profile"]], "Costs in target forwards of one token", True))
     for of, positions in acceptance(report, run_dir).items():
         keys, alike = without_constants(ACCEPTANCE, positions)
         title = f"{of}: greedy α by position (accepted ÷ reached)" + (alike and f"; {alike}")
