@@ -20,7 +20,6 @@ from decode.core.round import clustered_ratio
 from decode.errors import UserError
 from decode.files import read_json, write_json, write_text
 from decode.measure import machine
-from decode.measure.plots import lines
 from decode.measure.report import COLUMNS, comma_separated, console_table, latex, markdown
 from decode.measure.suites import Row
 from decode.progress import output_console
@@ -161,14 +160,4 @@ def write_table(path: Path, rows: Sequence[Row], console: Console) -> None:
     write_text(path.with_suffix(".csv"), comma_separated(TABLE, rows))
     write_text(path.with_suffix(".tex"), latex(TABLE, rows))
     console.print(console_table("", TABLE, rows, path.name))
-    write_text(path.with_name("positions.svg"), by_position(rows))
     console.print(str(path), highlight=False)
-
-
-def by_position(rows: Sequence[Row]) -> str:
-    """Draws α of every drafted token; that of a language model does not depend on the position."""
-    deepest, points = max(len(row["alpha_by_position"]) for row in rows), {}
-    for row in rows:
-        alphas = row["alpha_by_position"]
-        points[row["name"]] = list(enumerate(alphas if len(alphas) > 1 else alphas * deepest, 1))
-    return lines(points, "Acceptance by position", "position in the draft (token)", "α, mean of Σ min(p, q)")

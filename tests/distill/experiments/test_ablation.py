@@ -83,7 +83,6 @@ def test_kinds_are_compared_on_one_target_with_as_many_drafted_tokens(tmp_path) 
     assert [len(row["alpha_by_position"]) for row in rows[:2]] == [settings.student.block.size - 1] * 2
     assert all((folder / kind / "kl" / "model.safetensors").is_file() for kind in settings.ablation.kinds)
     assert rows[0]["optimiser_steps"] == rows[2]["optimiser_steps"]
-    assert (folder / "positions.svg").read_text().startswith("<svg")
     report = json.loads((folder / "eagle3" / "report.json").read_text())
     assert report["decoding"] == []
     length = str(settings.student.block.size - 1)  # to which all kinds are drafted
