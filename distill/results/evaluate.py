@@ -79,7 +79,6 @@ def evaluate(run: Run) -> Row:
         repeats=1,
         seed=settings.seed,
         threads=settings.threads,
-        costs=False,
         warp=own_warp(target, 0.0, {}),
     )
     session = Session(target, models, run.tokenizer, options)
