@@ -51,7 +51,7 @@ def distillation(kind: str, source: Any, device: str, *, selects: bool = False) 
     signal = Signal(there(model, device), source, None if kind == "language model" else draft.model, k=16)
     signal.to(torch.device(device))
     examples = [some_rows(16, empty=[3]), some_rows(5, seed=3, empty=[1])]
-    settings = DraftSettings(name="x", divergence="dspark" if kind == "dspark" else "kl_tv")
+    settings = DraftSettings(divergence="dspark" if kind == "dspark" else "kl_tv")
     for each in examples if source != "online" else []:
         keep_columns(each, signal.kept, signal.columns)
     if selects:
