@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,10 @@ from distill.training.trainer import peak_memory
 LARGE, MIDDLE, SMALL = "Qwen3-1.7B", "Qwen3-0.6B", "Qwen3-0.6B of four layers"
 SHAPES = {LARGE: (2048, 28), MIDDLE: (1024, 28), SMALL: (1024, 4)}  # width and layers
 BATCHES = (1, 8, 32)
-TINY = "--tiny" in sys.argv
-"""On the CPU with models of some thousand parameters, whose numbers mean nothing: shows that the script works."""
-DEVICE = torch.device("cpu" if TINY else "cuda")
-HOW: dict[str, Any] = {"device": DEVICE, "dtype": torch.float32 if TINY else torch.bfloat16}
+TINY = "--pretended" in sys.argv
+"""On a pretended GPU with models of some thousand parameters, whose numbers mean nothing: shows that the script works."""
+DEVICE = torch.device("cuda")
+HOW: dict[str, Any] = {"device": DEVICE, "dtype": torch.bfloat16}
 Row = dict[str, str]
 
 
@@ -69,8 +70,8 @@ def sized(full: int, tiny: int) -> int:
 
 def pytest_rows() -> Iterator[Row]:
     """Runs ``tests/gpu``; yields the result and the tests that failed."""
-    chosen = ["-k", "one_softmax_over_both"] if TINY else []
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-rfE", "--device", DEVICE.type, *chosen]
+    chosen = ["pretended", "-k", "one_softmax_over_both"] if TINY else [DEVICE.type]
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-rfE", "--device", *chosen]
     done = subprocess.run(command, capture_output=True, text=True)
     lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
     yield {"test": "all", "result": lines[-1]}
@@ -98,7 +99,7 @@ def head_rows() -> Iterator[Row]:
     """Trains an EAGLE-3 and a DSpark head beside their target."""
     products, anchors, config = product_rate(), sized(128, 8), shape(MIDDLE)
     for kind in ("eagle3", "dspark"):
-        reset_memory()
+        torch.cuda.reset_peak_memory_stats()
         StepTimes.ends.clear()
         with scratch_folder() as folder:
             blocks = f"--student.block.size 7 --student.block.anchors {anchors}"
@@ -114,7 +115,7 @@ def head_rows() -> Iterator[Row]:
         work = reads * work + 2 * random_model(MIDDLE, device="meta").num_parameters()
         (began, _), *rest = StepTimes.ends
         speed = sum(tokens for _, tokens in rest) / (rest[-1][0] - began)
-        memory = None if TINY else peak_memory(DEVICE) / 1e9
+        memory = peak_memory(DEVICE) / 1e9
         yield training_row(f"{kind}, {settings.student.steps} tokens deep", speed, work * speed / products, memory)
 
 
@@ -138,10 +139,9 @@ def loss_rows() -> Iterator[Row]:
         hidden.grad = linear.weight.grad = None
         loss().backward()
 
-    kinds: dict[str, Callable[[], torch.Tensor]] = {"in chunks": chunked}
-    if not TINY:  # as training there does
-        kinds["in chunks, compiled"] = lambda: chunked(compiled=True)
-    for name, loss in (kinds | {"whole logits": plain}).items():
+    compiled = partial(chunked, compiled=True)  # as training there does
+    kinds = {"in chunks": chunked, "in chunks, compiled": compiled, "whole logits": plain}
+    for name, loss in kinds.items():
         seconds, memory = timed(lambda loss=loss: step(loss))  # type: ignore[misc]
         yield {"rows × ids": f"{count:,} × {vocab:,}, {name}", "ms": f"{1e3 * seconds:.2f}", "memory (GB)": memory}
 
@@ -202,35 +202,28 @@ def run_settings(folder: Path, options: str) -> Settings:
         random_model(name, tokenizer).save_pretrained(folder / place)
         tokenizer.save_pretrained(folder / place)
     steps = f"steps {sized(40, 10)}"
-    accelerator, precision, dtype = ("cpu 32-true float32" if TINY else "gpu bf16-mixed bfloat16").split()
     options += f"""
-        --output-dir {folder} --target.kind as_is --target.model {folder}/target --target.dtype {dtype}
+        --output-dir {folder} --target.kind as_is --target.model {folder}/target --target.dtype bfloat16
         --data.source {folder}/texts.jsonl --data.max-length {sized(512, 64)}
         --data.train-examples 64 --student.training.{steps} --training.{steps}
         --training.batch-size {sized(8, 2)} --drafts {{"draft":{{}}}}
-        --tracker none --trainer.accelerator {accelerator} --trainer.devices 1 --trainer.precision {precision}
+        --tracker none --trainer.accelerator gpu --trainer.devices 1 --trainer.precision bf16-mixed
         --trainer.validate-every 1000000 --trainer.validation-examples 2"""
     return parse(Settings, options.split())
-
-
-def reset_memory() -> None:
-    """Begins to count a GPU's most memory anew."""
-    if not TINY:
-        torch.cuda.reset_peak_memory_stats()
 
 
 def timed(function: Callable[[], object]) -> tuple[float, str]:
     """Median seconds of a function that is called repeatedly, and the gigabytes that it takes of a GPU."""
     times = list[float]()
     for _ in range(10):
-        reset_memory()
-        before = 0 if TINY else torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
         synchronize(DEVICE)
         began = time.perf_counter()
         function()
         synchronize(DEVICE)
         times.append(time.perf_counter() - began)
-    return statistics.median(times[3:]), "–" if TINY else f"{(peak_memory(DEVICE) - before) / 1e9:.2f}"
+    return statistics.median(times[3:]), f"{(peak_memory(DEVICE) - before) / 1e9:.2f}"
 
 
 def product_rate() -> float:
@@ -246,10 +239,20 @@ def training_row(name: str, tokens: float, share: float, memory: float | None) -
     return row | {"peak memory (GB)": f"{memory:.2f}" if memory else "–"}
 
 
+def start_device() -> None:
+    """Pretends a GPU in this process if it is to."""
+    if TINY:
+        sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+        import pretended_cuda
+
+        pretended_cuda.install()
+
+
 def measured(title: str) -> tuple[list[Row], str]:
     """The rows of a part, and the last line of its error."""
     hf_logging.disable_progress_bar()
-    os.environ["CUDA_VISIBLE_DEVICES"] = "" if TINY else os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    start_device()
     rows = list[Row]()
     try:
         for row in PARTS[title][0]():
@@ -261,21 +264,23 @@ def measured(title: str) -> tuple[list[Row], str]:
 
 
 def main() -> None:
-    """Measures every part, prints it, and writes the page once all of them have ended.
+    """Measures every part, prints it, and writes the page once all of them have ended, but for figures that mean nothing.
 
     Raises:
         UserError: There is no GPU, or a part failed; the page says why.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("docs/gpu.md"), help="page that is written")
-    parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU, to see that the script works")
+    parser.add_argument(
+        "--pretended", action="store_true", help="tiny models on a pretended GPU, to see that the script works; no page"
+    )
     output = parser.parse_args().output
-    if not (TINY or torch.cuda.is_available()):
+    start_device()
+    if not torch.cuda.is_available():
         raise UserError("gpu-report needs a CUDA device, and PyTorch finds none here: nothing was measured")
     git = subprocess.run("git rev-parse --short HEAD", shell=True, capture_output=True, text=True)  # if there is git
     place = machine.sentence(machine.describe(DEVICE.type))
-    if not TINY:
-        place += f", {torch.cuda.get_device_properties(0).total_memory / 1e9:.0f} GB"
+    place += f", {torch.cuda.get_device_properties(0).total_memory / 1e9:.0f} GB"
     about = f"`make gpu-report`, {date.today()}, commit {git.stdout.strip() or 'unknown'}: {place}."
     page, failed = ["# Measured on a GPU", about], list[str]()
     for title, (_, text) in PARTS.items():
@@ -292,10 +297,11 @@ def main() -> None:
             failed.append(title)
         page += section
         print("\n\n".join(section), end="\n\n", flush=True)
-    write_text(output, "\n\n".join(page) + "\n")
-    print(f"wrote {output}")
+    if not TINY:
+        write_text(output, "\n\n".join(page) + "\n")
+        print(f"wrote {output}")
     if failed:
-        raise UserError(f"{len(failed)} of {len(PARTS)} parts failed: {', '.join(failed)}; {output} says why")
+        raise UserError(f"{len(failed)} of {len(PARTS)} parts failed: {', '.join(failed)}; the page says why")
 
 
 if __name__ == "__main__":
