@@ -84,7 +84,7 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
                     shutil.copytree(source, copied)
             prepare_settings(run)
             run_stages(run, ("target", "initial", *references))
-            target = run.load_target("float32" if run.device.type == "cpu" else None)
+            target = run.decoding_target()
             if not texts:
                 measured, threads = full.evaluation or EvaluationSettings(), torch.get_num_threads()
                 options = BenchOptions(measured.max_new_tokens, seed=full.seed, threads=threads, pack="off")

@@ -65,11 +65,6 @@ def _check_machine(run: Run) -> None:
     """Refuse devices, number formats and servers that are not there."""
     settings, device = run.settings, run.device
     trainer, target = settings.trainer, settings.target
-    if target.device_map and ranks.local_world() > 1:
-        raise UserError(
-            f"target.device_map is {target.device_map}, and {ranks.local_world()} processes of this machine would each "
-            "spread the target over all GPUs: set trainer.devices to 1, or teacher.signal to vllm"
-        )
     if target.kind == "as_is" or not settings.teacher.engine.urls:
         check_engine(run)  # a target that is trained first can be served only later
     frozen = [model.dtype for model in settings.language_models.values() if not model.trained]

@@ -45,7 +45,7 @@ PLAIN_CHAT = (
 SMALL = {
     **{f"data__{split}_examples": count for split, count in ROWS.items()},
     "data__max_length": 512, "data__overlong": "cut",
-    "target__device_map": None, "target__quantization": None,
+    "target__quantization": None,
     "target__trust_remote_code": False, "student__trust_remote_code": False,  # models made here need no foreign code
     "student__layers": [1],  # the last of two, without which Gemma 4 cannot be cut
     "student__block__layers": 1, "student__block__target_layers": [],

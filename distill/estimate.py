@@ -59,7 +59,7 @@ def estimate(settings: Settings, console: Console) -> dict[str, tuple[float, flo
         trainings |= {draft.name: (draft.training_of(full.training), count) for draft in full.drafts}
         for stage, (training, examples) in trainings.items():
             if stage == "initial" and full.teacher.responses.from_target:  # which may be trained on the answers
-                target = None if full.teacher.served else run.at_work(run.open_target())
+                target = None if full.teacher.served else run.frozen
                 began = time.perf_counter()
                 with working(console, "one batch of answers"):
                     rows = Examples.of(answered_texts(run, target)[0])

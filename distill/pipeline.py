@@ -25,7 +25,7 @@ from distill.export.card import PROFILE, add_measurements, exported_facts
 from distill.export.draft import check_export_path, check_gguf, export_draft, export_gguf
 from distill.export.head import export_head
 from distill.files import files_state, fingerprint, free_bytes, sizes
-from distill.networks.models import multiplies_bfloat16
+from distill.networks.models import multiplies_bfloat16, open_frozen
 from distill.responses.target import answered_texts
 from distill.results.report import console_tables, figures, write_report
 from distill.results.tracking import finish, log_report, make_logger, tried, where
@@ -126,7 +126,7 @@ def show_example(settings: Settings, console: Console | None = None) -> None:
         run.prompts_together = 8
         rows = run.examples
         if shown.teacher.responses.from_target and shown.target.model is not None and not shown.teacher.served:
-            rows, _, _ = answered_texts(run, run.at_work(run.open_target(shown.target.model)))
+            rows, _, _ = answered_texts(run, open_frozen(shown.target, shown.target.model, run.device))
         show(rows[0], run.tokenizer, run.console)
 
 
@@ -177,6 +177,8 @@ def rehearse(run: Run) -> None:
             change(small.evaluation, draft_lengths=small.evaluation.draft_lengths[:1])
         trial = Run(small, Console(quiet=True))
         trial.corpus = run.corpus
+        if small.evaluation and run.settings.trainer.attention == "auto":
+            trial.frozen = run.frozen
         for stage in ("target", "initial", *trial.trained):
             made = "target" if stage == "target" else "initial"
             trial.folder.mkdir(parents=True, exist_ok=True)

@@ -45,7 +45,7 @@ from distill.engine.check import SAMPLED, check_samples, check_states, holds
 from distill.engine.servers import Engine, opened
 from distill.engine.states import StateFiles, layers_for
 from distill.files import files_state, fingerprint, only_one, remove, sizes
-from distill.networks.models import config_of, hollow_target, open_placed, source_folder
+from distill.networks.models import config_of, hollow_target, open_frozen, source_folder
 
 VERSION = 3
 """Raised when a change of the code changes what a stage produces."""
@@ -202,7 +202,10 @@ class Run:
     def _prompt_writer(self, model: str) -> Continue:
         if self.settings.teacher.served:
             return partial(continued_by, self.engine, self.settings.seed)
-        return partial(continued_here, self.at_work(self.open_target(model)), self.settings.seed)
+        target, device = self.settings.target, self.device  # one that is trained answers before it is
+        return partial(
+            continued_here, self.frozen if self.as_it_is else open_frozen(target, model, device), self.settings.seed
+        )
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -226,19 +229,28 @@ class Run:
         """Where this process trains, and frozen models compute what is kept of them."""
         return ranks.local_device(self.settings.trainer)
 
+    @cached_property
+    def frozen(self) -> PreTrainedModel:
+        """The target that answers, gives its signal and is measured: one for the run, read straight to its device."""
+        return open_frozen(self.settings.target, self.served_folder, self.device)
+
+    def release(self) -> None:
+        """Let the target leave memory; it is read again where it is needed."""
+        self.__dict__.pop("frozen", None)
+
+    def decoding_target(self) -> PreTrainedModel:
+        """The target as it decodes: in float32 on a CPU, with the attention that it is loaded with."""
+        wide = self.device.type == "cpu" and self.settings.target.dtype != "float32"
+        if not wide and self.settings.trainer.attention == "auto":
+            return self.frozen
+        self.release()
+        return self.load_target("float32" if wide else None)
+
     def load_target(self, dtype: str | None = None, device: str | torch.device | None = None) -> PreTrainedModel:
-        """The run's target, whole on one device; None: in its number format, where this process trains."""
+        """A target of one's own, not quantised; None: in its number format, where this process trains."""
         target, place = self.settings.target, device or self.device
         trust = target.trust_remote_code
         return load_model(self.target, device=place, dtype=dtype or target.dtype, trust_remote_code=trust)
-
-    def open_target(self, path: str | Path | None = None) -> PreTrainedModel:
-        """The frozen target (or that at a path): on its own devices, or on the CPU."""
-        return open_placed(self.settings.target, path or self.target, self.device)
-
-    def at_work(self, model: PreTrainedModel) -> PreTrainedModel:
-        """The target where it computes: on its own devices, or the draft's."""
-        return model if self.settings.target.placed else model.to(self.device)
 
     def target_parts(self) -> PreTrainedModel:
         """The target with no more weights than a head needs: embedding, output head, norm, first and last layers."""
@@ -279,12 +291,16 @@ class Run:
         tokens = settings.teacher.engine.in_flight * settings.data.max_length
         return tokens * len(self.engine_layers) * width * DTYPES[settings.target.dtype].itemsize
 
+    @property
+    def as_it_is(self) -> bool:
+        """Whether the target is the folder that the settings name, so that it is there before its stage."""
+        target = self.settings.target
+        return target.kind == "as_is" and not (target.round_to or gguf_file(str(target.model)))
+
     @cached_property
     def served_folder(self) -> Path:
-        """The folder that the engine serves, before the stage of the target too where that is taken as it is."""
-        target = self.settings.target
-        as_it_is = target.kind == "as_is" and not (target.round_to or gguf_file(str(target.model)))
-        return source_folder(str(target.model)) if as_it_is else self.target
+        """The folder of the target, before its stage too where that takes it as it is."""
+        return source_folder(str(self.settings.target.model)) if self.as_it_is else self.target
 
     @cached_property
     def target_config(self) -> Any:
@@ -308,7 +324,7 @@ class Run:
         rows, dtype = Examples.of(self.examples, 8), self.settings.target.dtype
         longest = min(128, self.settings.data.max_length - 1)  # a token is written after each
         texts = [rows.ids[rows.span(number)][:longest].tolist() for number in range(len(rows))]
-        whole = (lambda: self.at_work(self.open_target())) if holds(self.target, self.device) else None
+        whole = (lambda: self.frozen) if holds(self.target, self.device) else None
         parts = self.target_parts().to(DTYPES[dtype])
         check_states(files, parts, [ids for ids in texts if len(ids) > 1], dtype, whole, self.line)
         how = self.settings.teacher.responses

@@ -45,7 +45,7 @@ from distill.networks.models import (
     use_attention,
     weights_dtype,
 )
-from distill.responses.on_policy import OnPolicy, Writer, head_texts
+from distill.responses.on_policy import OnPolicy
 from distill.responses.target import answered_texts
 from distill.results.tracking import for_stage
 from distill.run import ACCOUNT, Run, StageRecord, stage_fingerprints
@@ -278,13 +278,10 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
     fixed = {"validation": validation} | ({} if settings.on_policy == 1 else {"train": train})
     fixed |= {} if held is None else {"held": held}
 
-    @cache
     def opened() -> PreTrainedModel:
-        model = run.open_target()
-        use_attention(model, trainer.attention)
-        model = run.at_work(model)
-        check_head(model, LMHead(model))
-        return model
+        use_attention(run.frozen, trainer.attention)
+        check_head(run.frozen, LMHead(run.frozen))
+        return run.frozen
 
     head, served = draft.model if isinstance(draft.model, DraftHead) else None, teacher.in_engine
     here = kind == "online" and not served
@@ -304,7 +301,6 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
         vocab=None if head is not None else int(draft.model.config.get_text_config().vocab_size),
         k=teacher.signal_k,
         dtype=teacher.number_format(target.dtype),
-        stays=target.placed,
     )
     signal.to(run.device)
     ahead: Expect | None = (lambda *coming: run.states.expect(texts_of(*coming))) if served else None
@@ -332,9 +328,9 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
         tail = mean_tail(validation)
         run.line(f"the top {signal.k} ids leave {tail:.2%} to the others: alpha is off by at most that")
     if not settings.on_policy:
-        opened.cache_clear()  # no signal will be computed any more, so the target leaves memory
-        if kind != "online":
-            source.cache_clear()
+        source.cache_clear()  # no signal will be computed any more, so the target leaves memory where it is not online
+        if not here:
+            run.release()
     return DistillData(signal, train, validation, held, add_columns, ahead if kind == "online" else None)
 
 
@@ -356,12 +352,9 @@ def distil(run: Run, settings: DraftSettings, key: str) -> StageResult:
     module = DistillModule(draft, data.signal, training, steps, settings=settings, seed=seed)
     schedule, texts = Schedule(data.train.lengths, training.batch_size, training.length_bucket, seed * 10 + 2), None
     if settings.on_policy:
-        writer: Writer = partial(write_texts, model)
-        if full.student.is_head:
-            writer = partial(head_texts, model, run.load_target("float32"), full.student.steps)
         parts = run.target_parts()
         texts = OnPolicy(
-            writer, data.train, schedule, steps, full.teacher.responses, settings.on_policy, seed,
+            partial(write_texts, model), data.train, schedule, steps, full.teacher.responses, settings.on_policy, seed,
             full.data.max_length, stop_ids(parts, run.tokenizer), data.add_columns,
         )  # fmt: skip
     anchors = draft.anchors if isinstance(draft, BlockDraft) else None

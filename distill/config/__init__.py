@@ -196,8 +196,8 @@ class Settings:
             (not re.match(r"[^/.][^/]*$", self.name), "name", "expected a plain folder name"),
             (target.kind in ("cut", *HEADS), "target.kind", "expected scratch, finetune, lora or as_is"),
             (rounded, "target.round_to", f"for kind as_is, and target.kind is {target.kind}"),
-            (stands and target.placed, "teacher.signal", "and the target stands in an engine: set target.device_map "
-             "and target.quantization to null, and give such options as teacher.engine.arguments"),
+            (stands and target.quantization, "teacher.signal", "and the target stands in an engine: set "
+             "target.quantization to null, and give such options as teacher.engine.arguments"),
             (stands and head and engine.keep == "topk", "teacher.engine.keep", "and heads learn from whole "
              "distributions here: set it to bfloat16 or float8"),
             (engine.arguments and (engine.urls or not stands), "teacher.engine.arguments", "for an engine that the run "
@@ -272,9 +272,8 @@ class Settings:
             (single, "student.kind", "and accepted_only needs an EAGLE head of two drafting steps (unroll) or more"),
             (measured and not (measured.temperatures and measured.draft_lengths), "evaluation", "expected at least one "
              "of temperatures and of draft_lengths"),
-            (on_policy and head and (target.placed or self.teacher.in_engine), "student.kind", "and "
-             "drafts[].on_policy needs the target beside a head: choose another teacher.signal, and set "
-             "target.device_map and target.quantization to null"),
+            (on_policy and head, "student.kind", "and heads learn from texts of the target, not of their own: set "
+             "drafts[].on_policy to 0, or teacher.responses.source to target"),
             (unsupported, "trainer.strategy", f"which shards the weights and does not support {unsupported}: set it to "
              "ddp, or change these settings"),
         )  # fmt: skip

@@ -130,16 +130,9 @@ class TargetSettings(ModelSettings):
     layerskip: LayerSkipSettings = field(default_factory=LayerSkipSettings)
     round_to: Literal["float16", "bfloat16"] | None = None
     """Round the weights of a target with kind as_is to 16 bits (float16 changes a weight by 0.05 % at most)."""
-    device_map: Literal["auto"] | None = None
-    """auto: spread the frozen target over all GPUs of the machine, for a training in one process. null: the draft's
-    device. A target larger than a machine stands in an engine (teacher.signal vllm)."""
     quantization: Values | None = None
-    """Weights of the frozen target in few bits, in training: {quant_method: bitsandbytes, load_in_4bit: true}."""
-
-    @property
-    def placed(self) -> bool:
-        """Whether the frozen target has another place than the draft."""
-        return bool(self.device_map or self.quantization)
+    """Weights of the frozen target in few bits: {quant_method: bitsandbytes, load_in_4bit: true}. A target larger than
+    a device stands in an engine (teacher.signal vllm)."""
 
 
 @dataclass

@@ -272,23 +272,19 @@ def _read(files: dict[str, Path], name: str, like: Tensor) -> Tensor | None:
         return tensors.get_tensor(name).to(torch.float32) if plain else None
 
 
-# -- the frozen target's devices ---------------------------------------------------------------------------------------
+# -- the frozen target -------------------------------------------------------------------------------------------------
 
 
-def open_placed(settings: TargetSettings, path: str | Path, device: torch.device) -> PreTrainedModel:
-    """Return the frozen target: over the machine's devices or quantised if the settings say so, else on the CPU.
-
-    A quantised one without a device map is loaded to ``device``, which is the draft's.
+def open_frozen(settings: TargetSettings, path: str | Path, device: torch.device) -> PreTrainedModel:
+    """Return the frozen target on a device, quantised if the settings say so.
 
     Raises:
         UserError: It cannot be read or placed.
     """
     options: Values = {"dtype": settings.dtype, "trust_remote_code": settings.trust_remote_code}
-    if settings.device_map:
-        options["device_map"] = settings.device_map
     if settings.quantization:
         options["quantization_config"] = AutoQuantizationConfig.from_dict(settings.quantization)
-    return load_model(path, device=device if settings.quantization else "cpu", **options)
+    return load_model(path, device=device, **options)
 
 
 def check_quantization(key: str, wanted: Any, device: str | torch.device, *, packed: bool = False) -> None:
@@ -306,7 +302,7 @@ def check_quantization(key: str, wanted: Any, device: str | torch.device, *, pac
         quantizer.validate_environment(device_map={"": device})
     except (ImportError, ValueError, TypeError, KeyError, AssertionError, RuntimeError) as error:
         why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        instead = "leave it out and set target.dtype to bfloat16 or target.device_map to auto"
+        instead = "leave it out and set target.dtype to bfloat16, or let the target stand in an engine"
         instead = "choose the model's files of 16 bits" if packed else instead
         what = f"holds weights of quantization_config {wanted}" if packed else f"is {wanted}"
         raise UserError(

@@ -106,7 +106,7 @@ def _answered(
             end = end_token(tokenizer) if chat is None else chat.answer_end()
             ask = run.states.answered if teacher.in_engine and teacher.engine.keep else run.engine.complete
             return partial(answered_by_engine, ask, run.engine.workers, settings, run.settings.seed, ends, end)
-        model = run.at_work(run.open_target(path) if target is None else target)
+        model = run.frozen if target is None else target
         warp = LogitsWarper(settings.temperature, top_p=settings.top_p)
         return partial(answered_here, model, warp, settings.batch_size, run.settings.seed, ends)
 

@@ -61,7 +61,7 @@ class Evaluation:
         measured, student = run.settings.evaluation, run.settings.student
         assert isinstance(measured, EvaluationSettings)
         self.run, self.settings, self.measured = run, run.settings, measured
-        self.target = run.load_target("float32" if run.device.type == "cpu" else None)  # in which a CPU decodes
+        self.target = run.decoding_target()
         self.best = run.chosen(self.settings.export.choose)
         self.models = {
             name: open_draft(path, self.target, run.tokenizer, trust_remote_code=student.trust_remote_code)

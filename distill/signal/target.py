@@ -1,6 +1,5 @@
 """What the frozen target says of a batch: its distributions at label tokens, and the states that a head reads."""
 
-import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -79,7 +78,6 @@ class Signal:
         vocab: Ids that target and draft share, of a language model. None: all of the target's.
         k: Of ``topk``.
         dtype: Number format in which states are kept (see `FORMATS`).
-        stays: The target has devices to itself; the draft's device gets a copy of its head.
     """
 
     def __init__(
@@ -92,10 +90,9 @@ class Signal:
         vocab: int | None = None,
         k: int = 64,
         dtype: str = "float32",
-        stays: bool = False,
     ) -> None:
         target.eval().requires_grad_(False)
-        self.kind, self.stays = kind, stays
+        self.kind = kind
         self.model = target if kind == "online" and source is None else None
         self.all_ids = LMHead(target)
         self.ids = None if reader is None else reader.draft_ids()
@@ -124,18 +121,12 @@ class Signal:
         return self.kind, self.vocab if self.kind == "topk" else None, self.columns, self.layers, ids
 
     def to(self, device: torch.device) -> None:
-        """Moves what computes beside the draft there; of a target that stays where it is, a copy."""
-
-        def moved(part: Any) -> Any:
-            elsewhere = self.stays and any(weight.device != device for weight in part.parameters())
-            return (copy.deepcopy(part) if elsewhere else part).to(device)
-
-        self.head, self.embedding = moved(self.head), moved(self.embedding)
+        """Moves what computes beside the draft there, unless it was loaded there."""
+        for part in (self.head, self.embedding, self.all_ids, self.model):
+            if part is not None and any(weight.device != device for weight in part.parameters()):
+                part.to(device)
         if self.ids is not None:
             self.ids = self.ids.to(device)
-            self.all_ids = self.all_ids if self.stays else moved(self.all_ids)
-        if self.model is not None and not self.stays:
-            self.model.to(device)
 
     @torch.no_grad()
     def rows(self, batch: Batch) -> tuple[TargetRows, Any]:

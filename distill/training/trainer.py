@@ -104,7 +104,7 @@ def fit(
         if settings.gradient_checkpointing:
             checkpoint_layers(model)
     sharded = settings.strategy in SHARDED
-    plain = copy.deepcopy(model) if sharded else model
+    plain = _hollow(model) if sharded else model
     best = ModelCheckpoint(
         work, "best-{step}", monitor=module.monitor, mode=module.mode, save_weights_only=True,
         save_on_train_epoch_end=False, enable_version_counter=False,
@@ -166,6 +166,12 @@ def fit(
     return module.history, timer.time_elapsed("train"), lines.tokens
 
 
+def _hollow(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy of a model without its weights, for those that it ends with: a rank holds them once."""
+    weights = {id(weight): torch.nn.Parameter(weight.to("meta")) for weight in model.parameters()}
+    return copy.deepcopy(model, dict[int, Any](weights))
+
+
 def _take_best(module: TrainingModule, trainer: L.Trainer, plain: torch.nn.Module, work: Path) -> None:
     """Put the weights of the best validation after step 0 into the model `plain`, which becomes the module's."""
     key, better = module.monitor.removeprefix("validation_"), max if module.mode == "max" else min
@@ -178,7 +184,12 @@ def _take_best(module: TrainingModule, trainer: L.Trainer, plain: torch.nn.Modul
         weights = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
     weights = {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
     if weights:  # of sharded ones the first process alone has them
-        plain.load_state_dict(weights, strict=module.strict_loading)
+        plain.load_state_dict(weights, strict=module.strict_loading, assign=plain is not module.model)
+    if plain is not module.model:
+        if isinstance(plain, PreTrainedModel):
+            plain.tie_weights()
+        if not weights:
+            plain.to_empty(device="cpu")  # nothing reads the other processes' result
     module.model = plain
 
 

@@ -139,10 +139,10 @@ def test_a_whole_run_with_every_kind_of_signal(tmp_path: Path, signal: str) -> N
 
 @pytest.mark.parametrize("change", [{}, {"student": StudentSettings(kind="eagle3", unroll=2, draft_vocab=64)}])
 @pytest.mark.parametrize("signal", ["hidden", "online"])
-def test_a_target_with_a_device_map_and_batches_made_ahead(tmp_path: Path, signal: Any, change: Any) -> None:
+def test_a_target_with_batches_made_ahead(tmp_path: Path, signal: Any, change: Any) -> None:
     settings = settings_in(tmp_path, **change)
     settings.target.architecture.layers = 4
-    settings.teacher.signal, settings.target.device_map, settings.data.loader_workers = signal, "auto", 2
+    settings.teacher.signal, settings.data.loader_workers = signal, 2
     assert report_of(settings).is_file()
 
 
