@@ -8,14 +8,12 @@ import torch
 from decode.commands.cli import check_writable
 from decode.engines import server
 from decode.errors import UserError
-from decode.models.heads.eagle import output_head
-from decode.models.heads.mtp import MTP
 from distill import ranks
 from distill.data.dataset import Examples
-from distill.drafts.language_model import kept_layers
-from distill.drafts.start import check_states, start_from_head
 from distill.engine.servers import Engine, answer_ids
 from distill.files import free_bytes
+from distill.kinds.language_model import kept_layers
+from distill.kinds.start import start_from_head
 from distill.networks.models import (
     check_quantization,
     config_of,
@@ -56,7 +54,7 @@ def check_given(run: Run, here: Callable[[str], bool] = lambda _: True) -> None:
     if settings.target.quantization:
         check_quantization("target.quantization", settings.target.quantization, run.device)
     source = settings.target.model
-    if student.is_head and student.model and source and here(student.model) and here(source):
+    if student.draft.head and student.model and source and here(student.model) and here(source):
         trust = settings.target.trust_remote_code
         start_from_head(student, hollow_target(source, trust_remote_code=trust), run.captured_layers, settings.seed)
 
@@ -165,13 +163,11 @@ def _check_models(run: Run) -> None:
                 f"{key} is {positions} tokens and the longest example may have {longest}: lower data.max_length to "
                 f"{positions}, or raise it"
             )
-    if settings.student.is_head and settings.student.version != MTP:
-        check_states(made := empty_model(settings.target, vocab))
-        if settings.student.version != 3:
-            output_head(made, block=settings.student.is_block)
+    if settings.student.draft.head:
+        settings.student.draft.check_target(empty_model(settings.target, vocab))
     if settings.student.kind == "cut":
         kept_layers(settings.student.layers, run.target_config.num_hidden_layers)
-    elif not settings.student.is_head:
+    elif not settings.student.draft.head:
         target, student = (empty_model(model, vocab).num_parameters() for model in settings.language_models.values())
         if student >= target:
             raise UserError(
@@ -191,7 +187,7 @@ def signal_sizes(run: Run) -> dict[str, float]:
     state = int(run.target_config.hidden_size) * number + scale
     read = len(run.captured_layers) * state * tokens
     # the states that EAGLE-1 and next-token layers read are those that logits are made of
-    hidden = 0 if run.settings.student.kind in ("eagle", "mtp") else state * labels
+    hidden = 0 if run.captured_layers == [int(run.target_config.num_hidden_layers)] else state * labels
     return {"hidden": read + hidden, "topk": read + 8 * teacher.signal_k * labels, "online": 0}
 
 

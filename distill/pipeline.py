@@ -43,8 +43,8 @@ def run_pipeline(settings: Settings, console: Console | None = None) -> Run:
     ranks.start(settings.trainer)
     first = ranks.is_first()
     run = Run(settings, console)
-    check_export_path(run.export, settings.student.version)
-    check_gguf(settings.export, settings.student.version)
+    check_export_path(run.export, settings.student.draft)
+    check_gguf(settings.export, settings.student.draft)
     with alone_in(run):
         prepare_settings(run)
         if first:
@@ -221,7 +221,7 @@ def measure(run: Run) -> Values:
     write_settings(settings, run.folder / "settings.yaml")
     chosen, trust = run.chosen(settings.export.choose), settings.target.trust_remote_code
     models = run.drafts[chosen], run.target, run.export, settings.export
-    if settings.student.is_head:
+    if settings.student.draft.head:
         export_head(*models, length=settings.student.steps, trust_remote_code=trust, name=chosen)
     else:
         trust_draft = settings.student.trust_remote_code

@@ -27,15 +27,14 @@ from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
 from decode.files import read_json, replaced, write_json
 from decode.measure.suites import quiet_datasets
-from decode.models.heads.block_config import block_config
-from decode.models.heads.eagle import DraftHead, head_config
+from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import load_head
 from decode.models.open import DTYPES, files_of, load_model, load_tokenizer
 from decode.models.sources import gguf_file
 from decode.progress import output_console, working
 from distill import ranks
 from distill.config import Settings
-from distill.config.base import START, Values
+from distill.config.base import Values
 from distill.config.models import ModelSettings
 from distill.data.corpus import Corpus, load_corpus
 from distill.data.dataset import Examples
@@ -47,7 +46,7 @@ from distill.engine.states import StateFiles, layers_for
 from distill.files import files_state, fingerprint, only_one, remove, sizes
 from distill.networks.models import config_of, hollow_target, open_frozen, source_folder
 
-VERSION = 3
+VERSION = 4
 """Raised when a change of the code changes what a stage produces."""
 
 ACCOUNT = ("optimiser_steps", "examples", "teacher_tokens", "selected_tokens", "cumulative_teacher_tokens")
@@ -94,7 +93,7 @@ class Run:
         self.folder = Path(settings.output_dir) / settings.name
         self.work, self.target, self.export = self.path("work"), self.path("target"), self.path("export")
         self.trained = [draft.name for draft in settings.drafts]
-        self.start = START[2 if settings.student.kind == "mtp" else int(settings.student.is_head)]
+        self.start = settings.student.draft.start
         self.drafts = {self.start: self.path("initial"), **{name: self.path(name) for name in self.trained}}
 
     def line(self, text: str) -> None:
@@ -163,7 +162,7 @@ class Run:
 
     def best(self, name: str) -> tuple[dict[str, float], float]:
         """Return a draft's best validation, whose weights were kept, and its value: α, or a head's accepted length."""
-        by = "alpha" if self.start == START[0] else "accepted_length"
+        by = "accepted_length" if self.settings.student.draft.head else "alpha"
         judged = [(row, row.get(by, row["alpha"])) for row in self.draft_record(name).history if "alpha" in row]
         return max(judged, key=lambda pair: pair[1], default=({}, 0.0))
 
@@ -254,20 +253,14 @@ class Run:
 
     def target_parts(self) -> PreTrainedModel:
         """The target with no more weights than a head needs: embedding, output head, norm, first and last layers."""
-        last = self.settings.student.block.layers if self.settings.student.is_block else 1
-        return hollow_target(self.target, last=last, trust_remote_code=self.settings.target.trust_remote_code)
+        student, trust = self.settings.student, self.settings.target.trust_remote_code
+        return hollow_target(self.target, last=student.draft.layers(student), trust_remote_code=trust)
 
     @cached_property
     def captured_layers(self) -> list[int]:
         """The layers of the target whose entering states the student reads, which a language model does not."""
-        student, config = self.settings.student, self.target_config
-        if student.is_block:
-            block = student.block
-            shape = {"layers": block.layers, "block": block.size, "target_layers": block.target_layers}
-            return list(block_config(config, student.kind, mask_id=0, **shape).captured_layers)
-        if student.version in (1, 3):
-            return list(head_config(config, int(student.version)).captured_layers)
-        return [int(config.num_hidden_layers)] if student.is_head else []
+        student = self.settings.student
+        return list(student.draft.captured(student, self.target_config))
 
     @cached_property
     def engine(self) -> Engine:
@@ -341,7 +334,7 @@ class Run:
 
     def load_head(self, path: str | Path) -> DraftHead:
         """A head in float32; next-token layers are built as the target's."""
-        return load_head(path, self.target_parts() if self.settings.student.kind == "mtp" else None)
+        return load_head(path, self.target_parts() if self.settings.student.draft.of_target else None)
 
 
 def _first(rows: Dataset, count: int | None) -> Dataset:
@@ -396,9 +389,9 @@ def stage_fingerprints(settings: Settings) -> dict[str, str]:
         itself = target.layerskip.enabled and target.kind != "scratch" and responses.from_target
         made_from = common | data | {"answers": responses.written() | frozen if itself else None}
     keys = {"target": fingerprint(made_from | {"model": _model_key(target)})}
-    if student.is_head:
-        values, shape = asdict(student), "block" if student.is_block else "unroll"
-        made_from = {"version": VERSION, "head": {name: values[name] for name in ("kind", "draft_vocab", shape)}}
+    if student.draft.head:
+        values, names = asdict(student), ("kind", "draft_vocab", *student.draft.settings)
+        made_from = {"version": VERSION, "head": {name: values[name] for name in names}}
         if student.model is not None:
             made_from |= {"model": student.model, "files": files_state([student.model])}
         reads_texts = student.draft_vocab is not None and student.model is None  # the vocabulary is that of the texts

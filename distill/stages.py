@@ -13,11 +13,8 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.errors import UserError
 from decode.files import read_json
-from decode.measure.acceptance import DEPTH
-from decode.models.heads.block import BlockHead
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import save_head
-from decode.models.heads.mtp import MTP, load_mtp
 from decode.models.open import DTYPES, check_tokenizers, load_model, load_tokenizer, stop_ids
 from decode.models.sources import gguf_file
 from decode.models.texts import write_texts
@@ -27,13 +24,11 @@ from distill.checks import check_inputs
 from distill.config import DraftSettings, TrainerSettings
 from distill.config.models import ModelSettings, StudentSettings, TargetSettings
 from distill.data.dataset import DistillDataModule, Examples, Expect, Schedule, TrainingBatches
-from distill.drafts import block, eagle
-from distill.drafts.block import BlockDraft
-from distill.drafts.eagle import FeatureDraft
-from distill.drafts.language_model import LanguageModelDraft, cut
-from distill.drafts.reference import Draft, keep_reference
-from distill.drafts.start import frequent, start_from_head, start_from_target
 from distill.files import fingerprint, link, remove, save_tokenizer
+from distill.kinds.base import Draft
+from distill.kinds.language_model import cut
+from distill.kinds.reference import keep_reference
+from distill.kinds.start import frequent, start_from_head
 from distill.losses.divergences import Divergence
 from distill.networks.layerskip import LayerSkip
 from distill.networks.lm_head import LMHead, check_head
@@ -120,7 +115,7 @@ def _run_stages(run: Run, only: Collection[str] | None, check: bool, rehearse: R
             rehearse = None
         started = time.monotonic()
         with working(console, title, bars=False):
-            if stage == "initial" and settings.student.is_head:
+            if stage == "initial" and settings.student.draft.head:
                 result = untrained_head(run, key)
             elif stage in ("target", "initial"):
                 result = language_model(run, stage, key)
@@ -210,23 +205,16 @@ def untrained_head(run: Run, key: str) -> StageResult:
         head, new = start_from_head(settings, target, run.captured_layers, seed)
         run.line(f"starts from the head in {settings.model}" + (f", with a new {', '.join(new)}" if new else ""))
         return StageResult(new_record(run, key, head), head)
-    if settings.version == MTP:
-        head = load_mtp(target)
-    else:
-        if settings.is_block:
-            head = block.create(target, run.tokenizer, settings, seed)
-        else:
-            head = eagle.create(target, cast(int, settings.version), settings.draft_vocab, seed)
+    head = settings.draft.create(target, run.tokenizer, settings, seed)
     if head.reduced:
         rows = Examples.of(answered_texts(run)[0])
         ids, share = frequent(rows, int(head.config.draft_vocab_size), int(head.config.vocab_size))
         head.set_vocabulary(ids)
         run.line(f"{len(ids):,} tokens drafted, {share:.1%} of the training labels")
-    if settings.version not in (1, MTP):
-        left = start_from_target(head, target)
+    if (left := settings.draft.begin(head, target)) is not None:
         run.line("starts from the target's last layer" + (f", but for {', '.join(left)}" if left else ""))
     record = new_record(run, key, head)
-    if record.parameters >= target.num_parameters() and settings.version != MTP:
+    if record.parameters >= target.num_parameters() and not settings.draft.of_target:
         raise UserError(
             f"the head has {record.parameters:,} parameters and the target {target.num_parameters():,}: a draft has to "
             "be smaller; lower student.draft_vocab or student.block.markov_rank"
@@ -240,14 +228,12 @@ def untrained_head(run: Run, key: str) -> StageResult:
 def open_draft(run: Run, path: Path, *, accepted_only: bool = False, dtype: str = "float32") -> Draft:
     """Return the draft in a folder, in training mode."""
     student = run.settings.student
-    if not student.is_head:
+    if student.draft.head:
+        model: Any = run.load_head(path)
+    else:
         model = load_model(path, device="cpu", dtype=dtype, trust_remote_code=student.trust_remote_code)
-        check_head(model, LMHead(model))
-        return LanguageModelDraft(model.train(), DEPTH)
-    head: Any = run.load_head(path).train()
-    if isinstance(head, BlockHead):
-        return BlockDraft(head, student.block.anchors)
-    return FeatureDraft(head, student, DEPTH, 1.0 if accepted_only else student.decay)
+    opened: Draft = student.draft.draft(model.train(), student, accepted_only=accepted_only)
+    return opened
 
 
 @dataclass
@@ -271,7 +257,7 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
     teacher, target, trainer = run.settings.teacher, run.settings.target, run.settings.trainer
     folder, kind, held = run.work / "signals", teacher.kept, None
     train_rows, validation_rows, texts = answered_texts(run)
-    if isinstance(draft, BlockDraft) and draft.model.confidence_head is not None:
+    if draft.calibrated:
         held = Examples.of(validation_rows.shard(4, 3, contiguous=False))
         validation_rows = validation_rows.select(i for i in range(len(validation_rows)) if i % 4 != 3)
     train, validation = Examples.of(train_rows), Examples.of(validation_rows)
@@ -357,8 +343,7 @@ def distil(run: Run, settings: DraftSettings, key: str) -> StageResult:
             partial(write_texts, model), data.train, schedule, steps, full.teacher.responses, settings.on_policy, seed,
             full.data.max_length, stop_ids(parts, run.tokenizer), data.add_columns,
         )  # fmt: skip
-    anchors = draft.anchors if isinstance(draft, BlockDraft) else None
-    batches = TrainingBatches(data.train, schedule, steps, texts, full.data.loader_workers, data.expect, anchors)
+    batches = TrainingBatches(data.train, schedule, steps, texts, full.data.loader_workers, data.expect, draft)
     record.seconds = time.monotonic() - started
     _fit(run, settings.name, record, module, batches, data.validation, full.trainer)
     steps = int(record.history[-1]["step"])  # a callback may have ended the training early
@@ -370,21 +355,9 @@ def distil(run: Run, settings: DraftSettings, key: str) -> StageResult:
     counts = steps, steps * training.batch_size, tokens, used, together
     record.account = dict(zip(ACCOUNT, counts, strict=True))
     model = draft.model = module.model.eval()  # under FSDP not the one that was sharded
-    if data.held is not None:
-        calibrate(run, cast(BlockDraft, draft), data.signal, data.held)
-    return StageResult(record, model.cpu() if full.student.is_head else ready_to_save(model, run.tokenizer))
-
-
-def calibrate(run: Run, draft: BlockDraft, signal: Signal, examples: Examples) -> None:
-    """Set a block head's temperatures: one for each position and decoding mode."""
-    device = signal.head.linear.weight.device
-    head = draft.model.to(device)  # Lightning has put it back on the CPU
-    odds, greedy, sampled, counts = block.block_outcomes(draft, signal, examples, device)
-    for field, accepted in (("temperatures", greedy), ("sampled_temperatures", sampled)):
-        values = block.temperatures(odds, accepted, counts)
-        setattr(head, field, values)
-        setattr(head.config, f"confidence_{field}", values)
-        run.line(f"confidence_{field}: {', '.join(f'{t:.2f}' for t in values)}")
+    for line in draft.calibrate(data.signal, data.held) if data.held is not None else ():
+        run.line(line)
+    return StageResult(record, model.cpu() if full.student.draft.head else ready_to_save(model, run.tokenizer))
 
 
 def _fit(

@@ -24,7 +24,7 @@ from decode.models.heads.eagle import finish_of, output_head
 from decode.models.heads.files import load_head
 from decode.options import MethodOptions
 from decode.progress import current, working
-from distill.drafts.block import calibration_error
+from distill.kinds.block import calibration_error
 from distill.networks.lm_head import LMHead
 from distill.results.evaluate import Text
 from distill.run import Run

@@ -12,7 +12,7 @@ from decode.core.round import clustered_ratio
 from decode.drafters.probe import KINDS, AcceptanceProbe
 from decode.errors import UserError
 from decode.files import Fields
-from distill.drafts.block import calibration_error
+from distill.kinds.block import calibration_error
 from probes.features import EXTRAS, Features
 
 EXTRA_PENALTY = 1e-4  # L2 penalty on the confidence features, whatever the penalty on the state

@@ -34,7 +34,7 @@ def run_probes(settings: ProbesSettings, console: Console | None = None) -> Fiel
     settings.validate()
     ranks.start(settings.trainer)
     first, threads = ranks.is_first(), torch.get_num_threads()
-    options, blocks = settings.probes, settings.student.is_block
+    options, blocks = settings.probes, settings.student.draft.method == "block"
     run = Run(settings, console)
     added: Fields = {}
     try:

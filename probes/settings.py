@@ -59,8 +59,8 @@ class ProbesSettings(Settings):
 
     def validate(self, *, drafts: bool = False) -> None:
         """Check what this command uses: data, target and probes; of a block head, everything."""
-        super().validate(drafts=drafts or self.student.is_block)
-        if self.student.is_block and self.teacher.in_engine:
+        super().validate(drafts=drafts or self.student.draft.method == "block")
+        if self.student.draft.method == "block" and self.teacher.in_engine:
             raise UserError(
                 f"student.kind is {self.student.kind}, whose probes need the target beside it: set teacher.signal to "
                 "hidden"

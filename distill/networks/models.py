@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,17 @@ def config_for(shape: Architecture, vocab: int, tokenizer: PreTrainedTokenizerBa
     except (ValueError, TypeError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(f"architecture.model_type {family!r} cannot be built: {first}") from error
+
+
+@cache
+def room(device: torch.device) -> int:
+    """Return the bytes that a buffer which saves computing something twice may take: of a GPU an eighth of its rest."""
+    return torch.cuda.mem_get_info(device)[0] // 8 if device.type == "cuda" else 1 << 28
+
+
+def rows_at_once(vocab: int, device: torch.device) -> int:
+    """Return of how many rows float32 logits of all ids, and a few results of theirs, may be in memory."""
+    return max(64, room(device) // (16 * vocab))
 
 
 @contextmanager

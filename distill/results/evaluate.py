@@ -19,7 +19,6 @@ from decode.models.open import DraftModel, described, open_draft, own_warp
 from decode.options import MethodOptions
 from decode.progress import Progress, as_current, current
 from distill.config import EvaluationSettings
-from distill.config.base import START
 from distill.data.corpus import test_suite
 from distill.export.card import fastest_row
 from distill.run import Run
@@ -80,8 +79,8 @@ class Evaluation:
             warp=own_warp(self.target, 0.0, {}),
         )
         self.session = Session(self.target, self.models, run.tokenizer, options)
-        self.decoded = [name for name in self.models if name != START[1]]
-        self.trees = student.is_head and student.kind != "mtp" and self.session.runner.supports_trees
+        self.decoded = [name for name in self.models if name != run.start or student.draft.decodable]
+        self.trees = student.draft.trees and self.session.runner.supports_trees
 
     def report(self) -> Row:
         """Measures everything.
@@ -169,7 +168,7 @@ class Evaluation:
     def _profile(self, greedy: ByDraft) -> tuple[Row, dict[str, int]]:
         """Returns the exported draft's costs with the speedups that they predict, and the best length of each draft."""
         student = self.settings.student
-        longest = student.steps if student.is_block else max(LONGEST, *self.measured.draft_lengths)
+        longest = student.draft.longest(student, max(LONGEST, *self.measured.draft_lengths))
         with as_current(self.bar.add("costs of rounds")):
             items = self.session.items(self.suite)
             self.session.measure_costs(items, [*self.decoded, *[None] * self.trees], longest=longest)
@@ -193,8 +192,7 @@ class Evaluation:
         Trees of heads are as deep as the longest chain.
         """
         student = self.settings.student
-        method = "vanilla" if not student.is_head else "block" if student.is_block else "eagle"
-        longest = student.steps if student.is_block else max(self.measured.draft_lengths)  # a block drafts no more
+        method, longest = student.draft.method, student.draft.longest(student, max(self.measured.draft_lengths))
         asked = {min(k, longest) for k in self.measured.draft_lengths}
         lengths = {name: {best[name] or 1} | (asked if name == self.best else set()) for name in self.decoded}
         chains = [(name, k) for name, several in lengths.items() for k in sorted(several)]

@@ -3,7 +3,6 @@
 from dataclasses import asdict
 from typing import cast
 
-from decode.commands.serve_check import VLLM_METHODS
 from decode.engines import server
 from decode.engines.check import ServedText, acceptance_rates, mean_length
 from decode.files import read_json, write_json
@@ -36,8 +35,8 @@ def measure_served(run: Run) -> None:
     prompts = [ids for ids in map(examples.prompt, range(len(examples))) if ids]
     files = files_of(run.target, trust_remote_code=settings.target.trust_remote_code)
     ends = stop_ids(files, run.tokenizer)
-    method = VLLM_METHODS[settings.student.version] if settings.student.is_head else "draft_model"
-    most = settings.student.steps if settings.student.is_block else max(how.draft_lengths)
+    kind = settings.student.draft
+    method, most = kind.vllm, kind.longest(settings.student, max(how.draft_lengths))
     lengths = sorted({min(k, most) for k in how.draft_lengths})
     room = max(map(len, prompts)) + how.max_new_tokens + max(lengths) + 1
     engine = server.Engine(

@@ -9,17 +9,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.models.heads.eagle import DraftHead
-from decode.models.heads.mtp import MTP
-from distill.data.dataset import FEATURES, Batch, Shapes, label_mask
+from distill.data.dataset import FEATURES, PLACES, Batch, Shapes
 from distill.losses.divergences import TargetRows, log_probs
-from distill.networks.lm_head import LMHead, last_hidden
+from distill.networks.lm_head import LMHead, last_hidden, one_text_a_row
+from distill.networks.models import rows_at_once
 
 HIDDEN, INSIDE = "target_hidden", "target_inside"
 """Columns of batches: the target's last hidden states ``[label tokens, hidden]``; and ``[label tokens, 2]``, the
 probability that the target gives to the head's ids together, and whether its most probable token is one of them."""
 TOPK = "target_topk"
 """The ids and log-probabilities of the k most probable ids, as int32 ``[label tokens, 2, k]``."""
-SOME_ROWS = 256  # rows whose logits over the whole vocabulary are in memory at a time
 States = tuple[Tensor, Tensor | None]
 """The target's last hidden states after its final norm ``[label tokens, hidden]``, and what a head reads of it
 ``[batch, time, width]``, zeros after the last label."""
@@ -33,15 +32,15 @@ FORMATS = {"float32": "float32", "bfloat16": "int16", "float8": "uint8"}
 
 def read_states(model: PreTrainedModel, layers: Sequence[int], batch: Batch) -> States:
     """The states of a batch by a forward pass of the target; a head reads those that enter ``layers``."""
-    ids, mask = batch["input_ids"].to(model.device), label_mask(batch["labels"]).to(model.device)
+    ids, places = batch["input_ids"].to(model.device), batch[PLACES].to(model.device)
     # not the draft's precision: the target computes in its own
     with torch.autocast(model.device.type, enabled=False), torch.inference_mode(False), torch.no_grad():
         if not layers:
-            return last_hidden(model, ids, mask), None
-        out = model.base_model(input_ids=ids, use_cache=False, output_hidden_states=True)
-        last = out.last_hidden_state
-        features = torch.cat([out.hidden_states[layer].to(last.device) for layer in layers], -1)
-        return last[mask.to(last.device)], features
+            return last_hidden(model, ids, places), None
+        with one_text_a_row():
+            out = model.base_model(input_ids=ids, use_cache=False, output_hidden_states=True)
+        features = torch.cat([out.hidden_states[layer] for layer in layers], -1)
+        return out.last_hidden_state.flatten(0, 1).index_select(0, places), features
 
 
 def packed(states: Tensor, planes: int, dtype: str) -> Tensor:
@@ -100,7 +99,7 @@ class Signal:
         self.vocab = min(vocab or self.head.vocab, self.head.vocab)
         self.k = min(k, self.vocab)
         self.embedding = nn.Module() if reader is None else target.get_input_embeddings()
-        self.layers: tuple[int, ...] = () if reader is None else reader.captured_layers
+        self.layers: tuple[int, ...] = () if reader is None else tuple(reader.captured_layers)
         self.planes = {FEATURES: len(self.layers), HIDDEN: 1}
         self.source = partial(read_states, target, self.layers) if source is None else source
         self.dtype, state, (_, scale) = dtype, FORMATS[dtype], BYTES[dtype]
@@ -109,7 +108,7 @@ class Signal:
             self.columns[FEATURES] = (reader.feature_width + scale * len(self.layers),), state
         if kind == "topk":
             self.columns[TOPK] = (2, self.k), "int32"
-        elif reader is None or reader.version not in (1, MTP):  # these read the last hidden state alone
+        elif self.layers != (target.config.get_text_config().num_hidden_layers,):  # a head that reads the last alone
             self.columns[HIDDEN] = (int(self.head.linear.weight.shape[1]) + scale,), state
         if self.ids is not None:
             self.columns[INSIDE] = (2,), "float32"
@@ -134,10 +133,10 @@ class Signal:
 
         Both come from the batch's columns, or from the source. Features are in float32 or better; None without a head.
         """
-        mask = label_mask(batch["labels"])
+        places = batch[PLACES]
         if self.columns.keys() - batch.keys():
-            batch = batch | {name: column.to(mask.device) for name, column in self.values(batch).items()}
-        labels = batch["labels"].roll(-1, 1)[mask]
+            batch = batch | {name: column.to(places.device) for name, column in self.values(batch).items()}
+        labels = batch["labels"].flatten().index_select(0, places + 1)
         if self.ids is not None:
             place = torch.searchsorted(self.ids, labels).clamp_max(len(self.ids) - 1)
             labels = place.where(self.ids[place] == labels, -1)
@@ -148,7 +147,8 @@ class Signal:
             top = batch[TOPK]
             target = TargetRows(top[:, 1].contiguous().view(torch.float32), self.vocab, ids=top[:, 0])
         else:  # the features may be the last hidden states
-            hidden = features[mask] if hidden is None and features is not None else hidden
+            if hidden is None and features is not None:
+                hidden = features.flatten(0, 1).index_select(0, places)
             target = TargetRows(hidden, self.head.vocab, self.head)
         target.labels = labels.where(labels < target.vocab, -1)
         if INSIDE in batch:
@@ -164,7 +164,7 @@ class Signal:
         if self.ids is None:
             return values
         inside, weight = [], self.all_ids.linear.weight
-        for rows in hidden.to(weight.device).split(SOME_ROWS):
+        for rows in hidden.to(weight.device).split(rows_at_once(len(weight), weight.device)):
             logits = self.all_ids(rows).float()
             drafted = logits[:, self.ids.to(logits.device)]
             mass = (drafted.logsumexp(-1) - logits.logsumexp(-1)).exp()
@@ -180,7 +180,7 @@ class Signal:
         hidden = values[HIDDEN].to(self.head.linear.weight.device)
         if self.kind == "topk":
             parts = []
-            for rows in hidden.split(SOME_ROWS):
+            for rows in hidden.split(rows_at_once(self.vocab, hidden.device)):
                 top = log_probs(self.head(rows, self.vocab)).float().topk(self.k, sorted=True)
                 parts.append(torch.stack([top.indices.int(), top.values.view(torch.int32)], 1))
             values[TOPK] = torch.cat(parts)

@@ -7,7 +7,9 @@ killed and continued from its last checkpoint ends with the weights of an uninte
 import copy
 import logging
 import resource
+import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -17,10 +19,11 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar, ThroughputMonitor, Timer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar, Timer
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from rich.console import Console
 from transformers import PreTrainedModel
 
@@ -35,7 +38,7 @@ from distill.training.modules import Metrics, TrainingModule
 
 
 class ProgressLines(Callback):
-    """Shows steps done, the values of a progress bar, and the time left.
+    """Shows steps done, the values of a progress bar, and the time left; and logs the speed, by the host's clock.
 
     Attributes:
         tokens: Read by this process in training, padding included.
@@ -43,12 +46,13 @@ class ProgressLines(Callback):
 
     def __init__(self, name: str, work: Work) -> None:
         self.name, self.work, self.read = name, work, 0.0
-        self.tokens = 0
+        self.tokens, self.logged = 0, (0, 0.0)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Note the step that the run continues from."""
         self.work.update(name=self.name)
         self.work.begin(trainer.global_step, trainer.max_steps)
+        self.logged = self.tokens, time.monotonic()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -56,9 +60,50 @@ class ProgressLines(Callback):
         """Note the step, and now and then the values."""
         self.work.update(done=trainer.global_step)
         self.tokens += batch["input_ids"].numel()
-        if (now := time.monotonic()) - self.read > EVERY / 4:
+        every, now = trainer.log_every_n_steps, time.monotonic()  # type: ignore[attr-defined]
+        if every and trainer.global_step % every == 0 and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            (tokens, began), self.logged = self.logged, (self.tokens, now)
+            for logger in trainer.loggers:
+                speed = (self.tokens - tokens) / max(now - began, 1e-9)
+                logger.log_metrics({"tokens_per_second": speed}, step=trainer.global_step)
+        if now - self.read > EVERY / 4:
             values = trainer.progress_bar_metrics.items()
             self.work.detail, self.read = " ".join(f"{name} {float(value):.4f}" for name, value in values), now
+
+
+class SavedStop(Callback):
+    """Lets SIGTERM end the training after the running step, with a checkpoint from which it continues there.
+
+    ``folder`` is that of the checkpoints, and ``every`` the steps between validations, which save one themselves.
+    """
+
+    def __init__(self, folder: Path, every: int) -> None:
+        self.folder, self.every, self.stops, self.before = folder, every, False, None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take the signal over from Lightning, which ends at once, and asks all processes by the device every step."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self.note)  # Lightning's teardown puts back what was there before
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+    def note(self, *_: Any) -> None:
+        """Remember the signal; a second one ends the process."""
+        self.stops = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save and end, once every process has the signal's news; not where a validation comes first.
+
+        Raises:
+            SIGTERMException: The process was asked to end.
+        """
+        if (batch_idx + 1) % trainer.accumulate_grad_batches or trainer.global_step % self.every == 0:
+            return
+        if ranks.anywhere(self.stops) and trainer.global_step < trainer.max_steps:
+            trainer.save_checkpoint(self.folder / f"last-step={trainer.global_step}.ckpt")
+            raise SIGTERMException
 
 
 def peak_memory(device: torch.device) -> int:
@@ -132,7 +177,7 @@ def fit(
         "val_check_interval": min(settings.validate_every, steps) * settings.accumulate,
         "num_sanity_val_steps": 0,
         "log_every_n_steps": 20,
-        "logger": logger or False,
+        "logger": logger or DummyLogger(),  # on every rank: callbacks may need one
         "enable_progress_bar": bar,
         "enable_model_summary": False,
         "use_distributed_sampler": False,
@@ -140,9 +185,8 @@ def fit(
     }
     with quiet(), Progress(Console(quiet=True) if bar else console) as shown:
         lines = ProgressLines(name, shown.add(name if last else f"{name}: validation before training"))
-        if logger is not None:
-            further.append(ThroughputMonitor(lambda batch: batch["input_ids"].numel()))
-        options["callbacks"] = [timer, *further, lines, best, resume]
+        stop = SavedStop(work, min(settings.validate_every, steps))
+        options["callbacks"] = [timer, *further, lines, stop, best, resume]
         try:
             trainer = L.Trainer(**options | settings.extra)
         except (ValueError, MisconfigurationException) as error:
@@ -153,8 +197,8 @@ def fit(
             trainer.fit(module, datamodule=data, ckpt_path=last)
             if not module.history or module.history[-1]["step"] != trainer.global_step:
                 trainer.validate(module, datamodule=data, verbose=False)
-        except SystemExit as stop:  # Lightning's way of ending after Ctrl-C
-            raise KeyboardInterrupt from stop
+        except SystemExit as ended:  # Lightning's way of ending after Ctrl-C
+            raise KeyboardInterrupt from ended
         except RuntimeError as error:
             if "DataLoader" not in str(error):
                 raise

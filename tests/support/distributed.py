@@ -27,7 +27,10 @@ from distill.training.modules import DistillModule
 from distill.training.trainer import fit
 
 WAYS = {  # changes of a run's settings
-    "ddp": {"trainer__accumulate": 8, "0__on_policy": 0.5, "trainer__precision": "64-true"},
+    "ddp": {
+        "trainer__accumulate": 8, "0__on_policy": 0.5, "trainer__precision": "64-true",
+        "trainer__callbacks": [{"class_path": "LearningRateMonitor"}],  # which needs a logger on every rank
+    },
     "fsdp": {"trainer__strategy": "fsdp", "teacher__signal": "online"},
     "heads": {"student": StudentSettings(kind="eagle3", unroll=2, draft_vocab=64), "target__architecture__layers": 4},
 }
