@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.models.heads.eagle import DraftHead
-from decode.models.heads.files import is_head, load_head
+from decode.models.heads.files import head_kind, load_head
 from decode.models.open import load_model
 from distill.config.base import Values
 from distill.config.kinds import KINDS, kind_of
@@ -131,6 +131,6 @@ def open_draft(name: str, target: PreTrainedModel | None = None) -> Draft:
     Raises:
         decode.errors.UserError: It cannot be read.
     """
-    model: Any = load_head(name, target).float() if is_head(name) else load_model(name, device="cpu", dtype="float32")
+    model: Any = load_head(name, target).float() if head_kind(name) else load_model(name, device="cpu", dtype="float32")
     kind = of_model(model)
     return kind.draft(model.train(), StudentSettings(kind=kind.name, model=name))

@@ -68,7 +68,8 @@ class ProgressLines(Callback):
                 logger.log_metrics({"tokens_per_second": speed}, step=trainer.global_step)
         if now - self.read > EVERY / 4:
             values = trainer.progress_bar_metrics.items()
-            self.work.detail, self.read = " ".join(f"{name} {float(value):.4f}" for name, value in values), now
+            self.work.tell(" ".join(f"{name} {float(value):.4f}" for name, value in values))
+            self.read = now
 
 
 class SavedStop(Callback):

@@ -28,7 +28,9 @@ from distill.training.trainer import fit
 
 WAYS = {  # changes of a run's settings
     "ddp": {
-        "trainer__accumulate": 8, "0__on_policy": 0.5, "trainer__precision": "64-true",
+        "trainer__accumulate": 8,
+        "0__on_policy": 0.5,
+        "trainer__precision": "64-true",
         "trainer__callbacks": [{"class_path": "LearningRateMonitor"}],  # which needs a logger on every rank
     },
     "fsdp": {"trainer__strategy": "fsdp", "teacher__signal": "online"},
