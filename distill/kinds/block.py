@@ -10,18 +10,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from typing_extensions import override
 
 from decode.models.heads.block import BlockHead
 from decode.models.heads.block_config import added, block_config, default_layers, mask_token
 from decode.models.heads.eagle import output_head
 from distill.config.base import Values, change
-from distill.config.models import StudentSettings
 from distill.data.chat import IGNORE
 from distill.data.dataset import Batch, Chance, Examples, Ints, on_device
 from distill.kinds.base import GROUPS, Draft, delta, head_rows
-from distill.kinds.kind import Kind, Rules
+from distill.kinds.kind import Differences, Kind, Rules
 from distill.kinds.start import check_states, start_from_target
 from distill.losses.chunked import Compared, Rows, compare
 from distill.losses.divergences import Divergence, TargetRows
@@ -329,14 +328,14 @@ class Block(Kind):
         ]  # fmt: skip
 
     @override
-    def steps(self, student: StudentSettings) -> int:
+    def steps(self, student: Any) -> int:
         return int(student.block.size) - (not self.confidence)
 
     @override
-    def longest(self, student: StudentSettings, wanted: int) -> int:
+    def longest(self, student: Any, wanted: int) -> int:
         return self.steps(student)
 
-    def config(self, target: Any, student: StudentSettings, mask_id: int) -> Any:
+    def config(self, target: Any, student: Any, mask_id: int) -> Any:
         """The configuration of a head for a target of this one."""
         block = student.block
         return block_config(
@@ -345,16 +344,16 @@ class Block(Kind):
             causal=block.causal, **self.parts(student),
         )  # fmt: skip
 
-    def parts(self, student: StudentSettings) -> Values:
+    def parts(self, student: Any) -> Values:
         """What it has beside its layers: arguments of `decode.models.heads.block_config.added`."""
         return {"markov_rank": student.block.markov_rank or self.rank, "confidence": self.confidence}
 
     @override
-    def captured(self, student: StudentSettings, config: Any) -> list[int]:
+    def captured(self, student: Any, config: Any) -> list[int]:
         return list(self.config(config, student, 0).captured_layers)
 
     @override
-    def layers(self, student: StudentSettings) -> int:
+    def layers(self, student: Any) -> int:
         return int(student.block.layers)
 
     @override
@@ -363,20 +362,18 @@ class Block(Kind):
         output_head(target, block=True)
 
     @override
-    def shrink(self, student: StudentSettings) -> None:
+    def shrink(self, student: Any) -> None:
         super().shrink(student)
         change(student.block, layers=1, target_layers=[], markov_rank=8 if self.rank else None)
 
     @override
-    def alike(self, student: StudentSettings) -> None:
+    def alike(self, student: Any) -> None:
         change(student.block, size=student.block.size - self.confidence)
         if not self.rank:
             student.block.markov_rank = None
 
     @override
-    def create(
-        self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, student: StudentSettings, seed: int
-    ) -> BlockHead:
+    def create(self, target: PreTrainedModel, tokenizer: Any, student: Any, seed: int) -> BlockHead:
         mask_id = mask_token(tokenizer, target.get_input_embeddings().num_embeddings)
         config = self.config(target.config.get_text_config(), student, mask_id)
         with seeded(seed):
@@ -387,7 +384,7 @@ class Block(Kind):
         return start_from_target(model, target)
 
     @override
-    def check_given(self, model: BlockHead, student: StudentSettings) -> dict[str, tuple[Any, Any]]:
+    def check_given(self, model: BlockHead, student: Any) -> Differences:
         shape, has, told = student.block, vars(model.config), super().check_given(model, student)
         layers = shape.target_layers or list(default_layers(int(has["num_target_layers"]), max(3, shape.layers)))
         told |= {"block.layers": (shape.layers, len(model.layers)), "block.size": (shape.size, model.block)}
@@ -399,7 +396,7 @@ class Block(Kind):
         return told
 
     @override
-    def grow(self, model: BlockHead, student: StudentSettings, seed: int) -> tuple[BlockHead, list[str]]:
+    def grow(self, model: BlockHead, student: Any, seed: int) -> tuple[BlockHead, list[str]]:
         """What is added changes nothing at first, but that a DFlash 2 head drafts among its candidates alone."""
         config = copy.deepcopy(model.config)
         config.update(added(self.name, config.hidden_size, **self.parts(student)))
@@ -409,7 +406,7 @@ class Block(Kind):
         return head, sorted({part for key in lacking for part in key.split(".") if part.endswith(("_head", "_conv"))})
 
     @override
-    def draft(self, model: Any, student: StudentSettings, *, accepted_only: bool = False) -> BlockDraft:
+    def draft(self, model: Any, student: Any, *, accepted_only: bool = False) -> BlockDraft:
         return BlockDraft(model, student.block.anchors)
 
     @override

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from typing_extensions import override
 
 from decode.files import read_json, write_json
@@ -14,10 +14,9 @@ from decode.measure.acceptance import DEPTH
 from decode.models.heads.eagle import FeatureHead, default_captured_layers, head_config, output_head
 from decode.models.heads.mtp import MTP, MtpHead, load_mtp
 from distill.config.base import Values
-from distill.config.models import StudentSettings
 from distill.data.dataset import PLACES, Batch, Chance, places
 from distill.kinds.base import GROUPS, Draft, head_rows
-from distill.kinds.kind import TOKEN_MAP, Kind, Rules
+from distill.kinds.kind import TOKEN_MAP, Differences, Kind, Rules
 from distill.kinds.start import check_states, start_from_target
 from distill.losses.chunked import Rows
 from distill.networks.lm_head import LMHead
@@ -85,19 +84,18 @@ class FeatureDraft(Draft):
 class Eagle(Kind):
     """EAGLE (on the target's last state) and EAGLE-3 (on three)."""
 
-    version: Any
+    version: int
 
-    def __init__(self, name: str, version: int | str, steps: int, **fields: Any) -> None:
-        self.name, self.version, self.usual = name, version, steps
-        self.served = name
+    def __init__(self, name: str, version: int, steps: int, **fields: Any) -> None:
+        self.name, self.version, self.usual, self.served = name, version, steps, name
         vars(self).update(fields)
 
     @override
-    def steps(self, student: StudentSettings) -> int:
+    def steps(self, student: Any) -> int:
         return int(student.unroll or self.usual)
 
     @override
-    def captured(self, student: StudentSettings, config: Any) -> list[int]:
+    def captured(self, student: Any, config: Any) -> list[int]:
         return list(head_config(config, self.version).captured_layers)
 
     @override
@@ -107,9 +105,7 @@ class Eagle(Kind):
             output_head(target)
 
     @override
-    def create(
-        self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, student: StudentSettings, seed: int
-    ) -> FeatureHead:
+    def create(self, target: PreTrainedModel, tokenizer: Any, student: Any, seed: int) -> FeatureHead:
         config = head_config(target.config.get_text_config(), self.version, draft_vocab=student.draft_vocab)
         with seeded(seed):
             return FeatureHead(config)
@@ -119,11 +115,8 @@ class Eagle(Kind):
         return start_from_target(model, target) if self.version == 3 else None
 
     @override
-    def draft(self, model: Any, student: StudentSettings, *, accepted_only: bool = False) -> FeatureDraft:
-        return FeatureDraft(model, self.steps(student), DEPTH, 1.0 if accepted_only else self.decay)
-
-    decay = 0.8
-    """Weight of each further drafting step's loss against the one before, as published (EAGLE-3)."""
+    def draft(self, model: Any, student: Any, *, accepted_only: bool = False) -> FeatureDraft:
+        return FeatureDraft(model, self.steps(student), DEPTH, 1.0 if accepted_only else 0.8)
 
     @override
     def write(self, model: FeatureHead, folder: Path) -> None:
@@ -147,49 +140,37 @@ class Eagle(Kind):
         }
 
 
-class NextLayers(Eagle):
+class NextLayers(Kind):
     """A target's own next-token layers (MTP), as FastMTP tunes them."""
 
-    start, decodable, of_target, trees, decay = "untuned", True, True, False, 0.6
+    name = version = served = MTP
+    start, decodable, of_target, trees = "untuned", True, True, False
+    no_gguf = "llama.cpp reads next-token layers from the target's own file; leave export.gguf empty"
 
     @override
     def rules(self, settings: Any) -> Rules:
-        student, target = settings.student, settings.target
+        target = settings.target
         return [
-            (student.draft_vocab, "student.draft_vocab", "and mtp drafts all tokens: set it to null"),
+            (settings.student.draft_vocab, "student.draft_vocab", "and mtp drafts all tokens: set it to null"),
             (target.kind != "as_is" or target.round_to, "student.kind", "and reads the target's files: set target.kind "
              "to as_is, target.round_to to null"),
         ]  # fmt: skip
 
     @override
-    def captured(self, student: StudentSettings, config: Any) -> list[int]:
-        return [int(config.num_hidden_layers)]
+    def steps(self, student: Any) -> int:
+        return int(student.unroll or 3)
 
     @override
-    def check_target(self, target: PreTrainedModel) -> None:
-        pass  # its family has such layers, or loading them refuses it
-
-    @override
-    def create(
-        self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, student: StudentSettings, seed: int
-    ) -> Any:
+    def create(self, target: PreTrainedModel, tokenizer: Any, student: Any, seed: int) -> Any:
         return load_mtp(target)
 
     @override
-    def begin(self, model: Any, target: PreTrainedModel) -> list[str] | None:
-        return None
-
-    @override
-    def check_given(self, model: Any, student: StudentSettings) -> dict[str, tuple[Any, Any]]:
+    def check_given(self, model: Any, student: Any) -> Differences:
         return {}
 
     @override
-    def write(self, model: Any, folder: Path) -> None:
-        pass
-
-    @override
-    def facts(self, model: Any, layers: int) -> Values:
-        return {}
+    def draft(self, model: Any, student: Any, *, accepted_only: bool = False) -> FeatureDraft:
+        return FeatureDraft(model, self.steps(student), DEPTH, 1.0 if accepted_only else 0.6)
 
 
 EAGLE = Eagle(
@@ -197,6 +178,4 @@ EAGLE = Eagle(
     no_gguf="llama.cpp has no EAGLE-1 heads; train student.kind eagle3, or leave export.gguf empty",
 )  # fmt: skip
 EAGLE3 = Eagle("eagle3", 3, 7)
-NEXT_LAYERS = NextLayers(
-    "mtp", MTP, 3, no_gguf="llama.cpp reads next-token layers from the target's own file; leave export.gguf empty"
-)
+NEXT_LAYERS = NextLayers()

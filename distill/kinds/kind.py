@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import head_kind, load_head
@@ -18,6 +18,8 @@ from distill.kinds.base import Draft
 TOKEN_MAP = "token_map.pt"  # the ids that an EAGLE-1 head of a reduced vocabulary drafts, as SGLang reads them
 Rules = list[tuple[object, str, str]]
 """Of `distill.config.base.refuse`."""
+Differences = dict[str, tuple[Any, Any]]
+"""Settings of a student: what they say, and what a head has."""
 
 
 class Kind:
@@ -90,7 +92,7 @@ class Kind:
     def alike(self, student: Any) -> None:
         """Changes the settings of a student so that it drafts as many tokens as a DFlash block of them."""
 
-    def create(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, student: Any, seed: int) -> Any:
+    def create(self, target: PreTrainedModel, tokenizer: Any, student: Any, seed: int) -> Any:
         """A new model for a target; its random weights depend on the seed alone."""
         raise NotImplementedError
 
@@ -98,7 +100,7 @@ class Kind:
         """Copies weights of the target into a new model; returns the parts that are not its, None: it has none."""
         return None
 
-    def check_given(self, model: Any, student: Any) -> dict[str, tuple[Any, Any]]:
+    def check_given(self, model: Any, student: Any) -> Differences:
         """The settings that a given head has to agree with: what they say, and what it has."""
         return {"draft_vocab": (student.draft_vocab, model.config.draft_vocab_size if model.reduced else None)}
 

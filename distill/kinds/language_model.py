@@ -10,7 +10,6 @@ from typing_extensions import override
 from decode.errors import UserError
 from decode.measure.acceptance import DEPTH
 from decode.models.sources import language_model
-from distill.config.models import StudentSettings
 from distill.data.dataset import PLACES, REFERENCE, Batch, Chance
 from distill.kinds.base import GROUPS, Draft
 from distill.kinds.kind import Kind
@@ -118,19 +117,19 @@ class LanguageModel(Kind):
         return "draft_model"
 
     @override
-    def steps(self, student: StudentSettings) -> int:
+    def steps(self, student: Any) -> int:
         return 1
 
     @override
-    def captured(self, student: StudentSettings, config: Any) -> list[int]:
+    def captured(self, student: Any, config: Any) -> list[int]:
         return []
 
     @override
-    def shrink(self, student: StudentSettings) -> None:
+    def shrink(self, student: Any) -> None:
         student.layers = [1]  # the last of two, without which Gemma 4 cannot be cut
 
     @override
-    def draft(self, model: Any, student: StudentSettings, *, accepted_only: bool = False) -> LanguageModelDraft:
+    def draft(self, model: Any, student: Any, *, accepted_only: bool = False) -> LanguageModelDraft:
         check_head(model, LMHead(model))
         return LanguageModelDraft(model, DEPTH)
 

@@ -23,7 +23,7 @@ from distill.config import DraftSettings
 from distill.config.base import Values
 from distill.config.models import TrainingSettings
 from distill.data.dataset import PLACES, Batch, completed, places
-from distill.kinds.base import Draft
+from distill.kinds.base import GROUPS, Draft
 from distill.kinds.kind import open_draft
 from distill.losses.chunked import Compared, Rows, chunked_loss, compare, next_token_hits, next_token_loss
 from distill.losses.divergences import Divergence
@@ -67,6 +67,8 @@ class TrainingModule(L.LightningModule):
     ) -> None:
         super().__init__()
         training = TrainingSettings(**training) if isinstance(training, dict) else training
+        if not (steps or training.steps):
+            raise UserError(f"steps is {steps}, as is training.steps: give the optimiser steps in all")
         self.steps = steps or training.steps_for(0)
         named = isinstance(model, str | Path)
         kept |= {"training": asdict(training), "steps": self.steps, "seed": seed}
@@ -78,7 +80,7 @@ class TrainingModule(L.LightningModule):
         self.metrics: dict[str, MeanMetric] = {}
         self.bad_step = torch.tensor(-1)  # the first whose loss was no number, on the device, so that no step waits
         self.examples: dict[int, list[int]] = {}  # of the steps whose losses have yet to be checked
-        self.strict_loading = all(weight.requires_grad for weight in model.parameters())  # Lightning's: all are saved
+        self.strict_loading = all(weight.requires_grad for weight in self.model.parameters())  # Lightning's
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The settings' optimiser and its learning-rate schedule."""
@@ -256,8 +258,8 @@ class CausalLMModule(TrainingModule):
 class DistillModule(TrainingModule):
     """DistillSpec; with a reference, AdaSPEC. The best checkpoint has the draft's largest ``monitor``.
 
-    The loss is Σ w·D(p, q) over the chosen rows, divided by their number. EAGLE-1 adds the distance of its states from
-    the target's, DSpark the cross-entropy of its confidences, other block heads the losses of their scorers.
+    The loss is Σ w·D(p, q) over the chosen rows, divided by Σ w (see `Rows.mass`). EAGLE-1 adds the distance of its
+    states from the target's, DSpark the cross-entropy of its confidences, DFlash 2 the loss of its choice.
 
     What is given by name is read again by ``load_from_checkpoint``; what is given as an object has to be given to it.
 
@@ -313,6 +315,8 @@ class DistillModule(TrainingModule):
 
     def indexed(self, batch: Batch) -> Batch:
         """The batch with its rows; those of a training batch that has none yet are drawn from (seed, step, text)."""
+        if GROUPS in batch:
+            return batch
         place = [self.seed, 6, self.global_step, int(batch.get("part", 0))] if self.training else []
         texts = range(len(batch["labels"]))
         chance = [np.random.default_rng([*place, text]) for text in texts] if self.training else None
