@@ -25,6 +25,7 @@ from distill.config import DraftSettings, TrainerSettings
 from distill.config.models import ModelSettings, StudentSettings, TargetSettings
 from distill.data.dataset import DistillDataModule, Examples, Expect, Schedule, TrainingBatches
 from distill.files import fingerprint, link, remove, save_tokenizer
+from distill.fingerprints import stage_fingerprints
 from distill.kinds.base import Draft
 from distill.kinds.language_model import cut
 from distill.kinds.reference import keep_reference
@@ -43,7 +44,7 @@ from distill.networks.models import (
 from distill.responses.on_policy import OnPolicy
 from distill.responses.target import answered_texts
 from distill.results.tracking import for_stage
-from distill.run import ACCOUNT, Run, StageRecord, stage_fingerprints
+from distill.run import ACCOUNT, Run, StageRecord
 from distill.signal.disk import keep_columns
 from distill.signal.target import TOPK, Signal, Source, read_states
 from distill.signal.vllm import EngineStates, texts_of
@@ -120,7 +121,7 @@ def _run_stages(run: Run, only: Collection[str] | None, check: bool, rehearse: R
             elif stage in ("target", "initial"):
                 result = language_model(run, stage, key)
             else:
-                result = distil(run, settings.drafts[run.trained.index(stage)], key)
+                result = distil(run, stage, key)
             run.put(stage, result.record, partial(result.save, run.tokenizer))
         made.append(stage)
         run.line(f"{run.path(stage)} [dim]{time.monotonic() - started:.1f} s[/dim]")
@@ -297,7 +298,7 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
 
     def add_columns(examples: Examples, where: Path | None = None, split: str = "") -> None:
         if kind != "online" or (served and split not in ("", "train")):  # of those that are read again and again
-            made_by = trainer.attention, served
+            made_by = trainer.attention, served, teacher.arguments
             key, name = fingerprint(texts, signal.key, made_by), f"{split}-{run.settings.student.kind}"
             keep_columns(examples, signal.kept, signal.columns, where, name, key, ahead)
         if reference is not None and split in ("", "train"):
@@ -327,10 +328,10 @@ def mean_tail(examples: Examples) -> float:
     return max(0.0, 1 - float(np.exp(log_p).sum(dtype=np.float64)) / max(1, len(rows)))
 
 
-def distil(run: Run, settings: DraftSettings, key: str) -> StageResult:
+def distil(run: Run, name: str, key: str) -> StageResult:
     """Return a draft that starts from the student: by DistillSpec, or with a reference by AdaSPEC."""
-    started, full = time.monotonic(), run.settings
-    training, seed = settings.training_of(full.training), full.seed if settings.seed is None else settings.seed
+    started, full, settings = time.monotonic(), run.settings, run.settings.drafts[name]
+    training, seed = settings.training_of(full.training), [*settings.seeds, full.seed][0]
     draft = open_draft(run, run.path("initial"), accepted_only=settings.accepted_only)
     data, model = prepare(run, draft, settings), draft.model
     steps = training.steps_for(len(data.train))
@@ -345,7 +346,7 @@ def distil(run: Run, settings: DraftSettings, key: str) -> StageResult:
         )  # fmt: skip
     batches = TrainingBatches(data.train, schedule, steps, texts, full.data.loader_workers, data.expect, draft)
     record.seconds = time.monotonic() - started
-    _fit(run, settings.name, record, module, batches, data.validation, full.trainer)
+    _fit(run, name, record, module, batches, data.validation, full.trainer)
     steps = int(record.history[-1]["step"])  # a callback may have ended the training early
     read = (data.train.labels_of(schedule.batch(step)) for step in range(steps))
     used = together = tokens = sum(read) if texts is None else texts.label_tokens

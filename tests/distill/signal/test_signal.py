@@ -92,14 +92,6 @@ def test_the_top_ids_are_exact_and_all_others_one_outcome(tiny) -> None:
     assert torch.allclose(known.alpha, distributions(rows, logits).alpha, atol=1e-6)
 
 
-def test_the_draft_gets_a_copy_of_the_head_of_a_target_that_stays_on_its_own_device(tiny) -> None:
-    model = tiny("llama-tied", seed=4)  # its head is its embedding
-    signal = Signal(model, stays=True)
-    signal.to(torch.device("meta"))
-    assert signal.head.linear.weight.device.type == "meta"
-    assert {weight.device.type for weight in model.parameters()} == {"cpu"}
-
-
 def test_a_sound_file_is_used_and_one_that_does_not_fit_is_made_again(tiny, tmp_path) -> None:
     model, calls = tiny("llama"), []
     signal = Signal(model, "hidden")
