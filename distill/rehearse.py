@@ -28,7 +28,7 @@ from decode.models.sources import language_config, located, pinned
 from decode.progress import duration, output_console, working
 from distill.checks import check_given, signal_sizes
 from distill.config import Settings
-from distill.config.base import change
+from distill.config.base import Values, change
 from distill.config.models import ModelSettings
 from distill.data.corpus import load_corpus
 from distill.data.dataset import Examples
