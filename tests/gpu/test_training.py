@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from distill.kinds.reference import keep_reference
 from families import build_tiny
 from gpu_tests import CUDA, DEVICE, GPU, REAL, there, with_ci
 from heads import check_chain_attention, draft_of
@@ -19,6 +18,7 @@ from some_rows import attached, everything, some_rows
 from distill.config import DraftSettings, TrainerSettings
 from distill.config.models import TrainingSettings
 from distill.data.dataset import REFERENCE, DistillDataModule, Examples, Schedule, TrainingBatches
+from distill.kinds.reference import keep_reference
 from distill.losses.divergences import Divergence
 from distill.networks.lm_head import last_hidden
 from distill.networks.models import use_attention
