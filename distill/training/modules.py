@@ -300,7 +300,7 @@ class DistillModule(TrainingModule):
     ) -> "DistillModule":  # fmt: skip
         """A module from folders or Hub names; ``training`` are further fields of `TrainingSettings`."""
         values = asdict(TrainingSettings(steps=steps, lr=lr, **training))
-        settings = {"name": "draft", "reference": reference and "reference", "k": k, "divergence": divergence}
+        settings = {"reference": reference and "reference", "k": k, "divergence": divergence}
         return cls(draft, target, training=values, steps=steps, settings=settings, reference=reference, seed=seed)
 
     def setup(self, stage: str) -> None:
