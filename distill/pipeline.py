@@ -214,6 +214,9 @@ def measure(run: Run) -> Values:
                 return {}
             if report and profile.get("served"):
                 write_report(run.folder, report)  # the page shows what serve-check added
+            if report and settings.upload:
+                run.logger = tried(run.logger, run.line)
+                log_report(run.logger, report, run.folder, upload=True)
             return report
         run.line("the report or the export is not as it was written, and is made again")
     run.logger = tried(run.logger, run.line)

@@ -283,6 +283,8 @@ class Settings:
         refuse(
             self,
             (not names, "drafts", "expected at least one, such as drafts: {distillspec: {}}"),
+            (self.upload and not (measured and self.tracker == "wandb"), "upload", "which needs tracker wandb and an "
+             "evaluation"),
             (self.export.choose not in ("best", *names), "export.choose", f"expected best or one of {names}"),
             (head and student.steps < 1, "student.block.size", "which leaves no token to draft: raise it to 2 or more"),
             (kind == "dflash" and student.block.markov_rank, "student.block.markov_rank", "and a dflash head "

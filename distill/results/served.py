@@ -32,7 +32,7 @@ def measure_served(run: Run) -> None:
     """
     settings, chosen = run.settings, run.chosen(run.settings.export.choose)
     how, teacher = cast(EvaluationSettings, settings.evaluation), settings.teacher
-    examples = Examples.of(run.corpus.test, how.decode_prompts)
+    examples = Examples.of(run.corpus.test, max(1, how.decode_prompts))
     prompts = [ids for ids in map(examples.prompt, range(len(examples))) if ids]
     files = files_of(run.target, trust_remote_code=settings.target.trust_remote_code)
     ends = stop_ids(files, run.tokenizer)

@@ -30,6 +30,7 @@ Usage = namedtuple("Usage", "total used free")
         ({"1__training": {"epoch": 2}}, r"drafts.adaspec.training is {'epoch': 2}, expected keys"),
         ({"drafts": {"export": DraftSettings()}}, r"'export', which is a file or folder of every run"),
         ({"drafts": {}}, r"drafts is {}, expected at least one"),
+        ({"upload": True}, r"upload is True, which needs tracker wandb and an evaluation"),
         ({"export__choose": "adaspek"}, r"export.choose is 'adaspek'.*adaspec"),
         ({"target__training__steps": None}, r"target.training.steps is None, .*give exactly one"),
         ({"target__kind": "finetune"}, r"target.model is None, and kind is finetune"),
