@@ -102,8 +102,8 @@ class Model(ABC):
     def new_cache(self) -> Any:
         """An empty cache of a sequence; `Cache.close` frees it."""
 
-    def reserve(self, rows: int) -> None:  # noqa: B027 (most models share no memory between texts)
-        """Keep memory for so many texts at once until another number is asked for; 1 gives the rest back."""
+    def reserve(self, rows: int, length: int = 0) -> None:  # noqa: B027 (most models share no memory between texts)
+        """Keep memory for so many texts of this length until other numbers are asked for; 1 and 0 give it back."""
 
     def forward(self, reads: Sequence[Read], *, capture: Capture = (), last: int | None = None) -> list[Out]:
         """Append tokens to texts, each of which occurs once.
@@ -153,7 +153,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-GROWTH = 2.5  # memory that caches take for a moment while they grow, in caches
+GROWTH = 1.3  # memory that caches take at most, in caches: what is allocated ahead, and a layer that is copied
 
 
 def rows_that_fit(
