@@ -5,8 +5,10 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from itertools import repeat
+from threading import RLock
 from typing import Any
 
 import psutil
@@ -96,6 +98,7 @@ class Model(ABC):
     packing: str = ""  # how the weights were laid out for the processor; empty where there was nothing to choose
     tree_refusal: str = ""  # why it cannot read token trees; empty where it can
     outgrown: bool = False  # a text that it drafts for was longer than its context, which has been said
+    lock: Any = field(default_factory=RLock)  # held while its caches change; see `locked`
     recurrent: bool = False  # it keeps a state: after a rejection it reads the accepted tokens again
 
     @abstractmethod
@@ -127,6 +130,14 @@ class Model(ABC):
     def supports_trees(self) -> bool:
         """Whether `forward` takes token trees."""
         return not self.tree_refusal
+
+
+def locked(*models: Model | None) -> ExitStack:
+    """Keeps models from other threads until it is left; threads take them in one order, so that none waits forever."""
+    with ExitStack() as stack:
+        for model in sorted(filter(None, models), key=id):
+            stack.enter_context(model.lock)
+        return stack.pop_all()
 
 
 PIECE = 512  # most tokens of a prompt that are read in one forward

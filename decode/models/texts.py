@@ -20,7 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 from decode.core.draft import Ids, foreign
 from decode.core.sampling import LogitsWarper, TorchRng, inverse
 from decode.errors import UserError
-from decode.models.api import Model, Read, read_prompt, rows_that_fit
+from decode.models.api import Model, Read, locked, read_prompt, rows_that_fit
 from decode.models.check import fast_if_equal
 from decode.models.fast.forward import FastRunner
 from decode.models.fast.layout import is_small
@@ -97,7 +97,6 @@ class _Writer:
         """By the hand-written forward: the place of a finished text is taken by a waiting one, the longest first."""
         waiting, live, caches = deque(reversed(self.asked)), list[int](), dict[int, Any]()
         prompts, texts = self.prompts, self.texts
-        runner.reserve(rows=rows)
         try:
             while waiting or live:
                 new = 0  # prompts are read along with the others' next tokens, some at a time
@@ -203,9 +202,11 @@ def write_texts(
         rows = rows_that_fit(facts["device"], facts["cache_bytes_per_token"], lengths, batch_size)
         finished = writer.in_batches(model, rows)
         if isinstance(opened, FastRunner):
+            opened.reserve(rows, max(lengths))
             finished = writer.continuously(opened, rows)
-        for _ in finished:
-            tell(1)
+        with locked(opened):
+            for _ in finished:
+                tell(1)
     finally:
         model.train(training)
     return writer.texts

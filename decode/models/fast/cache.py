@@ -84,7 +84,7 @@ class KVCache:
     def _allocate(self, rows: int, capacity: int) -> None:
         old, heads, self.capacity = self.tensor, self.kv_heads, capacity
         self.tensor = zeros(old, old.shape[0], rows, 2 * heads, capacity, old.shape[4])
-        for row in self.rows[:rows]:
+        for row in self.rows[: min(rows, old.shape[1])]:
             if row is not None:
                 self.tensor[:, row.row, :, : row.known] = old[:, row.row, :, : row.known]
         self.views: list[Views] = [(layer, layer[:, :heads], layer[:, heads:]) for layer in self.tensor.unbind(0)]
@@ -167,12 +167,6 @@ class NewTokens:
     def positions(self) -> Sequence[int]:
         """Positions of the tokens in their text."""
         return range(self.start, self.end) if self.depths is None else [self.start + depth for depth in self.depths]
-
-
-def upload(lists: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    """Lists of integers as tensors on a device, by one copy that the host does not wait for."""
-    values = torch.tensor(list(chain(*lists)), pin_memory=device.type == "cuda")
-    return list(values.to(device, non_blocking=True).split(list(map(len, lists))))
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:
@@ -271,9 +265,7 @@ def empty_mask(like: Tensor, *shape: int) -> Tensor:
     return like.new_zeros(*shape[:-1], -(-shape[-1] // ALIGNED) * ALIGNED)[..., : shape[-1]]
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, real: Any = None
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, real: Any = None) -> Tensor:
     """Attention before its projection.
 
     Args:
