@@ -164,17 +164,17 @@ class FastForward:
             rows = qkv.view(1, n, heads, 3, d).permute(0, 3, 2, 1, 4).flatten(1, 2)
         else:
             rows = qkv.view(1, n, -1, d).transpose(1, 2)
-        q, qk = rows.narrow(1, 0, heads), rows.narrow(1, 0, heads + kv_heads)
+        qk = rows.narrow(1, 0, heads + kv_heads)
         if shape.tuned:
             if layer.qk_norm is not None:
                 qk.copy_(layer.qk_norm(qk))
             qkv.view(rotary.dtype).mul_(rotary)
         else:
-            qk = qk if layer.qk_norm is None else layer.qk_norm(qk)
-            turned = torch.bmm(qk[0].transpose(0, 1), rotary).transpose(0, 1)[None]
-            q = turned.narrow(1, 0, heads)
-            rows.narrow(1, heads, kv_heads).copy_(turned.narrow(1, heads, kv_heads))
-        stored = rows.narrow(1, heads, 2 * kv_heads)
+            by_token = qk[0].transpose(0, 1)
+            turned = torch.bmm(by_token if layer.qk_norm is None else layer.qk_norm(by_token), rotary)
+            qk = turned.transpose(0, 1)[None]
+            rows.narrow(1, heads, kv_heads).copy_(qk.narrow(1, heads, kv_heads))
+        q, stored = qk.narrow(1, 0, heads), rows.narrow(1, heads, 2 * kv_heads)
         return placed.attend(q, stored, views, layer.kind, shape.scale)
 
 
