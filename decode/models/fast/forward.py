@@ -86,13 +86,13 @@ class FastForward:
     def place(self, new: Sequence[NewTokens]) -> Placed:
         """Where these tokens belong; allocates their slots."""
         cache = self.cache
-        if len(cache.rows) > 1 or new[0].end > min(cache.capacity, self.positions):
+        if len(cache.rows) > 1 or not new[0].end <= self.positions <= cache.capacity:
             if None in cache.rows:
                 cache.compact()
             end = max(text.end for text in new)
             cache.grow(len(cache.rows), end)
-            if end > self.positions:
-                self._extend_rotary(max(end, 2 * self.positions))
+            if not end <= self.positions <= cache.capacity:
+                self._extend_rotary(min(max(end, 2 * self.positions), cache.capacity))
         windows, like = [kind.window for kind in self.weights.kinds], self.weights.embedding
         several = len(new) > 1 or cache.tensor.shape[1] > 1
         heads, groups = self.shape.heads, self.shape.heads // self.shape.kv_heads
