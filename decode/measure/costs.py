@@ -12,33 +12,28 @@ whose acceptance is known position by position (`decode.measure.acceptance.repla
 import statistics
 import time
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from decode.core.draft import Draft, Ids
 from decode.core.lengths import RoundCosts
 from decode.core.loop import Method, Text, run
-from decode.core.round import Round
 from decode.core.sampling import LogitsWarper, TorchRng
-from decode.core.stop import Confidence, Fixed, StopRule, token_probability
+from decode.core.stop import Fixed, StopRule, token_probability
 from decode.drafters.base import Drafter, DraftRequest, NoDrafter
-from decode.drafters.model import EarlyExitDrafter
 from decode.files import Fields
 from decode.measure.acceptance import OfflineAlpha, replayed
 from decode.methods import MethodInputs, build
 from decode.models.api import Model, synchronize
-from decode.models.fast.forward import FastRunner
 from decode.options import MethodOptions
 
 LENGTHS = (1, 2, 4, 8, 15)  # draft lengths that are timed
 LONGEST = LENGTHS[-1]
 WIDE = (*LENGTHS, 31, 63)  # numbers of tokens of drafts that cost nothing, among them trees
-EXIT_LENGTHS = (1, 2, 4, 8, 16, 24)  # draft lengths of early exits that are timed
 ROUNDS = 8  # timed rounds of a text; one before them warms up
 TURNS, MOST_SECONDS = 17, 20.0  # texts of each method, the first of them to warm up; after the time two suffice
 SCHEDULE = "num_speculative_tokens_per_batch_size"  # vLLM's name of draft lengths by batch size
@@ -146,36 +141,6 @@ def measure_costs(
     return Costs(RoundCosts(seconds), drafting / plain if draft else 0.0, verify, context, reading)
 
 
-def exit_costs(
-    runner: FastRunner,
-    exits: Sequence[int],
-    probes: Mapping[str, Confidence],
-    warp: LogitsWarper,
-    prompts: Sequence[Ids],
-    longest: int,
-) -> tuple[RoundCosts, dict[str, float]]:
-    """Time rounds whose drafts exit early.
-
-    The first, the middle and the last of `exits` (exit layers, ascending) are timed; the costs of others lie between.
-    Of `probes`, one of each kind is to be given. The prompts should be as long as typical texts are in the middle.
-
-    Returns:
-        Costs of rounds with the exit layer in the place of the batch size; and, by the name of a confidence (``token``
-        and those of `probes`), the seconds that reading it adds to each drafted token.
-    """
-    first, room = exits[0], (runner.limit - max(map(len, prompts))) // (ROUNDS + 1) - 2
-    lengths = [k for k in EXIT_LENGTHS if k <= min(longest, room)] or [1]
-    drafters = {e: EarlyExitDrafter(runner, warp, e) for e in {first, exits[len(exits) // 2], exits[-1]}}
-    methods: dict[Any, Method] = {0: Method("", NoDrafter(), StopRule(1))}
-    methods |= {(e, k): Method("", drafters[e], StopRule(k)) for e in drafters for k in lengths}
-    for name, confidence in {"token": token_probability, **probes}.items():
-        methods[name] = Method("", drafters[first], StopRule(lengths[-1], confidence, threshold=Fixed(-1.0)))
-    seconds = {key: spent for key, (spent, *_) in time_methods(runner, methods, warp, prompts).items()}
-    rows = {e: {0: seconds[0]} | {k: seconds[e, k] for k in lengths} for e in drafters}
-    unread = seconds[first, lengths[-1]]
-    return RoundCosts(rows), {name: max(0.0, seconds[name] - unread) / lengths[-1] for name in ("token", *probes)}
-
-
 def speedup(
     tokens: float, rounds: Mapping[int, float], costs: RoundCosts, batch: int = 1, *, more: float = 0.0
 ) -> float:
@@ -186,25 +151,6 @@ def speedup(
     """
     spent = sum(count * costs.round(batch, k) for k, count in rounds.items()) + more
     return tokens * costs.round(batch, 0) / spent if spent else float("nan")
-
-
-def speedup_of_rounds(
-    texts: Iterable[Sequence[Round]], costs: Costs, batch: int, plain: float, prompts: float, *, watched: bool
-) -> float:
-    """`speedup` of decoded rounds; both sides also read the prompts, as long as `prompts` rounds without a draft.
-
-    If the rounds are `watched`, the stop rule's look at every drafted token is added. Costs of a target alone hold no
-    drafting. Its measured time is added then, counted in rounds without a draft of the same measurement (`plain`
-    seconds each), which ran under the same load.
-    """
-    rounds = [r for text in texts for r in text]
-    drafted = Counter(r.drafted for r in rounds)
-    more = costs.reading * sum(r.drafted for r in rounds) if watched else 0.0
-    if not costs.cost_ratio:
-        drafting = sum(r.seconds[0] for r in rounds) if drafted.keys() - {0} else 0.0
-        more = drafting / plain * costs.rounds.round(batch, 0)
-    tokens, spent = prompts + sum(len(r.new) for r in rounds), {**drafted, 0: drafted[0] + prompts}
-    return speedup(tokens, spent, costs.rounds, batch, more=more)
 
 
 def predicted_speedup(alpha: float, draft_length: int, costs: RoundCosts) -> float:

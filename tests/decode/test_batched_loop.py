@@ -87,7 +87,7 @@ def test_texts_that_end_at_different_times_and_wait_for_one_another_are_lossless
 
 def test_a_relaxed_rule_is_seen_to_be_relaxed_in_texts_together() -> None:
     target, draft = tables(2)
-    relaxed: AcceptanceRule = RULES["ears"](MethodInputs(target, SAMPLE, draft))
+    relaxed: AcceptanceRule = RULES["ears"](MethodOptions(), False)
     system = Method("ears", ModelDrafter(draft, SAMPLE, 2), StopRule(2), relaxed)
     assert joint_bias(target, system, SAMPLE, [[0, 1, 1], [1]], 3) > 1e-3
 

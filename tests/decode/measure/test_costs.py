@@ -15,7 +15,7 @@ from decode.core.sampling import LogitsWarper
 from decode.measure import acceptance
 from decode.measure import costs as costs_module
 from decode.measure.acceptance import OfflineAlpha, offline_accepted_length, offline_alphas, replay
-from decode.measure.costs import Costs, best_length, break_even, forecast, measure_costs, predicted_speedup, speedup
+from decode.measure.costs import best_length, break_even, forecast, measure_costs, predicted_speedup, speedup
 from decode.methods import MethodInputs, build
 from decode.models.check import open_runner
 from decode.options import MethodOptions
@@ -81,9 +81,6 @@ def test_replay_of_greedy_acceptances_counts_the_rounds_that_decoding_takes(tiny
     rounds, lengths = replay(alpha.texts[0], length)
     assert rounds == len(out.rounds)
     assert sorted(k for k, n in lengths.items() for _ in range(round(n))) == sorted(r.drafted for r in out.rounds)
-    costs = costs_of(0.3, 1.2)  # both ways to a prediction are one
-    measured = costs_module.speedup_of_rounds([out.rounds], Costs(costs, 0.3, {}, 9), 1, 1.0, 0.0, watched=False)
-    assert measured == pytest.approx(costs_module.speedups_by_length([alpha], costs, length)[length])
 
 
 def test_break_even_is_where_the_prediction_is_one() -> None:
@@ -121,17 +118,6 @@ def test_rounds_of_the_loop_are_timed_at_every_length_and_leave_no_cache(tiny) -
     assert costs.to_dict()["verify_cost"][0] == [1, 1.0]
     short = measure_costs(open_runner(tiny("gpt2", n_positions=12)), None, LogitsWarper(), [[*range(1, 11)]])
     assert sorted(short.rounds.seconds[1]) == [0, 1]  # within its context
-
-
-def test_deeper_exits_take_longer_rounds_and_exits_between_lie_between(tiny, monkeypatch) -> None:
-    monkeypatch.setattr("decode.measure.costs.TURNS", 5)
-    runner = open_runner(tiny("llama", num_hidden_layers=8, hidden_size=128))
-    costs, reading = costs_module.exit_costs(runner, [1, 2, 4, 7], {}, LogitsWarper(), [[3, 1, 4]], longest=8)
-    shallow, between, middle, deep = (costs.round(layer, 8) for layer in (1, 2, 4, 7))
-    assert costs.round(1, 0) == costs.round(7, 0)
-    assert shallow < deep
-    assert min(shallow, middle) <= between <= max(shallow, middle)
-    assert set(reading) == {"token"}
 
 
 ALPHA = OfflineAlpha([[0.8] * 60, [1.0, 0.2] * 30])

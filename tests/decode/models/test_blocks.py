@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AddedToken
 
 from decode.core.draft import Draft
-from decode.core.loop import Method, Text, decode, run
+from decode.core.loop import Method, Text, run
 from decode.core.sampling import LogitsWarper, TorchRng, argmax
 from decode.core.stop import CostOptimal, Fixed, StopRule, own_estimate, token_probability
 from decode.drafters.base import DraftRequest
@@ -351,7 +351,7 @@ def test_what_does_not_fit_is_refused(tiny) -> None:
     target = tiny("llama")
     runner, head = open_runner(target), BlockRunner(make_block_head(target, "dflash"), target)
     with pytest.raises(UserError, match="confidence head"):
-        decode(runner, build("block-confidence", MethodInputs(runner, GREEDY, head)), GREEDY, PROMPTS[0])
+        build("block-confidence", MethodInputs(runner, GREEDY, head))
 
 
 class Vocabulary:
