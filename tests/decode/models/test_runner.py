@@ -7,6 +7,7 @@ import math
 import random
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from decode.models import huggingface
 from decode.models.api import PIECE, read_prompt
 from decode.models.check import TOLERANCE, compare, open_runner
 from decode.models.fast import cache, layout
-from decode.models.fast.forward import FastRunner
+from decode.models.fast.forward import FastRunner, fast_runner
 from decode.models.huggingface import HuggingFaceRunner, RollbackLayer
 
 TEXT = [3, 7, 1, 9, 3, 7, 22, 4, 40, 0, 11]
@@ -90,6 +91,26 @@ def test_a_cache_grows_as_needed_and_a_long_texts_memory_is_given_back(tiny, mon
     reader = Reader(runner)
     assert close(reader.read(TEXT), logits_of(tiny("llama", max_position_embeddings=2048), TEXT))
     assert runner.network.positions == 256
+
+
+@torch.inference_mode()
+def test_layers_are_traced_whole_and_not_again_for_every_length(tiny, monkeypatch) -> None:
+    """So that torch.compile can take them where that pays."""
+    model, graphs = tiny("llama"), []
+
+    def counted(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled, plain = fast_runner(model), Reader(fast_runner(model))
+    run = torch.compile(compiled.network.run, dynamic=True, fullgraph=True, backend=counted)
+    monkeypatch.setattr(compiled.network, "run", run)
+    reader, at = Reader(compiled), 0
+    for count in (7, 1, 1, 4, 3, 5, 1):
+        tokens = list(range(at, at + count))
+        torch.testing.assert_close(reader.read(tokens), plain.read(tokens), rtol=0, atol=0)
+        at += count
+    assert len(graphs) <= 3  # the first tokens, one token, several tokens
 
 
 def states(*values: float) -> Tensor:
