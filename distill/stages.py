@@ -1,7 +1,7 @@
 """The stages of a run in order: the target and the student are prepared, then each draft is distilled."""
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.errors import UserError
@@ -26,14 +27,15 @@ from distill import ranks
 from distill.checks import check_inputs
 from distill.config import DraftSettings, TrainerSettings
 from distill.config.models import ModelSettings, StudentSettings, TargetSettings
-from distill.data.dataset import DistillDataModule, Examples, Expect, Schedule, TrainingBatches
+from distill.data.dataset import FEATURES, DistillDataModule, Examples, Expect, Schedule, TrainingBatches
 from distill.drafts import block, eagle
 from distill.drafts.block import BlockDraft
 from distill.drafts.eagle import FeatureDraft
 from distill.drafts.language_model import LanguageModelDraft, cut
-from distill.drafts.reference import Draft, keep_reference
+from distill.drafts.reference import Draft, reference_losses
 from distill.drafts.start import frequent, start_from_head, start_from_target
 from distill.files import fingerprint, link, remove, save_tokenizer
+from distill.kept import Kept, Shapes
 from distill.losses.divergences import Divergence
 from distill.networks.layerskip import LayerSkip
 from distill.networks.lm_head import LMHead, check_head
@@ -49,8 +51,8 @@ from distill.responses.on_policy import OnPolicy, Writer, head_texts
 from distill.responses.target import answered_texts
 from distill.results.tracking import for_stage
 from distill.run import ACCOUNT, Run, StageRecord, stage_fingerprints
-from distill.signal.disk import keep_columns
-from distill.signal.target import TOPK, Signal, Source, read_states
+from distill.signal.kept import keep_columns
+from distill.signal.target import HIDDEN, INSIDE, TOPK, Signal, Source, read_states
 from distill.signal.vllm import EngineStates, texts_of
 from distill.training.modules import CausalLMModule, DistillModule, TrainingModule
 from distill.training.trainer import fit
@@ -258,7 +260,7 @@ class DistillData:
     train: Examples  # if the draft writes all texts itself, their prompts alone, without columns
     validation: Examples  # for comparing checkpoints
     held: Examples | None  # others, by which a confidence head is calibrated
-    add_columns: Callable[[Examples], None]  # puts the same columns into texts that were just written
+    add_columns: Callable[[Sequence[Examples]], None]  # puts the same columns into texts that were just written
     expect: Expect | None  # is told which batches will be trained on, where their states are asked for meanwhile
 
 
@@ -269,14 +271,12 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
     the training where no text is written during it.
     """
     teacher, target, trainer = run.settings.teacher, run.settings.target, run.settings.trainer
-    folder, kind, held = run.work / "signals", teacher.kept, None
+    kind, held = teacher.kept, None
     train_rows, validation_rows, texts = answered_texts(run)
     if isinstance(draft, BlockDraft) and draft.model.confidence_head is not None:
         held = Examples.of(validation_rows.shard(4, 3, contiguous=False))
         validation_rows = validation_rows.select(i for i in range(len(validation_rows)) if i % 4 != 3)
     train, validation = Examples.of(train_rows), Examples.of(validation_rows)
-    fixed = {"validation": validation} | ({} if settings.on_policy == 1 else {"train": train})
-    fixed |= {} if held is None else {"held": held}
 
     @cache
     def opened() -> PreTrainedModel:
@@ -307,27 +307,35 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
         stays=target.placed,
     )
     signal.to(run.device)
-    ahead: Expect | None = (lambda *coming: run.states.expect(texts_of(*coming))) if served else None
-    reference: Draft | None = None
+    ahead: Expect | None = (lambda coming: run.states.expect(texts_of(coming))) if served else None
+    column = None
     if settings.selects:
         reference = open_draft(run, run.path(cast(str, settings.reference)), dtype=weights_dtype(trainer.precision))
         reference.model.to(run.device)
+        column = reference_losses(reference, signal, Divergence(settings.divergence), trainer.precision)
 
-    def add_columns(examples: Examples, where: Path | None = None, split: str = "") -> None:
-        if kind != "online" or (served and split not in ("", "train")):  # of those that are read again and again
-            made_by = trainer.attention, served
-            key, name = fingerprint(texts, signal.key, made_by), f"{split}-{run.settings.student.kind}"
-            keep_columns(examples, signal.kept, signal.columns, where, name, key, ahead)
-        if reference is not None and split in ("", "train"):
-            made_from = run.draft_record(cast(str, settings.reference)).fingerprint
-            key = fingerprint(texts, signal.key, made_from, settings.divergence, trainer.precision)
-            name, divergence = f"{settings.reference}-{settings.divergence}", Divergence(settings.divergence)
-            streams = ahead if kind == "online" else None
-            keep_reference(reference, signal, examples, divergence, trainer.precision, where, name, key, streams)
+    def add_columns(
+        texts_to_learn: Sequence[Examples], judged: Sequence[Examples] = (), folder: Path | None = None
+    ) -> None:
+        def kept(name: str, shapes: Shapes, *made_from: object) -> Kept:
+            key = fingerprint(texts, trainer.attention, served, teacher.engine.arguments, *made_from)
+            return Kept(shapes) if folder is None else Kept.at(folder, name, key, shapes)
 
-    for name, examples in fixed.items():
-        with working(run.console, f"the target's signal ({kind}), {name}"):
-            add_columns(examples, folder, name)
+        stored = [*(texts_to_learn if kind != "online" else ()), *(judged if kind != "online" or served else ())]
+        if stored:  # of an engine whose states are not kept, those that are read again and again
+            keep_columns(kept(run.settings.student.kind, signal.columns, signal.key), stored, signal.kept, ahead)
+        if stored and signal.ids is not None and INSIDE not in signal.columns:
+            inside = kept("inside", {INSIDE: ((2,), "float32")}, signal.key, signal.ids.tolist())
+            keep_columns(inside, stored, signal.kept_inside, reads={HIDDEN if HIDDEN in signal.columns else FEATURES})
+        if column is not None:
+            made_by = run.draft_record(cast(str, settings.reference)).fingerprint
+            shard_name = f"{settings.reference}-{settings.divergence}"
+            losses = kept(shard_name, column[0], signal.key, made_by, settings.divergence, trainer.precision)
+            keep_columns(losses, texts_to_learn, column[1], ahead if kind == "online" else None)
+
+    with working(run.console, f"the target's signal ({kind})"):
+        others = [validation] if held is None else [validation, held]
+        add_columns([] if settings.on_policy == 1 else [train], others, run.work / "signals")
     if kind == "topk":
         tail = mean_tail(validation)
         run.line(f"the top {signal.k} ids leave {tail:.2%} to the others: alpha is off by at most that")
@@ -340,9 +348,12 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
 
 def mean_tail(examples: Examples) -> float:
     """Return the mean probability that the kept top ids leave to all others; bounds the error of α."""
-    rows = np.concatenate([examples.columns[TOPK][i] for i in range(len(examples))])
-    log_p = np.ascontiguousarray(rows[:, 1]).view(np.float32)
-    return max(0.0, 1 - float(np.exp(log_p).sum(dtype=np.float64)) / max(1, len(rows)))
+    inside = sum(float(np.exp(_log_p(examples, i)).sum(dtype=np.float64)) for i in range(len(examples)))
+    return max(0.0, 1 - inside / max(1, examples.label_count))
+
+
+def _log_p(examples: Examples, number: int) -> NDArray[np.float32]:
+    return np.ascontiguousarray(examples.columns[TOPK][number][:, 1]).view(np.float32)
 
 
 def distil(run: Run, settings: DraftSettings, key: str) -> StageResult:

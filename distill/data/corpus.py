@@ -194,9 +194,10 @@ def _make(
                 "data.max_length, set data.overlong to cut, or give more data"
             )
         examples = Examples.of(made)
-        for values in (examples.ids, examples.labels, examples.offsets) if split != "test" else ():
-            digest.update(values.tobytes())
-        highest = max(highest, int(examples.ids.max()))
+        for numbers in [*examples.ids.chunks, *examples.labels.chunks] if split != "test" else []:
+            digest.update(numbers.tobytes())
+        digest.update(examples.offsets.tobytes() if split != "test" else b"")
+        highest = max(highest, *(int(ids.max(initial=0)) for ids in examples.ids.chunks))
         made.select_columns(list(COLUMNS)).save_to_disk(str(folder / split))
     shutil.rmtree(folder / "tokenised", ignore_errors=True)
     if files is not None and (unnamed := unnamed_ends(files, tokenizer)):

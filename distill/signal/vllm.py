@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from distill.data.dataset import Batch, Examples, Ints, label_mask
+from distill.data.dataset import Batch, Picks, collate, label_mask
 from distill.engine.states import Ids, StateFiles
 from distill.networks.layers import final_norm
 from distill.signal.target import States
@@ -55,6 +55,6 @@ def read_texts(batch: Batch) -> list[Ids]:
     return [ids[:count].tolist() for ids, count in zip(batch["input_ids"], counts)]
 
 
-def texts_of(examples: Examples, numbers: Iterable[Ints]) -> Iterator[Ids]:
-    """The texts of batches of examples whose states will be asked for, in order."""
-    return (ids for batch in numbers for ids in read_texts(examples.batch(batch)) if ids)
+def texts_of(batches: Iterable[Picks]) -> Iterator[Ids]:
+    """The texts of batches whose states will be asked for, in order."""
+    return (ids for picks in batches for ids in read_texts(collate(picks)) if ids)

@@ -36,10 +36,11 @@ from distill.engine import servers
 from distill.engine.check import Difference, check_samples, refuse_differences
 from distill.engine.servers import CONNECTOR, Engine
 from distill.engine.states import StateFiles, layers_for
+from distill.kept import Kept
 from distill.networks import models
 from distill.networks.lm_head import LMHead
 from distill.run import Run
-from distill.signal.disk import keep_columns
+from distill.signal.kept import keep_columns
 from distill.signal.target import HIDDEN, INSIDE, TOPK, Signal, packed, unpacked
 from distill.signal.vllm import EngineStates, texts_of
 
@@ -71,7 +72,7 @@ def states_of(
 
 
 def expecting(source: EngineStates) -> Expect:
-    return lambda *coming: source.files.expect(texts_of(*coming))
+    return lambda coming: source.files.expect(texts_of(coming))
 
 
 @pytest.mark.parametrize("family", NORMS)
@@ -97,7 +98,7 @@ def test_the_engines_states_are_kept_as_those_of_a_forward_pass(tiny, tmp_path, 
     with states_of(model, captured, tmp_path) as (source, _, _):
         for each, its in zip(examples, (None, source)):
             signal = Signal(model, "topk" if kind == "topk" else "hidden", head, its, k=6)
-            keep_columns(each, signal.kept, signal.columns, expect=expecting(its) if its else None)
+            keep_columns(Kept(signal.columns), [each], signal.kept, expecting(its) if its else None)
     ours, theirs = (everything(each) for each in examples)
     names = {HIDDEN, TOPK, FEATURES, INSIDE}
     assert names & ours.keys() == names & theirs.keys()
@@ -182,7 +183,7 @@ def test_no_more_files_wait_than_requests_are_in_flight(tiny, tmp_path) -> None:
     examples = some_rows(60)
     with states_of(tiny("llama"), [], tmp_path) as (source, server, bodies):
         signal = Signal(tiny("llama"), "hidden", None, source)
-        keep_columns(examples, signal.kept, signal.columns, expect=expecting(source))
+        keep_columns(Kept(signal.columns), [examples], signal.kept, expecting(source))
         assert len(bodies) == 60
         assert 0 < server.most <= 3
 
