@@ -222,8 +222,8 @@ class Settings:
              "and target.quantization to null, and give such options as teacher.engine.arguments"),
             (stands and head and engine.keep == "topk", "teacher.engine.keep", "and heads learn from whole "
              "distributions here: set it to bfloat16 or float8"),
-            (engine.arguments and (engine.urls or not stands), "teacher.engine.arguments", "for an engine that the run "
-             "starts, with teacher.signal vllm and without urls"),
+            (engine.arguments and not (stands or engine.urls), "teacher.engine.arguments", "for servers of the target, "
+             "with teacher.engine.urls"),
             (prompts and self.drafts and not responses.from_target, "data.source", "whose prompts have no answers: set "
              "teacher.responses.source to target"),
             (prompts and early, "target.kind", "which trains it on answers to data.source target that it has yet to "
