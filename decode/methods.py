@@ -13,7 +13,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from decode.core.lengths import DraftLengths, RoundCosts
-from decode.core.loop import Method, tree_error
 from decode.core.sampling import LogitsWarper
 from decode.core.stop import (
     Confidence,
@@ -41,6 +40,7 @@ from decode.drafters.probe import advised, load_probe
 from decode.drafters.rest import Datastore, RetrievalDrafter
 from decode.drafters.trees import BlockTreeDrafter, FeatureTreeDrafter
 from decode.errors import UserError, choose
+from decode.loop import Method, tree_error
 from decode.models.api import Model
 from decode.models.fast.forward import FastRunner, self_speculating
 from decode.models.heads.block_runner import BlockRunner

@@ -27,13 +27,13 @@ from decode.commands.checks import (
 )
 from decode.commands.settings import GenerateSettings, required
 from decode.core.draft import Ids
-from decode.core.loop import Method, Text
-from decode.core.loop import run as decode_rounds
 from decode.core.round import FORMULAS, metrics
 from decode.core.sampling import TorchRng
 from decode.errors import UserError
 from decode.files import Fields
 from decode.incoming import read_stdin, whole
+from decode.loop import Method, Text
+from decode.loop import run as decode_rounds
 from decode.measure import machine
 from decode.measure.statistics import plain
 from decode.methods import METHODS, PRICED, MethodInputs, build, exported_length, is_lossless

@@ -22,7 +22,7 @@ class Prompt:
     captured: Tensor | None = None  # `Drafter.capture` states of all tokens that the target has read
     stop_ids: Collection[int] = ()  # tokens that end the text
     defer_prefill: bool = False  # the first steps have no draft, so that the prompt may be read later
-    alone: bool = True  # see `decode.core.loop.Text`
+    alone: bool = True  # see `decode.loop.Text`
 
 
 @dataclass

@@ -25,12 +25,12 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from decode.core.draft import Ids
-from decode.core.loop import Method, decode, decode_texts
 from decode.core.round import Round, acceptance_by_length, acceptance_by_position, clustered_ratio, metrics
 from decode.core.sampling import TorchRng
 from decode.core.verify import JensenShannon
 from decode.errors import first_line
 from decode.files import Fields
+from decode.loop import Method, decode, decode_texts
 from decode.measure import machine
 from decode.measure.acceptance import prompt_numbers
 from decode.measure.baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES, generate

@@ -22,13 +22,13 @@ import numpy as np
 
 from decode.core.draft import Draft, Ids
 from decode.core.lengths import RoundCosts
-from decode.core.loop import Method, Text, run
 from decode.core.round import Round
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.stop import Confidence, Fixed, StopRule, token_probability
 from decode.drafters.base import Drafter, DraftRequest, NoDrafter
 from decode.drafters.model import EarlyExitDrafter
 from decode.files import Fields
+from decode.loop import Method, Text, run
 from decode.measure.acceptance import OfflineAlpha, replayed
 from decode.methods import MethodInputs, build
 from decode.models.api import Model, synchronize

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from decode.core.loop import decode
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.verify import Fuzzy
 from decode.errors import UserError
+from decode.loop import decode
 from decode.methods import MethodInputs, build
 from decode.models.check import open_draft_runner, open_runner
 from decode.models.heads.eagle import DraftHead

@@ -23,11 +23,11 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from decode.core.draft import Draft
-from decode.core.loop import Method, Text, decode, run
 from decode.core.round import Round, metrics
 from decode.core.sampling import LogitsWarper
 from decode.core.stop import StopRule
 from decode.drafters.base import NoDrafter
+from decode.loop import Method, Text, decode, run
 from decode.models.check import open_runner
 from decode.models.texts import draws_of_loop, write_texts
 from decode.models.tokens import StopStrings

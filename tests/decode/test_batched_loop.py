@@ -14,12 +14,12 @@ from scripted import corpus_drafters
 from transformers import PreTrainedModel
 
 from decode.core.lengths import DraftLengths, RoundCosts
-from decode.core.loop import Method, decode, decode_texts
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.stop import StopRule
 from decode.core.verify import AcceptanceRule
 from decode.drafters.base import Drafter, NoDrafter
 from decode.drafters.model import EarlyExitDrafter, ModelDrafter
+from decode.loop import Method, decode, decode_texts
 from decode.methods import RULES, STOPS, MethodInputs
 from decode.models import api
 from decode.models.api import Model

@@ -12,13 +12,13 @@ from greedy import generate
 from scripted import Oracle, RandomTree
 
 from decode.core.draft import Draft
-from decode.core.loop import Method, Text, decode, run
 from decode.core.round import metrics
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.stop import StopRule
 from decode.drafters.base import NoDrafter
 from decode.drafters.model import ModelDrafter
 from decode.errors import UserError
+from decode.loop import Method, Text, decode, run
 from decode.models import api
 from decode.models.check import open_runner
 

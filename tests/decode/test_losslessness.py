@@ -13,10 +13,10 @@ from enumeration import Clock, Experiment, ScriptedRunner, enumerate_runs, joint
 from scripted import RandomTree, corpus_drafters
 from torch import Tensor
 
-from decode.core import loop, verify
+from decode import loop
+from decode.core import verify
 from decode.core.draft import Draft
 from decode.core.lengths import DraftLengths, RoundCosts
-from decode.core.loop import Method
 from decode.core.sampling import LogitsWarper, Rng, TorchRng
 from decode.core.stop import (
     Fixed,
@@ -31,6 +31,7 @@ from decode.drafters.hybrid import HybridDrafter
 from decode.drafters.lookup import LookupDrafter
 from decode.drafters.model import ModelDrafter
 from decode.drafters.probe import KINDS, AcceptanceProbe, save_probes
+from decode.loop import Method
 from decode.methods import STOPS, MethodInputs, build
 from decode.models.fast.forward import fast_runner
 from decode.options import MethodOptions

@@ -9,11 +9,11 @@ from enumeration import Distribution, Experiment, ScriptedRunner, autoregressive
 from scipy.stats import chi2
 from scripted import RandomTree
 
-from decode.core.loop import Method, decode
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.stop import Fixed, StopRule, token_probability
 from decode.core.verify import Ears
 from decode.drafters.model import ModelDrafter
+from decode.loop import Method, decode
 
 
 def p_value(counts: Counter, distribution: Distribution) -> float:

@@ -10,11 +10,11 @@ from enumeration import ScriptedRunner
 from scripted import RandomTree
 
 from decode.core.draft import Draft
-from decode.core.loop import Method, decode
 from decode.core.round import Round, acceptance_by_length, acceptance_by_position, metrics
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.stop import StopRule
 from decode.drafters.model import ModelDrafter
+from decode.loop import Method, decode
 from decode.models.check import open_runner
 
 

@@ -14,7 +14,6 @@ from scripted import RandomTree
 from torch import Tensor
 
 from decode.core.draft import Draft
-from decode.core.loop import Method, decode
 from decode.core.round import Round, metrics
 from decode.core.sampling import LogitsWarper, Rng, TorchRng
 from decode.core.stop import StopRule
@@ -31,6 +30,7 @@ from decode.core.verify import (
 )
 from decode.drafters.model import ModelDrafter
 from decode.errors import UserError
+from decode.loop import Method, decode
 from decode.methods import MethodInputs, build, is_lossless
 from decode.models.heads.block_runner import BlockRunner
 

@@ -17,9 +17,9 @@ from rich.console import Console
 from tiny_run import killed, run_tiny, tiny_settings
 from transformers import PreTrainedModel
 
-from decode.core.loop import decode
 from decode.core.round import metrics
 from decode.core.sampling import LogitsWarper, TorchRng
+from decode.loop import decode
 from decode.methods import MethodInputs, build
 from decode.models.check import open_draft_runner, open_runner
 from decode.models.open import load_model

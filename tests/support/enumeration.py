@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from decode.core.loop import Method, decode, decode_texts
 from decode.core.round import Round
 from decode.core.sampling import LogitsWarper, Rng
+from decode.loop import Method, decode, decode_texts
 from decode.models.api import Cache, Model, Out, Read
 
 Distribution = dict[tuple[int, ...], float]

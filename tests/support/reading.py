@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from decode.core.draft import Draft
-from decode.core.loop import Method, Text, run
 from decode.core.round import Round
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.stop import StopRule
 from decode.drafters.base import Drafter, DraftRequest, Prompt
+from decode.loop import Method, Text, run
 from decode.models.api import Model, Out, Read
 from decode.models.texts import Draws, uniform_draws
 

@@ -8,11 +8,11 @@ from enumeration import Experiment
 from greedy import generate
 from reading import rounds_of
 
-from decode.core.loop import Method, decode
 from decode.core.sampling import LogitsWarper
 from decode.core.stop import Fixed, StopRule, max_probability, token_probability
 from decode.drafters.model import EarlyExitDrafter
 from decode.errors import UserError
+from decode.loop import Method, decode
 from decode.methods import MethodInputs, build
 from decode.models.api import Read
 from decode.models.check import open_runner

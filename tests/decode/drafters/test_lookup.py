@@ -6,11 +6,11 @@ from collections import Counter
 from enumeration import ScriptedRunner, random_table
 from reading import Drafting
 
-from decode.core.loop import Method, decode, decode_texts
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.stop import StopRule
 from decode.drafters import lookup
 from decode.drafters.lookup import END, LookupDrafter, SuffixDrafter
+from decode.loop import Method, decode, decode_texts
 
 GREEDY = LogitsWarper()
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from greedy import generate
 
-from decode.core.loop import decode
 from decode.core.sampling import LogitsWarper
 from decode.core.stop import DraftedToken
 from decode.drafters.probe import (
@@ -25,6 +24,7 @@ from decode.drafters.probe import (
     weight_sample,
 )
 from decode.errors import UserError
+from decode.loop import decode
 from decode.methods import MethodInputs, build
 from decode.models.check import open_runner
 from decode.options import MethodOptions

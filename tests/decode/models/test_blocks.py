@@ -19,13 +19,13 @@ from torch import Tensor
 from transformers import AddedToken
 
 from decode.core.draft import Draft
-from decode.core.loop import Method, Text, decode, run
 from decode.core.sampling import LogitsWarper, TorchRng, argmax
 from decode.core.stop import CostOptimal, Fixed, StopRule, own_estimate, token_probability
 from decode.drafters.base import DraftRequest
 from decode.drafters.model import BlockDrafter, Drafting
 from decode.drafters.trees import BlockTreeDrafter
 from decode.errors import UserError
+from decode.loop import Method, Text, decode, run
 from decode.measure.acceptance import offline_alphas
 from decode.methods import MethodInputs, build
 from decode.models.check import open_runner

@@ -28,10 +28,10 @@ from scripted import Oracle, RandomTree
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from decode.core.loop import Method, decode
 from decode.core.stop import StopRule
 from decode.drafters.base import NoDrafter
 from decode.errors import UserError
+from decode.loop import Method, decode
 from decode.methods import MethodInputs, build
 from decode.models import huggingface
 from decode.models.api import Model, Read

@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from decode.core.draft import Draft
-from decode.core.loop import Method, Text, decode_texts, run
 from decode.core.round import Round
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.stop import MeanOfRejected, StopRule, negative_entropy
@@ -29,6 +28,7 @@ from decode.drafters.hybrid import HybridDrafter
 from decode.drafters.model import BlockDrafter, FeatureDrafter, ModelDrafter
 from decode.drafters.trees import FeatureTreeDrafter
 from decode.errors import UserError
+from decode.loop import Method, Text, decode_texts, run
 from decode.methods import MethodInputs, build
 from decode.models import api
 from decode.models.api import Model, Out

@@ -19,11 +19,11 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
 from decode.core.draft import Draft
-from decode.core.loop import Method, decode
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.drafters.base import DraftRequest
 from decode.drafters.model import FeatureDrafter
 from decode.errors import UserError
+from decode.loop import Method, decode
 from decode.measure.benchmark import plan
 from decode.methods import MethodInputs, build
 from decode.models.check import open_draft_runner, open_runner
