@@ -189,7 +189,7 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
     strings = StopStrings(tokenizer, settings.stop) if settings.stop else None
     text = Text(
         pair.runner, system, warp, ids, max_new_tokens=settings.max_new_tokens, stop_ids=ends, stop_strings=strings,
-        rng=TorchRng(seed, pair.runner.device),
+        rng=TorchRng(seed),
     )  # fmt: skip
     return Generation(ids, method, is_lossless(method, settings.rule), seed, text, pair, system)
 

@@ -281,7 +281,7 @@ class EntryRun:
     def _decode(self, method: Method, prompts: Sequence[Ids], seeds: Sequence[int], how: Fields) -> list[Written]:
         """The prompts' texts by this project's loop."""
         models = self.session.runner, method, self.warp
-        rngs = [TorchRng(seed, self.session.runner.device) for seed in seeds]
+        rngs = [TorchRng(seed) for seed in seeds]
         if self.batch_size == 1:  # what the method learns it keeps for the next prompt
             outs = [decode(*models, ids, rng=rng, **how) for ids, rng in zip(prompts, rngs)]
         else:

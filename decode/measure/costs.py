@@ -77,7 +77,7 @@ class Copies(Drafter):
     def draft(self, request: DraftRequest) -> Draft:
         """A chain of copies."""
         n = min(self.count, request.max_depth)
-        return Draft.tree(request.ids[-1:] * n, range(-1, n - 1))
+        return Draft(request.ids[-1:] * n)
 
 
 def time_methods(
@@ -98,7 +98,7 @@ def time_methods(
             budget = (ROUNDS + 1) * (method.stop.window + 2)  # so that no draft is cut
             texts = []
             for i in range(turn * batch, (turn + 1) * batch):
-                rng = TorchRng(turn + i, target.device)
+                rng = TorchRng(turn + i)
                 texts.append(Text(target, method, warp, prompts[i % len(prompts)], max_new_tokens=budget, rng=rng))
             decoded = run(target, method, texts, batch)
             list(islice(decoded, batch))  # one round warms up

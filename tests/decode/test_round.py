@@ -19,7 +19,7 @@ from decode.models.check import open_runner
 
 
 def make_round(tokens: list[int], parents: list[int], path: list[int], **measured) -> Round:  # type: ignore[no-untyped-def]
-    draft = Draft.tree(tokens, parents)
+    draft = Draft(tokens, parents)
     return Round(draft, path, 9, [*(tokens[i] for i in path), 9], seconds=(0.25, 0.5), **measured)
 
 
@@ -29,10 +29,10 @@ CHAIN = [-1, 0, 1, 2]
 def example() -> list[Round]:
     """Three rounds: 4 drafted 2 kept, 3 drafted 3 kept, nothing drafted; a tree of depth 2 with one node kept."""
     return [
-        make_round([1, 2, 3, 4], CHAIN, [0, 1], overlap=[0.9, 0.6, 0.3], spent=torch.tensor([0.0, 0.1, 0.2])),
-        make_round([1, 2, 3], CHAIN[:3], [0, 1, 2], overlap=torch.tensor([1.0, 0.8, 0.6]), spent=torch.zeros(3)),
+        make_round([1, 2, 3, 4], CHAIN, [0, 1], overlap=[0.9, 0.6, 0.3], spent=[0.0, 0.1, 0.2]),
+        make_round([1, 2, 3], CHAIN[:3], [0, 1, 2], overlap=[1.0, 0.8, 0.6], spent=[0.0] * 3),
         make_round([], [], []),
-        make_round([1, 2, 3, 4], [-1, -1, 0, 0], [0], overlap=[0.5, 0.1], distance=torch.tensor([0.4, 0.2])),
+        make_round([1, 2, 3, 4], [-1, -1, 0, 0], [0], overlap=[0.5, 0.1], distance=[0.4, 0.2]),
     ]
 
 
@@ -116,7 +116,7 @@ def test_errors_are_those_of_texts_and_a_repeated_text_adds_nothing() -> None:
 def test_alpha_of_a_deterministic_draft_is_the_targets_mass_on_it() -> None:
     class Pair(RandomTree):
         def draft(self, request):  # type: ignore[no-untyped-def]
-            return Draft.tree([0, 2], [-1, -1]) if request.max_depth else Draft.empty()
+            return Draft([0, 2], [-1, -1]) if request.max_depth else Draft(())
 
     target = ScriptedRunner(lambda _: torch.tensor([0.5, 0.2, 0.3, 0.0], dtype=torch.float64).log(), 4)
     warp = LogitsWarper(temperature=1.0)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from decode.core.draft import upload
 from decode.models.api import Cache, joined
 
 PADDED = 32
@@ -78,6 +79,18 @@ class KVCache:
         self.rows[at : at + 1] = [kind(self, at, *given)]
         return self.rows[at]
 
+    def gather(self, texts: Sequence[Any], bases: Sequence[int], paths: Sequence[list[int]]) -> None:
+        """Move the entries at the slots of `paths` (ascending) to those from `bases` on, of all texts at once."""
+        moves = [
+            (text.row, slot, base + i)
+            for text, base, slots in zip(texts, bases, paths)
+            for i, slot in enumerate(slots)
+            if slot != base + i
+        ]
+        if moves:
+            rows, old, new = upload(list(zip(*moves)), self.tensor.device)
+            self.tensor[:, rows, :, new] = self.tensor[:, rows, :, old]
+
     def compact(self) -> None:
         """Move the last rows into closed ones, so that neighbours attend together; free memory that is not reserved."""
         while None in self.rows:
@@ -117,8 +130,7 @@ class Row(Cache):
 
     def gather(self, base: int, slots: list[int]) -> None:
         """See `Cache.gather`."""
-        held = self.memory.tensor[:, self.row]
-        held[:, :, base : base + len(slots)] = held.index_select(2, torch.tensor(slots, device=held.device))
+        self.memory.gather([self], [base], [slots])
 
     def close(self) -> None:
         """Free the row; memory of several rows, or of a long text, is given back when no other text needs it."""

@@ -87,7 +87,7 @@ def test_what_was_read_ahead_is_forgotten_with_a_rollback(tiny) -> None:
             runner.forward([Read(held, torch.tensor(PROMPT))])
         runner.forward([Read(cache, torch.tensor([4, 7]))], last=1, exit_layer=2)
         cache.truncate(len(PROMPT))
-        logits, wanted = (runner.forward([Read(held, other)])[0].logits for held in (cache, fresh))
+        logits, wanted = (runner.forward([Read(held, other)]).logits for held in (cache, fresh))
     torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
 
 

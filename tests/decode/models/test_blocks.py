@@ -265,7 +265,7 @@ class SeesItsToken(BlockDrafter):
 
     def drafting(self, request: DraftRequest) -> Drafting:
         if (limit := self.limit(request)) < 1:
-            return Draft.empty()
+            return Draft(())
         out, tokens, rows = (yield request.ids[-1], limit), list[Tensor](), list[Tensor]()
         for row in self.warp(out.logits):
             tokens.append(request.rng.draw(row).view(1))

@@ -135,7 +135,7 @@ def test_a_forward_interrupted_anywhere_leaves_nothing_behind(name: str) -> None
             runner.forward([Read(text, ids[9:15])])
         hook.remove()
         text.truncate(9)
-        torch.testing.assert_close(runner.forward([Read(text, ids[9:])])[0].logits, wanted[9:], atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(runner.forward([Read(text, ids[9:])]).logits, wanted[9:], atol=1e-3, rtol=1e-3)
 
 
 def test_encoder_decoders_are_refused() -> None:

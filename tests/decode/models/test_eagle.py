@@ -38,7 +38,7 @@ from decode.models.heads import block_runner
 from decode.models.heads.block_runner import BlockRunner
 from decode.models.heads.eagle import default_captured_layers
 from decode.models.heads.files import is_head, load_head, save_head
-from decode.models.heads.runner import DraftHeadRunner, HeadRunner, Level
+from decode.models.heads.runner import DraftHeadRunner, HeadRunner
 from decode.models.huggingface import HuggingFaceRunner
 from decode.options import MethodOptions
 
@@ -99,10 +99,11 @@ def test_a_level_of_a_tree_gives_each_path_what_its_chain_would(version: int, pa
         chains.append(torch.cat([head.read([token], head=1) for token in path])[-1])
     restart()
     with torch.inference_mode():
-        cache, states = head.cache, head.out.hidden[-1:].expand(2, -1)
-        (first,) = runner.read_levels([cache], [Level(torch.tensor([4, 9]), states, torch.zeros(2, 0).bool(), 0)])
-        seen = torch.tensor([[True, False], [True, False], [False, True]])
-        (level,) = runner.read_levels([cache], [Level(torch.tensor([5, 6, 5]), first.hidden[[0, 0, 1]], seen, 1)])
+        cache, states = head.cache, head.out.hidden[None, -1:].expand(1, 2, -1)
+        first = runner.read_level([cache], torch.tensor([[4, 9]]), states, torch.eye(2)[None].bool(), 0)
+        above = torch.tensor([[1, 0], [1, 0], [0, 1]])
+        seen = torch.cat([above, torch.eye(3)], 1)[None].bool()
+        level = runner.read_level([cache], torch.tensor([[5, 6, 5]]), first.hidden[None, [0, 0, 1]], seen, 1)
     torch.testing.assert_close(runner.expand(level.logits), torch.stack(chains), rtol=1e-4, atol=1e-4)
 
 
@@ -185,13 +186,13 @@ def test_a_head_that_was_passed_over_for_copies_drafts_what_a_fresh_one_does(tin
     asked = []
 
     class Checked(FeatureDrafter):
-        def propose(self, requests):
-            (draft,), ids = super().propose(requests), requests[0].ids
-            if len(draft):
+        def propose(self, requests, device):
+            drafts, ids = super().propose(requests, device), requests[0].ids
+            if drafts.lengths[0]:
                 fresh = head_logits(head.head, target, [*ids, 0], len(ids))[0]
-                assert int(fresh.argmax()) == int(draft.tokens[0])
+                assert int(fresh.argmax()) == int(drafts.tokens[0, 0])
                 asked.append(len(ids))
-            return [draft]
+            return drafts
 
     prompt = PROMPTS[0] + generate(target, PROMPTS[0])  # so that parts of what follows stood there before
     wanted = generate(target, prompt)
@@ -305,7 +306,7 @@ def test_features_wait_in_the_pieces_that_came_and_are_joined_when_a_draft_reads
             patch.setattr(torch, "cat", None)
             for at in range(1, len(ids) - 1):
                 out = Out(source.out.logits, source.out.hidden, source.out.captured[at : at + 1])
-                drafter.update(drafting.state, ids[: at + 2], Round(Draft.empty(), [], ids[at + 1], ids[at + 1 :]), out)
+                drafting.update(ids[: at + 2], Round(Draft(()), [], ids[at + 1], ids[at + 1 :]), out)
         with torch.inference_mode():
             found = drafting.propose(ids, StopRule(3), 10)
         assert found.ids == wanted.ids, type(head.head).__name__
