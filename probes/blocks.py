@@ -56,8 +56,8 @@ def collect_blocks(target: PreTrainedModel, head: BlockHead, texts: Sequence[Tex
         embeds = functional.embedding(head.tokens(tokens[0, anchors[0]], n), table)[None]
         slots = head(embeds, features, anchors)
         at = anchors[0, :, None] + torch.arange(n, device=tokens.device)
-        drafted, odds = head.logits(slots, tokens[0, at], weight, table, finish)
-        drafted, hidden = drafted.transpose(0, 1).flatten(0, 1), slots.states
+        drafted, odds = head.logits(slots, tokens[0, at], weight, finish)
+        drafted, hidden = drafted.transpose(0, 1).flatten(0, 1), slots
         read = at.T.flatten()  # slot by slot
         places = [(text, place) for place in read.tolist()]
         p = mode.probabilities(output(last[0, read]), places)

@@ -44,7 +44,7 @@ from decode.models.heads.mtp import MtpHead
 from decode.models.open import DraftModel
 from decode.progress import output_console
 
-VLLM_METHODS: dict[Any, str] = {1: "eagle", 3: "eagle3"} | dict.fromkeys(("dflash", "dflash2", "lilicorr"), "dflash")
+VLLM_METHODS: dict[Any, str] = {1: "eagle", 3: "eagle3"} | dict.fromkeys(("dflash", "dflash2"), "dflash")
 VLLM_METHODS["dspark"] = "dspark"
 """vLLM's names of methods, by the version of a head."""
 SERVED = (

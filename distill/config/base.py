@@ -20,11 +20,11 @@ Precision = Literal[
 Signal = Literal["auto", "hidden", "topk", "online", "vllm"]
 Split = Literal["train", "validation", "test"]
 StudentKind = Literal[
-    "scratch", "finetune", "lora", "as_is", "cut", "eagle", "eagle3", "dflash", "dspark", "dflash2", "lilicorr",
+    "scratch", "finetune", "lora", "as_is", "cut", "eagle", "eagle3", "dflash", "dspark", "dflash2",
     "mtp",
 ]  # fmt: skip
 
-BLOCKS = ("dflash", "dspark", "dflash2", "lilicorr")
+BLOCKS = ("dflash", "dspark", "dflash2")
 HEADS = ("eagle", "eagle3", *BLOCKS, "mtp")
 """Kinds of students that are heads on the target's hidden states."""
 SHARDED = ("fsdp",)

@@ -88,7 +88,6 @@ def test_the_token_that_stops_a_draft_stays_in_it() -> None:
     assert drafted_by(product, 0.9, 0.8, 0.8, 0.8, 0.8) == 4  # .9, .72, .576, .4608
     assert drafted_by(product, 0.9, 0.8, 0.8, 0.8, 0.8) == 4  # nothing stays from the round before
     assert drafted_by(StopRule(3, token_probability, threshold=Fixed(0.5)), *[0.9] * 9) == 3
-    assert drafted_by(StopRule(3), *[0.9] * 9) == 3
 
 
 def test_a_refused_token_is_not_part_of_the_draft() -> None:

@@ -192,7 +192,7 @@ def attention_mask(
     for rows, text in zip(allowed, new):
         among = text.among()
         rows[: text.count, : text.end] = True
-        rows[: text.count, text.end - among.shape[1] : text.end] = among.numpy()
+        rows[: text.count, text.end - among.shape[1] : text.end] = among.cpu().numpy()
         if window is not None:
             at = np.array(text.positions())
             places = np.append(np.arange(text.start), at)
