@@ -1,72 +1,107 @@
 """Training, calibration and evaluation of the linear probes of all exit layers."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+import lightning as L
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
 from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import roc_auc_score
+from sklearn.metrics import brier_score_loss, roc_auc_score
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from decode.core.round import clustered_ratio
 from decode.drafters.probe import KINDS, AcceptanceProbe
 from decode.errors import UserError
-from decode.files import Fields
+from decode.files import Fields, scratch_folder
+from distill.config import TrainerSettings
 from distill.drafts.block import calibration_error
+from distill.training.trainer import quiet
 from probes.features import EXTRAS, Features
+from probes.module import Batch, ProbeModule
 
-EXTRA_PENALTY = 1e-4  # L2 penalty on the confidence features, whatever the penalty on the state
-ITERATIONS = 300  # of LBFGS at most, over all tokens
+EPOCHS = 15
 LARGE = 1 << 28  # numbers in the inputs above which a GPU is used where there is one
 
 
-def train_probes(train: Features, validation: Features, label: str, l2: Sequence[float]) -> list[AcceptanceProbe]:
+def fit(
+    module: ProbeModule,
+    train: Batch,
+    validation: Batch,
+    settings: TrainerSettings,
+    work: Path,
+    logger: Logger | None = None,
+) -> None:
+    """Train the module by Lightning, from the checkpoint in ``work`` if a killed training has left one.
+
+    The callbacks of the settings take part, and the accelerator is theirs where there is much to read.
+    """
+    last = work / "last.ckpt"
+    keep = ModelCheckpoint(work, "last", save_on_train_epoch_end=True, enable_version_counter=False)
+    with quiet():
+        trainer = L.Trainer(
+            accelerator=settings.accelerator if train[0].numel() > LARGE else "cpu",
+            devices=1,
+            max_epochs=EPOCHS,
+            logger=logger or False,
+            callbacks=[*settings.callback_instances(), keep],
+            num_sanity_val_steps=0,
+            log_every_n_steps=1,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=work,
+        )
+        tokens, held = (DataLoader([batch], batch_size=None) for batch in (train, validation))  # type: ignore[arg-type, var-annotated]
+        trainer.fit(module, tokens, held, ckpt_path=last if last.exists() else None)
+        trainer.validate(module, held, verbose=False)  # a training that had ended before the kill validates nothing
+
+
+def train_probes(
+    train: Features,
+    validation: Features,
+    label: str,
+    l2: Sequence[float],
+    settings: TrainerSettings | None = None,
+    work: Path | None = None,
+    logger: Logger | None = None,
+) -> list[AcceptanceProbe]:
     """Fit probes by binary cross-entropy for every exit and kind.
 
     Of the penalties ``l2`` each probe takes the one with the least validation loss, and is calibrated there.
 
+    Args:
+        train: Tokens to learn from.
+        validation: Tokens of held-out texts.
+        label: What the labels are: see `probes.labels`.
+        l2: Penalties.
+        settings: Accelerator and callbacks.
+        work: Folder of checkpoints; None: a temporary one.
+        logger: Where the losses are logged.
+
     Raises:
         UserError: All labels of an exit are the same.
     """
-    for layer, rate in zip(train.exits, train.labels.mean(1).tolist()):
+    rates = train.labels.mean(1).tolist()
+    for layer, rate in zip(train.exits, rates):
         if rate in (0.0, 1.0):
             raise UserError(
-                f"each of {len(train)} tokens drafted at exit layer (or slot) {layer} is "
-                f"{'accepted' if rate else 'rejected'} (label {label}): give more prompts, or leave the layer out of "
-                "probes.layers"
+                f"each of {len(train)} tokens drafted at exit layer {layer} is {'accepted' if rate else 'rejected'} "
+                f"(label {label}): give more prompts, or leave the layer out of probes.layers"
             )
     mean, scale = train.inputs.mean(1, keepdim=True), train.inputs.std(1, keepdim=True).clamp_min(1e-6)
-    x, held = (((features.inputs - mean) / scale).mT.contiguous() for features in (train, validation))
-    penalty = torch.tensor([*l2] * len(KINDS))[:, None].repeat(1, x.shape[1] + 1)  # of weights, the bias is the last
-    penalty[:, -1 - EXTRAS :] = torch.tensor([EXTRA_PENALTY] * EXTRAS + [0.0])
-    mask = torch.ones_like(penalty)
-    mask[: len(l2), -1 - EXTRAS : -1] = 0  # the plain probe does not see the confidence features
-    weight = torch.zeros(len(train.exits), *mask.shape)
-    weight[..., -1] = torch.logit(train.labels.mean(1, keepdim=True), eps=1e-3)
-    device = "cuda" if torch.cuda.is_available() and x.numel() > LARGE else "cpu"
-    x, y, penalty, mask, weight = (t.to(device) for t in (x, train.labels[:, None], penalty, mask, weight))
-    optimizer = torch.optim.LBFGS([weight.requires_grad_()], max_iter=ITERATIONS, line_search_fn="strong_wolfe")
-
-    def losses(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
-        z = torch.baddbmm(w[..., -1:], w[..., :-1], x)
-        return (F.softplus(z) - z * y).mean(-1)  # [exits, probes], none of which depends on the weights of another
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = (losses(x, y, weight * mask) + (penalty * weight.square()).sum(-1) / 2).sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    weight = (weight * mask).detach().cpu()
-    best = losses(held, validation.labels[:, None], weight).unflatten(1, (len(KINDS), -1)).argmin(2)
+    tokens, held = (((part.inputs - mean) / scale, part.labels) for part in (train, validation))
+    module = ProbeModule(len(train.exits), train.inputs.shape[-1] - EXTRAS, l2, rates)
+    with scratch_folder() as scratch:
+        fit(module, tokens, held, settings or TrainerSettings(), work or scratch, logger)
     probes = list[AcceptanceProbe]()
-    for i, layer in enumerate(train.exits):
-        for number, kind in enumerate(KINDS):
-            chosen = weight[i, number * len(l2) + int(best[i, number])]
-            w = chosen[:-1] / scale[i, 0]
-            state, extra, bias = w[:-EXTRAS].clone(), w[-EXTRAS:].clone(), float(chosen[-1] - w @ mean[i, 0])
-            probes.append(AcceptanceProbe(layer, kind, label, state, extra if number else extra[:0], bias))
+    for layer, weights, shift, width in zip(train.exits, module.best(), mean[:, 0], scale[:, 0]):
+        for kind, weight in zip(KINDS, weights):
+            w, bias = weight[:-1] / width, float(weight[-1] - (weight[:-1] / width) @ shift)
+            state, extra = w[:-EXTRAS].clone(), w[-EXTRAS:].clone() if kind == "confidence-probe" else w[:0]
+            probes.append(AcceptanceProbe(layer, kind, label, state, extra, bias))
             calibrate(probes[-1], validation)
     return probes
 
@@ -99,7 +134,7 @@ def judged(scores: Mapping[str, Tensor], outcome: Tensor) -> Fields:
     for name, score in scores.items():
         p, end = score.double().clamp(0, 1), "" if name == "probe" else f"_{name}"
         row[f"auroc{end}"] = float(roc_auc_score(y, p)) if 0 < row["base_rate"] < 1 else None
-        row |= {f"brier{end}": float((p - y).square().mean()), f"ece{end}": calibration_error(p, y)}
+        row |= {f"brier{end}": float(brier_score_loss(y, p)), f"ece{end}": calibration_error(p, y)}
     return row
 
 

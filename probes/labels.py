@@ -38,9 +38,9 @@ class Mode:
     texts: dict[str, list[Text]] = field(default_factory=dict)  # by split
 
     def probabilities(self, logits: Tensor, places: Sequence[tuple[Text, int]]) -> Tensor:
-        """Return warped probabilities ``[n, vocab]``, on the CPU; places are texts with the last position read."""
+        """Return warped probabilities ``[n, vocab]``; places are texts with the last position read."""
         prefixes = [ids[: at + 1] for (ids, _), at in places] if self.warp.needs_prefix else None
-        return self.warp(logits, prefixes).cpu()
+        return self.warp(logits, prefixes)
 
 
 def modes_of(options: ProbeSettings, target: PreTrainedModel) -> list[Mode]:
@@ -53,14 +53,20 @@ def modes_of(options: ProbeSettings, target: PreTrainedModel) -> list[Mode]:
 def label_drafts(p: Tensor, q: Tensor, mode: Mode, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """Draft a token at each position, by the exit's probabilities ``q [n, vocab]``, and label it by the target's ``p``.
 
+    Random numbers are the CPU's, so that every device labels alike.
+
     Returns:
         The drafted tokens, their labels in [0, 1], and whether each is accepted (0 or 1), all ``[n]``. With ``accept``
         the outcome is a draw with the label's probability, otherwise it is the label.
     """
-    tokens = q.argmax(-1) if mode.warp.greedy else torch.multinomial(q, 1, generator=generator).squeeze(-1)
+    drawn, kept = (torch.rand(len(q), 1, generator=generator).to(q.device) for _ in range(2))
+    if mode.warp.greedy:
+        tokens = q.argmax(-1)
+    else:  # the first token up to which the probabilities sum to more than the number drawn
+        reached = q.double().cumsum(-1)
+        tokens = torch.searchsorted(reached, drawn * reached[:, -1:], right=True).squeeze(-1)
     label = (pick(p, tokens) > 0).float() if mode.label == "top-p" else ratio(p, q, tokens)
-    soft = mode.label == "accept"
-    return tokens, label, (torch.rand(len(tokens), generator=generator) < label).float() if soft else label
+    return tokens, label, (kept[:, 0] < label).float() if mode.label == "accept" else label
 
 
 def write_mode(run: Run, model: PreTrainedModel, mode: Mode, options: ProbeSettings) -> None:

@@ -1,32 +1,42 @@
 """Everything that ``python -m probes`` does: target, texts, features, probes, the choice of the exit, real runs."""
 
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 
 import torch
 from lightning.pytorch.loggers import Logger
 from rich.console import Console
+from transformers import PreTrainedModel
 
+from decode.drafters.probe import AcceptanceProbe, save_probes
 from decode.files import Fields, read_json, write_json
+from decode.measure import machine
 from decode.measure.machine import doubt
+from decode.measure.statistics import plain
+from decode.models.check import open_runner
+from decode.models.fast.forward import FastRunner
 from decode.models.open import DTYPES
+from decode.progress import working
 from distill import ranks
-from distill.pipeline import prepare_settings, with_formats
+from distill.files import fingerprint
+from distill.pipeline import with_formats
 from distill.results.tracking import finish, for_stage, make_logger
 from distill.run import Run, alone_in
 from distill.stages import run_stages
-from probes.blocks import block_experiment
-from probes.exit_search import exit_experiment
-from probes.features import exit_layers
-from probes.labels import modes_of, write_mode
-from probes.report import show, write_report
-from probes.settings import ProbesSettings
+from probes.exit_search import best_settings, fastest_options
+from probes.features import collect, exit_layers, read_engine
+from probes.fit import evaluate_exits, train_probes
+from probes.labels import Mode, modes_of, write_mode
+from probes.report import answer, show, write_report
+from probes.settings import ProbeSettings, ProbesSettings
 
 
 def run_probes(settings: ProbesSettings, console: Console | None = None) -> Fields:
     """Train probes, evaluate them, choose an exit, run the best settings and report; return what report.json gains.
 
-    The target (for a block head, every stage) is trained first if it is missing or was made from other settings. All
-    processes train it and write its texts together; the first one does the rest, and the others return nothing.
+    The target is trained first if it is missing or was made from other settings. All processes train it and write its
+    texts together; the first one does the rest, and the others return nothing.
 
     Raises:
         UserError: Settings, data or models cannot be used, or another process works in the run's folder.
@@ -34,29 +44,26 @@ def run_probes(settings: ProbesSettings, console: Console | None = None) -> Fiel
     settings.validate()
     ranks.start(settings.trainer)
     first, threads = ranks.is_first(), torch.get_num_threads()
-    options, blocks = settings.probes, settings.student.is_block
     run = Run(settings, console)
     added: Fields = {}
     try:
         with alone_in(run):
-            if blocks:
-                prepare_settings(run)
-            else:
-                run.settings = with_formats(settings)
+            run.settings = with_formats(settings)
             if first:
                 run.logger = make_logger(settings.tracker, run.folder, settings.name, asdict(settings))
             try:
-                run_stages(run, only=None if blocks else ("target",))
+                run_stages(run, only=("target",))
                 run.console.print("[bold]probes[/bold]", highlight=False)
                 served = settings.teacher.in_engine
                 model = run.target_parts().to(DTYPES[run.settings.target.dtype]) if served else run.load_target()
+                exits = exit_layers(model, settings.probes.layers)
                 if served:
-                    run.captured_layers = exit_layers(model, options.layers)
-                modes = modes_of(options, model)
+                    run.captured_layers = exits
+                modes = modes_of(settings.probes, model)
                 for mode in modes:
-                    write_mode(run, model, mode, options)
+                    write_mode(run, model, mode, settings.probes)
                 if first:
-                    added = (block_experiment if blocks else exit_experiment)(run, model, modes, options)
+                    added = experiment(run, model, modes, exits, settings.probes)
                     path = run.folder / "report.json"
                     write_json(path, {"name": settings.name, **read_json(path), **added})
                     write_report(path.with_name("probes.html"), settings.name, added)
@@ -70,6 +77,61 @@ def run_probes(settings: ProbesSettings, console: Console | None = None) -> Fiel
         torch.set_num_threads(threads)
     show(run.console, added, run.folder / "probes.html")
     return added
+
+
+def experiment(run: Run, model: PreTrainedModel, modes: list[Mode], exits: list[int], options: ProbeSettings) -> Fields:
+    """Train and judge probes of all exits, and choose an exit and a stop rule; return the parts of the report."""
+    folder, work = run.folder / "probes", run.work / "probes"
+    served = run.settings.teacher.in_engine
+    rows, table, probes = list[Fields](), list[Fields](), list[AcceptanceProbe]()
+    facts: Fields = {
+        "tokens": {}, "tried": [], "temperature": options.temperature, "top_p": options.top_p,
+        "machine": machine.describe(model.device), "labels": {mode.name: mode.label for mode in modes},
+    }  # fmt: skip
+    for mode in modes:
+        trained, judged, tokens = fitted(run, model, mode, exits, options, work)
+        rows += [{"mode": mode.name, **row} for row in judged]
+        facts["tokens"] |= {f"{mode.name}/{split}": count for split, count in tokens.items()}
+        probes += trained
+    save_probes(folder, model, probes)
+    # with the threads that decode, because how weights are laid out is measured
+    torch.set_num_threads(machine.choose_threads(model, run.settings.threads)[0])
+    if not served and isinstance(open_runner(model), FastRunner):
+        for mode in modes:
+            with working(run.console, f"real rounds of every method's settings, {mode.name}", bars=False):
+                measured, tried = best_settings(run, model, mode, exits, options)
+            table += measured
+            facts["tried"] += tried
+        save_probes(folder, model, probes, fastest_options(table))
+    else:
+        reason = "decoding with early exits is not supported for this family, so no exit is chosen"
+        reason = "the target stands in an engine, so no exit is chosen and nothing is decoded" if served else reason
+        run.line(f"[yellow]{model.config.model_type}: {reason}[/yellow]")
+    added = plain({"probes": rows, "self_speculation": table, "probe_settings": facts})
+    return {**added, "probe_findings": [answer(added, mode.name) for mode in modes]}
+
+
+def fitted(
+    run: Run, model: PreTrainedModel, mode: Mode, exits: list[int], options: ProbeSettings, work: Path
+) -> tuple[list[AcceptanceProbe], list[Fields], dict[str, int]]:
+    """Train the probes of a mode; return them, their rows on test prompts, and the tokens of each split."""
+    seed, settings = run.settings.seed, run.settings
+    read = partial(read_engine, run.states, model) if settings.teacher.in_engine else None
+    answered = sum(len(ids) > start for texts in mode.texts.values() for ids, start in texts)
+    with working(run.console, f"{mode.name} texts read", answered):
+        seen = {
+            split: collect(model, texts, mode, exits, seed=seed + i, sample=split != "validation", read=read)
+            for i, (split, texts) in enumerate(mode.texts.items())
+        }
+    made_from = fingerprint([run.record("target"), mode.texts, mode.label, exits, options.l2])
+    logger = for_stage(run.logger, f"probes-{mode.name}")
+    with working(run.console, f"probes, {mode.name}, label {mode.label}"):
+        probes = train_probes(
+            seen["train"], seen["validation"], mode.label, options.l2, settings.trainer,
+            work / f"{mode.name}-{made_from}", logger,
+        )  # fmt: skip
+        rows = evaluate_exits(probes, seen["validation"], seen["test"])
+    return probes, rows, {split: len(features) for split, features in seen.items()}
 
 
 def _log(logger: Logger, added: Fields) -> None:

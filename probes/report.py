@@ -5,21 +5,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from decode.core.lengths import RoundCosts
 from decode.measure import machine, plots
 from decode.measure.machine import conditions, doubt
 from decode.measure.report import Figure, Row, Section, Table, cell, console_table, write_page
 
-SCORED = ("confidence_head", "confidence_probe", "token_probability", "entropy")  # what the probe is compared with
+SCORED = ("confidence_probe", "token_probability", "entropy")  # what the probe is compared with
 METRICS = ("auroc", "brier", "ece", *(f"auroc_{other}" for other in SCORED))
 FURTHER = tuple(f"{metric}_{other}" for metric in ("brier", "ece") for other in SCORED)
 SPEEDS = (
     "title", "exit_layer", "draft_length", "threshold", "tried", "tokens_per_second", "speedup_vs_layerskip", "speedup",
-    "predicted_speedup", "accepted_length", "alpha", "accepted_per_drafted", "identical_to_target",
+    "accepted_length", "alpha", "accepted_per_drafted", "identical_to_target",
 )  # fmt: skip
-SLOTS = ("mode", "slot", "tokens", "base_rate", *METRICS[:-1])
-STOPS = ("name", "temperature", "speedup", "accepted_length", "draft_length", "alpha", "predicted_speedup")
-PRODUCTS = ("mode", "estimate", "auroc", "brier", "ece", "worst_slot_ece")
 
 
 def titles(added: Row) -> dict[str, str]:
@@ -52,23 +48,21 @@ def answer(added: Row, mode: str) -> str:
 
 
 def why_exit(added: Row, mode: str, best: Row) -> str:
-    """Return a sentence: why the exit of a row is best for its method, by agreement, cost and what was tried."""
-    costs = RoundCosts.from_dict(added["probe_settings"]["costs"][mode]["exits"])
-    known = [row for row in added["probes"] if row["mode"] == mode and "alpha" in row]  # not of the label top-p
-    alphas = {row["layer"]: f"α {row['alpha']:.3f}" for row in known}
-    speeds: dict[int, float] = {}
-    for row in of_mode(added["probe_settings"]["tried"], mode):
-        if row["method"] == best["method"]:
-            speeds[row["exit_layer"]] = max(row["speedup"] or 0.0, speeds.get(row["exit_layer"], 0.0))
-    prices, here = {at: f"{costs.prices(at)[0]:.2f}" for at in speeds}, best["exit_layer"]
-    told = {at: ", ".join(filter(None, [alphas.get(at), prices[at], f"{speeds[at]:.2f}"])) for at in sorted(speeds)}
-    del told[here]
-    others = "; ".join(f"exit layer {at}: {facts}" for at, facts in told.items())
-    return (
-        f"Exit layer {here} is best for it: {alphas[here] + ', ' if here in alphas else ''}{prices[here]} of a round "
-        f"without a draft for each further drafted token, speedup {speeds[here]:.2f} when tried"
-        + (f" ({others})." if others else ".")
-    )
+    """Return a sentence: the agreement and the speed of the exits that the row's method was tried at."""
+    rows = [row for row in added["probes"] if row["mode"] == mode and "alpha" in row]  # not of the label top-p
+    alphas = {row["layer"]: f"α {row['alpha']:.3f}, " for row in rows}
+    speeds = fastest_by_exit(added, mode)[best["method"]]
+    facts = [f"exit layer {layer}: {alphas.get(layer, '')}{speed:.2f}" for layer, speed in speeds.items()]
+    return f"Its speedup by exit, on validation prompts: {'; '.join(facts)}."
+
+
+def fastest_by_exit(added: Row, mode: str) -> dict[str, dict[int, float]]:
+    """Return the speedups of the fastest settings that were tried on validation prompts, by method and exit layer."""
+    speeds: dict[str, dict[int, float]] = {}
+    for row in sorted(of_mode(added["probe_settings"]["tried"], mode), key=lambda row: row["exit_layer"]):
+        best = speeds.setdefault(row["method"], {})
+        best[row["exit_layer"]] = max(row["speedup"] or 0.0, best.get(row["exit_layer"], 0.0))
+    return speeds
 
 
 def commands(added: Row, run: Path) -> dict[str, str]:
@@ -83,15 +77,7 @@ def commands(added: Row, run: Path) -> dict[str, str]:
 
 
 def tables(added: Row) -> list[Table]:
-    """Return the tables of scores and of speeds: of exits, or of a block head."""
-    if "probes" not in added:
-        stops = added["block_stop_rules"]
-        told = "".join(f"; {conditions(row)}" for row in stops[:1])
-        return [
-            Table(SLOTS, added["block_slots"], "Each slot of blocks that were right before it"),
-            Table(PRODUCTS, added["block_products"], "The product up to a slot: whether the block is right that far"),
-            Table(STOPS, stops, f"How much of a block is verified{told}"),
-        ]
+    """Return the tables of scores and of speeds."""
     scores, speeds = list[Table](), list[Table]()
     for mode, title in titles(added).items():
         rows = [row for row in added["probes"] if row["mode"] == mode]
@@ -113,25 +99,25 @@ def show(console: Console, added: Row, page: Path) -> None:
 
 def write_report(path: Path, name: str, added: Row) -> None:
     """Write the page of a run with what `probes.pipeline` adds to report.json."""
-    sections = [Section("Results", tables=tables(added))]
-    if "probes" in added:
-        settings, every = added["probe_settings"], "Settings tried on validation prompts"
-        tried = [Table(SPEEDS, of_mode(settings["tried"], mode), f"{every}, {mode}", True) for mode in titles(added)]
-        sections.append(Section("The choice of the exit", tables=tried, figures=list(predictions(added))))
-        sections.append(Section("Use", code=commands(added, path.parent)))
-        tokens = [f"{split} {count:,}" for split, count in settings["tokens"].items()]
-        facts = {"machine": machine.sentence(settings["machine"]), "tokens": tokens}
-        sections.append(Section("Provenance", facts=facts, folded=True))
-    title = "acceptance probes and self-speculation" if "probes" in added else "acceptance probes inside a block head"
-    write_page(path, f"{name}: {title}", " ".join(added.get("probe_findings", [])), sections)
+    settings, title = added["probe_settings"], "Settings tried on validation prompts"
+    tried = [Table(SPEEDS, of_mode(settings["tried"], mode), f"{title}, {mode}", True) for mode in titles(added)]
+    tokens = [f"{split} {count:,}" for split, count in settings["tokens"].items()]
+    facts = {"machine": machine.sentence(settings["machine"]), "tokens": tokens}
+    sections = [
+        Section("Results", tables=tables(added)),
+        Section("The choice of the exit", tables=tried, figures=list(speeds_by_exit(added))),
+        Section("Use", code=commands(added, path.parent)),
+        Section("Provenance", facts=facts, folded=True),
+    ]
+    summary = " ".join(added["probe_findings"])
+    write_page(path, f"{name}: acceptance probes and self-speculation", summary, sections)
 
 
-def predictions(added: Row) -> Iterator[Figure]:
-    """Yield a plot for each mode: the speedups that were expected, by exit."""
-    for mode, choices in added["probe_settings"]["predicted"].items():
-        series: dict[str, list[tuple[float, float]]] = {}
-        for choice in choices:
-            series.setdefault(choice["method"], []).append((choice["exit_layer"], choice["speedup"]))
-        axes = "layers before the exit", "predicted speedup (×)"
-        svg = plots.lines(series, f"Predicted speedup by exit, {mode}", *axes)
-        yield svg, "tokens over the seconds of real rounds, each method at its best setting for that exit"
+def speeds_by_exit(added: Row) -> Iterator[Figure]:
+    """Yield a plot for each mode: the speedups on validation prompts, by exit."""
+    for mode in titles(added):
+        if speeds := fastest_by_exit(added, mode):
+            series = {method: list(by_exit.items()) for method, by_exit in speeds.items()}
+            title = f"Speedup by exit on validation prompts, {mode}"
+            svg = plots.lines(series, title, "layers before the exit", "speedup (×)")
+            yield svg, "each method at its fastest setting for that exit; few prompts, by which settings are chosen"

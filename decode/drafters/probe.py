@@ -27,6 +27,8 @@ KINDS = ("probe", "confidence-probe")
 """`probe` sees the hidden state alone (AdaSPEED); `confidence-probe` also the exit's `confidence_features`."""
 MAKE_PROBES = "make them with `make probe` (python -m probes --config FILE, which writes runs/<name>/probes)"
 FEATURES = ("log_probability", "entropy", "margin")
+INPUT = "the hidden state after `layer` layers, through the model's final norm: what the exit's output head reads"
+FORMULA = "sigmoid((weight · input + extra · features + bias) / temperature)"
 LEAST = -30.0  # smallest log-probability, and negative of the largest margin, that a feature can take
 SAMPLES = 4  # values kept of each weight of the model that probes belong to
 
@@ -112,7 +114,8 @@ def save_probes(
             tensors[f"{p.label}/{p.kind}/{p.layer}/{name}"] = values.contiguous().clone()
     fields = ("label", "kind", "layer", "temperature", "metrics")
     described = [{key: getattr(p, key) for key in fields} for p in probes]
-    note: Fields = {"model": weight_sample(model), "class": type(model).__name__, "features": FEATURES}
+    note: Fields = {"model": weight_sample(model), "class": type(model).__name__}
+    note |= {"input": INPUT, "features": FEATURES, "probability": FORMULA}
     note |= {"best": dict(best or {}), "probes": described}
     write_safely(folder / "probes.safetensors", lambda path: save_file(tensors, path))
     write_json(folder / "probes.json", note, indent=1)

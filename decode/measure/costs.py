@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -24,21 +24,18 @@ from decode.core.draft import Draft, Ids
 from decode.core.lengths import RoundCosts
 from decode.core.round import Round
 from decode.core.sampling import LogitsWarper, TorchRng
-from decode.core.stop import Confidence, Fixed, StopRule, token_probability
+from decode.core.stop import Fixed, StopRule, token_probability
 from decode.drafters.base import Drafter, DraftRequest, NoDrafter
-from decode.drafters.model import EarlyExitDrafter
 from decode.files import Fields
 from decode.loop import Method, Text, run
 from decode.measure.acceptance import OfflineAlpha, replayed
 from decode.methods import MethodInputs, build
 from decode.models.api import Model, synchronize
-from decode.models.fast.forward import FastRunner
 from decode.options import MethodOptions
 
 LENGTHS = (1, 2, 4, 8, 15)  # draft lengths that are timed
 LONGEST = LENGTHS[-1]
 WIDE = (*LENGTHS, 31, 63)  # numbers of tokens of drafts that cost nothing, among them trees
-EXIT_LENGTHS = (1, 2, 4, 8, 16, 24)  # draft lengths of early exits that are timed
 ROUNDS = 8  # timed rounds of a text; one before them warms up
 TURNS, MOST_SECONDS = 17, 20.0  # texts of each method, the first of them to warm up; after the time two suffice
 SCHEDULE = "num_speculative_tokens_per_batch_size"  # vLLM's name of draft lengths by batch size
@@ -144,36 +141,6 @@ def measure_costs(
     context = round(statistics.median(map(len, prompts)))
     reading = max(0.0, watching - timed[k][0]) / max(1.0, timed[k][3])
     return Costs(RoundCosts(seconds), drafting / plain if draft else 0.0, verify, context, reading)
-
-
-def exit_costs(
-    runner: FastRunner,
-    exits: Sequence[int],
-    probes: Mapping[str, Confidence],
-    warp: LogitsWarper,
-    prompts: Sequence[Ids],
-    longest: int,
-) -> tuple[RoundCosts, dict[str, float]]:
-    """Time rounds whose drafts exit early.
-
-    The first, the middle and the last of `exits` (exit layers, ascending) are timed; the costs of others lie between.
-    Of `probes`, one of each kind is to be given. The prompts should be as long as typical texts are in the middle.
-
-    Returns:
-        Costs of rounds with the exit layer in the place of the batch size; and, by the name of a confidence (``token``
-        and those of `probes`), the seconds that reading it adds to each drafted token.
-    """
-    first, room = exits[0], (runner.limit - max(map(len, prompts))) // (ROUNDS + 1) - 2
-    lengths = [k for k in EXIT_LENGTHS if k <= min(longest, room)] or [1]
-    drafters = {e: EarlyExitDrafter(runner, warp, e) for e in {first, exits[len(exits) // 2], exits[-1]}}
-    methods: dict[Any, Method] = {0: Method("", NoDrafter(), StopRule(1))}
-    methods |= {(e, k): Method("", drafters[e], StopRule(k)) for e in drafters for k in lengths}
-    for name, confidence in {"token": token_probability, **probes}.items():
-        methods[name] = Method("", drafters[first], StopRule(lengths[-1], confidence, threshold=Fixed(-1.0)))
-    seconds = {key: spent for key, (spent, *_) in time_methods(runner, methods, warp, prompts).items()}
-    rows = {e: {0: seconds[0]} | {k: seconds[e, k] for k in lengths} for e in drafters}
-    unread = seconds[first, lengths[-1]]
-    return RoundCosts(rows), {name: max(0.0, seconds[name] - unread) / lengths[-1] for name in ("token", *probes)}
 
 
 def speedup(

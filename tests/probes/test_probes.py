@@ -1,31 +1,35 @@
-"""Probes: features from a forward, labels, the optimum, calibration, simulated rounds; and probes inside a block head."""
+"""Probes: features from a forward, labels, the optimum, calibration, resuming, and the choice of settings."""
 
 import copy
+import csv
+import json
+import re
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from heads import make_block_head, plain_block, plain_scores
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
 from reading import draws_named, rounds_of
 from sklearn.linear_model import LogisticRegression
 
-from decode.core.lengths import RoundCosts
 from decode.core.sampling import LogitsWarper
-from decode.drafters.probe import confidence_features
+from decode.drafters.probe import confidence_features, load_probe, save_probes
 from decode.errors import UserError
 from decode.measure.benchmark import Record
 from decode.methods import MethodInputs, build
 from decode.models.check import open_runner
-from decode.models.heads.block_config import BLOCK_ARCHITECTURES
 from decode.models.texts import write_texts
 from decode.options import MethodOptions
+from distill.config import TrainerSettings
 from probes import exit_search, features
-from probes.blocks import collect_blocks, judge
-from probes.exit_search import METHODS, Choice, best_of, candidates, predict, run_best, simulate
+from probes.exit_search import METHODS, WINDOW, best_settings, fastest_options
 from probes.features import Features, collect, exit_layers
-from probes.fit import EXTRA_PENALTY, calibrate, judged, logits, train_probes
+from probes.fit import EPOCHS, calibrate, judged, logits, train_probes
 from probes.labels import Mode, label_drafts, modes_of
+from probes.module import EXTRA_PENALTY
 from probes.report import answer
 from probes.settings import ProbeSettings
 
@@ -149,7 +153,7 @@ def test_soft_labels_are_estimated_as_probabilities_and_labels_of_a_single_class
         error = logits(probe, test).sigmoid() - test.labels[probe.layer - 1]
         assert error.abs().mean() < 0.03
     train.labels[1] = 1.0
-    with pytest.raises(UserError, match=r"exit layer \(or slot\) 2 is accepted"):
+    with pytest.raises(UserError, match="exit layer 2 is accepted"):
         train_probes(train, train, "match", PENALTIES)
 
 
@@ -176,141 +180,103 @@ def test_exits_outside_the_model_are_refused(tiny) -> None:
         exit_layers(tiny("llama", num_hidden_layers=1))
 
 
-def test_a_simulated_round_accepts_up_to_the_first_rejection_or_stops_where_the_confidence_falls() -> None:
-    outcome, confidence = [1, 1, 0, 1, 1, 1, 1, 0], [0.9, 0.9, 0.4, 0.9, 0.9, 0.9]
-    assert simulate(outcome, None, 2) == ([2, 2, 2], [2, 2, 1])
-    assert simulate(outcome, None, 4) == ([4, 4], [2, 4])
-    assert simulate([1, 1], None, 4) == ([2], [1])
-    assert simulate([1] * 6, confidence, 9, 0.5) == ([3, 2], [3, 1])
-    assert simulate([1] * 6, confidence, 9, 0.85, product=True) == ([2, 2], [2, 2])
-    assert simulate([1] * 6, confidence, 1, 0.5) == ([1, 1, 1], [1, 1, 1])
-
-
-def test_the_best_setting_is_the_cheapest_way_to_the_same_tokens() -> None:
-    free, dear = (RoundCosts({1: {0: 1.0, 1: 1.1, 2: 1.2}}), RoundCosts({1: {0: 1.0, 1: 2.1, 2: 3.2}}))
-    outcomes = [[1.0] * 9 + [0.0] + [1.0] * 10]
-    sure = {"token": [[0.9] * 9 + [0.1] + [0.9] * 10]}
-    for costs, expected in ((free, [8, 11]), (dear, [1])):
-        choices = predict(outcomes, sure, 2, costs, {}, 12)
-        assert best_of(choices, "layerskip")[0].window in expected
-    stopped = predict(outcomes, sure, 2, RoundCosts({1: {0: 1.0, 1: 1.2, 2: 1.4}}), {}, 12)
-    assert best_of(stopped, "draft-verify")[0].accepted > 0.85
-    assert set(METHODS) - {c.method for c in choices} == {"adaspeed-probe", "confidence-probe"}
-
-
-def test_every_method_takes_the_setting_that_was_fastest_in_real_rounds_and_layerskip_too(monkeypatch) -> None:
-    places = [(layer, k) for layer in (1, 2, 3) for k in (2, 8)]
-    choices = [
-        Choice(m, e, k, None if m == "layerskip" else 0.5, 4 - e + k / 9, 0.9) for m in METHODS for e, k in places
-    ]
-    tried = [(c.exit_layer, c.window) for c in candidates(choices, "layerskip", 4)]
-    assert tried == [(1, 8), (2, 8), (3, 8), (1, 2)]
+def test_every_method_takes_the_setting_that_was_fastest_in_real_rounds(monkeypatch) -> None:
     asked = []
 
-    def bench(session, suite, entries):  # exit 2 with short drafts is the fastest, and was predicted the slowest
-        asked.append([(entry.method, entry.options.exit_layer, entry.options.draft_length) for entry in entries])
-        speeds = {e.name: 3.0 - abs(e.options.exit_layer - 2) - e.options.draft_length / 9 for e in entries}
-        rows = [{"name": e.name, "method": e.method, "speedup": speeds[e.name], "tokens": 9} for e in entries]
-        return rows, {name: Record() for name in (*speeds, "autoregressive")}
+    class Trials:
+        """Exit 2 with short drafts and low thresholds is the fastest; the rows are those of the settings asked for."""
 
-    monkeypatch.setattr(exit_search, "bench", bench)
-    for name in ("open_session", "test_prompts"):
-        monkeypatch.setattr(exit_search, name, lambda *_: None)
-    monkeypatch.setattr(Record, "plain", lambda _: (0.1, 1.0))
-    mode, run = Mode("greedy", LogitsWarper(), "match", {"validation": [([1, 2], 1)]}), SimpleNamespace(folder=Path())
-    rows, others = run_best(run, None, mode, choices, ProbeSettings(confirm=6))  # type: ignore[arg-type]
-    assert asked[1] == [(method, 2, 2) for method in METHODS]
-    assert {row["tried"] for row in rows} == {6}
-    assert len(others) == len(asked[0]) == 6 * len(METHODS)
+        def __init__(self, *_) -> None:
+            self.probes, self.mode = "", Mode("greedy", LogitsWarper(), "match")
+
+        def validation(self, count: int) -> int:
+            return count
+
+        def __call__(self, suite, settings):
+            asked.append((suite, settings))
+            speeds = {s.name: 3 - abs(s.exit_layer - 2) - s.draft_length / 90 - (s.threshold or 0) for s in settings}
+            accepted = {"accepted_per_drafted": 0.7}
+            rows = [{"name": s.name, "method": s.method, "speedup": speeds[s.name], **accepted} for s in settings]
+            return rows, {name: Record() for name in (*speeds, "autoregressive")}
+
+    monkeypatch.setattr(exit_search, "Trials", Trials)
+    monkeypatch.setattr(exit_search, "test_suite", lambda *_: "test")
+    run = SimpleNamespace(corpus=None, settings=SimpleNamespace(data=SimpleNamespace(source="")))
+    rows, tried = best_settings(run, None, GREEDY_MODE, [1, 2, 3, 5, 9], ProbeSettings(confirm=2))  # type: ignore[arg-type]
+    assert [(suite, len(settings)) for suite, settings in asked] == [(3, 5), (3, 60), (12, 10), ("test", 5)]
+    assert {s.exit_layer for s in asked[1][1]} == {1, 2, 3}  # by drafts of one length
+    assert {(s.exit_layer, s.threshold) for s in asked[2][1] if s.method == "adaspeed"} == {(2, 0.3), (2, 0.6)}
+    assert [(s.method, s.exit_layer, s.draft_length) for s in asked[3][1]] == [
+        (method, 2, 2 if method == "layerskip" else WINDOW) for method in METHODS
+    ]
+    # a rule with a threshold is steered to the acceptance that it had
+    assert {s.target_acceptance for s in asked[3][1]} == {None, 0.7}
+    assert {row["method"]: row["tried"] for row in rows} == dict.fromkeys(METHODS, 12) | {"layerskip": 14}
+    assert len(tried) == 5 * 12 + 2
+    best = fastest_options([row | {"temperature": 0.0, "draft_length": 2} for row in rows])["greedy"]
+    assert best["layerskip"] == {"draft_length": 2, "exit_layer": 2}
 
 
-def test_the_answer_names_the_best_exit_with_agreement_cost_and_tried_speed_of_each() -> None:
+def test_the_answer_gives_agreement_and_speed_of_every_exit_that_was_tried() -> None:
     names, numbers = {"title": "adaspeed", "method": "adaspeed"}, {"exit_layer": 2, "speedup": 1.4, "prompts": 36}
     best = {"temperature": 0.0} | names | numbers
-    tried = [best | {"exit_layer": layer, "speedup": speed} for layer, speed in ((1, 1.1), (1, 1.0), (2, 1.5))]
-    costs = {"greedy": {"exits": RoundCosts({e: {0: 1.0, 1: 1 + e / 4, 8: 1 + 2 * e} for e in (1, 2)}).to_dict()}}
+    tried = [best | {"exit_layer": layer, "speedup": speed} for layer, speed in ((2, 1.5), (1, 1.1), (1, 1.0))]
     scores = [{"mode": "greedy", "layer": layer, "alpha": alpha} for layer, alpha in ((1, 0.8), (2, 0.95))]
-    added = {"self_speculation": [best], "probes": scores, "probe_settings": {"tried": tried, "costs": costs}}
-    said = answer(added, "greedy")
-    assert "Exit layer 2 is best for it: α 0.950, 0.50 of a round without a draft for each further" in said
-    assert said.endswith("speedup 1.50 when tried (exit layer 1: α 0.800, 0.25, 1.10).")
+    added = {"self_speculation": [best], "probes": scores, "probe_settings": {"tried": tried}}
+    text = answer(added, "greedy")
+    assert "adaspeed with exit layer 2 is fastest" in text
+    assert text.endswith("exit layer 1: α 0.800, 1.10; exit layer 2: α 0.950, 1.50.")
     without = answer(added | {"probes": [{"mode": "greedy", "layer": layer} for layer in (1, 2)]}, "greedy")
-    assert "is best for it: 0.50 of a round" in without  # of the label top-p, which has no α
-    assert without.endswith("speedup 1.50 when tried (exit layer 1: 0.25, 1.10).")
-    assert "Exit layer" not in answer(added | {"self_speculation": [best | {"load": 9.0, "cores": 2}]}, "greedy")
+    assert without.endswith("exit layer 1: 1.10; exit layer 2: 1.50.")  # of the label top-p, which has no α
+    assert "exit layer 1" not in answer(added | {"self_speculation": [best | {"load": 9.0, "cores": 2}]}, "greedy")
 
 
-# -- probes inside a block head ----------------------------------------------------------------------------------------
+class Killed(Exception):
+    """Stands for the end of a process."""
 
 
-TEXTS = [([3, 7, 1, 9, 4, 4, 2, 8, 5], 3), ([1, 2, 3, 1, 2, 6], 2), ([5, 4], 1)]
+class Kill(Callback):
+    """Ends a training after some epochs."""
+
+    def __init__(self, epochs: int) -> None:
+        self.epochs = epochs
+
+    def on_train_epoch_start(self, trainer, pl_module) -> None:
+        if trainer.current_epoch == self.epochs:
+            raise Killed
 
 
-@pytest.mark.parametrize("version", BLOCK_ARCHITECTURES)
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_a_slot_is_asked_whether_the_texts_token_would_have_been_drafted(
-    tiny, temperature: float, version: str
-) -> None:
-    target = tiny("llama", vocab_size=12)
-    head = make_block_head(target, version, block=3 + (version != "dspark"))
-    head.temperatures, head.sampled_temperatures = [2.0, 1.0, 0.5], [3.0, 4.0, 5.0]
-    warp = LogitsWarper(temperature)
-    seen, odds = collect_blocks(target, head, TEXTS, Mode("", warp, "match"))
-    assert seen.exits == [1, 2, 3]
-    assert seen.text.tolist() == [0, 0, 0, 0, 1, 1]  # blocks that end within their text; the last text has none
-    column = 0
-    for ids, start in TEXTS[:2]:
-        p = warp(target(torch.tensor([ids])).logits[0].detach())
-        for at in range(start - 1, len(ids) - 3):
-            _, hidden, *_ = plain_block(head, target, ids[: at + 1], 3)
-            for slot in range(3):
-                token = ids[at + slot + 1]
-                torch.testing.assert_close(seen.inputs[slot, column, :-3], hidden[slot], rtol=1e-4, atol=1e-4)
-                q = warp(plain_scores(head, target, ids[: at + 1], ids[at + 1 : at + slot + 1], 3))[slot]
-                chance = float(q[token] / max(q[token], p[at + slot, token], 1e-30))
-                assert seen.labels[slot, column] == pytest.approx(chance, abs=1e-4)
-                if head.confidence_head is None:
-                    continue
-                row = head.markov_head.markov_w1(torch.tensor([ids[at + slot]]))
-                scale = (head.sampled_temperatures if temperature else head.temperatures)[slot]
-                expected = head.confidence_head(torch.cat([hidden[slot], row[0]])) / scale
-                torch.testing.assert_close(odds[slot, column], expected.detach(), rtol=1e-4, atol=1e-4)
-            column += 1
-    assert set(seen.outcome.unique().tolist()) <= {0.0, 1.0}
-    assert (seen.outcome <= (seen.labels > 0)).all()
+def test_a_killed_fit_goes_on_and_its_curves_reach_loggers_and_callbacks(tmp_path, monkeypatch) -> None:
+    train, held = synthetic(1500, seed=1), synthetic(500, seed=2)
+    whole = train_probes(train, held, "match", PENALTIES)
+    for end in (3, EPOCHS):  # in the middle, and after the last checkpoint
+        monkeypatch.setattr(TrainerSettings, "callback_instances", lambda _, end=end: [Kill(end)])
+        with pytest.raises(Killed) if end < EPOCHS else nullcontext():
+            train_probes(train, held, "match", PENALTIES, work=tmp_path / str(end))
+        monkeypatch.undo()
+        continued = CSVLogger(tmp_path, name=f"continued-{end}")
+        probes = train_probes(train, held, "match", PENALTIES, work=tmp_path / str(end), logger=continued)
+        for one, other in zip(whole, probes, strict=True):
+            assert torch.equal(one.weight, other.weight)
+            assert (one.bias, one.temperature) == (other.bias, other.temperature)
+        continued.finalize("success")
+        rows = list(csv.DictReader((Path(continued.log_dir) / "metrics.csv").open()))
+        assert {int(row["epoch"]) for row in rows if row.get("train_loss")} == set(range(end, EPOCHS))
+        assert rows[-1]["validation_loss"]  # of the validation after the end
 
 
-def test_the_mean_over_texts_of_the_target_is_the_overlap_and_rejected_tokens_are_too_likely_ones(tiny) -> None:
-    target, warp = tiny("llama", vocab_size=12), LogitsWarper(1.0)
-    head = make_block_head(target, "dspark", block=2)
-    texts = [([3, 7, token, 5], 2) for token in range(12)]
-    seen, _ = collect_blocks(target, head, texts, Mode("", warp, "accept"))
-    with torch.no_grad():
-        p = warp(target(torch.tensor([[3, 7]])).logits[0, -1:])[0]
-        q = warp(plain_scores(head, target, [3, 7], [], 2))[0]
-    assert float(p @ seen.labels[0]) == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-4)
-    for token, (hit, drafted) in enumerate(zip(seen.outcome[0], seen.token_probability[0])):
-        likely = q[token : token + 1] if hit else q[q > p]
-        assert (likely - drafted).abs().min() < 1e-4
-
-
-def test_estimates_are_judged_where_the_block_was_right_before(tiny) -> None:
-    head, generator = make_block_head(tiny("llama"), "dspark", block=3), torch.Generator().manual_seed(0)
-    seen = {}
-    for split, n in (("train", 3000), ("validation", 1500), ("test", 6000)):
-        states = torch.randn(3, n, 4, generator=generator)
-        true = 1.5 * states[..., 0] + 0.5
-        hits = (torch.rand(true.shape, generator=generator) < true.sigmoid()).float()
-        blind = torch.tensor([0.7]).log().expand(3, n, 1)  # a token probability that knows nothing
-        inputs = torch.cat([states, blind, torch.randn(3, n, 2, generator=generator)], -1)
-        seen[split] = Features([1, 2, 3], inputs, hits, hits, torch.arange(n)), 3 * true  # an overconfident head
-    rows, products = judge(head, seen, "match", [1e-3, 1e-1])
-    test = seen["test"][0].outcome
-    assert [row["tokens"] for row in rows] == [6000, int(test[0].sum()), int(test[:2].prod(0).sum())]
-    for row in rows:
-        assert row["ece"] < 0.045 < row["ece_confidence_head"]
-        assert row["auroc"] == pytest.approx(row["auroc_confidence_head"], abs=0.01)  # the same order
-        assert row["auroc_token_probability"] == pytest.approx(0.5)
-    by_name = {row["estimate"]: row for row in products}
-    assert by_name["probe"]["ece"] < 0.045 < by_name["confidence head"]["ece"]
-    assert by_name["confidence head"]["worst_slot_ece"] >= by_name["confidence head"]["ece"]
+def test_the_documented_function_reads_a_probe_with_plain_transformers(tiny, tmp_path) -> None:
+    model = model_of(tiny)
+    texts = texts_of(model, PROMPTS, LogitsWarper(), 9)
+    seen = collect(model, texts, GREEDY_MODE, [1, 3])
+    save_probes(tmp_path, model, train_probes(seen, seen, "match", [1.0]))
+    page = (Path(__file__).parents[2] / "docs" / "probes.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict = {}
+    exec(code, names)
+    ids, start = texts[1]
+    read = names["acceptance"](model, tmp_path, 3, torch.tensor([ids]))
+    expected = load_probe(tmp_path, model, 3, "probe", ["match"]).logit(seen.inputs[1, seen.text == 1, :-3]).sigmoid()
+    torch.testing.assert_close(read[0, start - 1 : -1], expected, rtol=1e-4, atol=1e-5)
+    note = json.loads((tmp_path / "probes.json").read_text())
+    assert "final norm" in note["input"]

@@ -123,17 +123,6 @@ def test_rounds_of_the_loop_are_timed_at_every_length_and_leave_no_cache(tiny) -
     assert sorted(short.rounds.seconds[1]) == [0, 1]  # within its context
 
 
-def test_deeper_exits_take_longer_rounds_and_exits_between_lie_between(tiny, monkeypatch) -> None:
-    monkeypatch.setattr("decode.measure.costs.TURNS", 5)
-    runner = open_runner(tiny("llama", num_hidden_layers=8, hidden_size=128))
-    costs, reading = costs_module.exit_costs(runner, [1, 2, 4, 7], {}, LogitsWarper(), [[3, 1, 4]], longest=8)
-    shallow, between, middle, deep = (costs.round(layer, 8) for layer in (1, 2, 4, 7))
-    assert costs.round(1, 0) == costs.round(7, 0)
-    assert shallow < deep
-    assert min(shallow, middle) <= between <= max(shallow, middle)
-    assert set(reading) == {"token"}
-
-
 ALPHA = OfflineAlpha([[0.8] * 60, [1.0, 0.2] * 30])
 
 
