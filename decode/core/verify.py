@@ -457,7 +457,7 @@ class Verification:
 
             def choose(row: int, path: Ids) -> int:
                 if self._walks_at:
-                    return results[self._walks_at][first + row]  # type: ignore[no-any-return]  # noqa: B023
+                    return results[self._walks_at][first + row]  # noqa: B023
                 rows[row] = self._row(i, first + row, row, [ids[node] for node in path])  # noqa: B023
                 return int(self._numbers.draw(rows[row], len(path), [at]))  # noqa: B023
 
