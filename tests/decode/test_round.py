@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import random
+import tracemalloc
 
 import pytest
 import torch
 from enumeration import ScriptedRunner
-from scripted import RandomTree
+from families import VOCAB
+from greedy import generate
+from scripted import Oracle, RandomTree
 
 from decode.core.draft import Draft
 from decode.core.round import Round, acceptance_by_length, acceptance_by_position, metrics
@@ -100,6 +104,51 @@ def test_accepted_tokens_behind_the_end_of_a_text_are_no_part_of_the_accepted_le
     assert ended.finish == "eos"
     assert metrics([ended.rounds])["accepted_length"] == len(ended.new_ids) / len(ended.rounds)
     assert sum(r.accepted + 1 for r in ended.rounds) > len(ended.new_ids)
+
+
+@pytest.mark.parametrize("how", ["model", "perfect"])  # of which the first looks for stop ids while it drafts
+@pytest.mark.parametrize("end", ["id", "string"])
+def test_nothing_behind_the_end_of_a_text_counts(how: str, end: str, tiny) -> None:
+    model, warp, prompt = tiny("llama"), LogitsWarper(), [5, 9, 2, 7]
+    runner = open_runner(model)
+    text = generate(model, prompt, 13)
+    last = next(i for i in range(len(prompt) + 6, len(text)) if text[i] not in text[:i])
+
+    class Ending:
+        def ends(self, ids: list[int]) -> bool:
+            return ids == text[: last + 1]
+
+    drafter = ModelDrafter(open_runner(model), warp, VOCAB) if how == "model" else Oracle(text, "perfect", VOCAB)
+    ends = {"stop_ids": {text[last]}} if end == "id" else {"stop_strings": Ending()}
+    out = decode(runner, Method("", drafter, StopRule(5)), warp, prompt, max_new_tokens=40, **ends)
+    assert out.ids == text[: last + 1]
+    assert out.finish == ("eos" if end == "id" else "stop")
+    r = out.rounds[-1]
+    assert (r.drafted, r.tested, len(r.overlap or ())) == (r.accepted,) * 3
+    assert sum(r.accepted for r in out.rounds) < len(out.new_ids)
+    measured = metrics([out.rounds])
+    assert (measured["alpha"], measured["accepted_per_tested"], measured["accepted_per_drafted"]) == (1.0, 1.0, 1.0)
+
+
+def test_a_tree_keeps_what_the_text_can_hold() -> None:
+    """Nodes below a token that ends the text, and those deeper than its end, are no part of a round."""
+    draft, place = Draft([1, 9, 2, 3, 4, 5], [-1, -1, 0, 1, 2, 4], [0.5] * 6).cut({9}, 2)
+    assert (draft.ids, list(draft.parents), place) == ([1, 9, 2], [-1, -1, 0], [0, 1, 2, None, None, None])
+
+
+def test_a_trace_is_small() -> None:
+    """A round of a tree of 60 nodes keeps no more than its numbers."""
+    generator = random.Random(0)
+    parents = [generator.randrange(-1, i) for i in range(60)]
+    tracemalloc.start()
+    rounds = []
+    for seed in range(200):
+        draft = Draft([1000 * seed + i for i in range(60)], parents)
+        draft.children(), draft.depths(), draft.depth
+        rounds.append(Round(draft, [0, 1], 5, [1, 2, 5]))
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size / len(rounds) < 1500
 
 
 def test_errors_are_those_of_texts_and_a_repeated_text_adds_nothing() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from families import VOCAB
+from heads import make_head
 from reading import rounds_of
 from torch import Tensor
 from transformers import (
@@ -14,10 +16,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from decode.core import sampling
 from decode.core.sampling import LogitsWarper, Prefixes, TopP, argmax, one_hot
 from decode.errors import UserError
 from decode.methods import MethodInputs, build
 from decode.models.check import open_runner
+from decode.models.heads.runner import HeadRunner
 
 PROMPT = [3, 7, 1, 9, 3, 7, 22, 3]
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
@@ -130,6 +134,27 @@ def test_of_a_copy_only_the_rows_that_sampling_reaches_are_warped(penalty: float
         warp.rows = 0
         drafted += result.drafted
     assert drafted > 0
+
+
+@pytest.mark.parametrize("method", ["vanilla", "eagle-tree", "autoregressive"])
+def test_a_repetition_penalty_takes_what_the_text_grew_by(method: str, tiny, monkeypatch) -> None:
+    """After the first round no more ids of a text are looked at than it has written since."""
+    target, looked = tiny("llama"), list[int]()
+    upload = sampling.upload
+
+    def noted(values: Any, *given: Any) -> Tensor:
+        looked.append(len(values[1]) if isinstance(values, tuple) else 0)
+        return upload(values, *given)
+
+    monkeypatch.setattr(sampling, "upload", noted)
+    runner, warp = open_runner(target), LogitsWarper(repetition_penalty=1.3)
+    draft = HeadRunner(make_head(target, 3), target) if method == "eagle-tree" else open_runner(tiny("llama", seed=3))
+    system = build(method, MethodInputs(runner, warp, None if method == "autoregressive" else draft))
+    grown = 3 * len(PROMPT)
+    for result in rounds_of(runner, system, warp, PROMPT * 3, max_new_tokens=20):
+        assert sum(looked) == grown
+        looked.clear()
+        grown = len(result.new)
 
 
 @pytest.mark.parametrize("top_p", [1e-9, 0.05, 0.5, 0.9, 0.999])

@@ -211,10 +211,11 @@ class BlockRunner(DraftHeadRunner):
                 does not look at the token that is drafted.
         """
         head, logits, hidden, accepted = self.head, block.logits[:, slot], block.hidden[:, slot], None
-        tokens = block.anchors if tokens is None else tokens
+        anchors = block.anchors
         if len(texts) < len(logits):
             at = upload(texts, self.device)
-            logits, hidden = logits.index_select(0, at), hidden.index_select(0, at)
+            logits, hidden, anchors = (x.index_select(0, at) for x in (logits, hidden, anchors))
+        tokens = anchors if tokens is None else tokens
         if tokens.dim() > 1:
             logits, hidden = (x.repeat_interleave(tokens.shape[1], 0) for x in (logits, hidden))
         inputs = hidden

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from decode.core.draft import Draft
+from decode.core.lengths import DraftLengths, RoundCosts
 from decode.core.round import Round
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.stop import MeanOfRejected, StopRule, negative_entropy
@@ -311,6 +312,22 @@ def test_features_wait_in_the_pieces_that_came_and_are_joined_when_a_draft_reads
             found = drafting.propose(ids, StopRule(3), 10)
         assert found.ids == wanted.ids, type(head.head).__name__
         assert len(drafting.state.cache.unread) == 0
+
+
+def test_features_that_wait_while_nothing_is_drafted_are_bounded(tiny, monkeypatch) -> None:
+    target, ids = tiny("llama", num_hidden_layers=6), PROMPTS[1] * 5
+    runner = open_runner(target)
+    monkeypatch.setattr(model, "PIECE", 8)
+    monkeypatch.setattr(api, "PIECE", 8)
+    monkeypatch.setattr(block_runner, "PIECE", 8)
+    for head, make in runners(target):
+        costs = RoundCosts({1: {0: 1.0, 1: 9.0, 3: 20.0}})  # nothing but a round now and then is drafted
+        system = Method("", make(head, runner, GREEDY), StopRule(3), lengths=DraftLengths(costs, 3))
+        text, waiting = Text(runner, system, GREEDY, ids, max_new_tokens=12), list[int]()
+        for _, r in run(runner, system, [text]):
+            waiting.append(len(text.state.cache.unread) * (not r.drafted))
+        assert 0 < max(waiting) <= 8 + 1
+        assert text.ids == generate(target, ids, 12)
 
 
 def test_a_long_text_is_read_in_pieces_also_where_the_first_rounds_have_no_draft(tiny, monkeypatch) -> None:
