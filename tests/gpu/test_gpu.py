@@ -65,7 +65,7 @@ def decoded(
     drafter = None if draft is None else open_draft_runner(draft, model)
     system = build(method, MethodInputs(runner, warp, drafter, options=MethodOptions(**options)))
     return decode(
-        runner, system, warp, PROMPT, max_new_tokens=NEW, rng=TorchRng(seed, runner.device)
+        runner, system, warp, PROMPT, max_new_tokens=NEW, rng=TorchRng(seed)
     )  # fmt: skip
 
 
