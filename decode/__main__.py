@@ -20,13 +20,15 @@ COMMANDS: dict[str, dict[str, str]] = yaml.safe_load(
 
 
 def _list_methods() -> None:
-    from decode.methods import METHODS, is_lossless
-    from decode.progress import FittingTable, output_console
+    from decode.methods import METHODS, PROBE_STOPS, RULES, STOPS, is_lossless
+    from decode.progress import fitting_table, output_console
 
     kinds = {True: ("lossless", ""), False: ("relaxed", "yellow")}  # with the style of the row
-    known = [(name, *kinds[is_lossless(name)]) for name in METHODS]
-    rows = [((name, kind, *METHODS[name]), style) for name, kind, style in known]
-    output_console().print(FittingTable(("method", "output", "drafter", "stop rule", "acceptance rule"), rows))
+    described = [(name, *kinds[is_lossless(name)]) for name in METHODS]
+    rows = [((name, kind, *METHODS[name]), style) for name, kind, style in described]
+    console = output_console(highlight=False)
+    console.print(fitting_table(("method", "output", "drafter", "stop rule", "acceptance rule"), rows))
+    console.print(f"\n--stop-rule takes {', '.join(STOPS | PROBE_STOPS)}", f"--rule takes {', '.join(RULES)}", sep="\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ def read_stdin() -> str:
 
 # -- YAML -------------------------------------------------------------------------------------------------------------
 
-NULL, TEXT, NUMBER, DATE = (f"tag:yaml.org,2002:{name}" for name in ("null", "str", "float", "timestamp"))
+NUMBER, DATE = (f"tag:yaml.org,2002:{name}" for name in ("float", "timestamp"))
 
 
 class _Loader(yaml.SafeLoader):
@@ -117,28 +117,9 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_implicit_resolver(NUMBER, re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
 
 
-def read_yaml(content: str, texts: Collection[str] = (), name: str = "") -> Any:
-    """Plain data of YAML, in which values whose dotted names are among `texts` are texts as written, or null.
-
-    `name` is that of the whole. Raises a ValueError for what is no YAML.
-    """
+def read_yaml(content: str) -> Any:
+    """Plain data of YAML; a ValueError for what is no YAML."""
     try:
-        loader = _Loader(content)
-        if (node := loader.get_single_node()) is None:
-            return None
-        _keep_texts(node, texts, name)
-        return loader.construct_document(node)
+        return yaml.load(content, _Loader)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
-
-
-def _keep_texts(node: yaml.Node, texts: Collection[str], name: str) -> None:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            inner = f"{name}.{key.value}".removeprefix(".")
-            _keep_texts(value, texts, name if name in texts else inner)
-    elif isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            _keep_texts(item, texts, name)
-    elif name in texts and node.tag != NULL:
-        node.tag = TEXT

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -36,17 +36,17 @@ from decode.drafters.hybrid import HybridDrafter
 from decode.drafters.lookahead import LookaheadDrafter
 from decode.drafters.lookup import LookupDrafter, SuffixDrafter
 from decode.drafters.model import BlockDrafter, EarlyExitDrafter, FeatureDrafter, ModelDrafter
-from decode.drafters.probe import advised, load_probe
+from decode.drafters.probe import KINDS as PROBES
+from decode.drafters.probe import MAKE_PROBES, advised, load_probe
 from decode.drafters.rest import Datastore, RetrievalDrafter
 from decode.drafters.trees import BlockTreeDrafter, FeatureTreeDrafter
 from decode.errors import UserError, choose
+from decode.files import Fields
 from decode.loop import Method, tree_error
 from decode.models.api import Model
 from decode.models.fast.forward import FastRunner, self_speculating
 from decode.models.heads.block_runner import BlockRunner
 from decode.models.heads.eagle import DraftHead
-from decode.models.heads.mtp import MtpRunner
-from decode.models.heads.runner import HeadRunner
 from decode.options import MethodOptions
 
 METHODS: dict[str, tuple[str, str, str]] = {
@@ -66,11 +66,11 @@ METHODS: dict[str, tuple[str, str, str]] = {
     "ears":              ("model",               "length",           "ears"),
     "fuzzy":             ("model",               "length",           "fuzzy"),
     "typical":           ("model",               "length",           "typical"),
-    "eagle":             ("feature",             "length",           "exact"),
-    "eagle-tree":        ("feature-tree",        "length",           "exact"),
-    "block":             ("feature",             "length",           "exact"),
-    "block-tree":        ("feature-tree",        "length",           "exact"),
-    "block-confidence":  ("feature",             "confidence-head",  "exact"),
+    "eagle":             ("head",                "length",           "exact"),
+    "eagle-tree":        ("head-tree",           "length",           "exact"),
+    "block":             ("block",               "length",           "exact"),
+    "block-tree":        ("block-tree",          "length",           "exact"),
+    "block-confidence":  ("block",               "confidence-head",  "exact"),
     "hybrid":            ("hybrid",              "unsure",           "exact"),
     "hybrid-tree":       ("hybrid-tree",         "length",           "exact"),
     "prompt-lookup":     ("prompt-lookup",       "copy",             "exact"),
@@ -86,18 +86,25 @@ METHODS: dict[str, tuple[str, str, str]] = {
 }  # fmt: skip
 
 
-def _drafting_with(*drafters: str) -> set[str]:
-    return {name for name, (drafter, _, _) in METHODS.items() if drafter in drafters}
+DRAFTS = {
+    "model": "a language model",
+    "eagle": "a feature head (EAGLE)",
+    "mtp": "next-token layers of the target",
+    "block": "a block head",
+}
+"""What a method may draft with, by the kinds of `draft_kind`."""
+ANY = tuple(DRAFTS)
+GIVE_ESTIMATES = (
+    "give a DSpark head that was trained with one (student.block.confidence), or choose another stop rule, such as "
+    "cost-optimal"
+)
+PRICED = ("cost-optimal", "confidence-head")  # stop rules that weigh a token against its cost
 
 
-HEADED = _drafting_with("feature", "feature-tree", "hybrid-tree")  # methods that only a feature head can draft for
-DRAFTED = HEADED | _drafting_with("model", "hybrid")  # methods in which a draft model or a feature head takes part
-SELF_SPECULATIVE = _drafting_with("early-exit")
-CHAINS_BY_MODEL = SELF_SPECULATIVE | _drafting_with("model", "feature")  # methods whose drafts have a cost model
-PROBED = {name for name, (_, stop, _) in METHODS.items() if stop.endswith("probe")}  # methods that need a probe folder
-PRICED = {"cost-optimal", "confidence-head"}  # stop rules that weigh a token against its cost
-SAMPLING_DRAFTERS = {"model", "feature", "hybrid", "early-exit"}  # their drafts are, or may be, drawn from a q
-TREE_DRAFTERS = {"feature-tree", "hybrid-tree", "rest", "adaptix", "lookahead"}
+def draft_kind(draft: Any) -> str:
+    """What a draft is, opened or as it was loaded: a key of `DRAFTS`; empty for None."""
+    head = getattr(draft, "model", None) if isinstance(draft, Model) else draft
+    return "" if draft is None else head.kind if isinstance(head, DraftHead) else "model"
 
 
 @dataclass
@@ -128,8 +135,33 @@ class MethodInputs:
     @property
     def exit_layer(self) -> int:
         """The exit layer of the options, or a quarter of the model's layers."""
-        given = self.options.exit_layer
-        return max(1, round(self_speculating(self.target).depth / 4)) if given is None else given
+        layer = self.options.exit_layer
+        return max(1, round(self_speculating(self.target).depth / 4)) if layer is None else layer
+
+    @property
+    def parts(self) -> "Parts":
+        """What `refusal` goes by."""
+        trees = "" if self.target.supports_trees else str(tree_error(self.target))
+        return Parts.of_draft(self.draft, self.options, datastore=self.datastore is not None, tree_refusal=trees)
+
+
+@dataclass
+class Parts:
+    """What there is to draft with, by which a method is refused or not, before anything is opened and after."""
+
+    options: MethodOptions
+    draft: str = ""  # kind of the draft (see `DRAFTS`); empty: there is none
+    name: str = "it"  # of the draft, in messages
+    estimates: bool = True  # the draft has a confidence head, as far as that is known
+    datastore: bool = False  # there is a datastore, or a corpus that one is built from
+    tree_refusal: str = ""  # why the target reads no trees; empty where it does, as far as that is known
+
+    @classmethod
+    def of_draft(cls, draft: Any, options: MethodOptions, **others: Any) -> "Parts":
+        """Those with a draft that is open."""
+        head = getattr(draft, "model", draft)
+        estimates = getattr(head, "confidence_head", None) is not None
+        return cls(options, draft_kind(draft), getattr(draft, "name", type(draft).__name__), estimates, **others)
 
 
 def round_costs(inputs: MethodInputs) -> RoundCosts:
@@ -141,13 +173,12 @@ def round_costs(inputs: MethodInputs) -> RoundCosts:
         c = draft.weight_bytes / target.weight_bytes
     elif draft is None and isinstance(target, FastRunner):
         c = inputs.exit_layer / target.depth
-    return RoundCosts.of_ratios(c, block=isinstance(draft, BlockRunner))
+    return RoundCosts.of_ratios(c, block=draft_kind(draft) == "block")
 
 
 def exported_length(draft: Any) -> int | None:
     """The draft length in the draft's generation config (of a head, its configuration), if any."""
-    source = draft.config if isinstance(draft, DraftHead) else draft.generation_config
-    return getattr(source, "num_assistant_tokens", None) or None
+    return getattr(getattr(draft, "generation_config", draft.config), "num_assistant_tokens", None) or None
 
 
 def store_of(inputs: MethodInputs) -> Datastore | None:
@@ -158,22 +189,19 @@ def store_of(inputs: MethodInputs) -> Datastore | None:
 def _chain(inputs: MethodInputs) -> ModelDrafter:
     """A draft model, or a head that drafts a chain."""
     target, draft, warp = inputs.target, inputs.draft, inputs.warp
+    assert draft is not None  # by `refusal`
+    if draft_kind(draft) == "model":
+        return ModelDrafter(draft, warp, target.vocab_size)
     if isinstance(draft, BlockRunner):
         return BlockDrafter(draft, target, warp, sample=inputs.options.sample_block)
-    if isinstance(draft, HeadRunner | MtpRunner):
-        return FeatureDrafter(draft, target, warp)
-    assert draft is not None  # `decode.commands.checks.check_methods` refuses missing models and stores by name
-    return ModelDrafter(draft, warp, target.vocab_size)
+    return FeatureDrafter(cast(Any, draft), target, warp)
 
 
 def _tree(inputs: MethodInputs) -> ModelDrafter:
     """A head that drafts a tree."""
-    target, draft, warp, options = inputs.target, inputs.draft, inputs.warp, inputs.options
+    options, drafter = inputs.options, BlockTreeDrafter if draft_kind(inputs.draft) == "block" else FeatureTreeDrafter
     shape = {"width": options.tree_width, "nodes": options.tree_nodes, "threshold": options.tree_threshold}
-    if isinstance(draft, BlockRunner):
-        return BlockTreeDrafter(draft, target, warp, **shape)
-    assert isinstance(draft, HeadRunner)  # `build` refuses others
-    return FeatureTreeDrafter(draft, target, warp, **shape)
+    return drafter(cast(Any, inputs.draft), inputs.target, inputs.warp, **shape)
 
 
 def _rest(inputs: MethodInputs) -> Drafter:
@@ -192,20 +220,57 @@ def _hybrid(inputs: MethodInputs, head: ModelDrafter, branch: int) -> Drafter:
     return HybridDrafter(head, store_of(inputs), length=inputs.options.copy_length, branch=branch)
 
 
-DRAFTERS: dict[str, Callable[[MethodInputs], Drafter]] = {
-    "none": lambda i: NoDrafter(),
-    "model": _chain,
-    "feature": _chain,
-    "feature-tree": _tree,
-    "hybrid": lambda i: _hybrid(i, _chain(i), 0),  # chains stay chains
-    "hybrid-tree": lambda i: _hybrid(i, _tree(i), i.options.copy_branch),
-    "prompt-lookup": lambda i: LookupDrafter(length=i.window(10)),
-    "suffix": lambda i: SuffixDrafter(),
-    "rest": _rest,
-    "adaptix": _adaptix,
-    "lookahead": lambda i: LookaheadDrafter(),
-    "early-exit": lambda i: EarlyExitDrafter(i.target, i.warp, i.exit_layer),
+@dataclass(frozen=True)
+class Kind:
+    """What a drafter is: how it is made, and all that decides which methods can be made with it."""
+
+    make: Callable[[MethodInputs], Drafter] | None = None
+    drafts: tuple[str, ...] = ()  # kinds of draft that it takes (see `DRAFTS`); empty: it needs none
+    itself: bool = False  # the target's own first layers draft
+    trees: bool = False  # drafts are, or may be, trees
+    samples: bool = False  # drafted tokens are, or may be, drawn from a q
+    priced: bool = False  # drafts are chains whose cost by length is known
+    store: bool = False  # it needs a datastore
+    copies: bool = False  # it takes a datastore where there is one
+
+
+_priced: Fields = {"samples": True, "priced": True}
+DRAFTERS = {
+    "none": Kind(lambda i: NoDrafter()),
+    "model": Kind(_chain, ANY, **_priced),
+    "head": Kind(_chain, ("eagle", "mtp"), **_priced),
+    "head-tree": Kind(_tree, ("eagle",), trees=True),
+    "block": Kind(_chain, ("block",), **_priced),
+    "block-tree": Kind(_tree, ("block",), trees=True),
+    "hybrid": Kind(lambda i: _hybrid(i, _chain(i), 0), ANY, samples=True, copies=True),  # chains stay chains
+    "hybrid-tree": Kind(
+        lambda i: _hybrid(i, _tree(i), i.options.copy_branch), ("eagle", "block"), trees=True, copies=True
+    ),
+    "prompt-lookup": Kind(lambda i: LookupDrafter(length=i.window(10))),
+    "suffix": Kind(lambda i: SuffixDrafter()),
+    "rest": Kind(_rest, trees=True, store=True),
+    "adaptix": Kind(_adaptix, trees=True, store=True),
+    "lookahead": Kind(lambda i: LookaheadDrafter(), trees=True),
+    "early-exit": Kind(lambda i: EarlyExitDrafter(i.target, i.warp, i.exit_layer), itself=True, **_priced),
 }
+BASELINES: dict[str, tuple[Kind, int | None]] = {
+    "generate": (Kind(), None),
+    "generate-assistant": (Kind(drafts=("model",)), 5),  # a fixed number of tokens, as vanilla
+    "generate-assistant-dynamic": (Kind(drafts=("model",)), 20),  # transformers' defaults, with a confidence of 0.4
+    "generate-prompt-lookup": (Kind(), 10),
+}
+"""Transformers' own generation, which benchmarks compare with, with the draft lengths where none is given."""
+
+
+def kind_of(method: str) -> Kind:
+    """The kind of a method's drafter.
+
+    Raises:
+        UserError: there is no such method.
+    """
+    if method in BASELINES:
+        return BASELINES[method][0]
+    return DRAFTERS[choose("method", method, METHODS | dict.fromkeys(BASELINES, ("", "", "")))[0]]
 
 
 def _cost_optimal(
@@ -218,13 +283,9 @@ def _cost_optimal(
 
 def _probed(inputs: MethodInputs, kind: str) -> StopRule:
     """AdaSPEED's rule on acceptances that a probe of the target's exit layer estimates."""
-    if inputs.options.probes is None:
-        raise UserError(f"stopping on a {kind} needs one; train it with python -m probes, give --probes DIR")
-    if inputs.draft is not None or inputs.target.model is None:
-        who = (inputs.draft or inputs.target).name
-        raise UserError(f"a {kind} reads the target's own layers, not those of {who}; choose another stop rule")
-    labels = ("match",) if inputs.warp.greedy else ("accept", "top-p", "match")
-    probe = load_probe(inputs.options.probes, inputs.target.model, inputs.exit_layer, kind, labels)
+    labels, target = ("match",) if inputs.warp.greedy else ("accept", "top-p", "match"), inputs.target.model
+    assert inputs.options.probes is not None  # by `refusal`
+    probe = load_probe(inputs.options.probes, target, inputs.exit_layer, kind, labels)
     return StopRule(inputs.window(12), probe, product=True, threshold=inputs.controller(0.8))
 
 
@@ -257,24 +318,73 @@ PROBE_STOPS: dict[str, Callable[[MethodInputs], StopRule]] = {
 """Stop rules that need a folder of probes, or a block head that has a confidence head."""
 
 
-def _adasd(inputs: MethodInputs, variant: str = JensenShannon.variant) -> AcceptanceRule:
-    return JensenShannon(variant, unwarped=inputs.warp.greedy)
-
-
-RULES: dict[str, Callable[[MethodInputs], AcceptanceRule]] = {
-    "exact": lambda i: Exact(),
-    "block-verification": lambda i: BlockVerification(),
-    "ears": lambda i: Ears(i.options.beta),
-    "adasd": _adasd,
-    **{f"adasd-{variant}": partial(_adasd, variant=variant) for variant in "abc"},
-    "fuzzy": lambda i: Fuzzy(i.options.fuzzy_threshold),
-    "typical": lambda i: Typical(i.options.typical_epsilon, i.options.typical_delta),
+RULES: dict[str, Callable[[MethodOptions, bool], AcceptanceRule]] = {
+    "exact": lambda options, greedy: Exact(),
+    "block-verification": lambda options, greedy: BlockVerification(),
+    "ears": lambda options, greedy: Ears(options.beta),
+    "adasd": lambda options, greedy: JensenShannon(unwarped=greedy),
+    "adasd-a": lambda options, greedy: JensenShannon("a", unwarped=greedy),
+    "adasd-b": lambda options, greedy: JensenShannon("b", unwarped=greedy),
+    "adasd-c": lambda options, greedy: JensenShannon("c", unwarped=greedy),
+    "fuzzy": lambda options, greedy: Fuzzy(options.fuzzy_threshold),
+    "typical": lambda options, greedy: Typical(options.typical_epsilon, options.typical_delta),
 }
+"""Acceptance rules, made from the options and whether decoding is greedy."""
 
 
 def is_lossless(method: str, rule: str | None = None) -> bool:
     """Whether the method's output is distributed as the target's."""
-    return (rule or METHODS[method][2]) in ("exact", "block-verification")
+    return RULES[rule or METHODS[method][2]](MethodOptions(), False).exact
+
+
+def refusal(method: str, parts: Parts, *, stop: str | None = None, rule: str | None = None) -> str:
+    """Why a method cannot be run with these parts, and what to do; empty where it can.
+
+    The only place that refuses a combination: it is asked before anything is loaded, where a benchmark chooses its
+    methods, and by `build`.
+
+    Raises:
+        UserError: there is no such method, stop rule or acceptance rule.
+    """
+    kind, options = kind_of(method), parts.options
+    _, own_stop, own_rule = METHODS.get(method, ("", "length", "exact"))
+    if kind.drafts and parts.draft not in kind.drafts:
+        wanted = "a model or a head" if kind.drafts == ANY else " or ".join(map(DRAFTS.__getitem__, kind.drafts))
+        config = {"eagle": "quickstart-eagle", "block": "quickstart-dspark"}.get(kind.drafts[0], "quickstart")
+        other = f", and {parts.name} is {DRAFTS[parts.draft]}" if parts.draft else ""
+        train = f"(a folder or hub name; train one: python -m distill --config configs/{config}.yaml)"
+        return f"{method} drafts with {wanted}{other}; give one with --draft {train}"
+    if kind.store and not parts.datastore:
+        build_one = "build one with python -m decode datastore build"
+        return f"{method} drafts from a datastore folder; {build_one} and give it with --datastore DIR"
+    if method in BASELINES:
+        return ""
+    if (stop or rule) and kind is DRAFTERS["none"]:
+        return f"{stop or rule} is a rule for drafts, and {method} drafts none; give --draft D, or leave it out"
+    stop, rule = stop or own_stop, rule or own_rule
+    choose("stop rule", stop, STOPS | PROBE_STOPS)
+    acceptance = choose("acceptance rule", rule, RULES)(options, True)
+    if stop in PROBES and options.probes is None:
+        return f"{method} needs a folder of acceptance probes, --probes DIR; {MAKE_PROBES}"
+    if stop in PROBES and not kind.itself:
+        return f"a {stop} reads the target's own layers, with which {method} does not draft; choose another stop rule"
+    if stop == "confidence-head" and not (parts.draft == "block" and parts.estimates):
+        return f"{method} stops by the draft's confidence head, and {parts.name} has none; {GIVE_ESTIMATES}"
+    if kind.trees and parts.tree_refusal:
+        return parts.tree_refusal
+    if kind.trees and not acceptance.exact:
+        return f"{method} drafts trees, which {rule} does not verify; use exact, or vanilla, eagle, block"
+    argmax_block = parts.draft == "block" and not options.sample_block
+    if isinstance(acceptance, BlockVerification) and (not kind.samples or argmax_block):
+        instead = "--sample-block true" if kind.samples else "vanilla, eagle, layerskip"
+        return (
+            f"{rule} keeps more than exact only of chains whose tokens are drawn from the draft's distribution, and "
+            f"{method} drafts none; use exact, or {instead}"
+        )
+    if options.never_slower and not kind.priced and kind is not DRAFTERS["none"]:
+        known = ", ".join(name for name, (drafter, *_) in METHODS.items() if DRAFTERS[drafter].priced)
+        return f"never_slower has no cost model for {method}: leave the option out, or use one of {known}"
+    return ""
 
 
 def build(method: str, inputs: MethodInputs, *, stop: str | None = None, rule: str | None = None) -> Method:
@@ -289,44 +399,20 @@ def build(method: str, inputs: MethodInputs, *, stop: str | None = None, rule: s
         rule: another acceptance rule of `RULES` in place of the method's own.
 
     Raises:
-        UserError: unknown names, a model or file that the method needs is missing, a target that reads no trees, a
-            relaxed rule on trees, or verification by blocks of drafts that are not sampled chains.
+        UserError: there is a `refusal`, or a file that the method needs cannot be read.
     """
-    drafter, stop_name, rule_name = choose("method", method, METHODS)
-    stop_name, rule_name, options = stop or stop_name, rule or rule_name, inputs.options
-    if options.probes is not None and method in SELF_SPECULATIVE | PROBED:
+    if why := refusal(method, inputs.parts, stop=stop, rule=rule):
+        raise UserError(why)
+    (drafter, own_stop, own_rule), options = METHODS[method], inputs.options
+    kind, stop = DRAFTERS[drafter], stop or own_stop
+    if options.probes is not None and kind.itself:
         advice = advised(options.probes, method, greedy=inputs.warp.greedy)
         if options.exit_layer in (None, advice.get("exit_layer")):  # thresholds belong to their layer
             missing = {key: value for key, value in advice.items() if getattr(options, key) is None}
-            options = replace(options, **missing)
-            inputs = replace(inputs, options=options)
-    draft, heads = inputs.draft, (HeadRunner, BlockRunner, *([MtpRunner] if drafter == "feature" else []))
-    if method in HEADED and not isinstance(draft, heads):
-        kind, name = ("block head", "dspark") if method.startswith("block") else ("feature head (EAGLE)", "eagle")
-        given = "no draft is given" if draft is None else f"the draft given is {draft.name}, for vanilla"
-        raise UserError(
-            f"{method} drafts with a {kind}, and {given}; give a head's folder with --draft (train one: "
-            f"python -m distill --config configs/quickstart-{name}.yaml)"
-        )
-    stop_rule = choose("stop rule", stop_name, STOPS | PROBE_STOPS)(inputs)
-    acceptance = choose("acceptance rule", rule_name, RULES)(inputs)
-    if drafter in TREE_DRAFTERS and not inputs.target.supports_trees:
-        raise tree_error(inputs.target)
-    if drafter in TREE_DRAFTERS and not acceptance.exact:
-        raise UserError(
-            f"{method} drafts trees, which {rule_name} does not verify; use exact, or vanilla, eagle, block"
-        )
-    argmax_block = isinstance(draft, BlockRunner) and not options.sample_block
-    if isinstance(acceptance, BlockVerification) and (drafter not in SAMPLING_DRAFTERS or argmax_block):
-        instead = "--sample-block true" if argmax_block else "vanilla, eagle, layerskip"
-        raise UserError(
-            f"{rule_name} keeps more than exact only of chains whose tokens are drawn from the draft's distribution, "
-            f"and {method} drafts none; use exact, or {instead}"
-        )
-    lengths = None
-    if method in CHAINS_BY_MODEL and (options.never_slower or stop_name in PRICED):
-        lengths = DraftLengths(round_costs(inputs), stop_rule.window, weighed=stop_name in PRICED)
-    elif options.never_slower and drafter != "none":
-        known = ", ".join(name for name in METHODS if name in CHAINS_BY_MODEL)
-        raise UserError(f"never_slower has no cost model for {method}: leave the option out, or use one of {known}")
-    return Method(method, DRAFTERS[drafter](inputs), stop_rule, acceptance, lengths)
+            inputs = replace(inputs, options=(options := replace(options, **missing)))
+    stop_rule, lengths = (STOPS | PROBE_STOPS)[stop](inputs), None
+    if kind.priced and (options.never_slower or stop in PRICED):
+        lengths = DraftLengths(round_costs(inputs), stop_rule.window, weighed=stop in PRICED)
+    assert kind.make is not None
+    acceptance = RULES[rule or own_rule](options, inputs.warp.greedy)
+    return Method(method, kind.make(inputs), stop_rule, acceptance, lengths)

@@ -6,12 +6,13 @@ construction. This module imports neither torch nor transformers, so that ``--he
 """
 
 import difflib
+import json
 import typing
-from collections.abc import Collection
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
+from jsonargparse import ArgumentError, ArgumentParser, set_loader
 from jsonargparse.typing import (
     ClosedUnitInterval,
     NonNegativeFloat,
@@ -38,18 +39,19 @@ else:
     Temperature = restricted_number_type("Temperature", float, [("==", 0), (">=", COLDEST)], join="or")
 
 
-STOP_RULES = (
-    "length", "copy", "suffix", "unsure", "hf-dynamic", "hf-constant", "hf-heuristic", "draft-verify", "product",
-    "entropy", "cost-optimal", "probe", "confidence-probe", "confidence-head",
-)  # fmt: skip
-RULES = ("exact", "block-verification", "ears", "adasd", "adasd-a", "adasd-b", "adasd-c", "fuzzy", "typical")
-"""The stop rules and acceptance rules that `decode.methods` defines."""
+MODE = "draftsmith"  # how jsonargparse reads values, see `_load`
 
-if TYPE_CHECKING:
-    StopName = str
-    RuleName = str
-else:
-    StopName, RuleName = Literal[STOP_RULES], Literal[RULES]
+
+def _load(text: str) -> Any:
+    """A value of an option or a configuration; what means nothing in YAML, such as #, is a text but for ``null``."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        value = read_yaml(text)
+        return text if value is None else value
+
+
+set_loader(MODE, _load, exceptions=(ValueError,))
 
 
 class Checked:
@@ -80,36 +82,34 @@ def check_numbers(settings: Any, where: str = "", *, nested: bool = False) -> No
                 check_numbers(item, f"{where}{place}.", nested=True)
 
 
-def is_choice(kind: Any) -> bool:
-    """Whether a type is a choice of values."""
-    return typing.get_origin(kind) is Literal
-
-
-def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
-    """Refuse a value that is none of the choices; the error has the nearest."""
-    if value not in choices:
-        near = [f"; did you mean {text!r}?" for text in difflib.get_close_matches(str(value), map(str, choices), 1)]
-        raise UserError(f"{name} is {value!r}, expected {' or '.join(map(str, choices))}{''.join(near)}")
-
-
 def _checked(name: str, value: Any, kind: Any) -> Any:
     """The value if its type takes it; of a constrained number as a plain int or float."""
-    choices = (False, True) if kind is bool else typing.get_args(kind) if is_choice(kind) else ()
-    if choices:
-        check_choice(name, value, choices)
-    if not hasattr(kind, "_restrictions"):
+    choices = (False, True) if kind is bool else typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+    if choices and value not in choices:
+        near = [f"; did you mean {text!r}?" for text in difflib.get_close_matches(str(value), map(str, choices), 1)]
+        raise UserError(f"{name} is {value!r}, expected {' or '.join(map(str, choices))}{''.join(near)}")
+    plain = next((number for number in (int, float) if isinstance(kind, type) and issubclass(kind, number)), None)
+    if plain in (None, kind) or kind is bool:
         return value
     try:
-        return kind._type(kind(value))
-    except (ValueError, TypeError, OverflowError):
-        number = "a whole number" if kind._type is int else "a number"
-        limits = kind._expression.replace("v", "")  # such as >=0 and <4294967296
+        return plain(kind(value))
+    except (ValueError, TypeError, OverflowError) as error:  # jsonargparse's, with the value and the restriction
+        number = "a whole number" if plain is int else "a number"
+        limits = str(error).partition("restriction ")[2].replace("v", "")  # such as >=0 and <4294967296
         raise UserError(f"{name} is {value!r}, expected {number} {limits}") from None
 
 
 @cache
 def _hints(settings_class: Any) -> Fields:
     return typing.get_type_hints(settings_class)
+
+
+@cache
+def parser_of(settings_class: Any) -> ArgumentParser:
+    """A parser of a dataclass's fields as options, without help."""
+    parser = ArgumentParser(exit_on_error=False, default_env=False, parser_mode=MODE)
+    parser.add_class_arguments(settings_class, None)
+    return parser
 
 
 @dataclass
@@ -174,14 +174,13 @@ def split_spec(spec: str) -> tuple[str, Fields]:
     Raises:
         UserError: an unknown option, or a value that the option does not take.
     """
-    method, *given = spec.split(":")
-    texts = [name for name, hint in _hints(MethodOptions).items() if hint == str | None]
-    known = {f.name: f for f in fields(MethodOptions)}
+    method, *options = spec.split(":")
+    keys = [item.partition("=")[0] for item in options]
+    for key in keys:
+        choose("option", key, _hints(MethodOptions))
     try:
-        values = {key: read_yaml(value, texts, key) for key, _, value in (item.partition("=") for item in given)}
-        for key in values:
-            choose("option", key, known)
-        parsed = MethodOptions(**values)
-    except ValueError as error:
-        raise UserError(f"{spec!r}: {error}") from None
-    return method, {key: getattr(parsed, key) for key in values}
+        values = parser_of(MethodOptions).parse_args([f"--{item}" for item in options])
+        parsed = MethodOptions(**vars(values))
+    except (ArgumentError, ValueError) as error:
+        raise UserError(f"{spec!r}: {' '.join(str(error).split())}") from None
+    return method, {key: getattr(parsed, key) for key in keys}

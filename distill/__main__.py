@@ -3,8 +3,11 @@
 import shlex
 import sys
 
-from decode.commands.cli import config_paths, known_keys, parse, read_option, run_main, take_flag
+from jsonargparse import ArgumentError
+
+from decode.commands.cli import config_paths, parse, run_main, take_flag
 from decode.errors import UserError
+from decode.options import parser_of
 from decode.progress import output_console
 from distill.config import AblateSettings, DraftSettings, Settings
 
@@ -85,7 +88,10 @@ def read_settings(argv: list[str]) -> Settings:
         if draft is None or key not in vars(draft):
             known = [draft.name for draft in settings.drafts] if draft is None else list(vars(draft))
             raise UserError(f"{option}: {name if draft is None else key!r} is not one of {', '.join(known)}")
-        setattr(draft, key, read_option(key, value, known_keys(DraftSettings)))
+        try:
+            setattr(draft, key, getattr(parser_of(DraftSettings).parse_args([f"--{key}={value}"]), key))
+        except ArgumentError as error:
+            raise UserError(f"{option}: {' '.join(str(error).split())}") from None
     return settings
 
 

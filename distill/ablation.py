@@ -169,7 +169,7 @@ def write_table(path: Path, rows: Sequence[Row], console: Console) -> None:
     write_text(path, f"{markdown(TABLE, rows)}\n\n{legend}\n")
     write_text(path.with_suffix(".csv"), comma_separated(TABLE, rows))
     write_text(path.with_suffix(".tex"), latex(TABLE, rows))
-    console.print(console_table("", TABLE, rows, path.name))
+    console.print(console_table("", TABLE, rows))
     write_text(path.with_name("positions.svg"), by_position(rows))
     console.print(str(path), highlight=False)
 

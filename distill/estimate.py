@@ -6,11 +6,11 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.callbacks import Callback
-from rich.console import Console
+from rich.console import Console, Group
 from transformers.utils import logging as hf_logging
 
 from decode.files import scratch_folder
-from decode.progress import FittingTable, duration, working
+from decode.progress import duration, fitting_table, working
 from distill.config import Settings
 from distill.config.base import change
 from distill.data.dataset import Examples
@@ -87,7 +87,7 @@ LINKS = {"NVLink": 450e9, "PCIe 5": 64e9, "Ethernet 100G": 12.5e9, "Ethernet 10G
 """Bytes a second in one direction: NVLink 4 of a GPU, 16 lanes, and networks, at their nominal speeds."""
 
 
-def states_table(run: Run) -> FittingTable:
+def states_table(run: Run) -> Group:
     """What the target's states take that a head or draft reads: kept on disk, or sent by a serving engine."""
     width, planes = int(run.target_config.hidden_size), len(run.engine_layers)
     title = f"States that the draft reads: {planes} layers of {width} numbers for each token"
@@ -96,7 +96,7 @@ def states_table(run: Run) -> FittingTable:
         count = planes * (width * size + scale)
         speeds = (f"{speed / count:,.0f}" for speed in LINKS.values())
         rows.append(((name, f"{count:,}", f"{count / 1e3:.2f}", *speeds), ""))
-    return FittingTable(headings, rows, title=title, right=range(1, len(headings)))
+    return fitting_table(headings, rows, title=title, right=range(1, len(headings)))
 
 
 def _small(full: Settings, folder: str) -> Settings:

@@ -17,7 +17,7 @@ from decode.measure.benchmark import BenchEntry, Benchmark, Record, paired_ratio
 from decode.measure.session import BenchOptions, Session
 from decode.measure.statistics import median_interval, plain
 from decode.measure.suites import Prompt, Suite
-from decode.methods import SELF_SPECULATIVE
+from decode.methods import kind_of
 from decode.options import MethodOptions
 from distill.data.corpus import test_suite
 from distill.run import Run
@@ -80,9 +80,7 @@ class Trials:
     """Decodes prompts without a draft, by ``generate`` and with settings, once each."""
 
     def __init__(self, run: Run, model: PreTrainedModel, mode: Mode, options: ProbeSettings) -> None:
-        how = BenchOptions(
-            options.max_new_tokens, 1, run.settings.seed, warp=mode.warp, threads=run.settings.threads, costs=False
-        )
+        how = BenchOptions(options.max_new_tokens, 1, run.settings.seed, warp=mode.warp, threads=run.settings.threads)
         self.session = Session(model, None, run.tokenizer, how)
         self.probes, self.mode = str(run.folder / "probes"), mode
 
@@ -144,7 +142,7 @@ def fastest_options(table: Sequence[Fields]) -> dict[str, Fields]:
     """Return the options of the run of each method and mode, which decoding uses if none are given."""
     chosen: dict[str, Fields] = {"greedy": {}, "sampled": {}}
     for row in table:
-        if row["method"] in SELF_SPECULATIVE:
+        if kind_of(row["method"]).itself:
             options = {key: row[key] for key in ("draft_length", *EXIT_OPTIONS) if row[key] is not None}
             chosen["greedy" if row["temperature"] == 0 else "sampled"][row["method"]] = options
     return chosen

@@ -93,7 +93,7 @@ def show(console: Console, added: Row, page: Path) -> None:
     """Print the tables, the answers, and where the page is."""
     for table in tables(added) if added else ():
         if table.rows and not table.folded:
-            console.print(console_table(f"\n{table.title}", table.keys, table.rows, page.name))
+            console.print(console_table(f"\n{table.title}", table.keys, table.rows))
     console.print("\n".join([*added.get("probe_findings", []), f"  {page}"]), highlight=False, soft_wrap=True)
 
 

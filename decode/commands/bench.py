@@ -1,20 +1,17 @@
 """``python -m decode bench``: from settings to tables, report.json and a page."""
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from decode.commands.checks import (
-    DRAFTING,
-    STORES,
     api_settings,
-    check_folders,
     check_lengths,
-    check_methods,
     make_warp,
     open_pair,
     open_suites,
+    parts_of,
     picked,
     use_chat,
 )
@@ -24,12 +21,10 @@ from decode.commands.stores import read_corpus, write_stores
 from decode.drafters.corpus import join_documents
 from decode.errors import UserError
 from decode.files import Fields, scratch_folder
-from decode.measure.baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
-from decode.measure.benchmark import BenchEntry, Benchmark, plan
+from decode.measure.benchmark import BASELINE, BenchEntry, Benchmark, plan
 from decode.measure.report import answers, console_tables, write_report
 from decode.measure.session import BenchOptions, Session
-from decode.methods import HEADED, METHODS, PROBED, SELF_SPECULATIVE
-from decode.models.heads.files import is_head
+from decode.methods import BASELINES, METHODS, MethodInputs, Parts, kind_of, refusal
 from decode.models.open import Pair, described, load_tokenizer, open_draft, placement, unnamed_ends
 from decode.options import MethodOptions, split_spec
 from decode.progress import output_console, working
@@ -50,49 +45,48 @@ def draft_names(given: Sequence[str]) -> dict[str, str]:
     return named
 
 
-def choose_methods(settings: BenchSettings) -> list[str]:
-    """The methods of the settings, by default all that the models and files allow, and transformers' own.
+def chosen_methods(settings: BenchSettings, drafts: Sequence[Parts]) -> list[str]:
+    """The methods of the settings, by default all that target and drafts allow, and transformers' own.
+
+    `drafts` are what there is with each draft, or without any.
 
     Raises:
         UserError: there is no target, or a method is unknown or lacks something.
     """
+
+    def refused(spec: str) -> str:
+        method, changes = split_spec(spec)
+        rules = {} if method == BASELINE else {"stop": settings.stop_rule, "rule": settings.rule}
+        reasons = [refusal(method, replace(p, options=replace(p.options, **changes)), **rules) for p in drafts]
+        return "" if "" in reasons else reasons[0]
+
     required(settings, "target")
-    methods, heads = list(settings.methods), [is_head(path) for path in draft_names(settings.draft).values()]
-    if not methods:
-        methods = [
-            m
-            for m in METHODS
-            if (m not in STORES or settings.corpus or settings.datastore)
-            and (settings.exit_layer is not None or settings.probes is not None or m not in SELF_SPECULATIVE)
-            and (settings.probes is not None or m not in PROBED)
-            and (heads or m not in DRAFTING)
-            and (any(heads) or m not in HEADED)
-        ]
-    if settings.baselines:
-        methods += [m for m in TRANSFORMERS_BASELINES if m not in methods and (not all(heads) or m not in NEEDS_DRAFT)]
-    check_methods(settings, methods, has_draft=bool(settings.draft), has_corpus=bool(settings.corpus))
-    return methods
+    early = settings.exit_layer is not None or settings.probes is not None  # without, an exit layer is a guess
+    methods = list(settings.methods)
+    for spec in methods:
+        if why := refused(spec):
+            raise UserError(why)
+    methods = methods or [m for m in METHODS if not refused(m) and (early or not kind_of(m).itself)]
+    return methods + [m for m in BASELINES if settings.baselines and m not in methods and not refused(m)]
 
 
 def plan_entries(settings: BenchSettings, methods: Sequence[str], session: Session) -> list[BenchEntry]:
-    """Entries of all combinations of the settings; of methods that nobody named those that target and drafts allow.
+    """Entries of all combinations of the settings that target and drafts allow.
 
     Raises:
-        UserError: no draft fits a named method, or drafts are longer than the target's context.
+        UserError: target and drafts allow no entry of a method that the settings name, or drafts are longer than the
+            target's context.
     """
     entries = plan(
         methods, session.draft_models, settings.temperatures, draft_lengths=settings.draft_lengths,
-        options=picked(MethodOptions, settings), stop=settings.stop_rule, rule=settings.rule,
+        options=picked(MethodOptions, settings), stop=settings.stop_rule, rule=settings.rule, target=session.runner,
     )  # fmt: skip
-    if not settings.methods:
-        entries = [entry for entry in entries if entry.fits(session.runner, session.draft_models)]
     check_lengths("draft_length", [entry.options.draft_length for entry in entries], session.model)
     unfit = {split_spec(spec)[0] for spec in settings.methods} - {entry.method for entry in entries}
-    if unfit:
-        raise UserError(
-            f"no draft suits {', '.join(sorted(unfit))}: EAGLE's methods want a feature head, transformers' own a "
-            "model with the target's tokenizer"
-        )
+    for method in sorted(unfit):
+        draft = next(iter(session.drafts.values()), None)
+        inputs = MethodInputs(session.runner, session.options.warp, draft, options=picked(MethodOptions, settings))
+        raise UserError(refusal(method, inputs.parts, stop=settings.stop_rule, rule=settings.rule))
     return entries
 
 
@@ -100,7 +94,7 @@ def bench_options(settings: BenchSettings, methods: Sequence[str], pair: Pair, f
     """Options of the measurement; a missing datastore is built from the corpus."""
     datastore: str | Path | None = settings.datastore
     names = [split_spec(method)[0] for method in methods]
-    if settings.corpus and not datastore and any(name in STORES or name.startswith("hybrid") for name in names):
+    if settings.corpus and not datastore and any(kind_of(name).store or kind_of(name).copies for name in names):
         documents = read_corpus(settings.corpus, pair.tokenizer, settings.corpus_texts, settings.seed)
         write_stores(join_documents(documents), datastore := folder / "work" / "stores", pair.tokenizer)
     chat, warp = use_chat(settings, pair.tokenizer), make_warp(settings, pair.target)
@@ -126,7 +120,9 @@ def bench(pair: Pair, methods: Sequence[str] = (), suite: Sequence[str] = (), **
     drafts = {"draft": pair.draft} if pair.draft is not None else {}
     options, given = {"baselines": not methods} | options, [f"{name}={pair.draft_name}" for name in drafts]
     settings = api_settings(BenchSettings, pair, options, draft=given, methods=methods, suite=suite)
-    chosen, suites = choose_methods(settings), open_suites(settings, chat=use_chat(settings, pair.tokenizer))
+    parts = parts_of(settings, None, corpus=bool(settings.corpus))
+    chosen = chosen_methods(settings, [Parts.of_draft(pair.draft, parts.options, datastore=parts.datastore)])
+    suites = open_suites(settings, chat=use_chat(settings, pair.tokenizer))
     with scratch_folder() as folder:
         built = bench_options(settings, chosen, pair, Path(settings.output or folder))
         session = Session(pair.target, drafts, pair.tokenizer, built)
@@ -142,8 +138,9 @@ def run(settings: BenchSettings) -> None:
         KeyboardInterrupt: passed on after the report has been written.
     """
     console, trust = output_console(), settings.trust_remote_code
-    methods, folder = choose_methods(settings), check_writable(settings.folder)
-    check_folders(settings, methods)
+    named, stores = draft_names(settings.draft), bool(settings.corpus)
+    parts = [parts_of(settings, path, corpus=stores) for path in named.values() or [None]]
+    methods, folder = chosen_methods(settings, parts), check_writable(settings.folder)
     for path in filter(None, (settings.csv, settings.markdown)):
         check_writable(Path(path).parent)
     # the tokenizer alone can refuse the settings, so it is read before the models
@@ -151,8 +148,7 @@ def run(settings: BenchSettings) -> None:
     suites = open_suites(settings, chat=chat)
     pair = open_pair(settings)
     drafts = {
-        name: open_draft(path, pair.target, pair.tokenizer, trust_remote_code=trust)
-        for name, path in draft_names(settings.draft).items()
+        name: open_draft(path, pair.target, pair.tokenizer, trust_remote_code=trust) for name, path in named.items()
     }
     options = bench_options(settings, methods, pair, folder)
     session = Session(pair.target, drafts, pair.tokenizer, options)
@@ -168,8 +164,8 @@ def run(settings: BenchSettings) -> None:
             benchmark.run(suites, entries, batch_sizes=settings.batch_sizes, tell=console.print)
     finally:  # an interrupt keeps what was measured
         if benchmark.rows:
-            files = write_report(benchmark, dataclasses.asdict(settings), folder)
-            console.print(*console_tables(benchmark.rows, str(files[1])), sep="\n")
+            files = write_report(benchmark, asdict(settings), folder)
+            console.print(*console_tables(benchmark.rows), sep="\n")
             lines = [f"{benchmark.stopped}: stopped early"] if benchmark.stopped else []
             lines += [f"{name}: {note}" for name, note in session.notes.items()]
             lines += [*answers(benchmark.rows), f"wrote {', '.join(map(str, files))}"]

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import sys
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,16 +20,16 @@ from decode.commands.settings import (
 )
 from decode.core.lengths import RoundCosts
 from decode.core.sampling import LogitsWarper
-from decode.drafters.probe import KINDS, MAKE_PROBES, describe_probes
+from decode.drafters.probe import describe_probes
 from decode.errors import UserError, choose
 from decode.files import Fields
 from decode.measure import machine
-from decode.measure.baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES
-from decode.methods import DRAFTED, METHODS
+from decode.methods import Parts
+from decode.models.heads.files import head_kind
 from decode.models.huggingface import facts_of
 from decode.models.open import NEUTRAL, Pair, load, own_warp
 from decode.models.tokens import check_template
-from decode.options import split_spec
+from decode.options import Checked, MethodOptions
 
 if TYPE_CHECKING:
     from decode.measure.suites import Suite
@@ -39,34 +39,21 @@ Options = TypeVar("Options")
 
 PLACED = {f.name for f in dataclasses.fields(LoadSettings)} - {"threads"}
 """Settings that are fixed once the models are open."""
-DRAFTING = NEEDS_DRAFT | DRAFTED  # methods that draft with a model
-STORES = ("rest", "adaptix")  # methods that draft from a datastore
-BUILD = "build one with python -m decode datastore build"
 
 
-def check_methods(
-    settings: MethodSettings, methods: Sequence[str], *, has_draft: bool, has_corpus: bool = False
-) -> None:
-    """Refuse unknown methods, and methods whose draft or store is missing."""
-    for spec in methods:
-        method, _ = split_spec(spec)
-        choose("method", method, dict.fromkeys([*METHODS, *TRANSFORMERS_BASELINES]))
-        if method in DRAFTING and not has_draft:
-            raise UserError(f"{method} drafts with a model; give one with --draft (a folder or hub name)")
-        if method in STORES and not (has_corpus or settings.datastore):
-            raise UserError(f"{method} drafts from a datastore folder; {BUILD} and give it with --datastore DIR")
+def parts_of(settings: MethodSettings, draft: str | None, *, corpus: bool = False) -> Parts:
+    """What the settings name to draft with, before it is opened.
 
-
-def check_folders(settings: MethodSettings, methods: Iterable[str]) -> None:
-    """Refuse probes and a datastore that are not there, with what makes them; models are loaded after this."""
-    for method in (split_spec(spec)[0] for spec in methods):
-        drafter, stop, _ = METHODS.get(method, ("none", "", ""))
-        if settings.probes is None and drafter != "none" and (settings.stop_rule or stop) in KINDS:
-            raise UserError(f"{method} needs a folder of acceptance probes, --probes DIR; {MAKE_PROBES}")
+    Raises:
+        UserError: there are no such probes, or no such datastore.
+    """
     if settings.probes is not None:
         describe_probes(settings.probes)
     if settings.datastore is not None and not Path(settings.datastore).is_dir():
-        raise UserError(f"there is no datastore folder {settings.datastore!r}; {BUILD}")
+        again = "build one with python -m decode datastore build"
+        raise UserError(f"there is no datastore folder {settings.datastore!r}; {again}")
+    kind, stores = "" if draft is None else head_kind(draft) or "model", corpus or settings.datastore is not None
+    return Parts(picked(MethodOptions, settings), kind, str(draft), datastore=stores)
 
 
 def use_chat(settings: ChatSettings, tokenizer: PreTrainedTokenizerBase, *, tell: bool = False) -> bool:
@@ -102,7 +89,7 @@ def make_warp(settings: SamplingSettings, target: PreTrainedModel, temperature: 
     return own_warp(target, temperature, {name: getattr(settings, name) for name in NEUTRAL})
 
 
-def picked(kind: type[Options], settings: LoadSettings, **more: Any) -> Options:
+def picked(kind: type[Options], settings: Checked, **more: Any) -> Options:
     """A dataclass from the settings of the same names, and from `more`."""
     shared = {f.name for f in dataclasses.fields(kind)} & vars(settings).keys()  # type: ignore[arg-type]
     return kind(**{name: getattr(settings, name) for name in shared} | more)

@@ -1,9 +1,8 @@
-"""Settings of every command: dataclasses, read from YAML files and overridden on the command line.
+"""Settings of every command: dataclasses, read from YAML files and overridden on the command line by jsonargparse.
 
-jsonargparse converts and checks the values, and its help shows the texts below each attribute. A setting that is text
-takes what was written. One YAML file serves several commands, so that a command skips the sections of the others; any
-other unknown key is an error that names the nearest known one. A file may build on another one: ``base: other.yaml``
-(relative to itself) is read first.
+One YAML file serves several commands, so that a command skips the sections of the others; any other unknown key is an
+error that names the nearest known one. A file may build on another one: ``base: other.yaml`` (relative to itself) is
+read first.
 """
 
 import dataclasses
@@ -11,6 +10,7 @@ import difflib
 import functools
 import io
 import itertools
+import json
 import os
 import re
 import signal
@@ -27,15 +27,11 @@ import jsonargparse
 from decode.errors import UserError
 from decode.files import FULL, Fields, writing_error
 from decode.incoming import read_yaml, text_lines, whole
-from decode.options import check_choice, is_choice
+from decode.options import MODE
 
 Settings = TypeVar("Settings")
 
-VERBATIM = {
-    "stop", "input", "prompt", "system", "data.system", "data.chat_template", "data.prompt_template",
-    "data.response_template", "data.prompts.openings",
-}  # fmt: skip
-"""Options that are prose: not split at commas, no lists, and null is a word. Other texts are names, and may be null."""
+PROSE = {"stop", "input", "data.prompts.openings"}  # lists of texts that are not split at commas
 SWITCHES = (bool, bool | None)
 
 
@@ -78,57 +74,33 @@ def parse(
         if word.startswith("--") and word.endswith(".help"):  # of a section
             sys.argv[0] = f"{prog} {word}"  # which jsonargparse names
             parser.parse_args(["--" + word[2:].replace("-", "_")])
-    paths, known = config_paths(argv), known_keys(kind)
-    given = _read_options(known, argv, prog)
-    content = read_config(paths, text_keys(known, f"{section}." if section else ""))
-    source = " and ".join([*map(str, paths), *(["the command line"] if given else [])])
+    paths, keys = config_paths(argv), known_keys(kind)
+    options, content = _options(keys, argv, prog), read_config(paths)
+    source = " and ".join([*map(str, paths), *(["the command line"] if options else [])])
     if section is not None:
         if near := difflib.get_close_matches(section, content.keys() - {section}, 1, 0.75):
             raise UserError(f"{source}: unknown key '{near[0]}'; the nearest known key is '{section}'")
         content, source = content.get(section) or {}, f"{source}, section {section}"
     content = {key: value for key, value in content.items() if key not in foreign}
-    _check_keys(content, known, "", source)
-    _check_keys(given, known, "", source)
-    for key, value in given.items():
-        _put(content, key, value)
-    read = known.keys() - text_keys(known)  # numbers, switches and the like, in which jsonargparse reads texts too
-    kinds = lambda name: str if name in read else _Written  # noqa: E731
-    content = _each_text(content, lambda text, name: kinds(name)(whole(text, f"the setting {name}")))
+    _check_keys(content, keys, "", source)
     try:
-        settings = settings_class(**vars(parser.instantiate(parser.parse_object(content))))
-        return _each_text(settings, lambda text, name: str(text))
+        file = whole(json.dumps(content, ensure_ascii=False), "the configuration")
+        values = parser.parse_args(["--config", file, *options])
+        return settings_class(**{key: value for key, value in vars(parser.instantiate(values)).items() if key in keys})
     except UserError:
         raise
     except (jsonargparse.ArgumentError, ValueError, TypeError) as error:
         raise UserError(f"{source or prog}: {' '.join(str(error).split())}") from error
 
 
-class _Written(str):
-    """A text that stays as it is: jsonargparse reads plain strings as YAML, and no others."""
-
-
-def _each_text(value: Any, change: Callable[[str, str], str], name: str = "") -> Any:
-    """Plain data, or settings, with every text changed by a function of it and its dotted name."""
-    if isinstance(value, str):
-        return change(value, name)
-    if isinstance(value, list):
-        return [_each_text(item, change, name) for item in value]
-    fields = vars(value) if dataclasses.is_dataclass(value) else value if isinstance(value, dict) else {}
-    for key, item in fields.items():
-        fields[key] = _each_text(item, change, f"{name}.{key}".removeprefix("."))
-    return value
-
-
 @functools.cache
 def _parser(settings_class: type, prog: str, description: str) -> jsonargparse.ArgumentParser:
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = jsonargparse.ArgumentParser(
-        prog=prog,
-        usage=f"{prog} [options]",
-        description=f"{description} --config FILE reads options from YAML and may be repeated.",
-        exit_on_error=False,
-        default_env=False,
-    )
+        prog=prog, usage=f"{prog} [options]", description=description, exit_on_error=False, default_env=False,
+        parser_mode=MODE,
+    )  # fmt: skip
+    parser.add_argument("--config", action="config", help="YAML file to read options from; may be repeated")
     parser.add_class_arguments(settings_class, None)
     return parser
 
@@ -142,23 +114,20 @@ def config_paths(argv: Sequence[str]) -> list[Path]:
     return [Path(value) for name, value in itertools.pairwise(words) if name == "--config"]
 
 
-def read_config(paths: Sequence[Path], texts: Collection[str] = ()) -> Fields:
+def read_config(paths: Sequence[Path]) -> Fields:
     """The content of configuration files and of those that they build on; later files override earlier ones.
-
-    Values of the keys `texts` are read as they are written.
 
     Raises:
         UserError: A file that is missing, is not valid YAML, or builds on itself.
     """
-    return functools.reduce(merge, (_read_file(path, {*texts, "base"}) for path in paths), {})
+    return functools.reduce(merge, map(_read_file, paths), {})
 
 
-def _read_file(path: Path, texts: Collection[str], above: tuple[Path, ...] = ()) -> Fields:
+def _read_file(path: Path, above: tuple[Path, ...] = ()) -> Fields:
     if not path.is_file():
         raise UserError(f"{Path.cwd()} has no configuration file {str(path)!r}; the repository's configs/ has some")
-    text = "".join(text_lines(path))
     try:
-        content = read_yaml(text, texts) or {}
+        content = read_yaml("".join(text_lines(path))) or {}
     except ValueError as error:
         raise UserError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(content, dict):
@@ -169,7 +138,7 @@ def _read_file(path: Path, texts: Collection[str], above: tuple[Path, ...] = ())
     below = path.parent / str(base)
     if below.resolve() in above:
         raise UserError(f"{path}: 'base' is {base!r}, expected the path of another file, relative to this one")
-    return merge(_read_file(below, texts, above), content)
+    return merge(_read_file(below, above), content)
 
 
 def merge(below: Fields, above: Fields) -> Fields:
@@ -204,100 +173,64 @@ def known_keys(settings_class: type, prefix: str = "") -> Fields:
     return keys
 
 
-def text_keys(known: Fields, prefix: str = "") -> set[str]:
-    """Dotted names of the settings that are texts, choices of texts, or lists or mappings of them."""
-
-    def is_text(hint: Any) -> bool:
-        leaves = (inner for inner in _types(hint) if not typing.get_args(inner) and inner is not type(None))
-        return all(inner is str or isinstance(inner, str) for inner in leaves)
-
-    return {prefix + key for key, hint in known.items() if is_text(hint)}
-
-
-def _check_keys(content: Fields, known: Fields, prefix: str, source: str) -> None:
-    """Refuse the first key of nested mappings that is not known, a value in place of a section, and unknown choices."""
+def _check_keys(content: Fields, keys: Fields, prefix: str, source: str) -> None:
+    """Refuse the first key of nested mappings that is not known, and a value in place of a section."""
     for key, value in content.items():
         name = f"{prefix}{key}"
-        if name not in known:
-            raise UserError(f"{source}: unknown key '{name}'; {_nearest(name, known)}")
-        if any(other.startswith(f"{name}.") for other in known):
+        if name not in keys:
+            raise UserError(f"{source}: unknown key '{name}'; {_nearest(name, keys)}")
+        if any(other.startswith(f"{name}.") for other in keys):
             for item in value if isinstance(value, list) else [value]:
                 if isinstance(item, dict):
-                    _check_keys(item, known, f"{name}.", source)
+                    _check_keys(item, keys, f"{name}.", source)
                 elif item:  # null and false turn a section off where its type allows them
                     raise UserError(f"{source}: '{name}' is {item!r}, expected a section of 'key: value' lines")
-        kinds = [kind for kind in _types(known[name]) if not typing.get_args(kind) or is_choice(kind)]
-        choices = [choice for kind in filter(is_choice, kinds) for choice in typing.get_args(kind)]
-        if choices and all(is_choice(kind) or kind in (*choices, bool, type(None)) for kind in kinds):
-            choices += ["true", "false", "yes", "no"] * (bool in kinds)
-            for item in (item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)):
-                check_choice(f"{source}: {name}", item, choices)
 
 
-def _nearest(key: str, known: Collection[str]) -> str:
+def _nearest(key: str, keys: Collection[str]) -> str:
     """The known key that looks most like `key`."""
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return f"the nearest known key is '{close[0]}'" if close else f"known keys are {', '.join(list(known)[:40])}"
+    close = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
+    return f"the nearest known key is '{close[0]}'" if close else f"known keys are {', '.join(list(keys)[:40])}"
 
 
-def _read_options(known: Fields, argv: Sequence[str], prog: str) -> Fields:
-    """The options but ``--config``, by their dotted keys."""
+def _options(keys: Fields, argv: Sequence[str], prog: str) -> list[str]:
+    """The options but ``--config`` as jsonargparse takes them, ``--key.subkey=value``."""
     groups: list[tuple[str, list[str]]] = []  # options with their values
     for word in argv:
         if re.match("--[^-\\s]", word) or not groups:
             option, equals, text = word.partition("=")
-            groups.append((option, [text] if equals else []))
+            groups.append((option, [whole(text, f"the option {option}")] if equals else []))
         else:
-            groups[-1][1].append(word)
-    given: Fields = {}
+            groups[-1][1].append(whole(word, f"the option {groups[-1][0]}"))
+    options, lists = Fields(), dict[str, list[str]]()
     for option, texts in groups:
         key = option.lstrip("-").replace("-", "_")
-        if key.startswith("no_") and known.get(key[3:]) in SWITCHES:
+        if key.startswith("no_") and keys.get(key[3:]) in SWITCHES:
             key, texts = key[3:], ["false", *texts]
-        if not option.startswith("--") or key not in {*known, "config"}:
-            raise UserError(f"unknown option {option!r}; {_nearest(key, known)}. `{prog} --help` lists them all")
-        if not texts and known.get(key) in SWITCHES:
+        if not option.startswith("--") or key not in {*keys, "config"}:
+            raise UserError(f"unknown option {option!r}; {_nearest(key, keys)}. `{prog} --help` lists them all")
+        if not texts and keys.get(key) in SWITCHES:
             texts = ["true"]
-        is_list = any(typing.get_origin(inner) is list for inner in _types(known.get(key)))
-        if not texts or (len(texts) > 1 and not is_list):
+        of_list = next((hint for hint in _types(keys.get(key)) if typing.get_origin(hint) is list), None)
+        if not texts or (len(texts) > 1 and of_list is None):
             raise UserError(f"{option} has the values {texts}, expected one; `{prog} --help` explains it")
         joined = " ".join(texts)
-        if not is_list or (key not in VERBATIM and re.fullmatch(r"null|\[.*\]", joined, re.DOTALL)):
-            given[key] = read_option(key, joined, known)
-            continue
-        if key not in VERBATIM:
-            texts = [part.strip() for text in texts for part in text.split(",") if part.strip()]
-        given[key] = [*(given.get(key) or []), *texts]
-    given.pop("config", None)
-    return given
-
-
-def read_option(key: str, text: str, known: Fields) -> Any:
-    """The value of an option: a text as it was written, but for the null of a name; all else as YAML."""
-    hint, texts = known.get(key), text_keys(known)
-    if key in texts and typing.get_origin(hint) not in (list, dict):
-        return None if text == "null" and key not in VERBATIM and type(None) in typing.get_args(hint) else text
-    try:
-        return read_yaml(text, texts, key)
-    except ValueError:
-        return text
-
-
-def _put(content: Fields, key: str, value: Any) -> None:
-    """Set a value of nested sections by its dotted key."""
-    *sections, name = key.split(".")
-    for section in sections:
-        if not isinstance(content.get(section), dict):
-            content[section] = {}
-        content = content[section]
-    content[name] = value
+        if of_list is not None and (key in PROSE or not re.fullmatch(r"null|\[.*\]", joined, re.DOTALL)):
+            parts = texts if key in PROSE else [part.strip() for text in texts for part in text.split(",")]
+            lists[key] = [*lists.get(key, []), *filter(None, parts)]
+            (element,) = typing.get_args(of_list)
+            is_text = element is str or typing.get_origin(element) is typing.Literal
+            joined = json.dumps(lists[key]) if is_text else f"[{', '.join(lists[key])}]"
+        options[key] = f"--{key}={joined}"
+    options.pop("config", None)
+    return list(options.values())
 
 
 def take_flag(argv: list[str], flag: str) -> bool:
     """Remove a switch that is no settings key, such as ``--dry-run``; returns whether it was there."""
-    given = flag in argv
+    there = flag in argv
     argv[:] = [item for item in argv if item != flag]
-    return given
+    return there
 
 
 # -- running -----------------------------------------------------------------------------------------------------------

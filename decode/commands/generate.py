@@ -14,13 +14,11 @@ from rich.console import Console
 from rich.text import Text as Coloured
 
 from decode.commands.checks import (
-    DRAFTING,
     api_settings,
-    check_folders,
     check_lengths,
-    check_methods,
     make_warp,
     open_pair,
+    parts_of,
     picked,
     recorded_costs,
     use_chat,
@@ -36,7 +34,18 @@ from decode.loop import Method, Text
 from decode.loop import run as decode_rounds
 from decode.measure import machine
 from decode.measure.statistics import plain
-from decode.methods import METHODS, PRICED, MethodInputs, build, exported_length, is_lossless
+from decode.methods import (
+    BASELINES,
+    METHODS,
+    PRICED,
+    MethodInputs,
+    Parts,
+    build,
+    exported_length,
+    is_lossless,
+    kind_of,
+    refusal,
+)
 from decode.models.open import Pair, described, placement, stop_ids, unnamed_ends
 from decode.models.tokens import Detokenizer, StopStrings, chat_ids, marked, prompt_ids, user_says
 from decode.options import MethodOptions
@@ -144,17 +153,17 @@ def finished(generation: Generation) -> Generation:
     return generation
 
 
-def chosen_method(settings: GenerateSettings) -> str:
+def chosen_method(settings: GenerateSettings, pair: Pair | None = None) -> str:
     """The method of the settings; unknown ones, and those for which something is missing, are refused."""
-    method = settings.method or ("vanilla" if settings.draft else "autoregressive")
     required(settings, "target")
-    check_methods(settings, [method], has_draft=settings.draft is not None)
-    check_folders(settings, [method])
-    if method not in METHODS:
+    parts = parts_of(settings, settings.draft)
+    if pair is not None:
+        parts = Parts.of_draft(pair.draft, parts.options, datastore=parts.datastore)
+    method = settings.method or ("vanilla" if parts.draft else "autoregressive")
+    if why := refusal(method, parts, stop=settings.stop_rule, rule=settings.rule):
+        raise UserError(why)
+    if method in BASELINES:
         raise UserError(f"{method} is transformers' own and only for comparison in bench; choose another method")
-    given = settings.stop_rule or settings.rule
-    if given and METHODS[method][0] == "none":
-        raise UserError(f"{given} is a rule for drafts, and {method} drafts none; give --draft D, or leave it out")
     return method
 
 
@@ -164,19 +173,19 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
     Raises:
         UserError: an unknown or incomplete method, models that do not fit, a prompt that cannot be decoded.
     """
-    method = chosen_method(settings)
+    method = chosen_method(settings, pair)
     if not isinstance(prompt, str):
         raise UserError(f"the prompt is {prompt!r}, expected a text")
     prompt = whole(prompt, "the prompt")
     if pair is None:
-        pair = opened(settings, settings.draft if method in DRAFTING else None)
+        pair = opened(settings, settings.draft if kind_of(method).drafts else None)
     tokenizer, warp = pair.tokenizer, make_warp(settings, pair.target, settings.temperature)
     chat = use_chat(settings, tokenizer)
     ids = chat_ids(tokenizer, user_says(prompt, settings.system)) if chat else prompt_ids(tokenizer, prompt)
     options, draft, costs = picked(MethodOptions, settings), None, None
     check_lengths("draft_length", [options.draft_length], pair.target)
     stop = settings.stop_rule or METHODS[method][1]
-    if method in DRAFTING:
+    if kind_of(method).drafts:
         draft = pair.draft_runner
         if options.never_slower or stop in PRICED:
             costs = recorded_costs(pair.draft_name, pair.runner.device)

@@ -3,10 +3,12 @@
 import csv
 from pathlib import Path
 
+from rich.console import Group
+
 from decode.commands.settings import PaperSettings, bench_settings
 from decode.errors import UserError, choose
 from decode.files import Fields, read_json
-from decode.progress import FittingTable, output_console
+from decode.progress import fitting_table, output_console
 
 PUBLISHED = {file.stem: file for file in sorted(Path(__file__).with_name("published").glob("*.csv"))}
 """One CSV a paper: setting, method (of `decode.methods.METHODS`, with options as in reports), columns of `measured`."""
@@ -38,7 +40,7 @@ def rows_of(report: Fields) -> list[Fields]:
     return rows or [decoded.get(draft["name"], {}) | draft | texts for draft in report.get("drafts", [])]
 
 
-def table_of(paper: str, rows: list[Fields]) -> FittingTable:
+def table_of(paper: str, rows: list[Fields]) -> Group:
     """The paper's rows and ours, by method."""
     with PUBLISHED[paper].open(newline="", encoding="utf-8") as file:
         published = list(csv.DictReader(file))
@@ -52,7 +54,7 @@ def table_of(paper: str, rows: list[Fields]) -> FittingTable:
         lines.append((row["name"], "ours: {}, T = {:g}".format(*place), *numbers))
     lines.sort(key=lambda line: line[0].split()[0])
     title, right = f"{paper}: published numbers and ours", range(2, 2 + len(columns))
-    return FittingTable(["method", "setting", *columns], [(line, "") for line in lines], title=title, right=right)
+    return fitting_table(["method", "setting", *columns], [(line, "") for line in lines], title=title, right=right)
 
 
 def run(settings: PaperSettings) -> None:

@@ -17,7 +17,7 @@ from decode.files import Fields, read_json, write_json
 from decode.measure import machine
 from decode.measure.acceptance import DEPTH, OfflineAlpha, offline_alphas
 from decode.measure.costs import SCHEDULE, Costs, best_length, break_even, forecast, speedups_by_length, verdict
-from decode.measure.report import PRINTED, console_table
+from decode.measure.report import console_table
 from decode.measure.session import BenchOptions, Session
 from decode.measure.statistics import plain
 from decode.measure.suites import Suite
@@ -135,9 +135,9 @@ def show(result: PairProfile) -> None:
     of = result.conditions
     known = f"{machine.conditions(of)}; α {alpha.mean:.4f} ± {alpha.se:.4f}, c {cost.cost_ratio:.3f}, {costs}"
     console.print(machine.sentence(result.session.facts()), *result.session.how, *formulas, known, sep="\n")
-    console.print(console_table("", BY_LENGTH, [of | row for row in result.lengths], PRINTED))
+    console.print(console_table("", BY_LENGTH, [of | row for row in result.lengths]))
     console.print(f"\n[bold]{result.verdict}", soft_wrap=True)
     if result.batches:
         rows = [of | row for row in result.batches["batches"]]
-        console.print(console_table("\nby batch size", BY_BATCH, rows, PRINTED))
+        console.print(console_table("\nby batch size", BY_BATCH, rows))
         console.print(f'vLLM: "{SCHEDULE}": {json.dumps(result.batches[SCHEDULE])}', markup=False, soft_wrap=True)

@@ -4,9 +4,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
 from rich.console import Console
 
 from decode.commands.checks import check_lengths, open_pair, open_suites, picked, use_chat
@@ -29,24 +27,18 @@ from decode.engines.check import (
     serving_facts,
     within,
 )
-from decode.engines.gguf import convert
-from decode.engines.server import Engine, check_engine, opened, write_all
+from decode.engines.server import ENGINES, Engine, check_engine, opened, write_all
 from decode.errors import UserError
 from decode.files import Fields, read_json, scratch_folder, write_json
 from decode.measure import machine
-from decode.measure.report import PRINTED, console_table
+from decode.measure.report import console_table
 from decode.measure.session import BenchOptions, Item, Session
 from decode.measure.statistics import median_interval, plain
-from decode.models.heads.block import BlockHead
 from decode.models.heads.eagle import DraftHead
-from decode.models.heads.files import head_format, unserved
-from decode.models.heads.mtp import MtpHead
+from decode.models.heads.files import SERVED_AS, head_format, unserved
 from decode.models.open import DraftModel
 from decode.progress import output_console
 
-VLLM_METHODS: dict[Any, str] = {1: "eagle", 3: "eagle3"} | dict.fromkeys(("dflash", "dflash2"), "dflash")
-VLLM_METHODS["dspark"] = "dspark"
-"""vLLM's names of methods, by the version of a head."""
 SERVED = (
     "engine", "temperature", "draft_length", "served_length", "predicted_length", "speedup", "identical_share",
     "texts",
@@ -82,7 +74,7 @@ def run(settings: ServeCheckSettings) -> None:
             console.print(f"{name}: {note}", soft_wrap=True)
         head = pair.draft if isinstance(pair.draft, DraftHead) else None
         engine = Engine(
-            settings.engine, target, str(draft), VLLM_METHODS[head.version] if head else "draft_model",
+            settings.engine, target, str(draft), SERVED_AS[head.version] if head else "draft_model",
             max(len(item.ids) for item in items) + settings.max_new_tokens + max(settings.draft_lengths) + 1,
             str(pair.target.dtype).removeprefix("torch."),  # as in the prediction
             settings.program, settings.url, settings.threads, settings.timeout,
@@ -90,11 +82,11 @@ def run(settings: ServeCheckSettings) -> None:
         profile = read_json(draft / "speculation_profile.json")
         facts = serving_facts(pair.target, target, pair.tokenizer, chat=chat) if "trained_with" in profile else None
         causes = causes_in_files(Path(target), draft, facts)
-        if engine.name == "llama.cpp" and settings.url is None:
-            status.update("converting to GGUF")
-            engine.target = as_gguf(target, draft, scratch, "target", settings.gguf_type)
-            engine.draft = as_gguf(str(draft), draft, scratch, "draft", settings.gguf_type, target if head else None)
-        rows, causes = serve_check(engine, session, items, settings, causes, status.update)
+        numbers = engine.dtype
+        if settings.url is None:
+            status.update("preparing the models")
+            numbers = ENGINES[engine.name].prepare(engine, draft, scratch, settings.gguf_type, head=head is not None)
+        rows, causes = serve_check(engine, session, items, settings, causes, numbers, status.update)
     result = plain({"engine": engine.name, "rows": rows, "causes": [vars(cause) for cause in causes]})
     result |= {"suite": settings.suite, "machine": machine.describe(session.runner.device)}
     if profile:  # in place of the engine's earlier check
@@ -107,22 +99,12 @@ def run(settings: ServeCheckSettings) -> None:
 
 def check_head(draft: DraftModel, engine: str, lengths: Sequence[int]) -> None:
     """Refuse a head that an engine would run otherwise than it was trained, or longer drafts than it makes."""
-    if isinstance(draft, MtpHead):
+    if isinstance(draft, DraftHead) and draft.version not in SERVED_AS:
         raise UserError("serve-check has no engine for next-token layers outside of a target's own files; use bench")
-    if not isinstance(draft, BlockHead):
-        return
-    if why := unserved(draft).get(engine):
+    if isinstance(draft, DraftHead) and (why := unserved(draft).get(engine)):
         raise UserError(f"{engine} does not run this head as it was trained ({why}); check it in another engine")
-    if max(lengths) > draft.drafts:
-        raise UserError(f"draft_lengths are {list(lengths)}, and a block of this head drafts {draft.drafts} at most")
-
-
-def as_gguf(model: str, draft: Path, scratch: Path, name: str, kind: str, target: str | None = None) -> str:
-    """A model as a GGUF file: itself if it is one, as exported beside the draft, or converted."""
-    exported = draft / "gguf" / f"{name}-{kind}.gguf"
-    if model.endswith(".gguf"):
-        return model
-    return str(exported if exported.is_file() else convert(model, scratch / exported.name, kind, target=target))
+    if max(lengths) > (most := getattr(draft, "drafts", None) or max(lengths)):
+        raise UserError(f"draft_lengths are {list(lengths)}, and a block of this head drafts {most} at most")
 
 
 def serve_check(
@@ -130,12 +112,14 @@ def serve_check(
     session: Session,
     items: Sequence[Item],
     settings: ServeCheckSettings,
-    known: Sequence[Cause],
+    causes: Sequence[Cause],
+    numbers: str,
     progress: Callable[[str], None],
 ) -> tuple[list[Fields], list[Cause]]:
     """Run prompts through an engine that is started for every draft length, and predict the acceptance.
 
-    `known` are causes of differences that were found before; `progress` is called with the name of each step.
+    `causes` of differences were found before; the engine computes in the format `numbers`; `progress` is called with
+    the name of each step.
 
     Returns:
         A row for each temperature and draft length, and all causes of differences. A row's ``equal_texts`` have the
@@ -147,8 +131,8 @@ def serve_check(
     """
     (draft,) = session.draft_models.values()
     ends, budget = sorted(session.stop_ids), settings.max_new_tokens
-    llama = engine.name == "llama.cpp"
-    limit = budget if llama else math.inf  # it drafts no token beyond the budget
+    past_end = ENGINES[engine.name].drafts_past_end
+    limit = math.inf if past_end else budget
     rows = []
     other_ids: list[str] = []
 
@@ -167,7 +151,7 @@ def serve_check(
     else:  # the server has the draft: texts by transformers' weights here, whose speed says nothing
         answers = {t: session.written(prompts, LogitsWarper(t)) for t in settings.temperatures}
         alone = {
-            t: [ServedText(ids, math.nan, ended=llama and set(ids[-1:]) <= set(ends)) for ids in texts]
+            t: [ServedText(ids, math.nan, ended=not past_end and set(ids[-1:]) <= set(ends)) for ids in texts]
             for t, texts in answers.items()
         }
 
@@ -194,8 +178,8 @@ def serve_check(
                 # the error is that of a share of independent observations: of each token, given those before it,
                 # whether it is the target's most probable one
                 row["other_texts"] = abs(ours - share) > 4 * math.sqrt(share * (1 - share) * tokens) + 0.02
-            # sampled tokens behind the end of a text are not known; llama.cpp drafts none
-            chance = (False, True) if t and not llama else (None, None)
+            # sampled tokens behind the end of a text are not known
+            chance = (False, True) if t and past_end else (None, None)
             bounds = zip(*(counts(accepted, texts, length, beyond) for beyond in chance))
             apart = [
                 f"text {i} has {text.drafts.accepted} in {text.drafts.rounds:g} rounds, expected {low.accepted} in "
@@ -205,11 +189,8 @@ def serve_check(
             ]
             row |= {"equal_texts": len(texts) - len(apart), "unequal": next(iter(apart), None)}
             rows.append(row if t == 0 else row | {"identical_share": None})
-    causes = [*known, *causes_in_numbers(next(iter(other_ids), None), agreement)]
-    layers = len(draft.layers) if isinstance(draft, BlockHead) else 0
-    cpu = not (llama or torch.cuda.is_available())
-    numbers = settings.gguf_type if llama and settings.url is None else engine.dtype
-    return rows, causes + causes_in_counts(rows, cpu=cpu, layers=layers, numbers=numbers, known=bool(causes))
+    causes = [*causes, *causes_in_numbers(next(iter(other_ids), None), agreement)]
+    return rows, causes + causes_in_counts(rows, numbers=numbers, explained=bool(causes))
 
 
 def compared(
@@ -246,8 +227,8 @@ def show(rows: Sequence[Fields], causes: Sequence[Cause]) -> None:
     """Print the tables and the causes."""
     console = output_console(highlight=False)
     by_position = [{key: row[key] for key in SERVED[:3]} | dict(at) for row in rows for at in row["positions"]]
-    console.print(console_table("", SERVED, rows, PRINTED), f"[dim]{FORMULA}", "")
-    console.print(console_table("Accepted ÷ reached at each position of the draft", POSITIONS, by_position, PRINTED))
+    console.print(console_table("", SERVED, rows), f"[dim]{FORMULA}", "")
+    console.print(console_table("Accepted ÷ reached at each position of the draft", POSITIONS, by_position))
     for row in rows:
         told = f"T = {row['temperature']:g}, {row['draft_length']} drafted: {row['equal_texts']} of {row['texts']}"
         console.print(f"\n{told} texts have the predicted counts.", style="yellow" if row["unequal"] else "green")

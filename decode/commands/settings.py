@@ -10,7 +10,7 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloa
 
 from decode.commands.cli import config_paths, parse, read_config
 from decode.errors import UserError
-from decode.options import Checked, MethodOptions, RuleName, Seed, Share, StopName, Temperature
+from decode.options import Checked, MethodOptions, Seed, Share, Temperature
 
 
 @dataclass
@@ -50,11 +50,11 @@ class PairSettings(LoadSettings):
 class MethodSettings(MethodOptions):
     """Stop rule, acceptance rule, and stores of retrieval drafters."""
 
-    stop_rule: StopName | None = None
-    """Another stop rule than the method's own."""
-    rule: RuleName | None = None
-    """Another acceptance rule than the method's own. All but exact and block-verification are relaxed: the output is no
-    longer distributed as the target's, and drafts may not be trees."""
+    stop_rule: str | None = None
+    """Another stop rule than the method's own; `python -m decode methods` lists them."""
+    rule: str | None = None
+    """Another acceptance rule than the method's own; `python -m decode methods` lists them. All but exact and
+    block-verification are relaxed: the output is no longer distributed as the target's, and drafts may not be trees."""
     datastore: str | None = None
     """Folder made by `python -m decode datastore build`, for rest and adaptix; hybrid copies from it too."""
 
@@ -250,8 +250,8 @@ def bench_settings(argv: Sequence[str], description: str = "", examples: str = "
     settings = parse(BenchSettings, argv, "python -m decode bench", description, examples, section="bench")
     if not (paths := config_paths(argv)):
         return settings
-    content = read_config(paths, ("name", "output_dir", "bench.suite", "data.source", "data.files"))
-    own = str(Path(content.get("output_dir", "runs")) / content.get("name", "run"))
+    content = read_config(paths)
+    own = f"{content.get('output_dir', 'runs')}/{content.get('name', 'run')}"
     run = next(filter(None, settings.runs), own)
     if not (any(item.startswith("--suite") for item in argv) or "suite" in (content.get("bench") or {})):
         settings.suite = default_suites(content.get("data"))

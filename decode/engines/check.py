@@ -256,29 +256,18 @@ def causes_in_numbers(other_ids: str | None, agreement: float | None) -> list[Ca
 UNEXPLAINED = "unexplained difference"  # the cause by which a check fails
 
 
-def causes_in_counts(rows: Sequence[Fields], *, cpu: bool, layers: int, numbers: str, known: bool) -> list[Cause]:
+def causes_in_counts(rows: Sequence[Fields], *, numbers: str, explained: bool) -> list[Cause]:
     """Why counts of texts in rows of `serve_check` differ from the prediction, or texts are not the target's.
 
-    `cpu`: the engine is vLLM's CPU build; `layers`: of a block head, else 0; `numbers`: number format of the engine's
-    weights; `known`: there are causes of other kinds, which explain what would else be unexplained.
+    `numbers` is the number format that the engine computes in; `explained`: there are causes of other kinds.
     """
-    causes, build = [], "vLLM's CPU build"
     wrong = [row for row in rows if row["unequal"] or row["other_texts"]]
-    if cpu and any(row["temperature"] for row in wrong):
-        evidence = "it fills the temperatures into a copy (_expand_kernel_impl in vllm/utils/cpu_triton_utils.py)"
-        causes.append(Cause(f"{build} above temperature 0", evidence, "check --temperatures 0, or serve on a GPU"))
-        wrong = [row for row in wrong if not row["temperature"]]
-    if cpu and layers > 1 and wrong:
-        evidence = "all layers' context keys are normed by the first's weights (_normalize_context_k, qwen3_dflash.py)"
-        causes.append(Cause(f"{build} with a block head of {layers} layers", evidence, "serve on a GPU"))
-    elif numbers not in ("float32", "f32") and wrong:
+    if wrong and numbers not in ("float32", "f32"):
         evidence = f"the engine computes in {numbers}, which decides near ties otherwise than the prediction"
-        causes.append(Cause("rounding", evidence, "check in float32 (--dtype float32, --gguf-type f32)"))
-    elif wrong and not known:
-        found = (row["unequal"] or "the texts are not the target's" for row in wrong)
-        evidence = "; ".join(
-            f"T = {row['temperature']:g}, k = {row['draft_length']}: {f}" for row, f in zip(wrong, found)
-        )
-        remedy = "the engine reads the draft otherwise than draftsmith: report it as a fault"
-        causes.append(Cause(UNEXPLAINED, evidence, remedy))
-    return causes
+        return [Cause("rounding", evidence, "check in float32 (--dtype float32, --gguf-type f32)")]
+    if not wrong or explained:
+        return []
+    reasons = [row["unequal"] or "the texts are not the target's" for row in wrong]
+    places = [f"T = {row['temperature']:g}, k = {row['draft_length']}" for row in wrong]
+    remedy = "the engine reads the draft otherwise than draftsmith: look for a fault of its version, or report it"
+    return [Cause(UNEXPLAINED, "; ".join(map(": ".join, zip(places, reasons))), remedy)]

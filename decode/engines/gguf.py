@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from decode.engines.server import CHECKOUT
+from decode.engines.base import CHECKOUT
 from decode.errors import UserError
 from decode.files import read_model_json, write_safely
 

@@ -1,8 +1,7 @@
-"""vLLM's and llama.cpp's servers: starting and ending one, asking it for texts, and the drafts that it counts."""
+"""Servers of engines: starting and ending one, asking it for texts, and the drafts that it counts."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -18,33 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from packaging.version import Version
 from prometheus_client.parser import text_string_to_metric_families
 
 from decode.core.draft import Ids, until_end
+from decode.engines.base import CHECKOUT, FOLLOWING, Engine, EngineKind
 from decode.engines.check import Drafts, ServedText
+from decode.engines.llama_cpp import LlamaCpp
+from decode.engines.vllm import Vllm
 from decode.errors import UserError
 from decode.files import Fields, scratch_folder
 from decode.progress import current
 
-CHECKOUT = Path(__file__).resolve().parents[2]
-"""Where `make engines` installs the engines, unless that is the working directory."""
-VLLM_PYTHON = Path(".venv-vllm/bin/python")
-LLAMA_SERVER = Path(".engines/llama.cpp/build/bin/llama-server")
-ENGINES = {"vllm": VLLM_PYTHON, "llama.cpp": LLAMA_SERVER}  # the engines' programs as `make engines` installs them
-OLDEST_VLLM = Version("0.32")
-COMMANDS = {
-    "vllm": "-m vllm.entrypoints.cli.main serve {target} --host 127.0.0.1 --port {port} --dtype {dtype} "
-    "--max-num-seqs 4 --max-model-len {context} --disable-uvicorn-access-log "
-    "--enforce-eager --no-enable-prefix-caching",  # so that texts can be compared
-    # float32 throughout: float16 caches and flash attention decide near ties otherwise
-    "llama.cpp": "-m {target} --host 127.0.0.1 --port {port} --metrics --no-webui -np 1 -c {room} "
-    "-ctk f32 -ctv f32 -fa off",
-    # sampling in the backend mixes up the drafts of texts in one batch
-    "drafting": " -md {draft} --spec-type {kind} --spec-draft-n-max {length} --spec-draft-p-min 0 "
-    "--spec-draft-sampling greedy -ctkd f32 -ctvd f32 --no-spec-draft-backend-sampling",
-}
-"""Options of the engines' servers, and those of llama.cpp's with a draft."""
+ENGINES: dict[str, EngineKind] = {"vllm": Vllm(), "llama.cpp": LlamaCpp()}
 LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
 """Environment variables by which torchrun's processes find each other; an engine must not see them."""
 SPIN = {"GOMP_SPINCOUNT", "DRAFTSMITH_SPINCOUNT"}  # set by `decode` itself, the first only where the user did not
@@ -70,89 +54,34 @@ except ProcessLookupError:
 """Ends a process group once standard input is closed, which happens however the process at its other end exits."""
 
 
-@dataclass
-class Engine:
-    """Options that an engine is started with, or the address of a running server."""
+def check_engine(name: str, path: str | None = None, head: Any = None) -> str:
+    """The path of an engine's program: this one, or as `make engines` installs it.
 
-    name: str  # a key of `ENGINES`
-    target: str = ""  # folder, Hub name or GGUF file
-    draft: str = ""  # the same of the draft
-    method: str = "draft_model"  # draft_model, eagle, eagle3, dflash or dspark
-    context: int = 512  # tokens of the longest text, prompt and answer
-    dtype: str = "float32"  # number format of vLLM's weights
-    program: str | None = None  # vLLM's interpreter or llama-server; None: as `make engines` installs it
-    url: str | None = None  # address of a running server, which is used instead of starting one
-    threads: int | None = None  # None: the engine's default
-    seconds: float = 300.0  # time limit for loading, and for each text
-    arguments: Sequence[str] = ()  # further ones of vLLM
-
-
-def check_engine(name: str, given: str | None = None, kind: Any = None) -> str:
-    """The path of an engine's program: the one given, or as `make engines` installs it.
-
-    `kind` is that of the draft's head, as `head_format` tells it.
+    `head` is the format of the draft, as `head_format` tells it.
 
     Raises:
         UserError: it is missing, does not answer, is older than what is tested, or does not run such a draft; with the
             next step.
     """
-    places = [Path(given)] if given else [folder / ENGINES[name] for folder in (Path.cwd(), CHECKOUT)]
+    kind = ENGINES[name]
+    places = [Path(path)] if path else [folder / kind.installed for folder in (Path.cwd(), CHECKOUT)]
     program = next((str(path) for path in places if path.is_file() and os.access(path, os.X_OK)), None)
-    following = "run `make engines` (serve-check takes another one by --program)"
     if program is None:
-        raise UserError(f"there is no program {places[0]} that can be run; {following}")
-    version = ("-c", "import importlib.metadata as m; print('version', m.version('vllm'))")
-    asked = [program, *(version if name == "vllm" else ("--help",))]
+        raise UserError(f"there is no program {places[0]} that can be run; {FOLLOWING}")
+    asked = [program, *kind.version]
     try:
         done = subprocess.run(asked, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER)
     except subprocess.TimeoutExpired:
-        raise UserError(f"{program} printed no version within {ANSWER} s; {following}") from None
+        raise UserError(f"{program} printed no version within {ANSWER} s; {FOLLOWING}") from None
     except OSError as error:
-        raise UserError(f"{program} cannot be run: {error.strerror}; {following}") from error
-    printed = done.stdout + done.stderr
-    if name == "llama.cpp" and "--spec-draft-sampling" not in printed:
-        raise UserError(
-            f"{program} has no option --spec-draft-sampling, so it is older or another program; {following}"
-        )
-    if name == "vllm":
-        vllm = re.search(r"^version (\S+)", printed, re.MULTILINE)
-        if vllm is None or Version(vllm[1]) < OLDEST_VLLM:
-            seen = f"vLLM {vllm[1]}" if vllm else "no vLLM"
-            raise UserError(f"{program} has {seen}, expected {OLDEST_VLLM} or newer; {following}")
-        if kind == "dspark" and vllm[1].endswith("+cpu"):
-            raise UserError(
-                f"vLLM {vllm[1]} ({program}) does not run DSpark: its CPU build has Model Runner V1 only "
-                "(vllm/config/vllm.py); check it on a GPU, or with --engine llama.cpp"
-            )
+        raise UserError(f"{program} cannot be run: {error.strerror}; {FOLLOWING}") from error
+    kind.check(program, done.stdout + done.stderr, head)
     return program
 
 
 def start_command(engine: Engine, draft_length: int | None, port: int) -> tuple[list[str], dict[str, str]]:
     """The command that starts a server, without the draft if `draft_length` is None, and the variables that it adds."""
-    llama, options = engine.name == "llama.cpp", COMMANDS[engine.name]
-    if llama and engine.threads:
-        options += " -t {threads} -tb {threads}"
-    if llama and draft_length:
-        options += COMMANDS["drafting"]
-    kind = "draft-simple" if engine.method == "draft_model" else f"draft-{engine.method}"
-    values = vars(engine) | {"port": port, "length": draft_length, "kind": kind, "room": engine.context + 64}
-    command = [str(engine.program), *(option.format_map(values) for option in options.split())]
-    if llama:
-        return command, {}
-    if draft_length:
-        drafting = {"method": engine.method, "model": engine.draft, "num_speculative_tokens": draft_length}
-        command += ["--speculative-config", json.dumps(drafting)]
-    environment = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_ENGINE_READY_TIMEOUT_S": str(int(engine.seconds)),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    if engine.threads:
-        environment |= {"OMP_NUM_THREADS": str(engine.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    if Path(engine.target).is_dir():
-        environment["HF_HUB_OFFLINE"] = "1"
-    return [*command, *engine.arguments], environment
+    return ENGINES[engine.name].command(engine, draft_length, port)
 
 
 def free_port() -> int:
@@ -286,10 +215,11 @@ class Server:
     """Sends requests to one server, one at a time."""
 
     url: str  # its address
-    name: str  # vllm or llama.cpp
+    name: str  # a key of `ENGINES`
     seconds: float = 300.0  # time limit of each request
 
     def __post_init__(self) -> None:
+        self.kind = ENGINES[self.name]
         self.client = httpx.Client(base_url=self.url, timeout=self.seconds, trust_env=False)
 
     def close(self) -> None:
@@ -308,37 +238,22 @@ class Server:
     ) -> ServedText:
         """Write one text after a prompt of token ids and count its drafts; the distribution is not cut."""
         # top_p and min_p are not as the model's generation_config has them
-        body: Fields = {"prompt": ids, "temperature": temperature, "seed": seed, "top_p": 1.0, "min_p": 0.0}
-        if self.name == "llama.cpp":
-            # llama-server stops at strings, not at ids, and shows special tokens only where they are preserved
-            texts = [self._call("POST", "/detokenize", json={"tokens": [i]}).json()["content"] for i in stop_ids]
-            stop = list(filter(None, texts))
-            path, body = "/completion", body | {
-                "n_predict": max_new_tokens, "top_k": 0, "samplers": ["temperature"], "return_tokens": True,
-                "cache_prompt": False, "stop": stop, "preserved_tokens": stop,
-            }  # fmt: skip
-        else:
-            path, body = "/v1/completions", body | {
-                "max_tokens": max_new_tokens, "top_k": -1, "repetition_penalty": 1.0, "stop_token_ids": list(stop_ids),
-                "return_token_ids": True, "model": self._call("GET", "/v1/models").json()["data"][0]["id"],
-            }  # fmt: skip
+        sampling: Fields = {"temperature": temperature, "seed": seed, "top_p": 1.0, "min_p": 0.0}
+        path, body = self.kind.request(self._call, ids, max_new_tokens, stop_ids, sampling)
         before, began = self._settled(), time.perf_counter()
         answer = self._call("POST", path, json=body).json()
         seconds = time.perf_counter() - began
-        new = answer["tokens"] if self.name == "llama.cpp" else answer["choices"][0].get("token_ids")
+        new, decode_seconds, ended = self.kind.answer(answer)
         if new is None:
             raise UserError(f"{self.name} at {self.url} returns no token ids; vLLM 0.10 or newer is required")
         after = self._settled(before.tokens + len(new))
-        decode_seconds = after.decode_seconds - before.decode_seconds
-        if self.name == "llama.cpp":
-            decode_seconds = answer["timings"]["predicted_ms"] / 1e3
-        ended = answer.get("stop_type") == "eos"
+        if decode_seconds is None:
+            decode_seconds = after.decode_seconds - before.decode_seconds
         return ServedText(until_end(new, stop_ids), seconds, decode_seconds, after.drafts - before.drafts, ended)
 
     def differs_in_ids(self, text: str, ids: Ids) -> str | None:
         """The server's token ids of a text beside these; None where they do not differ."""
-        body = {"content": text, "add_special": True} if self.name == "llama.cpp" else {"prompt": text}
-        theirs = self._call("POST", "/tokenize", json=body).json()["tokens"]
+        theirs = self._call("POST", "/tokenize", json=self.kind.tokenise(text)).json()["tokens"]
         if not theirs or theirs == ids:
             return None
         return f"of {text[:40]!r}: {theirs[:8]} there, {ids[:8]} here"

@@ -14,20 +14,6 @@ from decode.core.sampling import LogitsWarper
 from decode.models.api import synchronize
 from decode.models.texts import side_by_side
 
-TRANSFORMERS_BASELINES: dict[str, int | None] = {
-    "generate": None,
-    "generate-assistant": 5,
-    "generate-assistant-dynamic": 20,
-    "generate-prompt-lookup": 10,
-}
-"""Baselines with their draft lengths where none is given.
-
-``generate-assistant`` drafts a fixed number of tokens as `vanilla` does; ``generate-assistant-dynamic`` has
-transformers' defaults, up to 20 tokens and a confidence of 0.4.
-"""
-
-NEEDS_DRAFT = {"generate-assistant", "generate-assistant-dynamic"}
-
 
 def generate(
     name: str,
@@ -43,7 +29,7 @@ def generate(
 ) -> tuple[list[Ids], float, int]:
     """Call ``generate`` once for several prompts, padded on the left; several prompts only for ``generate`` itself.
 
-    The name is a key of `TRANSFORMERS_BASELINES`; processors besides those of `warp` are those of the model's own
+    The name is a key of `decode.methods.BASELINES`; processors besides those of `warp` are those of the model's own
     generation_config. Without `stop_ids` texts have the full length. `draft_length` tokens are drafted in a round or
     looked up.
 
@@ -71,7 +57,7 @@ def generate(
             synchronize(device)
             began = time.perf_counter()
             out = target.generate(
-                ids, attention_mask=mask, assistant_model=draft if name in NEEDS_DRAFT else None,
+                ids, attention_mask=mask, assistant_model=draft,
                 prompt_lookup_num_tokens=draft_length if name == "generate-prompt-lookup" else None,
             )  # fmt: skip
             synchronize(device)

@@ -19,10 +19,9 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import chain, groupby, islice, product
 from operator import add
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from transformers import PreTrainedModel
 
 from decode.core.draft import Ids
 from decode.core.round import Round, acceptance_by_length, acceptance_by_position, clustered_ratio, metrics
@@ -30,29 +29,26 @@ from decode.core.sampling import TorchRng
 from decode.core.verify import JensenShannon
 from decode.errors import first_line
 from decode.files import Fields
-from decode.loop import Method, decode, decode_texts
+from decode.loop import Method, decode, decode_texts, tree_error
 from decode.measure import machine
 from decode.measure.acceptance import prompt_numbers
-from decode.measure.baselines import NEEDS_DRAFT, TRANSFORMERS_BASELINES, generate
-from decode.measure.costs import speedup_of_rounds
+from decode.measure.baselines import generate
 from decode.measure.session import Item, Session
 from decode.measure.statistics import median_interval, plain, ratio_interval
 from decode.measure.suites import Suite
 from decode.methods import (
-    DRAFTED,
-    HEADED,
+    BASELINES,
     METHODS,
-    SELF_SPECULATIVE,
-    TREE_DRAFTERS,
+    PRICED,
     MethodInputs,
+    Parts,
     build,
     exported_length,
     is_lossless,
+    kind_of,
+    refusal,
 )
 from decode.models.api import Model
-from decode.models.heads.block import BlockHead
-from decode.models.heads.eagle import FeatureHead
-from decode.models.heads.mtp import MtpHead
 from decode.models.open import DraftModel
 from decode.models.sources import quiet
 from decode.options import MethodOptions, split_spec
@@ -66,11 +62,10 @@ FILLED = 2  # least number of prompts for each place of a batch
 WARM_UP = 24  # most tokens of the text that every method writes before it is timed
 MEASURED = (
     "tokens_per_second", "speedup", "speedup_ci95", "speedup_vs_generate", "speedup_vs_generate_ci95",
-    "speedup_vs_assistant", "speedup_vs_assistant_ci95", "predicted_speedup", "prompt_rounds", "round_seconds",
-    "accepted_length", "accepted_length_ci95", "alpha", "alpha_se", "accepted_per_tested", "accepted_per_drafted",
-    "tv_spent", "js_distance", "accuracy", "accuracy_se", "identical_to_target", "identical_share", "drafted_per_round",
-    "rounds", "tokens", "draft_lengths", "acceptance_by_position", "acceptance_by_length",
-    "verification_threshold", "least_cost",
+    "speedup_vs_assistant", "speedup_vs_assistant_ci95", "accepted_length", "accepted_length_ci95", "alpha", "alpha_se",
+    "accepted_per_tested", "accepted_per_drafted", "tv_spent", "js_distance", "accuracy", "accuracy_se",
+    "identical_to_target", "identical_share", "drafted_per_round", "rounds", "tokens", "draft_lengths",
+    "acceptance_by_position", "acceptance_by_length", "verification_threshold",
 )  # fmt: skip
 """Measured fields of a row; every row has all of them, null if they do not apply."""
 Chat = Sequence[Item]  # the turns of one prompt
@@ -82,7 +77,7 @@ Chat = Sequence[Item]  # the turns of one prompt
 class BenchEntry:
     """One line of the table: a method with its draft, options and temperature."""
 
-    method: str  # a name of `decode.methods.METHODS` or of `decode.measure.baselines.TRANSFORMERS_BASELINES`
+    method: str  # a name of `decode.methods.METHODS` or of `BASELINES` there
     draft: str | None = None  # name of a draft of the session
     options: MethodOptions = field(default_factory=MethodOptions)
     stop: str | None = None  # another stop rule than the method's own
@@ -98,25 +93,12 @@ class BenchEntry:
     @property
     def is_baseline(self) -> bool:
         """Whether transformers' own generation runs."""
-        return self.method in TRANSFORMERS_BASELINES
+        return self.method in BASELINES
 
     @property
-    def needs_draft(self) -> bool:
-        """Whether a draft model takes part."""
-        return self.method in NEEDS_DRAFT or self.method in DRAFTED
-
-    def fits(self, target: Model, drafts: Mapping[str, DraftModel]) -> bool:
-        """Whether the target reads what the method drafts, and the draft has the estimates that its stop rule reads."""
-        if self.is_baseline:
-            return True
-        drafter, stop, _ = METHODS[self.method]
-        estimates = getattr(drafts.get(self.draft or ""), "confidence_head", None) is not None
-        return (target.supports_trees or drafter not in TREE_DRAFTERS) and (estimates or stop != "confidence-head")
-
-    @property
-    def priced_draft(self) -> str | None:
-        """The draft whose rounds were timed as this method's; None: what it drafts is not, and its time is added."""
-        return self.draft if METHODS[self.method][0] in ("model", "feature") else None
+    def weighs_costs(self) -> bool:
+        """Whether the method limits its drafts by the measured costs of rounds."""
+        return not self.is_baseline and (self.options.never_slower or (self.stop or METHODS[self.method][1]) in PRICED)
 
 
 def plan(
@@ -128,41 +110,34 @@ def plan(
     options: MethodOptions | None = None,
     stop: str | None = None,
     rule: str | None = None,
+    target: Model | None = None,
 ) -> list[BenchEntry]:
-    """Entries for all combinations, with unique names.
+    """Entries for all combinations that drafts and target allow (see `refusal`), with unique names.
 
     Methods may carry options of their own (`split_spec`). Methods of a fixed length get one entry for each of
     `draft_lengths`; without any, the length that the draft was exported with, or the method's own.
     """
     entries = []
     for temperature, spec in product(temperatures, methods):
-        method, given = split_spec(spec)
-        base = replace(options or MethodOptions(), **given)
-        rules = (stop, rule) if method in METHODS and method != BASELINE else (None, None)
+        method, changes = split_spec(spec)
+        base, kind = replace(options or MethodOptions(), **changes), kind_of(method)
+        rules = (None, None) if method in (BASELINE, *BASELINES) else (stop, rule)
         entry = BenchEntry(method, None, base, *rules, temperature)
-        fitting: list[str | None] = [None]
-        if entry.needs_draft and drafts:
-            fitting = [name for name, draft in drafts.items() if isinstance(draft, kind_of_draft(method))]
+        trees = str(tree_error(target)) if target and not target.supports_trees else ""
         fixed = method in ("generate-assistant", "generate-prompt-lookup")
-        fixed |= method in DRAFTED | SELF_SPECULATIVE and (stop or METHODS[method][1]) == "length"
-        several = draft_lengths and fixed and "draft_length" not in given
+        fixed |= kind.priced and (stop or METHODS[method][1]) == "length"
+        several = draft_lengths and fixed and "draft_length" not in changes
         lengths: Sequence[int | None] = draft_lengths if several else [base.draft_length]
-        for draft, length in product(fitting, lengths):
+        for draft, length in product(drafts if kind.drafts else [None], lengths):
+            model = drafts[draft] if draft else None
+            parts = Parts.of_draft(model, base, datastore=True, tree_refusal=trees)
+            if refusal(method, parts, stop=entry.stop, rule=entry.rule):
+                continue
             name = spec.replace(":", " ") + (f" k={length}" if len(lengths) > 1 else "")
             name += f" ({draft})" if draft and len(drafts) > 1 else ""
-            length = length or (exported_length(drafts[draft]) if draft and fixed else None)
+            length = length or (exported_length(model) if model is not None and fixed else None)
             entries.append(replace(entry, draft=draft, options=replace(base, draft_length=length), name=name))
     return entries
-
-
-def kind_of_draft(method: str) -> Any:
-    """The kind of draft that a method is for; `object` where it is for none in particular."""
-    if method in NEEDS_DRAFT:  # transformers takes plain models only
-        return PreTrainedModel
-    if method.startswith("block"):
-        return BlockHead
-    fitting = {"eagle": FeatureHead | MtpHead, "hybrid-tree": FeatureHead | BlockHead}
-    return fitting.get(method, FeatureHead) if method in HEADED else object
 
 
 # -- what was measured ------------------------------------------------------------------------------------------------
@@ -254,11 +229,11 @@ class EntryRun:
         self.record = Record(batch_size=batch_size)
         self.methods: list[Method] = []
         if entry.is_baseline:
-            default = TRANSFORMERS_BASELINES[entry.method]
+            _, default = BASELINES[entry.method]
             self.draft_length = default and (options.draft_length or default)
             return
         costs, store = session.costs.get(entry.draft or ""), session.options.datastore
-        draft = session.drafts[entry.draft or ""] if entry.needs_draft else None
+        draft = session.drafts[entry.draft] if entry.draft else None
         inputs = MethodInputs(
             session.runner, self.warp, draft, session.tokenizer, store, options, costs.rounds if costs else None
         )
@@ -367,14 +342,10 @@ class Benchmark:
             EntryRun(session, entry)
         items = [(suite, session.items(suite)) for suite in suites]
         temperatures = dict.fromkeys(e.temperature for e in entries)
-        if session.options.costs:
+        if priced := dict.fromkeys(e.draft for e in entries if e.weighs_costs and e.draft not in session.costs):
             current().update(name="costs of rounds")
-            session.measure_costs(
-                [item for _, prompts in items for item in prompts],
-                dict.fromkeys(e.priced_draft for e in entries if not e.is_baseline and e.method != BASELINE),
-                batch_sizes=sizes,
-                temperature=min(temperatures, default=0.0),
-            )
+            all_items, coldest = [item for _, prompts in items for item in prompts], min(temperatures)
+            session.measure_costs(all_items, priced, batch_sizes=sizes, temperature=coldest)
         blocks = []
         for (suite, prompts), temperature, size in product(items, temperatures, sizes):
             groups = [[list(turns)] for _, turns in groupby(prompts, key=lambda item: id(item.prompt))]
@@ -411,7 +382,6 @@ class Benchmark:
     def _add_rows(self, suite: Suite, runs: Sequence[EntryRun], items: Sequence[Item], load: Fields) -> None:
         """Make the rows of one suite, temperature and batch size; its prompts begin with `items`."""
         session, generated = self.session, next(run.record.texts for run in runs if run.entry.method == REFERENCE)
-        baseline = next(run.record for run in runs if run.entry.method == BASELINE)
         numbers = prompt_numbers([(item.ids, len(item.ids)) for item in items])
         for run in runs:
             entry, record = run.entry, run.record
@@ -443,13 +413,6 @@ class Benchmark:
             thetas = [method.rule.theta for method in run.methods[:-1] if isinstance(method.rule, JensenShannon)]
             if thetas:
                 row["verification_threshold"] = statistics.fmean(thetas)
-            if not entry.is_baseline and (costs := session.costs.get(entry.priced_draft)):
-                known, watched = baseline.plain(), run.methods[0].stop.confidence is not None
-                row["predicted_speedup"] = speedup_of_rounds(
-                    record.rounds, costs, run.batch_size, *known, watched=watched
-                )
-                row["round_seconds"], row["prompt_rounds"] = known
-                row["least_cost"] = costs.least
             if suite.score is not None:
                 marks = [
                     statistics.fmean(suite.score(item.prompt, session.text(text.new_ids)) for text in repeats)

@@ -12,7 +12,6 @@ whose acceptance is known position by position (`decode.measure.acceptance.repla
 import statistics
 import time
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
@@ -22,7 +21,6 @@ import numpy as np
 
 from decode.core.draft import Draft, Ids
 from decode.core.lengths import RoundCosts
-from decode.core.round import Round
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.stop import Fixed, StopRule, token_probability
 from decode.drafters.base import Drafter, DraftRequest, NoDrafter
@@ -153,25 +151,6 @@ def speedup(
     """
     spent = sum(count * costs.round(batch, k) for k, count in rounds.items()) + more
     return tokens * costs.round(batch, 0) / spent if spent else float("nan")
-
-
-def speedup_of_rounds(
-    texts: Iterable[Sequence[Round]], costs: Costs, batch: int, plain: float, prompts: float, *, watched: bool
-) -> float:
-    """`speedup` of decoded rounds; both sides also read the prompts, as long as `prompts` rounds without a draft.
-
-    If the rounds are `watched`, the stop rule's look at every drafted token is added. Costs of a target alone hold no
-    drafting. Its measured time is added then, counted in rounds without a draft of the same measurement (`plain`
-    seconds each), which ran under the same load.
-    """
-    rounds = [r for text in texts for r in text]
-    drafted = Counter(r.drafted for r in rounds)
-    more = costs.reading * sum(r.drafted for r in rounds) if watched else 0.0
-    if not costs.cost_ratio:
-        drafting = sum(r.seconds[0] for r in rounds) if drafted.keys() - {0} else 0.0
-        more = drafting / plain * costs.rounds.round(batch, 0)
-    tokens, spent = prompts + sum(len(r.new) for r in rounds), {**drafted, 0: drafted[0] + prompts}
-    return speedup(tokens, spent, costs.rounds, batch, more=more)
 
 
 def predicted_speedup(alpha: float, draft_length: int, costs: RoundCosts) -> float:

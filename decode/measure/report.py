@@ -6,7 +6,6 @@ template ``html_page.html`` escapes all text (pairs of backticks become code); o
 """
 
 import csv
-import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
+from rich.console import Group
 
 from decode.core.round import FORMULAS
 from decode.files import Fields, read_json, write_json, write_text
@@ -24,7 +24,7 @@ from decode.measure import plots
 from decode.measure.benchmark import BASELINE, Benchmark
 from decode.measure.machine import conditions, doubt, sentence
 from decode.measure.statistics import finite
-from decode.progress import FittingTable
+from decode.progress import fitting_table
 
 Row = plots.Row
 Figure = tuple[str, str]  # a plot as SVG, and its caption
@@ -46,9 +46,6 @@ with Path(__file__).with_name("columns.csv").open(newline="", encoding="utf-8") 
         row.pop("key"): Column(**row | {"formula": row["formula"].format_map(FORMULAS)}) for row in csv.DictReader(file)
     }
 """The columns of all tables by the key of their values, as ``columns.csv`` defines them."""
-KEPT = ("speedup", "offline_alpha", "accepted_length", "served_length", "draft_length", "predicted_speedup")
-"""Columns that a narrow terminal shows."""
-PRINTED = "what --json prints"  # has all columns
 
 
 def present(value: Any) -> bool:
@@ -88,17 +85,14 @@ def doubts(keys: Iterable[str], rows: Iterable[Row]) -> str:
     return f"?: not a result, since {' | '.join(reasons)}" if reasons else ""
 
 
-def console_table(
-    title: str, keys: Iterable[str], rows: Sequence[Row], elsewhere: str = "", below: Iterable[str] = ()
-) -> FittingTable:
+def console_table(title: str, keys: Iterable[str], rows: Sequence[Row], below: Iterable[str] = ()) -> Group:
     """A table for a terminal; columns without values are left out, and ``style`` of a row is its style."""
     keys = filled(keys, rows)
-    notes = [note for note in (doubts(keys, rows), *below) if note]
-    return FittingTable(
+    return fitting_table(
         [COLUMNS[key].label for key in keys],
         [([cell(row, key) for key in keys], row.get("style", "")) for row in rows],
         title=title, right=[i for i, key in enumerate(keys) if COLUMNS[key].format],
-        kept=[i for i, key in enumerate(keys) if key in KEPT], elsewhere=elsewhere, below=notes,
+        below=[note for note in (doubts(keys, rows), *below) if note],
     )  # fmt: skip
 
 
@@ -114,36 +108,35 @@ def markdown(keys: Iterable[str], rows: Sequence[Row]) -> str:
     return markdown_table([COLUMNS[key].label for key in keys], [[cell(row, key) for key in keys] for row in rows])
 
 
-SIGNS: Any = {"α": r"$\alpha$", "Δ": r"$\Delta$", "±": r"$\pm$", "–": "--"}
-SIGNS |= {sign: rf"\{sign}" for sign in "&%$#_{}"}
-"""Characters in LaTeX."""
-
-
 def latex(keys: Iterable[str], rows: Sequence[Row]) -> str:
     """`console_table` as a tabular in the style of booktabs."""
+    import pandas
+
     keys = filled(keys, rows)
-    lines = [[COLUMNS[key].label for key in keys], *([cell(row, key) for key in keys] for row in rows)]
-    head, *body = (" & ".join(text.translate(str.maketrans(SIGNS)) for text in line) + r" \\" for line in lines)
-    parts = [rf"\begin{{tabular}}{{l{'r' * (len(keys) - 1)}}}", r"\toprule", head, r"\midrule", *body, r"\bottomrule"]
-    return "\n".join([*parts, r"\end{tabular}", ""])
+    table = pandas.DataFrame(
+        [[cell(row, key) for key in keys] for row in rows], columns=[COLUMNS[k].label for k in keys]
+    )
+    text = table.to_latex(index=False, escape=True, column_format=f"l{'r' * (len(keys) - 1)}")
+    for sign, command in {"α": r"$\alpha$", "Δ": r"$\Delta$", "±": r"$\pm$", "–": "--"}.items():
+        text = text.replace(sign, command)
+    return text
 
 
 def comma_separated(keys: Iterable[str], rows: Sequence[Row]) -> str:
     """The values of rows as CSV, with errors and ends of intervals in columns of their own, and what is `doubt`ed."""
+    import pandas
+
     table = []
     for row in rows:
         table.append(line := Fields())
         for key in keys:
-            line[key], name = row.get(key), COLUMNS[key].error if key in COLUMNS else ""
-            if name.endswith("_ci95"):
-                line[f"{name}_low"], line[f"{name}_high"] = row.get(name) or (None, None)
-            elif name:
-                line[name] = row.get(name)
+            line[key], error = row.get(key), COLUMNS[key].error if key in COLUMNS else ""
+            if error.endswith("_ci95"):
+                line[f"{error}_low"], line[f"{error}_high"] = row.get(error) or (None, None)
+            elif error:
+                line[error] = row.get(error)
         line["doubt"] = doubt(row)
-    writer = csv.DictWriter(text := io.StringIO(), list(table[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(table)
-    return text.getvalue()
+    return pandas.DataFrame(table, dtype=object).to_csv(index=False)
 
 
 def without_constants(keys: Sequence[str], rows: Sequence[Row]) -> tuple[list[str], str]:
@@ -194,7 +187,7 @@ def write_page(path: Path, title: str, headline: str, sections: Sequence[Section
 
 KEYS = (
     "name", "kind", "draft_length", "tokens_per_second", "speedup", "speedup_vs_generate", "speedup_vs_assistant",
-    "predicted_speedup", "accepted_length", "alpha", "accepted_per_tested", "accepted_per_drafted", "tv_spent",
+    "accepted_length", "alpha", "accepted_per_tested", "accepted_per_drafted", "tv_spent",
     "js_distance", "accuracy", "identical_to_target", "note",
 )  # fmt: skip
 """Columns of the page's tables."""
@@ -229,13 +222,13 @@ def drafting(rows: Iterable[Row]) -> list[Row]:
     return sorted(ours, key=lambda r: -r["speedup"])
 
 
-def console_tables(rows: Sequence[Row], elsewhere: str = "") -> Iterable[FittingTable]:
+def console_tables(rows: Sequence[Row]) -> Iterable[Group]:
     """The rows of each block for a terminal."""
     for title, block in by_block(rows).items():
         keys = [key for key in keys_of(block) if key not in LONG]
         without = {"alpha_se": None, "accuracy_se": None}  # the page shows them
         styled = [{**row, **without, "style": STYLES[row["kind"]]} for row in block]
-        yield console_table(title, keys, styled, elsewhere, [f"{r['name']}: {r['note']}" for r in block if r["note"]])
+        yield console_table(title, keys, styled, [f"{r['name']}: {r['note']}" for r in block if r["note"]])
 
 
 def bench_csv(rows: Sequence[Row]) -> str:

@@ -37,7 +37,6 @@ class BenchOptions:
     warp: LogitsWarper = field(default_factory=LogitsWarper)  # sampling settings except the temperature
     threads: int | None = None  # of torch while speed is measured; None measures one against all
     datastore: str | Path | None = None  # folder of the stores of rest, adaptix and hybrid
-    costs: bool = True  # measure the costs that `predicted_speedup` needs
     pack: str = "auto"  # see `decode.models.check.open_runner`
 
 

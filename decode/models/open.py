@@ -36,7 +36,7 @@ from decode.files import Fields
 from decode.models.api import Model
 from decode.models.check import open_draft_runner, open_runner
 from decode.models.heads.eagle import DraftHead
-from decode.models.heads.files import is_head, load_head
+from decode.models.heads.files import head_kind, load_head
 from decode.models.heads.mtp import MTP, load_mtp
 from decode.models.sources import Name, language_config, language_model, located, read_weights, reading
 from decode.models.tokens import added_ids, turn_end
@@ -256,7 +256,7 @@ def open_draft(
     """
     if name == MTP:
         return load_mtp(target)
-    if is_head(name):
+    if head_kind(name):
         return load_head(name, target)
     folder, kinds = Path(name), ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")
     without = folder.is_dir() and not any(file.name.startswith(kinds) for file in folder.iterdir())

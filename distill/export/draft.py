@@ -21,7 +21,7 @@ from decode.engines.gguf import convert, find_converter
 from decode.errors import UserError
 from decode.files import read_model_json, replaced, write_json
 from decode.models.heads.eagle import DraftHead
-from decode.models.heads.files import is_head, unserved
+from decode.models.heads.files import head_kind, unserved
 from decode.models.heads.mtp import MTP
 from decode.models.open import check_tokenizers, files_of, load_config, load_model, load_tokenizer
 from distill.config import ExportSettings
@@ -268,5 +268,5 @@ def export_gguf(export: Path, target: Path, settings: ExportSettings, *, write: 
     return [
         convert(source, export / "gguf" / f"{name}-{kind}.gguf", kind, target=of, write=write)
         for kind in settings.gguf
-        for name, source, of in (("target", target, None), ("draft", export, target if is_head(export) else None))
+        for name, source, of in (("target", target, None), ("draft", export, target if head_kind(export) else None))
     ]

@@ -136,7 +136,10 @@ def head_texts(
         if limit < 1:
             texts.append([])
             continue
-        method = build(head.method, MethodInputs(runner, warp, drafter, options=MethodOptions(draft_length=depth)))
+        method = build(
+            "block" if head.kind == "block" else "eagle",
+            MethodInputs(runner, warp, drafter, options=MethodOptions(draft_length=depth)),
+        )
         method.rule = Fuzzy(threshold=1.0)  # takes every drafted token: no divergence is larger than ln 2
         rng = TorchRng(int(draws(number, 1)[0] * 2**53))
         made = decode(runner, method, warp, prompt, max_new_tokens=limit, stop_ids=stop_ids, rng=rng)

@@ -76,7 +76,6 @@ class Evaluation:
             repeats=1,
             seed=self.settings.seed,
             threads=self.settings.threads,
-            costs=False,  # they are measured before, for the predictions
             warp=own_warp(self.target, 0.0, {}),
         )
         self.session = Session(self.target, self.models, run.tokenizer, options)

@@ -66,7 +66,7 @@ def console_tables(report: Row) -> Group:
     """Returns what the terminal shows at the end of a run."""
     text, cards, same = opening(report)
     lines = [f"{value} {label}" for value, label in cards[1:]]
-    table = console_table("Drafts", DRAFTS, draft_rows(report), "report.html")
+    table = console_table("Drafts", DRAFTS, draft_rows(report))
     return Group(table, LEGEND, f"\n{text}", *lines, same)
 
 

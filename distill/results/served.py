@@ -3,13 +3,13 @@
 from dataclasses import asdict
 from typing import cast
 
-from decode.commands.serve_check import VLLM_METHODS
 from decode.engines import server
 from decode.engines.check import ServedText, acceptance_rates, mean_length
 from decode.files import read_json, write_json
 from decode.measure import machine
 from decode.measure.report import console_table
 from decode.measure.statistics import median_interval, plain
+from decode.models.heads.files import SERVED_AS
 from decode.models.open import files_of, stop_ids
 from decode.progress import current
 from distill.config import EvaluationSettings
@@ -36,7 +36,7 @@ def measure_served(run: Run) -> None:
     prompts = [ids for ids in map(examples.prompt, range(len(examples))) if ids]
     files = files_of(run.target, trust_remote_code=settings.target.trust_remote_code)
     ends = stop_ids(files, run.tokenizer)
-    method = VLLM_METHODS[settings.student.version] if settings.student.is_head else "draft_model"
+    method = SERVED_AS.get(settings.student.version or "", "draft_model")
     most = settings.student.steps if settings.student.is_block else max(how.draft_lengths)
     lengths = sorted({min(k, most) for k in how.draft_lengths})
     room = max(map(len, prompts)) + how.max_new_tokens + max(lengths) + 1

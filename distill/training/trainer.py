@@ -58,7 +58,8 @@ class ProgressLines(Callback):
         self.tokens += batch["input_ids"].numel()
         if (now := time.monotonic()) - self.read > EVERY / 4:
             values = trainer.progress_bar_metrics.items()
-            self.work.detail, self.read = " ".join(f"{name} {float(value):.4f}" for name, value in values), now
+            self.work.tell(" ".join(f"{name} {float(value):.4f}" for name, value in values))
+            self.read = now
 
 
 def peak_memory(device: torch.device) -> int:

@@ -124,7 +124,7 @@ def test_faults_of_a_batch_are_caught(name: str, monkeypatch: pytest.MonkeyPatch
 
 def test_a_relaxed_rule_is_seen_to_be_relaxed_in_texts_together() -> None:
     target, draft = tables(2)
-    relaxed: AcceptanceRule = RULES["ears"](MethodInputs(target, SAMPLE, draft))
+    relaxed: AcceptanceRule = RULES["ears"](MethodOptions(), False)
     system = Method("ears", ModelDrafter(draft, SAMPLE, 2), StopRule(2), relaxed)
     assert joint_bias(target, system, SAMPLE, [[0, 1, 1], [1]], 3) > 1e-3
 

@@ -16,7 +16,6 @@ from rich.console import Console
 from run_report import FULL, changed, decoding, draft, pair
 from tiny_run import begun, bench, run_tiny, tiny_settings
 
-from decode.core.lengths import RoundCosts
 from decode.core.sampling import LogitsWarper
 from decode.core.verify import overlap
 from decode.engines.check import serving_facts
@@ -164,8 +163,7 @@ def test_what_was_not_measured_is_left_out_and_the_json_is_strict(tmp_path) -> N
 # -- what is measured --------------------------------------------------------------------------------------------------
 
 
-def test_every_predicted_speedup_of_a_run_follows_from_its_report(tmp_path) -> None:
-    """Tokens over the seconds of real rounds, with the costs in the report."""
+def test_a_run_measures_its_drafts_at_both_temperatures_beside_the_exported_one(tmp_path) -> None:
     settings = tiny_settings(tmp_path, threads=2)
     settings.evaluation = EvaluationSettings(prompts=3, accuracy_prompts=3, max_new_tokens=12, draft_lengths=[2])
     run_tiny(begun(settings))
@@ -174,12 +172,6 @@ def test_every_predicted_speedup_of_a_run_follows_from_its_report(tmp_path) -> N
     assert report["machine"]["threads"] == 2
     drafting = [row for row in report["decoding"] if row["method"] == "vanilla"]
     assert {row["temperature"] for row in drafting} == {0.0, 1.0}
-    for row in drafting:
-        costs = RoundCosts.from_dict(report["analysis"]["costs"][row["draft"]]["round_costs"])
-        spent = sum(n * costs.round(1, int(k)) for k, n in row["draft_lengths"].items())
-        read = row["prompt_rounds"]
-        expected = (row["tokens"] + read) / (spent / costs.round(1, 0) + read)
-        assert row["predicted_speedup"] == pytest.approx(expected)
     best = {row["draft_length"] for row in drafting if row["draft"] == run.chosen("best")}
     assert 2 in best  # which is asked for, beside the best one
     # what serve-check compares with

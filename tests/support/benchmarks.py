@@ -34,4 +34,4 @@ class Watched(Work):
 
     def update(self, **what: Any) -> None:
         super().update(**what)
-        self.tell(self.done, self.task.total, self.task.description)
+        self.tell(self.done, self.total, self.name)

@@ -18,7 +18,7 @@ from pairs import make_tokenizer
 
 from decode.__main__ import main
 from decode.engines.gguf import convert
-from decode.engines.server import CHECKOUT, LLAMA_SERVER, VLLM_PYTHON, Engine, opened
+from decode.engines.server import CHECKOUT, ENGINES, Engine, opened
 from decode.models.heads.block import BlockHead
 from decode.models.heads.files import save_head
 from distill.config import ExportSettings
@@ -35,8 +35,10 @@ def program(made: Path) -> Path | None:
     return next((folder / made for folder in (Path.cwd(), CHECKOUT) if (folder / made).is_file()), None)
 
 
-needs_vllm = pytest.mark.skipif(program(VLLM_PYTHON) is None, reason="vLLM is not set up (make engines)")
-needs_llama = pytest.mark.skipif(program(LLAMA_SERVER) is None, reason="llama.cpp is not set up (make engines)")
+needs_vllm = pytest.mark.skipif(program(ENGINES["vllm"].installed) is None, reason="vLLM is not set up (make engines)")
+needs_llama = pytest.mark.skipif(
+    program(ENGINES["llama.cpp"].installed) is None, reason="llama.cpp is not set up (make engines)"
+)
 
 
 def save_exports(folder: Path, family: str, steps: int = 24) -> Path:

@@ -85,7 +85,7 @@ class BlockHead(DraftHead):
     """
 
     drafts: int
-    method = "block"
+    kind = "block"
 
     def __init__(self, config: Qwen3Config) -> None:
         config.mlp_bias = False  # LlamaMLP reads it, Qwen3Config has none

@@ -97,7 +97,7 @@ class DraftHead(nn.Module):
     t2d: Tensor
     version: int | str
     drafts: int | None = None
-    method = "eagle"  # the name in `decode.methods` of drafting a chain with it
+    kind = "eagle"  # by which methods choose it (`decode.methods.DRAFTS`)
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -222,6 +222,10 @@ def _rotation(said: Fields, name: str, block: bool) -> Fields:
     return rope
 
 
+SERVED_AS: dict[int | str, str] = {1: "eagle", 3: "eagle3", "dflash": "dflash", "dflash2": "dflash", "dspark": "dspark"}
+"""Engines' names of methods, by the version of a head; vLLM's, which llama.cpp has too."""
+
+
 def unserved(head: DraftHead) -> dict[str, str]:
     """Engines that do not run a block head as it was trained, each with the reason; of EAGLE's heads none is named.
 
@@ -253,10 +257,13 @@ def unserved(head: DraftHead) -> dict[str, str]:
 # -- folders -----------------------------------------------------------------------------------------------------------
 
 
-def is_head(name: str | os.PathLike[str]) -> bool:
-    """Whether a folder or Hub name holds a head, or a draft of another format, which `load_head` refuses."""
+def head_kind(name: str | os.PathLike[str]) -> str:
+    """The kind of the head in a folder or of a Hub name (`DraftHead.kind`); empty where there is none.
+
+    Drafts of other formats, which `load_head` refuses, count as EAGLE heads.
+    """
     if name == MTP:
-        return True
+        return MTP
     folder = Path(name)
     try:
         if not folder.exists():
@@ -264,13 +271,19 @@ def is_head(name: str | os.PathLike[str]) -> bool:
             cached = try_to_load_from_cache(repository, "config.json", **revision)
             if not isinstance(cached, str):
                 told = HfApi().model_info(repository, timeout=5, **revision)
-                return head_format(told.config or {}) is not None
+                return _kind(head_format(told.config or {}))
             folder = Path(cached).parent
         files = folder.glob("*.safetensors")
         names = [_our_name(key) for file in files for key in safe_open(file, "pt").keys()]  # noqa: SIM118
-        return head_format(json.loads((folder / "config.json").read_text(encoding="utf-8")), names) is not None
+        return _kind(head_format(json.loads((folder / "config.json").read_text(encoding="utf-8")), names))
     except Exception:  # the network layer has many; what is wrong is told when the draft is opened as a model
-        return False
+        return ""
+
+
+def _kind(version: int | str | None) -> str:
+    if version is None:
+        return ""
+    return BlockHead.kind if version in BLOCK_ARCHITECTURES else MTP if version == MTP else FeatureHead.kind
 
 
 def _our_name(name: str) -> str:

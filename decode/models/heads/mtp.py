@@ -38,7 +38,7 @@ class MtpHead(DraftHead):
         target_config: the target's configuration.
     """
 
-    version = MTP
+    version = kind = MTP
     mtp: MtpModel
 
     def __init__(self, mtp: MtpModel, target_config: PreTrainedConfig) -> None:

@@ -9,22 +9,27 @@ from families import build_architecture
 from heads import make_block_head
 from pairs import make_pair, make_tokenizer
 
-from decode.commands.bench import bench, bench_options, choose_methods, draft_names, plan_entries, run
+from decode.commands.bench import bench, bench_options, chosen_methods, draft_names, plan_entries, run
 from decode.commands.settings import BenchSettings
 from decode.drafters.corpus import tokenizer_fingerprint
 from decode.drafters.rest import Datastore
 from decode.errors import UserError
 from decode.measure.session import BenchOptions, Session
+from decode.methods import Parts
 from decode.models.open import Pair
+from decode.options import MethodOptions
 
 
 def test_methods_default_to_what_the_given_parts_allow_and_two_drafts_have_two_names():
-    alone = choose_methods(BenchSettings(target="t"))
+    options = MethodOptions()
+    alone = chosen_methods(BenchSettings(target="t"), [Parts(options)])
     assert "autoregressive" in alone
     assert not {"vanilla", "rest", "adaptix", "generate-assistant"} & set(alone)
-    both = choose_methods(BenchSettings(target="t", draft=["d"], datastore="s"))
-    assert {"vanilla", "rest", "adaptix", "generate-assistant"} <= set(both)
-    assert choose_methods(BenchSettings(target="t", methods=["lookahead"], baselines=False)) == ["lookahead"]
+    both = chosen_methods(BenchSettings(target="t"), [Parts(options, "model", datastore=True), Parts(options, "block")])
+    assert {"vanilla", "rest", "adaptix", "generate-assistant", "block-tree"} <= set(both)
+    assert not {"eagle", "layerskip"} & set(both)  # no draft is a feature head, and an exit layer would be a guess
+    settings = BenchSettings(target="t", methods=["lookahead"], baselines=False)
+    assert chosen_methods(settings, [Parts(options)]) == ["lookahead"]
     assert draft_names(["a=x", "runs/b"]) == {"a": "x", "b": "runs/b"}
     with pytest.raises(UserError, match="have one name"):
         draft_names(["runs/b", "other/b"])
@@ -45,7 +50,9 @@ def test_methods_that_copy_get_a_store_of_the_corpus(method, tiny, tmp_path):
 def test_a_method_that_was_named_and_no_draft_suits_is_refused(tiny):
     methods, (target, draft) = ["eagle-tree", "vanilla"], make_pair(tiny)
     session = Session(target, {"d": draft}, make_tokenizer(), BenchOptions(pack="off", threads=1))
-    with pytest.raises(UserError, match="no draft suits eagle-tree"):
+    with pytest.raises(
+        UserError, match=r"eagle-tree drafts with a feature head \(EAGLE\), and LlamaForCausalLM .* is a language model"
+    ):
         plan_entries(BenchSettings(target="t", methods=methods), methods, session)
 
 

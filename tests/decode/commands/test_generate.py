@@ -172,7 +172,7 @@ def test_chat_puts_the_prompt_into_the_template(folder, system, before) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rule": "eras"}, "rule is 'eras', expected .* or typical; did you mean 'ears'"),
+        ({"rule": "eras"}, "unknown acceptance rule 'eras'; did you mean 'ears'"),
         ({"draft": None, "method": "adasd"}, "give one with --draft"),
         ({"method": "adaptix"}, "datastore build"),
         ({"method": "generate"}, "only for comparison"),

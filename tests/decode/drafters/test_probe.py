@@ -85,7 +85,7 @@ def test_probes_of_another_model_layer_or_nothing_are_refused(tiny, folder: Path
     (folder / "probes.safetensors").write_bytes(b"x")
     with pytest.raises(UserError, match="damaged"):
         load_probe(folder, model, 1, "probe", ["match"])
-    with pytest.raises(UserError, match="give --probes"):
+    with pytest.raises(UserError, match="--probes DIR"):
         build("adaspeed-probe", MethodInputs(open_runner(model), LogitsWarper()))
 
 

@@ -27,7 +27,7 @@ from transformers import AutoTokenizer
 from vllm_cpu import plugin
 
 from decode.__main__ import main
-from decode.engines.server import VLLM_PYTHON, Engine, Server, free_port, opened, running
+from decode.engines.server import ENGINES, Engine, Server, free_port, opened, running
 from decode.errors import UserError
 from decode.models.heads.block_parts import convolved
 from decode.models.heads.block_runner import Block, BlockRunner
@@ -109,7 +109,10 @@ def test_the_cards_vllm_line_runs_as_it_stands_and_its_metrics_are_read(llama: P
     card = (llama / "draft" / "README.md").read_text()
     port = free_port()
     line = card.split("vLLM:\n\n```sh\n")[1].split("```")[0].replace("\\\n", " ") + f" --port {port}"
-    environment = {"PATH": f"{program(VLLM_PYTHON).parent}:{os.environ['PATH']}", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    environment = {
+        "PATH": f"{program(ENGINES['vllm'].installed).parent}:{os.environ['PATH']}",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
     server = Server(f"http://127.0.0.1:{port}", "vllm", 900)
     with running(shlex.split(line), server.ready, name="vllm", seconds=1800, environment=environment):
         text = server.write([40, 9, 17], temperature=0.0, seed=0, max_new_tokens=16)
@@ -184,7 +187,7 @@ def test_vllms_own_classes_score_the_candidates_of_each_slot_as_we_do(tiny: Any,
         _, wanted = BlockRunner(head, target).scores(Block(unary, drafting, anchors=anchors))
     save_file({key: value.contiguous() for key, value in given.items()}, tmp_path / "given")
     script = Path(vllm_cpu.__file__).with_name("vllm_classes.py")
-    command = [VLLM_PYTHON, str(script), str(tmp_path), str(tmp_path / "given"), str(tmp_path / "made")]
+    command = [ENGINES["vllm"].installed, str(script), str(tmp_path), str(tmp_path / "given"), str(tmp_path / "made")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = load_file(tmp_path / "made")

@@ -15,7 +15,7 @@ from decode.loop import decode
 from decode.measure import acceptance
 from decode.measure import costs as costs_module
 from decode.measure.acceptance import OfflineAlpha, offline_accepted_length, offline_alphas, replay
-from decode.measure.costs import Costs, best_length, break_even, forecast, measure_costs, predicted_speedup, speedup
+from decode.measure.costs import best_length, break_even, forecast, measure_costs, predicted_speedup, speedup
 from decode.methods import MethodInputs, build
 from decode.models.check import open_runner
 from decode.options import MethodOptions
@@ -81,9 +81,6 @@ def test_replay_of_greedy_acceptances_counts_the_rounds_that_decoding_takes(tiny
     rounds, lengths = replay(alpha.texts[0], length)
     assert rounds == len(out.rounds)
     assert sorted(k for k, n in lengths.items() for _ in range(round(n))) == sorted(r.drafted for r in out.rounds)
-    costs = costs_of(0.3, 1.2)  # both ways to a prediction are one
-    measured = costs_module.speedup_of_rounds([out.rounds], Costs(costs, 0.3, {}, 9), 1, 1.0, 0.0, watched=False)
-    assert measured == pytest.approx(costs_module.speedups_by_length([alpha], costs, length)[length])
 
 
 def test_break_even_is_where_the_prediction_is_one() -> None:

@@ -21,7 +21,7 @@ def test_every_session_of_a_process_chooses_among_the_callers_threads(tiny, two_
     counts, choose = [], machine.choose_threads
     monkeypatch.setattr(machine, "choose_threads", lambda model, asked: choose(model, asked or 1))
     for asked in (None, 2, None):
-        opened = Session(target, {"d": draft}, make_tokenizer(), BenchOptions(4, 1, threads=asked, costs=False))
+        opened = Session(target, {"d": draft}, make_tokenizer(), BenchOptions(4, 1, threads=asked))
         bench = Benchmark(opened)
         bench.run([make_suite(1)], [])
         counts.append((opened.threads, opened.facts()["threads"], torch.get_num_threads()))

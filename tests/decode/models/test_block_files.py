@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from decode.errors import UserError
 from decode.models.heads.block import BlockHead
 from decode.models.heads.block_config import BLOCK_ARCHITECTURES
-from decode.models.heads.files import COMPUTED, SEEN, SLIDING, is_head, load_head, save_head, unserved
+from decode.models.heads.files import COMPUTED, SEEN, SLIDING, head_kind, load_head, save_head, unserved
 
 DRAFTED = 24  # tokens of a reduced vocabulary
 DERIVED = ("rope_type", *SEEN)  # of other keys, or any value of which is computed
@@ -112,7 +112,7 @@ def test_a_saved_head_drafts_as_before(name: str, target: PreTrainedModel, tmp_p
     head = filed_head(target, **HEADS[name])
     head.temperatures = [1.5, 0.5]
     save_head(head, tmp_path)
-    assert is_head(tmp_path)
+    assert head_kind(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["dflash_config"]["target_layer_ids"] == [1, 2, 4]
     again = load_head(tmp_path, target)
     assert isinstance(again, BlockHead)
@@ -142,7 +142,7 @@ def test_a_saved_head_drafts_as_before(name: str, target: PreTrainedModel, tmp_p
 def test_a_published_head_drafts_as_it_does_there(format: str, name: str, target: PreTrainedModel, tmp_path) -> None:
     head = filed_head(target, **HEADS[name])
     publish(tmp_path, head, target, format)
-    assert is_head(tmp_path)
+    assert head_kind(tmp_path)
     again = load_head(tmp_path, target)
     assert isinstance(again, BlockHead)
     assert (again.version, again.from_anchor) == (head.version, head.from_anchor)
@@ -192,7 +192,7 @@ def test_a_reduced_vocabulary_may_be_smaller_than_a_selectors_candidates(target,
 def test_what_is_not_computed_here_is_refused(format, fields, told: str, target: PreTrainedModel, tmp_path) -> None:
     published = publish(tmp_path, filed_head(target, "dspark"), target, format)
     (tmp_path / "config.json").write_text(json.dumps(published | fields))
-    assert is_head(tmp_path)
+    assert head_kind(tmp_path)
     with pytest.raises(UserError, match=told):
         load_head(tmp_path, target)
 

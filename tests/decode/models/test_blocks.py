@@ -24,7 +24,7 @@ from decode.core.stop import CostOptimal, Fixed, StopRule, own_estimate, token_p
 from decode.drafters.model import BlockDrafter, Step
 from decode.drafters.trees import BlockTreeDrafter
 from decode.errors import UserError
-from decode.loop import Method, Text, decode, run
+from decode.loop import Method, Text, run
 from decode.measure.acceptance import offline_alphas
 from decode.methods import MethodInputs, build
 from decode.models.check import open_runner
@@ -348,7 +348,7 @@ def test_what_does_not_fit_is_refused(tiny) -> None:
     target = tiny("llama")
     runner, head = open_runner(target), BlockRunner(make_block_head(target, "dflash"), target)
     with pytest.raises(UserError, match="confidence head"):
-        decode(runner, build("block-confidence", MethodInputs(runner, GREEDY, head)), GREEDY, PROMPTS[0])
+        build("block-confidence", MethodInputs(runner, GREEDY, head))
 
 
 class Vocabulary:

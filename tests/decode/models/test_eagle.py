@@ -38,7 +38,7 @@ from decode.models.fast.forward import FastForward, fast_runner
 from decode.models.heads import block_runner
 from decode.models.heads.block_runner import BlockRunner
 from decode.models.heads.eagle import default_captured_layers
-from decode.models.heads.files import is_head, load_head, save_head
+from decode.models.heads.files import head_kind, load_head, save_head
 from decode.models.heads.runner import DraftHeadRunner, HeadRunner
 from decode.models.huggingface import HuggingFaceRunner
 from decode.options import MethodOptions
@@ -230,8 +230,8 @@ def test_a_saved_head_drafts_identically(version, tiny, tmp_path) -> None:
     target = tiny("llama")
     head, ids = make_head(target, version), PROMPTS[1]
     save_head(head, tmp_path)
-    assert is_head(tmp_path)
-    assert not is_head(tmp_path / "absent")
+    assert head_kind(tmp_path)
+    assert not head_kind(tmp_path / "absent")
     again = load_head(tmp_path, target)
     assert head_logits(again, target, ids, 3, 2).equal(head_logits(head, target, ids, 3, 2))
     with pytest.raises(UserError, match="width"):

@@ -111,7 +111,7 @@ def test_bench_compares_with_the_models_own_generate(tiny: Any) -> None:
     target, draft = make_pair(tiny)
     target.generation_config.repetition_penalty = 1.3
     for given in ({}, {"repetition_penalty": 1.0}):
-        options = BenchOptions(24, 1, warp=own_warp(target, 0.0, given), costs=False, threads=1)
+        options = BenchOptions(24, 1, warp=own_warp(target, 0.0, given), threads=1)
         entries = plan(["vanilla"], {"d": draft}, [0.0])
         bench = run_benchmark(target, {"d": draft}, make_tokenizer(), [make_suite(2)], entries, options)
         assert all(row["identical_to_target"] is True for row in bench.rows)

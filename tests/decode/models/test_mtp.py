@@ -28,7 +28,7 @@ from decode.loop import Method, decode
 from decode.measure.benchmark import plan
 from decode.methods import MethodInputs, build
 from decode.models.check import open_draft_runner, open_runner
-from decode.models.heads.files import is_head, load_head, save_head
+from decode.models.heads.files import head_kind, load_head, save_head
 from decode.models.heads.mtp import MtpHead, MtpRunner, load_mtp
 from decode.models.open import load_model
 from decode.models.texts import teacher_forced
@@ -193,8 +193,8 @@ def test_written_layers_take_the_place_of_those_in_the_targets_files(
     save_head(head, folder)
     tuned = load_file(folder / "model.safetensors")
     assert tuned.keys() == before.keys() >= (set(NAMES) if kind == "Qwen3-Next" else set())
-    assert is_head(folder)
-    assert not is_head(tmp_path / "target")
+    assert head_kind(folder)
+    assert not head_kind(tmp_path / "target")
     found = [load_head(folder, target)]
     torch.testing.assert_close(written(load_mtp(target)), before, rtol=0, atol=0)
     file = tmp_path / "target" / "model.safetensors"

@@ -24,7 +24,7 @@ from decode.drafters.trees import FeatureTreeDrafter
 from decode.errors import UserError
 from decode.loop import Method
 from decode.models.check import open_runner
-from decode.models.heads.files import is_head, load_head
+from decode.models.heads.files import head_kind, load_head
 from decode.models.heads.runner import HeadRunner
 
 DRAFTED = 24  # tokens of a reduced vocabulary
@@ -265,7 +265,7 @@ def test_a_published_head_drafts_what_its_network_says(family: str, format: str,
     more = {"final_logit_softcapping": None} if family == "gemma2" else {}
     target = tiny(family, num_hidden_layers=4, **more)
     state = publish(tmp_path, target, format)
-    assert is_head(tmp_path)
+    assert head_kind(tmp_path)
     runner, ids = HeadRunner(load_head(tmp_path, target), target), PROMPTS[1] + [5, 6, 2, 7]
     start = len(PROMPTS[1])
     wanted = torch.stack(twin(state, format, target, ids, start))
@@ -301,7 +301,7 @@ def test_a_published_head_drafts_what_its_network_says(family: str, format: str,
 )
 def test_another_format_of_drafts_is_refused_by_its_name(fields: dict[str, Any], told: str, target, tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    assert is_head(tmp_path) == bool(told)
+    assert bool(head_kind(tmp_path)) == bool(told)
     with pytest.raises(UserError, match=f"in the format of {told} .*train one" if told else "no feature head"):
         load_head(tmp_path, target)
 
@@ -354,7 +354,7 @@ def test_weights_in_a_pickle_are_not_read(target, tmp_path: Path) -> None:
     for file in tmp_path.glob("*.safetensors"):
         file.unlink()
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    assert is_head(tmp_path)
+    assert head_kind(tmp_path)
     with pytest.raises(UserError, match=r"no safetensors file; .*pytorch_model\.bin.*save_file"):
         load_head(tmp_path, target)
 
@@ -367,6 +367,6 @@ def test_a_head_on_the_hub_is_opened_by_its_name(target, tmp_path: Path, monkeyp
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text("abc")
     publish(folder / "snapshots" / "abc", target, "speculators")
-    assert is_head("org/head")
+    assert head_kind("org/head")
     assert load_head("org/head", target).normed_residual
-    assert not is_head("org/other")
+    assert not head_kind("org/other")

@@ -1,7 +1,7 @@
 """``python -m distill``: what the command accepts, prints and returns; every file in ``configs/``, sweeps included."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -13,8 +13,11 @@ from tiny_run import tiny_settings
 from wandb.sdk.launch.sweeps import utils
 
 from decode.commands import bench as compare
+from decode.commands.checks import picked
 from decode.commands.cli import parse, read_config, run_main
 from decode.commands.settings import bench_settings
+from decode.methods import Parts
+from decode.options import MethodOptions
 from distill import __main__ as command
 from distill import train
 from distill.ablation import AblateSettings
@@ -67,12 +70,12 @@ def test_a_dry_run_goes_on_to_report_and_export_and_a_second_run_changes_nothing
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("--drafts.adaspec.k", "1.5"), "drafts[1].k is 1.5"),
+        (("--drafts.adaspec.k", "1.5"), "--drafts.adaspec.k: "),
         (("--drafts.adaspec.kk", "0.5"), "'kk' is not one of name, reference, k"),
         (("--drafts.adaspek.k=0.5",), "'adaspek' is not one of distillspec, adaspec"),
         (("--data.files", "{train: no.jsonl}"), "no.jsonl"),
         (("--seed", "-1"), "seed"),
-        (("--teacher.engine.keep", "float16"), "expected auto or float32 or bfloat16 or float8 or topk"),
+        (("--teacher.engine.keep", "float16"), "Literal['auto', 'float32'"),
         (("--trainer.packing", "9"), "'--trainer.packing'; the nearest known key is 'trainer.precision'"),
     ],
 )
@@ -122,9 +125,8 @@ def test_every_file_is_read_by_its_commands(path: Path) -> None:
     if not commands.keys() & content.keys() or "bench" in content:
         settings = bench_settings(argv)
         assert settings.target
-        compare.check_methods(
-            settings, settings.methods, has_draft="drafts" in content or bool(settings.draft), has_corpus=True
-        )
+        parts = Parts(picked(MethodOptions, settings), "model", datastore=True)
+        assert compare.chosen_methods(settings, [parts, *(replace(parts, draft=kind) for kind in ("eagle", "block"))])
 
 
 def test_the_sweep_gives_commands_that_are_accepted_and_names_a_metric_that_is_logged() -> None:

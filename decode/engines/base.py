@@ -1,0 +1,78 @@
+"""What a serving engine is, and how one is started; every engine is a file here and a line of `ENGINES` in `server`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from decode.core.draft import Ids
+from decode.files import Fields
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+"""Where `make engines` installs the engines, unless that is the working directory."""
+FOLLOWING = "run `make engines` (serve-check takes another one by --program)"
+
+
+@dataclass
+class Engine:
+    """Options that an engine is started with, or the address of a running server."""
+
+    name: str  # a key of `decode.engines.server.ENGINES`
+    target: str = ""  # folder, Hub name or GGUF file
+    draft: str = ""  # the same of the draft
+    method: str = "draft_model"  # draft_model, eagle, eagle3, dflash or dspark
+    context: int = 512  # tokens of the longest text, prompt and answer
+    dtype: str = "float32"  # number format of vLLM's weights
+    program: str | None = None  # vLLM's interpreter or llama-server; None: as `make engines` installs it
+    url: str | None = None  # address of a running server, which is used instead of starting one
+    threads: int | None = None  # None: the engine's default
+    seconds: float = 300.0  # time limit for loading, and for each text
+    arguments: Sequence[str] = ()  # further ones of vLLM
+
+
+class EngineKind(ABC):
+    """How one engine is found, started, asked and counted.
+
+    Attributes:
+        installed: its program as `make engines` installs it.
+        version: arguments by which the program prints what `check` reads.
+        drafts_past_end: whether a draft may be longer than the rest of the text's budget, and is counted behind the
+            text's end. Otherwise a token that ends the text is not counted, unless it is the last one of its draft.
+    """
+
+    installed: Path
+    version: Sequence[str]
+    drafts_past_end = True
+
+    @abstractmethod
+    def check(self, program: str, printed: str, head: Any) -> None:
+        """Refuse a program by what it prints; `head` is the format of the draft (`head_format`).
+
+        Raises:
+            UserError: it is older than what is tested, or does not run such a draft; with the next step.
+        """
+
+    def prepare(self, engine: Engine, folder: Path, scratch: Path, numbers: str, *, head: bool) -> str:
+        """Convert what the engine does not read as it is; returns the number format that it computes in."""
+        return engine.dtype
+
+    @abstractmethod
+    def command(self, engine: Engine, draft_length: int | None, port: int) -> tuple[list[str], dict[str, str]]:
+        """The command that starts a server, without the draft if `draft_length` is None, and added variables."""
+
+    @abstractmethod
+    def request(
+        self, call: Callable[..., Any], ids: Ids, budget: int, stop_ids: Sequence[int], sampling: Fields
+    ) -> tuple[str, Fields]:
+        """Path and body of the request for one text of at most `budget` tokens; `call` asks the server."""
+
+    @abstractmethod
+    def answer(self, content: Fields) -> tuple[Ids | None, float | None, bool]:
+        """New tokens of an answer, seconds after the first if told, and whether the engine's own end token ended it."""
+
+    @abstractmethod
+    def tokenise(self, text: str) -> Fields:
+        """The body of a request for the token ids of a text."""
