@@ -153,11 +153,11 @@ class Drafts:
     tokens: Tensor  # long ``[B, k]``, filled up behind a text's own length; k may be 0
     lengths: list[int]  # tokens proposed for each text
     drafts: list[Draft] | None = None  # where the host has them already; trees are among these
-    # of the texts `rows` the warped distributions that tokens were drawn from, and the raw draft logits, for rules that
-    # look at these, ``[rows, k, vocab]`` each
+    # the warped distributions that tokens were drawn from, and the raw draft logits, for rules that look at these,
+    # ``[B, k, vocab]`` each
     probs: Tensor | None = None
     logits: Tensor | None = None
-    rows: list[int] = field(default_factory=list)
+    drawn: set[int] = field(default_factory=set)  # the texts whose tokens were drawn
     confidence: list[list[float]] | None = None  # what the stop rule read at each token
 
     @classmethod
@@ -182,19 +182,28 @@ class Drafts:
             return self
         made, k = Drafts.of(others, self.tokens.device), self.tokens.shape[1]
         made.tokens = F.pad(made.tokens, (0, max(0, k - made.tokens.shape[1])))
+        rows, places = upload([held, [texts[i] for i in held]], self.tokens.device)
         confidence: list[list[float]] = [[] for _ in others]
-        if held:
-            places = upload([held, [texts[i] for i in held]], self.tokens.device)
-            made.tokens[places[1], :k] = self.tokens[places[0]]
         for i in held:
             made.lengths[texts[i]] = self.lengths[i]
             if self.drafts is not None:
                 made.drafts[texts[i]] = self.drafts[i]  # type: ignore[index]
             if self.confidence is not None:
                 confidence[texts[i]] = self.confidence[i]
-        rows = [texts[i] if self.lengths[i] else -1 for i in self.rows]
-        drafts = None if self.drafts is None else made.drafts
-        return Drafts(made.tokens, made.lengths, drafts, self.probs, self.logits, rows, confidence)
+
+        def placed(into: Tensor, values: Tensor) -> Tensor:
+            into[places, :k] = values[rows].to(into.dtype)
+            return into
+
+        placed(made.tokens, self.tokens)
+        made.confidence = confidence
+        for name in ("probs", "logits"):  # deterministic drafts are certain of their tokens
+            if (values := getattr(self, name)) is not None:
+                shape = (*made.tokens.shape, values.shape[-1])
+                certain = values.new_zeros(shape).scatter_(2, made.tokens[..., None], 1.0)
+                setattr(made, name, placed(certain if name == "probs" else certain.log(), values))
+        made.drawn = {texts[i] for i in self.drawn if self.lengths[i]}
+        return made if self.drafts is not None else replace(made, drafts=None)
 
     def on_host(self, ids: Sequence[Ids]) -> list[Draft]:
         """The draft of each text, whose `tokens` have come to the host."""

@@ -370,9 +370,11 @@ class Verification:
         self.drafts, self.tokens, self.logits, self.warp = drafts, tokens, logits, warp
         self.rules, self.histories, self.lengths = rules, histories, drafts.lengths
         self.starts = [0, *accumulate(n + 1 for n in self.lengths)]
-        exact, drawn = rules[0].exact, () if drafts.probs is None else drafts.rows
+        exact = rules[0].exact
         self.chains = [
-            i for i, (n, rule) in enumerate(zip(self.lengths, rules)) if n and (i in drawn or not rule.is_exact_now)
+            i
+            for i, (n, rule) in enumerate(zip(self.lengths, rules))
+            if n and (i in drafts.drawn or not rule.is_exact_now)
         ]
         self.walks = [i for i in range(len(rules)) if i not in {*self.chains}]
         self.top = argmax(logits) if warp.greedy and not warp.needs_prefix else None
@@ -492,8 +494,8 @@ class Verification:
         """Decide how much of each chain is kept, and draw the token after it."""
         texts, lengths, device = self.chains, [self.lengths[i] for i in self.chains], self.logits.device
         rule = self.rules[0].of_texts([self.rules[i] for i in texts], device)
-        x, k = self.drafts.tokens, max(lengths)
-        x = (x if len(texts) == len(x) else x[upload(texts, device)])[:, :k]
+        k = max(lengths)
+        x = self._of_chains(self.drafts.tokens)[:, :k]
         p = self._padded(self.warp(self._rows(texts, self.logits), self._prefixes(texts)), lengths)
         q, raw = self._drawn_from(x, p)
         logits = None if rule.exact else self._padded(self._rows(texts, self.logits), lengths)[:, :k]
@@ -519,23 +521,18 @@ class Verification:
 
     def _drawn_from(self, x: Tensor, p: Tensor) -> tuple[Tensor, Tensor | None]:
         """The distributions of the drafted tokens ``x [n, k]``, of deterministic chains one-hot, and raw logits."""
-        k, drafts, place = x.shape[1], self.drafts, {text: row for row, text in enumerate(self.drafts.rows)}
-        rows = [place.get(text, -1) for text in self.chains]
+        drafts, k = self.drafts, x.shape[1]
+        q = (
+            one_hot(x.flatten(), p).unflatten(0, x.shape)
+            if drafts.probs is None
+            else self._of_chains(drafts.probs)[:, :k]
+        )
+        return q, None if drafts.logits is None else self._of_chains(drafts.logits)[:, :k]
 
-        def certain() -> Tensor:
-            return one_hot(x.flatten(), p).unflatten(0, x.shape)
-
-        def of_chains(values: Tensor, others: Callable[[], Tensor]) -> Tensor:
-            """The rows of these texts; those of `others` where a text has none."""
-            if rows == list(range(len(values))):
-                return values[:, :k]
-            if min(rows) >= 0:
-                return values.index_select(0, upload(rows, x.device))[:, :k]
-            values, filled = F.pad(values, (0, 0, 0, max(0, k - values.shape[1])))[:, :k], others()
-            return torch.stack([values[row] if row >= 0 else filled[i] for i, row in enumerate(rows)])
-
-        q = certain() if drafts.probs is None else of_chains(drafts.probs, certain)
-        return q, None if drafts.logits is None else of_chains(drafts.logits, lambda: certain().log())
+    def _of_chains(self, values: Tensor) -> Tensor:
+        """Of ``values [B, ..]`` those of the texts whose drafts are verified as chains."""
+        whole = len(self.chains) == len(values)
+        return values if whole else values.index_select(0, upload(self.chains, values.device))
 
     def _read_chains(self, found: list[Verified], results: list[Any]) -> None:
         """Hand out what was decided."""

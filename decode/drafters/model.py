@@ -122,55 +122,32 @@ class ModelDrafter(Drafter):
         live, lengths, out = list(range(count)), [0] * count, step(range(count), None)
         # of each step, the texts that drafted on and what they drafted, or what it was drawn from
         tokens, probs, logits = (list[tuple[list[int], Tensor]]() for _ in range(3))
-
-        def ended(texts: list[int]) -> list[int]:
-            """Places of the texts whose rule has ended their draft, where the host can leave them out.
-
-            An accelerator goes on with all of them until none drafts on, so that no result depends on its speed.
-            """
-            known = watch.lengths if watch is not None else {}
-            over = [place for place, text in enumerate(texts) if text in known]
-            return over if out.logits.is_cpu or len(over) == len(texts) else []
-
         for at in range(max(limits)):
-            row, hidden, accepted = in_target(out.logits, None, self.vocab), out.hidden, out.accepted
+            row = in_target(out.logits, None, self.vocab)
             prefixes = None
             if warp.needs_prefix:
                 path = by_text(tokens, count)[upload(live, row.device)] if tokens else None
                 prefixes = Prefixes([requests[i].history for i in live], None, path)
-            if certain and watch is None:
-                picked = warp.top(row, prefixes)
-            else:
-                q = row if certain else warp(row, prefixes)
-                drafted = DraftedTokens(q, row, hidden, None, certain, accepted)
-                if watch is not None and stop.refuse:
-                    watch.look(live, drafted)
-                    if over := ended(live):
-                        kept = [place for place in range(len(live)) if place not in over]
-                        live = [live[place] for place in kept]
-                        if not live:
-                            break
-                        q, row = q[kept], row[kept]
-                        prefixes = None if prefixes is None else Prefixes(
-                            [requests[i].history for i in live], None, None if path is None else path[kept]
-                        )  # fmt: skip
-                if numbers is None:  # a deterministic draft: a draw from one-hot weights is their argmax
-                    picked = warp.top(row, prefixes)
-                else:
-                    picked = numbers.draw(q, at, live)
-                    probs.append((live, q))
-                if watch is not None and not stop.refuse:
-                    drafted.tokens = picked
-                    watch.look(live, drafted)
+            q = row if certain else warp(row, prefixes)
+            drafted = DraftedTokens(q, row, out.hidden, None, certain, out.accepted)
+            if watch is not None and stop.refuse:
+                watch.look(live, drafted)
+                if watch.lengths.keys() >= {*live}:
+                    break
+            # of a deterministic draft a draw from one-hot weights, which is their argmax
+            picked = drafted.tokens = warp.top(row, prefixes) if numbers is None else numbers.draw(q, at, live)
+            if watch is not None and not stop.refuse:
+                watch.look(live, drafted)
             tokens.append((live, picked))
-            if raw:
-                logits.append((live, row))
+            probs += [] if certain else [(live, q)]
+            logits += [(live, row)] if raw else []
             for text in live:
                 lengths[text] += 1
-            done = {live[place] for place in ended(live)} if watch is not None and not stop.refuse else set()
-            if picked.is_cpu and any(requests[i].state.stop_ids for i in live):
-                ids = zip(live, picked.tolist())
-                done |= {i for i, token in ids if token in requests[i].state.stop_ids}
+            done = set(watch.lengths) if watch is not None else set()
+            if picked.is_cpu:  # where looking at tokens is free
+                done |= {i for i, token in zip(live, picked.tolist()) if token in requests[i].state.stop_ids}
+            elif not done >= {*live}:  # all go on until none does, so that no result depends on the device's speed
+                done = set()
             going = [place for place, text in enumerate(live) if limits[text] > at + 1 and text not in done]
             if not going:
                 break
@@ -184,7 +161,9 @@ class ModelDrafter(Drafter):
             return Drafts.of([Draft(())] * count, self.runner.device)
         drawn, unwarped = (by_text(steps, count) if steps else None for steps in (probs, logits))
         seen = None if watch is None else [values[:n] for values, n in zip(watch.seen, lengths)]
-        return Drafts(by_text(tokens, count), lengths, None, drawn, unwarped, list(range(count)), seen)
+        return Drafts(
+            by_text(tokens, count), lengths, None, drawn, unwarped, set() if certain else {*range(count)}, seen
+        )
 
     def ids(self, ids: Ids) -> Ids:
         """Ids as the draft reads them; one that only the target knows is read as the draft's last."""
