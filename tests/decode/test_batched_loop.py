@@ -235,7 +235,7 @@ def test_a_sampled_text_does_not_depend_on_its_neighbours(name: str, methods, ti
     assert first.new_ids == alone[0]  # a text alone is a batch of one
     together = TorchRng.together
     with pytest.MonkeyPatch.context() as patch:  # a neighbour's random numbers
-        patch.setattr(TorchRng, "together", lambda rngs, *given: together([*rngs[1:], rngs[0]], *given))
+        patch.setattr(TorchRng, "together", staticmethod(lambda rngs, *given: together([*rngs[1:], rngs[0]], *given)))
         assert texts(list(range(len(PROMPTS))), 3) != alone
 
 
