@@ -76,9 +76,9 @@ def check_numbers(settings: Any, where: str = "", *, nested: bool = False) -> No
         if len(kinds) == 1 and (value is not None or not (is_list or type(None) in args)):
             items = [_checked(where + name, item, kinds[0]) for item in (value if is_list else [value])]
             setattr(settings, name, items if is_list else items[0])
-        for index, item in enumerate(value if isinstance(value, list) else [value]):
+        sections = {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
+        for place, item in sections.items():
             if nested and is_dataclass(item):
-                place = f"{name}[{index}]" if isinstance(value, list) else name
                 check_numbers(item, f"{where}{place}.", nested=True)
 
 

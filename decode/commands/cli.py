@@ -24,13 +24,14 @@ from typing import Any, TypeVar
 
 import jsonargparse
 
-from decode.errors import UserError
+from decode.errors import UserError, choose
 from decode.files import FULL, Fields, writing_error
 from decode.incoming import read_yaml, text_lines, whole
 from decode.options import MODE
 
 Settings = TypeVar("Settings")
 
+NAME = "NAME"  # stands for every name of a mapping from names to sections
 PROSE = {"stop", "input", "data.prompts.openings"}  # lists of texts that are not split at commas
 SWITCHES = (bool, bool | None)
 
@@ -52,7 +53,8 @@ def parse(
     that looks like an option follows an equals sign.
 
     Args:
-        settings_class: A dataclass whose fields are plain values, dataclasses or lists of dataclasses.
+        settings_class: A dataclass whose fields are plain values, dataclasses or mappings of names to dataclasses,
+            where a file's mapping replaces that of the files below it.
         argv: Arguments without the program's name.
         prog: The command as the user types it, for the usage line.
         description: A paragraph above the help.
@@ -75,7 +77,7 @@ def parse(
             sys.argv[0] = f"{prog} {word}"  # which jsonargparse names
             parser.parse_args(["--" + word[2:].replace("-", "_")])
     paths, keys = config_paths(argv), known_keys(kind)
-    options, content = _options(keys, argv, prog), read_config(paths)
+    options, content = _options(keys, argv, prog), read_config(paths, keys)
     source = " and ".join([*map(str, paths), *(["the command line"] if options else [])])
     if section is not None:
         if near := difflib.get_close_matches(section, content.keys() - {section}, 1, 0.75):
@@ -83,6 +85,7 @@ def parse(
         content, source = content.get(section) or {}, f"{source}, section {section}"
     content = {key: value for key, value in content.items() if key not in foreign}
     _check_keys(content, keys, "", source)
+    _check_names(content, options, keys)
     try:
         file = whole(json.dumps(content, ensure_ascii=False), "the configuration")
         values = parser.parse_args(["--config", file, *options])
@@ -114,16 +117,19 @@ def config_paths(argv: Sequence[str]) -> list[Path]:
     return [Path(value) for name, value in itertools.pairwise(words) if name == "--config"]
 
 
-def read_config(paths: Sequence[Path]) -> Fields:
+def read_config(paths: Sequence[Path], keys: Collection[str] = ()) -> Fields:
     """The content of configuration files and of those that they build on; later files override earlier ones.
+
+    `keys` are the `known_keys` of the settings.
 
     Raises:
         UserError: A file that is missing, is not valid YAML, or builds on itself.
     """
-    return functools.reduce(merge, map(_read_file, paths), {})
+    files = (_read_file(path, keys) for path in paths)
+    return functools.reduce(lambda below, above: merge(below, above, keys), files, {})
 
 
-def _read_file(path: Path, above: tuple[Path, ...] = ()) -> Fields:
+def _read_file(path: Path, keys: Collection[str], above: tuple[Path, ...] = ()) -> Fields:
     if not path.is_file():
         raise UserError(f"{Path.cwd()} has no configuration file {str(path)!r}; the repository's configs/ has some")
     try:
@@ -138,15 +144,16 @@ def _read_file(path: Path, above: tuple[Path, ...] = ()) -> Fields:
     below = path.parent / str(base)
     if below.resolve() in above:
         raise UserError(f"{path}: 'base' is {base!r}, expected the path of another file, relative to this one")
-    return merge(_read_file(below, above), content)
+    return merge(_read_file(below, keys, above), content, keys)
 
 
-def merge(below: Fields, above: Fields) -> Fields:
-    """Two configurations as one: sections are merged key by key; any other value of `above` wins, as does ``{}``."""
-    both = {
-        k: merge(below[k], v) if v and isinstance(v, dict) and isinstance(below.get(k), dict) else v
-        for k, v in above.items()
-    }
+def merge(below: Fields, above: Fields, keys: Collection[str] = ()) -> Fields:
+    """Two configurations as one: sections are merged key by key; any other value of `above` wins, as does ``{}``.
+
+    So does a mapping of names to sections, which `keys` has.
+    """
+    sections = {k for k, v in above.items() if v and isinstance(v, dict) and f"{k}.{NAME}" not in keys}
+    both = {k: merge(below[k], v) if k in sections and isinstance(below.get(k), dict) else v for k, v in above.items()}
     return below | both
 
 
@@ -162,29 +169,53 @@ def _types(hint: Any) -> Iterator[Any]:
 
 @functools.cache
 def known_keys(settings_class: type, prefix: str = "") -> Fields:
-    """Dotted names and types of all fields, those of sections and of lists of sections included."""
+    """Dotted names and types of all fields, those of sections included; `NAME` stands for the names of a mapping."""
     keys = {}
     hints = typing.get_type_hints(settings_class)
     for name in (field.name for field in dataclasses.fields(settings_class) if field.init):
         keys[prefix + name] = hints[name]
         sections: Iterator[Any] = filter(dataclasses.is_dataclass, _types(hints[name]))
         for section in sections:
-            keys |= known_keys(section, f"{prefix}{name}.")
+            place = f"{prefix}{name}"
+            if typing.get_origin(hints[name]) is dict:
+                keys[place := f"{place}.{NAME}"] = section
+            keys |= known_keys(section, f"{place}.")
     return keys
+
+
+def _as_known(name: str, keys: Collection[str]) -> str:
+    """The dotted name of a setting as `known_keys` has it."""
+    section, *rest = name.split(".")
+    return ".".join([section, NAME, *rest[1:]]) if rest and f"{section}.{NAME}" in keys else name
 
 
 def _check_keys(content: Fields, keys: Fields, prefix: str, source: str) -> None:
     """Refuse the first key of nested mappings that is not known, and a value in place of a section."""
     for key, value in content.items():
-        name = f"{prefix}{key}"
+        shown = f"{prefix}{key}"
+        name = _as_known(shown, keys)
         if name not in keys:
-            raise UserError(f"{source}: unknown key '{name}'; {_nearest(name, keys)}")
+            raise UserError(f"{source}: unknown key '{shown}'; {_nearest(shown, keys)}")
         if any(other.startswith(f"{name}.") for other in keys):
-            for item in value if isinstance(value, list) else [value]:
-                if isinstance(item, dict):
-                    _check_keys(item, keys, f"{name}.", source)
-                elif item:  # null and false turn a section off where its type allows them
-                    raise UserError(f"{source}: '{name}' is {item!r}, expected a section of 'key: value' lines")
+            if isinstance(value, dict):
+                _check_keys(value, keys, f"{shown}.", source)
+            elif value and f"{name}.{NAME}" in keys:
+                raise UserError(f"{source}: '{shown}' is {value!r}, expected sections by name, as in {{{NAME}: {{}}}}")
+            elif value:  # null and false turn a section off where its type allows them
+                raise UserError(f"{source}: '{shown}' is {value!r}, expected a section of 'key: value' lines")
+
+
+def _check_names(content: Fields, options: Sequence[str], keys: Fields) -> None:
+    """Refuse options of a name that a mapping does not have."""
+    for option in options:
+        key, _, text = option[2:].partition("=")
+        section, *rest = key.split(".")
+        if f"{section}.{NAME}" in keys and not rest:
+            value = read_yaml(text)
+            _check_keys({section: value}, keys, "", "the command line")
+            content = content | {section: value}
+        elif f"{section}.{NAME}" in keys and len(rest) > 1:
+            choose(f"name in --{key}", rest[0], content.get(section) or {})
 
 
 def _nearest(key: str, keys: Collection[str]) -> str:
@@ -207,11 +238,15 @@ def _options(keys: Fields, argv: Sequence[str], prog: str) -> list[str]:
         key = option.lstrip("-").replace("-", "_")
         if key.startswith("no_") and keys.get(key[3:]) in SWITCHES:
             key, texts = key[3:], ["false", *texts]
-        if not option.startswith("--") or key not in {*keys, "config"}:
+        section, *rest = option[2:].split(".")
+        if f"{section}.{NAME}" in keys and rest:  # whose names may have hyphens
+            key = ".".join([section, rest[0], *key.split(".")[2:]])
+        if not option.startswith("--") or _as_known(key, keys) not in {*keys, "config"}:
             raise UserError(f"unknown option {option!r}; {_nearest(key, keys)}. `{prog} --help` lists them all")
-        if not texts and keys.get(key) in SWITCHES:
+        hint = keys.get(_as_known(key, keys))
+        if not texts and hint in SWITCHES:
             texts = ["true"]
-        of_list = next((hint for hint in _types(keys.get(key)) if typing.get_origin(hint) is list), None)
+        of_list = next((inner for inner in _types(hint) if typing.get_origin(inner) is list), None)
         if not texts or (len(texts) > 1 and of_list is None):
             raise UserError(f"{option} has the values {texts}, expected one; `{prog} --help` explains it")
         joined = " ".join(texts)

@@ -69,6 +69,7 @@ def decoded(
     )  # fmt: skip
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("fast", [True, False], ids=["fast-forward", "ordinary-call"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "phi", "gpt_neox"])
 def test_greedy_texts_are_those_of_generate(family: str, fast: bool) -> None:
@@ -78,6 +79,7 @@ def test_greedy_texts_are_those_of_generate(family: str, fast: bool) -> None:
     assert decoded(model, draft=draft, fast=fast, draft_length=4).new_ids == generated(model)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("method", ["layerskip", "adaspeed", "draft-verify"])
 def test_drafting_with_the_targets_own_layers_leaves_the_text_unchanged(method: str) -> None:
     model = on_device("llama")
@@ -129,7 +131,7 @@ def report_of(settings: Settings) -> Path:
     return run.folder / "report.json"
 
 
-@pytest.mark.parametrize("signal", ["hidden", "topk", "online"])
+@pytest.mark.parametrize("signal", [pytest.param("hidden", marks=pytest.mark.ci), "topk", "online"])
 def test_a_whole_run_with_every_kind_of_signal(tmp_path: Path, signal: str) -> None:
     settings = settings_in(tmp_path)
     settings.teacher.signal = signal  # type: ignore[assignment]
@@ -165,7 +167,7 @@ def test_a_whole_run_with_layerskip_and_texts_of_the_target_and_the_draft(tmp_pa
     settings.target.layerskip.enabled = True
     responses = settings.teacher.responses
     responses.source, responses.max_new_tokens, responses.batch_size, responses.refresh_every = "target", 8, 4, 4
-    settings.drafts[1].on_policy = 0.5
+    settings.drafts["adaspec"].on_policy = 0.5
     assert report_of(settings).is_file()
 
 
