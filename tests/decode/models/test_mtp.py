@@ -116,7 +116,7 @@ def test_drafts_after_rollbacks_are_those_of_fresh_layers(
     changed(monkeypatch, lambda requests, d: rounds.append((list(requests[0].ids), on_host(d)[0].ids, d.probs)))
     prompt = [i % 5 for i in PROMPT]
     out = decode(open_runner(target), system, warp, prompt, max_new_tokens=30, rng=TorchRng(1))
-    assert {0, 1} < {r.accepted for r in out.rounds}
+    assert {0, 1} <= {r.accepted for r in out.rounds}
     for ids, drafted, probs in (made for made in rounds if made[1]):
         whole = [*ids, *drafted]
         (forced,) = teacher_forced(target, {"mtp": runner.model}, [(whole, len(ids))], depth=3)
