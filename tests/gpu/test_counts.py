@@ -172,9 +172,9 @@ def settings_of(kind: str, signal: str, folder: Path) -> Settings:
     settings.teacher.signal = signal  # type: ignore[assignment]
     settings.trainer.validate_every, settings.trainer.extra = 100, {"log_every_n_steps": 100}
     settings.training.steps = STEPS + 2
-    settings.drafts = [DraftSettings(name="draft")]
+    settings.drafts = {"draft": DraftSettings()}
     if kind == "adaspec":
-        settings.drafts = [DraftSettings(name="first"), DraftSettings(name="draft", reference="first")]
+        settings.drafts = {"first": DraftSettings(), "draft": DraftSettings(reference="first")}
     elif kind != "language model":
         block = BlockSettings(size=4, anchors=6, markov_rank=None if kind == "dflash" else 4)
         settings.student = StudentSettings(kind=kind, unroll=3, block=block)  # type: ignore[arg-type]

@@ -108,9 +108,7 @@ class BlockRunner(DraftHeadRunner):
             if shape.tuned:  # the factors of values are 1
                 torch.view_as_complex(made.view(*made.shape[:2], -1, 2)).mul_(factors[:, None, -kv_heads * d :])
             else:
-                rolled = keys.roll(d // 2, -1)
-                cos, sin = factors[:, None, None].unbind(3)
-                keys.mul_(cos).add_(rolled.mul_(sin))
+                keys.copy_(torch.bmm(keys.flatten(1, 2), factors).view_as(keys))
             for text, values in zip(new, made.permute(1, 2, 0, 3).split([text.count for text in new], 2)):
                 network.cache.tensor[:, text.cache.row, :, text.start : text.end] = values
                 text.cache.length = text.end
@@ -128,9 +126,7 @@ class BlockRunner(DraftHeadRunner):
         counts, first = [n + (not head.from_anchor) for n in drafts], int(not head.from_anchor)
         placed = dict[bool, Placed]()
         for causal in set(self.causal):
-            new = [NewTokens(cache, cache.length, n) for cache, n in zip(caches, counts)]  # seen as in any text: causal
-            for text in () if causal else new:
-                text.seen = torch.ones(text.count, text.count, dtype=torch.bool)
+            new = [NewTokens(cache, cache.length, n, block=not causal) for cache, n in zip(caches, counts)]
             placed[causal] = network.place(new)
         blocks, starts = head.tokens(anchors, max(drafts)), [*accumulate(counts, initial=0)]
         equal = min(counts) == max(counts)
