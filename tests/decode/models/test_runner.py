@@ -187,8 +187,8 @@ def test_a_tree_of_one_thread_is_not_seen_by_another(tiny) -> None:
 def test_a_tree_knows_its_depths_children_and_texts() -> None:
     tree = Draft([5, 6, 7, 5], [-1, 0, -1, -1])
     assert tree.depths() == [1, 2, 1, 1]
-    assert tree.children == [{5: 0, 7: 2}, {6: 1}, {}, {}, {}]  # of equal siblings the first counts
-    assert [text.tolist() for text in tree.prefixes([1, 2])][:3] == [[1, 2], [1, 2, 5], [1, 2, 5, 6]]
+    assert tree.children() == [{5: 0, 7: 2}, {6: 1}, {}, {}, {}]  # of equal siblings the first counts
+    assert tree.paths()[:3] == [[], [1], [1, 2]]
     assert Draft(()).is_chain
     with pytest.raises(ValueError, match="precede"):
         Draft([1, 2], [1, -1])
