@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from families import build_tiny, resembling
-from gpu_tests import CI, DEVICE, GPU, HostRng, draft, target, there, with_ci
+from gpu_tests import CI, DEVICE, GPU, draft, target, there, with_ci
 from greedy import generate
 from pairs import make_tokenizer
 from scripted import build_datastore, build_trigram_table
@@ -79,7 +79,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def texts(case: Case, warp: LogitsWarper, device: str, stores: Path, rng: Any = HostRng) -> list[Text]:
+def texts(case: Case, warp: LogitsWarper, device: str, stores: Path, rng: Any = TorchRng) -> list[Text]:
     """What the method writes on a device after all prompts at once."""
     own, runner = there(target(), device), None
     if case.draft is not None:
@@ -176,7 +176,7 @@ def test_stop_ids_and_stop_strings_end_texts_where_they_do_on_a_cpu() -> None:
         small = open_draft_runner(there(draft("model"), device), runner.model)
         method = build("vanilla", MethodInputs(runner, LogitsWarper(), small))
         ends = {"stop_ids": {greedy_texts()[1][-3]}, "stop_strings": StopStrings(tokenizer, strings)}
-        rngs = [HostRng(0)] * len(PROMPTS)
+        rngs = [TorchRng(0)] * len(PROMPTS)
         texts = decode_texts(runner, method, LogitsWarper(), PROMPTS, rngs=rngs, max_new_tokens=NEW, **ends)
         found.append([(text.ids, text.finish) for text in texts])
     assert found[0] == found[1]
