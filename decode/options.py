@@ -39,10 +39,10 @@ else:
     Temperature = restricted_number_type("Temperature", float, [("==", 0), (">=", COLDEST)], join="or")
 
 
-MODE = "draftsmith"  # how jsonargparse reads values, see `_load`
+MODE = "draftsmith"  # how jsonargparse reads values, see `load_value`
 
 
-def _load(text: str) -> Any:
+def load_value(text: str) -> Any:
     """A value of an option or a configuration; what means nothing in YAML, such as #, is a text but for ``null``."""
     try:
         return json.loads(text)
@@ -51,7 +51,7 @@ def _load(text: str) -> Any:
         return text if value is None else value
 
 
-set_loader(MODE, _load, exceptions=(ValueError,))
+set_loader(MODE, load_value, exceptions=(ValueError,))
 
 
 class Checked:
@@ -76,9 +76,9 @@ def check_numbers(settings: Any, where: str = "", *, nested: bool = False) -> No
         if len(kinds) == 1 and (value is not None or not (is_list or type(None) in args)):
             items = [_checked(where + name, item, kinds[0]) for item in (value if is_list else [value])]
             setattr(settings, name, items if is_list else items[0])
-        for index, item in enumerate(value if isinstance(value, list) else [value]):
+        pairs: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for place, item in {name: value, **{f"{name}.{key}": item for key, item in pairs}}.items():
             if nested and is_dataclass(item):
-                place = f"{name}[{index}]" if isinstance(value, list) else name
                 check_numbers(item, f"{where}{place}.", nested=True)
 
 

@@ -19,18 +19,20 @@ import tempfile
 import typing
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jsonargparse
 
-from decode.errors import UserError
+from decode.errors import UserError, choose
 from decode.files import FULL, Fields, writing_error
 from decode.incoming import read_yaml, text_lines, whole
-from decode.options import MODE
+from decode.options import MODE, load_value
 
 Settings = TypeVar("Settings")
 
+NAME = "NAME"  # stands for every name of a mapping from names to sections, among the dotted names of all settings
 PROSE = {"stop", "input", "data.prompts.openings"}  # lists of texts that are not split at commas
 SWITCHES = (bool, bool | None)
 
@@ -52,7 +54,8 @@ def parse(
     that looks like an option follows an equals sign.
 
     Args:
-        settings_class: A dataclass whose fields are plain values, dataclasses or lists of dataclasses.
+        settings_class: A dataclass whose fields are plain values, dataclasses, or lists or mappings of these; a file's
+            mapping from names to dataclasses replaces that of the files below it.
         argv: Arguments without the program's name.
         prog: The command as the user types it, for the usage line.
         description: A paragraph above the help.
@@ -75,14 +78,20 @@ def parse(
             sys.argv[0] = f"{prog} {word}"  # which jsonargparse names
             parser.parse_args(["--" + word[2:].replace("-", "_")])
     paths, keys = config_paths(argv), known_keys(kind)
-    options, content = _options(keys, argv, prog), read_config(paths)
-    source = " and ".join([*map(str, paths), *(["the command line"] if options else [])])
+    (options, named), content = _options(keys, argv, prog), read_config(paths, keys)
+    source = " and ".join([*map(str, paths), *(["the command line"] if options or named else [])])
     if section is not None:
         if near := difflib.get_close_matches(section, content.keys() - {section}, 1, 0.75):
             raise UserError(f"{source}: unknown key '{near[0]}'; the nearest known key is '{section}'")
         content, source = content.get(section) or {}, f"{source}, section {section}"
     content = {key: value for key, value in content.items() if key not in foreign}
     _check_keys(content, keys, "", source)
+    for key, text in named.items():
+        mapping, name, *sections, last = key.split(".")
+        place = choose(f"name in --{key}:", name, content.get(mapping) or {})
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = load_value(text)
     try:
         file = whole(json.dumps(content, ensure_ascii=False), "the configuration")
         values = parser.parse_args(["--config", file, *options])
@@ -98,7 +107,7 @@ def _parser(settings_class: type, prog: str, description: str) -> jsonargparse.A
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = jsonargparse.ArgumentParser(
         prog=prog, usage=f"{prog} [options]", description=description, exit_on_error=False, default_env=False,
-        parser_mode=MODE,
+        parser_mode=MODE, print_config=None,
     )  # fmt: skip
     parser.add_argument("--config", action="config", help="YAML file to read options from; may be repeated")
     parser.add_class_arguments(settings_class, None)
@@ -114,16 +123,18 @@ def config_paths(argv: Sequence[str]) -> list[Path]:
     return [Path(value) for name, value in itertools.pairwise(words) if name == "--config"]
 
 
-def read_config(paths: Sequence[Path]) -> Fields:
+def read_config(paths: Sequence[Path], keys: Collection[str] = ()) -> Fields:
     """The content of configuration files and of those that they build on; later files override earlier ones.
+
+    `keys` are the names of all settings (`known_keys`).
 
     Raises:
         UserError: A file that is missing, is not valid YAML, or builds on itself.
     """
-    return functools.reduce(merge, map(_read_file, paths), {})
+    return functools.reduce(partial(merge, keys=keys), (_read_file(path, keys) for path in paths), {})
 
 
-def _read_file(path: Path, above: tuple[Path, ...] = ()) -> Fields:
+def _read_file(path: Path, keys: Collection[str], above: tuple[Path, ...] = ()) -> Fields:
     if not path.is_file():
         raise UserError(f"{Path.cwd()} has no configuration file {str(path)!r}; the repository's configs/ has some")
     try:
@@ -138,16 +149,19 @@ def _read_file(path: Path, above: tuple[Path, ...] = ()) -> Fields:
     below = path.parent / str(base)
     if below.resolve() in above:
         raise UserError(f"{path}: 'base' is {base!r}, expected the path of another file, relative to this one")
-    return merge(_read_file(below, above), content)
+    return merge(_read_file(below, keys, above), content, keys)
 
 
-def merge(below: Fields, above: Fields) -> Fields:
-    """Two configurations as one: sections are merged key by key; any other value of `above` wins, as does ``{}``."""
-    both = {
-        k: merge(below[k], v) if v and isinstance(v, dict) and isinstance(below.get(k), dict) else v
-        for k, v in above.items()
-    }
-    return below | both
+def merge(below: Fields, above: Fields, keys: Collection[str] = ()) -> Fields:
+    """Two configurations as one: sections are merged key by key; any other value of `above` wins, as does ``{}``.
+
+    So does a mapping from names to sections, of which there is one where `keys` say so.
+    """
+    both = dict(below)
+    for key, value in above.items():
+        whole_sections = value and isinstance(value, dict) and isinstance(below.get(key), dict)
+        both[key] = merge(below[key], value) if whole_sections and f"{key}.{NAME}" not in keys else value
+    return both
 
 
 # -- keys and options --------------------------------------------------------------------------------------------------
@@ -162,29 +176,41 @@ def _types(hint: Any) -> Iterator[Any]:
 
 @functools.cache
 def known_keys(settings_class: type, prefix: str = "") -> Fields:
-    """Dotted names and types of all fields, those of sections and of lists of sections included."""
+    """Dotted names and types of all fields, those of sections included; `NAME` stands for the names of a mapping."""
     keys = {}
     hints = typing.get_type_hints(settings_class)
     for name in (field.name for field in dataclasses.fields(settings_class) if field.init):
         keys[prefix + name] = hints[name]
         sections: Iterator[Any] = filter(dataclasses.is_dataclass, _types(hints[name]))
         for section in sections:
-            keys |= known_keys(section, f"{prefix}{name}.")
+            place = f"{prefix}{name}"
+            if typing.get_origin(hints[name]) is dict:
+                keys[place := f"{place}.{NAME}"] = section
+            keys |= known_keys(section, f"{place}.")
     return keys
+
+
+def as_known(name: str, keys: Collection[str]) -> str:
+    """The dotted name of a setting as `known_keys` has it."""
+    section, *rest = name.split(".")
+    return ".".join([section, NAME, *rest[1:]]) if rest and f"{section}.{NAME}" in keys else name
 
 
 def _check_keys(content: Fields, keys: Fields, prefix: str, source: str) -> None:
     """Refuse the first key of nested mappings that is not known, and a value in place of a section."""
     for key, value in content.items():
-        name = f"{prefix}{key}"
-        if name not in keys:
-            raise UserError(f"{source}: unknown key '{name}'; {_nearest(name, keys)}")
+        shown = f"{prefix}{key}"
+        if (name := as_known(shown, keys)) not in keys:
+            raise UserError(f"{source}: unknown key '{shown}'; {_nearest(shown, keys)}")
         if any(other.startswith(f"{name}.") for other in keys):
+            wanted = "a section of 'key: value' lines"
+            if f"{name}.{NAME}" in keys:
+                wanted = f"names with a section each: {{{NAME}: {{}}}}"
             for item in value if isinstance(value, list) else [value]:
                 if isinstance(item, dict):
-                    _check_keys(item, keys, f"{name}.", source)
+                    _check_keys(item, keys, f"{shown}.", source)
                 elif item:  # null and false turn a section off where its type allows them
-                    raise UserError(f"{source}: '{name}' is {item!r}, expected a section of 'key: value' lines")
+                    raise UserError(f"{source}: '{shown}' is {item!r}, expected {wanted}")
 
 
 def _nearest(key: str, keys: Collection[str]) -> str:
@@ -193,8 +219,8 @@ def _nearest(key: str, keys: Collection[str]) -> str:
     return f"the nearest known key is '{close[0]}'" if close else f"known keys are {', '.join(list(keys)[:40])}"
 
 
-def _options(keys: Fields, argv: Sequence[str], prog: str) -> list[str]:
-    """The options but ``--config`` as jsonargparse takes them, ``--key.subkey=value``."""
+def _options(keys: Fields, argv: Sequence[str], prog: str) -> tuple[list[str], dict[str, str]]:
+    """The options but ``--config`` as jsonargparse takes them, ``--key.subkey=value``; apart those of mappings."""
     groups: list[tuple[str, list[str]]] = []  # options with their values
     for word in argv:
         if re.match("--[^-\\s]", word) or not groups:
@@ -207,11 +233,14 @@ def _options(keys: Fields, argv: Sequence[str], prog: str) -> list[str]:
         key = option.lstrip("-").replace("-", "_")
         if key.startswith("no_") and keys.get(key[3:]) in SWITCHES:
             key, texts = key[3:], ["false", *texts]
-        if not option.startswith("--") or key not in {*keys, "config"}:
+        if (parts := option[2:].split("."))[1:] and f"{parts[0]}.{NAME}" in keys:  # whose names may have hyphens
+            key = ".".join([*parts[:2], *key.split(".")[2:]])
+        known = as_known(key, keys)
+        if not option.startswith("--") or known not in {*keys, "config"}:
             raise UserError(f"unknown option {option!r}; {_nearest(key, keys)}. `{prog} --help` lists them all")
-        if not texts and keys.get(key) in SWITCHES:
+        if not texts and keys.get(known) in SWITCHES:
             texts = ["true"]
-        of_list = next((hint for hint in _types(keys.get(key)) if typing.get_origin(hint) is list), None)
+        of_list = next((hint for hint in _types(keys.get(known)) if typing.get_origin(hint) is list), None)
         if not texts or (len(texts) > 1 and of_list is None):
             raise UserError(f"{option} has the values {texts}, expected one; `{prog} --help` explains it")
         joined = " ".join(texts)
@@ -221,9 +250,10 @@ def _options(keys: Fields, argv: Sequence[str], prog: str) -> list[str]:
             (element,) = typing.get_args(of_list)
             is_text = element is str or typing.get_origin(element) is typing.Literal
             joined = json.dumps(lists[key]) if is_text else f"[{', '.join(lists[key])}]"
-        options[key] = f"--{key}={joined}"
+        options[key] = joined
     options.pop("config", None)
-    return list(options.values())
+    named = {key: text for key, text in options.items() if as_known(key, keys) != key}
+    return [f"--{key}={text}" for key, text in options.items() if key not in named], named
 
 
 def take_flag(argv: list[str], flag: str) -> bool:
