@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import devices
 import noise
 import pytest
 import torch
@@ -32,14 +33,19 @@ LONGEST = ("test_fsdp_and_ddp.py", "test_main.py", "test_export.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--noise SEED``, which ``make test ARGS='--noise 1'`` hands to every process; so does the variable."""
+    """``--noise SEED``, which ``make test ARGS='--noise 1'`` hands to every process; so does the variable.
+
+    ``--device`` and ``--devices`` are those of `devices`.
+    """
+    devices.add_options(parser)
     parser.addoption(
         "--noise", type=int, help="seed of a rounding on the weights of every tiny model (DRAFTSMITH_NOISE)"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Processes that tests start find the seed in their environment."""
+    """The device is there before the first test is imported; processes that tests start find the seed by the variable."""
+    devices.choose(config)
     if seed := config.getoption("noise"):
         os.environ[noise.VARIABLE] = str(seed)
     noise.install()

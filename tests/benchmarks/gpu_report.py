@@ -70,9 +70,8 @@ def sized(full: int, tiny: int) -> int:
 def pytest_rows() -> Iterator[Row]:
     """Runs ``tests/gpu``; yields the result and the tests that failed."""
     chosen = ["-k", "one_softmax_over_both"] if TINY else []
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-rfE", *chosen]
-    environment = os.environ | {"DRAFTSMITH_TEST_DEVICE": DEVICE.type}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-rfE", "--device", DEVICE.type, *chosen]
+    done = subprocess.run(command, capture_output=True, text=True)
     lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
     yield {"test": "all", "result": lines[-1]}
     for line in lines:

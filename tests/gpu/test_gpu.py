@@ -1,17 +1,17 @@
-"""Every path that touches a device, on a CUDA device: ``make test-gpu``. Skipped where there is none.
+"""Every path that touches a device, on a CUDA device or a pretended one: ``make test-gpu``. Else skipped.
 
-``DRAFTSMITH_TEST_DEVICE=cpu`` runs the same tests on a CPU, to check the tests themselves (CUDA graphs excepted).
+``--device cpu`` runs the same tests on a CPU, to check the tests themselves (CUDA graphs excepted).
 """
 
 from __future__ import annotations
 
 import io
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from devices import DEVICE
 from families import build_tiny, resembling
 from rich.console import Console
 from tiny_run import killed, run_tiny, tiny_settings
@@ -28,7 +28,6 @@ from distill.config import Settings
 from distill.config.models import BlockSettings, StudentSettings
 from distill.pipeline import run_pipeline
 
-DEVICE = os.environ.get("DRAFTSMITH_TEST_DEVICE", "cuda")
 CUDA = DEVICE.startswith("cuda")
 pytestmark = [
     pytest.mark.gpu,

@@ -1,14 +1,14 @@
 """What large runs switch on, on a CUDA device: every attention, attention to chains, mixed precision, 8-bit AdamW.
 
-``DRAFTSMITH_TEST_DEVICE=cpu`` runs those tests that a CPU can on one.
+``--device cpu`` runs those tests that a CPU can on one.
 """
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from devices import DEVICE
 from families import build_tiny
 from heads import check_chain_attention
 from tiny_run import run_tiny, tiny_settings
@@ -17,7 +17,6 @@ from distill.config import Settings
 from distill.networks.lm_head import last_hidden
 from distill.networks.models import use_attention
 
-DEVICE = os.environ.get("DRAFTSMITH_TEST_DEVICE", "cuda")
 CUDA = DEVICE.startswith("cuda")
 pytestmark = [
     pytest.mark.gpu,

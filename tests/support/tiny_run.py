@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ACCELERATOR
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -36,7 +37,11 @@ def tiny_settings(folder: Path, **changes: Any) -> Settings:
     ]
     large, small = (Architecture(hidden_size=n * 8, layers=n - 1, heads=2, positions=256) for n in (3, 2))
     trainer = TrainerSettings(
-        accelerator="cpu", validate_every=5, validation_examples=8, extra={"log_every_n_steps": 3}
+        accelerator=ACCELERATOR,
+        devices=1 if ACCELERATOR == "gpu" else "auto",
+        validate_every=5,
+        validation_examples=8,
+        extra={"log_every_n_steps": 3},
     )
     settings = Settings(
         name="tiny",
