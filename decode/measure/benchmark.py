@@ -150,7 +150,6 @@ class Written(NamedTuple):
     seconds: float  # from the prompt on; of texts decoded together, an equal share of each round
     forwards: int  # target forwards that gave the tokens
     rounds: list[Round]  # none of transformers' own generation
-    reading: float = 0.0  # seconds of reading the prompt, among the others; transformers' are not known
 
 
 @dataclass
@@ -165,13 +164,6 @@ class Record:
     def rounds(self) -> list[list[Round]]:
         """The rounds of all texts of each prompt: repeats of a greedy text change no rate and no error."""
         return [[r for text in repeats for r in text.rounds] for repeats in self.texts]
-
-    def plain(self) -> tuple[float, float]:
-        """Seconds of a round without a draft, and of reading all prompts in such rounds, of a record without drafts."""
-        _, seconds, rounds = self.numbers().sum((1, 2)).tolist()
-        read = sum(text.reading for text in chain(*self.texts))
-        plain = (seconds - read) / rounds
-        return plain, read / plain
 
     def numbers(self) -> np.ndarray:
         """Tokens, seconds and forwards: ``[3, prompts, repeats]``."""
@@ -261,7 +253,7 @@ class EntryRun:
             outs = [decode(*models, ids, rng=rng, **how) for ids, rng in zip(prompts, rngs)]
         else:
             outs = decode_texts(*models, prompts, rngs=rngs, batch_size=self.batch_size, **how)
-        return [Written(o.new_ids, o.total_seconds, len(o.rounds), o.rounds, o.prefill_seconds) for o in outs]
+        return [Written(o.new_ids, o.total_seconds, len(o.rounds), o.rounds) for o in outs]
 
     def _generate(self, prompts: Sequence[Ids], seeds: Sequence[int], how: Fields) -> list[Written]:
         """The prompts' texts by transformers, those of similar length together."""
