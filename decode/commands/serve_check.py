@@ -35,7 +35,8 @@ from decode.measure.report import console_table
 from decode.measure.session import BenchOptions, Item, Session
 from decode.measure.statistics import median_interval, plain
 from decode.models.heads.eagle import DraftHead
-from decode.models.heads.files import SERVED_AS, head_format, unserved
+from decode.models.heads.files import head_format, unserved
+from decode.models.heads.kinds import HEADS
 from decode.models.open import DraftModel
 from decode.progress import output_console
 
@@ -74,7 +75,7 @@ def run(settings: ServeCheckSettings) -> None:
             console.print(f"{name}: {note}", soft_wrap=True)
         head = pair.draft if isinstance(pair.draft, DraftHead) else None
         engine = Engine(
-            settings.engine, target, str(draft), SERVED_AS[head.version] if head else "draft_model",
+            settings.engine, target, str(draft), HEADS[head.version].served if head else "draft_model",
             max(len(item.ids) for item in items) + settings.max_new_tokens + max(settings.draft_lengths) + 1,
             str(pair.target.dtype).removeprefix("torch."),  # as in the prediction
             settings.program, settings.url, settings.threads, settings.timeout,
@@ -99,7 +100,7 @@ def run(settings: ServeCheckSettings) -> None:
 
 def check_head(draft: DraftModel, engine: str, lengths: Sequence[int]) -> None:
     """Refuse a head that an engine would run otherwise than it was trained, or longer drafts than it makes."""
-    if isinstance(draft, DraftHead) and draft.version not in SERVED_AS:
+    if isinstance(draft, DraftHead) and not HEADS[draft.version].served:
         raise UserError("serve-check has no engine for next-token layers outside of a target's own files; use bench")
     if isinstance(draft, DraftHead) and (why := unserved(draft).get(engine)):
         raise UserError(f"{engine} does not run this head as it was trained ({why}); check it in another engine")

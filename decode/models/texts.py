@@ -25,9 +25,7 @@ from decode.models.check import fast_if_equal
 from decode.models.fast.forward import FastRunner
 from decode.models.fast.layout import is_small
 from decode.models.fast.weights import FEW
-from decode.models.heads.block import BlockHead
-from decode.models.heads.eagle import DraftHead, FeatureHead, output_head
-from decode.models.heads.mtp import MtpHead
+from decode.models.heads.eagle import DraftHead, output_head
 from decode.models.heads.runner import in_target
 from decode.models.huggingface import arguments_of, cache_argument, facts_of, last_logits, states_of
 
@@ -257,7 +255,7 @@ def teacher_forced(
             q = {}  # by draft, depth and text
             for name, draft in drafts.items():
                 if isinstance(draft, DraftHead):
-                    if length == depth or (isinstance(draft, BlockHead) and draft.drafts > length):
+                    if length == depth or (draft.kind == "block" and (draft.drafts or 0) > length):
                         q[name] = _head_logits(draft, target, shared[name], tokens, states, group, length)
                 elif length == depth:
                     q[name] = [_logits(draft, tokens, group)[0]]
@@ -267,7 +265,7 @@ def teacher_forced(
 
 
 def _head_logits(
-    head: DraftHead, target: PreTrainedModel, shared: Any, tokens: Tensor, states: Sequence[Tensor],
+    head: Any, target: PreTrainedModel, shared: Any, tokens: Tensor, states: Sequence[Tensor],
     group: Sequence[ForcedText], depth: int,
 ) -> list[list[Tensor]]:  # fmt: skip
     """The logits of `depth` drafted tokens at the response positions of texts, by depth and text: see `rows_of`.
@@ -276,11 +274,10 @@ def _head_logits(
     """
     features = torch.cat([states[layer] for layer in head.captured_layers], -1)
     project: Callable[[Tensor], Tensor] = lambda rows: rows  # noqa: E731
-    if isinstance(head, BlockHead):
+    if head.kind == "block":
         first = max(0, min(start for _, start in group) - depth)  # the first block that reaches a response
         by_depth = enumerate(head.teacher_forced(target, tokens, features, depth, first), first + 1)
     else:  # the first drafted token is the second that a feature head reads
-        assert isinstance(head, FeatureHead | MtpHead)
         embeds = (head.embed_tokens or target.get_input_embeddings())(tokens[:, 1:])
         by_depth = enumerate(head.unroll(embeds, features[:, :-1], depth), 2)
         project = partial(head.logits, target_head=shared)

@@ -27,6 +27,7 @@ from decode.models.heads.block import BlockHead
 from decode.models.heads.block_config import BLOCK_ARCHITECTURES
 from decode.models.heads.block_parts import COSINES, LEAST_NORM
 from decode.models.heads.eagle import ARCHITECTURES, DraftHead, FeatureHead, default_captured_layers
+from decode.models.heads.kinds import HEADS
 from decode.models.heads.mtp import MTP, MtpHead, load_mtp
 from decode.models.sources import pinned
 
@@ -229,10 +230,6 @@ def _rotation(said: Fields, name: str, block: bool) -> Fields:
     return rope
 
 
-SERVED_AS: dict[int | str, str] = {1: "eagle", 3: "eagle3", "dflash": "dflash", "dflash2": "dflash", "dspark": "dspark"}
-"""Engines' names of methods, by the version of a head; vLLM's, which llama.cpp has too."""
-
-
 def unserved(head: DraftHead) -> dict[str, str]:
     """Engines that do not run a block head as it was trained, each with the reason; of EAGLE's heads none is named.
 
@@ -290,9 +287,7 @@ def head_kind(name: str | os.PathLike[str]) -> str:
 
 
 def _kind(version: int | str | None) -> str:
-    if version is None:
-        return ""
-    return BlockHead.kind if version in BLOCK_ARCHITECTURES else MTP if version == MTP else FeatureHead.kind
+    return "" if version is None else HEADS[version].network.kind if version in HEADS else FeatureHead.kind
 
 
 def _our_name(name: str) -> str:
@@ -364,7 +359,7 @@ def load_head(name: str | os.PathLike[str], target: PreTrainedModel | None = Non
             layers = load_mtp(target, folder)
             layers.config.num_assistant_tokens = fields["num_assistant_tokens"]
             return layers
-        if version not in (*ARCHITECTURES, *BLOCK_ARCHITECTURES):
+        if version not in HEADS:
             what = f"a draft in the format of {version}" if version else "no feature head"
             raise UserError(
                 f"{name} holds {what} (architectures {fields.get('architectures')}), which is not run: {NEXT}"
@@ -378,7 +373,7 @@ def load_head(name: str | os.PathLike[str], target: PreTrainedModel | None = Non
         if version != 3:
             state = {re.sub("^midlayer", "layers.0", key): tensor for key, tensor in state.items()}
         config = read_config(fields, state, target, str(name), cast(int | str, version))
-        head = BlockHead(config) if isinstance(config, Qwen3Config) else FeatureHead(config)
+        head = cast(FeatureHead | BlockHead, HEADS[cast(int | str, version)].network(config))
         _fill(head, state, target, str(name), ours="captured_layers" in fields)
     except UserError:
         raise
@@ -397,7 +392,7 @@ def _fill(
     head: FeatureHead | BlockHead, state: dict[str, Tensor], target: PreTrainedModel | None, name: str, *, ours: bool
 ) -> None:
     """Fill a head with the tensors of its files, and with the target's where these leave them to it."""
-    config, ids, block = head.config, None, isinstance(head, BlockHead)
+    config, ids, block = head.config, None, head.kind == "block"
     if "d2t" in state:
         ids = torch.arange(len(state["d2t"])) + state["d2t"]
         times = torch.bincount(ids, minlength=config.vocab_size)  # refuses fractions and negative numbers
