@@ -44,10 +44,10 @@ def replaced(path: Path) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".tmp-", dir=path.parent) as scratch:
-            yield (made := Path(scratch, path.name))
-            if made.is_dir() and os.path.lexists(path):  # a link may lead nowhere
+            yield (new := Path(scratch, path.name))
+            if new.is_dir() and os.path.lexists(path):  # a link may lead nowhere
                 path.rename(Path(scratch, ".old"))
-            made.replace(path)
+            new.replace(path)
     except Exception as error:
         why = None if isinstance(error, UserError) else writing_error(error)
         if why is None or path.parent.absolute() not in Path(str(why.filename or path)).absolute().parents:
@@ -65,9 +65,9 @@ def write_safely(path: str | Path, write: Callable[[Path], object]) -> None:
     path = Path(path)
     if path.exists() and not path.is_file():
         raise UserError(f"{str(path)!r} is not a file that can be replaced but a folder or a device; give another path")
-    with replaced(path) as made:
-        write(made)
-        with made.open("rb+") as file:
+    with replaced(path) as new:
+        write(new)
+        with new.open("rb+") as file:
             os.fsync(file.fileno())
 
 

@@ -235,12 +235,12 @@ def _options(keys: Fields, argv: Sequence[str], prog: str) -> tuple[list[str], d
             key, texts = key[3:], ["false", *texts]
         if (parts := option[2:].split("."))[1:] and f"{parts[0]}.{NAME}" in keys:  # whose names may have hyphens
             key = ".".join([*parts[:2], *key.split(".")[2:]])
-        known = as_known(key, keys)
-        if not option.startswith("--") or known not in {*keys, "config"}:
+        setting = as_known(key, keys)
+        if not option.startswith("--") or setting not in {*keys, "config"}:
             raise UserError(f"unknown option {option!r}; {_nearest(key, keys)}. `{prog} --help` lists them all")
-        if not texts and keys.get(known) in SWITCHES:
+        if not texts and keys.get(setting) in SWITCHES:
             texts = ["true"]
-        of_list = next((hint for hint in _types(keys.get(known)) if typing.get_origin(hint) is list), None)
+        of_list = next((hint for hint in _types(keys.get(setting)) if typing.get_origin(hint) is list), None)
         if not texts or (len(texts) > 1 and of_list is None):
             raise UserError(f"{option} has the values {texts}, expected one; `{prog} --help` explains it")
         joined = " ".join(texts)

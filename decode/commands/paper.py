@@ -69,8 +69,8 @@ def run(settings: PaperSettings) -> None:
         config = f"configs/papers/{paper}/{settings.scale}.yaml"
         benchmark = bench_settings(["--config", config])
         benchmark.output = str(folder := Path(settings.output or f"runs/papers/{paper}-{settings.scale}"))
-        told = f"{config} is measured now; later, --run {folder} prints its results without measuring"
-        output_console(highlight=False).print(told, soft_wrap=True)
+        line = f"{config} is measured now; later, --run {folder} prints its results without measuring"
+        output_console(highlight=False).print(line, soft_wrap=True)
         bench.run(benchmark)
     rows = rows_of(read_json(folder / "report.json"))
     if not rows:

@@ -175,7 +175,7 @@ def serve_check(
             row |= compared(texts, alone[t], counts(accepted, alone[t], length, None), length)
             if row["identical_share"] < 1:
                 accepted, ours = proposed(texts, length)
-                tokens = sum(1 / max(1, sum(len(text.ids) for text in some)) for some in (texts, alone[t]))
+                tokens = sum(1 / max(1, sum(len(text.ids) for text in each)) for each in (texts, alone[t]))
                 # the error is that of a share of independent observations: of each token, given those before it,
                 # whether it is the target's most probable one
                 row["other_texts"] = abs(ours - share) > 4 * math.sqrt(share * (1 - share) * tokens) + 0.02
@@ -231,8 +231,8 @@ def show(rows: Sequence[Fields], causes: Sequence[Cause]) -> None:
     console.print(console_table("", SERVED, rows), f"[dim]{FORMULA}", "")
     console.print(console_table("Accepted ÷ reached at each position of the draft", POSITIONS, by_position))
     for row in rows:
-        told = f"T = {row['temperature']:g}, {row['draft_length']} drafted: {row['equal_texts']} of {row['texts']}"
-        console.print(f"\n{told} texts have the predicted counts.", style="yellow" if row["unequal"] else "green")
+        line = f"T = {row['temperature']:g}, {row['draft_length']} drafted: {row['equal_texts']} of {row['texts']}"
+        console.print(f"\n{line} texts have the predicted counts.", style="yellow" if row["unequal"] else "green")
         if row["unequal"]:
             console.print(f"  The first other one: {row['unequal']}.", soft_wrap=True)
     for cause in causes:

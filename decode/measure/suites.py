@@ -297,14 +297,14 @@ def load_suite(spec: str, *, limit: int | None = None, seed: int = 0, split: str
         spec = f"prompts={spec}"
     head, _, path = spec.partition("=")
     name, _, option = head.partition(":")
-    if name not in (known := PRESETS | BESIDES):
-        raise UserError(f"{unknown('suite', name, known)}, or give a file's prompts with --suite prompts=PATH")
+    if name not in (presets := PRESETS | BESIDES):
+        raise UserError(f"{unknown('suite', name, presets)}, or give a file's prompts with --suite prompts=PATH")
     if spec in ("prompts", f"{head}="):
         raise UserError(f"the suite {spec!r} names no file: give --suite {name}=PATH")
-    preset = OTHER if file_format(path) == ".txt" else known[name]
+    preset = OTHER if file_format(path) == ".txt" else presets[name]
     if name == "arithmetic" and not path:
-        made = problems(seed, split, limit or DEFAULT_LIMIT, option or 1)
-        rows = [{"question": p.question, "answer": p.solution, "steps": p.steps} for p in made]
+        generated = problems(seed, split, limit or DEFAULT_LIMIT, option or 1)
+        rows = [{"question": p.question, "answer": p.solution, "steps": p.steps} for p in generated]
         name, option = f"{name}/{option or 1}/{seed}/{split}", ""
     else:
         rows = _rows(name, preset, path or SHIPPED.get(name), split)
@@ -353,13 +353,15 @@ def _prompts(name: str, preset: Preset, rows: Sequence[Row], option: str, limit:
     named = [str(row.get(preset.category, "")) for row in rows]
     places = [n for n, category in enumerate(named) if option in ("", category, group.get(category))]
     if not places:
-        known = ", ".join(sorted({*preset.groups, *named}))
-        raise UserError(f"the suite {name!r} has no {preset.category or 'option'} {option!r}: choose one of {known}")
-    named, seen = [group.get(category, category) for category in named], Counter[str]()
+        categories = ", ".join(sorted({*preset.groups, *named}))
+        raise UserError(
+            f"the suite {name!r} has no {preset.category or 'option'} {option!r}: choose one of {categories}"
+        )
+    named, counts = [group.get(category, category) for category in named], Counter[str]()
 
     def turn(place: int) -> int:  # the first of every category, then the second ones, …
-        seen[named[place]] += 1
-        return seen[named[place]]
+        counts[named[place]] += 1
+        return counts[named[place]]
 
     chosen = sorted(sorted(Random(seed).sample(places, len(places)), key=turn)[:limit])
     return [
