@@ -28,7 +28,7 @@ from decode.engines.check import (
     within,
 )
 from decode.engines.server import ENGINES, Engine, check_engine, opened, write_all
-from decode.errors import UserError
+from decode.errors import UserError, choose
 from decode.files import Fields, read_json, scratch_folder, write_json
 from decode.measure import machine
 from decode.measure.report import console_table
@@ -57,6 +57,7 @@ def run(settings: ServeCheckSettings) -> None:
         SystemExit: with status 1, if counts differ for no known cause.
     """
     required(settings, "target", "draft")
+    choose("engine", settings.engine, ENGINES)
     if settings.url is None:
         kind = head_format(read_json(Path(str(settings.draft)) / "config.json"))
         settings.program = check_engine(settings.engine, settings.program, kind)

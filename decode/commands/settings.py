@@ -281,8 +281,8 @@ def default_suites(data: Any) -> list[str]:
 class ServeCheckSettings(SuiteSettings, ChatSettings, PairSettings):
     """Settings of python -m decode serve-check; the draft is a folder as it is to be served."""
 
-    engine: Literal["vllm", "llama.cpp"] = "vllm"
-    """The engine; `make engines` installs both."""
+    engine: str = "vllm"
+    """The engine, vllm or llama.cpp; `make engines` installs both."""
     draft_lengths: list[PositiveInt] = field(default_factory=lambda: [3, 5, 7])
     """Tokens drafted per round; the engine is started once for each."""
     temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
