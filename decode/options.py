@@ -39,10 +39,10 @@ else:
     Temperature = restricted_number_type("Temperature", float, [("==", 0), (">=", COLDEST)], join="or")
 
 
-MODE = "draftsmith"  # how jsonargparse reads values, see `load_value`
+MODE = "draftsmith"  # how jsonargparse reads values, see `_load`
 
 
-def load_value(text: str) -> Any:
+def _load(text: str) -> Any:
     """A value of an option or a configuration; what means nothing in YAML, such as #, is a text but for ``null``."""
     try:
         return json.loads(text)
@@ -51,7 +51,7 @@ def load_value(text: str) -> Any:
         return text if value is None else value
 
 
-set_loader(MODE, load_value, exceptions=(ValueError,))
+set_loader(MODE, _load, exceptions=(ValueError,))
 
 
 class Checked:
@@ -76,8 +76,8 @@ def check_numbers(settings: Any, where: str = "", *, nested: bool = False) -> No
         if len(kinds) == 1 and (value is not None or not (is_list or type(None) in args)):
             items = [_checked(where + name, item, kinds[0]) for item in (value if is_list else [value])]
             setattr(settings, name, items if is_list else items[0])
-        pairs: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        for place, item in {name: value, **{f"{name}.{key}": item for key, item in pairs}}.items():
+        sections = {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
+        for place, item in sections.items():
             if nested and is_dataclass(item):
                 check_numbers(item, f"{where}{place}.", nested=True)
 

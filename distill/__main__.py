@@ -3,13 +3,10 @@
 import shlex
 import sys
 
-from jsonargparse import ArgumentError
-
 from decode.commands.cli import config_paths, parse, run_main, take_flag
 from decode.errors import UserError
-from decode.options import parser_of
 from decode.progress import output_console
-from distill.config import AblateSettings, DraftSettings, Settings
+from distill.config import AblateSettings, Settings
 
 ABOUT = """Trains drafts for a target: target -> student -> drafts (DistillSpec; with a reference AdaSPEC), exports the
 one that export.choose names and measures all of them, under <output_dir>/<name>/. The commands `ablate` (drafts over
@@ -30,7 +27,7 @@ EXAMPLES = """\
   wandb sweep configs/sweeps/distill.yaml                     grids of settings"""
 
 ABLATE = """Trains each of the drafts with several seeds, and compares them with the first one of the same seed by
-offline alpha on the same texts. Finished drafts are kept; the table grows with each new one. Without --config,
+offline alpha on the same texts. Finished drafts are kept; the table grows with each kind of draft. Without --config,
 configs/ablation.yaml."""
 
 FOREIGN = {"bench", "probes", "ablation"}
@@ -59,14 +56,14 @@ def main(argv: list[str] | None = None) -> None:
 
         return check_command(Run(with_formats(settings), output_console()))
     if flags["--estimate"]:
-        from distill.estimate import estimate
+        from distill.rehearse import estimate
 
         estimate(settings, output_console())
         return None
     from distill.pipeline import run_pipeline, show_example
 
     if flags["--dry-run"]:
-        from distill.dry_run import shrink
+        from distill.rehearse import shrink
 
         settings = shrink(settings)
     if flags["--show-example"]:
@@ -81,18 +78,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def read_settings(argv: list[str]) -> Settings:
     """The settings that the arguments of the command mean."""
-    options = take_draft_options(argv := list(argv))
-    settings = parse(Settings, argv, prog="python -m distill", description=ABOUT, examples=EXAMPLES, foreign=FOREIGN)
-    for option, (name, key, value) in options.items():
-        draft = next((draft for draft in settings.drafts if draft.name == name), None)
-        if draft is None or key not in vars(draft):
-            known = [draft.name for draft in settings.drafts] if draft is None else list(vars(draft))
-            raise UserError(f"{option}: {name if draft is None else key!r} is not one of {', '.join(known)}")
-        try:
-            setattr(draft, key, getattr(parser_of(DraftSettings).parse_args([f"--{key}={value}"]), key))
-        except ArgumentError as error:
-            raise UserError(f"{option}: {' '.join(str(error).split())}") from None
-    return settings
+    return parse(Settings, argv, prog="python -m distill", description=ABOUT, examples=EXAMPLES, foreign=FOREIGN)
 
 
 def _ablate(argv: list[str]) -> None:
@@ -107,20 +93,6 @@ def _ablate(argv: list[str]) -> None:
     from distill.ablation import ablate
 
     ablate(settings)
-
-
-def take_draft_options(argv: list[str]) -> dict[str, tuple[str, str, str]]:
-    """Remove the options ``--drafts.NAME.KEY VALUE`` from the arguments; return name, key and value of each."""
-    options, rest = {}, list(argv)
-    argv.clear()
-    while rest:
-        option, equals, value = rest.pop(0).partition("=")
-        parts = option.split(".")
-        if parts[0] == "--drafts" and len(parts) == 3 and (equals or rest):
-            options[option] = parts[1], parts[2].replace("-", "_"), value if equals else rest.pop(0)
-        else:
-            argv.append(option + equals + value)
-    return options
 
 
 if __name__ == "__main__":

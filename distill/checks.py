@@ -141,8 +141,8 @@ def _check_batches(run: Run) -> None:
     settings, parts = run.settings, run.settings.trainer.accumulate * ranks.process_count(run.settings.trainer)
     models = settings.language_models.items()
     trainings = {name: (model.training, len(run.corpus.train)) for name, model in models if model.trained}
-    for draft in settings.drafts:
-        trainings[f"drafts.{draft.name}"] = draft.training_of(settings.training), len(run.examples)
+    for name, draft in settings.drafts.items():
+        trainings[f"drafts.{name}"] = draft.training_of(settings.training), len(run.examples)
     for name, (training, examples) in trainings.items():
         if not parts <= training.batch_size <= examples:
             raise UserError(
@@ -155,7 +155,7 @@ def _check_models(run: Run) -> None:
     """Refuse too long texts, an attention that a model lacks, a draft that is not smaller, a head that does not fit."""
     settings, corpus, longest = run.settings, run.corpus, run.settings.data.max_length
     vocab, attention = len(corpus.tokenizer), settings.trainer.attention
-    if not (settings.teacher.responses.from_target or any(draft.on_policy for draft in settings.drafts)):
+    if not (settings.teacher.responses.from_target or any(draft.on_policy for draft in settings.drafts.values())):
         longest = max(int(Examples.of(split).lengths.max()) for split in (corpus.train, corpus.validation))
     for name, model in settings.language_models.items():
         if model.kind == "cut":

@@ -24,12 +24,13 @@ from distill.engine.servers import CONNECTOR, arguments
 from distill.export.card import PROFILE, add_measurements, exported_facts
 from distill.export.draft import check_export_path, check_gguf, export_draft, export_gguf
 from distill.export.head import export_head
-from distill.files import files_state, fingerprint, free_bytes, sizes
+from distill.files import fingerprint, free_bytes, sizes
+from distill.fingerprints import inputs, measurement_fingerprint, stage_fingerprints
 from distill.networks.models import multiplies_bfloat16
 from distill.responses.target import answered_texts
-from distill.results.report import console_tables, figures, write_report
+from distill.results.report import console_tables, write_report
 from distill.results.tracking import finish, log_report, make_logger, tried, where
-from distill.run import Run, alone_in, data_key, measurement_fingerprint, stage_fingerprints
+from distill.run import Run, alone_in
 from distill.stages import run_stages
 
 
@@ -48,7 +49,7 @@ def run_pipeline(settings: Settings, console: Console | None = None) -> Run:
     with alone_in(run):
         prepare_settings(run)
         if first:
-            run.logger = make_logger(settings.tracker, run.folder, settings.name, asdict(run.settings))
+            run.logger = make_logger(settings.tracker, run.folder, settings.name, asdict(run.settings), settings.tags)
         try:
             run_stages(run, rehearse=rehearse)
             if first:  # the other processes have no more to do, and wait for the end
@@ -98,10 +99,8 @@ def with_formats(settings: Settings) -> Settings:
 def _choose_signal(run: Run) -> Signal:
     """Return the first kind of signal that the disk has room for. It is noted, so that a rerun has the same."""
     settings, note = run.settings, run.work / "signal.json"
-    teacher, target, student = settings.teacher, settings.target, settings.student
-    model = files_state([target.model]) or [target.model, asdict(target.architecture)]
-    decisive = [student.kind, asdict(student.block), target.dtype, settings.trainer.validation_examples]
-    key = fingerprint(data_key(settings), teacher.examples, teacher.responses.key(), teacher.signal_k, model, decisive)
+    read = inputs(settings, ("data", "target", "head", "frozen", "answers", "written"))
+    key = fingerprint(read, settings.teacher.signal_k, settings.trainer.validation_examples)
     known = read_json(note)
     if known.get("made_from") != key:
         needed, room = signal_sizes(run), ROOM * free_bytes(run.work)
@@ -168,12 +167,14 @@ def rehearse(run: Run) -> None:
         scratch_folder() as folder,
         working(run.console, "export and evaluation are tried with the student", bars=False),
     ):
-        small.drafts = [replace(small.drafts[0], reference=None)]
+        name, draft = next(iter(small.drafts.items()))
+        small.drafts = {name: replace(draft, reference=None)}
         change(small, output_dir=str(folder), tracker="none", export__choose="best", export__gguf=[])
         if small.teacher.in_engine:
             small.evaluation = False
         if small.evaluation:
-            change(small.evaluation, prompts=2, accuracy_prompts=2, decode_prompts=1, max_new_tokens=4)
+            decoded = min(1, small.evaluation.decode_prompts)
+            change(small.evaluation, prompts=2, accuracy_prompts=2, decode_prompts=decoded, max_new_tokens=4)
             change(small.evaluation, draft_lengths=small.evaluation.draft_lengths[:1])
         trial = Run(small, Console(quiet=True))
         trial.corpus = run.corpus
@@ -234,10 +235,10 @@ def measure(run: Run) -> Values:
             measure_served(run)
         report = {}
     elif settings.evaluation:
-        from distill.results.evaluate import Evaluation
+        from distill.results.evaluate import evaluate
 
         with working(run.console, "evaluation", bars=False):
-            measured = Evaluation(run).report()
+            measured = evaluate(run)
         kept = report if known.get("target") in (None, target) else {}
         report = {"name": run.settings.name, **measured, "settings": asdict(settings)}
         report |= {part: kept[part] for part in PROBED if part in kept}
@@ -246,7 +247,7 @@ def measure(run: Run) -> Values:
         report["exported"] = exported_facts(run.export)
         write_report(run.folder, report)
         report = read_json(path)
-        log_report(run.logger, report, lambda: {name: svg for name, (svg, _) in figures(report).items()})
+        log_report(run.logger, report, run.folder, upload=settings.upload)
     write_json(note, {"fingerprint": key, "target": target, "export": sizes(run.export)})
     run.line(f"{path if report else run.export} [dim]{time.monotonic() - began:.1f} s[/dim]")
     return report

@@ -1,4 +1,4 @@
-"""A run: its folder and stages, the fingerprints of what they are made from, its data, and its target.
+"""A run: its folder and stages, its data, and its target.
 
 A run has the stages target, initial (the student before distillation), and one for each draft. Its inputs make a
 stage's fingerprint, its result is a folder, and a record in ``work/`` ties both together: a stage whose folder was made
@@ -8,9 +8,8 @@ from the same inputs, and whose files have the sizes that they were written with
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +35,14 @@ from decode.progress import output_console, working
 from distill import ranks
 from distill.config import Settings
 from distill.config.base import START, Values
-from distill.config.models import ModelSettings
 from distill.data.corpus import Corpus, load_corpus
 from distill.data.dataset import Examples
 from distill.data.prompts import Continue, PromptWriter, continued_by, continued_here
-from distill.data.sources import local_files
 from distill.engine.check import SAMPLED, check_samples, check_states, holds
 from distill.engine.servers import Engine, opened
 from distill.engine.states import StateFiles, layers_for
 from distill.files import files_state, fingerprint, only_one, remove, sizes
 from distill.networks.models import config_of, hollow_target, open_placed, source_folder
-
-VERSION = 3
-"""Raised when a change of the code changes what a stage produces."""
 
 ACCOUNT = ("optimiser_steps", "examples", "teacher_tokens", "selected_tokens", "cumulative_teacher_tokens")
 """What a draft's training used: steps; examples and label tokens, counted every time they are seen; tokens that entered
@@ -93,7 +87,7 @@ class Run:
         self._opened = ExitStack()
         self.folder = Path(settings.output_dir) / settings.name
         self.work, self.target, self.export = self.path("work"), self.path("target"), self.path("export")
-        self.trained = [draft.name for draft in settings.drafts]
+        self.trained = list(settings.drafts)
         self.start = START[2 if settings.student.kind == "mtp" else int(settings.student.is_head)]
         self.drafts = {self.start: self.path("initial"), **{name: self.path(name) for name in self.trained}}
 
@@ -236,6 +230,12 @@ class Run:
         """The frozen target (or that at a path): on its own devices, or on the CPU."""
         return open_placed(self.settings.target, path or self.target, self.device)
 
+    def measured_target(self) -> PreTrainedModel:
+        """The target for measurements: on its own devices if it has such, else on this one, in float32 on a CPU."""
+        if self.settings.target.placed:
+            return self.open_target()
+        return self.load_target("float32" if self.device.type == "cpu" else None)
+
     def at_work(self, model: PreTrainedModel) -> PreTrainedModel:
         """The target where it computes: on its own devices, or the draft's."""
         return model if self.settings.target.placed else model.to(self.device)
@@ -294,7 +294,8 @@ class Run:
     @cached_property
     def states(self) -> StateFiles:
         """The target's states out of the engine, after a check on a few texts by the process that started it."""
-        folder = self.work / "states" / fingerprint(files_state([str(self.served_folder)]))
+        served = files_state([str(self.served_folder)]), self.settings.teacher.arguments
+        folder = self.work / "states" / fingerprint(*served)
         for other in (path for path in folder.parent.glob("*") if path != folder and ranks.is_first()):
             remove(other)  # of another target
         files = StateFiles(self.engine, self.engine_layers, folder)
@@ -356,87 +357,3 @@ def alone_in(run: Run) -> Iterator[None]:
             if ranks.is_first() and {f.name for f in run.folder.rglob("*") if f.is_file()} <= {"lock", "run.json"}:
                 remove(run.folder)  # nothing was made before the refusal
             raise
-
-
-# -- fingerprints -----------------------------------------------------------------------------------------------------
-
-UNUSED = ("log_every_n_steps", "profiler")
-"""Arguments of Lightning's trainer that change no weight."""
-
-
-def stage_fingerprints(settings: Settings) -> dict[str, str]:
-    """Return the fingerprint of every stage, in order."""
-    trainer, teacher, student, target = settings.trainer, settings.teacher, settings.student, settings.target
-    responses, data = teacher.responses, data_key(settings)
-    names = ("precision", "attention", "validate_every", "validation_examples", "callbacks")
-    extra = {name: value for name, value in trainer.extra.items() if name not in UNUSED}
-    common = {"version": VERSION, "extra": extra, **{name: getattr(trainer, name) for name in names}}
-    frozen = {"target_dtype": target.dtype, "target_quantization": target.quantization}
-    texts = {"examples": teacher.examples, "responses": responses.key(), "served": teacher.served, **frozen}
-    made_from: Values = {"version": VERSION}
-    if target.kind == "as_is":
-        made_from |= {"chat": settings.data.template(), "tokenizer": files_state([settings.data.tokenizer])}
-    else:
-        itself = target.layerskip.enabled and target.kind != "scratch" and responses.from_target
-        made_from = common | data | {"answers": responses.written() | frozen if itself else None}
-    keys = {"target": fingerprint(made_from | {"model": _model_key(target)})}
-    if student.is_head:
-        values, shape = asdict(student), "block" if student.is_block else "unroll"
-        made_from = {"version": VERSION, "head": {name: values[name] for name in ("kind", "draft_vocab", shape)}}
-        if student.model is not None:
-            made_from |= {"model": student.model, "files": files_state([student.model])}
-        reads_texts = student.draft_vocab is not None and student.model is None  # the vocabulary is that of the texts
-    else:
-        made_from, reads_texts = common | {"model": _model_key(student)}, settings.data.from_target and student.trained
-    keys["initial"] = fingerprint(made_from | data | (texts if reads_texts else {}) | keys)
-    signal = {"signal": teacher.signal, "signal_k": teacher.signal_k if teacher.kept == "topk" else None}
-    signal |= {"keep": teacher.engine.keep} if teacher.in_engine else {}
-    before = common | data | texts | signal | keys
-    for draft in settings.drafts:
-        unused = {"name", "reference", "training"} | (set() if draft.selects else {"k"})
-        values = {name: value for name, value in asdict(draft).items() if name not in unused}
-        made_from = before | {"draft": values, "training": asdict(draft.training_of(settings.training))}
-        if draft.on_policy:
-            made_from["own_texts"] = responses.written() | {"refresh_every": responses.refresh_every}
-        if draft.reference is not None and draft.selects:
-            made_from["reference"] = keys[draft.reference]
-            made_from["parts_of_a_step"] = [trainer.accumulate, ranks.process_count(trainer)]  # each selects its tokens
-        keys[draft.name] = fingerprint(made_from)
-    return keys
-
-
-def data_key(settings: Settings) -> Values:
-    """Return what the training examples come from: settings, seed, and the files."""
-    data = settings.data.key()
-    files, local = dict(data["files"]), [*chain(*local_files(data["source"]).values())]
-    if not settings.data.from_target and ("train" in files or local or data["source"] == "arithmetic"):
-        del data["test_examples"]  # elsewhere their number decides which rows are left to train on
-    paths = [*files.values(), data["tokenizer"], *local]  # training rows that are test rows are dropped
-    if settings.data.from_target:  # the target's files are in its own fingerprint
-        paths = [settings.data.prompts.file, settings.data.tokenizer]
-    else:
-        del data["prompts"]
-    return {"data": data, "seed": settings.seed, "files": files_state(paths)}
-
-
-def measurement_fingerprint(settings: Settings) -> str:
-    """Return the fingerprint of everything that evaluation, export and report depend on."""
-    stages, values = list(stage_fingerprints(settings).values()), asdict(settings)
-    machine = settings.trainer.accelerator, settings.threads
-    return fingerprint(VERSION, stages, settings.data.test_examples, values["evaluation"], values["export"], machine)
-
-
-def _model_key(settings: ModelSettings) -> Values:
-    """Return what a language model is made from, without the settings that its kind does not use."""
-    used = {
-        "scratch": ("architecture", "training", "layerskip"),
-        "finetune": ("training", "layerskip"),
-        "lora": ("lora", "training", "layerskip"),
-        "as_is": ("dtype", "round_to"),
-        "cut": ("layers", "training"),
-    }
-    values = asdict(settings)
-    key = {name: values[name] for name in used[settings.kind] if name in values}
-    if "layerskip" in key and not key["layerskip"]["enabled"]:
-        key["layerskip"] = None
-    return key | {"kind": settings.kind, "model": settings.model, "files": files_state([settings.model])}

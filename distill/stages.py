@@ -34,6 +34,7 @@ from distill.drafts.language_model import LanguageModelDraft, cut
 from distill.drafts.reference import Draft, keep_reference
 from distill.drafts.start import frequent, start_from_head, start_from_target
 from distill.files import fingerprint, link, remove, save_tokenizer
+from distill.fingerprints import stage_fingerprints
 from distill.losses.divergences import Divergence
 from distill.networks.layerskip import LayerSkip
 from distill.networks.lm_head import LMHead, check_head
@@ -48,7 +49,7 @@ from distill.networks.models import (
 from distill.responses.on_policy import OnPolicy, Writer, head_texts
 from distill.responses.target import answered_texts
 from distill.results.tracking import for_stage
-from distill.run import ACCOUNT, Run, StageRecord, stage_fingerprints
+from distill.run import ACCOUNT, Run, StageRecord
 from distill.signal.disk import keep_columns
 from distill.signal.target import TOPK, Signal, Source, read_states
 from distill.signal.vllm import EngineStates, texts_of
@@ -125,7 +126,7 @@ def _run_stages(run: Run, only: Collection[str] | None, check: bool, rehearse: R
             elif stage in ("target", "initial"):
                 result = language_model(run, stage, key)
             else:
-                result = distil(run, settings.drafts[run.trained.index(stage)], key)
+                result = distil(run, stage, key)
             run.put(stage, result.record, partial(result.save, run.tokenizer))
         made.append(stage)
         run.line(f"{run.path(stage)} [dim]{time.monotonic() - started:.1f} s[/dim]")
@@ -315,7 +316,7 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
 
     def add_columns(examples: Examples, where: Path | None = None, split: str = "") -> None:
         if kind != "online" or (served and split not in ("", "train")):  # of those that are read again and again
-            made_by = trainer.attention, served
+            made_by = trainer.attention, served, teacher.arguments
             key, name = fingerprint(texts, signal.key, made_by), f"{split}-{run.settings.student.kind}"
             keep_columns(examples, signal.kept, signal.columns, where, name, key, ahead)
         if reference is not None and split in ("", "train"):
@@ -345,10 +346,10 @@ def mean_tail(examples: Examples) -> float:
     return max(0.0, 1 - float(np.exp(log_p).sum(dtype=np.float64)) / max(1, len(rows)))
 
 
-def distil(run: Run, settings: DraftSettings, key: str) -> StageResult:
+def distil(run: Run, name: str, key: str) -> StageResult:
     """Return a draft that starts from the student: by DistillSpec, or with a reference by AdaSPEC."""
-    started, full = time.monotonic(), run.settings
-    training, seed = settings.training_of(full.training), full.seed if settings.seed is None else settings.seed
+    started, full, settings = time.monotonic(), run.settings, run.settings.drafts[name]
+    training, seed = settings.training_of(full.training), [*settings.seeds, full.seed][0]
     draft = open_draft(run, run.path("initial"), accepted_only=settings.accepted_only)
     data, model = prepare(run, draft, settings), draft.model
     steps = training.steps_for(len(data.train))
@@ -367,7 +368,7 @@ def distil(run: Run, settings: DraftSettings, key: str) -> StageResult:
     anchors = draft.anchors if isinstance(draft, BlockDraft) else None
     batches = TrainingBatches(data.train, schedule, steps, texts, full.data.loader_workers, data.expect, anchors)
     record.seconds = time.monotonic() - started
-    _fit(run, settings.name, record, module, batches, data.validation, full.trainer)
+    _fit(run, name, record, module, batches, data.validation, full.trainer)
     steps = int(record.history[-1]["step"])  # a callback may have ended the training early
     read = (data.train.labels_of(schedule.batch(step)) for step in range(steps))
     used = together = tokens = sum(read) if texts is None else texts.label_tokens

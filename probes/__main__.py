@@ -7,9 +7,8 @@ from decode.errors import UserError
 from probes.settings import ProbesSettings, shrink
 
 ABOUT = """Trains linear probes that predict, at every layer of a run's target, whether the token drafted there will be
-accepted; chooses exit layer, stop rule and threshold by predicted speedup; confirms the best by real runs; and writes
-runs/<name>/probes, report.json and probes.html. The target is trained first where it is not there or its settings have
-changed. A student that is a block head is trained too, and its confidence head compared with such probes. This
+accepted; chooses exit layer, stop rule and threshold of each method by real rounds; and writes runs/<name>/probes,
+report.json and probes.html. The target is trained first where it is not there or its settings have changed. This
 command's settings are those under probes, all others those of python -m distill; --dry-run does all of it in miniature,
 with a tiny random target of the same family and no network."""
 

@@ -6,7 +6,7 @@ prompts, by which no setting was chosen.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 from transformers import PreTrainedModel
@@ -32,47 +32,30 @@ EXITS = 3  # exits that all methods try: those at which drafts of LENGTHS[1] tok
 FEW, TRIED = 3, 12  # validation prompts on which all settings are tried, and the fastest of them
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A method with its options; steered to the acceptance that it was measured to have."""
-
-    method: str
-    exit_layer: int
-    draft_length: int
-    threshold: float | None = None  # of the stop rule; None for drafts of one length
-    target_acceptance: float | None = None
-
-    @property
-    def name(self) -> str:
-        """The name in rows."""
-        name = f"{self.method} E{self.exit_layer} k{self.draft_length}"
-        return name if self.threshold is None else f"{name} γ{self.threshold:g}"
-
-    def entry(self, probes: str, temperature: float) -> BenchEntry:
-        """The line of a benchmark."""
-        values = {key: value for key, value in vars(self).items() if key != "method"}
-        options = MethodOptions(**values, probes=probes)
-        return BenchEntry(self.method, options=options, temperature=temperature, name=self.name)
+def setting(method: str, exit_layer: int, draft_length: int, threshold: float | None = None) -> BenchEntry:
+    """Return a method with its options as the line of a benchmark; without a threshold drafts have one length."""
+    name = f"{method} E{exit_layer} k{draft_length}" + ("" if threshold is None else f" γ{threshold:g}")
+    options = MethodOptions(exit_layer=exit_layer, draft_length=draft_length, threshold=threshold)
+    return BenchEntry(method, options=options, name=name)
 
 
-def settings_of(method: str, exits: Sequence[int]) -> list[Setting]:
+def settings_of(method: str, exits: Sequence[int]) -> list[BenchEntry]:
     """Return all settings of a method that are tried at these exits."""
     if method == "layerskip":
-        return [Setting(method, e, k) for e, k in product(exits, LENGTHS)]
-    return [Setting(method, e, WINDOW, t) for e, t in product(exits, THRESHOLDS)]
+        return [setting(method, e, k) for e, k in product(exits, LENGTHS)]
+    return [setting(method, e, WINDOW, t) for e, t in product(exits, THRESHOLDS)]
 
 
-def fastest(settings: Sequence[Setting], rows: Sequence[Fields], count: int) -> list[Setting]:
-    """Return the fastest settings of each method, with the acceptance that their rows had."""
-    by_name = {row["name"]: row for row in rows}
-    kept: list[Setting] = []
-    for method in dict.fromkeys(setting.method for setting in settings):
-        same = [setting for setting in settings if setting.method == method]
-        for setting in sorted(same, key=lambda s: by_name[s.name]["speedup"] or 0.0, reverse=True)[:count]:
-            accepted = by_name[setting.name]["accepted_per_drafted"]
-            if setting.threshold is not None and setting.target_acceptance is None and accepted is not None:
-                setting = replace(setting, target_acceptance=min(0.99, max(0.01, accepted)))
-            kept.append(setting)
+def fastest(settings: Sequence[BenchEntry], rows: Sequence[Fields], count: int) -> list[BenchEntry]:
+    """Return the fastest settings of each method; a stop rule is steered to the acceptance that it had."""
+    by_name, kept = {row["name"]: row for row in rows}, list[BenchEntry]()
+    for method in dict.fromkeys(entry.method for entry in settings):
+        same = [entry for entry in settings if entry.method == method]
+        for entry in sorted(same, key=lambda e: by_name[e.name]["speedup"] or 0.0, reverse=True)[:count]:
+            accepted, options = by_name[entry.name]["accepted_per_drafted"], entry.options
+            if options.threshold is not None and options.target_acceptance is None and accepted is not None:
+                options = replace(options, target_acceptance=min(0.99, max(0.01, accepted)))
+            kept.append(replace(entry, options=options))
     return kept
 
 
@@ -84,10 +67,12 @@ class Trials:
         self.session = Session(model, None, run.tokenizer, how)
         self.probes, self.mode = str(run.folder / "probes"), mode
 
-    def __call__(self, suite: Suite, settings: Sequence[Setting]) -> tuple[list[Fields], dict[str, Record]]:
+    def __call__(self, suite: Suite, settings: Sequence[BenchEntry]) -> tuple[list[Fields], dict[str, Record]]:
         """Return rows as those of `decode bench`, and the records, by name."""
-        benchmark = Benchmark(self.session)
-        rows = benchmark.run([suite], [s.entry(self.probes, self.mode.warp.temperature) for s in settings])
+        benchmark, temperature = Benchmark(self.session), self.mode.warp.temperature
+        options = [replace(entry.options, probes=self.probes) for entry in settings]
+        entries = [replace(e, options=o, temperature=temperature) for e, o in zip(settings, options, strict=True)]
+        rows = benchmark.run([suite], entries)
         return rows, {name: record for (*_, name), record in benchmark.records.items()}
 
     def validation(self, count: int) -> Suite:
@@ -109,22 +94,20 @@ def best_settings(
     """
     trials, tried = Trials(run, model, mode, options), dict[str, Fields]()
 
-    def narrowed(settings: Sequence[Setting], prompts: int, count: int) -> list[Setting]:
+    def narrowed(settings: Sequence[BenchEntry], prompts: int, count: int) -> list[BenchEntry]:
         rows, _ = trials(trials.validation(prompts), settings)
-        for setting in settings:
-            (row,) = (row for row in rows if row["name"] == setting.name)
-            tried[setting.name] = described(row, setting)
+        by_name = {entry.name: entry for entry in settings}
+        tried.update({row["name"]: described(row, by_name[row["name"]]) for row in rows if row["name"] in by_name})
         return fastest(settings, rows, count)
 
     if len(exits) > EXITS:
-        chosen = narrowed([Setting("layerskip", e, LENGTHS[1]) for e in exits], FEW, EXITS)
-        exits = sorted(setting.exit_layer for setting in chosen)
-    settings = [setting for method in METHODS for setting in settings_of(method, exits)]
+        kept = narrowed([setting("layerskip", e, LENGTHS[1]) for e in exits], FEW, EXITS)
+        exits = sorted(e for e in exits if any(entry.options.exit_layer == e for entry in kept))
+    settings = [entry for method in METHODS for entry in settings_of(method, exits)]
     settings = narrowed(narrowed(settings, FEW, options.confirm), TRIED, 1)
     rows, records = trials(test_suite(run.corpus, run.settings.data.source, options.bench_prompts), settings)
-    by_name = {setting.name: setting for setting in settings}
-    (reference,) = (records[setting.name] for setting in settings if setting.method == "layerskip")
-    counts = Counter(row["method"] for row in tried.values())
+    by_name, counts = {entry.name: entry for entry in settings}, Counter(row["method"] for row in tried.values())
+    (reference,) = (records[entry.name] for entry in settings if entry.method == "layerskip")
     for row in rows:
         row |= described(row, by_name.get(row["name"])) | {"top_p": mode.warp.top_p, "tried": counts.get(row["method"])}
         if records[row["name"]].texts and reference.texts:
@@ -133,9 +116,10 @@ def best_settings(
     return [plain(row) for row in rows], [plain(row) for row in tried.values()]
 
 
-def described(row: Fields, setting: Setting | None) -> Fields:
+def described(row: Fields, entry: BenchEntry | None) -> Fields:
     """Return a row with the title and the options of its setting."""
-    return row | {"title": row["method"]} | {key: getattr(setting, key, None) for key in EXIT_OPTIONS}
+    options = entry and entry.options
+    return row | {"title": row["method"]} | {key: getattr(options, key, None) for key in EXIT_OPTIONS}
 
 
 def fastest_options(table: Sequence[Fields]) -> dict[str, Fields]:

@@ -1,17 +1,16 @@
 """Tables and the page of ``python -m probes``."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
 
 from decode.measure import machine, plots
 from decode.measure.machine import conditions, doubt
-from decode.measure.report import Figure, Row, Section, Table, cell, console_table, write_page
+from decode.measure.report import Row, Section, Table, cell, console_table, write_page
 
 SCORED = ("confidence_probe", "token_probability", "entropy")  # what the probe is compared with
 METRICS = ("auroc", "brier", "ece", *(f"auroc_{other}" for other in SCORED))
-FURTHER = tuple(f"{metric}_{other}" for metric in ("brier", "ece") for other in SCORED)
 SPEEDS = (
     "title", "exit_layer", "draft_length", "threshold", "tried", "tokens_per_second", "speedup_vs_layerskip", "speedup",
     "accepted_length", "alpha", "accepted_per_drafted", "identical_to_target",
@@ -52,28 +51,26 @@ def why_exit(added: Row, mode: str, best: Row) -> str:
     rows = [row for row in added["probes"] if row["mode"] == mode and "alpha" in row]  # not of the label top-p
     alphas = {row["layer"]: f"α {row['alpha']:.3f}, " for row in rows}
     speeds = fastest_by_exit(added, mode)[best["method"]]
-    facts = [f"exit layer {layer}: {alphas.get(layer, '')}{speed:.2f}" for layer, speed in speeds.items()]
+    facts = [f"exit layer {layer}: {alphas.get(layer, '')}{speed:.2f}" for layer, speed in speeds]
     return f"Its speedup by exit, on validation prompts: {'; '.join(facts)}."
 
 
-def fastest_by_exit(added: Row, mode: str) -> dict[str, dict[int, float]]:
-    """Return the speedups of the fastest settings that were tried on validation prompts, by method and exit layer."""
-    speeds: dict[str, dict[int, float]] = {}
-    for row in sorted(of_mode(added["probe_settings"]["tried"], mode), key=lambda row: row["exit_layer"]):
-        best = speeds.setdefault(row["method"], {})
-        best[row["exit_layer"]] = max(row["speedup"] or 0.0, best.get(row["exit_layer"], 0.0))
-    return speeds
+def fastest_by_exit(added: Row, mode: str) -> dict[str, list[tuple[int, float]]]:
+    """Return each method's exit layers with the speedup of the fastest setting tried there on validation prompts."""
+    rows = of_mode(added["probe_settings"]["tried"], mode)
+    speeds = sorted((row["exit_layer"], row["speedup"] or 0.0, row["method"]) for row in rows)
+    return {m: list({at: speed for at, speed, method in speeds if method == m}.items()) for *_, m in speeds}
 
 
 def commands(added: Row, run: Path) -> dict[str, str]:
     """Return a command for each mode that decodes with its fastest setting, which the probes' folder keeps."""
-    told = {}
+    lines = {}
     for mode in titles(added):
         if best := best_of(added, mode):
             where = f"--target {run}/target --probes {run}/probes --method {best['title']}"
             where += f" --temperature {best['temperature']:g} --top-p {best['top_p']:g}" if best["temperature"] else ""
-            told[f"{mode}, {best['title']}"] = f"python -m decode generate {where} --prompt TEXT"
-    return told
+            lines[f"{mode}, {best['title']}"] = f"python -m decode generate {where} --prompt TEXT"
+    return lines
 
 
 def tables(added: Row) -> list[Table]:
@@ -82,7 +79,6 @@ def tables(added: Row) -> list[Table]:
     for mode, title in titles(added).items():
         rows = [row for row in added["probes"] if row["mode"] == mode]
         scores.append(Table(("layer", "alpha", "base_rate", *METRICS), rows, f"Scores on test prompts, {title}"))
-        scores.append(Table(("layer", *FURTHER), rows, f"Brier and ECE of other confidences, {mode}", folded=True))
         runs = of_mode(added["self_speculation"], mode)
         told = "".join(f"; {conditions(row)}" for row in runs[:1])
         speeds.append(Table(SPEEDS, runs, f"Each method at its fastest setting, {title}{told}"))
@@ -101,23 +97,20 @@ def write_report(path: Path, name: str, added: Row) -> None:
     """Write the page of a run with what `probes.pipeline` adds to report.json."""
     settings, title = added["probe_settings"], "Settings tried on validation prompts"
     tried = [Table(SPEEDS, of_mode(settings["tried"], mode), f"{title}, {mode}", True) for mode in titles(added)]
+    how = "each method at its fastest setting for that exit; few prompts, by which settings are chosen"
+    axes = "layers before the exit", "speedup (×)"
+    figures = [
+        (plots.lines(speeds, f"Speedup by exit on validation prompts, {mode}", *axes), how)
+        for mode in titles(added)
+        if (speeds := fastest_by_exit(added, mode))
+    ]
     tokens = [f"{split} {count:,}" for split, count in settings["tokens"].items()]
     facts = {"machine": machine.sentence(settings["machine"]), "tokens": tokens}
     sections = [
         Section("Results", tables=tables(added)),
-        Section("The choice of the exit", tables=tried, figures=list(speeds_by_exit(added))),
+        Section("The choice of the exit", tables=tried, figures=figures),
         Section("Use", code=commands(added, path.parent)),
         Section("Provenance", facts=facts, folded=True),
     ]
     summary = " ".join(added["probe_findings"])
     write_page(path, f"{name}: acceptance probes and self-speculation", summary, sections)
-
-
-def speeds_by_exit(added: Row) -> Iterator[Figure]:
-    """Yield a plot for each mode: the speedups on validation prompts, by exit."""
-    for mode in titles(added):
-        if speeds := fastest_by_exit(added, mode):
-            series = {method: list(by_exit.items()) for method, by_exit in speeds.items()}
-            title = f"Speedup by exit on validation prompts, {mode}"
-            svg = plots.lines(series, title, "layers before the exit", "speedup (×)")
-            yield svg, "each method at its fastest setting for that exit; few prompts, by which settings are chosen"

@@ -66,10 +66,10 @@ class ProbesSettings(Settings):
 
 
 def shrink(settings: ProbesSettings, console: Console | None = None) -> ProbesSettings:
-    """Return settings of the same experiment in miniature, under ``<name>-dry-run``: see `distill.dry_run.shrink`."""
-    from distill import dry_run
+    """Return settings of the same experiment in miniature, under ``<name>-dry-run``: see `distill.rehearse.shrink`."""
+    from distill import rehearse
 
-    small = dry_run.shrink(settings, console, untie=True)
+    small = rehearse.shrink(settings, console, untie=True)
     assert isinstance(small, ProbesSettings)
     probes = small.probes
     probes.layers = []  # those of the tiny target

@@ -19,7 +19,6 @@ import tempfile
 import typing
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,11 +27,11 @@ import jsonargparse
 from decode.errors import UserError, choose
 from decode.files import FULL, Fields, writing_error
 from decode.incoming import read_yaml, text_lines, whole
-from decode.options import MODE, load_value
+from decode.options import MODE
 
 Settings = TypeVar("Settings")
 
-NAME = "NAME"  # stands for every name of a mapping from names to sections, among the dotted names of all settings
+NAME = "NAME"  # stands for every name of a mapping from names to sections
 PROSE = {"stop", "input", "data.prompts.openings"}  # lists of texts that are not split at commas
 SWITCHES = (bool, bool | None)
 
@@ -54,8 +53,8 @@ def parse(
     that looks like an option follows an equals sign.
 
     Args:
-        settings_class: A dataclass whose fields are plain values, dataclasses, or lists or mappings of these; a file's
-            mapping from names to dataclasses replaces that of the files below it.
+        settings_class: A dataclass whose fields are plain values, dataclasses or mappings of names to dataclasses,
+            where a file's mapping replaces that of the files below it.
         argv: Arguments without the program's name.
         prog: The command as the user types it, for the usage line.
         description: A paragraph above the help.
@@ -78,20 +77,15 @@ def parse(
             sys.argv[0] = f"{prog} {word}"  # which jsonargparse names
             parser.parse_args(["--" + word[2:].replace("-", "_")])
     paths, keys = config_paths(argv), known_keys(kind)
-    (options, named), content = _options(keys, argv, prog), read_config(paths, keys)
-    source = " and ".join([*map(str, paths), *(["the command line"] if options or named else [])])
+    options, content = _options(keys, argv, prog), read_config(paths, keys)
+    source = " and ".join([*map(str, paths), *(["the command line"] if options else [])])
     if section is not None:
         if near := difflib.get_close_matches(section, content.keys() - {section}, 1, 0.75):
             raise UserError(f"{source}: unknown key '{near[0]}'; the nearest known key is '{section}'")
         content, source = content.get(section) or {}, f"{source}, section {section}"
     content = {key: value for key, value in content.items() if key not in foreign}
     _check_keys(content, keys, "", source)
-    for key, text in named.items():
-        mapping, name, *sections, last = key.split(".")
-        place = choose(f"name in --{key}:", name, content.get(mapping) or {})
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[last] = load_value(text)
+    _check_names(content, options, keys)
     try:
         file = whole(json.dumps(content, ensure_ascii=False), "the configuration")
         values = parser.parse_args(["--config", file, *options])
@@ -107,7 +101,8 @@ def _parser(settings_class: type, prog: str, description: str) -> jsonargparse.A
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = jsonargparse.ArgumentParser(
         prog=prog, usage=f"{prog} [options]", description=description, exit_on_error=False, default_env=False,
-        parser_mode=MODE, print_config=None,
+        parser_mode=MODE,
+        print_config=None,
     )  # fmt: skip
     parser.add_argument("--config", action="config", help="YAML file to read options from; may be repeated")
     parser.add_class_arguments(settings_class, None)
@@ -126,12 +121,13 @@ def config_paths(argv: Sequence[str]) -> list[Path]:
 def read_config(paths: Sequence[Path], keys: Collection[str] = ()) -> Fields:
     """The content of configuration files and of those that they build on; later files override earlier ones.
 
-    `keys` are the names of all settings (`known_keys`).
+    `keys` are the `known_keys` of the settings.
 
     Raises:
         UserError: A file that is missing, is not valid YAML, or builds on itself.
     """
-    return functools.reduce(partial(merge, keys=keys), (_read_file(path, keys) for path in paths), {})
+    files = (_read_file(path, keys) for path in paths)
+    return functools.reduce(lambda below, above: merge(below, above, keys), files, {})
 
 
 def _read_file(path: Path, keys: Collection[str], above: tuple[Path, ...] = ()) -> Fields:
@@ -155,13 +151,11 @@ def _read_file(path: Path, keys: Collection[str], above: tuple[Path, ...] = ()) 
 def merge(below: Fields, above: Fields, keys: Collection[str] = ()) -> Fields:
     """Two configurations as one: sections are merged key by key; any other value of `above` wins, as does ``{}``.
 
-    So does a mapping from names to sections, of which there is one where `keys` say so.
+    So does a mapping of names to sections, which `keys` has.
     """
-    both = dict(below)
-    for key, value in above.items():
-        whole_sections = value and isinstance(value, dict) and isinstance(below.get(key), dict)
-        both[key] = merge(below[key], value) if whole_sections and f"{key}.{NAME}" not in keys else value
-    return both
+    sections = {k for k, v in above.items() if v and isinstance(v, dict) and f"{k}.{NAME}" not in keys}
+    both = {k: merge(below[k], v) if k in sections and isinstance(below.get(k), dict) else v for k, v in above.items()}
+    return below | both
 
 
 # -- keys and options --------------------------------------------------------------------------------------------------
@@ -190,7 +184,7 @@ def known_keys(settings_class: type, prefix: str = "") -> Fields:
     return keys
 
 
-def as_known(name: str, keys: Collection[str]) -> str:
+def _as_known(name: str, keys: Collection[str]) -> str:
     """The dotted name of a setting as `known_keys` has it."""
     section, *rest = name.split(".")
     return ".".join([section, NAME, *rest[1:]]) if rest and f"{section}.{NAME}" in keys else name
@@ -200,17 +194,29 @@ def _check_keys(content: Fields, keys: Fields, prefix: str, source: str) -> None
     """Refuse the first key of nested mappings that is not known, and a value in place of a section."""
     for key, value in content.items():
         shown = f"{prefix}{key}"
-        if (name := as_known(shown, keys)) not in keys:
+        name = _as_known(shown, keys)
+        if name not in keys:
             raise UserError(f"{source}: unknown key '{shown}'; {_nearest(shown, keys)}")
         if any(other.startswith(f"{name}.") for other in keys):
-            wanted = "a section of 'key: value' lines"
-            if f"{name}.{NAME}" in keys:
-                wanted = f"names with a section each: {{{NAME}: {{}}}}"
-            for item in value if isinstance(value, list) else [value]:
-                if isinstance(item, dict):
-                    _check_keys(item, keys, f"{shown}.", source)
-                elif item:  # null and false turn a section off where its type allows them
-                    raise UserError(f"{source}: '{shown}' is {item!r}, expected {wanted}")
+            if isinstance(value, dict):
+                _check_keys(value, keys, f"{shown}.", source)
+            elif value and f"{name}.{NAME}" in keys:
+                raise UserError(f"{source}: '{shown}' is {value!r}, expected sections by name, as in {{{NAME}: {{}}}}")
+            elif value:  # null and false turn a section off where its type allows them
+                raise UserError(f"{source}: '{shown}' is {value!r}, expected a section of 'key: value' lines")
+
+
+def _check_names(content: Fields, options: Sequence[str], keys: Fields) -> None:
+    """Refuse options of a name that a mapping does not have."""
+    for option in options:
+        key, _, text = option[2:].partition("=")
+        section, *rest = key.split(".")
+        if f"{section}.{NAME}" in keys and not rest:
+            value = read_yaml(text)
+            _check_keys({section: value}, keys, "", "the command line")
+            content = content | {section: value}
+        elif f"{section}.{NAME}" in keys and len(rest) > 1:
+            choose(f"name in --{key}", rest[0], content.get(section) or {})
 
 
 def _nearest(key: str, keys: Collection[str]) -> str:
@@ -219,8 +225,8 @@ def _nearest(key: str, keys: Collection[str]) -> str:
     return f"the nearest known key is '{close[0]}'" if close else f"known keys are {', '.join(list(keys)[:40])}"
 
 
-def _options(keys: Fields, argv: Sequence[str], prog: str) -> tuple[list[str], dict[str, str]]:
-    """The options but ``--config`` as jsonargparse takes them, ``--key.subkey=value``; apart those of mappings."""
+def _options(keys: Fields, argv: Sequence[str], prog: str) -> list[str]:
+    """The options but ``--config`` as jsonargparse takes them, ``--key.subkey=value``."""
     groups: list[tuple[str, list[str]]] = []  # options with their values
     for word in argv:
         if re.match("--[^-\\s]", word) or not groups:
@@ -233,14 +239,15 @@ def _options(keys: Fields, argv: Sequence[str], prog: str) -> tuple[list[str], d
         key = option.lstrip("-").replace("-", "_")
         if key.startswith("no_") and keys.get(key[3:]) in SWITCHES:
             key, texts = key[3:], ["false", *texts]
-        if (parts := option[2:].split("."))[1:] and f"{parts[0]}.{NAME}" in keys:  # whose names may have hyphens
-            key = ".".join([*parts[:2], *key.split(".")[2:]])
-        setting = as_known(key, keys)
-        if not option.startswith("--") or setting not in {*keys, "config"}:
+        section, *rest = option[2:].split(".")
+        if f"{section}.{NAME}" in keys and rest:  # whose names may have hyphens
+            key = ".".join([section, rest[0], *key.split(".")[2:]])
+        if not option.startswith("--") or _as_known(key, keys) not in {*keys, "config"}:
             raise UserError(f"unknown option {option!r}; {_nearest(key, keys)}. `{prog} --help` lists them all")
-        if not texts and keys.get(setting) in SWITCHES:
+        hint = keys.get(_as_known(key, keys))
+        if not texts and hint in SWITCHES:
             texts = ["true"]
-        of_list = next((hint for hint in _types(keys.get(setting)) if typing.get_origin(hint) is list), None)
+        of_list = next((inner for inner in _types(hint) if typing.get_origin(inner) is list), None)
         if not texts or (len(texts) > 1 and of_list is None):
             raise UserError(f"{option} has the values {texts}, expected one; `{prog} --help` explains it")
         joined = " ".join(texts)
@@ -250,10 +257,9 @@ def _options(keys: Fields, argv: Sequence[str], prog: str) -> tuple[list[str], d
             (element,) = typing.get_args(of_list)
             is_text = element is str or typing.get_origin(element) is typing.Literal
             joined = json.dumps(lists[key]) if is_text else f"[{', '.join(lists[key])}]"
-        options[key] = joined
+        options[key] = f"--{key}={joined}"
     options.pop("config", None)
-    named = {key: text for key, text in options.items() if as_known(key, keys) != key}
-    return [f"--{key}={text}" for key, text in options.items() if key not in named], named
+    return list(options.values())
 
 
 def take_flag(argv: list[str], flag: str) -> bool:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from jsonargparse.typing import ClosedUnitInterval, PositiveInt
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveInt
 
 from decode.errors import UserError
 from decode.options import Seed, Share, Temperature, check_numbers
@@ -30,8 +30,6 @@ from distill.config.teacher import TeacherSettings
 class DraftSettings:
     """A draft: the student, distilled from the target. With a reference it is AdaSPEC, without one DistillSpec."""
 
-    name: str = ""
-    """Name of the draft in the report, and of its folder in the run."""
     reference: str | None = None
     """Name of an earlier draft, to train tokens where its loss is lower by most (AdaSPEC). null: all (DistillSpec)."""
     k: Share = 0.4
@@ -47,8 +45,9 @@ class DraftSettings:
     """Share of training examples whose response the draft writes, rewritten every refresh_every steps (DistillSpec)."""
     accepted_only: bool = False
     """Feature heads of at least two steps: a further step is trained only after tokens that would be accepted."""
-    seed: Seed | None = None
-    """Seed of the order of examples; null: the run's seed."""
+    seeds: list[Seed] = field(default_factory=list)
+    """Seeds of the order of examples; none: the run's seed. With several, the draft NAME is trained once with each, as
+    NAME-seed1 and so on, and once more with the run's seed where it is a reference."""
     training: Values = field(default_factory=dict)
     """Keys of the section training whose values differ for this draft, such as {epochs: 3}."""
 
@@ -57,14 +56,29 @@ class DraftSettings:
         """Whether a reference selects tokens."""
         return self.reference is not None and self.k < 1
 
-    def training_of(self, shared: TrainingSettings) -> TrainingSettings:
-        """Return the section ``training`` with this draft's values; steps replace epochs, and epochs steps."""
+    def training_of(self, shared: TrainingSettings, where: str = "") -> TrainingSettings:
+        """Return the section ``training`` with this draft's values; steps replace epochs, and epochs steps.
+
+        Values out of range are refused under the name ``where``.
+        """
         if not self.training:
             return shared
         length: Values = {"steps": None, "epochs": None} if self.training.keys() & {"steps", "epochs"} else {}
         changed = replace(shared, **(length | self.training))
-        check_numbers(changed, f"drafts.{self.name}.training.")
+        check_numbers(changed, f"{where}training.")
         return changed
+
+
+def seeded(drafts: dict[str, DraftSettings]) -> dict[str, DraftSettings]:
+    """Return drafts of which each has one seed at most, in order."""
+    single: dict[str, DraftSettings] = {}
+    references = {draft.reference for draft in drafts.values() if draft.selects}
+    for name, draft in drafts.items():
+        if len(draft.seeds) < 2 or name in references:
+            single[name] = replace(draft, seeds=draft.seeds if len(draft.seeds) < 2 else [])
+        if len(draft.seeds) > 1:
+            single |= {f"{name}-seed{seed}": replace(draft, seeds=[seed]) for seed in draft.seeds}
+    return single
 
 
 @dataclass
@@ -75,14 +89,14 @@ class EvaluationSettings:
     """Test prompts for offline alpha: the mean of sum_x min(p(x), q(x)) over responses sampled at temperature 1."""
     accuracy_prompts: PositiveInt = 200
     """Prompts on which the target's answers are scored, where the task has a score."""
-    decode_prompts: PositiveInt = 24
-    """Prompts decoded for speeds: each once per draft, temperature and draft length."""
+    decode_prompts: NonNegativeInt = 24
+    """Prompts decoded for speeds: each once per draft, temperature and draft length. 0: nothing is decoded."""
     max_new_tokens: PositiveInt = 128
     """Longest generated response."""
     temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
     """Decoding modes: 0 is greedy."""
     draft_lengths: list[PositiveInt] = field(default_factory=lambda: [2, 4, 6, 8])
-    """Draft lengths tried with the exported draft."""
+    """Draft lengths tried with every draft."""
 
 
 @dataclass
@@ -154,7 +168,11 @@ class Settings:
     threads: PositiveInt | None = None
     """CPU threads of everything; null: all cores, and where speed is measured one or all, whichever is faster."""
     tracker: Literal["wandb", "csv", "none"] = "wandb"
-    """Where settings, losses, tables and plots are recorded. W&B is offline unless you are logged in."""
+    """Where settings, losses and the report are recorded. W&B is offline unless you are logged in and it answers."""
+    tags: list[str] = field(default_factory=list)
+    """Tags of the W&B runs: one for each stage, in a group of the run's name."""
+    upload: bool = False
+    """Upload the export to W&B, as an artifact of the run's report."""
     data: DataSettings = field(default_factory=DataSettings)
     target: TargetSettings = field(default_factory=TargetSettings)
     student: StudentSettings = field(default_factory=StudentSettings)
@@ -162,12 +180,16 @@ class Settings:
     teacher: TeacherSettings = field(default_factory=TeacherSettings)
     training: TrainingSettings = field(default_factory=TrainingSettings)
     """Distillation of every draft that does not say otherwise."""
-    drafts: list[DraftSettings] = field(default_factory=list)
-    """The drafts, in the order in which they are trained."""
+    drafts: dict[str, DraftSettings] = field(default_factory=dict)
+    """The drafts by name, as in the report and the run's folder, in the order in which they are trained."""
     evaluation: EvaluationSettings | Literal[False] = field(default_factory=EvaluationSettings)
     """Measurements after the export; false: none."""
     export: ExportSettings = field(default_factory=ExportSettings)
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
+
+    def __post_init__(self) -> None:
+        """Make a draft of each of its seeds."""
+        self.drafts = seeded(self.drafts)
 
     @property
     def language_models(self) -> dict[str, ModelSettings]:
@@ -231,27 +253,28 @@ class Settings:
     def _validate_drafts(self) -> None:
         """Check the drafts, what they start from, and that no part needs weights in a single place that are spread."""
         target, student, measured = self.target, self.student, self.evaluation
-        names, keys = [draft.name for draft in self.drafts], [each.name for each in fields(TrainingSettings)]
-        for index, draft in enumerate(self.drafts):
-            earlier, where = names[:index], f"drafts[{index}]."
-            reserved = draft.name in RESERVED or draft.name.startswith("checkpoints-")
+        names, keys = list(self.drafts), [each.name for each in fields(TrainingSettings)]
+        for index, (name, draft) in enumerate(self.drafts.items()):
+            earlier, where = names[:index], f"drafts.{name}."
+            if not re.sub("[-_]", "", name).isalnum():
+                raise UserError(f"drafts has the name {name!r}, expected letters, digits, '-' and '_'")
+            if name in RESERVED or name.startswith("checkpoints-"):
+                raise UserError(f"drafts has the name {name!r}, which is a file or folder of every run: choose another")
             refuse(
                 draft,
-                (not re.sub("[-_]", "", draft.name).isalnum(), "name", "expected letters, digits, '-' and '_'"),
-                (reserved, "name", "which is a file or folder of every run: choose another"),
-                (draft.name in earlier, "name", "which is used twice: give each draft another name"),
                 (draft.reference not in (None, *earlier), "reference", f"expected an earlier draft, one of {earlier}"),
                 (draft.kl_first == 1, "kl_first", f"which leaves no step for {draft.divergence}: lower it"),
                 (draft.training.keys() - set(keys), "training", f"expected keys of the section training: {keys}"),
                 (draft.accepted_only and draft.selects, "accepted_only", "and its reference selects too: remove one"),
                 where=where,
             )
-            draft.training_of(self.training).validate(f"{where}training" if draft.training else "training")
-        kind, head, on_policy = student.kind, student.is_head, any(draft.on_policy for draft in self.drafts)
-        single = any(draft.accepted_only for draft in self.drafts) and (student.steps == 1 or student.is_block)
+            draft.training_of(self.training, where).validate(f"{where}training" if draft.training else "training")
+        drafts, kind, head = self.drafts.values(), student.kind, student.is_head
+        on_policy = any(draft.on_policy for draft in drafts)
+        single = any(draft.accepted_only for draft in drafts) and (student.steps == 1 or student.is_block)
         size = student.block.size
         uses = {
-            "drafts[].on_policy": on_policy,
+            "drafts.NAME.on_policy": on_policy,
             "target.layerskip": target.layerskip.enabled,
             "target.kind lora": target.kind == "lora",
             f"student.kind {kind}": head or kind == "lora",
@@ -259,7 +282,7 @@ class Settings:
         unsupported = [name for name, used in uses.items() if used and self.trainer.strategy in SHARDED]
         refuse(
             self,
-            (not names, "drafts", "expected at least one, such as drafts: [{name: distillspec}]"),
+            (not names, "drafts", "expected at least one, such as drafts: {distillspec: {}}"),
             (self.export.choose not in ("best", *names), "export.choose", f"expected best or one of {names}"),
             (head and student.steps < 1, "student.block.size", "which leaves no token to draft: raise it to 2 or more"),
             (kind == "dflash" and student.block.markov_rank, "student.block.markov_rank", "and a dflash head "
@@ -273,7 +296,7 @@ class Settings:
             (measured and not (measured.temperatures and measured.draft_lengths), "evaluation", "expected at least one "
              "of temperatures and of draft_lengths"),
             (on_policy and head and (target.placed or self.teacher.in_engine), "student.kind", "and "
-             "drafts[].on_policy needs the target beside a head: choose another teacher.signal, and set "
+             "drafts.NAME.on_policy needs the target beside a head: choose another teacher.signal, and set "
              "target.device_map and target.quantization to null"),
             (unsupported, "trainer.strategy", f"which shards the weights and does not support {unsupported}: set it to "
              "ddp, or change these settings"),

@@ -8,6 +8,9 @@ from jsonargparse.typing import PositiveInt
 from decode.options import Share, Temperature
 from distill.config.base import Signal, Values
 
+PLACES = ("--tensor-parallel-size", "--pipeline-parallel-size", "--gpu-memory-utilization")
+"""Arguments of an engine that change no number but by rounding."""
+
 
 @dataclass
 class EngineSettings:
@@ -33,7 +36,7 @@ class ResponseSettings:
     """Who writes the responses that drafts are trained on, and how they are sampled."""
 
     source: Literal["dataset", "target"] = "dataset"
-    """dataset: those of the data set. target: the target answers the prompts, once. See also drafts[].on_policy."""
+    """dataset: those of the data set. target: the target answers the prompts, once. See also drafts.NAME.on_policy."""
     temperature: Temperature = 1.0
     """Sampling temperature of written responses; 0 is greedy."""
     top_p: Share = 1.0
@@ -83,6 +86,11 @@ class TeacherSettings:
     def served(self) -> bool:
         """Whether the target's answers come from an engine."""
         return self.responses.from_target and (self.in_engine or bool(self.engine.urls))
+
+    @property
+    def arguments(self) -> list[str]:
+        """The arguments of the run's engine, but for those that say where it computes."""
+        return [each for each in self.engine.arguments if each.partition("=")[0] not in PLACES]
 
     @property
     def kept(self) -> Any:

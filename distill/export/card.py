@@ -32,7 +32,6 @@ NOTES = {"dspark": [ON_GPU], "dflash2": [SECOND]}
 TOKEN_MAP = "token_map.pt"  # the ids that an EAGLE-1 head of a reduced vocabulary drafts, as SGLang reads them
 MEASURED = (
     "offline_alpha", "alpha", "accepted_length", "accepted_per_drafted", "speedup", "speedup_vs_generate",
-    "predicted_speedup", "cost_ratio", "break_even_alpha",
 )  # fmt: skip
 """Rows of the card, by key of the profile."""
 SERVED = "<!-- served: begin -->"  # behind which serve-check has its section of the card
@@ -59,17 +58,14 @@ def export_profile(report: Report, draft: str) -> Facts:
         ``best_draft_length`` is absent if decoding was not measured.
     """
     row: Facts = next((row for row in report["drafts"] if row["name"] == draft), {})
-    analysis, costs = report.get("analysis") or {}, report.get("profile") or {}
+    analysis = report.get("analysis") or {}
     profile = {key: row.get(key) for key in ("offline_alpha", "offline_alpha_se")}
     profile |= {"trained_with": report.get("trained_with"), "acceptance": (analysis.get("acceptance") or {}).get(draft)}
-    if costs.get("draft", draft) == draft:
-        profile |= {key: costs.get(key) for key in ("cost_ratio", "break_even_alpha")}
     if not (best := fastest_row(report, draft)):
         return profile
     machine = {name: fact for name, fact in (report.get("machine") or {}).items() if name != "note"}
     conditions = {"dataset": best.get("suite"), "num_samples": best.get("prompts"), "temperature": best["temperature"]}
-    if why := doubt(best):  # from costs that were timed meanwhile
-        profile |= dict.fromkeys(("cost_ratio", "break_even_alpha"))
+    why = doubt(best)
     if (load := best.get("load")) is not None:
         conditions["load"] = round(load, 1)
     keys = [key for key in (*MEASURED, "speedup_ci95", "identical_to_target") if not (why and "speedup" in key)]

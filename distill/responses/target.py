@@ -77,6 +77,7 @@ def answered_texts(
         "quantization": settings.target.quantization,
         "dtype": settings.target.dtype,
         "responses": settings.teacher.responses.key() | {"served": settings.teacher.served and not original},
+        "arguments": settings.teacher.arguments,
     }
     splits = {"train": run.corpus.train if original else run.examples, "validation": run.validation}
     if settings.teacher.responses.from_target:

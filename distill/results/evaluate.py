@@ -1,16 +1,23 @@
-"""The measurements of a finished run: acceptance on held-out prompts, decoding, what the drafts learned."""
+"""The measurements of a finished run: acceptance on texts of the target, and decode's benchmark of the drafts."""
 
 import statistics
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from typing import cast
 
 from transformers import PreTrainedModel
 
 from decode.core.draft import Ids
 from decode.engines.check import serving_facts
-from decode.measure.acceptance import DEPTH, ByDraft, OfflineAlpha, offline_accepted_length, offline_alphas, paired
+from decode.measure.acceptance import (
+    DEPTH,
+    ByDraft,
+    offline_accepted_length,
+    offline_alphas,
+    paired,
+    rounds_of_texts,
+)
 from decode.measure.benchmark import BenchEntry, Benchmark, paired_ratios
-from decode.measure.costs import LONGEST, best_length, break_even, speedups_by_length
 from decode.measure.session import BenchOptions, Session
 from decode.measure.statistics import median_interval
 from decode.measure.suites import Prompt, Row, Suite
@@ -20,11 +27,14 @@ from decode.options import MethodOptions
 from decode.progress import Progress, as_current, current
 from distill.config import EvaluationSettings
 from distill.config.base import START
+from distill.config.models import StudentSettings
 from distill.data.corpus import test_suite
 from distill.export.card import fastest_row
 from distill.run import Run
 
 Text = tuple[Ids, int]  # token ids, and how many of them are the prompt
+MODES = {"sampled": 1.0, "greedy": 0.0}
+"""Temperatures at which acceptance is measured on texts of the target."""
 TREE_WIDTH, TREE_NODES = 4, 8  # tried with heads: nodes expanded a level, and nodes of the tree
 BATCH = 32  # test prompts that the target answers at a time, before anything is timed
 
@@ -48,190 +58,186 @@ def acceptance(
     return offline_alphas(target, drafts, texts, warp, depth=depth, seen=lambda _: work.advance())
 
 
-class Evaluation:
-    """The measurements of a run on the corpus's test prompts, by one process.
+def evaluate(run: Run) -> Row:
+    """Measures a run's drafts on the corpus's test prompts, in one process.
 
-    Attributes:
-        best: Name of the draft that is exported.
-        decoded: The drafts that are decoded with: all but an untrained head.
-        trees: Whether heads draft trees too, which a target with a recurrent state does not read.
+    Returns:
+        The run's report but for its name and settings. ``decoding`` are rows of the benchmark; without
+        ``evaluation.decode_prompts`` there are none. ``texts`` has the numbers of each text by which runs of the same
+        target are compared: see `distill.ablation.compare`.
     """
+    settings, measured = run.settings, cast(EvaluationSettings, run.settings.evaluation)
+    best, trust = run.chosen(settings.export.choose), settings.student.trust_remote_code
+    target = run.measured_target()
+    models = {
+        name: open_draft(path, target, run.tokenizer, trust_remote_code=trust) for name, path in run.drafts.items()
+    }
+    counts = {"sampled": measured.prompts, "greedy": max(measured.prompts, measured.accuracy_prompts)}
+    suite = test_suite(run.corpus, settings.data.source, max(*counts.values(), measured.decode_prompts))
+    options = BenchOptions(
+        max_new_tokens=measured.max_new_tokens,
+        repeats=1,
+        seed=settings.seed,
+        threads=settings.threads,
+        warp=own_warp(target, 0.0, {}),
+    )
+    session = Session(target, models, run.tokenizer, options)
+    texts: dict[str, list[Text]] = {}
+    alphas: dict[str, ByDraft] = {}
+    decoding: list[Row] = []
+    with Progress(run.console) as bar:
+        if followed := described(target, own_warp(target, 1.0, {})):
+            bar.console.print(followed, soft_wrap=True)
+        for mode, temperature in MODES.items():
+            with as_current(bar.add(f"texts of the target, {mode}", counts[mode])):
+                texts[mode] = target_texts(session, suite.prompts[: counts[mode]], temperature)
+            judged = texts[mode][: measured.prompts]
+            with as_current(bar.add(f"acceptance, {mode}", sum(len(ids) > n for ids, n in judged))):
+                alphas[mode] = acceptance(target, models, judged, temperature)
+        if measured.decode_prompts:
+            timed = Suite(suite.name, suite.prompts[: measured.decode_prompts], suite.score)
+            with as_current(bar.add("decoding")):
+                decoding = _decoded(run, session, timed, best)
+    accuracy = None
+    if suite.score is not None:
+        answers = [session.text(ids[start:]) for ids, start in texts["greedy"][: measured.accuracy_prompts]]
+        accuracy = statistics.fmean(map(suite.score, suite.prompts, answers))
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "target": {"parameters": target.num_parameters(), "accuracy": accuracy},
+        "drafts": [_draft(run, name, models[name], alphas) for name in models],
+        "paired": _pairs(run, best, alphas),
+        "decoding": decoding,
+        "profile": {"draft": best},
+        "analysis": _analysis(run, alphas["greedy"], decoding),
+        "texts": {mode: _texts(by_draft, settings.student) for mode, by_draft in alphas.items()},
+        "machine": session.facts() | {"dtype": str(target.dtype).removeprefix("torch.")},
+        "trained_with": serving_facts(target, run.target, run.tokenizer, chat=run.corpus.chat),
+    }
 
-    def __init__(self, run: Run) -> None:
-        measured, student = run.settings.evaluation, run.settings.student
-        assert isinstance(measured, EvaluationSettings)
-        self.run, self.settings, self.measured = run, run.settings, measured
-        self.target = run.load_target("float32" if run.device.type == "cpu" else None)  # in which a CPU decodes
-        self.best = run.chosen(self.settings.export.choose)
-        self.models = {
-            name: open_draft(path, self.target, run.tokenizer, trust_remote_code=student.trust_remote_code)
-            for name, path in run.drafts.items()
-        }
-        count = max(measured.prompts, measured.accuracy_prompts, measured.decode_prompts)
-        suite = test_suite(run.corpus, self.settings.data.source, count)
-        self.prompts = list(suite.prompts)
-        self.suite = Suite(suite.name, self.prompts[: measured.decode_prompts], suite.score)
-        options = BenchOptions(
-            max_new_tokens=measured.max_new_tokens,
-            repeats=1,
-            seed=self.settings.seed,
-            threads=self.settings.threads,
-            warp=own_warp(self.target, 0.0, {}),
-        )
-        self.session = Session(self.target, self.models, run.tokenizer, options)
-        self.decoded = [name for name in self.models if name != START[1]]
-        self.trees = student.is_head and student.kind != "mtp" and self.session.runner.supports_trees
 
-    def report(self) -> Row:
-        """Measures everything.
+# -- acceptance -------------------------------------------------------------------------------------------------------
 
-        Returns:
-            The run's report but for its name and settings: ``target``, ``drafts``, ``paired``, ``decoding``,
-            ``profile``, ``analysis``, ``machine``, ``created``, ``trained_with``.
-        """
-        run, measured = self.run, self.measured
-        with Progress(run.console) as self.bar:
-            if followed := described(self.target, own_warp(self.target, 1.0, {})):
-                self.bar.console.print(followed, soft_wrap=True)
-            _, sampled = self._offline(1.0, measured.prompts)
-            texts, greedy = self._offline(0.0, max(measured.prompts, measured.accuracy_prompts))
-            profile, lengths = self._profile(greedy)
-            decoding, analysis = self._decoding(lengths)
-        curves = {name: [row for row in run.draft_record(name).history if "alpha" in row] for name in self.models}
-        analysis["curves"] = {name: [[row["step"], row["alpha"]] for row in h] for name, h in curves.items() if h}
-        analysis["acceptance"] = self._acceptance(greedy, analysis["acceptance_by_position"])
-        accuracy, score = None, self.suite.score
-        if score is not None:
-            answers = [self.session.text(ids[start:]) for ids, start in texts[: measured.accuracy_prompts]]
-            accuracy = statistics.fmean(map(score, self.prompts, answers))
-        return {
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "target": {"parameters": self.target.num_parameters(), "accuracy": accuracy},
-            "drafts": [self._draft(name, sampled[name], greedy[name][0]) for name in self.models],
-            "paired": self._pairs(sampled, "T = 1") + self._pairs(greedy, "greedy"),
-            "decoding": decoding,
-            "profile": profile,
-            "analysis": analysis,
-            "machine": self.session.facts() | {"dtype": str(self.target.dtype).removeprefix("torch.")},
-            "trained_with": serving_facts(self.target, run.target, run.tokenizer, chat=run.corpus.chat),
-        }
 
-    def _offline(self, temperature: float, count: int) -> tuple[list[Text], ByDraft]:
-        """Returns the target's texts for the first test prompts, and every draft's acceptance on some of them."""
-        prompts = self.prompts[:count]
-        with as_current(self.bar.add(f"texts of the target, T = {temperature:g}", len(prompts))):
-            texts = target_texts(self.session, prompts, temperature)
-        judged = texts[: self.measured.prompts]
-        with as_current(self.bar.add(f"acceptance, T = {temperature:g}", sum(len(ids) > n for ids, n in judged))):
-            return texts, acceptance(self.target, self.models, judged, temperature)
+def _draft(run: Run, name: str, model: DraftModel, alphas: Mapping[str, ByDraft]) -> Row:
+    record, (best, _), (sampled, greedy) = run.draft_record(name), run.best(name), (alphas[m][name] for m in MODES)
+    return {
+        "name": name,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "offline_alpha": sampled[0].mean,
+        "offline_alpha_se": sampled[0].se,
+        "offline_accepted_length": offline_accepted_length(sampled),
+        "greedy_accepted_length": offline_accepted_length(greedy),
+        "offline_alpha_greedy": greedy[0].mean,
+        "offline_alpha_greedy_se": greedy[0].se,
+        "alpha_by_position": [alpha.mean for alpha in sampled],
+        **{f"validation_{key}": best.get(key) for key in ("alpha", "accepted_length")},
+        **record.account,
+        "seconds": record.seconds,
+    }
 
-    def _acceptance(self, greedy: ByDraft, decoded: Row) -> dict[str, list[Row]]:
-        """Returns every draft's greedy acceptance at each position: on validation examples, offline, and decoded."""
-        positions: dict[str, list[Row]] = {}
-        for name, depths in greedy.items():
-            best, rows, positions[name] = self.run.best(name)[0], decoded.get(name, []), []
-            for i in range(max(len(depths), len(rows))):
-                depth = min(i, len(depths) - 1)  # a language model reads the text's tokens, at every position alike
-                positions[name].append({
-                    "position": i + 1,
-                    "validation": best.get(f"agreement_{i + 1}" if depth else "agreement"),
-                    "offline": depths[depth].mean,
-                    "decoded": rows[i]["conditional"] if i < len(rows) else None,
-                })  # fmt: skip
-        return positions
 
-    def _draft(self, name: str, sampled: list[OfflineAlpha], greedy: OfflineAlpha) -> Row:
-        record, (best, _) = self.run.draft_record(name), self.run.best(name)
-        return {
-            "name": name,
-            "parameters": sum(p.numel() for p in self.models[name].parameters()),
-            "offline_alpha": sampled[0].mean,
-            "offline_alpha_se": sampled[0].se,
-            "offline_accepted_length": offline_accepted_length(sampled),
-            "offline_alpha_greedy": greedy.mean,
-            "offline_alpha_greedy_se": greedy.se,
-            **{f"validation_{key}": best.get(key) for key in ("alpha", "accepted_length")},
-            **record.account,
-            "seconds": record.seconds,
-        }
+def _pairs(run: Run, best: str, alphas: Mapping[str, ByDraft]) -> list[Row]:
+    """Returns the differences of the exported draft from the others, and of each draft from its reference.
 
-    def _pairs(self, alphas: ByDraft, label: str) -> list[Row]:
-        """Returns the differences of the exported draft from the others, and of each draft from its reference.
+    The last row of each decoding mode compares the first draft with the student before distillation.
+    """
+    pairs = [(best, name) for name in run.drafts if name != best]
+    pairs += [(name, draft.reference) for name, draft in run.settings.drafts.items() if draft.reference]
+    pairs.append((run.trained[0], run.start))
+    labels = {"sampled": "T = 1", "greedy": "greedy"}
+    return [
+        {"a": a, "b": b, "label": labels[mode]} | paired(by_draft[b][0], by_draft[a][0])
+        for mode, by_draft in alphas.items() for a, b in dict.fromkeys(pairs)
+    ]  # fmt: skip
 
-        The last row compares the first draft with the student before distillation.
-        """
-        pairs = [(self.best, name) for name in self.models if name != self.best]
-        pairs += [(draft.name, draft.reference) for draft in self.settings.drafts if draft.reference is not None]
-        pairs.append((self.run.trained[0], self.run.start))
-        return [{"a": a, "b": b, "label": label} | paired(alphas[b][0], alphas[a][0]) for a, b in dict.fromkeys(pairs)]
 
-    def _profile(self, greedy: ByDraft) -> tuple[Row, dict[str, int]]:
-        """Returns the exported draft's costs with the speedups that they predict, and the best length of each draft."""
-        student = self.settings.student
-        longest = student.steps if student.is_block else max(LONGEST, *self.measured.draft_lengths)
-        with as_current(self.bar.add("costs of rounds")):
-            items = self.session.items(self.suite)
-            self.session.measure_costs(items, [*self.decoded, *[None] * self.trees], longest=longest)
-        costs = self.session.costs[self.best]
-        predicted = {name: speedups_by_length(alphas, costs.rounds, longest) for name, alphas in greedy.items()}
-        lengths = {name: best_length(speedups) for name, speedups in predicted.items()}
-        needed = [least for k in predicted[self.best] if (least := break_even(k, costs.rounds)) is not None]
-        profile = {
-            "draft": self.best,
-            "cost_ratio": costs.cost_ratio,
-            "alpha": greedy[self.best][0].mean,
-            "best_draft_length": lengths[self.best],
-            "break_even_alpha": min(needed, default=None),
-            "predicted_speedup": predicted[self.best],
-        }
-        return profile, lengths
+def _texts(by_draft: ByDraft, student: StudentSettings) -> Row:
+    """Returns positions, prompt, summed acceptance and rounds of every text, by which drafts of runs are compared.
 
-    def _entries(self, best: Mapping[str, int]) -> list[BenchEntry]:
-        """Returns what is timed: the exported draft at every length asked for, others at their predicted best length.
+    The rounds are by the length of the drafts: that of the reported accepted length, and that of a block.
+    """
+    (first, *_), *_ = by_draft.values()
+    block = student.steps if student.is_block else student.block.size - 1
+    return {
+        "counts": first.counts,
+        "prompts": first.prompts,
+        "drafts": {
+            name: {
+                "sums": alphas[0].sums,
+                "rounds": {
+                    length: [sum(text.values()) for text in rounds_of_texts(alphas, length)]
+                    for length in dict.fromkeys((max(DEPTH, len(alphas)), block))
+                },
+            }
+            for name, alphas in by_draft.items()
+        },
+    }
 
-        Trees of heads are as deep as the longest chain.
-        """
-        student = self.settings.student
-        method = "vanilla" if not student.is_head else "block" if student.is_block else "eagle"
-        longest = student.steps if student.is_block else max(self.measured.draft_lengths)  # a block drafts no more
-        asked = {min(k, longest) for k in self.measured.draft_lengths}
-        lengths = {name: {best[name] or 1} | (asked if name == self.best else set()) for name in self.decoded}
-        chains = [(name, k) for name, several in lengths.items() for k in sorted(several)]
-        timed = [(method, name, MethodOptions(draft_length=k), f"{name} {k}") for name, k in chains]
-        if self.trees:
-            tree = MethodOptions(draft_length=max(k for _, k in chains), tree_width=TREE_WIDTH, tree_nodes=TREE_NODES)
-            names = dict.fromkeys((self.run.trained[0], self.best))
-            timed += [(f"{method}-tree", name, tree, f"{name}-tree {TREE_WIDTH}/{TREE_NODES}") for name in names]
-        return [
-            BenchEntry(method, name, options, temperature=temperature, name=label)
-            for temperature in self.measured.temperatures
-            for method, name, options, label in timed
-        ]
 
-    def _decoding(self, lengths: Mapping[str, int]) -> tuple[list[Row], Row]:
-        """Returns the rows of the benchmark, and its analysis."""
-        benchmark = Benchmark(self.session)
-        with as_current(self.bar.add("decoding")):
-            rows = benchmark.run([self.suite], self._entries(lengths))
-        for row in rows:
-            row["draft"] = (row["draft"] or row["name"]) + "-tree" * row["method"].endswith("-tree")
-        self._compare(rows, benchmark)
-        greedy = {"decoding": [row for row in rows if row["temperature"] == 0]}
-        names = [name + form for form in ("", "-tree") for name in self.decoded]
-        fastest = {name: row for name in names if (row := fastest_row(greedy, name))}
-        analysis = {
-            "acceptance_by_position": {name: row["acceptance_by_position"] for name, row in fastest.items()},
-            "costs": {name or "": costs.to_dict() for name, costs in self.session.costs.items()},
-        }
-        return rows, analysis
+def _analysis(run: Run, greedy: ByDraft, decoding: Sequence[Row]) -> Row:
+    """Returns curves of the training, and greedy acceptance by position: in validation, offline, and decoded."""
+    curves = {name: [row for row in run.draft_record(name).history if "alpha" in row] for name in run.drafts}
+    report = {"decoding": [row for row in decoding if row["temperature"] == 0]}
+    fastest = {name: fastest_row(report, name) for form in ("", "-tree") for name in (each + form for each in greedy)}
+    decoded = {name: row["acceptance_by_position"] for name, row in fastest.items() if row}
+    return {
+        "curves": {name: [[row["step"], row["alpha"]] for row in rows] for name, rows in curves.items() if rows},
+        "acceptance_by_position": decoded,
+        "acceptance": {
+            name: by_position([alpha.mean for alpha in depths], run.best(name)[0], decoded.get(name, []))
+            for name, depths in greedy.items()
+        },
+    }
 
-    def _compare(self, rows: Sequence[Row], benchmark: Benchmark) -> None:
-        """Adds the speed over the exported draft at its fastest, prompt by prompt, to the rows of each temperature."""
-        records = {(row["temperature"], row["name"]): record for row, record in zip(rows, benchmark.records.values())}
-        for row in rows:
-            alike = [other for other in rows if other["temperature"] == row["temperature"]]
-            base = fastest_row({"decoding": alike}, self.best, f"{self.best}-tree")
-            record = records[row["temperature"], row["name"]]
-            if base and record.texts:
-                ratios = paired_ratios(record, records[base["temperature"], base["name"]])
-                row["speedup_vs_exported"], row["speedup_vs_exported_ci95"] = median_interval(ratios)
+
+def by_position(offline: Sequence[float], validation: Mapping[str, float], decoded: Sequence[Row]) -> list[Row]:
+    """Returns the greedy acceptance of each drafted token; a language model has one number offline, for all of them."""
+    rows = []
+    for i in range(max(len(offline), len(decoded))):
+        depth = min(i, len(offline) - 1)
+        rows.append({
+            "position": i + 1,
+            "validation": validation.get(f"agreement_{i + 1}" if depth else "agreement"),
+            "offline": offline[depth],
+            "decoded": decoded[i]["conditional"] if i < len(decoded) else None,
+        })  # fmt: skip
+    return rows
+
+
+# -- decoding ---------------------------------------------------------------------------------------------------------
+
+
+def _decoded(run: Run, session: Session, suite: Suite, best: str) -> list[Row]:
+    """Returns the benchmark's rows: of every draft at every length asked for, but not of an untrained head.
+
+    Heads draft trees too, as deep as the longest chain, where the target reads them.
+    """
+    measured, student = cast(EvaluationSettings, run.settings.evaluation), run.settings.student
+    longest = student.steps if student.is_block else max(measured.draft_lengths)  # a block drafts no more
+    lengths = sorted({min(k, longest) for k in measured.draft_lengths})
+    method = "vanilla" if not student.is_head else "block" if student.is_block else "eagle"
+    timed = [
+        (method, name, MethodOptions(draft_length=k), f"{name} {k}")
+        for name in run.drafts if name != START[1] for k in lengths
+    ]  # fmt: skip
+    if student.is_head and student.kind != "mtp" and session.runner.supports_trees:
+        tree = MethodOptions(draft_length=longest, tree_width=TREE_WIDTH, tree_nodes=TREE_NODES)
+        of = dict.fromkeys((run.trained[0], best))
+        timed += [(f"{method}-tree", name, tree, f"{name}-tree {TREE_WIDTH}/{TREE_NODES}") for name in of]
+    benchmark = Benchmark(session)
+    rows = benchmark.run([suite], [
+        BenchEntry(method, name, options, temperature=temperature, name=label)
+        for temperature in measured.temperatures for method, name, options, label in timed
+    ])  # fmt: skip
+    for row in rows:
+        row["draft"] = (row["draft"] or row["name"]) + "-tree" * row["method"].endswith("-tree")
+    records = {(row["temperature"], row["name"]): record for row, record in zip(rows, benchmark.records.values())}
+    for row in rows:  # beside the exported draft at its fastest, prompt by prompt
+        alike = [other for other in rows if other["temperature"] == row["temperature"]]
+        base = fastest_row({"decoding": alike}, best, f"{best}-tree")
+        record = records[row["temperature"], row["name"]]
+        if base and record.texts:
+            ratios = paired_ratios(record, records[base["temperature"], base["name"]])
+            row["speedup_vs_exported"], row["speedup_vs_exported_ci95"] = median_interval(ratios)
+    return rows

@@ -1,7 +1,8 @@
-"""Experiment tracking by Lightning's loggers: one record for a run, in which metrics are named ``stage/metric``.
+"""Experiment tracking by Lightning's loggers: a W&B run for each stage in one group, so that their curves overlay.
 
-W&B is offline where it knows no key, so a run never waits for input. No tracker is started before the first number is
-logged. Further options are W&B's environment variables; those that are set are never changed.
+A further W&B run of the group has the report. In a sweep, whose points are one W&B run each, that one has everything,
+and its metrics are named ``stage/metric``. W&B is offline where it knows no key or does not answer, so a run never
+waits for input. Further options are W&B's environment variables; those that are set are never changed.
 """
 
 import json
@@ -9,7 +10,7 @@ import netrc
 import os
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ from urllib.parse import urlsplit
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 
-from decode.errors import UserError, first_line
+from decode.errors import first_line
 from decode.files import read_json, write_json
 from decode.measure.machine import doubt
+from distill import ranks
 from distill.config.base import Values
 from distill.export.card import fastest_row
 from distill.files import fingerprint
@@ -34,35 +36,40 @@ ENVIRONMENT = {
 OF_EXPORT = "speedup", "speedup_vs_generate", "accepted_length", "alpha", "tokens_per_second", "draft_length"
 OF_DRAFTS = "offline_alpha", "offline_accepted_length", "validation_accepted_length"
 """Numbers of a report that are logged: of the exported draft's fastest decoding, and of every draft."""
-NEXT = "set WANDB_MODE=offline and upload later, renew the key by `wandb login`, or choose --tracker csv"
 
 
 class RunLogger(WandbLogger):
-    """The W&B run that ``wandb.init`` makes of ``options``, with the name of a stage before every metric."""
+    """The W&B run that ``wandb.init`` makes of ``options``; of several, the one that is used last is active."""
 
     LOGGER_JOIN_CHAR = "/"
 
-    def __init__(self, options: Values, stage: str = "") -> None:
-        super().__init__(save_dir=options["dir"], version=options["id"], prefix=stage)
+    def __init__(self, options: Values, prefix: str = "") -> None:
+        super().__init__(save_dir=options["dir"], version=options["id"], prefix=prefix)
         self.options = options
 
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The W&B run, which starts at its first use."""
+        """The W&B run, which starts at its first use: offline, where W&B is to be online and does not answer."""
         import wandb
 
-        if wandb.run is None:
+        if wandb.run is None or wandb.run.id != self.options["id"]:
+            if wandb.run is not None:
+                wandb.run.finish()
             try:
                 run = wandb.init(**self.options)
-            except wandb.Error as error:
-                raise UserError(f"W&B does not start ({error}): {NEXT}") from error
+            except wandb.Error:
+                if "mode" in self.options:
+                    raise
+                self.options["mode"] = "offline"
+                wandb.teardown()  # whose service holds the id of the run that did not begin
+                run = wandb.init(**self.options)
             run.define_metric("trainer/global_step")  # as Lightning's logger does
             run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
         return wandb.run
 
 
-def make_logger(tracker: str, run_dir: Path, name: str, config: Values) -> Logger | None:
+def make_logger(tracker: str, run_dir: Path, name: str, config: Values, tags: Sequence[str] = ()) -> Logger | None:
     """Return the logger of a whole run, from which `for_stage` makes those of its stages.
 
     A W&B run that was killed is continued while ``config``, all settings, stays the same.
@@ -75,60 +82,60 @@ def make_logger(tracker: str, run_dir: Path, name: str, config: Values) -> Logge
         os.environ.setdefault(f"WANDB_{variable}", value)
     note, key = run_dir / "wandb" / "run.json", fingerprint(dict(config))
     if (kept := read_json(note)).get("config") != key:
-        write_json(note, kept := {"config": key, "id": secrets.token_hex(4)})
+        kept = {"config": key, "id": secrets.token_hex(4)}
+        if ranks.is_first():
+            write_json(note, kept)
     run_id = os.environ.get("WANDB_RUN_ID") or kept["id"]  # the agent of a sweep has chosen one
     options = {"name": name, "dir": str(run_dir), "id": run_id, "config": dict(config), "resume": "allow"}
+    options |= {"group": os.environ.get("WANDB_RUN_GROUP") or name, "job_type": "report", "tags": list(tags)}
     return RunLogger(options | ({"mode": "offline"} if is_offline() else {}))
 
 
 def is_offline() -> bool:
-    """Return whether W&B is to be offline: as WANDB_MODE says, else where neither WANDB_API_KEY nor netrc has a key.
-
-    Raises:
-        UserError: WANDB_MODE is online, and W&B would ask for a key.
-    """
-    mode, key = os.environ.get("WANDB_MODE"), bool(os.environ.get("WANDB_API_KEY"))
-    if mode and mode != "online":
+    """Return whether W&B is to be offline: as WANDB_MODE says, and where neither WANDB_API_KEY nor netrc has a key."""
+    mode = os.environ.get("WANDB_MODE") or "online"
+    if mode != "online":
         return mode in ("offline", "dryrun")
     server = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
     with suppress(OSError, netrc.NetrcParseError):
         keys = netrc.netrc(os.environ.get("NETRC") or os.path.expanduser("~/.netrc"))  # a user may have no home
-        key = key or bool(keys.authenticators(server))
-    if mode and not key:
-        raise UserError(f"WANDB_MODE is online, and there is no key for {server}: {NEXT}")
-    return not key
+        if keys.authenticators(server):
+            return False
+    return not os.environ.get("WANDB_API_KEY")
 
 
 def tried(logger: Logger | None, say: Callable[[str], None]) -> Logger | None:
-    """Return the logger once its record has begun, before anything is trained for it; None where W&B cannot begin one.
-
-    Raises:
-        UserError: W&B is to be online and does not start.
-    """
+    """Return the logger once its record has begun, before anything is trained for it; None where none can begin."""
     if isinstance(logger, RunLogger):
+        online = "mode" not in logger.options
         try:
             _ = logger.experiment
         except Exception as error:  # of W&B, its service, or the system
-            if "mode" not in logger.options:
-                raise
             say(
                 f"this run is not tracked ({first_line(error) or type(error).__name__}): set tracker to csv for records"
             )
             return None
+        if online and "mode" in logger.options:
+            say(f"W&B does not answer, so that the record is offline: {where(logger)}")
     return logger
 
 
 def for_stage(logger: Logger | None, stage: str) -> Logger | None:
     """Return the logger of one stage of the run."""
     if isinstance(logger, RunLogger):
-        return RunLogger(logger.options, stage)
+        options = logger.options
+        if "WANDB_SWEEP_ID" in os.environ:
+            return RunLogger(options, stage)
+        config = options["config"] | {"stage": stage, "draft": options["config"].get("drafts", {}).get(stage)}
+        of_stage = {"id": f"{options['id']}-{stage}", "name": f"{options['name']}: {stage}", "job_type": stage}
+        return RunLogger(options | of_stage | {"config": config})
     if isinstance(logger, CSVLogger):  # a new version for each start: the writer deletes an older one's metrics
         return CSVLogger(logger.save_dir, name=f"csv/{stage}", flush_logs_every_n_steps=20)
     return logger
 
 
-def log_report(logger: Logger | None, report: Values, figures: Callable[[], Mapping[str, str]]) -> None:
-    """Log a run's final numbers; to W&B also the report's tables, and the plots that ``figures`` draws, as SVG.
+def log_report(logger: Logger | None, report: Values, run_dir: Path, *, upload: bool = False) -> None:
+    """Log a run's final numbers; to W&B also the report's tables and page, and if asked for the export, as an artifact.
 
     Numbers have report.json's names: ``speedup`` and the like are of the exported draft, ``offline_alpha/NAME`` of any.
     """
@@ -145,7 +152,12 @@ def log_report(logger: Logger | None, report: Values, figures: Callable[[], Mapp
             columns = list(dict.fromkeys(name for row in rows for name in row))
             cells = [[_shown(row.get(name)) for name in columns] for row in rows]
             logger.log_table(f"tables/{table}", columns, cells)
-        logger.log_metrics({f"plots/{name}": wandb.Html(svg, inject=False) for name, svg in figures().items()})  # type: ignore[misc]
+        page = (run_dir / "report.html").read_text(encoding="utf-8")
+        logger.experiment.log({"report": wandb.Html(page, inject=False)})
+        if upload:
+            artifact = wandb.Artifact(f"{logger.options['name']}-export", type="model")
+            artifact.add_dir(str(run_dir / "export"))
+            logger.experiment.log_artifact(artifact)
         logger.experiment.summary.update(summary)
     elif logger is not None:
         logger.log_metrics(summary, step=0)
@@ -170,5 +182,5 @@ def where(logger: Logger | None) -> str:
     if not isinstance(logger, RunLogger):
         return f"csv files in {logger.save_dir}/csv" if logger else "not tracked"
     if "mode" not in logger.options:
-        return f"W&B {os.environ.get('WANDB_MODE', 'online')}, run {logger.version}"
-    return f"W&B offline; to upload: wandb sync {logger.save_dir}/wandb/offline-run-*-{logger.version}"
+        return f"W&B {os.environ.get('WANDB_MODE', 'online')}, group {logger.options['group']}, run {logger.version}"
+    return f"W&B offline; to upload: wandb sync {logger.save_dir}/wandb/offline-run-*"

@@ -43,11 +43,11 @@ from distill.config import Settings
 from distill.config.models import Architecture
 from distill.data.corpus import train_tokenizer
 from distill.drafts import eagle
-from distill.estimate import StepTimes
 from distill.losses.chunked import Rows, chunked_loss
 from distill.losses.divergences import Divergence, TargetRows
 from distill.networks.lm_head import LMHead
 from distill.networks.models import config_for
+from distill.rehearse import StepTimes
 from distill.run import Run
 from distill.stages import run_stages
 from distill.training.trainer import peak_memory
@@ -103,7 +103,7 @@ def head_rows() -> Iterator[Row]:
         with scratch_folder() as folder:
             blocks = f"--student.block.size 7 --student.block.anchors {anchors}"
             settings = run_settings(folder, f"--student.kind {kind} {blocks} --teacher.signal online")
-            settings.trainer.callbacks = [{"class_path": "distill.estimate.StepTimes"}]
+            settings.trainer.callbacks = [{"class_path": "distill.rehearse.StepTimes"}]
             run = Run(settings, Console(quiet=True))
             run_stages(run)
             record = run.draft_record("draft")
@@ -207,7 +207,7 @@ def run_settings(folder: Path, options: str) -> Settings:
         --output-dir {folder} --target.kind as_is --target.model {folder}/target --target.dtype {dtype}
         --data.source {folder}/texts.jsonl --data.max-length {sized(512, 64)}
         --data.train-examples 64 --student.training.{steps} --training.{steps}
-        --training.batch-size {sized(8, 2)} --drafts [{{"name":"draft"}}]
+        --training.batch-size {sized(8, 2)} --drafts {{"draft":{{}}}}
         --tracker none --trainer.accelerator {accelerator} --trainer.devices 1 --trainer.precision {precision}
         --trainer.validate-every 1000000 --trainer.validation-examples 2"""
     return parse(Settings, options.split())

@@ -98,7 +98,7 @@ def measure(settings: Settings, steps: int, rounds: int, attention: str, console
         raise UserError(f"student.kind is {kind}: speculators' module is compared for {', '.join(KINDS)}")
     run = Run(settings, console)
     run_stages(run, ("target", "initial"))
-    draft = DraftSettings("speed")
+    draft = DraftSettings()
     data = prepare(run, open_draft(run, run.path("initial")), draft)
     training, bf16 = settings.training, "bf16" in settings.trainer.precision
     schedule = Schedule(data.train.lengths, training.batch_size, training.length_bucket, settings.seed)

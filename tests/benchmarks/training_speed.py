@@ -105,8 +105,8 @@ def measure(settings: Settings, steps: int, rounds: int, console: Console) -> di
             f"draft model of its own, a data set's texts, and {2 * WARM} steps or more: use configs/quickstart.yaml"
         )
     hf_logging.disable_progress_bar()
-    chosen = next((each for each in settings.drafts if each.selects), DraftSettings())
-    draft, training = DraftSettings("draft", "reference", k=chosen.k), chosen.training_of(settings.training)
+    chosen = next((each for each in settings.drafts.values() if each.selects), DraftSettings())
+    draft, training = DraftSettings("reference", k=chosen.k), chosen.training_of(settings.training)
     with scratch_folder() as folder:
         limit = min(settings.data.limits["train"] or 1000, settings.teacher.examples or 1000)
         data = replace(settings.data, train_examples=limit)

@@ -165,7 +165,7 @@ def test_a_whole_run_with_layerskip_and_texts_of_the_target_and_the_draft(tmp_pa
     settings.target.layerskip.enabled = True
     responses = settings.teacher.responses
     responses.source, responses.max_new_tokens, responses.batch_size, responses.refresh_every = "target", 8, 4, 4
-    settings.drafts[1].on_policy = 0.5
+    settings.drafts["adaspec"].on_policy = 0.5
     assert report_of(settings).is_file()
 
 

@@ -194,7 +194,11 @@ def test_every_method_takes_the_setting_that_was_fastest_in_real_rounds(monkeypa
 
         def __call__(self, suite, settings):
             asked.append((suite, settings))
-            speeds = {s.name: 3 - abs(s.exit_layer - 2) - s.draft_length / 90 - (s.threshold or 0) for s in settings}
+            options = {entry.name: entry.options for entry in settings}
+            speeds = {
+                name: 3 - abs(o.exit_layer - 2) - o.draft_length / 90 - (o.threshold or 0)
+                for name, o in options.items()
+            }
             accepted = {"accepted_per_drafted": 0.7}
             rows = [{"name": s.name, "method": s.method, "speedup": speeds[s.name], **accepted} for s in settings]
             return rows, {name: Record() for name in (*speeds, "autoregressive")}
@@ -204,13 +208,13 @@ def test_every_method_takes_the_setting_that_was_fastest_in_real_rounds(monkeypa
     run = SimpleNamespace(corpus=None, settings=SimpleNamespace(data=SimpleNamespace(source="")))
     rows, tried = best_settings(run, None, GREEDY_MODE, [1, 2, 3, 5, 9], ProbeSettings(confirm=2))  # type: ignore[arg-type]
     assert [(suite, len(settings)) for suite, settings in asked] == [(3, 5), (3, 60), (12, 10), ("test", 5)]
-    assert {s.exit_layer for s in asked[1][1]} == {1, 2, 3}  # by drafts of one length
-    assert {(s.exit_layer, s.threshold) for s in asked[2][1] if s.method == "adaspeed"} == {(2, 0.3), (2, 0.6)}
-    assert [(s.method, s.exit_layer, s.draft_length) for s in asked[3][1]] == [
+    assert {s.options.exit_layer for s in asked[1][1]} == {1, 2, 3}  # by drafts of one length
+    assert {s.options.threshold for s in asked[2][1] if s.method == "adaspeed"} == {0.3, 0.6}
+    assert [(s.method, s.options.exit_layer, s.options.draft_length) for s in asked[3][1]] == [
         (method, 2, 2 if method == "layerskip" else WINDOW) for method in METHODS
     ]
     # a rule with a threshold is steered to the acceptance that it had
-    assert {s.target_acceptance for s in asked[3][1]} == {None, 0.7}
+    assert {s.options.target_acceptance for s in asked[3][1]} == {None, 0.7}
     assert {row["method"]: row["tried"] for row in rows} == dict.fromkeys(METHODS, 12) | {"layerskip": 14}
     assert len(tried) == 5 * 12 + 2
     best = fastest_options([row | {"temperature": 0.0, "draft_length": 2} for row in rows])["greedy"]

@@ -67,7 +67,7 @@ def train_part(kind: str, folder: Path, world: int) -> None:
         draft, signal = draft_of(kind, target)
         reference = np.random.default_rng(0).random((examples.label_count, getattr(draft, "steps", draft.depth)))
         add_column(examples, "reference_loss", reference)
-        settings = DraftSettings(name="x", divergence="kl_tv", reference="y" if k < 1 else None, k=k)
+        settings = DraftSettings(divergence="kl_tv", reference="y" if k < 1 else None, k=k)
         module = DistillModule(draft, signal, TRAINING, 4, settings=settings)
         trainer = TrainerSettings(
             accelerator="cpu", devices=world, strategy="ddp" if world > 1 else "auto", accumulate=2 // world,

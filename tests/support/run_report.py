@@ -9,7 +9,9 @@ def decoding(draft, temperature, length, speedup, same=True):
         "speedup": speedup, "speedup_ci95": [speedup - 0.05, speedup + 0.05], "speedup_vs_generate": 2.4 * speedup,
         "speedup_vs_generate_ci95": [3.7, 4.1],
         "predicted_speedup": speedup * 1.05, "accepted_length": 4.2, "alpha": 0.94, "accepted_per_drafted": 0.7,
-        "identical_to_target": same,
+        "identical_to_target": same, "suite": "arithmetic", "batch_size": 1, "repeats": 1, "kind": "lossless",
+        "lossless": True, "baseline": False, "method": "vanilla" if length else "autoregressive",
+        "acceptance_by_position": None,
     }  # fmt: skip
 
 
@@ -32,7 +34,14 @@ POSITIONS = [
 FULL = {
     "name": "quickstart",
     "created": "2025-11-21 09:40 UTC",
-    "machine": {"cpu": "Some CPU", "note": "measured packing"},
+    "machine": {
+        "cpu": "Some CPU",
+        "cores": 2,
+        "threads": 1,
+        "torch": "2",
+        "transformers": "5",
+        "note": "measured packing",
+    },
     "settings": {"seed": 7},
     "target": {"parameters": 1_938_432, "accuracy": 0.64},
     "drafts": [draft("undistilled", 0.8751), draft("distillspec", 0.9461), draft("adaspec", 0.9480)],

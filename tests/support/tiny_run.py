@@ -22,7 +22,8 @@ from distill.config.base import change
 from distill.config.data import DataSettings
 from distill.config.models import Architecture, StudentSettings, TargetSettings, TrainingSettings
 from distill.config.teacher import TeacherSettings
-from distill.run import Run, stage_fingerprints
+from distill.fingerprints import stage_fingerprints
+from distill.run import Run
 from distill.stages import run_stages
 from distill.training.trainer import ProgressLines
 
@@ -51,7 +52,7 @@ def tiny_settings(folder: Path, **changes: Any) -> Settings:
         student=StudentSettings(architecture=small, training=training[1]),
         teacher=TeacherSettings(examples=20, signal="hidden"),
         training=training[2],
-        drafts=[DraftSettings(name="distillspec"), DraftSettings(name="adaspec", reference="distillspec")],
+        drafts={"distillspec": DraftSettings(), "adaspec": DraftSettings(reference="distillspec")},
         trainer=trainer,
         tracker="none",
     )
@@ -64,7 +65,7 @@ def altered(settings: Settings, **values: Any) -> Settings:
     """Return the settings after changes of keys, in which ``__`` is a dot; ``1__k`` is of the second draft."""
     for key, value in values.items():
         number, _, rest = key.partition("__")
-        place, name = (settings.drafts[int(number)], rest) if number.isdigit() else (settings, key)
+        place, name = (list(settings.drafts.values())[int(number)], rest) if number.isdigit() else (settings, key)
         assert not rest or hasattr(place, name.partition("__")[0])
         change(place, **{name: value})
     return settings

@@ -38,7 +38,7 @@ class Outer:
     """Folder of the run."""
     inner: Inner = field(default_factory=Inner)
     """The optimiser."""
-    extra: list[Inner] = field(default_factory=list)
+    extra: dict[str, Inner] = field(default_factory=dict)
     """More optimisers."""
     depth_of_layers: int | None = None
     """Layers; null chooses."""
@@ -83,12 +83,12 @@ def test_one_key_of_a_named_section_is_overridden_and_a_file_replaces_all_of_the
     (tmp_path / "d.yaml").write_text("base: c.yaml\nnamed: {d: {}}\n")
     assert parse(Outer, ["--config", str(tmp_path / "d.yaml")], prog="prog").named == {"d": Inner()}
     for argv, words in (
-        (["--named.e.rate", "1"], "unknown name in --named.e.rate: 'e'"),
+        (["--named.e.rate", "1"], "unknown name in --named.e.rate 'e'"),
         (["--named.c.rat", "1"], "unknown option '--named.c.rat'; the nearest known key is 'named.NAME.rate'"),
     ):
         with pytest.raises(UserError, match=words):
             read(tmp_path, file, *argv)
-    with pytest.raises(UserError, match=r"'named' is 3, expected names with a section each"):
+    with pytest.raises(UserError, match=r"'named' is 3, expected sections by name"):
         read(tmp_path, "named: 3")
 
 
@@ -108,8 +108,8 @@ def test_one_key_of_a_section_that_may_be_off_is_overridden(tmp_path: Path) -> N
 )
 def test_a_list_is_typed_with_commas_spaces_or_brackets(tmp_path: Path, typed: list[str]) -> None:
     assert read(tmp_path, "sizes: [1]", *typed, "--name", "b") == Outer(name="b", sizes=[4, 8])
-    got = read(tmp_path, "", "--extra", "[{rate: 2.0, kind: sgd}, {rate: 1.0}]", *typed)
-    assert got.extra == [Inner(2.0, "sgd"), Inner(rate=1.0)]
+    got = read(tmp_path, "", "--extra", "{a-b: {rate: 2.0, kind: sgd}, c: {}}", "--extra.a-b.rate", "3", *typed)
+    assert got.extra == {"a-b": Inner(3.0, "sgd"), "c": Inner()}
 
 
 def test_switches_need_no_value_and_texts_may_hold_commas_and_hyphens(tmp_path: Path) -> None:
@@ -136,14 +136,20 @@ def test_a_text_that_looks_like_another_value_stays_a_text_in_quotes_or_as_an_op
     [
         ("inner: {rat: 1}", (), r"c\.yaml: unknown key 'inner.rat'; the nearest known key is 'inner.rate'"),
         ("rate: 1.0", (), r"c\.yaml: unknown key 'rate'; the nearest known key is '\w+.rate'"),
-        ("extra: [{rate: 1}, {knd: a}]", (), r"c\.yaml: unknown key 'extra.knd'; the nearest .* 'extra.kind'"),
+        (
+            "extra: {a: {rate: 1}, b: {knd: a}}",
+            (),
+            r"c\.yaml: unknown key 'extra.b.knd'; the nearest .* 'extra.NAME.kind'",
+        ),
+        ("extra: [{rate: 1}]", (), r"c\.yaml: 'extra' is \[{'rate': 1}\], expected sections by name"),
+        ("extra: {abc: {}}", ("--extra.abd.rate", "1"), r"unknown name in --extra.abd.rate 'abd'; did you mean 'abc'"),
         ("bench: {anything: 1}", (), r"c\.yaml: unknown key 'bench'; known keys are name, inner"),
         (
             "inner: {kind: sdg}",
             (),
             r"c\.yaml: .*inner\.kind.* Expected a typing\.Literal\['adam', 'sgd'\]. Got value: sdg",
         ),
-        ("extra: [{kind: adm}]", (), r"c\.yaml: .*extra.*Literal\['adam', 'sgd'\]. Got value: adm"),
+        ("extra: {a: {kind: adm}}", (), r"c\.yaml: .*extra.*Literal\['adam', 'sgd'\]. Got value: adm"),
         ("name: 007", (), r"c\.yaml: .*name.*Expected a <class 'str'>. Got value: 7"),
         ("", ("--second.kind", "adm"), r"command line: .*second.*Literal\['adam', 'sgd'\]. Got value: adm"),
         ("inner: 3", (), r"c\.yaml: 'inner' is 3, expected a section"),

@@ -248,7 +248,7 @@ def test_noise_is_a_function_of_the_seed_and_absent_without_one(make, monkeypatc
     plain = draft.rows(batch, signal).hidden
     assert torch.equal(plain, draft.rows(batch, signal).hidden)
     assert not torch.equal(first.hidden, plain)
-    settings = DraftSettings(name="x", reference="y", k=0.4)
+    settings = DraftSettings(reference="y", k=0.4)
     module = attached(DistillModule(draft, signal, TRAINING, 1, settings=settings))
     batch["reference_loss"], ranked, choose = torch.zeros(first.count, 3), [], module.choose
     monkeypatch.setattr(module, "choose", lambda rows, compared: ranked.append(rows) or choose(rows, compared))
@@ -287,7 +287,7 @@ def test_a_part_without_a_label_leaves_a_zero_and_a_whole_graph(make, kind: str,
     """DDP waits for a gradient of every weight from every process."""
     _, draft, signal = make(kind)
     settings, batch = (
-        DraftSettings(name="x", reference="y" if selects else None),
+        DraftSettings(reference="y" if selects else None),
         everything(some_rows(2, empty=[0, 1])),
     )
     module = attached(DistillModule(draft, signal, TRAINING, 1, settings=settings), 2)

@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,20 +10,19 @@ from rich.console import Console
 from tiny_run import begun, tiny_settings
 
 from decode.errors import UserError
-from decode.measure.acceptance import OfflineAlpha, offline_accepted_length, paired, prompt_numbers
-from distill import ablation
+from decode.measure.acceptance import OfflineAlpha, paired, prompt_numbers, rounds_of_texts
 from distill.ablation import AblateSettings, ablate, table
 from distill.config import DraftSettings
 
 
 def test_the_ablation_compares_seed_by_seed_and_goes_on_where_it_was(tmp_path) -> None:
     tiny = begun(tiny_settings(tmp_path))
-    tiny.drafts.append(DraftSettings(name="late-tv", divergence="tv"))
+    tiny.drafts["late-tv"] = DraftSettings(divergence="tv")
     tiny.evaluation.prompts, tiny.evaluation.max_new_tokens = 4, 6
     settings, drafts = AblateSettings(**vars(tiny)), []
-    tiny.drafts[2].reference, tiny.drafts[2].k = "distillspec", 1.0  # which selects nothing, and needs no reference
+    tiny.drafts["late-tv"] = DraftSettings("distillspec", 1.0, "tv")  # which selects nothing, and needs no reference
     settings.ablation.seeds = [3, 4]
-    for finished in (2, 3 + 6):
+    for finished in (2, 3 + 6 + 1):  # then the report too
         text = io.StringIO()
         folder = ablate(AblateSettings(**vars(settings)), Console(file=text, width=200))
         assert text.getvalue().count("up to date") == finished
@@ -38,12 +37,19 @@ def test_the_ablation_compares_seed_by_seed_and_goes_on_where_it_was(tmp_path) -
 
 
 def test_the_gain_is_the_mean_over_seeds_with_errors_over_seeds_and_over_texts() -> None:
-    noise, alphas, used = np.array([0.001, -0.001, 0.002, -0.002]), {}, {}
+    noise, drafts = np.array([0.001, -0.001, 0.002, -0.002]), {}
+    rows: list[dict[str, Any]] = []
     for name, gains in {"distillspec": [0.0] * 3, "adaspec": [0.01, 0.02, 0.03]}.items():
-        texts = [[[0.5 + gain + (gain != 0) * wiggle] * 3 for wiggle in noise] for gain in gains]
-        alphas[name] = {mode: [[OfflineAlpha(each)] for each in texts] for mode in ("sampled", "greedy")}
-        used[name] = [{"optimiser_steps": 1, "teacher_tokens": 2, "seconds": 3.0}] * 3
-    first, row = table(alphas, used)
+        for seed, gain in enumerate(gains):
+            alpha = OfflineAlpha([[0.5 + gain + (gain != 0) * wiggle] * 3 for wiggle in noise])
+            rounds = [sum(text.values()) for text in rounds_of_texts([alpha], 5)]
+            drafts[f"{name}{seed}"] = {"sums": alpha.sums, "rounds": {"5": rounds}}
+            account = {"optimiser_steps": 1, "teacher_tokens": 2, "seconds": 3.0, "offline_alpha": alpha.mean}
+            rows.append(account | {"name": f"{name}{seed}", "alpha_by_position": [alpha.mean]})
+    texts = {"counts": [3] * 4, "prompts": [0, 1, 2, 3], "drafts": drafts}
+    report = {"drafts": rows, "texts": {"sampled": texts, "greedy": texts}}
+    names = {name: [f"{name}{seed}" for seed in range(3)] for name in ("distillspec", "adaspec")}
+    first, row = table(dict.fromkeys(names, report), names)
     assert row["gain"] == pytest.approx(0.02)
     assert row["gain_se"] == pytest.approx(np.hypot(0.01 / 3**0.5, np.std(noise, ddof=1) / 2))
     assert "gain" not in first
@@ -60,9 +66,9 @@ def test_texts_of_one_prompt_are_one_observation() -> None:
     assert prompt_numbers([([1, 2, 3], 2), ([1, 3, 3], 2), ([1, 2, 4], 2)]) == [0, 1, 0]
 
 
-def test_kinds_are_compared_on_one_target_with_as_many_drafted_tokens(tmp_path, monkeypatch) -> None:
+def test_kinds_are_compared_on_one_target_with_as_many_drafted_tokens(tmp_path) -> None:
     tiny = begun(tiny_settings(tmp_path))
-    tiny.evaluation.prompts, tiny.evaluation.max_new_tokens, tiny.drafts = 3, 6, [DraftSettings(name="kl")]
+    tiny.evaluation.prompts, tiny.evaluation.max_new_tokens, tiny.drafts = 3, 6, {"kl": DraftSettings()}
     settings = AblateSettings(**vars(tiny))
     settings.ablation.seeds, settings.ablation.kinds = [3], ["dflash2", "dspark", "eagle3", "dflash"]
     settings.student.draft_vocab, settings.student.block.markov_rank, settings.student.block.layers = 50, 2, 1
@@ -70,20 +76,17 @@ def test_kinds_are_compared_on_one_target_with_as_many_drafted_tokens(tmp_path, 
         ablate(settings, Console(file=io.StringIO()))
     settings.target.kind, settings.target.model = "as_is", str(tmp_path / "tiny" / "target")
     settings.teacher.responses.source, settings.teacher.responses.max_new_tokens = "target", 8
-    lengths = list[int | None]()
-
-    def accepted_length(alphas: Sequence[OfflineAlpha], length: int | None) -> float:
-        lengths.append(length)
-        return offline_accepted_length(alphas, length)
-
-    monkeypatch.setattr(ablation, "offline_accepted_length", accepted_length)
     text = io.StringIO()
     folder = ablate(settings, Console(file=text, width=200))
     rows = json.loads((folder / "ablation.json").read_text())["drafts"]
     assert [row["name"] for row in rows] == ["dflash2 kl", "dspark kl", "eagle3 kl", "dflash kl"]
     assert [len(row["alpha_by_position"]) for row in rows[:2]] == [settings.student.block.size - 1] * 2
-    assert all((folder / kind / "kl-seed3" / "model.safetensors").is_file() for kind in settings.ablation.kinds)
+    assert all((folder / kind / "kl" / "model.safetensors").is_file() for kind in settings.ablation.kinds)
     assert rows[0]["optimiser_steps"] == rows[2]["optimiser_steps"]
-    assert (folder / "positions.svg").read_text().startswith("<svg")
-    assert set(lengths) == {settings.student.block.size - 1}
+    report = json.loads((folder / "eagle3" / "report.json").read_text())
+    assert report["decoding"] == []
+    length = str(settings.student.block.size - 1)  # to which all kinds are drafted
+    texts = report["texts"]["sampled"]
+    rounds = texts["drafts"]["kl"]["rounds"]
+    assert rows[2]["offline_accepted_length"] == pytest.approx(sum(texts["counts"]) / sum(rounds[length]))
     assert text.getvalue().count("of them written now") == 2  # of training and validation, for all kinds

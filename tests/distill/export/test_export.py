@@ -162,7 +162,7 @@ def test_a_path_that_vllm_takes_for_another_method_and_another_tokenizer_are_ref
 def test_a_report_becomes_the_profile_of_its_fastest_identical_greedy_row() -> None:
     other = [decoding("adaspec", 0.0, 8, 2.0, same=False), decoding("adaspec", 1.0, 9, 3.0, same=None)]
     measured = export_profile(changed(decoding=[*FULL["decoding"], *other]), "adaspec")
-    assert (measured["best_draft_length"], measured["speedup"], measured["cost_ratio"]) == (2, 1.62, 0.14)
+    assert (measured["best_draft_length"], measured["speedup"]) == (2, 1.62)
     profile = speculation_profile(measured, 2)
     # 100 rounds; 90 accepted at least one token, 72 two
     assert profile["conditional_accept_rates"] == [0.9, 0.8]

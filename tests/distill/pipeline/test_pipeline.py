@@ -27,9 +27,10 @@ from distill import pipeline, stages
 from distill.config import DraftSettings
 from distill.config.models import LayerSkipSettings, StudentSettings, TargetSettings, TrainingSettings
 from distill.files import only_one
+from distill.fingerprints import stage_fingerprints
 from distill.networks.models import checkpoint_layers
 from distill.pipeline import measure, run_pipeline
-from distill.run import Run, StageRecord, stage_fingerprints
+from distill.run import Run, StageRecord
 from distill.stages import run_stages
 
 
@@ -154,8 +155,8 @@ def test_records_hold_the_account_of_every_draft_and_the_best_validation_is_chos
 
 def test_a_draft_may_have_its_own_training_texts_and_order(finished, tmp_path, monkeypatch) -> None:
     """And gradient checkpointing trains the same."""
-    drafts = [DraftSettings(name="own", on_policy=1.0), DraftSettings(name="seeded", seed=7)]
-    drafts += [DraftSettings(name="short", training={"epochs": 1.0}), DraftSettings(name="distillspec")]
+    drafts = {"own": DraftSettings(on_policy=1.0), "seeded": DraftSettings(seeds=[7])}
+    drafts |= {"short": DraftSettings(training={"epochs": 1.0}), "distillspec": DraftSettings()}
     settings, checkpoint = tiny_settings(tmp_path, drafts=drafts), Mock(side_effect=checkpoint_layers)
     settings.teacher.responses.max_new_tokens, settings.trainer.gradient_checkpointing = 4, True
     monkeypatch.setattr("distill.training.trainer.checkpoint_layers", checkpoint)
@@ -230,7 +231,7 @@ def test_every_signal_trains_and_frees_the_target(signal, monkeypatch, tmp_path)
 
 
 def test_a_training_that_a_callback_ended_is_accounted_as_long_as_it_was(tmp_path) -> None:
-    settings = tiny_settings(tmp_path, drafts=[DraftSettings(name="distillspec")])
+    settings = tiny_settings(tmp_path, drafts={"distillspec": DraftSettings()})
     settings.training.steps = 40
     stop = {"class_path": "EarlyStopping", "init_args": {"monitor": "validation_loss", "patience": 1, "min_delta": 9.0}}
     settings.trainer.callbacks = [stop]
@@ -240,7 +241,7 @@ def test_a_training_that_a_callback_ended_is_accounted_as_long_as_it_was(tmp_pat
 
 
 def test_without_evaluation_the_draft_is_exported_and_once(tmp_path) -> None:
-    settings = tiny_settings(tmp_path, evaluation=False, drafts=[DraftSettings(name="distillspec")])
+    settings = tiny_settings(tmp_path, evaluation=False, drafts={"distillspec": DraftSettings()})
     console = Console(record=True, width=150)
     run = run_pipeline(begun(settings), console)
     assert not (run.folder / "report.json").exists()
@@ -264,7 +265,7 @@ def test_a_gguf_file_becomes_a_plain_folder(round_to, tmp_path, tiny) -> None:
     model.generation_config.eos_token_id = model.config.eos_token_id = 0
     file = write_gguf(tmp_path / "model.gguf", model, make_tokenizer(chat=True), "Q8_0")
     target = TargetSettings(kind="as_is", model=str(file), round_to=round_to)
-    settings = tiny_settings(tmp_path, target=target, drafts=[DraftSettings(name="distillspec")])
+    settings = tiny_settings(tmp_path, target=target, drafts={"distillspec": DraftSettings()})
     settings.student.architecture.hidden_size = 8
     run = bench(settings)[0]
     made = run_stages(run, ("target",) if round_to else None)
@@ -291,7 +292,7 @@ def test_drafts_are_trained_for_the_language_model_of_one_that_sees(tmp_path) ->
         (recipe, StudentSettings(kind="cut"), text),
         (frozen, StudentSettings(kind="eagle3"), "LlamaForCausalLMEagle3"),
     ):
-        settings = tiny_settings(tmp_path, target=target, student=student, drafts=[DraftSettings(name="distillspec")])
+        settings = tiny_settings(tmp_path, target=target, student=student, drafts={"distillspec": DraftSettings()})
         settings.training.steps = 2
         names, run, _ = run_tiny(settings)
         assert names[-2:] == ["initial", "distillspec"]

@@ -13,6 +13,7 @@ from tiny_run import altered, begun, bench, given, tiny_settings
 
 from decode.errors import UserError
 from distill.checks import check_inputs
+from distill.config import DraftSettings
 from distill.config.models import StudentSettings
 from distill.pipeline import prepare_settings, run_pipeline
 from distill.run import Run
@@ -23,13 +24,12 @@ Usage = namedtuple("Usage", "total used free")
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"1__k": 0.0}, r"drafts\[1\].k is 0.0, expected a number >0 and <=1"),
-        ({"1__kl_first": 1.0}, r"drafts\[1\].kl_first is 1.0"),
+        ({"1__k": 0.0}, r"drafts.adaspec.k is 0.0, expected a number >0 and <=1"),
+        ({"1__kl_first": 1.0}, r"drafts.adaspec.kl_first is 1.0"),
         ({"1__reference": "b"}, r"reference is 'b', expected an earlier draft, one of \['distillspec'\]"),
-        ({"1__training": {"epoch": 2}}, r"drafts\[1\].training is {'epoch': 2}, expected keys"),
-        ({"1__name": "export"}, r"a file or folder of every run"),
-        ({"1__name": "distillspec"}, r"used twice"),
-        ({"drafts": []}, r"drafts is \[\], expected at least one"),
+        ({"1__training": {"epoch": 2}}, r"drafts.adaspec.training is {'epoch': 2}, expected keys"),
+        ({"drafts": {"export": DraftSettings()}}, r"'export', which is a file or folder of every run"),
+        ({"drafts": {}}, r"drafts is {}, expected at least one"),
         ({"export__choose": "adaspek"}, r"export.choose is 'adaspek'.*adaspec"),
         ({"target__training__steps": None}, r"target.training.steps is None, .*give exactly one"),
         ({"target__kind": "finetune"}, r"target.model is None, and kind is finetune"),
@@ -147,7 +147,7 @@ def test_what_an_engine_would_refuse_once_the_target_is_trained(tmp_path, values
         check_inputs(bench(altered(tiny_settings(tmp_path), teacher__signal="vllm", **values))[0])
 
 
-@pytest.mark.parametrize("place", ["distill.results.evaluate.Evaluation.report", "distill.pipeline.export_draft"])
+@pytest.mark.parametrize("place", ["distill.results.evaluate.evaluate", "distill.pipeline.export_draft"])
 def test_what_refuses_at_the_end_does_so_before_the_drafts_are_trained(tmp_path, place: str, monkeypatch) -> None:
     monkeypatch.setattr(place, Mock(side_effect=UserError("it cannot be")))
     with pytest.raises(UserError, match="it cannot be"):

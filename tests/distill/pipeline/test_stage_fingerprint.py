@@ -3,7 +3,10 @@
 import json
 import os
 from collections import namedtuple
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,8 @@ from tiny_run import STAGES, altered, tiny_settings
 
 from decode.files import read_json
 from distill import files, pipeline
-from distill.run import Run, measurement_fingerprint, stage_fingerprints
+from distill.fingerprints import READ, UNREAD, measurement_fingerprint, stage_fingerprints
+from distill.run import Run
 
 DISTILLED = STAGES[2:]
 
@@ -20,6 +24,63 @@ WRITTEN = {"teacher__responses__source": "target", "teacher__engine__urls": ["ht
 WRITTEN |= {"0__on_policy": 0.5, "1__on_policy": 0.5}
 RECIPE = {"target__kind": "finetune", "target__layerskip__enabled": True}
 AS_IS = {"target__kind": "as_is"}
+ENGINE = {"teacher__signal": "vllm", "teacher__responses__source": "target"}
+CONFIGURATIONS: list[dict[str, Any]] = [
+    {},
+    AS_IS | {"student__kind": "cut", "data__source": "target", "trainer__validate_every": 9} | WRITTEN,
+    RECIPE | ENGINE | {"student__kind": "lora", "teacher__engine__keep": "topk"},
+    {"target__kind": "lora", "student__kind": "eagle3", "data__source": "someone/rows"},
+    ENGINE | {"student__kind": "dspark"},
+    {"student__kind": "as_is", "teacher__responses__source": "target"},
+]
+
+
+def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The dotted names and values of all settings; NAME stands for the second draft."""
+    for field in fields(section):
+        name, value = f"{prefix}{field.name}", getattr(section, field.name)
+        if name == "drafts":
+            name, value = "drafts.NAME", list(value.values())[1]
+        if is_dataclass(value):
+            yield from leaves(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def other(name: str, value: Any) -> Any:
+    """Another value of a setting."""
+    special = {
+        "data.files": {"train": "x"}, "trainer.devices": 2, "trainer.callbacks": [{"class_path": "EarlyStopping"}],
+        "teacher.signal": "topk" if value != "topk" else "hidden", "trainer.extra": {"gradient_clip_val": 0.5},
+        "data.chat_template": "{{ x }}", "drafts.NAME.training": {"lr": 0.5}, "student.draft_vocab": 9,
+    }  # fmt: skip
+    if name in special:
+        return special[name]
+    match value:
+        case bool():
+            return not value
+        case int() | float():
+            return (value or 1) / 2 if name.startswith("drafts") else value + 1
+        case list() | dict():
+            return ["x"] if isinstance(value, list) else {"x": 1}
+        case _:
+            return f"{value}x" if value else "x" if name.endswith(("model", "tokenizer", "file", "template")) else 3
+
+
+@pytest.mark.parametrize("name", [name for name, _ in leaves(tiny_settings(Path()))])
+def test_every_setting_is_read_by_a_stage_or_listed_as_one_that_changes_no_result(name: str) -> None:
+    """A new setting has to be put into the one table or the other."""
+    listed = lambda names: any(name == each or name.startswith(f"{each}.") for each in names)  # noqa: E731
+    assert listed(chain(*READ.values())) != listed(UNREAD)
+    changed = False
+    for given in CONFIGURATIONS:
+        settings = altered(tiny_settings(Path("runs")), **given)
+        before = {**stage_fingerprints(settings), "measured": measurement_fingerprint(settings)}
+        *sections, key = name.replace("drafts.NAME", "1").split(".")
+        value = other(name, dict(leaves(settings))[name])
+        altered(settings, **{"__".join([*sections, key]): value})
+        changed |= before != {**stage_fingerprints(settings), "measured": measurement_fingerprint(settings)}
+    assert changed is not listed(UNREAD)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +102,15 @@ AS_IS = {"target__kind": "as_is"}
         ({}, "trainer__precision", "bf16-mixed", STAGES),
         ({}, "trainer__attention", "eager", STAGES),  # signals too are computed by it
         ({}, "trainer__accumulate", 2, ["adaspec"]),  # each part of a step selects its own tokens
-        ({}, "trainer__extra", {"log_every_n_steps": 1, "profiler": "simple"}, STAGES[4:]),
+        ({}, "trainer__extra", {"log_every_n_steps": 1, "profiler": "simple", "enable_progress_bar": True}, []),
+        ({}, "trainer__callbacks", [{"class_path": "LearningRateMonitor"}, {"class_path": "x.TQDMProgressBar"}], []),
+        ({}, "trainer__callbacks", [{"class_path": "EarlyStopping"}], STAGES),
+        ({}, "trainer__validation_examples", 5, []),
+        ({"student__kind": "as_is"}, "trainer__precision", "bf16-mixed", ["target", *DISTILLED]),
+        (AS_IS | {"student__kind": "as_is"}, "data__train_examples", 12, DISTILLED),
+        (AS_IS | ENGINE, "teacher__engine__arguments", ["--quantization=fp8"], DISTILLED),
+        (RECIPE | ENGINE, "teacher__engine__arguments", ["--quantization=fp8"], STAGES),
+        (AS_IS | ENGINE, "teacher__engine__arguments", ["--tensor-parallel-size=4"], []),
         ({}, "trainer__extra", {"gradient_clip_val": 0.5}, STAGES),
         ({}, "trainer__gradient_checkpointing", True, []),
         ({}, "target__lora__rank", 3, []),  # not used by a target from scratch
@@ -67,7 +136,7 @@ def test_a_changed_setting_runs_its_stage_again(
     settings = altered(tiny_settings(tmp_path), target__model=str(tmp_path), **given)
     before, after = stage_fingerprints(settings), stage_fingerprints(altered(settings, **{key: value}))
     assert [stage for stage in before if before[stage] != after[stage]] == wanted
-    settings.drafts.append(replace(settings.drafts[1], name="again"))
+    settings.drafts["again"] = replace(settings.drafts["adaspec"])
     keys = stage_fingerprints(settings)
     assert keys["again"] == keys["adaspec"]  # a name is no input
 

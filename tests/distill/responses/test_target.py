@@ -262,7 +262,7 @@ def test_a_killed_run_ends_with_the_same_weights(tmp_path, share: float, source,
     settings = begun(tiny_settings(tmp_path / "undisturbed"))
     responses = {"source": source, "max_new_tokens": 8, "refresh_every": 4, "batch_size": 8}
     settings.teacher.responses, settings.teacher.signal = ResponseSettings(**responses), signal
-    for draft in settings.drafts:
+    for draft in settings.drafts.values():
         draft.on_policy = share
     run_tiny(settings)
     # between two refreshes, and after the last one

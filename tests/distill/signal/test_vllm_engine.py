@@ -31,7 +31,8 @@ def target(tmp_path_factory) -> Path:
 def standing(folder: Path, target: Path, name: str) -> Settings:
     settings = tiny_settings(folder, name=name)
     settings.target = TargetSettings(kind="as_is", model=str(target))
-    settings.student, settings.drafts = StudentSettings(kind="eagle3", unroll=2), settings.drafts[:1]
+    settings.student = StudentSettings(kind="eagle3", unroll=2)
+    del settings.drafts["adaspec"]
     settings.teacher.responses = ResponseSettings(source="target", max_new_tokens=12, temperature=0.0)
     settings.teacher.engine = EngineSettings(folder=str(folder / "states"), in_flight=4)
     settings.threads = 1

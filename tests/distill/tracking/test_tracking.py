@@ -12,7 +12,6 @@ import wandb
 from run_report import FULL
 from tiny_run import bench, tiny_settings
 
-from decode.errors import UserError
 from distill.checks import check_inputs
 from distill.results.tracking import finish, for_stage, is_offline, log_report, make_logger, tried, where
 
@@ -27,35 +26,45 @@ def not_logged_in(monkeypatch, tmp_path):
     wandb.teardown()
 
 
-def logged(run_dir: Path, key: str) -> list:
-    """Values of a key in the file of the one offline run: JSON after its length."""
-    (path,) = (run_dir / "wandb").glob("offline-run-*/*.wandb")
+def logged(run_dir: Path, key: str, run: str) -> list:
+    """Values of a key in the file of the one offline run whose id ends so: JSON after its length."""
+    (path,) = (run_dir / "wandb").glob(f"offline-run-*/*{run}.wandb")
     found = re.findall(key.encode() + rb"\x82\x01(.{1,64})", path.read_bytes(), re.DOTALL)
     return [json.loads(value[1 : 1 + value[0]]) for value in found]
 
 
-def test_stages_of_one_offline_run_log_under_their_names_and_the_report_as_tables_and_plots(tmp_path) -> None:
-    logger = make_logger("wandb", tmp_path, "quick", {"seed": 3, "target": {"steps": 5}})
-    for stage in ("target", "draft"):
+CONFIG = {"seed": 3, "target": {"steps": 5}, "drafts": {"adaspec": {"k": 0.2}}}
+
+
+def test_stages_are_offline_runs_of_a_group_with_the_same_metrics_and_the_report_is_one_more(tmp_path) -> None:
+    logger = make_logger("wandb", tmp_path, "quick", CONFIG, ["mine"])
+    (tmp_path / "report.html").write_text("<p>the page</p>")
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "weights").write_text("numbers")
+    for stage in ("target", "adaspec"):
         for step in range(3):
             for_stage(logger, stage).log_metrics({"loss": 3.0 - step}, step=step)
-    log_report(logger, FULL, lambda: {"speedup": "<svg xmlns='http://www.w3.org/2000/svg'></svg>"})
+    log_report(logger, FULL, tmp_path, upload=True)
     finish(logger)
-    assert f"wandb sync {tmp_path}/wandb/offline-run-*-{logger.version}" in where(logger)
+    assert f"wandb sync {tmp_path}/wandb/offline-run-*" in where(logger)
     assert "WANDB_MODE" not in os.environ
 
     wandb.teardown()  # the service writes in the background until it is told to end
-    assert (logged(tmp_path, "seed"), logged(tmp_path, "target")) == ([3], [{"steps": 5}])
-    for stage in ("target", "draft"):
-        assert set(logged(tmp_path, f"{stage}/loss")) == {3.0, 2.0, 1.0}
-    assert set(logged(tmp_path, "trainer/global_step")) == {0, 1, 2}
+    for stage in ("target", "adaspec"):  # curves of two drafts have one name, and can be overlaid
+        assert set(logged(tmp_path, "loss", stage)) == {3.0, 2.0, 1.0}
+        assert set(logged(tmp_path, "trainer/global_step", stage)) == {0, 1, 2}
+        assert (logged(tmp_path, "seed", stage), logged(tmp_path, "stage", stage)) == ([3], [stage])
+    assert logged(tmp_path, "draft", "adaspec") == [{"k": 0.2}]  # a column for each setting of a draft
+    written = (next((tmp_path / "wandb").glob(f"*/*{name}.wandb")).read_bytes() for name in (logger.version, "adaspec"))
+    assert all(b"quick" in each and b"mine" in each for each in written)  # the group, and the tag
+    assert b"quick-export" in next((tmp_path / "wandb").glob(f"*/*{logger.version}.wandb")).read_bytes()
     table = next((tmp_path / "wandb").glob("*/files/media/table/tables/drafts*.json"))
     assert json.loads(table.read_text())["data"][2][:3] == ["adaspec", 81_472, 0.948]
-    assert next((tmp_path / "wandb").glob("*/files/media/html/plots/*.html")).read_text().startswith("<svg")
+    assert next((tmp_path / "wandb").glob("*/files/media/html/report*.html")).read_text() == "<p>the page</p>"
     # of the exported draft, greedy, where its texts are the target's, as the report's page says
     wanted = {"speedup": 1.62, "accepted_length": 4.2, "draft_length": 2.0, "offline_alpha/adaspec": 0.948}
-    assert {name: logged(tmp_path, name)[-1] for name in wanted} == wanted
-    again = make_logger("wandb", tmp_path, "quick", {"seed": 3, "target": {"steps": 5}})  # a run that continues
+    assert {name: logged(tmp_path, name, logger.version)[-1] for name in wanted} == wanted
+    again = make_logger("wandb", tmp_path, "quick", CONFIG)  # a run that continues
     assert again.version == logger.version
     assert make_logger("wandb", tmp_path, "quick", {"seed": 4}).version != logger.version
 
@@ -66,7 +75,7 @@ def test_csv_keeps_the_metrics_of_a_killed_run_when_it_is_continued(tmp_path) ->
         stage = for_stage(logger, "draft")
         stage.log_metrics({"loss": 2.0 - start}, step=start)
         stage.save()
-    log_report(logger, FULL, dict)
+    log_report(logger, FULL, tmp_path)
     finish(logger)
     assert where(logger) == f"csv files in {tmp_path}/csv"
     rows = [row for path in sorted(tmp_path.glob("csv/draft/*/metrics.csv")) for row in csv.DictReader(path.open())]
@@ -100,13 +109,21 @@ def test_a_run_is_online_with_a_key_and_otherwise_as_the_environment_says(monkey
         assert is_offline() == offline
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.delenv("WANDB_API_KEY")
-    with pytest.raises(UserError, match="wandb login"):
-        make_logger("wandb", tmp_path, "quick", {})
+    assert is_offline()  # without a key
     monkeypatch.setenv(*key.popitem())
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
-    logger = make_logger("wandb", tmp_path, "quick", {})
-    with pytest.raises(UserError, match="set WANDB_MODE=offline"):  # the server does not answer
-        tried(logger, print)
+    logger, lines = make_logger("wandb", tmp_path, "quick", {}), list[str]()
+    assert where(logger).startswith("W&B online, group quick, run")
+    assert tried(logger, lines.append) is logger  # the server does not answer
+    for_stage(logger, "target").log_metrics({"loss": 1.0}, step=0)
     finish(logger)
-    assert where(logger).startswith("W&B online, run")
+    assert lines == [f"W&B does not answer, so that the record is offline: {where(logger)}"]
+    wandb.teardown()
+    assert set(logged(tmp_path, "loss", "target")) == {1.0}
     assert os.environ["WANDB_MODE"] == "online"
+
+
+def test_the_points_of_a_sweep_are_one_run_each(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("WANDB_SWEEP_ID", "s")
+    logger = make_logger("wandb", tmp_path, "quick", CONFIG)
+    assert (for_stage(logger, "adaspec").version, for_stage(logger, "adaspec").name) == (logger.version, logger.name)

@@ -58,7 +58,7 @@ def close(found: Sequence[Any], wanted: Sequence[Any], gap: float) -> bool:
 
 def distilling(draft: PreTrainedModel, target: PreTrainedModel | Signal, **settings: Any) -> DistillModule:
     signal = target if isinstance(target, Signal) else Signal(target)
-    chosen = DraftSettings(name="x", **settings)
+    chosen = DraftSettings(**settings)
     return attached(DistillModule(LanguageModelDraft(draft, 5), signal, TRAINING, 4, settings=chosen))
 
 
@@ -110,7 +110,7 @@ def test_a_step_takes_loss_and_gradient_of_the_chosen_rows_alone(tiny, kind: str
     shape = examples.label_count, getattr(draft, "steps", draft.depth)
     noise = np.random.default_rng(0).random(shape if kind != "language model" else (shape[0], 1))
     batch = everything(add_column(examples, "reference_loss", noise))
-    settings = DraftSettings(name="x", reference="y" if k < 1 else None, k=k, divergence="tv")
+    settings = DraftSettings(reference="y" if k < 1 else None, k=k, divergence="tv")
     module = attached(DistillModule(draft, signal, TRAINING, 1, settings=settings))
     loss, rows, _ = module(batch, training=True)
     measured, chosen = compare(rows, Divergence("tv")), torch.arange(len(rows))
@@ -325,7 +325,7 @@ def test_a_draft_equal_to_its_reference(tiny, tmp_path, precision, monkeypatch) 
     model.set_attn_implementation("eager")  # SDPA in bfloat16 depends on the padding on some CPUs
     draft, signal, deltas = LanguageModelDraft(model.train(), 5), Signal(tiny("llama", seed=4)), []
     keep_reference(draft, signal, examples, Divergence(), precision)
-    module = DistillModule(draft, signal, TRAINING, 1, settings=DraftSettings(name="x", reference="y"))
+    module = DistillModule(draft, signal, TRAINING, 1, settings=DraftSettings(reference="y"))
     choose = module.choose
 
     def seen(rows: Any, compared: Any) -> Any:

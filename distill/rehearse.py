@@ -1,0 +1,289 @@
+"""What a run will do, from a run of a few examples and steps: ``--dry-run`` and ``--estimate``.
+
+- `shrink`: the whole run with tiny random models of the same families, without network, in a minute or two. Every stage
+  takes the path of the real run (from scratch, fine-tuning, LoRA, as it is; the data's template; precision; selection).
+  What is on this machine is used or checked: files of data and prompts, the tokenizer, a head to start from. Word
+  problems stand for rows that would have to be downloaded, and for prompts that the target has yet to write.
+- `estimate`: a few steps of every part with the run's own models and data, whose times, memory and files are scaled up.
+"""
+
+import copy
+import shutil
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from lightning.pytorch.callbacks import Callback
+from rich.console import Console
+from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers.utils import logging as hf_logging
+
+from decode.errors import UserError
+from decode.files import replaced, scratch_folder
+from decode.measure.suites import PRESETS, file_format, iter_rows
+from decode.models.open import load_tokenizer
+from decode.models.sources import language_config, located, pinned
+from decode.progress import duration, output_console, working
+from distill.checks import check_given, signal_sizes
+from distill.config import Settings
+from distill.config.base import change
+from distill.config.models import ModelSettings
+from distill.data.corpus import load_corpus
+from distill.data.dataset import Examples
+from distill.data.prompts import prompt_of
+from distill.files import sizes
+from distill.networks.models import build_model
+from distill.pipeline import with_formats
+from distill.responses.target import answered_texts
+from distill.run import Run
+from distill.signal.target import BYTES
+from distill.stages import run_stages
+from distill.training.trainer import peak_memory
+
+ALONE = {"trainer__devices": 1, "trainer__num_nodes": 1, "trainer__strategy": "auto", "tracker": "none"}
+"""Settings of every rehearsal; ``__`` stands for a dot."""
+
+
+def shorten(settings: Settings, **values: Any) -> None:
+    """Give every training these values of the section ``training``, in place of those that it has."""
+    for section in (settings.target.training, settings.student.training, settings.training):
+        if section.steps != section.epochs:  # both are null where a model is not trained
+            change(section, **values)
+    for draft in settings.drafts.values():
+        draft.training = {key: value for key, value in draft.training.items() if key not in values}
+
+
+# -- in miniature -----------------------------------------------------------------------------------------------------
+
+STEPS = 4
+ROWS = {"train": 48, "validation": 8, "test": 8}
+PLAIN_CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""Chat template where the target's is not on this machine; pairs stay plain there."""
+SMALL = {
+    **{f"data__{split}_examples": count for split, count in ROWS.items()},
+    "data__max_length": 512, "data__overlong": "cut", "target__quantization": None,
+    "target__trust_remote_code": False, "student__trust_remote_code": False,  # models made here need no foreign code
+    "student__layers": [1],  # the last of two, without which Gemma 4 cannot be cut
+    "student__block__layers": 1, "student__block__target_layers": [],
+    "teacher__examples": 16, "teacher__engine__urls": [], "teacher__engine__arguments": [],
+    "teacher__responses__batch_size": 8, "teacher__responses__max_new_tokens": 8,
+    "teacher__responses__refresh_every": STEPS // 2,
+    "trainer__validate_every": STEPS // 2, "trainer__validation_examples": 8,
+}  # fmt: skip
+"""Settings of every dry run."""
+
+
+def shrink(settings: Settings, console: Console | None = None, *, untie: bool = False) -> Settings:
+    """Return settings of the same run in miniature; its models are written under ``<name>-dry-run``.
+
+    ``untie`` gives the target an output head apart from its embedding: random models with a tied one repeat the last
+    token at every layer.
+
+    Raises:
+        UserError: The settings are refused as they are.
+    """
+    settings.validate()
+    if settings.student.kind == "mtp":
+        raise UserError("student.kind is mtp, and a target made for a dry run has no next-token layers: use --estimate")
+    console, small = console or output_console(), copy.deepcopy(settings)
+    hf_logging.disable_progress_bar()
+    small.name = f"{settings.name}-dry-run"
+    folder = Path(small.output_dir) / small.name
+    shutil.rmtree(folder, ignore_errors=True)
+    console.print(f"dry run of {settings.name}, in {folder}", highlight=False)
+    check_given(Run(settings, console), _here)
+    change(small, **copy.deepcopy(SMALL | ALONE))
+    if small.student.is_head:  # a given head does not fit a small target
+        small.student.model = None
+    if settings.teacher.in_engine or settings.teacher.engine.urls:
+        console.print("  the target made here stands in no engine: it answers and gives states itself", highlight=False)
+        small.teacher.signal = settings.teacher.kept
+    data, tokenizer = small.data, None
+    if (named := data.tokenizer or small.target.model) is not None and _here(named):
+        tokenizer = load_tokenizer(named, trust_remote_code=settings.target.trust_remote_code)
+    elif named is not None and data.chat_template is None:
+        data.chat_template, data.chat = PLAIN_CHAT, data.chat if data.from_target or data.chat != "auto" else False
+    data.tokenizer = data.tokenizer if tokenizer else None
+    _shrink_data(small, console)
+    tokenizer = tokenizer or load_corpus(data, seed=small.seed, folder=None).tokenizer
+    _shrink_model(small.target, folder / "models/target", tokenizer, console, width=64, layers=2)
+    _shrink_model(small.student, folder / "models/student", tokenizer, console, width=32, layers=1)
+    shorten(small, steps=STEPS, epochs=None, batch_size=4, warmup_steps=1)
+    for training in (small.target.training, small.student.training, small.training):
+        if not torch.cuda.is_available() and "bitsandbytes" in str(training.optimizer):
+            training.optimizer = "adamw"
+    if untie:
+        small.target.architecture.extra["tie_word_embeddings"] = False
+    small.student.block.markov_rank = None if small.student.kind == "dflash" else 8
+    small.trainer.accumulate = min(2, small.trainer.accumulate)
+    if not torch.cuda.is_available():
+        change(small.trainer, accelerator="cpu", attention="auto")
+    if small.evaluation:
+        lengths = sorted(small.evaluation.draft_lengths)[:2]
+        few = {"prompts": 4, "accuracy_prompts": 4, "decode_prompts": 2, "max_new_tokens": 8}
+        change(small.evaluation, **few, draft_lengths=lengths)
+    return small
+
+
+def _shrink_model(
+    model: ModelSettings, folder: Path, tokenizer: PreTrainedTokenizerBase, console: Console, *, width: int, layers: int
+) -> None:
+    """Make a model small; one that is given is replaced by a random one of its family, written to ``folder``."""
+    shape = model.architecture
+    grouped = "num_key_value_heads" in shape.extra
+    if model.model is not None:
+        shape.model_type, grouped, note = _family_of(model.model)
+        shape.extra = {}
+        if note:
+            console.print(f"  {note}", highlight=False)
+        if shape.model_type.startswith(("gemma3n", "gemma4")):
+            shape.extra["vocab_size_per_layer_input"] = len(tokenizer)
+    change(shape, hidden_size=width, layers=layers, heads=4, intermediate_size=None, positions=2048)
+    shape.extra |= {"num_key_value_heads": 2} if grouped else {}
+    if model.model is not None:
+        made = build_model(shape, len(tokenizer), tokenizer, 0)
+        made.generation_config.eos_token_id = tokenizer.eos_token_id
+        model.model = str(folder)
+        with replaced(folder) as aside:
+            made.save_pretrained(aside)
+            tokenizer.save_pretrained(aside)
+
+
+def _shrink_data(small: Settings, console: Console) -> None:
+    """Let word problems replace rows that would have to be downloaded, or prompts that the target would write."""
+    data = small.data
+    if data.from_target and data.prompts.file is not None:
+        prompts = sum(prompt_of(row) is not None for row in iter_rows(data.prompts.file))
+        if prompts >= sum(ROWS.values()) or not prompts:  # without any the run refuses it in its own words
+            return
+    elif not data.from_target and (data.source == "arithmetic" or "train" in data.files or Path(data.source).exists()):
+        return
+    elif data.source not in PRESETS and (file_format(data.source) or Path(data.source).is_absolute()):
+        raise UserError(f"data.source {data.source!r}: there is no such file or folder; correct the path")
+    console.print(f"  word problems stand for the rows of {data.source}", highlight=False)
+    change(data, source="arithmetic", prompt_template=None, response_template=None)
+
+
+def _here(model: str) -> bool:
+    """Whether a model is on this machine. A path that leads nowhere counts, so that it is refused as in the run."""
+    if Path(model).exists() or model.startswith((".", "/", "~")):
+        return True
+    name, at = pinned(model)
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json", **at), str)
+    except ValueError:  # a path
+        return False
+
+
+def _family_of(model: str) -> tuple[str, bool, str]:
+    """The family of a model by its configuration, where that is on this machine; else Llama's.
+
+    Returns:
+        ``model_type``, whether several query heads share a key head, and a note where the model is not here.
+    """
+    try:
+        folder, at = located(model)
+        config = AutoConfig.from_pretrained(folder, **at | {"local_files_only": True})
+    except (OSError, ValueError):
+        return "llama", True, f"{model} is not on this machine; a tiny llama stands for it"
+    layer = language_config(config).per_layer_config[0]
+    heads = int(layer.num_attention_heads)
+    return str(layer.model_type), heads > int(getattr(layer, "num_key_value_heads", None) or heads), ""
+
+
+# -- with the run's models ---------------------------------------------------------------------------------------------
+
+TIMED = 8  # steps of every training; the first one is not counted
+PROMPTS, FEW = 48, 4  # that the target writes, in one batch: for training, and for validation and test
+ADAM = 4  # copies of the weights that training holds and a checkpoint has: with gradients or the best ones, and moments
+
+
+class StepTimes(Callback):
+    """Notes when every batch has been trained on, and the tokens that it has."""
+
+    ends: ClassVar[list[tuple[float, int]]] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Note a batch."""
+        if pl_module.device.type == "cuda":
+            torch.cuda.synchronize(pl_module.device)
+        self.ends.append((time.perf_counter(), batch["input_ids"].numel()))
+
+
+def estimate(settings: Settings, console: Console) -> dict[str, tuple[float, float]]:
+    """Run a little of everything, and print and return the seconds and tokens of every part of the run.
+
+    Tokenised data are kept for the run itself.
+    """
+    hf_logging.disable_progress_bar()
+    full, parts = with_formats(settings), {}
+    with scratch_folder() as folder:
+        run, whole = Run(_few(full, str(folder)), Console(quiet=True)), Run(full, console)
+        run.prompts_together = PROMPTS + 4 * FEW
+        began, written = time.perf_counter(), full.data.from_target
+        if not written:
+            run.corpus = whole.corpus
+        here = len(run.corpus.train)
+        train = full.data.limits["train"] or here if written else here
+        parts["the data"] = (time.perf_counter() - began) * train / here, 0.0
+        count = min(train, full.teacher.examples or train)
+        trainings = {"target": (full.target.training, train), "initial": (full.student.training, train)}
+        trainings |= {name: (draft.training_of(full.training), count) for name, draft in full.drafts.items()}
+        for stage, (training, examples) in trainings.items():
+            if stage == "initial" and full.teacher.responses.from_target:  # which may be trained on the answers
+                target = None if full.teacher.served else run.at_work(run.open_target())
+                began = time.perf_counter()
+                with working(console, "one batch of answers"):
+                    rows = Examples.of(answered_texts(run, target)[0])
+                del target
+                more = count / len(rows)
+                parts["answers"] = (time.perf_counter() - began) * more, more * float(rows.lengths.sum())
+            StepTimes.ends.clear()
+            with working(console, f"a few steps of {stage}"):
+                run_stages(run, (stage,), check=stage == "initial")
+            if len(StepTimes.ends) > 1:
+                (first, *_), (last, *_) = StepTimes.ends[0], StepTimes.ends[-1]
+                batches = training.steps_for(examples) * full.trainer.accumulate / (len(StepTimes.ends) - 1)
+                parts[stage] = (last - first) * batches, sum(size for _, size in StepTimes.ends[1:]) * batches
+        whole.corpus = run.corpus
+        made = (run.path(stage) for stage in trainings)
+        models = [sum(sizes(path).values()) for path in made if not path.is_symlink()]
+        number, scale = BYTES[full.teacher.number_format(full.target.dtype)]
+        token = len(run.engine_layers) * (int(run.target_config.hidden_size) * number + scale)
+        kind = "hidden" if full.teacher.kept == "auto" else full.teacher.kept
+        signals = signal_sizes(whole)[kind] * (count / len(whole.examples) if written else 1)
+    for part, (seconds, tokens) in parts.items():
+        console.print(f"{part:<20} {tokens / 1e6:10.2f} M tokens {duration(seconds):>12}", highlight=False)
+    memory, host = (peak_memory(torch.device(device)) / 1e9 for device in (run.device, "cpu"))
+    disk = {f"signals ({kind}, {token:,} bytes a token's states) at most": signals, "models": sum(models)}
+    disk["checkpoints"] = ADAM * max(models, default=0)
+    each = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in disk.items())
+    for line in (
+        f"total {duration(sum(seconds for seconds, _ in parts.values()))}, without signals, validations and evaluation",
+        f"each process holds {memory:.2f} GB on {run.device}, {host:.2f} GB of host memory",
+        f"on disk in all {sum(disk.values()) / 1e9:.2f} GB: {each}",
+    ):
+        console.print(line, highlight=False, soft_wrap=True)
+    return parts
+
+
+def _few(full: Settings, folder: str) -> Settings:
+    """Return the settings of a run of a few steps on a few texts, in one process."""
+    small, signal, given = copy.deepcopy(full), full.teacher.signal, full.trainer.callbacks
+    callback = {"class_path": "distill.rehearse.StepTimes"}
+    shorten(small, steps=TIMED, epochs=None)
+    if small.data.from_target:
+        change(small.data, train_examples=PROMPTS, validation_examples=FEW, test_examples=FEW)
+    largest = max(draft.training_of(small.training).batch_size for draft in small.drafts.values())
+    change(
+        small, **ALONE, output_dir=folder,
+        trainer__validate_every=10**6, trainer__validation_examples=FEW, trainer__callbacks=[*given, callback],
+        teacher__signal="hidden" if signal == "auto" else signal,
+        teacher__examples=max(full.teacher.responses.batch_size, 2 * largest),
+    )  # fmt: skip
+    return small
