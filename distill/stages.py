@@ -273,8 +273,11 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
     folder, kind, held = run.work / "signals", teacher.kept, None
     train_rows, validation_rows, texts = answered_texts(run)
     if isinstance(draft, BlockDraft) and draft.model.confidence_head is not None:
-        held = Examples.of(validation_rows.shard(4, 3, contiguous=False))
-        validation_rows = validation_rows.select(i for i in range(len(validation_rows)) if i % 4 != 3)
+        count = len(validation_rows)
+        first = min(3, count - 1)  # every fourth is held, and one where there are fewer
+        held = Examples.of(validation_rows.select(range(first, count, 4)))
+        if count > 1:  # else the only one serves both
+            validation_rows = validation_rows.select(i for i in range(count) if i % 4 != first)
     train, validation = Examples.of(train_rows), Examples.of(validation_rows)
     fixed = {"validation": validation} | ({} if settings.on_policy == 1 else {"train": train})
     fixed |= {} if held is None else {"held": held}

@@ -143,7 +143,7 @@ def generate(
     """
     options |= {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     settings = api_settings(GenerateSettings, pair, options, draft=pair.draft_name, method=method)
-    with machine.using_threads(settings.threads or torch.get_num_threads()):
+    with machine.using_threads(settings.threads):
         return finished(start(settings, prompt, pair))
 
 

@@ -64,7 +64,7 @@ def profile_pair(
         raise UserError("profile predicts what a draft gains; give one with --draft (load(target, draft) in Python)")
     check_lengths("longest", [settings.longest], pair.target)
     warp = make_warp(settings, pair.target, settings.temperature)
-    longest = min(settings.longest, getattr(pair.draft, "drafts", settings.longest))  # a block drafts no more
+    longest = min(settings.longest, getattr(pair.draft, "drafts", None) or settings.longest)  # a block drafts no more
     chat = use_chat(settings, pair.tokenizer)
     options = picked(BenchOptions, settings, chat=chat, warp=make_warp(settings, pair.target))
     session = Session(pair.target, {"draft": pair.draft}, pair.tokenizer, options)

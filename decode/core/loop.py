@@ -23,7 +23,7 @@ from decode.core.stop import StopRule
 from decode.core.verify import AcceptanceRule, Exact, Measured, verify, verify_greedy
 from decode.drafters.base import Drafter, DraftRequest, Prompt
 from decode.errors import UserError
-from decode.models.api import Model, Out, Read, read_prompt, rows_that_fit, synchronize
+from decode.models.api import Model, Out, Read, locked, read_prompt, rows_that_fit, synchronize
 from decode.models.tokens import StopStrings
 
 
@@ -255,34 +255,39 @@ def step(target: Model, method: Method, texts: Sequence[Text]) -> list[Round]:
 def run(target: Model, method: Method, texts: Iterable[Text], rows: int = 1) -> Iterator[tuple[Text, Round]]:
     """Decode texts to their ends, at most `rows` at once; a waiting one begins when another one has ended.
 
+    Other threads may decode with the same models: each round of a thread keeps the others waiting.
+
     Yields:
         After every round, each text that took part, and its record.
     """
-    waiting, live = deque(texts), list[Text]()
+    waiting, live, models = deque(texts), list[Text](), (target, method.drafter.runner)
 
-    def reserve(rows: int) -> None:
-        target.reserve(rows)
-        method.drafter.reserve(rows)
+    def reserve(rows: int, length: int = 0) -> None:
+        target.reserve(rows, length)
+        method.drafter.reserve(rows, length)
 
-    if rows > 1:
-        reserve(rows)
+    with locked(*models):
+        reserve(rows, max((text.end for text in waiting), default=0))
     try:
         while waiting or live:
-            while waiting and len(live) < rows:
-                live.append(waiting.popleft())
-                live[-1].start(target, method)
-            if rows > 1 and not waiting:  # from now on texts that end give their memory back
-                reserve(1)
-            live.sort(key=lambda text: text.cache.row)
-            yield from zip(live, step(target, method, live))
-            for text in live:
-                if text.finish:
-                    text.close(method.drafter)
+            with locked(*models):
+                while waiting and len(live) < rows:
+                    live.append(waiting.popleft())
+                    live[-1].start(target, method)
+                if rows > 1 and not waiting:  # from now on texts that end give their memory back
+                    reserve(1)
+                live.sort(key=lambda text: text.cache.row)
+                rounds = step(target, method, live)
+            yield from zip(live, rounds)
+            with locked(*models):
+                for text in live:
+                    if text.finish:
+                        text.close(method.drafter)
             live = [text for text in live if not text.finish]
     finally:
-        for text in live:
-            text.close(method.drafter)
-        if rows > 1:
+        with locked(*models):
+            for text in live:
+                text.close(method.drafter)
             reserve(1)
 
 

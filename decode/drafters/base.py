@@ -10,7 +10,7 @@ from decode.core.draft import Draft, Ids
 from decode.core.round import Round
 from decode.core.sampling import Rng
 from decode.core.stop import StopRule
-from decode.models.api import Capture, Out
+from decode.models.api import Capture, Model, Out
 
 
 @dataclass
@@ -43,6 +43,8 @@ class Drafter:
     A drafter has to define `draft`, or `propose` where sequences are drafted for together.
     """
 
+    runner: Model | None = None
+    """The model that drafts, if there is one."""
     capture: Capture = ()
     """Hidden states of the target that the drafter reads; see `Model.forward`."""
     cache_bytes_per_token: int = 0
@@ -68,8 +70,10 @@ class Drafter:
     def close(self, state: Any) -> None:
         """Free the memory of a sequence that has ended."""
 
-    def reserve(self, rows: int) -> None:
-        """Allocate memory for several sequences in advance."""
+    def reserve(self, rows: int, length: int = 0) -> None:
+        """See `Model.reserve`."""
+        if self.runner is not None:
+            self.runner.reserve(rows, length)
 
 
 class NoDrafter(Drafter):

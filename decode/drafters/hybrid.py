@@ -44,7 +44,8 @@ class HybridDrafter(Drafter):
     branch: int = 0  # most tokens copied after a shorter match, as a branch of the head's tree; 0: it drafts chains
 
     def __post_init__(self) -> None:
-        self.capture, self.cache_bytes_per_token = self.head.capture, self.head.cache_bytes_per_token
+        self.runner, self.capture = self.head.runner, self.head.capture
+        self.cache_bytes_per_token = self.head.cache_bytes_per_token
 
     def start(self, prompt: Prompt) -> HybridState:
         """Index the text, and let the head read it."""
@@ -90,7 +91,3 @@ class HybridDrafter(Drafter):
     def close(self, state: HybridState) -> None:
         """See `Drafter.close`."""
         self.head.close(state.head)
-
-    def reserve(self, rows: int) -> None:
-        """See `Drafter.reserve`."""
-        self.head.reserve(rows)

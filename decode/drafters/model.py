@@ -40,6 +40,7 @@ class ModelDrafter(Drafter):
     vocabulary is cut, a shorter one filled with probability 0, which the residual makes up for.
     """
 
+    runner: Model
     sample = True  # draw tokens; else the likeliest are drafted, as they are in greedy decoding
 
     def __init__(self, runner: Model, warp: LogitsWarper, vocab: int) -> None:
@@ -148,10 +149,6 @@ class ModelDrafter(Drafter):
     def close(self, state: ModelState) -> None:
         """See `Drafter.close`."""
         state.cache.close()
-
-    def reserve(self, rows: int) -> None:
-        """See `Drafter.reserve`."""
-        self.runner.reserve(rows)
 
 
 class EarlyExitDrafter(ModelDrafter):

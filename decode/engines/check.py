@@ -107,10 +107,13 @@ def acceptance(target: PreTrainedModel, draft: DraftModel, texts: Sequence[Text]
     accepted: Accepted = [[[]] for _ in texts]
     right = 0
     for forced in teacher_forced(target, {"": draft}, read, depth=depth):
-        ids, start = read[forced.number]
-        y = torch.tensor(ids[start:], device=forced.p.device)
-        accepted[forced.number] = [(logits.argmax(-1) == y).tolist() for logits in forced.q[""]]
-        right += int((forced.p.argmax(-1) == y)[: len(texts[forced.number][1])].sum())
+        (ids, start), at = read[forced.number], forced.at
+        y = torch.tensor(ids[at], device=forced.p.device)
+        if at.start == start:
+            accepted[forced.number] = [[] for _ in forced.q[""]]
+        for hits, logits in zip(accepted[forced.number], forced.q[""]):
+            hits += (logits.argmax(-1) == y).tolist()
+        right += int((forced.p.argmax(-1) == y)[: max(0, start + len(texts[forced.number][1]) - at.start)].sum())
     return accepted, right / max(1, sum(len(new) for _, new in texts))
 
 

@@ -108,14 +108,16 @@ def doubt(row: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def using_threads(count: int) -> Iterator[None]:
-    """Set torch's thread count inside the block."""
+def using_threads(count: int | None) -> Iterator[None]:
+    """Set torch's thread count, which is the process's, inside the block; None: leave it."""
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
     try:
+        if count is not None:
+            torch.set_num_threads(count)
         yield
     finally:
-        torch.set_num_threads(before)
+        if count is not None:
+            torch.set_num_threads(before)
 
 
 @torch.inference_mode()

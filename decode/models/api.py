@@ -5,8 +5,10 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from itertools import repeat
+from threading import RLock
 from typing import Any
 
 import psutil
@@ -96,14 +98,15 @@ class Model(ABC):
     packing: str = ""  # how the weights were laid out for the processor; empty where there was nothing to choose
     tree_refusal: str = ""  # why it cannot read token trees; empty where it can
     outgrown: bool = False  # a text that it drafts for was longer than its context, which has been said
+    lock: Any = field(default_factory=RLock)  # held while its caches change; see `locked`
     recurrent: bool = False  # it keeps a state: after a rejection it reads the accepted tokens again
 
     @abstractmethod
     def new_cache(self) -> Any:
         """An empty cache of a sequence; `Cache.close` frees it."""
 
-    def reserve(self, rows: int) -> None:  # noqa: B027 (most models share no memory between texts)
-        """Keep memory for so many texts at once until another number is asked for; 1 gives the rest back."""
+    def reserve(self, rows: int, length: int = 0) -> None:  # noqa: B027 (most models share no memory between texts)
+        """Keep memory for so many texts of this length until other numbers are asked for; 1 and 0 give it back."""
 
     def forward(self, reads: Sequence[Read], *, capture: Capture = (), last: int | None = None) -> list[Out]:
         """Append tokens to texts, each of which occurs once.
@@ -127,6 +130,14 @@ class Model(ABC):
     def supports_trees(self) -> bool:
         """Whether `forward` takes token trees."""
         return not self.tree_refusal
+
+
+def locked(*models: Model | None) -> ExitStack:
+    """Keeps models from other threads until it is left; threads take them in one order, so that none waits forever."""
+    with ExitStack() as stack:
+        for model in sorted(filter(None, models), key=id):
+            stack.enter_context(model.lock)
+        return stack.pop_all()
 
 
 PIECE = 512  # most tokens of a prompt that are read in one forward
@@ -153,7 +164,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-GROWTH = 2.5  # memory that caches take for a moment while they grow, in caches
+GROWTH = 1.3  # memory that caches take at most, in caches: what is allocated ahead, and a layer that is copied
 
 
 def rows_that_fit(

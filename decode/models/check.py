@@ -1,5 +1,6 @@
 """The choice of a model's runner, and the check of its logits against the model's own."""
 
+import copy
 import math
 import warnings
 from collections.abc import Iterator
@@ -8,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from decode.core.draft import Draft
 from decode.errors import UserError, first_line
@@ -151,15 +152,39 @@ def short_windows(model: PreTrainedModel, runner: Model) -> Iterator[int]:
             fields[name] = value
 
 
+def twin_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights in modules of their own, whose settings may be changed while others use the model.
+
+    A model whose modules were given another forward (accelerate's hooks) is returned as it is.
+    """
+    copies: dict[int, Any] = {}
+
+    def twin(module: nn.Module) -> Any:
+        if id(module) not in copies:
+            copied = copies[id(module)] = copy.copy(module)
+            configs = {name: value for name, value in vars(module).items() if isinstance(value, PreTrainedConfig)}
+            vars(copied).update(copy.deepcopy(configs, copies))
+            parts = module._modules.items()
+            vars(copied)["_modules"] = {name: None if part is None else twin(part) for name, part in parts}
+        return copies[id(module)]
+
+    hooked = any("forward" in vars(module) for module in model.modules())
+    return model if hooked else twin(model)
+
+
 @torch.inference_mode()
 def compare(model: PreTrainedModel, runner: Model) -> Gaps:
     """Read a text in pieces, roll back and read another, then a tree of which a path is kept: against fresh forwards.
 
-    About ten forwards of a few tokens, past the end of attention windows (see `short_windows`).
+    About ten forwards of a few tokens, past the end of attention windows (see `short_windows`) of a twin.
 
     Raises:
         UserError: logits that are not finite.
     """
+    model = twin_of(model)
+    if isinstance(runner, HuggingFaceRunner):
+        runner = copy.copy(runner)
+        runner.model = model
     with short_windows(model, runner) as window:
         start = max(1, min(4 + window, runner.limit - 5))
         end, ids = start + 5, (torch.arange(start + 5, device=runner.device) * 7919 + 1) % runner.vocab_size

@@ -141,7 +141,7 @@ def head_texts(
             MethodInputs(runner, warp, drafter, options=MethodOptions(draft_length=depth)),
         )
         method.rule = Fuzzy(threshold=1.0)  # takes every drafted token: no divergence is larger than ln 2
-        rng = TorchRng(int(draws(number, 1)[0] * 2**53))
+        rng = TorchRng(int(draws(number, 1)[0] * 2**53), runner.device)
         made = decode(runner, method, warp, prompt, max_new_tokens=limit, stop_ids=stop_ids, rng=rng)
         texts.append(made.new_ids)
     return texts

@@ -64,7 +64,7 @@ def evaluate(run: Run) -> Row:
     Returns:
         The run's report but for its name and settings. ``decoding`` are rows of the benchmark; without
         ``evaluation.decode_prompts`` there are none. ``texts`` has the numbers of each text by which runs of the same
-        target are compared: see `distill.ablation.compare`.
+        target are compared: see `distill.ablation.table`.
     """
     settings, measured = run.settings, cast(EvaluationSettings, run.settings.evaluation)
     best, trust = run.chosen(settings.export.choose), settings.student.trust_remote_code

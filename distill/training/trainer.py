@@ -1,7 +1,8 @@
 """Lightning's trainer for every stage, and how a killed training goes on.
 
 A training of S steps is one epoch. The batches and all random numbers are functions of the step, so a run that was
-killed and continued from its last checkpoint ends with the weights of an uninterrupted one.
+killed and continued from its last checkpoint ends with the weights of an uninterrupted one: on a CPU with the same
+bits, on a GPU but for the order in which the backward pass of its attention adds up.
 """
 
 import copy

@@ -220,9 +220,11 @@ def test_fewer_texts_are_decoded_at_once_where_memory_does_not_hold_them(
     system = Method("model", methods("model", model, runner), StopRule(3))
     prompts, reserved = [[3, 7, 1, 9], [5], [], [40, 2, 7]], []
     both = 2 * (2 * 2 * 2 * 8 * 4)  # target and draft: layers, keys and values, their heads, width, float32
-    monkeypatch.setattr(api, "free_memory", lambda _: 2.5 * both * 2.2 * 12)
+    monkeypatch.setattr(api, "free_memory", lambda _: api.GROWTH * both * 2.2 * 12)
     reserve = type(runner).reserve
-    monkeypatch.setattr(type(runner), "reserve", lambda self, rows: reserved.append(rows) or reserve(self, rows))
+    monkeypatch.setattr(
+        type(runner), "reserve", lambda self, *given: reserved.append(given[0]) or reserve(self, *given)
+    )
     with pytest.warns(UserWarning, match="memory holds 2 texts of 12 tokens; writing 2 instead of 3 at once"):
         texts = together(runner, system, prompts, max_new_tokens=8)
     assert max(reserved) == 2

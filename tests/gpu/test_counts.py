@@ -32,7 +32,6 @@ from distill.training.trainer import ProgressLines
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.ci,
     pytest.mark.skipif(not devices.PRETENDED, reason="counts on the pretended device"),
 ]
 FILE = Path(__file__).with_name("counts.yaml")
@@ -137,6 +136,7 @@ ROWS: list[tuple[str, str | None, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("batch", [1, 16])
 @pytest.mark.parametrize(("method", "draft", "options"), ROWS)
 def test_a_round_waits_and_launches_no_more_than_is_recorded(
@@ -154,6 +154,7 @@ def test_a_round_waits_and_launches_no_more_than_is_recorded(
     check(name, watch, ROUNDS)
 
 
+@pytest.mark.ci
 def test_a_layer_in_sixteen_bits_launches_no_more_than_is_recorded(check: Check) -> None:
     few, many = (count_rounds("autoregressive", target_of(n, torch.bfloat16)) for n in (2, 4))
     many.kinds.subtract(few.kinds)
@@ -171,16 +172,16 @@ def settings_of(kind: str, signal: str, folder: Path) -> Settings:
     settings.teacher.signal = signal  # type: ignore[assignment]
     settings.trainer.validate_every, settings.trainer.extra = 100, {"log_every_n_steps": 100}
     settings.training.steps = STEPS + 2
-    settings.drafts = [DraftSettings(name="draft")]
+    settings.drafts = {"draft": DraftSettings()}
     if kind == "adaspec":
-        settings.drafts = [DraftSettings(name="first"), DraftSettings(name="draft", reference="first")]
+        settings.drafts = {"first": DraftSettings(), "draft": DraftSettings(reference="first")}
     elif kind != "language model":
         block = BlockSettings(size=4, anchors=6, markov_rank=None if kind == "dflash" else 4)
         settings.student = StudentSettings(kind=kind, unroll=3, block=block)  # type: ignore[arg-type]
     return settings
 
 
-@pytest.mark.parametrize("signal", ["hidden", "online"])
+@pytest.mark.parametrize("signal", ["hidden", pytest.param("online", marks=pytest.mark.ci)])
 @pytest.mark.parametrize("kind", ["language model", "adaspec", "eagle", "eagle3", "dflash", "dspark", "dflash2"])
 def test_a_training_step_waits_and_launches_no_more_than_is_recorded(
     kind: str, signal: str, check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

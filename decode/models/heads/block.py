@@ -269,8 +269,9 @@ class BlockHead(DraftHead):
 
     @torch.no_grad()
     def teacher_forced(
-        self, model: PreTrainedModel, tokens: Tensor, features: Tensor, depth: int, first: int = 0
-    ) -> list[Tensor]:
+        self, model: PreTrainedModel, tokens: Tensor, features: Tensor, depth: int, first: int = 0,
+        end: int | None = None,
+    ) -> list[Tensor]:  # fmt: skip
         """Logits of blocks of `depth` drafted tokens at every position of texts, given the text before each token.
 
         Args:
@@ -279,16 +280,17 @@ class BlockHead(DraftHead):
             features: ``[batch, time, feature width]``.
             depth: at most `drafts`; the slots see each other, so that a shorter block drafts other tokens.
             first: position of the first block.
+            end: the position behind that of the last block; None: the texts' end.
 
         Returns:
-            For each drafted token ``[batch, time - first, draft vocab]``; row t of the i-th predicts token
+            For each drafted token ``[batch, end - first, draft vocab]``; row t of the i-th predicts token
             first + t + i + 1.
         """
         depth, table, finish = min(depth, self.drafts), model.get_input_embeddings().weight, finish_of(model)
         weight, parts = self.outputs(output_head(model, self.draft_ids(), block=True)), []
         every = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         before = F.pad(tokens, (0, depth)).unfold(1, depth, 1)[:, :-1]
-        blocks = (x[:, first:].split(64, 1) for x in (every, tokens, before))  # few scores in memory
+        blocks = (x[:, first:end].split(64, 1) for x in (every, tokens, before))  # few scores in memory
         for places, anchors, known in zip(*blocks):
             slots = self(F.embedding(self.tokens(anchors, depth), table), features, places)
             logits, _ = self.logits(slots, known.flatten(0, 1), weight, table, finish)

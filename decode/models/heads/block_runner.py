@@ -119,9 +119,7 @@ class BlockRunner(DraftHeadRunner):
             if shape.tuned:  # the factors of values are 1
                 torch.view_as_complex(made.view(*made.shape[:2], -1, 2)).mul_(factors[:, None, -kv_heads * d :])
             else:
-                rolled = keys.roll(d // 2, -1)
-                cos, sin = factors[:, None, None].unbind(3)
-                keys.mul_(cos).add_(rolled.mul_(sin))
+                keys.copy_(torch.bmm(keys.flatten(1, 2), factors).view_as(keys))
             for text, values in zip(new, made.permute(1, 2, 0, 3).split([text.count for text in new], 2)):
                 network.cache.tensor[:, text.cache.row, :, text.start : text.end] = values
                 text.cache.length = text.end
@@ -141,9 +139,7 @@ class BlockRunner(DraftHeadRunner):
         blocks = [head.tokens(torch.tensor(anchor), count) for anchor, count in zip(pending, drafts)]
         counts, placed = list(map(len, blocks)), dict[bool, Placed]()
         for causal in set(self.causal):
-            new = [NewTokens(cache, cache.length, n) for cache, n in zip(caches, counts)]  # seen as in any text: causal
-            for text in () if causal else new:
-                text.seen = torch.ones(text.count, text.count, dtype=torch.bool)
+            new = [NewTokens(cache, cache.length, n, block=not causal) for cache, n in zip(caches, counts)]
             placed[causal] = network.place(new)
         x = self._run(network.embed(joined(blocks).to(self.device)), placed, counts)
         logits, hidden = network.project(joined([head.drafting(states) for states in x.split(counts)]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from heads import make_block_head
+from heads import make_block_head, make_head
 from pairs import make_pair, make_suite, make_tokenizer, save_pair
 from plain_logits import offline_alpha
 
@@ -36,10 +36,14 @@ def test_alpha_is_measured_on_the_targets_own_texts(pair):
     assert 0 < result.alpha.mean < 1
 
 
-def test_no_draft_is_predicted_that_is_longer_than_a_block(pair):
-    head = make_block_head(pair.target, "dflash")
-    rows = profile_of(Pair(pair.target, pair.tokenizer, head), longest=head.drafts + 3).lengths
-    assert [row["draft_length"] for row in rows] == [*range(1, head.drafts + 1)]
+@pytest.mark.parametrize("kind", ["dflash", "eagle"])
+def test_no_draft_is_predicted_that_is_longer_than_a_block(pair, kind):
+    """A feature head drafts as many tokens as are asked for."""
+    head = make_block_head(pair.target, kind) if kind == "dflash" else make_head(pair.target, 1)
+    longest = 6
+    rows = profile_of(Pair(pair.target, pair.tokenizer, head), longest=longest).lengths
+    assert [row["draft_length"] for row in rows] == [*range(1, (head.drafts or longest) + 1)]
+    assert kind == "eagle" or head.drafts < longest
 
 
 def test_predictions_follow_from_the_one_table_of_costs(pair):

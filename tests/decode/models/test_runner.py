@@ -7,10 +7,11 @@ import math
 import random
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from families import VOCAB
+from families import VOCAB, build_architecture
 from reading import Reader, paths, text_before
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -22,7 +23,7 @@ from decode.models import huggingface
 from decode.models.api import PIECE, read_prompt
 from decode.models.check import TOLERANCE, compare, open_runner
 from decode.models.fast import cache, layout
-from decode.models.fast.forward import FastRunner
+from decode.models.fast.forward import FastRunner, fast_runner
 from decode.models.huggingface import HuggingFaceRunner, RollbackLayer
 
 TEXT = [3, 7, 1, 9, 3, 7, 22, 4, 40, 0, 11]
@@ -45,8 +46,8 @@ def random_tree(seed: int, nodes: int = 12) -> Draft:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_a_runner_is_used_only_where_it_gives_the_models_own_logits(dtype: torch.dtype, tiny, monkeypatch) -> None:
-    model = copy.deepcopy(tiny("llama")).to(dtype)
+def test_a_runner_is_used_only_where_it_gives_the_models_own_logits(dtype: torch.dtype, monkeypatch) -> None:
+    model = build_architecture("Llama", dtype=dtype)
     assert type(open_runner(model)) is FastRunner
     assert type(open_runner(model, fast=False)) is HuggingFaceRunner
     gaps = compare(model, open_runner(model))
@@ -92,6 +93,26 @@ def test_a_cache_grows_as_needed_and_a_long_texts_memory_is_given_back(tiny, mon
     assert runner.network.positions == 256
 
 
+@torch.inference_mode()
+def test_layers_are_traced_whole_and_not_again_for_every_length(tiny, monkeypatch) -> None:
+    """So that torch.compile can take them where that pays."""
+    model, graphs = tiny("llama"), []
+
+    def counted(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled, plain = fast_runner(model), Reader(fast_runner(model))
+    run = torch.compile(compiled.network.run, dynamic=True, fullgraph=True, backend=counted)
+    monkeypatch.setattr(compiled.network, "run", run)
+    reader, at = Reader(compiled), 0
+    for count in (7, 1, 1, 4, 3, 5, 1):
+        tokens = list(range(at, at + count))
+        torch.testing.assert_close(reader.read(tokens), plain.read(tokens), rtol=0, atol=0)
+        at += count
+    assert len(graphs) <= 3  # the first tokens, one token, several tokens
+
+
 def states(*values: float) -> Tensor:
     """``[batch 1, heads 2, positions, width 3]``, each position filled with its value."""
     return torch.tensor(values)[None, None, :, None].expand(1, 2, -1, 3).clone()
@@ -105,7 +126,7 @@ def test_appending_to_a_rolling_layer_copies_nothing_while_there_is_room(monkeyp
     keys, values = layer.update(states(4, 5), -states(4, 5))
     assert keys[0, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 5]
     assert torch.equal(values, -keys)
-    assert layer.memory[0].shape[2] == 8
+    assert layer.memory[0].shape[2] == 6
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-mha", "llama-tied", "phi", "gpt_neox", "gpt2"])

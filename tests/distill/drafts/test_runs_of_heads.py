@@ -92,6 +92,18 @@ def test_another_run_goes_on_from_the_trained_head(run, tmp_path) -> None:
     assert "starts from the head in" in told.getvalue()
 
 
+@pytest.mark.parametrize(("count", "signal"), [(1, "online"), (3, "hidden")])
+def test_confidences_are_calibrated_by_one_example_where_there_are_few(tmp_path, count: int, signal: str) -> None:
+    """After the last step: the whole training would be lost."""
+    settings = settings_of("dspark", tmp_path)
+    settings.trainer.validation_examples, settings.teacher.signal = count, signal
+    settings.training.steps, settings.trainer.validate_every, settings.drafts = 2, 2, settings.drafts[:1]
+    _, made, _ = run_tiny(begun(settings))
+    head: Any = load_head(made.path("distillspec"))
+    assert len(head.temperatures) == len(head.sampled_temperatures) == 3
+    assert any(temperature != 1 for temperature in head.temperatures + head.sampled_temperatures)
+
+
 def mtp_settings(folder: Path, patch: pytest.MonkeyPatch, kind: str, layers: int = 1) -> Settings:
     """A run that tunes the layers of a target made below the folder, in bfloat16 where there are several."""
     tokenizer = make_tokenizer()

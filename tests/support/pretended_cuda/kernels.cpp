@@ -129,7 +129,7 @@ void settle(int64_t until) {  // the host has waited for the copies up to this n
   for (Copy& copy : done) {
     if (copy.to_host) copy.host.copy_(copy.bytes);
     else
-      TORCH_CHECK(at::equal(copy.host.view(at::kByte), copy.bytes.view(at::kByte)),
+      TORCH_CHECK(memcmp(copy.host.const_data_ptr(), copy.bytes.const_data_ptr(), copy.host.nbytes()) == 0,
                   "pretended CUDA: pinned memory was changed before its copy to the device had ended; wait for an "
                   "event after the copy, or take another buffer");
   }

@@ -1,0 +1,153 @@
+"""Whole runs on a GPU: from the target to the report, after a kill, with probes, quantised, on the second of two GPUs."""
+
+from __future__ import annotations
+
+import io
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import build_tiny, resembling
+from gpu_tests import CUDA, DEVICE, GPU, REAL, HostRng, settings_in, there, with_ci
+from greedy import generate
+from rich.console import Console
+from tiny_run import altered, killed, run_tiny
+from transformers import AutoModelForCausalLM
+
+from decode.core.loop import decode
+from decode.core.sampling import LogitsWarper
+from decode.files import read_json
+from decode.methods import MethodInputs, build
+from decode.models.check import open_draft_runner, open_runner
+from decode.models.heads.files import load_head
+from decode.models.open import load_model
+from distill.config import Settings
+from distill.config.models import BlockSettings, StudentSettings
+from distill.pipeline import run_pipeline
+from distill.run import Run
+
+pytestmark = GPU
+
+
+def finished(settings: Settings) -> Run:
+    """A whole run, with its export and report."""
+    run = run_pipeline(settings, Console(file=io.StringIO()))
+    if settings.evaluation:
+        report = read_json(run.folder / "report.json")
+        assert report["decoding"]
+        assert all(0 <= row["offline_alpha"] <= 1 for row in report["drafts"])
+    assert (run.export / "model.safetensors").is_file()
+    return run
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "states": {"teacher__signal": "hidden", "data__loader_workers": 2},
+    "top-k in bf16-mixed": {"teacher__signal": "topk", "trainer__precision": "bf16-mixed"},
+    "target in process, micro-batches": {"teacher__signal": "online", "trainer__accumulate": 2},
+    "layerskip, texts of target and draft": {
+        "target__layerskip__enabled": True, "teacher__responses__source": "target", "1__on_policy": 0.5,
+        "teacher__responses__max_new_tokens": 8, "teacher__responses__batch_size": 4,
+        "teacher__responses__refresh_every": 2,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_whole_run_of_language_models(tmp_path: Path, name: str) -> None:
+    run = finished(altered(settings_in(tmp_path), **RUNS[name]))
+    exported = AutoModelForCausalLM.from_pretrained(run.export).state_dict()
+    chosen = load_model(run.drafts[run.chosen("best")], device="cpu", dtype="float32").state_dict()
+    assert all(torch.equal(exported[key], weight) for key, weight in chosen.items())
+    assert DEVICE.partition(":")[0] in str(read_json(run.folder / "report.json")["machine"]).lower() or not CUDA
+
+
+HEADS = {"eagle": "hidden", "eagle3": "topk", "dflash": "online", "dspark": "hidden", "dflash2": "online"}
+
+
+@pytest.mark.parametrize("kind", with_ci(HEADS, "dspark"))
+def test_a_whole_run_of_heads(tmp_path: Path, kind: Any) -> None:
+    """After its last step DSpark's confidences are calibrated, by one example where there are no more.
+
+    EAGLE-3 and DSpark are decoded with at the end.
+    """
+    settings = settings_in(tmp_path)
+    settings.target.architecture.layers, settings.teacher.signal = 4, HEADS[kind]  # type: ignore[assignment]
+    block = BlockSettings(size=3, markov_rank=None if kind == "dflash" else 4)
+    settings.student = StudentSettings(kind=kind, unroll=2, draft_vocab=64, block=block)
+    settings.trainer.validation_examples = 2
+    if kind not in ("eagle3", "dspark"):
+        settings.evaluation, settings.drafts = False, dict(list(settings.drafts.items())[:1])
+    run = finished(settings)
+    head: Any = load_head(run.drafts[run.chosen("best")])
+    assert all(weight.isfinite().all() for weight in head.state_dict().values())
+    assert kind != "dspark" or len(head.temperatures) == len(head.sampled_temperatures) == 3
+
+
+def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+    """Bit by bit on a CPU; the backward pass of a GPU's attention adds up in another order each time."""
+    whole, broken = settings_in(tmp_path / "whole"), settings_in(tmp_path / "broken")
+    _, undisturbed, _ = run_tiny(whole)
+    with killed("distillspec", 4):
+        run_tiny(broken)
+    runs = undisturbed, run_tiny(broken)[1]
+    states = [load_model(run.path("adaspec"), device="cpu", dtype="float32").state_dict() for run in runs]
+    gap = {"rtol": 1e-2, "atol": 1e-3} if REAL else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(*states, **gap)
+
+
+def test_probes_are_trained_and_used(tmp_path: Path) -> None:
+    from probes.pipeline import run_probes
+    from probes.settings import ProbeSettings, ProbesSettings
+
+    settings = settings_in(tmp_path)
+    settings.target.architecture.layers = 3
+    settings.target.layerskip.enabled = True
+    sizes = {"prompts": 12, "validation_prompts": 6, "test_prompts": 6, "max_new_tokens": 12, "bench_prompts": 2}
+    small = ProbeSettings(**sizes, confirm=1)
+    run_probes(ProbesSettings(**vars(settings), probes=small), Console(file=io.StringIO()))
+    assert (tmp_path / "tiny" / "probes" / "probes.safetensors").is_file()
+
+
+def test_a_quantised_target(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    settings = settings_in(tmp_path)
+    settings.target.quantization = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    finished(settings)
+
+
+def test_a_run_with_adamw_in_8_bits(tmp_path: Path) -> None:
+    if not CUDA or find_spec("bitsandbytes") is None:
+        pytest.skip("needs a GPU and bitsandbytes")
+    settings = settings_in(tmp_path)
+    settings.training.optimizer = {"class_path": "bitsandbytes.optim.AdamW8bit"}
+    _, run, _ = run_tiny(settings)
+    assert run.record("adaspec") is not None
+
+
+# -- two GPUs ---------------------------------------------------------------------------------------------------------
+
+two = pytest.mark.skipif(torch.cuda.device_count() < 2 or not CUDA, reason="needs two CUDA devices")
+
+
+@two
+def test_nothing_is_put_on_the_first_gpu_for_a_run_on_the_second(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path)
+    settings.trainer.devices = "1,"
+    _, run, _ = run_tiny(settings)
+    assert run.device == torch.device("cuda", 1)
+    assert run.record("adaspec").history  # type: ignore[union-attr]
+
+
+@two
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_texts_of_the_second_gpu_are_the_cpus(temperature: float) -> None:
+    plain, warp, texts = build_tiny("llama"), LogitsWarper(temperature), []
+    for device in ("cuda:1", "cpu"):
+        own = there(plain, device)
+        inputs = MethodInputs(open_runner(own), warp, open_draft_runner(there(resembling(plain, 0.15), device), own))
+        out = decode(inputs.target, build("vanilla", inputs), warp, [3, 7, 1], max_new_tokens=16, rng=HostRng(0))
+        texts.append(out.ids)
+    assert texts[0] == texts[1]
+    assert temperature or texts[0] == generate(plain, [3, 7, 1], 16)
