@@ -15,7 +15,6 @@ from decode.progress import current
 from distill.config import EvaluationSettings
 from distill.config.base import Values
 from distill.data.dataset import Examples
-from distill.engine.servers import START
 from distill.export.card import PROFILE
 from distill.run import Run
 
@@ -31,8 +30,8 @@ def measure_served(run: Run) -> None:
         UserError: The engine does not start.
     """
     settings, chosen = run.settings, run.chosen(run.settings.export.choose)
-    how, teacher = cast(EvaluationSettings, settings.evaluation), settings.teacher
-    examples = Examples.of(run.corpus.test, how.decode_prompts)
+    how = cast(EvaluationSettings, settings.evaluation)
+    examples = Examples.of(run.corpus.test, max(1, how.decode_prompts))
     prompts = [ids for ids in map(examples.prompt, range(len(examples))) if ids]
     files = files_of(run.target, trust_remote_code=settings.target.trust_remote_code)
     ends = stop_ids(files, run.tokenizer)
@@ -42,7 +41,7 @@ def measure_served(run: Run) -> None:
     room = max(map(len, prompts)) + how.max_new_tokens + max(lengths) + 1
     engine = server.Engine(
         "vllm", str(run.served_folder), str(run.export), method, room, settings.target.dtype, threads=settings.threads,
-        seconds=START, arguments=tuple(teacher.engine.arguments),
+        seconds=3600.0,
     )  # fmt: skip
 
     def written(length: int | None) -> dict[float, list[ServedText]]:
