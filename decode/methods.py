@@ -382,8 +382,8 @@ def refusal(method: str, parts: Parts, *, stop: str | None = None, rule: str | N
             f"{method} drafts none; use exact, or {instead}"
         )
     if options.never_slower and not kind.priced and kind is not DRAFTERS["none"]:
-        known = ", ".join(name for name, (drafter, *_) in METHODS.items() if DRAFTERS[drafter].priced)
-        return f"never_slower has no cost model for {method}: leave the option out, or use one of {known}"
+        names = ", ".join(name for name, (drafter, *_) in METHODS.items() if DRAFTERS[drafter].priced)
+        return f"never_slower has no cost model for {method}: leave the option out, or use one of {names}"
     return ""
 
 

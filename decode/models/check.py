@@ -18,11 +18,8 @@ from decode.files import Fields
 from decode.models.api import Model, Read
 from decode.models.fast.forward import FastRunner, fast_runner
 from decode.models.fast.layout import supports
-from decode.models.heads.block import BlockHead
-from decode.models.heads.block_runner import BlockRunner
-from decode.models.heads.eagle import DraftHead, FeatureHead
-from decode.models.heads.mtp import MtpHead, MtpRunner
-from decode.models.heads.runner import HeadRunner
+from decode.models.heads.eagle import DraftHead
+from decode.models.heads.kinds import HEADS
 from decode.models.huggingface import CACHES, HuggingFaceRunner, arguments_of
 from decode.models.sources import decoder_of
 
@@ -107,12 +104,8 @@ def _unserved(model: PreTrainedModel, reason: str) -> UserError:
 
 def open_draft_runner(draft: PreTrainedModel | DraftHead, target: PreTrainedModel, pack: str = "off") -> Model:
     """The runner of a draft model or of a head."""
-    if isinstance(draft, FeatureHead):
-        return HeadRunner(draft, target, pack)
-    if isinstance(draft, BlockHead):
-        return BlockRunner(draft, target, pack)
-    if isinstance(draft, MtpHead):
-        return MtpRunner(draft, target)
+    if isinstance(draft, DraftHead):
+        return HEADS[draft.version].runner(draft, target, pack)
     return open_runner(draft, pack=pack, draft=True)
 
 

@@ -18,6 +18,8 @@ Precision = Literal[
     "transformer-engine-float16",
 ]  # fmt: skip
 Signal = Literal["auto", "hidden", "topk", "online", "vllm"]
+ENGINES = ("vllm",)
+"""Kinds of signal that a serving engine gives; `distill.engine.PROTOCOLS` has how."""
 Split = Literal["train", "validation", "test"]
 StudentKind = Literal[
     "scratch", "finetune", "lora", "as_is", "cut", "eagle", "eagle3", "dflash", "dspark", "dflash2",

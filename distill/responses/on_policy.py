@@ -46,7 +46,7 @@ class OnPolicy:
     seed: int  # of the choice and of the texts
     limit: int  # longest prompt and response together
     stop_ids: Collection[int]  # end-of-text tokens
-    add_columns: Callable[[Examples], None]  # puts the columns of frozen models into the examples of the texts
+    add_columns: Callable[[Sequence[Examples]], None]  # puts columns of frozen models into the texts
     label_tokens: int = 0  # labels of the steps so far, over all ranks
     counted: int = -1  # the last step whose labels were counted
     window: int = -1  # number of the rewriting that the texts are of
@@ -88,7 +88,7 @@ class OnPolicy:
         for rank, part in enumerate(places):
             examples = Examples.of(response_rows(prompts[rank], self.texts[rank], self.stop_ids))
             if rank == here:
-                self.add_columns(examples)
+                self.add_columns([examples])
             rows |= {place: (examples, number) for number, place in enumerate(part)}
         return rows
 

@@ -9,7 +9,7 @@ import torch
 from families import NEEDED, in_double, with_layers
 from heads import draft_of, drafted, filed_head, make_head, plain_block, plain_scores
 from plain_logits import head_logits
-from some_rows import TRAINING, attached, everything, from_lists, some_rows
+from some_rows import TRAINING, add_losses, attached, everything, from_lists, some_rows
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -26,11 +26,11 @@ from distill.data.dataset import label_mask
 from distill.drafts import block
 from distill.drafts.block import anchors_of, calibration_error, decay, temperatures
 from distill.drafts.eagle import FeatureDraft
-from distill.drafts.reference import keep_reference
 from distill.drafts.start import frequent, start_from_head, start_from_target
+from distill.kept import Kept
 from distill.losses.chunked import compare
 from distill.losses.divergences import Divergence
-from distill.signal.disk import keep_columns
+from distill.signal.kept import keep_columns
 from distill.signal.target import Signal
 from distill.training.modules import DistillModule
 
@@ -197,7 +197,7 @@ def test_every_row_in_parts_is_every_row_at_once(make, monkeypatch) -> None:
         cells.clear()
         monkeypatch.setattr(block, "CELLS", most)
         reads.clear()
-        keep_reference(draft, signal, made := texts(), Divergence("kl_tv"), "64-true")
+        add_losses(draft, signal, made := texts(), Divergence("kl_tv"), "64-true")
         kept.append(np.concatenate([made.columns["reference_loss"][i] for i in range(4)]))
     assert max(cells) <= most
     assert len(reads) == 1  # of the target, however many parts there are
@@ -289,9 +289,9 @@ def test_kept_signals_give_the_rows_of_the_target_beside_the_head(make, kind: st
     target = tiny("llama", num_hidden_layers=4)
     _, draft, online = make(kind, target=target)
     examples, kept = some_rows(5), Signal(target, form, draft.model, k=99)
-    keep_reference(draft, online, examples, Divergence("tv"), "32-true")
+    add_losses(draft, online, examples, Divergence("tv"), "32-true")
     wanted = draft.rows(everything(examples), online)
-    keep_columns(examples, kept.kept, kept.columns)
+    keep_columns(Kept(kept.columns), [examples], kept.kept)
     found = draft.rows(everything(examples), kept)
     for name in ("hidden", "at", "step", "weight", "reference", "target.mass", "target.learnable", "distance"):
         ours, theirs = (attrgetter(name)(rows) for rows in (found, wanted))
