@@ -24,7 +24,7 @@ from datasets import Dataset, Features, Value
 
 from decode.errors import UserError
 from decode.files import Fields
-from decode.incoming import HALVED, columnar_row, is_whole
+from decode.incoming import DROPPED, columnar_row, is_whole
 from decode.measure.arithmetic import problems
 from decode.measure.suites import PRESETS, Preset, Row, file_format, held_out, iter_rows, load_hub, messages_of
 from distill.config.data import DataSettings
@@ -123,7 +123,7 @@ def _shaped(rows: Iterable[Row], shape: Shape, left_out: LeftOut) -> Iterator[Ro
         if is_whole(shaped):
             yield empty | shaped | {"number": number}
         else:
-            left_out.append((HALVED, number, ""))
+            left_out.append((DROPPED, number, ""))
 
 
 def _divide(rows: SourceRows) -> None:

@@ -123,7 +123,7 @@ def test_each_split_has_its_share_of_a_files_prompts_and_the_target_writes_the_r
     of_file = [sum("wood" in text or text.endswith("!") for text in texts(splits[split])) for split in ORDER]
     assert of_file == [2, 2, 6]
     assert sum("topic0 " in text for split in ORDER for text in texts(splits[split])) <= 1
-    assert notes[0] == f"prompts from {path}: 1 row with half a character (a lone surrogate) dropped (row 12)"
+    assert notes[0] == f"prompts from {path}: 1 row with a lone surrogate dropped (row 12)"
     assert notes[1] == f"prompts from {path}: 10 used, 1 dropped as repetitions, 1 rows without a prompt"
     few = settings(file=str(path))
     few.train_examples, few.validation_examples, few.test_examples = 4, 2, 2
