@@ -5,8 +5,6 @@ from pathlib import Path
 
 import torch
 
-from decode.commands.cli import check_writable
-from decode.engines import server
 from decode.errors import UserError
 from decode.models.heads.eagle import output_head
 from decode.models.heads.mtp import MTP
@@ -14,7 +12,7 @@ from distill import ranks
 from distill.data.dataset import Examples
 from distill.drafts.language_model import kept_layers
 from distill.drafts.start import check_states, start_from_head
-from distill.engine.servers import Engine, answer_ids
+from distill.engine.servers import answer_ids
 from distill.files import free_bytes
 from distill.networks.models import (
     check_quantization,
@@ -84,42 +82,26 @@ def _check_machine(run: Run) -> None:
 
 
 def check_engine(run: Run) -> None:
-    """Refuse before anything is trained servers that do not answer, and an engine that cannot be started.
+    """Refuse before anything is trained servers that do not answer.
 
     Raises:
         UserError: With the next step.
     """
     settings, teacher = run.settings, run.settings.teacher
-    given, length = teacher.engine, settings.data.max_length
     if not (teacher.served or teacher.in_engine):
         return
     check_length(run)
-    if not given.urls:
-        try:
-            check_writable(given.folder)
-        except UserError as error:
-            raise UserError(f"teacher.engine.folder: {error}") from error
-        server.check_engine("vllm")
-        if (most := run.bytes_in_flight) > (free := free_bytes(Path(given.folder))):
+    length, engine = settings.data.max_length, run.engine
+    for number, model in enumerate(engine.models):
+        if teacher.served and not (run.work / "responses").exists():
+            answer_ids(engine.complete(number, [1], tries=1, max_tokens=1, temperature=0.0))
+        if model.context is not None and model.context < length:
             raise UserError(
-                f"states in flight take up to {most / 1e9:.2f} GB and {free / 1e9:.2f} GB are free in {given.folder}: "
-                "lower teacher.engine.in_flight, or set teacher.engine.folder to a fast disk"
+                f"{model.url} serves texts of {model.context} tokens and data.max_length is {length}: start it "
+                f"with --max-model-len {length}, or lower data.max_length"
             )
-        return
-    engine = Engine(given.urls, given)
-    try:
-        for number, model in enumerate(engine.models):
-            if teacher.served and not (run.work / "responses").exists():
-                answer_ids(engine.complete(number, [1], tries=1, max_tokens=1, temperature=0.0))
-            if model.context is not None and model.context < length:
-                raise UserError(
-                    f"{model.url} serves texts of {model.context} tokens and data.max_length is {length}: start it "
-                    f"with --max-model-len {length}, or lower data.max_length"
-                )
-            if teacher.in_engine and Path(model.name).name != run.served_folder.name:
-                run.line(f"{model.url} serves {model.name}, and the target is {run.served_folder}")
-    finally:
-        engine.close()
+        if teacher.in_engine and Path(model.name).name != run.served_folder.name:
+            run.line(f"{model.url} serves {model.name}, and the target is {run.served_folder}")
 
 
 def check_length(run: Run) -> None:

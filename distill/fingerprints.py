@@ -12,7 +12,7 @@ from typing import Any
 from distill import ranks
 from distill.config import Settings
 from distill.config.base import Values
-from distill.data.sources import local_files
+from distill.data.sources import data_files, source_files
 from distill.files import files_state, fingerprint
 
 VERSION = 4
@@ -57,7 +57,7 @@ READ: dict[str, tuple[str, ...]] = {
 UNREAD = (
     "name", "output_dir", "tracker", "tags", "upload", "data.loader_workers", "target.device_map",
     "target.trust_remote_code",
-    "student.trust_remote_code", "teacher.engine.in_flight", "teacher.engine.folder", "trainer.strategy",
+    "student.trust_remote_code", "teacher.engine.in_flight", "trainer.strategy",
     "trainer.gradient_checkpointing", "trainer.validation_examples",
 )  # fmt: skip
 """Settings that change no result, or by no more than rounding; and the number of examples by which a checkpoint was
@@ -146,7 +146,7 @@ def measurement_fingerprint(settings: Settings) -> str:
 
 def _local(settings: Settings) -> list[str]:
     """Return the files of a data source that is no data set of the Hub."""
-    return [] if settings.data.from_target else list(chain(*local_files(settings.data.source).values()))
+    return source_files(settings.data)
 
 
 def _value(settings: Settings, name: str, stage: str) -> Any:
@@ -177,7 +177,7 @@ def _value(settings: Settings, name: str, stage: str) -> Any:
         case "data.source":
             return value, files_state(_local(settings))
         case "data.files":
-            return value, files_state(value.values())
+            return value, files_state(data_files(settings.data))
         case "data.prompts":
             return asdict(value), files_state([value.file])
         case "data.tokenizer" | "target.model" | "student.model":

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import shlex
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,10 +16,9 @@ from decode.progress import working
 from distill import ranks
 from distill.checks import check_engine, check_length, signal_sizes
 from distill.config import Settings
-from distill.config.base import Signal, Values, change
+from distill.config.base import ENGINES, Signal, Values, change
 from distill.data.chat import show
 from distill.engine.check import holds
-from distill.engine.servers import CONNECTOR, arguments
 from distill.export.card import PROFILE, add_measurements, exported_facts
 from distill.export.draft import check_export_path, check_gguf, export_draft, export_gguf
 from distill.export.head import export_head
@@ -132,20 +130,20 @@ def show_example(settings: Settings, console: Console | None = None) -> None:
 def check_command(run: Run) -> None:
     """``python -m distill check-engine``: print the command of a server, then compare every layer."""
     if not run.settings.teacher.in_engine:
-        raise UserError(f"teacher.signal is {run.settings.teacher.signal}, and check-engine is about vllm: set it so")
+        kinds = " and ".join(ENGINES)
+        raise UserError(
+            f"teacher.signal is {run.settings.teacher.signal}, and check-engine is about {kinds}: set it so"
+        )
     with alone_in(run):
         check_length(run)
         run_stages(run, ("target",), check=False)
-        given = shlex.join(arguments(run.engine_layers, "/dev/shm/states"))
-        served = (
-            f"PYTHONPATH={CONNECTOR} vllm serve {run.served_folder} "
-            f"--max-model-len {run.settings.data.max_length} --generation-config vllm {given}"
-        )
+        length, given = run.settings.data.max_length, run.settings.teacher.engine.arguments
+        served = run.protocol.command(run.served_folder, run.engine_layers, length, given)
         run.console.print(f"a server for these settings, for teacher.engine.urls:\n{served}", soft_wrap=True)
         megabytes = run.bytes_in_flight / 1e6
         run.console.print(f"its states take at most {megabytes:.1f} MB in the folder at a time", soft_wrap=True)
         if not run.settings.teacher.engine.urls:
-            run.captured_layers = list(range(run.target_config.num_hidden_layers))  # to name the first one that differs
+            return
         try:
             check_engine(run)
             _ = run.states  # compares as it is opened
@@ -214,6 +212,9 @@ def measure(run: Run) -> Values:
                 return {}
             if report and profile.get("served"):
                 write_report(run.folder, report)  # the page shows what serve-check added
+            if report and settings.upload:
+                run.logger = tried(run.logger, run.line)
+                log_report(run.logger, report, run.folder, upload=True)
             return report
         run.line("the report or the export is not as it was written, and is made again")
     run.logger = tried(run.logger, run.line)

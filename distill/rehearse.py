@@ -42,7 +42,10 @@ from distill.signal.target import BYTES
 from distill.stages import run_stages
 from distill.training.trainer import peak_memory
 
-ALONE = {"trainer__devices": 1, "trainer__num_nodes": 1, "trainer__strategy": "auto", "tracker": "none"}
+ALONE = {"trainer__devices": 1, "trainer__num_nodes": 1, "trainer__strategy": "auto"} | {
+    "tracker": "none",
+    "upload": False,
+}
 """Settings of every rehearsal; ``__`` stands for a dot."""
 
 

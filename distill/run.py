@@ -38,10 +38,11 @@ from distill.config.base import START, Values
 from distill.data.corpus import Corpus, load_corpus
 from distill.data.dataset import Examples
 from distill.data.prompts import Continue, PromptWriter, continued_by, continued_here
+from distill.engine import PROTOCOLS
 from distill.engine.check import SAMPLED, check_samples, check_states, holds
-from distill.engine.servers import Engine, opened
-from distill.engine.states import StateFiles, layers_for
-from distill.files import files_state, fingerprint, only_one, remove, sizes
+from distill.engine.servers import Engine
+from distill.engine.states import Protocol, StateFiles, layers_for
+from distill.files import files_state, only_one, remove, sizes
 from distill.networks.models import config_of, hollow_target, open_placed, source_folder
 
 ACCOUNT = ("optimiser_steps", "examples", "teacher_tokens", "selected_tokens", "cumulative_teacher_tokens")
@@ -178,7 +179,7 @@ class Run:
                 made_from |= {"target": files_state([model]) or model, "served": self.settings.teacher.served}
                 sampler = PromptWriter(
                     made_from,
-                    self.work / "prompts" / "samples.jsonl",
+                    self.work / "prompts",
                     partial(self._prompt_writer, model),
                     self.line,
                     self.prompts_together,
@@ -259,13 +260,21 @@ class Run:
 
     @cached_property
     def engine(self) -> Engine:
-        """The engine that the target stands in, which is started at the first use and ends with `close`."""
-        settings, given = self.settings, self.settings.teacher.engine
-        layers = self.engine_layers if settings.teacher.in_engine else []
-        if not given.urls:
-            self.line(f"vLLM is started for {self.served_folder} [dim](minutes)[/dim]")
-        place = settings.target, self.served_folder, layers, settings.data.max_length, self.work, settings.threads
-        return self._opened.enter_context(opened(given, *place))
+        """The engine that the target stands in."""
+        settings = self.settings.teacher.engine
+        if not settings.urls:
+            raise UserError(
+                "teacher.engine.urls is empty, and the target stands in an engine: start a server with the command "
+                "that python -m distill check-engine prints for this configuration, and give its address"
+            )
+        engine = Engine(settings.urls, settings)
+        self._opened.callback(engine.close)
+        return engine
+
+    @property
+    def protocol(self) -> Protocol:
+        """How the engine gives states away."""
+        return PROTOCOLS[self.settings.teacher.signal]
 
     @property
     def engine_layers(self) -> list[int]:
@@ -274,7 +283,7 @@ class Run:
 
     @property
     def bytes_in_flight(self) -> int:
-        """The most that files of states take in `distill.config.teacher.EngineSettings.folder`."""
+        """The most that files of states take in the folder through which they pass."""
         settings, width = self.settings, int(self.target_config.hidden_size)
         tokens = settings.teacher.engine.in_flight * settings.data.max_length
         return tokens * len(self.engine_layers) * width * DTYPES[settings.target.dtype].itemsize
@@ -293,14 +302,10 @@ class Run:
 
     @cached_property
     def states(self) -> StateFiles:
-        """The target's states out of the engine, after a check on a few texts by the process that started it."""
-        served = files_state([str(self.served_folder)]), self.settings.teacher.arguments
-        folder = self.work / "states" / fingerprint(*served)
-        for other in (path for path in folder.parent.glob("*") if path != folder and ranks.is_first()):
-            remove(other)  # of another target
-        files = StateFiles(self.engine, self.engine_layers, folder)
+        """The target's states out of the engine, after a check on a few texts by the first process."""
+        files = StateFiles(self.engine, self.engine_layers, self.protocol)
         self._opened.callback(files.close)
-        if self.engine.log is not None or (self.settings.teacher.engine.urls and ranks.is_first()):
+        if ranks.is_first():
             self.check_states(files)
         return files
 
@@ -319,7 +324,7 @@ class Run:
             check_samples(files, parts, [ids for ids in prompts if ids], warp, self.line)
 
     def close(self) -> None:
-        """End the engine, if it was started."""
+        """Close the connections to the engine."""
         self._opened.close()
         for name in ("engine", "states"):
             self.__dict__.pop(name, None)

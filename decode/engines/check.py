@@ -100,9 +100,9 @@ def acceptance(target: PreTrainedModel, draft: DraftModel, texts: Sequence[Text]
     for prompt, new in texts:
         ids = [*prompt, *new]
         if new and len(ids) + depth <= limit:
-            given = torch.tensor([ids], device=target.device)
+            batch = torch.tensor([ids], device=target.device)
             with using_config(target, GenerationConfig(max_new_tokens=depth, do_sample=False, pad_token_id=0)):
-                ids = target.generate(given, attention_mask=torch.ones_like(given))[0].tolist()
+                ids = target.generate(batch, attention_mask=torch.ones_like(batch))[0].tolist()
         read.append((ids, len(prompt)))
     accepted: Accepted = [[[]] for _ in texts]
     right = 0
@@ -144,8 +144,8 @@ def predicted_drafts(
     while start < length:
         k, n = min(draft_length, len(accept[0]) - start, budget - start - 1), 0
         while n < k and not (ended and n + 1 < k and start + n == length - 1):
-            known = beyond is None or start + n < length
-            if not (accept[min(n, len(accept) - 1)][start + n] if known else beyond):
+            in_text = beyond is None or start + n < length
+            if not (accept[min(n, len(accept) - 1)][start + n] if in_text else beyond):
                 break
             counted.accepted[n] += 1
             n += 1

@@ -14,7 +14,7 @@ from decode.core.round import clustered_ratio
 from decode.core.sampling import LogitsWarper
 from decode.core.verify import overlap
 from decode.measure.statistics import p_value
-from decode.models.heads.block import BlockHead
+from decode.models.heads.eagle import DraftHead
 from decode.models.open import DraftModel
 from decode.models.texts import ForcedText, TeacherForcedLogits, teacher_forced
 
@@ -87,7 +87,8 @@ def offline_alphas(
         and of block heads all, and those of all shorter drafts too.
     """
     texts = [(ids, prompt_length) for ids, prompt_length in texts if len(ids) > prompt_length]
-    longest = max((draft.drafts for draft in drafts.values() if isinstance(draft, BlockHead)), default=0)
+    blocks = [draft for draft in drafts.values() if isinstance(draft, DraftHead) and draft.kind == "block"]
+    longest = max((draft.drafts or 0 for draft in blocks), default=0)
     whole, numbers, found = max(depth, longest), prompt_numbers(texts), defaultdict[int, ByDraft](dict)
     for forced in teacher_forced(target, drafts, texts, depth=whole, shorter=range(1, longest)):
         place, ids, at = forced.number, texts[forced.number][0], forced.at

@@ -64,22 +64,22 @@ def other_load() -> Iterator[Fields]:
 
     The fields are ``load`` and ``cores``, from the end of the block on.
     """
-    seen, cores, before = Fields(), os.cpu_count() or 1, _times()
+    noted, cores, before = Fields(), os.cpu_count() or 1, _times()
     try:
-        yield seen
+        yield noted
     finally:
-        clock, own, used = (after - start for after, start in zip(_times(), before))
-        load = max(0.0, (used - own) / max(clock, 1e-9))
+        clock, process, used = (after - start for after, start in zip(_times(), before))
+        load = max(0.0, (used - process) / max(clock, 1e-9))
         if used > FULL * cores * clock:  # time in use does not show how many wait for it
             load = max(load, psutil.getloadavg()[0] - torch.get_num_threads())
-        seen |= {"load": load, "cores": cores}
+        noted |= {"load": load, "cores": cores}
 
 
 def conditions(row: Mapping[str, Any]) -> str:
     """What stands beside an interval: the number of timed prompts, and the load of the machine by other programs."""
     prompts, load = row.get("prompts"), row.get("load")
-    said = [] if prompts is None else [f"{prompts} prompt{'s' * (prompts != 1)}"]
-    return ", ".join(said if load is None else [*said, f"load {round(load, 1):g} on {row['cores']} cores"])
+    parts = [] if prompts is None else [f"{prompts} prompt{'s' * (prompts != 1)}"]
+    return ", ".join(parts if load is None else [*parts, f"load {round(load, 1):g} on {row['cores']} cores"])
 
 
 def doubt(row: Mapping[str, Any]) -> str:

@@ -222,8 +222,8 @@ class Settings:
              "and target.quantization to null, and give such options as teacher.engine.arguments"),
             (stands and head and engine.keep == "topk", "teacher.engine.keep", "and heads learn from whole "
              "distributions here: set it to bfloat16 or float8"),
-            (engine.arguments and (engine.urls or not stands), "teacher.engine.arguments", "for an engine that the run "
-             "starts, with teacher.signal vllm and without urls"),
+            (engine.arguments and not (stands or engine.urls), "teacher.engine.arguments", "for servers of the target, "
+             "with teacher.engine.urls"),
             (prompts and self.drafts and not responses.from_target, "data.source", "whose prompts have no answers: set "
              "teacher.responses.source to target"),
             (prompts and early, "target.kind", "which trains it on answers to data.source target that it has yet to "
@@ -283,6 +283,8 @@ class Settings:
         refuse(
             self,
             (not names, "drafts", "expected at least one, such as drafts: {distillspec: {}}"),
+            (self.upload and not (measured and self.tracker == "wandb"), "upload", "which needs tracker wandb and an "
+             "evaluation"),
             (self.export.choose not in ("best", *names), "export.choose", f"expected best or one of {names}"),
             (head and student.steps < 1, "student.block.size", "which leaves no token to draft: raise it to 2 or more"),
             (kind == "dflash" and student.block.markov_rank, "student.block.markov_rank", "and a dflash head "

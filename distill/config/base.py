@@ -18,13 +18,15 @@ Precision = Literal[
     "transformer-engine-float16",
 ]  # fmt: skip
 Signal = Literal["auto", "hidden", "topk", "online", "vllm"]
+ENGINES = ("vllm",)
+"""Kinds of signal that a serving engine gives; `distill.engine.PROTOCOLS` has how."""
 Split = Literal["train", "validation", "test"]
 StudentKind = Literal[
-    "scratch", "finetune", "lora", "as_is", "cut", "eagle", "eagle3", "dflash", "dspark", "dflash2", "lilicorr",
+    "scratch", "finetune", "lora", "as_is", "cut", "eagle", "eagle3", "dflash", "dspark", "dflash2",
     "mtp",
 ]  # fmt: skip
 
-BLOCKS = ("dflash", "dspark", "dflash2", "lilicorr")
+BLOCKS = ("dflash", "dspark", "dflash2")
 HEADS = ("eagle", "eagle3", *BLOCKS, "mtp")
 """Kinds of students that are heads on the target's hidden states."""
 SHARDED = ("fsdp",)

@@ -144,7 +144,7 @@ class TargetSettings(ModelSettings):
 
 @dataclass
 class BlockSettings:
-    """Shape and training of a block head (student.kind dflash, dspark, dflash2 or lilicorr)."""
+    """Shape and training of a block head (student.kind dflash, dspark or dflash2)."""
 
     layers: PositiveInt = 2
     """Decoder layers. Published heads have 5; they are read once a block, so that a few more cost little."""
@@ -155,7 +155,7 @@ class BlockSettings:
     anchors: PositiveInt = 32
     """Blocks of a text that are trained at a step, drawn anew each time. Published: 512 for long texts."""
     markov_rank: PositiveInt | None = None
-    """Rank of what scores tokens by those before, of lilicorr its width. null: 64. Published: 256, of lilicorr 1024."""
+    """Rank of what scores tokens by those before. null: 64. Published: 256."""
     window: PositiveInt | None = None
     """Tokens that a slot sees, itself included, at least a block. null: all. SGLang does not read it."""
     causal: bool = False
@@ -171,7 +171,7 @@ class StudentSettings(ModelSettings):
 
     kind: StudentKind = "scratch"
     """A language model (scratch to cut) or a head: eagle (on the target's last state), eagle3 (on three), dflash
-    (drafts a block), dspark, dflash2, lilicorr (a block whose tokens depend on each other: docs/heads.md), mtp
+    (drafts a block), dspark, dflash2 (a block whose tokens depend on each other: docs/heads.md), mtp
     (the target's next-token layers)."""
     layers: PositiveInt | list[NonNegativeInt] = 1
     """cut: number of the target's layers that are kept, spread evenly, or a list of layers, from 0."""

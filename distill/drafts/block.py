@@ -1,8 +1,7 @@
 """Block heads in training: the drafted tokens of many blocks of each text, all at once; and their calibration."""
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -10,7 +9,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.models.heads.block import BlockHead, Slots
+from decode.models.heads.block import BlockHead
 from decode.models.heads.block_config import block_config, mask_token
 from distill.config.base import Values
 from distill.config.models import StudentSettings
@@ -27,16 +26,12 @@ CELLS = 1 << 26
 
 
 RANK = 64  # of a scorer, unless the settings say another one
-LATTICE = 0.25  # LiLiCorr: weight of the cross-entropy of its choice, and of the target's preference for the text
 CHUNK = 1 << 26  # most bytes of logits of all ids from which candidates are chosen at once
 IMPOSSIBLE = 40.0  # what logits of other ids are lowered by where q is measured, so that divergences stay finite
 
 
 class CandidateHead(LMHead):
-    """An output head for measuring a choice among candidates: other ids are not drafted.
-
-    What stands behind the states are a lattice's scores, of a selector what its weight multiplies.
-    """
+    """An output head for measuring a choice among candidates: other ids are not drafted."""
 
     count: int  # of candidates
 
@@ -45,16 +40,16 @@ class CandidateHead(LMHead):
         width = self.linear.in_features
         unary, scores = LMHead.of(self.linear).products(hidden[:, :width], vocab), hidden[:, width:]
         best, kept = unary.topk(min(self.count, vocab), -1)
-        if self.markov is not None:
-            scores = best + (self.markov[kept].to(scores.dtype) @ scores[..., None])[..., 0]
+        assert self.markov is not None
+        scores = best + (self.markov[kept].to(scores.dtype) @ scores[..., None])[..., 0]
         return (unary - IMPOSSIBLE).scatter(1, kept, scores.to(unary.dtype))
 
 
 class BlockDraft:
     """A block head: a row for each slot of blocks that begin at some label tokens.
 
-    A selector and a lattice are trained beside the divergence, which is that of the head without them, by losses of
-    their choice among the candidates; validation measures what is drafted with them.
+    A selector is trained beside the divergence, which is that of the head without it, by a loss of its choice among
+    the candidates; validation measures what is drafted with it.
 
     Attributes:
         model: Is trained.
@@ -115,18 +110,15 @@ class BlockDraft:
         at, step = (mask.flatten().cumsum(0) - 1).view_as(mask)[place][live], kept % drafts
         weight = decay(step, drafts)
         weight = weight / weight.mean()
-        output, chooses, lattice = signal.head, head.candidates > 0, head.lilicorr is not None
+        output, chooses = signal.head, head.candidates > 0
         markov = None if head.markov_head is None else head.markov_head.markov_w2.weight
-        if selected and lattice:
-            states = torch.cat([states, lattice_scores(head, slots, known, output, table)], -1)
         states = states.flatten(0, 1).index_select(0, kept)
         hidden = states
         if chooses and not selected:
             hidden = states[:, : head.config.hidden_size]
         elif chooses or markov is not None:
             kind = CandidateHead if chooses else LMHead
-            finish = (1.0, None) if lattice else (output.scale, output.cap)  # a lattice's scores are behind it
-            output = kind.of(output.linear, *finish, markov)
+            output = kind.of(output.linear, output.scale, output.cap, markov)
             if isinstance(output, CandidateHead):
                 output.count = head.candidates
         if confidence is not None:
@@ -135,11 +127,7 @@ class BlockDraft:
         if selected or not torch.is_grad_enabled():
             return rows
         assert rows.weight is not None
-        if lattice:
-            truth = functional.pad(ids, (0, drafts)).gather(1, (after + 1).flatten(1)).view_as(after).flatten(0, 1)
-            losses = lattice_loss(head, slots, truth, live.flatten(0, 1), signal.head, table, rows.target.at(at))
-            rows.distance = losses * rows.weight
-        elif chooses:
+        if chooses:
             rows.distance = selector_loss(head, states, output, rows.target, at) * rows.weight
         return rows
 
@@ -147,61 +135,6 @@ class BlockDraft:
 def rows_at_once(vocab: int) -> int:
     """Returns of how many rows logits of all ids may be in memory."""
     return max(64, CHUNK // (4 * vocab))
-
-
-def _of_blocks(head: BlockHead, slots: Slots, output: LMHead, *beside: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Yields a few blocks at a time, with what stands beside them."""
-    count = max(8, rows_at_once(output.vocab) // head.drafts)
-    for part in zip(*(x.split(count) for x in (slots.states, slots.context, slots.there, *beside))):
-        yield Slots(*part[:3]), *part[3:]
-
-
-@torch.no_grad()
-def lattice_scores(head: BlockHead, slots: Slots, known: Tensor, output: LMHead, table: Tensor) -> Tensor:
-    """Returns a lattice's scores of its candidates given the text, ``[blocks, drafts, k]``: see `BlockHead.walked`."""
-    made = [head.walked(output(some.states), some, before, table)[1]
-            for some, before in _of_blocks(head, slots, output, known)]  # fmt: skip
-    return torch.cat(made)
-
-
-def lattice_loss(
-    head: BlockHead, slots: Slots, truth: Tensor, live: Tensor, output: LMHead, table: Tensor, target: TargetRows
-) -> Tensor:
-    """Returns a lattice's loss of every live slot, ``[rows]``; 0 from the first token of a text that is no candidate.
-
-    It is the cross-entropy of the text's token among the candidates, given the token before, and the mean over the
-    candidates, by their probabilities, of how much likelier the target finds the text's token.
-
-    Args:
-        head: The head.
-        slots: Of blocks.
-        truth: The text's token of each slot that drafts, ``[blocks, drafts]``.
-        live: Which slots count, ``[blocks, drafts]``.
-        output: The target's output head, of the ids that are drafted.
-        table: The target's embedding.
-        target: The target's distributions of the live slots.
-    """
-
-    def loss(states: Tensor, some: Slots, truth: Tensor, live: Tensor, target: TargetRows) -> Tensor:
-        kept, pairs = head.pairs(output(states), replace(some, states=states), table)
-        at, there = head.places(kept, truth)
-        counts = (there & live).cumprod(1).bool()
-        before = at.roll(1, 1)[..., None, None].expand(-1, -1, 1, pairs.shape[-1])
-        scores = pairs.gather(2, before)[:, :, 0][live].float()
-        losses = functional.cross_entropy(scores, at[live], reduction="none")
-        if target.values is not None and target.ids is None:
-            with torch.no_grad():
-                log_p = target.log_probs(min(output.vocab, target.vocab)).float().gather(1, kept[live])
-                lost = (log_p.gather(1, at[live][:, None]) - log_p).relu()
-            losses = losses + (scores.softmax(-1) * lost).sum(-1)
-        return LATTICE * losses * counts[live]
-
-    losses, done = list[Tensor](), 0
-    for some, tokens, mask in _of_blocks(head, slots, output, truth, live):
-        rows = torch.arange(done, done + int(mask.sum()), device=mask.device)
-        part, done = (some.states, some, tokens, mask, target.at(rows)), done + len(rows)
-        losses.append(cast(Tensor, checkpoint(loss, *part, use_reentrant=False)))
-    return torch.cat(losses)
 
 
 def selector_loss(head: BlockHead, states: Tensor, output: LMHead, target: TargetRows, at: Tensor) -> Tensor:

@@ -1,35 +1,28 @@
 """The reference's divergence at every label token, which AdaSPEC's selection compares the draft's with."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from distill.data.dataset import REFERENCE, Batch, Examples, Shapes, label_mask
+from distill.data.dataset import REFERENCE, Batch, label_mask
 from distill.drafts.block import BlockDraft
 from distill.drafts.eagle import FeatureDraft
 from distill.drafts.language_model import LanguageModelDraft
+from distill.kept import Shapes
 from distill.losses.chunked import compare
 from distill.losses.divergences import Divergence
 from distill.networks.models import forward_precision
-from distill.signal.disk import keep_columns
+from distill.signal.kept import Compute
 from distill.signal.target import Signal
 
 Draft = LanguageModelDraft | FeatureDraft | BlockDraft
 
 
-def keep_reference(
-    reference: Draft,
-    signal: Signal,
-    examples: Examples,
-    divergence: Divergence,
-    precision: str,
-    *where: Any,
-) -> None:
-    """Adds the reference's losses to the examples: see `keep_columns`. With them ΔL needs no reference model any more.
+def reference_losses(
+    reference: Draft, signal: Signal, divergence: Divergence, precision: str
+) -> tuple[Shapes, Compute]:
+    """The column of the reference's losses, and what computes it. With it ΔL needs no reference model any more.
 
-    The draft's side of ΔL is computed in the trainer's ``precision``. ``where`` has folder, name, key and what expects
-    the texts.
+    The draft's side of ΔL is computed in the trainer's ``precision``.
     """
     device = next(reference.model.parameters()).device
     steps = reference.depth if reference.blocks else getattr(reference, "steps", 1)
@@ -47,5 +40,4 @@ def keep_reference(
                 table[rows.at, rows.step] = values
         return {REFERENCE: table.cpu()}
 
-    shapes: Shapes = {REFERENCE: ((steps,), "float32")}
-    keep_columns(examples, losses, shapes, *where)
+    return {REFERENCE: ((steps,), "float32")}, losses

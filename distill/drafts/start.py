@@ -31,7 +31,9 @@ def frequent(rows: Examples, count: int, vocab: int) -> tuple[Tensor, float]:
 
     Ties are broken by the ids, as is the order of tokens that never occur.
     """
-    counts = np.bincount(rows.labels[rows.labels >= 0], minlength=vocab)
+    counts = np.zeros(vocab, np.int64)
+    for labels in rows.labels.chunks:
+        counts += np.bincount(labels[labels >= 0], minlength=vocab)
     ids = np.sort(np.argsort(-counts, kind="stable")[:count])
     return torch.from_numpy(ids), float(counts[ids].sum() / max(1, counts.sum()))
 

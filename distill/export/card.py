@@ -23,7 +23,7 @@ Report = Mapping[str, Any]  # of a run, or a part of it
 Facts = dict[str, Any]
 HERE = Path(__file__).parent
 PROFILE = "speculation_profile.json"
-KINDS: dict[int | str, str] = {1: "eagle", 3: "eagle3", "dflash2": "dflash", "lilicorr": "dflash"}
+KINDS: dict[int | str, str] = {1: "eagle", 3: "eagle3", "dflash2": "dflash"}
 KINDS |= {name: name for name in ("dflash", "dspark", "mtp")}
 """Kinds of heads, by their version, as engines call them: they tell DFlash 2 from DFlash by the architecture."""
 ON_GPU = "vLLM runs it on a GPU only: its CPU build refuses DSpark."

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from decode.core.loop import decode
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.verify import Fuzzy
 from decode.errors import UserError
+from decode.loop import decode
 from decode.methods import MethodInputs, build
 from decode.models.check import open_draft_runner, open_runner
 from decode.models.heads.eagle import DraftHead
@@ -46,7 +46,7 @@ class OnPolicy:
     seed: int  # of the choice and of the texts
     limit: int  # longest prompt and response together
     stop_ids: Collection[int]  # end-of-text tokens
-    add_columns: Callable[[Examples], None]  # puts the columns of frozen models into the examples of the texts
+    add_columns: Callable[[Sequence[Examples]], None]  # puts columns of frozen models into the texts
     label_tokens: int = 0  # labels of the steps so far, over all ranks
     counted: int = -1  # the last step whose labels were counted
     window: int = -1  # number of the rewriting that the texts are of
@@ -88,7 +88,7 @@ class OnPolicy:
         for rank, part in enumerate(places):
             examples = Examples.of(response_rows(prompts[rank], self.texts[rank], self.stop_ids))
             if rank == here:
-                self.add_columns(examples)
+                self.add_columns([examples])
             rows |= {place: (examples, number) for number, place in enumerate(part)}
         return rows
 
@@ -141,7 +141,7 @@ def head_texts(
             MethodInputs(runner, warp, drafter, options=MethodOptions(draft_length=depth)),
         )
         method.rule = Fuzzy(threshold=1.0)  # takes every drafted token: no divergence is larger than ln 2
-        rng = TorchRng(int(draws(number, 1)[0] * 2**53), runner.device)
+        rng = TorchRng(int(draws(number, 1)[0] * 2**53))
         made = decode(runner, method, warp, prompt, max_new_tokens=limit, stop_ids=stop_ids, rng=rng)
         texts.append(made.new_ids)
     return texts

@@ -25,11 +25,11 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from decode.core.draft import Draft
-from decode.core.loop import Method, Text, decode, run
 from decode.core.round import Round, metrics
 from decode.core.sampling import LogitsWarper
 from decode.core.stop import StopRule
 from decode.drafters.base import NoDrafter
+from decode.loop import Method, Text, decode, run
 from decode.measure.acceptance import offline_alphas
 from decode.models.check import open_runner
 from decode.models.fast.cache import KVCache, NewTokens, Row
@@ -89,7 +89,7 @@ def prompt_memory(length: int) -> dict[str, float]:
 
 def trace(texts: int) -> dict[str, float]:
     """Metrics of so many texts of 60 rounds."""
-    draft = Draft.chain(torch.arange(3))
+    draft = Draft(range(3))
     rounds = [[Round(draft, [0], 5, [0, 5], overlap=[0.9, 0.4]) for _ in range(60)] for _ in range(texts)]
     return {"seconds": seconds(lambda: metrics(rounds))}
 
@@ -125,7 +125,7 @@ class Wide(NoDrafter):
     """Drafts a tree of 60 nodes."""
 
     def draft(self, request: Any) -> Draft:
-        return Draft.tree(list(range(60)), [i - 3 if i > 2 else -1 for i in range(60)])
+        return Draft(list(range(60)), [i - 3 if i > 2 else -1 for i in range(60)])
 
 
 def penalty(length: int) -> dict[str, float]:

@@ -37,13 +37,14 @@ from distill.config import DraftSettings, Settings
 from distill.data.chat import IGNORE
 from distill.data.dataset import DistillDataModule, Examples, Schedule, TrainingBatches
 from distill.drafts.language_model import LanguageModelDraft
-from distill.drafts.reference import keep_reference
+from distill.drafts.reference import reference_losses
+from distill.kept import Kept
 from distill.losses.divergences import Divergence
 from distill.losses.selection import share
 from distill.networks.models import load_or_build, make_optimizer, make_schedule
 from distill.pipeline import with_formats
 from distill.run import Run
-from distill.signal.disk import keep_columns
+from distill.signal.kept import keep_columns
 from distill.signal.target import Signal
 from distill.training.modules import DistillModule
 from distill.training.trainer import fit, peak_memory
@@ -150,9 +151,10 @@ def measure(settings: Settings, steps: int, rounds: int, console: Console) -> di
             target.to(device), "hidden" if kind == "auto" else kind, vocab=vocab, k=settings.teacher.signal_k
         )
         if signal.kind != "online":
-            keep_columns(kept, signal.kept, signal.columns)
+            keep_columns(Kept(signal.columns), [kept], signal.kept)
         frozen, precision = LanguageModelDraft(reference.to(device), 1), settings.trainer.precision
-        keep_reference(frozen, signal, kept, Divergence(draft.divergence), precision)
+        shapes, losses = reference_losses(frozen, signal, Divergence(draft.divergence), precision)
+        keep_columns(Kept(shapes), [kept], losses)
         prepared = time.perf_counter() - began
         module = DistillModule(
             LanguageModelDraft(student.train(), 1), signal, training, steps, settings=draft, seed=settings.seed

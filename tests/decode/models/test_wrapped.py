@@ -11,9 +11,9 @@ from greedy import PROMPTS, assert_decodes, generate
 from scripted import Oracle
 from transformers import AutoModelForCausalLM, Blip2Config, Blip2ForConditionalGeneration, T5Config
 
-from decode.core.loop import Method
 from decode.core.stop import StopRule
 from decode.errors import UserError
+from decode.loop import Method
 from decode.models.check import open_runner
 from decode.models.open import load_config, load_model
 from distill.drafts.language_model import cut

@@ -9,7 +9,7 @@ import torch
 from families import NEEDED, in_double, with_layers
 from heads import draft_of, drafted, filed_head, make_head, plain_block, plain_scores
 from plain_logits import head_logits
-from some_rows import TRAINING, attached, everything, from_lists, some_rows
+from some_rows import TRAINING, add_losses, attached, everything, from_lists, some_rows
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -24,13 +24,13 @@ from distill.config import DraftSettings
 from distill.config.models import BlockSettings, StudentSettings
 from distill.data.dataset import label_mask
 from distill.drafts import block
-from distill.drafts.block import IMPOSSIBLE, anchors_of, calibration_error, decay, temperatures
+from distill.drafts.block import anchors_of, calibration_error, decay, temperatures
 from distill.drafts.eagle import FeatureDraft
-from distill.drafts.reference import keep_reference
 from distill.drafts.start import frequent, start_from_head, start_from_target
+from distill.kept import Kept
 from distill.losses.chunked import compare
 from distill.losses.divergences import Divergence
-from distill.signal.disk import keep_columns
+from distill.signal.kept import keep_columns
 from distill.signal.target import Signal
 from distill.training.modules import DistillModule
 
@@ -111,9 +111,6 @@ def test_rows_are_what_the_head_drafts_when_each_step_is_read_after_the_other(ma
         ("dspark", {"window": 3, "causal": True}),
         ("dflash2", {"block": 4}),
         ("dflash2 measured", {"is_causal": None, "window": 3}),
-        ("lilicorr", {"block": 4, "candidates": 8}),
-        ("lilicorr measured", {"block": 4}),
-        ("lilicorr measured", {"block": 4, "candidates": 20}),  # texts' tokens are often among them
     ],
 )
 @pytest.mark.parametrize("vocab", [None, 24])
@@ -132,18 +129,14 @@ def test_rows_are_those_of_every_block_read_alone(make, kind: str, shape, vocab:
         tokens = batch["input_ids"][text].tolist()
         p = target(input_ids=torch.tensor([tokens])).logits[0].softmax(-1).detach()
         for anchor in mask[text].nonzero()[:, 0].tolist():
-            wanted, whole = plain_block(head, target, tokens[: anchor + 1], head.drafts)[0], True
+            wanted = plain_block(head, target, tokens[: anchor + 1], head.drafts)[0]
             for slot in range(head.drafts):
                 at = anchor + slot
                 if at >= mask.shape[1] or not mask[text, anchor : at + 1].all():
                     break
                 plain = wanted[slot]
-                try:
-                    path = tokens[anchor + 1 : at + 1]
-                    scored = plain_scores(head, target, tokens[: anchor + 1], path, head.drafts)[slot].detach()
-                except ValueError:  # the token before is no candidate of a lattice, and what is measured not drafted
-                    scored = logits[number].detach().where(logits[number] > -IMPOSSIBLE / 2, -torch.inf)
-                    whole = False
+                path = tokens[anchor + 1 : at + 1]
+                scored = plain_scores(head, target, tokens[: anchor + 1], path, head.drafts)[slot].detach()
                 plain = plain if chooses and head.training else scored
                 drafted = plain.isfinite()
                 torch.testing.assert_close(logits[number][drafted], plain[drafted], rtol=1e-5, atol=1e-6)
@@ -155,14 +148,6 @@ def test_rows_are_those_of_every_block_read_alone(make, kind: str, shape, vocab:
                     m = head.markov_head(plain_block(head, target, tokens[: anchor + 1], head.drafts)[1][slot], before)
                     scores = (wanted[slot] + head.markov_head.markov_w2(m))[order].detach()
                     choices.append(float(scores.logsumexp(0) - scores[order.index(best)]))
-                if kind.startswith("lilicorr"):  # as far as the text's tokens are candidates
-                    row = torch.full_like(p[at], -torch.inf)
-                    row = scored if ids is None else row.index_copy(0, ids, scored)
-                    truth = tokens[at + 1]
-                    whole = whole and bool(row[truth].isfinite())
-                    less = (p[at][truth].log() - p[at].log()).relu()
-                    loss = row.logsumexp(0) - row[truth] + (row.softmax(0) * less).sum()
-                    choices.append(0.25 * float(loss) if whole else 0.0)
                 if ids is not None:  # the head drafts every second id
                     q, learnable[number] = torch.zeros_like(p[at]).index_copy(0, ids, q), 1 - p[at].argmax() % 2
                 overlap = torch.minimum(p[at], q).sum().detach()
@@ -182,7 +167,7 @@ def test_rows_are_those_of_every_block_read_alone(make, kind: str, shape, vocab:
     assert rows.target.labels[rows.at].tolist() == labels.tolist()
 
 
-@pytest.mark.parametrize("kind", ["dflash2", "lilicorr"])
+@pytest.mark.parametrize("kind", ["dflash2"])
 @pytest.mark.parametrize("measured", [False, True])
 def test_how_many_rows_logits_are_in_memory_changes_nothing(make, kind: str, measured: bool, monkeypatch) -> None:
     _, draft, signal = make(kind, block=4, candidates=20)
@@ -212,7 +197,7 @@ def test_every_row_in_parts_is_every_row_at_once(make, monkeypatch) -> None:
         cells.clear()
         monkeypatch.setattr(block, "CELLS", most)
         reads.clear()
-        keep_reference(draft, signal, made := texts(), Divergence("kl_tv"), "64-true")
+        add_losses(draft, signal, made := texts(), Divergence("kl_tv"), "64-true")
         kept.append(np.concatenate([made.columns["reference_loss"][i] for i in range(4)]))
     assert max(cells) <= most
     assert len(reads) == 1  # of the target, however many parts there are
@@ -255,13 +240,12 @@ def test_noise_is_a_function_of_the_seed_and_absent_without_one(make, monkeypatc
     assert module(batch, training=True)[1] is ranked[0]
 
 
-@pytest.mark.parametrize("kind", ["dspark", "dflash2", "lilicorr", *UNROLLED])
+@pytest.mark.parametrize("kind", ["dspark", "dflash2", *UNROLLED])
 def test_every_weight_learns_and_one_gradient_of_the_output_head_is_kept_for_all_steps(make, kind: str) -> None:
     """Seven copies of it are 17 GB for a vocabulary of 150,000 ids. The target learns nothing."""
     batch, eagle3 = everything(some_rows(8)), kind == "eagle3"
     for steps in (1, 4):
-        # texts' tokens are among most of the candidates
-        target, draft, signal = make(kind, steps, **({"candidates": 40} if kind == "lilicorr" else {}))
+        target, draft, signal = make(kind, steps)
         module = attached(DistillModule(draft, signal, TRAINING, 1))
         weight, sizes = draft.rows(batch, signal).head.linear.weight, {}
 
@@ -305,9 +289,9 @@ def test_kept_signals_give_the_rows_of_the_target_beside_the_head(make, kind: st
     target = tiny("llama", num_hidden_layers=4)
     _, draft, online = make(kind, target=target)
     examples, kept = some_rows(5), Signal(target, form, draft.model, k=99)
-    keep_reference(draft, online, examples, Divergence("tv"), "32-true")
+    add_losses(draft, online, examples, Divergence("tv"), "32-true")
     wanted = draft.rows(everything(examples), online)
-    keep_columns(examples, kept.kept, kept.columns)
+    keep_columns(Kept(kept.columns), [examples], kept.kept)
     found = draft.rows(everything(examples), kept)
     for name in ("hidden", "at", "step", "weight", "reference", "target.mass", "target.learnable", "distance"):
         ours, theirs = (attrgetter(name)(rows) for rows in (found, wanted))
@@ -380,7 +364,6 @@ STARTS = {
     "dspark from dflash": ("dflash", {"draft_vocab": 24}, {"draft_vocab": 24}),
     "dspark from dflash, in slot 0": ("dflash", {"from_anchor": True, "causal": True}, {"causal": True}),
     "dflash2": ("dflash2", {"candidates": 5}, {"markov_rank": 8}),
-    "lilicorr": ("lilicorr", {}, {"markov_rank": 8}),
     "dflash2 from dflash": ("dflash", {"window": 6, "is_causal": None}, {"window": 6, "causal": True}),
 }
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from decode.errors import UserError
 from decode.models.open import load_model
 from distill import pipeline, stages
-from distill.config import DraftSettings
+from distill.config import DraftSettings, EvaluationSettings
 from distill.config.models import LayerSkipSettings, StudentSettings, TargetSettings, TrainingSettings
 from distill.files import only_one
 from distill.fingerprints import stage_fingerprints
@@ -298,3 +298,14 @@ def test_drafts_are_trained_for_the_language_model_of_one_that_sees(tmp_path) ->
         assert names[-2:] == ["initial", "distillspec"]
         for stage in ("initial", "distillspec"):
             assert json.loads((run.path(stage) / "config.json").read_text())["architectures"] == [made]
+
+
+def test_the_export_of_a_finished_run_is_uploaded_where_that_is_asked_for(finished, monkeypatch) -> None:
+    uploads, settings = Mock(), copy.deepcopy(finished[1].settings)
+    settings.evaluation = EvaluationSettings(prompts=2, accuracy_prompts=1, decode_prompts=0, max_new_tokens=4)
+    monkeypatch.setattr(pipeline, "log_report", uploads)
+    for upload in (False, False, True):
+        settings.upload = upload
+        run, _ = bench(settings)
+        assert pipeline.measure(run)["decoding"] == []
+    assert [call.kwargs["upload"] for call in uploads.call_args_list] == [False, True]  # the second is up to date

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 from plain_losses import plain_loss
 from rich.console import Console
-from some_rows import TRAINING, add_column, attached, everything, some_rows
+from some_rows import TRAINING, add_column, add_losses, attached, everything, some_rows
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -27,7 +27,6 @@ from distill.config import DraftSettings, TrainerSettings
 from distill.data.dataset import IGNORE, DistillDataModule, Examples, Schedule, TrainingBatches, label_mask
 from distill.drafts.block import decay
 from distill.drafts.language_model import LanguageModelDraft
-from distill.drafts.reference import keep_reference
 from distill.losses.chunked import Compared, Rows, compare
 from distill.losses.divergences import Divergence, TargetRows, TokenDistributions
 from distill.losses.selection import by_reach, share, top_k
@@ -324,7 +323,7 @@ def test_a_draft_equal_to_its_reference(tiny, tmp_path, precision, monkeypatch) 
     examples, model = some_rows(), copy.deepcopy(tiny("llama", seed=5)).requires_grad_(True)
     model.set_attn_implementation("eager")  # SDPA in bfloat16 depends on the padding on some CPUs
     draft, signal, deltas = LanguageModelDraft(model.train(), 5), Signal(tiny("llama", seed=4)), []
-    keep_reference(draft, signal, examples, Divergence(), precision)
+    add_losses(draft, signal, examples, Divergence(), precision)
     module = DistillModule(draft, signal, TRAINING, 1, settings=DraftSettings(reference="y"))
     choose = module.choose
 
