@@ -13,7 +13,6 @@ from typing import Any, cast
 from transformers import PreTrainedTokenizerBase
 
 from decode.core.lengths import DraftLengths, RoundCosts
-from decode.core.loop import Method, tree_error
 from decode.core.sampling import LogitsWarper
 from decode.core.stop import (
     Confidence,
@@ -43,6 +42,7 @@ from decode.drafters.rest import Datastore, RetrievalDrafter
 from decode.drafters.trees import BlockTreeDrafter, FeatureTreeDrafter
 from decode.errors import UserError, choose
 from decode.files import Fields
+from decode.loop import Method, tree_error
 from decode.models.api import Model
 from decode.models.fast.forward import FastRunner, self_speculating
 from decode.models.heads.block_runner import BlockRunner

@@ -25,13 +25,13 @@ from decode.commands.checks import (
 )
 from decode.commands.settings import GenerateSettings, required
 from decode.core.draft import Ids
-from decode.core.loop import Method, Text
-from decode.core.loop import run as decode_rounds
 from decode.core.round import FORMULAS, metrics
 from decode.core.sampling import TorchRng
 from decode.errors import UserError
 from decode.files import Fields
 from decode.incoming import read_stdin, whole
+from decode.loop import Method, Text
+from decode.loop import run as decode_rounds
 from decode.measure import machine
 from decode.measure.statistics import plain
 from decode.methods import (
@@ -198,7 +198,7 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
     strings = StopStrings(tokenizer, settings.stop) if settings.stop else None
     text = Text(
         pair.runner, system, warp, ids, max_new_tokens=settings.max_new_tokens, stop_ids=ends, stop_strings=strings,
-        rng=TorchRng(seed, pair.runner.device),
+        rng=TorchRng(seed),
     )  # fmt: skip
     return Generation(ids, method, is_lossless(method, settings.rule), seed, text, pair, system)
 

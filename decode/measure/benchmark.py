@@ -24,12 +24,12 @@ from typing import NamedTuple
 import numpy as np
 
 from decode.core.draft import Ids
-from decode.core.loop import Method, decode, decode_texts, tree_error
 from decode.core.round import Round, acceptance_by_length, acceptance_by_position, clustered_ratio, metrics
 from decode.core.sampling import TorchRng
 from decode.core.verify import JensenShannon
 from decode.errors import first_line
 from decode.files import Fields
+from decode.loop import Method, decode, decode_texts, tree_error
 from decode.measure import machine
 from decode.measure.acceptance import prompt_numbers
 from decode.measure.baselines import generate
@@ -248,7 +248,7 @@ class EntryRun:
     def _decode(self, method: Method, prompts: Sequence[Ids], seeds: Sequence[int], how: Fields) -> list[Written]:
         """The prompts' texts by this project's loop."""
         models = self.session.runner, method, self.warp
-        rngs = [TorchRng(seed, self.session.runner.device) for seed in seeds]
+        rngs = [TorchRng(seed) for seed in seeds]
         if self.batch_size == 1:  # what the method learns it keeps for the next prompt
             outs = [decode(*models, ids, rng=rng, **how) for ids, rng in zip(prompts, rngs)]
         else:

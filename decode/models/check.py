@@ -197,7 +197,7 @@ def compare(model: PreTrainedModel, runner: Model) -> Gaps:
         cache, deviation, gaps = runner.new_cache(), fresh.std().clamp_min(1e-6), Gaps()
 
         def gap(expected: Tensor, tokens: Tensor, tree: Draft | None = None, rows: Any = slice(None)) -> float:
-            logits = runner.forward([Read(cache, tokens, tree)])[0].logits[rows].float()
+            logits = runner.forward([Read(cache, tokens, tree)]).logits[rows].float()
             return float((logits - expected).square().mean(-1).sqrt().max() / deviation)
 
         pieces = [(0, 0, start), (0, start, start + 1), (0, start + 1, end), (1, start + 1, end), (1, start + 3, end)]
@@ -210,8 +210,8 @@ def compare(model: PreTrainedModel, runner: Model) -> Gaps:
                 # below the pending token two branches; the one that is kept lies neither first nor in adjacent slots
                 a, b = texts.tolist()
                 nodes = [a[start + 1], b[start + 1], a[start + 2], b[start + 2], b[start + 3]]
-                tree = Draft.tree(nodes, [-1, -1, 0, 1, 3])
-                feed = torch.cat([ids[start : start + 1], tree.tokens.to(runner.device)])
+                tree = Draft(nodes, [-1, -1, 0, 1, 3])
+                feed = torch.cat([ids[start : start + 1], torch.tensor(tree.ids).to(runner.device)])
                 expected = torch.cat([fresh[0, start : start + 3], fresh[1, start + 1 : start + 4]])
                 gaps.tree = gap(expected, feed, tree, [0, 1, 3, 2, 4, 5])
                 cache.keep(start, [start, start + 2, start + 4, start + 5])

@@ -113,7 +113,7 @@ class _Writer:
                 live.sort(key=lambda i: caches[i].row)
                 feeds = [texts[i][-1:] or prompts[i][caches[i].length :] for i in live]
                 reads = [Read(caches[i], torch.tensor(feed, device=runner.device)) for i, feed in zip(live, feeds)]
-                goes_on = self.grow(live, torch.cat([out.logits for out in runner.forward(reads, last=1)]))
+                goes_on = self.grow(live, runner.forward(reads, last=1).logits)
                 for i in [i for i, on in zip(live, goes_on) if not on]:
                     caches.pop(i).close()
                     yield i

@@ -95,6 +95,18 @@ class KVCache:
         self.rows[at : at + 1] = [kind(self, at, *given)]
         return self.rows[at]
 
+    def gather(self, texts: Sequence[Any], bases: Sequence[int], paths: Sequence[list[int]]) -> None:
+        """Move the entries at the slots of `paths` (ascending) to those from `bases` on, of all texts at once."""
+        moves = [
+            (text.row, slot, base + i)
+            for text, base, slots in zip(texts, bases, paths)
+            for i, slot in enumerate(slots)
+            if slot != base + i
+        ]
+        if moves:
+            rows, old, new = upload(list(zip(*moves)), self.tensor.device)
+            self.tensor[:, rows, :, new] = self.tensor[:, rows, :, old]
+
     def compact(self) -> None:
         """Move the last rows into closed ones, so that neighbours attend together; free memory that is not reserved."""
         while None in self.rows:
@@ -134,9 +146,7 @@ class Row(Cache):
 
     def gather(self, base: int, slots: list[int]) -> None:
         """See `Cache.gather`."""
-        held = self.memory.tensor[:, self.row]
-        (index,) = upload([slots], held.device)
-        held[:, :, base : base + len(slots)] = held.index_select(2, index)
+        self.memory.gather([self], [base], [slots])
 
     def close(self) -> None:
         """Free the row; memory of several rows, or of a long text, is given back when no other text needs it."""
@@ -238,8 +248,10 @@ def attention_masks(
     slots = torch.arange(end, device=like.device)
     hidden, positions = slots > last[..., None], slots  # [batch, width, end], [end]
     if any(text.seen is not None for text in new):
-        most = max(text.seen.shape[1] for text in new if text.seen is not None)
-        among = torch.zeros(len(new), width, most + 1, dtype=torch.bool)  # its first column stands for earlier slots
+        seen = [text.seen for text in new if text.seen is not None]
+        most, where = max(x.shape[1] for x in seen), seen[0].device
+        # its first column stands for earlier slots
+        among = torch.zeros(len(new), width, most + 1, dtype=torch.bool, device=where)
         for rows, text in zip(among, new):
             if text.seen is not None:
                 rows[: text.count, most + 1 - text.seen.shape[1] :] = ~text.seen

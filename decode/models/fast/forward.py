@@ -226,6 +226,12 @@ class RowRunner(Model):
         """See `Model.reserve`."""
         self.network.cache.reserve(rows, length)
 
+    def keep(self, caches: Sequence[Any], bases: Sequence[int], paths: Sequence[list[int]]) -> None:
+        """See `Model.keep`; what moves does so for all texts at once."""
+        self.network.cache.gather(caches, bases, paths)
+        for cache, base, slots in zip(caches, bases, paths):
+            cache.truncate(base + len(slots))
+
 
 class FastRunner(RowRunner):
     """A model by `FastForward`, equal to its own forward to rounding.
@@ -248,7 +254,7 @@ class FastRunner(RowRunner):
         capture: Capture = (),
         last: int | None = None,
         exit_layer: int | None = None,
-    ) -> list[Out]:
+    ) -> Out:
         """See `Model.forward`.
 
         With `exit_layer` the first so many layers read the tokens ahead of the text, and logits are those of the final
@@ -275,7 +281,7 @@ class FastRunner(RowRunner):
         if exit_layer is None:
             for text in new:
                 text.cache.length = text.end
-        return Out(logits, hidden, captured).split([text.count for text in new])
+        return Out(logits, hidden, captured)
 
     def _read_ahead(self, new: Sequence[NewTokens], tokens: Sequence[Tensor], placed: Placed, shared: int) -> Tensor:
         """The states of tokens after the first `shared` layers, which the caches keep for the next whole forward."""

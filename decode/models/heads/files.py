@@ -25,7 +25,6 @@ from decode.files import Fields, read_model_json, write_safely, write_text
 from decode.models.fast.layout import ROPE_TYPES
 from decode.models.heads.block import BlockHead
 from decode.models.heads.block_config import BLOCK_ARCHITECTURES
-from decode.models.heads.block_parts import COSINES, LEAST_NORM
 from decode.models.heads.eagle import ARCHITECTURES, DraftHead, FeatureHead, default_captured_layers
 from decode.models.heads.kinds import HEADS
 from decode.models.heads.mtp import MTP, MtpHead, load_mtp
@@ -44,15 +43,12 @@ UNREAD = re.compile(r"rotary_emb\.inv_freq$|^verifier_")  # tensors that decodin
 SHARED, HEAD = "embed_tokens.weight", "lm_head.weight"
 NEXT = "take another head of this target, or train one (student.kind: eagle3, dflash2, …)"
 
-LATTICE = [f"lilicorr_{name}" for name in ("hidden_size", "num_layers", "num_heads", "mlp_ratio", "factor_dim")]
-"""Sizes of LiLiCorr's scorer."""
-
 # -- config.json -------------------------------------------------------------------------------------------------------
 
 FORMATS: dict[str, int | str | None] = {
     "peagle": "P-EAGLE", "domino": "Domino", "medusa": "Medusa", "mtp": "MTP", "mlpspeculator": "MLPSpeculator",
     "jetspec": "JetSpec", "eagle4": "EAGLE-4", "dflash2beam": "DFlash 2 with beams", "xpress": "XPress",
-    "lilicorr": "lilicorr",
+    "lilicorr": "LiLiCorr",
     "dspark": "dspark", "dflash2": "dflash2", "dflash": "dflash", "eagle25": None, "eagle3": 3, "eagle": 1,
 }  # fmt: skip
 """What a config.json describes whose kinds hold this word, the first of these. Names in capitals are formats of drafts
@@ -70,12 +66,11 @@ KEPT = (
     "hidden_act", "max_position_embeddings", "rms_norm_eps", "bos_token_id", "eos_token_id", "pad_token_id", "dtype",
     "attention_bias", "tie_word_embeddings", "num_assistant_tokens", "fc_norm", "norm_output", "norm_before_residual",
     "norm_before_fc", "block_size", "mask_token_id", "markov_rank", "sample_from_anchor", "confidence_temperatures",
-    "confidence_sampled_temperatures", "conv_kernel_size", "conv_group_size", "candidates", *LATTICE,
+    "confidence_sampled_temperatures", "conv_kernel_size", "conv_group_size", "candidates",
 )  # fmt: skip
 """Keys that mean the same everywhere."""
 SCORERS = {
     "dflash2": {"markov_rank": "selector_rank", "candidates": "selector_top_k"},
-    "lilicorr": {"markov_rank": "lilicorr_hidden_size", "candidates": "lilicorr_candidate_topk"},
 }
 """Our keys of scorers, and those in files."""
 SLIDING = "sliding_attention"
@@ -87,8 +82,6 @@ COMPUTED: dict[str, Sequence[Any]] = {
     "sliding_attention": OFF, "layers of another kind": OFF, "a sliding layer without a window": OFF,
     "rope_type": ROPE_TYPES, "rotation by layer type": OFF, "partial_rotary_factor": (None, 1),
     "is_neox_style": (None, True), "markov_head_type": (None, "vanilla"), "Gemma's norms": OFF,
-    "lilicorr_enabled": (None, True), "lilicorr_vector_eps": (None, LEAST_NORM),
-    "lilicorr_logit_scale": (None, COSINES),
 }  # fmt: skip
 """Keys that change the network, with the values that are computed here."""
 SEEN = "is_causal", "causal", "use_swa", "use_sliding_window", SLIDING  # any value of these is computed in a block head
@@ -239,18 +232,16 @@ def unserved(head: DraftHead) -> dict[str, str]:
         return {}
     markov, every, spark = head.markov_head, ("vllm", "sglang", "llama.cpp"), head.version == "dspark"
     windows, causal = map(set, zip(*head.kinds))
-    lattice, second = head.candidates * (head.candidates + 1), head.version == "dflash2"
-    lattices = head.version == "lilicorr"
+    pairs, second = head.candidates * (head.candidates + 1), head.version == "dflash2"
     joined = head.confidence_head is None or head.config.confidence_head_with_markov
     why: dict[str, tuple[bool, Sequence[str]]] = {
         "its confidence head does not read the Markov head": (not joined, ["llama.cpp"]),
         f"it drafts {head.config.draft_vocab_size:,} of {head.config.vocab_size:,} tokens": (
-            head.reduced, every if second or lattices else ["sglang"] if spark else ["sglang", "llama.cpp"],
+            head.reduced, every if second else ["sglang"] if spark else ["sglang", "llama.cpp"],
         ),
-        f"{head.candidates} candidates need states of {lattice}": (
-            second and lattice > head.config.hidden_size, ["llama.cpp"],
+        f"{head.candidates} candidates need states of {pairs}": (
+            second and pairs > head.config.hidden_size, ["llama.cpp"],
         ),
-        "this kind of head is not known there": (lattices, ["llama.cpp"]),
         "its window is not read there": (windows != {None}, ["sglang"]),
         "its layers differ in what is causal": (len(causal) > 1, ["sglang", "llama.cpp"]),
         "a DSpark head without a Markov head is not known there": (spark and markov is None, every),
@@ -314,9 +305,6 @@ def save_head(head: DraftHead, folder: str | Path, shared: dict[str, Tensor] | N
             told |= {key: fields[key] for key in ("conv_kernel_size", "conv_group_size")}
         if head.version == "dflash2":
             state = {SELECTOR.get(name, name): tensor for name, tensor in state.items()}
-        if head.version == "lilicorr":
-            told |= {key: fields[key] for key in LATTICE} | {"lilicorr_enabled": True}
-            told |= {"lilicorr_vector_eps": LEAST_NORM, "lilicorr_logit_scale": COSINES, "block_size": head.block}
         slots |= told
         if fields["is_causal"] is None:  # readers take a key that is there for an answer
             del fields["is_causal"]

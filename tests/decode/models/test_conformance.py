@@ -29,10 +29,10 @@ from scripted import Oracle, RandomTree
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from decode.core.loop import Method, decode
 from decode.core.stop import StopRule
 from decode.drafters.base import NoDrafter
 from decode.errors import UserError
+from decode.loop import Method, decode
 from decode.methods import MethodInputs, build
 from decode.models import huggingface
 from decode.models.api import Model, Read
@@ -136,7 +136,7 @@ def test_a_forward_interrupted_anywhere_leaves_nothing_behind(name: str) -> None
             runner.forward([Read(text, ids[9:15])])
         hook.remove()
         text.truncate(9)
-        torch.testing.assert_close(runner.forward([Read(text, ids[9:])])[0].logits, wanted[9:], atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(runner.forward([Read(text, ids[9:])]).logits, wanted[9:], atol=1e-3, rtol=1e-3)
 
 
 def test_encoder_decoders_are_refused() -> None:
