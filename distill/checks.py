@@ -6,14 +6,12 @@ from pathlib import Path
 import torch
 
 from decode.errors import UserError
-from decode.models.heads.eagle import output_head
-from decode.models.heads.mtp import MTP
 from distill import ranks
 from distill.data.dataset import Examples
-from distill.drafts.language_model import kept_layers
-from distill.drafts.start import check_states, start_from_head
 from distill.engine.servers import answer_ids
 from distill.files import free_bytes
+from distill.kinds.language_model import kept_layers
+from distill.kinds.start import start_from_head
 from distill.networks.models import (
     check_quantization,
     config_of,
@@ -54,7 +52,7 @@ def check_given(run: Run, here: Callable[[str], bool] = lambda _: True) -> None:
     if settings.target.quantization:
         check_quantization("target.quantization", settings.target.quantization, run.device)
     source = settings.target.model
-    if student.is_head and student.model and source and here(student.model) and here(source):
+    if student.draft.head and student.model and source and here(student.model) and here(source):
         trust = settings.target.trust_remote_code
         start_from_head(student, hollow_target(source, trust_remote_code=trust), run.captured_layers, settings.seed)
 
@@ -63,11 +61,6 @@ def _check_machine(run: Run) -> None:
     """Refuse devices, number formats and servers that are not there."""
     settings, device = run.settings, run.device
     trainer, target = settings.trainer, settings.target
-    if target.device_map and ranks.local_world() > 1:
-        raise UserError(
-            f"target.device_map is {target.device_map}, and {ranks.local_world()} processes of this machine would each "
-            "spread the target over all GPUs: set trainer.devices to 1, or teacher.signal to vllm"
-        )
     if target.kind == "as_is" or not settings.teacher.engine.urls:
         check_engine(run)  # a target that is trained first can be served only later
     frozen = [model.dtype for model in settings.language_models.values() if not model.trained]
@@ -152,13 +145,11 @@ def _check_models(run: Run) -> None:
                 f"{key} is {positions} tokens and the longest example may have {longest}: lower data.max_length to "
                 f"{positions}, or raise it"
             )
-    if settings.student.is_head and settings.student.version != MTP:
-        check_states(made := empty_model(settings.target, vocab))
-        if settings.student.version != 3:
-            output_head(made, block=settings.student.is_block)
+    if settings.student.draft.head:
+        settings.student.draft.check_target(empty_model(settings.target, vocab))
     if settings.student.kind == "cut":
         kept_layers(settings.student.layers, run.target_config.num_hidden_layers)
-    elif not settings.student.is_head:
+    elif not settings.student.draft.head:
         target, student = (empty_model(model, vocab).num_parameters() for model in settings.language_models.values())
         if student >= target:
             raise UserError(
@@ -178,7 +169,7 @@ def signal_sizes(run: Run) -> dict[str, float]:
     state = int(run.target_config.hidden_size) * number + scale
     read = len(run.captured_layers) * state * tokens
     # the states that EAGLE-1 and next-token layers read are those that logits are made of
-    hidden = 0 if run.settings.student.kind in ("eagle", "mtp") else state * labels
+    hidden = 0 if run.captured_layers == [int(run.target_config.num_hidden_layers)] else state * labels
     return {"hidden": read + hidden, "topk": read + 8 * teacher.signal_k * labels, "online": 0}
 
 

@@ -15,7 +15,7 @@ from distill.config.base import Values
 from distill.data.sources import data_files, source_files
 from distill.files import files_state, fingerprint
 
-VERSION = 4
+VERSION = 5
 """Raised when a change of the code changes what a stage produces."""
 
 READ: dict[str, tuple[str, ...]] = {
@@ -55,8 +55,7 @@ READ: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """The settings that are read together. ``NAME`` is the draft; a section stands for all that is in it."""
 UNREAD = (
-    "name", "output_dir", "tracker", "tags", "upload", "data.loader_workers", "target.device_map",
-    "target.trust_remote_code",
+    "name", "output_dir", "tracker", "tags", "upload", "data.loader_workers", "target.trust_remote_code",
     "student.trust_remote_code", "teacher.engine.in_flight", "trainer.strategy",
     "trainer.gradient_checkpointing", "trainer.validation_examples",
 )  # fmt: skip
@@ -90,8 +89,8 @@ WHEN: dict[str, Callable[[Settings], object]] = {
     "target.layerskip": lambda settings: settings.target.layerskip.enabled,
     "student.dtype": _kinds("student", "as_is"),
     "student.layers": _kinds("student", "cut"),
-    "student.unroll": lambda settings: not settings.student.is_block,
-    "student.block": lambda settings: settings.student.is_block,
+    "student.unroll": lambda settings: "unroll" in settings.student.draft.settings,
+    "student.block": lambda settings: "block" in settings.student.draft.settings,
     "teacher.signal_k": lambda settings: settings.teacher.kept == "topk",
     "teacher.engine.keep": lambda settings: settings.teacher.in_engine,
 }
@@ -108,7 +107,7 @@ def parts_of(settings: Settings, stage: str) -> tuple[set[str], set[str]]:
         itself = target.layerskip.enabled and target.kind != "scratch" and teacher.responses.from_target
         return {"target", "fit", "data"} | ({"written", "frozen"} if itself else set()), set()
     if stage == "initial":
-        if student.is_head:
+        if student.draft.head:
             counts = student.draft_vocab is not None and student.model is None  # the labels that are most frequent
             return {"head", "chat", "seed"} | ({"data", *answers} if counts else set()), {"target"}
         if not student.trained:

@@ -24,7 +24,7 @@ from distill.export.draft import check_export_path, check_gguf, export_draft, ex
 from distill.export.head import export_head
 from distill.files import fingerprint, free_bytes, sizes
 from distill.fingerprints import inputs, measurement_fingerprint, stage_fingerprints
-from distill.networks.models import multiplies_bfloat16
+from distill.networks.models import multiplies_bfloat16, open_frozen
 from distill.responses.target import answered_texts
 from distill.results.report import console_tables, write_report
 from distill.results.tracking import finish, log_report, make_logger, tried, where
@@ -42,8 +42,8 @@ def run_pipeline(settings: Settings, console: Console | None = None) -> Run:
     ranks.start(settings.trainer)
     first = ranks.is_first()
     run = Run(settings, console)
-    check_export_path(run.export, settings.student.version)
-    check_gguf(settings.export, settings.student.version)
+    check_export_path(run.export, settings.student.draft)
+    check_gguf(settings.export, settings.student.draft)
     with alone_in(run):
         prepare_settings(run)
         if first:
@@ -123,7 +123,7 @@ def show_example(settings: Settings, console: Console | None = None) -> None:
         run.prompts_together = 8
         rows = run.examples
         if shown.teacher.responses.from_target and shown.target.model is not None and not shown.teacher.served:
-            rows, _, _ = answered_texts(run, run.at_work(run.open_target(shown.target.model)))
+            rows, _, _ = answered_texts(run, open_frozen(shown.target, shown.target.model, run.device))
         show(rows[0], run.tokenizer, run.console)
 
 
@@ -176,6 +176,8 @@ def rehearse(run: Run) -> None:
             change(small.evaluation, draft_lengths=small.evaluation.draft_lengths[:1])
         trial = Run(small, Console(quiet=True))
         trial.corpus = run.corpus
+        if small.evaluation and run.settings.trainer.attention == "auto":
+            trial.frozen = run.frozen
         for stage in ("target", "initial", *trial.trained):
             made = "target" if stage == "target" else "initial"
             trial.folder.mkdir(parents=True, exist_ok=True)
@@ -221,7 +223,7 @@ def measure(run: Run) -> Values:
     write_settings(settings, run.folder / "settings.yaml")
     chosen, trust = run.chosen(settings.export.choose), settings.target.trust_remote_code
     models = run.drafts[chosen], run.target, run.export, settings.export
-    if settings.student.is_head:
+    if settings.student.draft.head:
         export_head(*models, length=settings.student.steps, trust_remote_code=trust, name=chosen)
     else:
         trust_draft = settings.student.trust_remote_code

@@ -188,6 +188,15 @@ def barrier() -> None:
         dist.barrier(_waiting)
 
 
+def anywhere(flag: bool) -> bool:
+    """Whether a flag is set in any process, which the hosts tell each other without their devices."""
+    if world() == 1:
+        return flag
+    flags = torch.tensor(int(flag))
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return bool(flags)
+
+
 def exchange(value: Value) -> list[Value]:
     """The values of all processes, by rank."""
     if world() == 1:

@@ -139,6 +139,8 @@ def load_model(
                 extra["config"] = config
         if language_config(config) is not config and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
             auto, inside = AutoModelForMultimodalLM, not quantised
+        if device.type != "cpu" and not inside:
+            extra.setdefault("device_map", {"": device})  # straight there: no whole copy in the host's memory
         options = at | {"dtype": DTYPES.get(number_format, number_format), "trust_remote_code": trust_remote_code}
         model = read_weights(auto, folder, name, **options, **({} if inside else extra))
         if inside:

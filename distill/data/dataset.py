@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import lightning as L
 import numpy as np
@@ -24,7 +24,12 @@ from distill.files import free_bytes
 from distill.kept import Ints, Kept, Keys
 
 Batch = dict[str, Any]
-"""Tensors by name; in training also ``weight`` and ``part``, plain numbers (see `TrainingBatches`)."""
+"""Tensors by name; in training also ``weight``, ``part`` and ``examples``, plain numbers (see `TrainingBatches`)."""
+Chance = Sequence[np.random.Generator]
+"""A source of random numbers for each text of a batch."""
+PLACES = "places"
+"""Where the positions whose next token is a label lie among all of a batch's, ascending, ``[label tokens]``. They are
+made on the host, since a device that is asked for them lets the host wait."""
 FEATURES, REFERENCE = "features", "reference_loss"
 """Columns of batches: the target's states that a head reads, ``[batch, time, width]``; and the reference's divergence,
 ``[label tokens, drafting steps]``, 1 step of a language model."""
@@ -168,6 +173,7 @@ def collate(picks: Picks, reads: Collection[str] | None = None) -> Batch:
         "input_ids": padded(examples.ids[span] for (examples, _), span in zip(picks, spans)).long(),
         "labels": padded((examples.labels[span] for (examples, _), span in zip(picks, spans)), IGNORE).long(),
     }
+    batch[PLACES] = places(label_mask(batch["labels"]))
     shared = set.intersection(*(set(examples.columns) for examples, _ in picks))
     for name in sorted(shared if reads is None else shared.intersection(reads)):
         parts = [examples.columns[name][number] for examples, number in picks]
@@ -182,7 +188,38 @@ def label_mask(labels: Tensor) -> Tensor:
     return mask
 
 
+def places(mask: Tensor) -> Tensor:
+    """Where the positions of a mask lie among all of a batch's, ascending."""
+    return mask.flatten().nonzero()[:, 0]
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with its tensors on a device."""
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+
+def completed(batch: Batch) -> Batch:
+    """A batch of any loader with what `collate` gives: what its ``attention_mask`` hides is moved behind each text."""
+    if PLACES in batch:
+        return batch
+    ids, labels, mask = batch["input_ids"], batch["labels"], batch.get("attention_mask")
+    if mask is not None:
+        order = (mask == 0).sort(dim=1, stable=True).indices
+        ids, labels = ids.gather(1, order), labels.masked_fill(mask == 0, IGNORE).gather(1, order)
+    return batch | {"input_ids": ids, "labels": labels, PLACES: places(label_mask(labels))}
+
+
 # -- the order of training --------------------------------------------------------------------------------------------
+
+
+class Index(Protocol):
+    """Of a draft: which rows a batch has, found on the host. See `distill.kinds.base.Draft`."""
+
+    def index(self, batch: Batch, chance: Chance | None) -> Batch:
+        """What is added to a batch; without ``chance`` nothing is drawn."""
+
+    def share(self, labels: NDArray[Any], chance: np.random.Generator) -> float:
+        """The weight of a text with these labels in the loss of a step."""
 
 
 @dataclass(eq=False)
@@ -225,8 +262,8 @@ class Schedule:
 class TrainingBatches(TorchDataset[Batch]):
     """One rank's micro-batches of all steps: number ``step · micros + micro`` is a function of the seed alone.
 
-    Each batch carries ``weight``, the factor of a mean over its label tokens (or blocks) with which the average over
-    the step's parts is the mean over all of them; and ``part``, its number among these parts.
+    Each batch carries ``weight``, the factor of a mean over its rows with which the average over the step's parts is
+    the mean over all of them; ``part``, its number among these parts; and the numbers of its ``examples``.
     """
 
     examples: Examples  # for training
@@ -237,7 +274,7 @@ class TrainingBatches(TorchDataset[Batch]):
     texts: Any = None
     workers: int = 0  # processes that make batches ahead
     expect: Expect | None = None
-    anchors: int | None = None  # most blocks of a text, where these count instead of its label tokens
+    index: Index | None = None  # finds a batch's rows, and weighs texts by these instead of their label tokens
     rank: int = 0  # whose batches these are, of ``world`` ranks
     world: int = 1
     micros: int = 1  # batches of a rank in a step, between which gradients are summed up
@@ -249,15 +286,26 @@ class TrainingBatches(TorchDataset[Batch]):
         step, micro = divmod(number, self.micros)
         picks: Picks = [(self.examples, int(example)) for example in self.schedule.batch(step)]
         picks = picks if self.texts is None else self.texts(step, picks)
-        labels = [examples.labels_of(example) for examples, example in picks]
-        labels = labels if self.anchors is None else [min(count, self.anchors) for count in labels]
         rows, parts = self.share(micro), self.world * self.micros
-        weight = parts * sum(labels[rows]) / max(1, sum(labels))
+        if self.index is None:
+            shares = [float(examples.labels_of(example)) for examples, example in picks]
+        else:  # of all texts, as every process draws them
+            labels = (examples.labels[examples.span(example)] for examples, example in picks)
+            shares = [self.index.share(*pair) for pair in zip(labels, self.chance(step, len(picks)))]
         batch = collate(picks[rows])
+        if self.index is not None:
+            batch |= self.index.index(batch, self.chance(step, len(picks))[rows])
         if get_worker_info() is not None:
             for tensor in batch.values():
-                tensor.share_memory_()  # here, since a batch that finds no room later is lost without a word
-        return batch | {"weight": weight, "part": self.rank * self.micros + micro}
+                if isinstance(tensor, Tensor):
+                    tensor.share_memory_()  # here, since a batch that finds no room later is lost without a word
+        weight = parts * sum(shares[rows]) / (sum(shares) or 1.0)
+        numbers = [example for _, example in picks[rows]]
+        return batch | {"weight": weight, "part": self.rank * self.micros + micro, "examples": numbers}
+
+    def chance(self, step: int, texts: int) -> Chance:
+        """What each text of a step draws from, wherever it is trained on."""
+        return [np.random.default_rng([self.schedule.seed, 5, step, text]) for text in range(texts)]
 
     def share(self, micro: int) -> slice:
         """This rank's part of a step's examples."""
@@ -279,6 +327,7 @@ class ValidationBatches(TorchDataset[Batch]):
     size: int  # examples of a batch
     rank: int
     world: int
+    index: Index | None = None
 
     def __post_init__(self) -> None:
         self.share = np.argsort(self.examples.lengths, kind="stable")[self.rank :: self.world]
@@ -293,8 +342,8 @@ class ValidationBatches(TorchDataset[Batch]):
         batch = self.examples.batch(chosen if len(chosen) else np.array([0]))
         if not len(chosen):  # another rank has one example more: one without labels takes its place
             batch["labels"].fill_(IGNORE)
-            batch |= {name: batch[name][:0] for name in self.examples.columns if name not in PER_TOKEN}
-        return batch
+            batch |= {name: batch[name][:0] for name in (PLACES, *self.examples.columns) if name not in PER_TOKEN}
+        return batch if self.index is None else batch | self.index.index(batch, None)
 
 
 @dataclass(frozen=True)
@@ -344,10 +393,10 @@ class DistillDataModule(L.LightningDataModule):
 
     def val_dataloader(self) -> DataLoader[Batch]:
         """This rank's validation examples; every rank has as many batches, as sharded weights require."""
-        trainer = self.trainer
+        trainer, index = self.trainer, self.training.index
         rank, world = trainer.global_rank, trainer.world_size
         size = max(1, self.training.schedule.batch_size // (world * trainer.accumulate_grad_batches))
-        return DataLoader(ValidationBatches(self.validation, size, rank, world), batch_size=None)
+        return DataLoader(ValidationBatches(self.validation, size, rank, world, index), batch_size=None)
 
     def state_dict(self) -> dict[str, Any]:
         """The texts that the draft wrote, which depend on its weights at that time, and the number of micro-batches."""

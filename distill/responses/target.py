@@ -116,7 +116,7 @@ def _answered(
 
     @cache
     def opened() -> PreTrainedModel:
-        return run.at_work(run.open_target(path) if target is None else target)
+        return run.frozen if target is None else target
 
     took = None if arrivals is None else cache(arrivals)
 

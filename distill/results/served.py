@@ -9,7 +9,6 @@ from decode.files import read_json, write_json
 from decode.measure import machine
 from decode.measure.report import console_table
 from decode.measure.statistics import median_interval, plain
-from decode.models.heads.kinds import HEADS
 from decode.models.open import files_of, stop_ids
 from decode.progress import current
 from distill.config import EvaluationSettings
@@ -35,8 +34,8 @@ def measure_served(run: Run) -> None:
     prompts = [ids for ids in map(examples.prompt, range(len(examples))) if ids]
     files = files_of(run.target, trust_remote_code=settings.target.trust_remote_code)
     ends = stop_ids(files, run.tokenizer)
-    method = HEADS[version].served if (version := settings.student.version) in HEADS else "draft_model"
-    most = settings.student.steps if settings.student.is_block else max(how.draft_lengths)
+    kind = settings.student.draft
+    method, most = kind.vllm, kind.longest(settings.student, max(how.draft_lengths))
     lengths = sorted({min(k, most) for k in how.draft_lengths})
     room = max(map(len, prompts)) + how.max_new_tokens + max(lengths) + 1
     engine = server.Engine(

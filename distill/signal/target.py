@@ -1,6 +1,5 @@
 """What the frozen target says of a batch: its distributions at label tokens, and the states that a head reads."""
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,17 +9,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from distill.data.dataset import FEATURES, Batch, label_mask
+from distill.data.dataset import FEATURES, PLACES, Batch
 from distill.kept import Shapes
 from distill.losses.divergences import TargetRows, log_probs
-from distill.networks.lm_head import LMHead, last_hidden
+from distill.networks.lm_head import LMHead, last_hidden, one_text_a_row
+from distill.networks.models import rows_at_once
 
 HIDDEN, INSIDE = "target_hidden", "target_inside"
 """Columns of batches: the target's last hidden states ``[label tokens, hidden]``; and ``[label tokens, 2]``, the
 probability that the target gives to the head's ids together, and whether its most probable token is one of them."""
 TOPK = "target_topk"
 """The ids and log-probabilities of the k most probable ids, as int32 ``[label tokens, 2, k]``."""
-SOME_ROWS = 256  # rows whose logits over the whole vocabulary are in memory at a time
 States = tuple[Tensor, Tensor | None]
 """The target's last hidden states after its final norm ``[label tokens, hidden]``, and what a head reads of it
 ``[batch, time, width]``, zeros after the last label."""
@@ -34,15 +33,15 @@ FORMATS = {"float32": "float32", "bfloat16": "int16", "float8": "uint8"}
 
 def read_states(model: PreTrainedModel, layers: Sequence[int], batch: Batch) -> States:
     """The states of a batch by a forward pass of the target; a head reads those that enter ``layers``."""
-    ids, mask = batch["input_ids"].to(model.device), label_mask(batch["labels"]).to(model.device)
+    ids, places = batch["input_ids"].to(model.device), batch[PLACES].to(model.device)
     # not the draft's precision: the target computes in its own
     with torch.autocast(model.device.type, enabled=False), torch.inference_mode(False), torch.no_grad():
         if not layers:
-            return last_hidden(model, ids, mask), None
-        out = model.base_model(input_ids=ids, use_cache=False, output_hidden_states=True)
-        last = out.last_hidden_state
-        features = torch.cat([out.hidden_states[layer].to(last.device) for layer in layers], -1)
-        return last[mask.to(last.device)], features
+            return last_hidden(model, ids, places), None
+        with one_text_a_row():
+            out = model.base_model(input_ids=ids, use_cache=False, output_hidden_states=True)
+        features = torch.cat([out.hidden_states[layer] for layer in layers], -1)
+        return out.last_hidden_state.flatten(0, 1).index_select(0, places), features
 
 
 def packed(states: Tensor, planes: int, dtype: str) -> Tensor:
@@ -100,7 +99,6 @@ class Signal:
         vocab: Ids that target and draft share, of a language model. None: all of the target's.
         k: Of ``topk``.
         dtype: Number format in which states are kept (see `FORMATS`).
-        stays: The target has devices to itself; the draft's device gets a copy of its head.
     """
 
     def __init__(
@@ -113,10 +111,9 @@ class Signal:
         vocab: int | None = None,
         k: int = 64,
         dtype: str = "float32",
-        stays: bool = False,
     ) -> None:
         target.eval().requires_grad_(False)
-        self.kind, self.stays = kind, stays
+        self.kind = kind
         self.model = target if kind == "online" and source is None else None
         self.all_ids = LMHead(target)
         self.ids = None if reader is None else reader.draft_ids()
@@ -124,7 +121,7 @@ class Signal:
         self.vocab = min(vocab or self.head.vocab, self.head.vocab)
         self.k = min(k, self.vocab)
         self.embedding = nn.Module() if reader is None else target.get_input_embeddings()
-        self.layers: tuple[int, ...] = () if reader is None else reader.captured_layers
+        self.layers: tuple[int, ...] = () if reader is None else tuple(reader.captured_layers)
         self.source = partial(read_states, target, self.layers) if source is None else source
         self.dtype, state, (_, scale) = dtype, FORMATS[dtype], BYTES[dtype]
         self.columns, width = Shapes(), int(self.head.linear.weight.shape[1])  # of what is kept
@@ -143,18 +140,12 @@ class Signal:
         return self.kind, self.dtype, self.columns, self.layers, ids if self.kind == "topk" else None
 
     def to(self, device: torch.device) -> None:
-        """Moves what computes beside the draft there; of a target that stays where it is, a copy."""
-
-        def moved(part: Any) -> Any:
-            elsewhere = self.stays and any(weight.device != device for weight in part.parameters())
-            return (copy.deepcopy(part) if elsewhere else part).to(device)
-
-        self.head, self.embedding = moved(self.head), moved(self.embedding)
+        """Moves what computes beside the draft there, unless it was loaded there."""
+        for part in (self.head, self.embedding, self.all_ids, self.model):
+            if part is not None and any(weight.device != device for weight in part.parameters()):
+                part.to(device)
         if self.ids is not None:
             self.ids = self.ids.to(device)
-            self.all_ids = self.all_ids if self.stays else moved(self.all_ids)
-        if self.model is not None and not self.stays:
-            self.model.to(device)
 
     @torch.no_grad()
     def rows(self, batch: Batch) -> tuple[TargetRows, Any]:
@@ -162,10 +153,10 @@ class Signal:
 
         Both come from the batch's columns, or from the source. Features are in float32 or better; None without a head.
         """
-        mask = label_mask(batch["labels"])
+        places = batch[PLACES]
         if self.columns.keys() - batch.keys():
-            batch = batch | {name: column.to(mask.device) for name, column in self.values(batch).items()}
-        labels = batch["labels"].roll(-1, 1)[mask]
+            batch = batch | {name: column.to(places.device) for name, column in self.values(batch).items()}
+        labels = batch["labels"].flatten().index_select(0, places + 1)
         if self.ids is not None:
             place = torch.searchsorted(self.ids, labels).clamp_max(len(self.ids) - 1)
             labels = place.where(self.ids[place] == labels, -1)
@@ -175,12 +166,13 @@ class Signal:
         if self.kind == "topk":
             top = batch[TOPK]
             target = TargetRows(top[:, 1].contiguous().view(torch.float32), self.vocab, ids=top[:, 0])
-        else:
-            hidden = features[mask] if hidden is None and features is not None else hidden
+        elif hidden is None and features is not None:
+            hidden = features.flatten(0, 1).index_select(0, places)
+        if self.kind != "topk":
             target = TargetRows(hidden, self.head.vocab, self.head)
         target.labels = labels.where(labels < target.vocab, -1)
         if self.ids is not None:
-            inside = batch[INSIDE] if INSIDE in batch or hidden is None else self.inside(hidden).to(mask.device)
+            inside = batch[INSIDE] if INSIDE in batch or hidden is None else self.inside(hidden).to(places.device)
             target.mass, target.learnable = inside.unbind(1)
         return target, features
 
@@ -197,7 +189,8 @@ class Signal:
     def inside(self, hidden: Tensor) -> Tensor:
         """`INSIDE` of last hidden states ``[rows, hidden]``."""
         inside, weight = [torch.zeros(0, 2, device=hidden.device)], self.all_ids.linear.weight
-        for rows in hidden.to(weight.device, torch.promote_types(hidden.dtype, weight.dtype)).split(SOME_ROWS):
+        states = hidden.to(weight.device, torch.promote_types(hidden.dtype, weight.dtype))
+        for rows in states.split(rows_at_once(len(weight), weight.device)):
             logits = self.all_ids(rows).float()
             drafted = logits if self.ids is None else logits[:, self.ids.to(logits.device)]
             mass = (drafted.logsumexp(-1) - logits.logsumexp(-1)).exp()
@@ -213,7 +206,7 @@ class Signal:
         hidden: Tensor = values[HIDDEN].to(self.head.linear.weight.device)
         if self.kind == "topk":
             parts = [torch.zeros(0, 2, self.k, dtype=torch.int32, device=hidden.device)]
-            for rows in hidden.split(SOME_ROWS):
+            for rows in hidden.split(rows_at_once(self.vocab, hidden.device)):
                 top = log_probs(self.head(rows, self.vocab)).float().topk(self.k, sorted=True)
                 parts.append(torch.stack([top.indices.int(), top.values.view(torch.int32)], 1))
             values[TOPK] = torch.cat(parts)
@@ -229,5 +222,5 @@ class Signal:
         hidden, features = self._states(batch)
         if hidden is None:
             assert features is not None
-            hidden = features[label_mask(batch["labels"])]
+            hidden = features.flatten(0, 1).index_select(0, batch[PLACES])
         return {INSIDE: self.inside(hidden.to(self.all_ids.linear.weight.device)).cpu()}

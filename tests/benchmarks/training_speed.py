@@ -36,9 +36,9 @@ from distill.__main__ import read_settings
 from distill.config import DraftSettings, Settings
 from distill.data.chat import IGNORE
 from distill.data.dataset import DistillDataModule, Examples, Schedule, TrainingBatches
-from distill.drafts.language_model import LanguageModelDraft
-from distill.drafts.reference import reference_losses
 from distill.kept import Kept
+from distill.kinds.language_model import LanguageModelDraft
+from distill.kinds.reference import reference_losses
 from distill.losses.divergences import Divergence
 from distill.losses.selection import share
 from distill.networks.models import load_or_build, make_optimizer, make_schedule
@@ -100,7 +100,7 @@ def measure(settings: Settings, steps: int, rounds: int, console: Console) -> di
     """Measures both sides of a run's first draft with a reference, in turn, and prints a table."""
     settings = with_formats(settings)
     settings.validate()
-    if settings.student.is_head or settings.student.kind == "cut" or settings.data.from_target or steps < 2 * WARM:
+    if settings.student.draft.head or settings.student.kind == "cut" or settings.data.from_target or steps < 2 * WARM:
         raise UserError(
             f"student.kind is {settings.student.kind}, data.source {settings.data.source}, --steps {steps}: expected a "
             f"draft model of its own, a data set's texts, and {2 * WARM} steps or more: use configs/quickstart.yaml"

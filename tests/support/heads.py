@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from decode.models.heads.block import BlockHead
 from decode.models.heads.block_config import BLOCK_ARCHITECTURES, block_config
 from decode.models.heads.eagle import FeatureHead, attend, head_config
-from distill.config.models import StudentSettings
-from distill.drafts.block import BlockDraft
-from distill.drafts.eagle import FeatureDraft
-from distill.drafts.language_model import LanguageModelDraft
-from distill.drafts.reference import Draft
+from distill.config.kinds import kind_of
+from distill.kinds.base import Draft
+from distill.kinds.block import BlockDraft
+from distill.kinds.eagle import FeatureDraft
+from distill.kinds.language_model import LanguageModelDraft
 from distill.signal.target import Signal
 
 MASK = 47  # the token in the slots of a block
@@ -196,9 +196,8 @@ def draft_of(kind: str, target: Any, steps: int = 2, **shape: Any) -> tuple[Draf
     if kind in BLOCK_ARCHITECTURES:
         block: Any = make_block_head(target, kind, **{"layers": 1, "block": 3} | shape)
         return BlockDraft(block.train(), 99), Signal(target, reader=block)  # a block at every label token
-    settings = StudentSettings(kind=kind, unroll=steps)  # type: ignore[arg-type]
-    head = make_head(target, int(settings.version or 0))
-    draft = FeatureDraft(head.train(), settings, 5, settings.decay)
+    head = make_head(target, kind_of(kind).version)
+    draft = FeatureDraft(head.train(), steps, 5, 0.8)
     draft.noise = 0.0
     return draft, Signal(target, reader=head)
 

@@ -10,8 +10,8 @@ from datasets import Dataset
 from distill.config.models import TrainingSettings
 from distill.data.chat import IGNORE
 from distill.data.dataset import Column, Examples
-from distill.drafts.reference import Draft, reference_losses
 from distill.kept import Kept
+from distill.kinds.reference import Draft, reference_losses
 from distill.losses.divergences import Divergence
 from distill.signal.kept import keep_columns
 from distill.signal.target import Signal

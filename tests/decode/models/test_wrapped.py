@@ -16,7 +16,7 @@ from decode.errors import UserError
 from decode.loop import Method
 from decode.models.check import open_runner
 from decode.models.open import load_config, load_model
-from distill.drafts.language_model import cut
+from distill.kinds.language_model import cut
 from distill.networks.layers import decoder_layers, final_norm
 
 CPU = {"device": "cpu", "dtype": "float32"}

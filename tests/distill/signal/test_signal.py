@@ -85,11 +85,3 @@ def test_the_top_ids_are_exact_and_all_others_one_outcome(tiny) -> None:
     true, known = TokenDistributions(exact, logits.log_softmax(-1)), rows.compare(logits)
     assert ((true.alpha - known.alpha).abs() <= tail + 1e-6).all()
     assert torch.allclose(known.alpha, distributions(rows, logits).alpha, atol=1e-6)
-
-
-def test_the_draft_gets_a_copy_of_the_head_of_a_target_that_stays_on_its_own_device(tiny) -> None:
-    model = tiny("llama-tied", seed=4)  # its head is its embedding
-    signal = Signal(model, stays=True)
-    signal.to(torch.device("meta"))
-    assert signal.head.linear.weight.device.type == "meta"
-    assert {weight.device.type for weight in model.parameters()} == {"cpu"}
