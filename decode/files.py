@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ def writing_error(error: BaseException | None) -> OSError | None:
 def replaced(path: Path) -> Iterator[Path]:
     """Yield a path in a temporary folder beside `path`, where a file, folder or link is made that then takes its place.
 
-    After a failure the old one stays.
+    After a failure the old one stays. Files get the permissions of any new file: safetensors gives its maker's alone.
 
     Raises:
         OSError: Nothing can be written there, or the disk is full; it names `path`.
@@ -44,10 +45,19 @@ def replaced(path: Path) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".tmp-", dir=path.parent) as scratch:
+            (plain := Path(scratch, ".plain")).touch()
             yield (new := Path(scratch, path.name))
+            for file in [] if new.is_symlink() else filter(Path.is_file, [new, *new.rglob("*")]):
+                file.chmod(stat.S_IMODE(plain.stat().st_mode))
             if new.is_dir() and os.path.lexists(path):  # a link may lead nowhere
-                path.rename(Path(scratch, ".old"))
-            new.replace(path)
+                path.rename(old := Path(scratch, ".old"))
+                try:
+                    new.replace(path)
+                except OSError:
+                    old.rename(path)
+                    raise
+            else:
+                new.replace(path)
     except Exception as error:
         why = None if isinstance(error, UserError) else writing_error(error)
         if why is None or path.parent.absolute() not in Path(str(why.filename or path)).absolute().parents:

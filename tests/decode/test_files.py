@@ -38,6 +38,23 @@ def test_threads_that_write_the_same_file_do_not_disturb_one_another(tmp_path: P
     assert path.read_text() == "text"
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
+def test_files_may_be_read_by_whom_the_umask_says_whatever_wrote_them(tmp_path: Path, umask: int) -> None:
+    def write(file: Path) -> None:
+        os.close(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600))  # as safetensors does
+
+    before = os.umask(umask)
+    try:
+        write_safely(tmp_path / "file", write)
+        with replaced(tmp_path / "folder") as made:
+            (made / "inner").mkdir(parents=True)
+            write(made / "inner" / "file")
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "file", tmp_path / "folder/inner/file"):
+        assert path.stat().st_mode & 0o777 == 0o666 & ~umask
+
+
 def test_an_error_names_the_file_and_what_a_library_began_beside_it_goes(tmp_path: Path) -> None:
     def write(file: Path) -> None:
         file.with_name("tmp8x2k").write_text("begun")
@@ -47,6 +64,17 @@ def test_an_error_names_the_file_and_what_a_library_began_beside_it_goes(tmp_pat
         write_safely(tmp_path / "states", write)
     assert caught.value.errno == errno.EDQUOT
     assert not list(tmp_path.iterdir())
+
+
+def test_the_old_folder_stands_again_where_the_new_one_cannot_take_its_place(tmp_path: Path, monkeypatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    (tmp_path / "folder" / "old").mkdir(parents=True)
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match=rf"error: '{tmp_path}/folder'"), replaced(tmp_path / "folder") as made:
+        made.mkdir()
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["folder", "folder/old"]
 
 
 def test_a_folder_takes_the_place_of_a_link_that_leads_nowhere(tmp_path: Path) -> None:
