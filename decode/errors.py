@@ -19,14 +19,14 @@ def first_line(message: object) -> str:
     return next((line.strip() for line in str(message).splitlines() if line.strip()), "")
 
 
-def unknown(kind: str, name: str, known: Collection[str]) -> str:
+def unknown(kind: str, name: str, entries: Collection[str]) -> str:
     """The message for a name that is not among the known ones: the nearest of them, then all."""
-    near = "".join(f"did you mean {other!r}? " for other in difflib.get_close_matches(name, known, 1))
-    return f"unknown {kind} {name!r}; {near}choose one of {', '.join(known)}"
+    near = "".join(f"did you mean {other!r}? " for other in difflib.get_close_matches(name, entries, 1))
+    return f"unknown {kind} {name!r}; {near}choose one of {', '.join(entries)}"
 
 
-def choose(kind: str, name: str, known: Mapping[str, Entry]) -> Entry:
+def choose(kind: str, name: str, entries: Mapping[str, Entry]) -> Entry:
     """The entry of a name; a `UserError` with the nearest one where there is none."""
-    if name not in known:
-        raise UserError(unknown(kind, name, known))
-    return known[name]
+    if name not in entries:
+        raise UserError(unknown(kind, name, entries))
+    return entries[name]

@@ -37,7 +37,7 @@ def writing_error(error: BaseException | None) -> OSError | None:
 def replaced(path: Path) -> Iterator[Path]:
     """Yield a path in a temporary folder beside `path`, where a file, folder or link is made that then takes its place.
 
-    After a failure the old one stays. Files get the permissions of any new file, which libraries keep to their maker.
+    After a failure the old one stays. Files get the permissions of any new file: safetensors gives its maker's alone.
 
     Raises:
         OSError: Nothing can be written there, or the disk is full; it names `path`.
@@ -45,21 +45,19 @@ def replaced(path: Path) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".tmp-", dir=path.parent) as scratch:
-            made, old, plain = (Path(scratch, name) for name in (path.name, ".old", ".plain"))
-            plain.touch()
-            yield made
-            mode = stat.S_IMODE(plain.stat().st_mode)
-            for file in [] if made.is_symlink() else [made, *made.rglob("*")]:
-                if file.is_file() and stat.S_IMODE(file.stat().st_mode) != mode:
-                    file.chmod(mode)
-            if made.is_dir() and os.path.lexists(path):  # a link may lead nowhere
-                path.rename(old)
-            try:
-                made.replace(path)
-            except OSError:
-                if os.path.lexists(old):
+            (plain := Path(scratch, ".plain")).touch()
+            yield (new := Path(scratch, path.name))
+            for file in [] if new.is_symlink() else filter(Path.is_file, [new, *new.rglob("*")]):
+                file.chmod(stat.S_IMODE(plain.stat().st_mode))
+            if new.is_dir() and os.path.lexists(path):  # a link may lead nowhere
+                path.rename(old := Path(scratch, ".old"))
+                try:
+                    new.replace(path)
+                except OSError:
                     old.rename(path)
-                raise
+                    raise
+            else:
+                new.replace(path)
     except Exception as error:
         why = None if isinstance(error, UserError) else writing_error(error)
         if why is None or path.parent.absolute() not in Path(str(why.filename or path)).absolute().parents:
@@ -77,9 +75,9 @@ def write_safely(path: str | Path, write: Callable[[Path], object]) -> None:
     path = Path(path)
     if path.exists() and not path.is_file():
         raise UserError(f"{str(path)!r} is not a file that can be replaced but a folder or a device; give another path")
-    with replaced(path) as made:
-        write(made)
-        with made.open("rb+") as file:
+    with replaced(path) as new:
+        write(new)
+        with new.open("rb+") as file:
             os.fsync(file.fileno())
 
 

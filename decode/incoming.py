@@ -1,11 +1,9 @@
-"""Texts from outside: of files, settings and standard input.
+"""Texts from outside: of files, settings and standard input, in UTF-8.
 
-Files and standard input are UTF-8, or UTF-16 or 32 by their byte order mark, which is no part of the text. Half a
-character (a lone surrogate), for which no tokenizer has ids, is left out of a setting or a prompt (`whole`), and a row
-that holds one is dropped (`whole_rows`); both are counted and named. All else stays as it was written.
+A lone surrogate, for which no tokenizer has ids, is left out of a setting or a prompt (`whole`), and a row that holds
+one is dropped (`whole_rows`); both are named. All else stays as it was written.
 """
 
-import bz2
 import gzip
 import io
 import json
@@ -20,38 +18,37 @@ import yaml
 from decode.errors import UserError
 from decode.files import Fields
 
-PACKED: Fields = {".gz": gzip, ".bz2": bz2}
-HALF = re.compile("[\ud800-\udfff]+")
-HALVED = "with half a character (a lone surrogate) dropped"
+SURROGATE = re.compile("[\ud800-\udfff]")
+DROPPED = "with a lone surrogate dropped"
 """Completes "3 rows ..."."""
 
 
 def whole(text: str, name: str) -> str:
-    """The text without half characters, which a line on standard error counts and names; two halves are joined."""
-    if not HALF.search(text):
+    """The text without lone surrogates, which a line on standard error names; pairs of them are joined."""
+    if not SURROGATE.search(text):
         return text
-    text, count = HALF.subn("", text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass"))
-    if count:
-        where = f"half a character at {count} place{'s' * (count > 1)}"
-        print(f"{name} holds {where} (a lone surrogate, or a byte that is not UTF-8): left out", file=sys.stderr)
+    units = text.encode("utf-16-le", "surrogatepass")
+    text = units.decode("utf-16-le", "ignore")
+    if len(text.encode("utf-16-le")) < len(units):
+        print(f"{name} holds a lone surrogate, or a byte that is not UTF-8: left out", file=sys.stderr)
     return text
 
 
 def is_whole(*values: Any) -> bool:
-    """Whether no text in plain data holds half a character."""
-    return not HALF.search(json.dumps(values, ensure_ascii=False, default=str))
+    """Whether no text in plain data holds a lone surrogate."""
+    return not SURROGATE.search(json.dumps(values, ensure_ascii=False, default=str))
 
 
 def whole_rows(rows: Iterable[Fields], say: Callable[[str], object]) -> Iterator[Fields]:
-    """The rows whose texts are whole; `say` is told at the end how many are not, and which is the first."""
-    halved = []
+    """The rows without lone surrogates; `say` is told at the end how many have some, and which is the first."""
+    dropped = []
     for number, row in enumerate(rows, 1):
         if is_whole(row):
             yield row
         else:
-            halved.append(number)
-    if halved:
-        say(f"{len(halved)} row{'s' * (len(halved) > 1)} {HALVED} (row {halved[0]})")
+            dropped.append(number)
+    if dropped:
+        say(f"{len(dropped)} row{'s' * (len(dropped) > 1)} {DROPPED} (row {dropped[0]})")
 
 
 def columnar_row(row: Fields) -> Fields:
@@ -66,38 +63,26 @@ def _without_nulls(value: Any) -> Any:
 
 
 def text_lines(path: str | Path, newline: str | None = None) -> Iterator[str]:
-    """The lines of a text file, which may be compressed.
+    """The lines of a text file, which may be compressed with gzip.
 
     Raises:
-        UserError: a byte that is not UTF-8, with its line, or a damaged file.
+        UserError: a byte that is not UTF-8, or a damaged file.
     """
     try:
-        packed = PACKED.get(Path(path).suffix.lower())
-        with io.BufferedReader(packed.open(path) if packed else io.FileIO(path), 1 << 20) as binary:
-            encoding = json.detect_encoding(binary.peek(4)[:4])
-            for number, line in enumerate(io.TextIOWrapper(binary, encoding, "surrogateescape", newline), 1):
-                if not line.isascii() and (bad := HALF.search(line)):
-                    byte = ord(bad[0][0]) & 255
-                    where = f"line {number}: its character {bad.start() + 1}, the byte 0x{byte:02x}"
-                    raise ValueError(f"{where}, is not UTF-8; save it as UTF-8 (iconv -f latin1 -t utf-8)")
-                yield line
+        opener: Any = gzip.open if Path(path).suffix.lower() == ".gz" else open
+        with opener(path, "rt", encoding="utf-8-sig", newline=newline) as file:
+            yield from file
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} cannot be read: {error}; save it as UTF-8 (iconv -f latin1 -t utf-8)") from error
     except (OSError, EOFError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
 
 
 def read_stdin() -> str:
-    """The text on standard input, whatever the locale's encoding.
-
-    Raises:
-        UserError: UTF-16 or 32 that is damaged.
-    """
-    try:
-        if isinstance(sys.stdin, io.TextIOWrapper) and isinstance(sys.stdin.buffer, io.BufferedReader):
-            start = sys.stdin.buffer.peek(4)[:4]
-            sys.stdin.reconfigure(encoding=json.detect_encoding(start), errors="surrogateescape")
-        return whole(sys.stdin.read(), "standard input")
-    except UnicodeDecodeError as error:
-        raise UserError(f"standard input cannot be read: {error}; give it as UTF-8") from error
+    """The text on standard input, whatever the locale's encoding."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
+    return whole(sys.stdin.read(), "standard input")
 
 
 # -- YAML -------------------------------------------------------------------------------------------------------------

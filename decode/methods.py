@@ -13,7 +13,6 @@ from typing import Any, cast
 from transformers import PreTrainedTokenizerBase
 
 from decode.core.lengths import DraftLengths, RoundCosts
-from decode.core.loop import Method, tree_error
 from decode.core.sampling import LogitsWarper
 from decode.core.stop import (
     Confidence,
@@ -43,6 +42,7 @@ from decode.drafters.rest import Datastore, RetrievalDrafter
 from decode.drafters.trees import BlockTreeDrafter, FeatureTreeDrafter
 from decode.errors import UserError, choose
 from decode.files import Fields
+from decode.loop import Method, tree_error
 from decode.models.api import Model
 from decode.models.fast.forward import FastRunner, self_speculating
 from decode.models.heads.block_runner import BlockRunner
@@ -382,8 +382,8 @@ def refusal(method: str, parts: Parts, *, stop: str | None = None, rule: str | N
             f"{method} drafts none; use exact, or {instead}"
         )
     if options.never_slower and not kind.priced and kind is not DRAFTERS["none"]:
-        known = ", ".join(name for name, (drafter, *_) in METHODS.items() if DRAFTERS[drafter].priced)
-        return f"never_slower has no cost model for {method}: leave the option out, or use one of {known}"
+        names = ", ".join(name for name, (drafter, *_) in METHODS.items() if DRAFTERS[drafter].priced)
+        return f"never_slower has no cost model for {method}: leave the option out, or use one of {names}"
     return ""
 
 

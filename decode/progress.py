@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Console, Group
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
@@ -36,7 +36,7 @@ def fitting_table(
     title: str = "",
     right: Collection[int] = (),
     below: Sequence[str] = (),
-) -> Group:
+) -> Table:
     """A table for any terminal: cells are cut with an ellipsis where it is narrow.
 
     Args:
@@ -46,15 +46,17 @@ def fitting_table(
         right: numbers of the columns that are aligned to the right.
         below: lines below it.
     """
-    grid = Table(box=None, pad_edge=False)
+    grid = Table(title=Text(title) if title else None, caption=Text("\n".join(below)) if below else None, box=None)
+    grid.title_justify = grid.caption_justify = "left"
+    grid.pad_edge = False
     for number, heading in enumerate(headings):
         width = max((cell_len(cells[number]) for cells, _ in rows), default=1)
         lines = textwrap.fill(heading, width, break_long_words=False, break_on_hyphens=False)
-        how: Any = {"justify": "right" if number in right else "left", "no_wrap": True, "vertical": "bottom"}
-        grid.add_column(lines, **how)
+        side: Any = "right" if number in right else "left"
+        grid.add_column(lines, justify=side, no_wrap=True, vertical="bottom")
     for cells, style in rows:
         grid.add_row(*map(Text, cells), style=style)
-    return Group(*([Text(title, style="italic")] if title else []), grid, *map(Text, below))
+    return grid
 
 
 class _Bar(tqdm):

@@ -24,7 +24,6 @@ from decode.measure.report import COLUMNS, comma_separated, console_table, latex
 from decode.measure.suites import Row
 from decode.progress import output_console
 from distill.config import AblateSettings, EvaluationSettings, ExportSettings
-from distill.config.base import StudentKind
 from distill.pipeline import run_pipeline
 
 GAINS = {"gain": ("sampled", "sums"), "greedy_gain": ("greedy", "sums"), "length_gain": ("sampled", "rounds")}
@@ -83,12 +82,10 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
     return folder
 
 
-def _of_kind(settings: AblateSettings, kind: StudentKind) -> AblateSettings:
+def _of_kind(settings: AblateSettings, kind: str) -> AblateSettings:
     """Returns the settings with another kind of student, in a folder of its own; all blocks draft as many tokens."""
-    block = settings.student.block
-    rank = None if kind == "dflash" else block.markov_rank
-    block = replace(block, size=block.size - (kind == "dspark"), markov_rank=rank)
-    student = replace(settings.student, kind=kind, block=block)
+    student = replace(settings.student, kind=kind, block=replace(settings.student.block))
+    student.draft.alike(student)
     made = replace(settings, student=student, output_dir=str(Path(settings.output_dir) / settings.name), name=kind)
     made.validate()
     return made

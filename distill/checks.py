@@ -5,17 +5,13 @@ from pathlib import Path
 
 import torch
 
-from decode.commands.cli import check_writable
-from decode.engines import server
 from decode.errors import UserError
-from decode.models.heads.eagle import output_head
-from decode.models.heads.mtp import MTP
 from distill import ranks
 from distill.data.dataset import Examples
-from distill.drafts.language_model import kept_layers
-from distill.drafts.start import check_states, start_from_head
-from distill.engine.servers import Engine, answer_ids
+from distill.engine.servers import answer_ids
 from distill.files import free_bytes
+from distill.kinds.language_model import kept_layers
+from distill.kinds.start import start_from_head
 from distill.networks.models import (
     check_quantization,
     config_of,
@@ -56,7 +52,7 @@ def check_given(run: Run, here: Callable[[str], bool] = lambda _: True) -> None:
     if settings.target.quantization:
         check_quantization("target.quantization", settings.target.quantization, run.device)
     source = settings.target.model
-    if student.is_head and student.model and source and here(student.model) and here(source):
+    if student.draft.head and student.model and source and here(student.model) and here(source):
         trust = settings.target.trust_remote_code
         start_from_head(student, hollow_target(source, trust_remote_code=trust), run.captured_layers, settings.seed)
 
@@ -65,11 +61,6 @@ def _check_machine(run: Run) -> None:
     """Refuse devices, number formats and servers that are not there."""
     settings, device = run.settings, run.device
     trainer, target = settings.trainer, settings.target
-    if target.device_map and ranks.local_world() > 1:
-        raise UserError(
-            f"target.device_map is {target.device_map}, and {ranks.local_world()} processes of this machine would each "
-            "spread the target over all GPUs: set trainer.devices to 1, or teacher.signal to vllm"
-        )
     if target.kind == "as_is" or not settings.teacher.engine.urls:
         check_engine(run)  # a target that is trained first can be served only later
     frozen = [model.dtype for model in settings.language_models.values() if not model.trained]
@@ -84,42 +75,26 @@ def _check_machine(run: Run) -> None:
 
 
 def check_engine(run: Run) -> None:
-    """Refuse before anything is trained servers that do not answer, and an engine that cannot be started.
+    """Refuse before anything is trained servers that do not answer.
 
     Raises:
         UserError: With the next step.
     """
     settings, teacher = run.settings, run.settings.teacher
-    given, length = teacher.engine, settings.data.max_length
     if not (teacher.served or teacher.in_engine):
         return
     check_length(run)
-    if not given.urls:
-        try:
-            check_writable(given.folder)
-        except UserError as error:
-            raise UserError(f"teacher.engine.folder: {error}") from error
-        server.check_engine("vllm")
-        if (most := run.bytes_in_flight) > (free := free_bytes(Path(given.folder))):
+    length, engine = settings.data.max_length, run.engine
+    for number, model in enumerate(engine.models):
+        if teacher.served and not (run.work / "responses").exists():
+            answer_ids(engine.complete(number, [1], tries=1, max_tokens=1, temperature=0.0))
+        if model.context is not None and model.context < length:
             raise UserError(
-                f"states in flight take up to {most / 1e9:.2f} GB and {free / 1e9:.2f} GB are free in {given.folder}: "
-                "lower teacher.engine.in_flight, or set teacher.engine.folder to a fast disk"
+                f"{model.url} serves texts of {model.context} tokens and data.max_length is {length}: start it "
+                f"with --max-model-len {length}, or lower data.max_length"
             )
-        return
-    engine = Engine(given.urls, given)
-    try:
-        for number, model in enumerate(engine.models):
-            if teacher.served and not (run.work / "responses").exists():
-                answer_ids(engine.complete(number, [1], tries=1, max_tokens=1, temperature=0.0))
-            if model.context is not None and model.context < length:
-                raise UserError(
-                    f"{model.url} serves texts of {model.context} tokens and data.max_length is {length}: start it "
-                    f"with --max-model-len {length}, or lower data.max_length"
-                )
-            if teacher.in_engine and Path(model.name).name != run.served_folder.name:
-                run.line(f"{model.url} serves {model.name}, and the target is {run.served_folder}")
-    finally:
-        engine.close()
+        if teacher.in_engine and Path(model.name).name != run.served_folder.name:
+            run.line(f"{model.url} serves {model.name}, and the target is {run.served_folder}")
 
 
 def check_length(run: Run) -> None:
@@ -170,13 +145,11 @@ def _check_models(run: Run) -> None:
                 f"{key} is {positions} tokens and the longest example may have {longest}: lower data.max_length to "
                 f"{positions}, or raise it"
             )
-    if settings.student.is_head and settings.student.version != MTP:
-        check_states(made := empty_model(settings.target, vocab))
-        if settings.student.version != 3:
-            output_head(made, block=settings.student.is_block)
+    if settings.student.draft.head:
+        settings.student.draft.check_target(empty_model(settings.target, vocab))
     if settings.student.kind == "cut":
         kept_layers(settings.student.layers, run.target_config.num_hidden_layers)
-    elif not settings.student.is_head:
+    elif not settings.student.draft.head:
         target, student = (empty_model(model, vocab).num_parameters() for model in settings.language_models.values())
         if student >= target:
             raise UserError(
@@ -196,7 +169,7 @@ def signal_sizes(run: Run) -> dict[str, float]:
     state = int(run.target_config.hidden_size) * number + scale
     read = len(run.captured_layers) * state * tokens
     # the states that EAGLE-1 and next-token layers read are those that logits are made of
-    hidden = 0 if run.settings.student.kind in ("eagle", "mtp") else state * labels
+    hidden = 0 if run.captured_layers == [int(run.target_config.num_hidden_layers)] else state * labels
     return {"hidden": read + hidden, "topk": read + 8 * teacher.signal_k * labels, "online": 0}
 
 

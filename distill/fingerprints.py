@@ -12,10 +12,10 @@ from typing import Any
 from distill import ranks
 from distill.config import Settings
 from distill.config.base import Values
-from distill.data.sources import local_files
+from distill.data.sources import data_files, source_files
 from distill.files import files_state, fingerprint
 
-VERSION = 4
+VERSION = 5
 """Raised when a change of the code changes what a stage produces."""
 
 READ: dict[str, tuple[str, ...]] = {
@@ -55,9 +55,8 @@ READ: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """The settings that are read together. ``NAME`` is the draft; a section stands for all that is in it."""
 UNREAD = (
-    "name", "output_dir", "tracker", "tags", "upload", "data.loader_workers", "target.device_map",
-    "target.trust_remote_code",
-    "student.trust_remote_code", "teacher.engine.in_flight", "teacher.engine.folder", "trainer.strategy",
+    "name", "output_dir", "tracker", "tags", "upload", "data.loader_workers", "target.trust_remote_code",
+    "student.trust_remote_code", "teacher.engine.in_flight", "trainer.strategy",
     "trainer.gradient_checkpointing", "trainer.validation_examples",
 )  # fmt: skip
 """Settings that change no result, or by no more than rounding; and the number of examples by which a checkpoint was
@@ -90,8 +89,8 @@ WHEN: dict[str, Callable[[Settings], object]] = {
     "target.layerskip": lambda settings: settings.target.layerskip.enabled,
     "student.dtype": _kinds("student", "as_is"),
     "student.layers": _kinds("student", "cut"),
-    "student.unroll": lambda settings: not settings.student.is_block,
-    "student.block": lambda settings: settings.student.is_block,
+    "student.unroll": lambda settings: "unroll" in settings.student.draft.settings,
+    "student.block": lambda settings: "block" in settings.student.draft.settings,
     "teacher.signal_k": lambda settings: settings.teacher.kept == "topk",
     "teacher.engine.keep": lambda settings: settings.teacher.in_engine,
 }
@@ -108,7 +107,7 @@ def parts_of(settings: Settings, stage: str) -> tuple[set[str], set[str]]:
         itself = target.layerskip.enabled and target.kind != "scratch" and teacher.responses.from_target
         return {"target", "fit", "data"} | ({"written", "frozen"} if itself else set()), set()
     if stage == "initial":
-        if student.is_head:
+        if student.draft.head:
             counts = student.draft_vocab is not None and student.model is None  # the labels that are most frequent
             return {"head", "chat", "seed"} | ({"data", *answers} if counts else set()), {"target"}
         if not student.trained:
@@ -146,7 +145,7 @@ def measurement_fingerprint(settings: Settings) -> str:
 
 def _local(settings: Settings) -> list[str]:
     """Return the files of a data source that is no data set of the Hub."""
-    return [] if settings.data.from_target else list(chain(*local_files(settings.data.source).values()))
+    return source_files(settings.data)
 
 
 def _value(settings: Settings, name: str, stage: str) -> Any:
@@ -177,7 +176,7 @@ def _value(settings: Settings, name: str, stage: str) -> Any:
         case "data.source":
             return value, files_state(_local(settings))
         case "data.files":
-            return value, files_state(value.values())
+            return value, files_state(data_files(settings.data))
         case "data.prompts":
             return asdict(value), files_state([value.file])
         case "data.tokenizer" | "target.model" | "student.model":

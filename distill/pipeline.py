@@ -2,7 +2,6 @@
 
 import copy
 import json
-import shlex
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,16 +16,15 @@ from decode.progress import working
 from distill import ranks
 from distill.checks import check_engine, check_length, signal_sizes
 from distill.config import Settings
-from distill.config.base import Signal, Values, change
+from distill.config.base import ENGINES, Signal, Values, change
 from distill.data.chat import show
 from distill.engine.check import holds
-from distill.engine.servers import CONNECTOR, arguments
 from distill.export.card import PROFILE, add_measurements, exported_facts
 from distill.export.draft import check_export_path, check_gguf, export_draft, export_gguf
 from distill.export.head import export_head
 from distill.files import fingerprint, free_bytes, sizes
 from distill.fingerprints import inputs, measurement_fingerprint, stage_fingerprints
-from distill.networks.models import multiplies_bfloat16
+from distill.networks.models import multiplies_bfloat16, open_frozen
 from distill.responses.target import answered_texts
 from distill.results.report import console_tables, write_report
 from distill.results.tracking import finish, log_report, make_logger, tried, where
@@ -44,8 +42,8 @@ def run_pipeline(settings: Settings, console: Console | None = None) -> Run:
     ranks.start(settings.trainer)
     first = ranks.is_first()
     run = Run(settings, console)
-    check_export_path(run.export, settings.student.version)
-    check_gguf(settings.export, settings.student.version)
+    check_export_path(run.export, settings.student.draft)
+    check_gguf(settings.export, settings.student.draft)
     with alone_in(run):
         prepare_settings(run)
         if first:
@@ -125,27 +123,27 @@ def show_example(settings: Settings, console: Console | None = None) -> None:
         run.prompts_together = 8
         rows = run.examples
         if shown.teacher.responses.from_target and shown.target.model is not None and not shown.teacher.served:
-            rows, _, _ = answered_texts(run, run.at_work(run.open_target(shown.target.model)))
+            rows, _, _ = answered_texts(run, open_frozen(shown.target, shown.target.model, run.device))
         show(rows[0], run.tokenizer, run.console)
 
 
 def check_command(run: Run) -> None:
     """``python -m distill check-engine``: print the command of a server, then compare every layer."""
     if not run.settings.teacher.in_engine:
-        raise UserError(f"teacher.signal is {run.settings.teacher.signal}, and check-engine is about vllm: set it so")
+        kinds = " and ".join(ENGINES)
+        raise UserError(
+            f"teacher.signal is {run.settings.teacher.signal}, and check-engine is about {kinds}: set it so"
+        )
     with alone_in(run):
         check_length(run)
         run_stages(run, ("target",), check=False)
-        given = shlex.join(arguments(run.engine_layers, "/dev/shm/states"))
-        served = (
-            f"PYTHONPATH={CONNECTOR} vllm serve {run.served_folder} "
-            f"--max-model-len {run.settings.data.max_length} --generation-config vllm {given}"
-        )
+        length, given = run.settings.data.max_length, run.settings.teacher.engine.arguments
+        served = run.protocol.command(run.served_folder, run.engine_layers, length, given)
         run.console.print(f"a server for these settings, for teacher.engine.urls:\n{served}", soft_wrap=True)
         megabytes = run.bytes_in_flight / 1e6
         run.console.print(f"its states take at most {megabytes:.1f} MB in the folder at a time", soft_wrap=True)
         if not run.settings.teacher.engine.urls:
-            run.captured_layers = list(range(run.target_config.num_hidden_layers))  # to name the first one that differs
+            return
         try:
             check_engine(run)
             _ = run.states  # compares as it is opened
@@ -178,6 +176,8 @@ def rehearse(run: Run) -> None:
             change(small.evaluation, draft_lengths=small.evaluation.draft_lengths[:1])
         trial = Run(small, Console(quiet=True))
         trial.corpus = run.corpus
+        if small.evaluation and run.settings.trainer.attention == "auto":
+            trial.frozen = run.frozen
         for stage in ("target", "initial", *trial.trained):
             made = "target" if stage == "target" else "initial"
             trial.folder.mkdir(parents=True, exist_ok=True)
@@ -214,13 +214,16 @@ def measure(run: Run) -> Values:
                 return {}
             if report and profile.get("served"):
                 write_report(run.folder, report)  # the page shows what serve-check added
+            if report and settings.upload:
+                run.logger = tried(run.logger, run.line)
+                log_report(run.logger, report, run.folder, upload=True)
             return report
         run.line("the report or the export is not as it was written, and is made again")
     run.logger = tried(run.logger, run.line)
     write_settings(settings, run.folder / "settings.yaml")
     chosen, trust = run.chosen(settings.export.choose), settings.target.trust_remote_code
     models = run.drafts[chosen], run.target, run.export, settings.export
-    if settings.student.is_head:
+    if settings.student.draft.head:
         export_head(*models, length=settings.student.steps, trust_remote_code=trust, name=chosen)
     else:
         trust_draft = settings.student.trust_remote_code

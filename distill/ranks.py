@@ -1,7 +1,8 @@
 """The processes of a run: how many there are, which one this is, and how they keep step.
 
-torchrun or srun starts them, or the command itself does (`restart`). Before anything else they join one process group,
-in which they may wait for hours: the first one writes what is computed once, while the others stand at a `barrier`.
+torchrun or srun starts them, or the command itself does (`restart`). Before anything else they join a process group for
+their training, in which a collective that hangs is noticed soon, and one of gloo in which they may wait for hours: the
+first process writes what is computed once, while the others stand at a `barrier`.
 """
 
 import atexit
@@ -25,7 +26,9 @@ from decode.errors import UserError
 
 Value = TypeVar("Value")
 
-LONGEST_WAIT = timedelta(hours=12)
+COLLECTIVE, LONGEST_WAIT = timedelta(minutes=30), timedelta(hours=12)
+"""How long a collective of a training may take, and how long a process waits for another one."""
+_waiting: Any = None  # the group of gloo; None: that of all processes
 MPI = "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"
 """Where mpirun says how many processes it started."""
 
@@ -160,7 +163,9 @@ def start(trainer: Any) -> None:
         torch.cuda.set_device(device)
     os.environ |= {"MASTER_ADDR": place.main_address, "MASTER_PORT": str(place.main_port)}
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=place.global_rank(), world_size=count, timeout=LONGEST_WAIT)
+    dist.init_process_group(backend, rank=place.global_rank(), world_size=count, timeout=COLLECTIVE)
+    global _waiting
+    _waiting = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 
@@ -180,7 +185,16 @@ def check_alone(command: str) -> None:
 def barrier() -> None:
     """Wait for all processes."""
     if world() > 1:
-        dist.barrier()
+        dist.barrier(_waiting)
+
+
+def anywhere(flag: bool) -> bool:
+    """Whether a flag is set in any process, which the hosts tell each other without their devices."""
+    if world() == 1:
+        return flag
+    flags = torch.tensor(int(flag))
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return bool(flags)
 
 
 def exchange(value: Value) -> list[Value]:
@@ -188,5 +202,5 @@ def exchange(value: Value) -> list[Value]:
     if world() == 1:
         return [value]
     values: list[Value] = [value] * world()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, _waiting)
     return values

@@ -28,7 +28,7 @@ from decode.models.sources import language_config, located, pinned
 from decode.progress import duration, output_console, working
 from distill.checks import check_given, signal_sizes
 from distill.config import Settings
-from distill.config.base import change
+from distill.config.base import Values, change
 from distill.config.models import ModelSettings
 from distill.data.corpus import load_corpus
 from distill.data.dataset import Examples
@@ -42,7 +42,10 @@ from distill.signal.target import BYTES
 from distill.stages import run_stages
 from distill.training.trainer import peak_memory
 
-ALONE = {"trainer__devices": 1, "trainer__num_nodes": 1, "trainer__strategy": "auto", "tracker": "none"}
+ALONE = {"trainer__devices": 1, "trainer__num_nodes": 1, "trainer__strategy": "auto"} | {
+    "tracker": "none",
+    "upload": False,
+}
 """Settings of every rehearsal; ``__`` stands for a dot."""
 
 
@@ -64,12 +67,10 @@ PLAIN_CHAT = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 """Chat template where the target's is not on this machine; pairs stay plain there."""
-SMALL = {
+SMALL: Values = {
     **{f"data__{split}_examples": count for split, count in ROWS.items()},
     "data__max_length": 512, "data__overlong": "cut", "target__quantization": None,
     "target__trust_remote_code": False, "student__trust_remote_code": False,  # models made here need no foreign code
-    "student__layers": [1],  # the last of two, without which Gemma 4 cannot be cut
-    "student__block__layers": 1, "student__block__target_layers": [],
     "teacher__examples": 16, "teacher__engine__urls": [], "teacher__engine__arguments": [],
     "teacher__responses__batch_size": 8, "teacher__responses__max_new_tokens": 8,
     "teacher__responses__refresh_every": STEPS // 2,
@@ -88,7 +89,7 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
         UserError: The settings are refused as they are.
     """
     settings.validate()
-    if settings.student.kind == "mtp":
+    if settings.student.draft.of_target:
         raise UserError("student.kind is mtp, and a target made for a dry run has no next-token layers: use --estimate")
     console, small = console or output_console(), copy.deepcopy(settings)
     hf_logging.disable_progress_bar()
@@ -98,8 +99,7 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
     console.print(f"dry run of {settings.name}, in {folder}", highlight=False)
     check_given(Run(settings, console), _here)
     change(small, **copy.deepcopy(SMALL | ALONE))
-    if small.student.is_head:  # a given head does not fit a small target
-        small.student.model = None
+    small.student.draft.shrink(small.student)
     if settings.teacher.in_engine or settings.teacher.engine.urls:
         console.print("  the target made here stands in no engine: it answers and gives states itself", highlight=False)
         small.teacher.signal = settings.teacher.kept
@@ -119,7 +119,6 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
             training.optimizer = "adamw"
     if untie:
         small.target.architecture.extra["tie_word_embeddings"] = False
-    small.student.block.markov_rank = None if small.student.kind == "dflash" else 8
     small.trainer.accumulate = min(2, small.trainer.accumulate)
     if not torch.cuda.is_available():
         change(small.trainer, accelerator="cpu", attention="auto")
@@ -236,7 +235,7 @@ def estimate(settings: Settings, console: Console) -> dict[str, tuple[float, flo
         trainings |= {name: (draft.training_of(full.training), count) for name, draft in full.drafts.items()}
         for stage, (training, examples) in trainings.items():
             if stage == "initial" and full.teacher.responses.from_target:  # which may be trained on the answers
-                target = None if full.teacher.served else run.at_work(run.open_target())
+                target = None if full.teacher.served else run.frozen
                 began = time.perf_counter()
                 with working(console, "one batch of answers"):
                     rows = Examples.of(answered_texts(run, target)[0])

@@ -26,23 +26,23 @@ from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
 from decode.files import read_json, replaced, write_json
 from decode.measure.suites import quiet_datasets
-from decode.models.heads.block_config import block_config
-from decode.models.heads.eagle import DraftHead, head_config
+from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import load_head
 from decode.models.open import DTYPES, files_of, load_model, load_tokenizer
 from decode.models.sources import gguf_file
 from decode.progress import output_console, working
 from distill import ranks
 from distill.config import Settings
-from distill.config.base import START, Values
+from distill.config.base import Values
 from distill.data.corpus import Corpus, load_corpus
 from distill.data.dataset import Examples
 from distill.data.prompts import Continue, PromptWriter, continued_by, continued_here
+from distill.engine import PROTOCOLS
 from distill.engine.check import SAMPLED, check_samples, check_states, holds
-from distill.engine.servers import Engine, opened
-from distill.engine.states import StateFiles, layers_for
-from distill.files import files_state, fingerprint, only_one, remove, sizes
-from distill.networks.models import config_of, hollow_target, open_placed, source_folder
+from distill.engine.servers import Engine
+from distill.engine.states import Protocol, StateFiles, layers_for
+from distill.files import files_state, only_one, remove, sizes
+from distill.networks.models import config_of, hollow_target, open_frozen, source_folder
 
 ACCOUNT = ("optimiser_steps", "examples", "teacher_tokens", "selected_tokens", "cumulative_teacher_tokens")
 """What a draft's training used: steps; examples and label tokens, counted every time they are seen; tokens that entered
@@ -88,7 +88,7 @@ class Run:
         self.folder = Path(settings.output_dir) / settings.name
         self.work, self.target, self.export = self.path("work"), self.path("target"), self.path("export")
         self.trained = list(settings.drafts)
-        self.start = START[2 if settings.student.kind == "mtp" else int(settings.student.is_head)]
+        self.start = settings.student.draft.start
         self.drafts = {self.start: self.path("initial"), **{name: self.path(name) for name in self.trained}}
 
     def line(self, text: str) -> None:
@@ -157,7 +157,7 @@ class Run:
 
     def best(self, name: str) -> tuple[dict[str, float], float]:
         """Return a draft's best validation, whose weights were kept, and its value: α, or a head's accepted length."""
-        by = "alpha" if self.start == START[0] else "accepted_length"
+        by = "accepted_length" if self.settings.student.draft.head else "alpha"
         judged = [(row, row.get(by, row["alpha"])) for row in self.draft_record(name).history if "alpha" in row]
         return max(judged, key=lambda pair: pair[1], default=({}, 0.0))
 
@@ -178,7 +178,7 @@ class Run:
                 made_from |= {"target": files_state([model]) or model, "served": self.settings.teacher.served}
                 sampler = PromptWriter(
                     made_from,
-                    self.work / "prompts" / "samples.jsonl",
+                    self.work / "prompts",
                     partial(self._prompt_writer, model),
                     self.line,
                     self.prompts_together,
@@ -196,7 +196,10 @@ class Run:
     def _prompt_writer(self, model: str) -> Continue:
         if self.settings.teacher.served:
             return partial(continued_by, self.engine, self.settings.seed)
-        return partial(continued_here, self.at_work(self.open_target(model)), self.settings.seed)
+        target, device = self.settings.target, self.device  # one that is trained answers before it is
+        return partial(
+            continued_here, self.frozen if self.as_it_is else open_frozen(target, model, device), self.settings.seed
+        )
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -220,52 +223,57 @@ class Run:
         """Where this process trains, and frozen models compute what is kept of them."""
         return ranks.local_device(self.settings.trainer)
 
+    @cached_property
+    def frozen(self) -> PreTrainedModel:
+        """The target that answers, gives its signal and is measured: one for the run, read straight to its device."""
+        return open_frozen(self.settings.target, self.served_folder, self.device)
+
+    def release(self) -> None:
+        """Let the target leave memory; it is read again where it is needed."""
+        self.__dict__.pop("frozen", None)
+
+    def decoding_target(self) -> PreTrainedModel:
+        """The target as it decodes: in float32 on a CPU, with the attention that it is loaded with."""
+        wide = self.device.type == "cpu" and self.settings.target.dtype != "float32"
+        if not wide and self.settings.trainer.attention == "auto":
+            return self.frozen
+        self.release()
+        return self.load_target("float32" if wide else None)
+
     def load_target(self, dtype: str | None = None, device: str | torch.device | None = None) -> PreTrainedModel:
-        """The run's target, whole on one device; None: in its number format, where this process trains."""
+        """A target of one's own, not quantised; None: in its number format, where this process trains."""
         target, place = self.settings.target, device or self.device
         trust = target.trust_remote_code
         return load_model(self.target, device=place, dtype=dtype or target.dtype, trust_remote_code=trust)
 
-    def open_target(self, path: str | Path | None = None) -> PreTrainedModel:
-        """The frozen target (or that at a path): on its own devices, or on the CPU."""
-        return open_placed(self.settings.target, path or self.target, self.device)
-
-    def measured_target(self) -> PreTrainedModel:
-        """The target for measurements: on its own devices if it has such, else on this one, in float32 on a CPU."""
-        if self.settings.target.placed:
-            return self.open_target()
-        return self.load_target("float32" if self.device.type == "cpu" else None)
-
-    def at_work(self, model: PreTrainedModel) -> PreTrainedModel:
-        """The target where it computes: on its own devices, or the draft's."""
-        return model if self.settings.target.placed else model.to(self.device)
-
     def target_parts(self) -> PreTrainedModel:
         """The target with no more weights than a head needs: embedding, output head, norm, first and last layers."""
-        last = self.settings.student.block.layers if self.settings.student.is_block else 1
-        return hollow_target(self.target, last=last, trust_remote_code=self.settings.target.trust_remote_code)
+        student, trust = self.settings.student, self.settings.target.trust_remote_code
+        return hollow_target(self.target, last=student.draft.layers(student), trust_remote_code=trust)
 
     @cached_property
     def captured_layers(self) -> list[int]:
         """The layers of the target whose entering states the student reads, which a language model does not."""
-        student, config = self.settings.student, self.target_config
-        if student.is_block:
-            block = student.block
-            shape = {"layers": block.layers, "block": block.size, "target_layers": block.target_layers}
-            return list(block_config(config, student.kind, mask_id=0, **shape).captured_layers)
-        if student.version in (1, 3):
-            return list(head_config(config, int(student.version)).captured_layers)
-        return [int(config.num_hidden_layers)] if student.is_head else []
+        student = self.settings.student
+        return list(student.draft.captured(student, self.target_config))
 
     @cached_property
     def engine(self) -> Engine:
-        """The engine that the target stands in, which is started at the first use and ends with `close`."""
-        settings, given = self.settings, self.settings.teacher.engine
-        layers = self.engine_layers if settings.teacher.in_engine else []
-        if not given.urls:
-            self.line(f"vLLM is started for {self.served_folder} [dim](minutes)[/dim]")
-        place = settings.target, self.served_folder, layers, settings.data.max_length, self.work, settings.threads
-        return self._opened.enter_context(opened(given, *place))
+        """The engine that the target stands in."""
+        settings = self.settings.teacher.engine
+        if not settings.urls:
+            raise UserError(
+                "teacher.engine.urls is empty, and the target stands in an engine: start a server with the command "
+                "that python -m distill check-engine prints for this configuration, and give its address"
+            )
+        engine = Engine(settings.urls, settings)
+        self._opened.callback(engine.close)
+        return engine
+
+    @property
+    def protocol(self) -> Protocol:
+        """How the engine gives states away."""
+        return PROTOCOLS[self.settings.teacher.signal]
 
     @property
     def engine_layers(self) -> list[int]:
@@ -274,17 +282,21 @@ class Run:
 
     @property
     def bytes_in_flight(self) -> int:
-        """The most that files of states take in `distill.config.teacher.EngineSettings.folder`."""
+        """The most that files of states take in the folder through which they pass."""
         settings, width = self.settings, int(self.target_config.hidden_size)
         tokens = settings.teacher.engine.in_flight * settings.data.max_length
         return tokens * len(self.engine_layers) * width * DTYPES[settings.target.dtype].itemsize
 
+    @property
+    def as_it_is(self) -> bool:
+        """Whether the target is the folder that the settings name, so that it is there before its stage."""
+        target = self.settings.target
+        return target.kind == "as_is" and not (target.round_to or gguf_file(str(target.model)))
+
     @cached_property
     def served_folder(self) -> Path:
-        """The folder that the engine serves, before the stage of the target too where that is taken as it is."""
-        target = self.settings.target
-        as_it_is = target.kind == "as_is" and not (target.round_to or gguf_file(str(target.model)))
-        return source_folder(str(target.model)) if as_it_is else self.target
+        """The folder of the target, before its stage too where that takes it as it is."""
+        return source_folder(str(self.settings.target.model)) if self.as_it_is else self.target
 
     @cached_property
     def target_config(self) -> Any:
@@ -293,14 +305,10 @@ class Run:
 
     @cached_property
     def states(self) -> StateFiles:
-        """The target's states out of the engine, after a check on a few texts by the process that started it."""
-        served = files_state([str(self.served_folder)]), self.settings.teacher.arguments
-        folder = self.work / "states" / fingerprint(*served)
-        for other in (path for path in folder.parent.glob("*") if path != folder and ranks.is_first()):
-            remove(other)  # of another target
-        files = StateFiles(self.engine, self.engine_layers, folder)
+        """The target's states out of the engine, after a check on a few texts by the first process."""
+        files = StateFiles(self.engine, self.engine_layers, self.protocol)
         self._opened.callback(files.close)
-        if self.engine.log is not None or (self.settings.teacher.engine.urls and ranks.is_first()):
+        if ranks.is_first():
             self.check_states(files)
         return files
 
@@ -309,7 +317,7 @@ class Run:
         rows, dtype = Examples.of(self.examples, 8), self.settings.target.dtype
         longest = min(128, self.settings.data.max_length - 1)  # a token is written after each
         texts = [rows.ids[rows.span(number)][:longest].tolist() for number in range(len(rows))]
-        whole = (lambda: self.at_work(self.open_target())) if holds(self.target, self.device) else None
+        whole = (lambda: self.frozen) if holds(self.target, self.device) else None
         parts = self.target_parts().to(DTYPES[dtype])
         check_states(files, parts, [ids for ids in texts if len(ids) > 1], dtype, whole, self.line)
         how = self.settings.teacher.responses
@@ -319,14 +327,14 @@ class Run:
             check_samples(files, parts, [ids for ids in prompts if ids], warp, self.line)
 
     def close(self) -> None:
-        """End the engine, if it was started."""
+        """Close the connections to the engine."""
         self._opened.close()
         for name in ("engine", "states"):
             self.__dict__.pop(name, None)
 
     def load_head(self, path: str | Path) -> DraftHead:
         """A head in float32; next-token layers are built as the target's."""
-        return load_head(path, self.target_parts() if self.settings.student.kind == "mtp" else None)
+        return load_head(path, self.target_parts() if self.settings.student.draft.of_target else None)
 
 
 def _first(rows: Dataset, count: int | None) -> Dataset:

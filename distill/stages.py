@@ -1,7 +1,7 @@
 """The stages of a run in order: the target and the student are prepared, then each draft is distilled."""
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -9,15 +9,14 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from datasets import Dataset
+from numpy.typing import NDArray
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from decode.errors import UserError
 from decode.files import read_json
-from decode.measure.acceptance import DEPTH
-from decode.models.heads.block import BlockHead
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import save_head
-from decode.models.heads.mtp import MTP, load_mtp
 from decode.models.open import DTYPES, check_tokenizers, load_model, load_tokenizer, stop_ids
 from decode.models.sources import gguf_file
 from decode.models.texts import write_texts
@@ -26,33 +25,33 @@ from distill import ranks
 from distill.checks import check_inputs
 from distill.config import DraftSettings, TrainerSettings
 from distill.config.models import ModelSettings, StudentSettings, TargetSettings
-from distill.data.dataset import DistillDataModule, Examples, Expect, Schedule, TrainingBatches
-from distill.drafts import block, eagle
-from distill.drafts.block import BlockDraft
-from distill.drafts.eagle import FeatureDraft
-from distill.drafts.language_model import LanguageModelDraft, cut
-from distill.drafts.reference import Draft, keep_reference
-from distill.drafts.start import frequent, start_from_head, start_from_target
+from distill.data.dataset import FEATURES, DistillDataModule, Examples, Expect, Schedule, TrainingBatches
 from distill.files import fingerprint, link, remove, save_tokenizer
 from distill.fingerprints import stage_fingerprints
+from distill.kept import Kept, Shapes
+from distill.kinds.base import Draft
+from distill.kinds.language_model import cut
+from distill.kinds.reference import reference_losses
+from distill.kinds.start import frequent, start_from_head
 from distill.losses.divergences import Divergence
 from distill.networks.layerskip import LayerSkip
 from distill.networks.lm_head import LMHead, check_head
 from distill.networks.models import (
     adapted,
+    config_of,
     load_or_build,
     ready_to_save,
     source_folder,
     use_attention,
     weights_dtype,
 )
-from distill.responses.on_policy import OnPolicy, Writer, head_texts
+from distill.responses.on_policy import OnPolicy
 from distill.responses.target import answered_texts
 from distill.results.tracking import for_stage
 from distill.run import ACCOUNT, Run, StageRecord
-from distill.signal.disk import keep_columns
-from distill.signal.target import TOPK, Signal, Source, read_states
-from distill.signal.vllm import EngineStates, texts_of
+from distill.signal.engine import EngineStates, Packed, texts_of
+from distill.signal.kept import keep_columns
+from distill.signal.target import HIDDEN, INSIDE, TOPK, Captured, Signal, Source, read_states
 from distill.training.modules import CausalLMModule, DistillModule, TrainingModule
 from distill.training.trainer import fit
 
@@ -121,7 +120,7 @@ def _run_stages(run: Run, only: Collection[str] | None, check: bool, rehearse: R
             rehearse = None
         started = time.monotonic()
         with working(console, title, bars=False):
-            if stage == "initial" and settings.student.is_head:
+            if stage == "initial" and settings.student.draft.head:
                 result = untrained_head(run, key)
             elif stage in ("target", "initial"):
                 result = language_model(run, stage, key)
@@ -184,7 +183,7 @@ def train_language_model(
     elif run.corpus.answered:
         rows, validation = run.corpus.train, run.validation
     else:
-        rows, validation, _ = answered_texts(run)
+        rows, validation, _ = texts_of_run(run)
     trainer = full.trainer
     if trainer.attention == "auto" and "bf16" in trainer.precision and run.device.type == "cpu":
         trainer = replace(trainer, attention="eager")  # the fused one's gradient takes several times as long there
@@ -211,23 +210,16 @@ def untrained_head(run: Run, key: str) -> StageResult:
         head, new = start_from_head(settings, target, run.captured_layers, seed)
         run.line(f"starts from the head in {settings.model}" + (f", with a new {', '.join(new)}" if new else ""))
         return StageResult(new_record(run, key, head), head)
-    if settings.version == MTP:
-        head = load_mtp(target)
-    else:
-        if settings.is_block:
-            head = block.create(target, run.tokenizer, settings, seed)
-        else:
-            head = eagle.create(target, cast(int, settings.version), settings.draft_vocab, seed)
+    head = settings.draft.create(target, run.tokenizer, settings, seed)
     if head.reduced:
-        rows = Examples.of(answered_texts(run)[0])
+        rows = Examples.of(texts_of_run(run)[0])
         ids, share = frequent(rows, int(head.config.draft_vocab_size), int(head.config.vocab_size))
         head.set_vocabulary(ids)
         run.line(f"{len(ids):,} tokens drafted, {share:.1%} of the training labels")
-    if settings.version not in (1, MTP):
-        left = start_from_target(head, target)
+    if (left := settings.draft.begin(head, target)) is not None:
         run.line("starts from the target's last layer" + (f", but for {', '.join(left)}" if left else ""))
     record = new_record(run, key, head)
-    if record.parameters >= target.num_parameters() and settings.version != MTP:
+    if record.parameters >= target.num_parameters() and not settings.draft.of_target:
         raise UserError(
             f"the head has {record.parameters:,} parameters and the target {target.num_parameters():,}: a draft has to "
             "be smaller; lower student.draft_vocab or student.block.markov_rank"
@@ -241,14 +233,12 @@ def untrained_head(run: Run, key: str) -> StageResult:
 def open_draft(run: Run, path: Path, *, accepted_only: bool = False, dtype: str = "float32") -> Draft:
     """Return the draft in a folder, in training mode."""
     student = run.settings.student
-    if not student.is_head:
+    if student.draft.head:
+        model: Any = run.load_head(path)
+    else:
         model = load_model(path, device="cpu", dtype=dtype, trust_remote_code=student.trust_remote_code)
-        check_head(model, LMHead(model))
-        return LanguageModelDraft(model.train(), DEPTH)
-    head: Any = run.load_head(path).train()
-    if isinstance(head, BlockHead):
-        return BlockDraft(head, student.block.anchors)
-    return FeatureDraft(head, student, DEPTH, 1.0 if accepted_only else student.decay)
+    opened: Draft = student.draft.draft(model.train(), student, accepted_only=accepted_only)
+    return opened
 
 
 @dataclass
@@ -259,8 +249,35 @@ class DistillData:
     train: Examples  # if the draft writes all texts itself, their prompts alone, without columns
     validation: Examples  # for comparing checkpoints
     held: Examples | None  # others, by which a confidence head is calibrated
-    add_columns: Callable[[Examples], None]  # puts the same columns into texts that were just written
+    add_columns: Callable[[Sequence[Examples]], None]  # puts the same columns into texts that were just written
     expect: Expect | None  # is told which batches will be trained on, where their states are asked for meanwhile
+
+
+def texts_of_run(run: Run) -> tuple[Dataset, Dataset, str]:
+    """Return what `answered_texts` does; an engine's states of its answers are kept as they come."""
+    teacher, student, target = run.settings.teacher, run.settings.student, run.settings.target
+
+    def arrivals(texts: str) -> Packed:
+        parts, reader = run.target_parts().to(DTYPES[target.dtype]), Captured(tuple(run.captured_layers))
+        named = student.model is not None and not student.draft.head
+        vocab = config_of(student, 0).get_text_config().vocab_size if named else None
+        source = EngineStates(run.states, parts, run.captured_layers, run.device)
+        signal = Signal(
+            parts, teacher.kept, reader if student.draft.head else None, source, vocab=vocab, k=teacher.signal_k,
+            dtype=teacher.number_format(target.dtype),
+        )  # fmt: skip
+        signal.to(run.device)
+        return Packed(signal, source, signal_store(run, texts, signal))
+
+    keeps = teacher.served and teacher.in_engine and teacher.engine.keep
+    return answered_texts(run, arrivals=arrivals if keeps else None)
+
+
+def signal_store(run: Run, texts: str, signal: Signal) -> Kept:
+    """Return where the target's signals of texts with a fingerprint are kept."""
+    teacher = run.settings.teacher
+    key = fingerprint(texts, run.settings.trainer.attention, teacher.in_engine, teacher.arguments, signal.key)
+    return Kept.at(run.work / "signals", run.settings.student.kind, key, signal.columns)
 
 
 def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
@@ -270,25 +287,20 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
     the training where no text is written during it.
     """
     teacher, target, trainer = run.settings.teacher, run.settings.target, run.settings.trainer
-    folder, kind, held = run.work / "signals", teacher.kept, None
-    train_rows, validation_rows, texts = answered_texts(run)
-    if isinstance(draft, BlockDraft) and draft.model.confidence_head is not None:
+    kind, held = teacher.kept, None
+    train_rows, validation_rows, texts = texts_of_run(run)
+    if draft.calibrated:
         count = len(validation_rows)
         first = min(3, count - 1)  # every fourth is held, and one where there are fewer
         held = Examples.of(validation_rows.select(range(first, count, 4)))
         if count > 1:  # else the only one serves both
             validation_rows = validation_rows.select(i for i in range(count) if i % 4 != first)
     train, validation = Examples.of(train_rows), Examples.of(validation_rows)
-    fixed = {"validation": validation} | ({} if settings.on_policy == 1 else {"train": train})
-    fixed |= {} if held is None else {"held": held}
 
-    @cache
     def opened() -> PreTrainedModel:
-        model = run.open_target()
-        use_attention(model, trainer.attention)
-        model = run.at_work(model)
-        check_head(model, LMHead(model))
-        return model
+        use_attention(run.frozen, trainer.attention)
+        check_head(run.frozen, LMHead(run.frozen))
+        return run.frozen
 
     head, served = draft.model if isinstance(draft.model, DraftHead) else None, teacher.in_engine
     here = kind == "online" and not served
@@ -308,45 +320,56 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
         vocab=None if head is not None else int(draft.model.config.get_text_config().vocab_size),
         k=teacher.signal_k,
         dtype=teacher.number_format(target.dtype),
-        stays=target.placed,
     )
     signal.to(run.device)
-    ahead: Expect | None = (lambda *coming: run.states.expect(texts_of(*coming))) if served else None
-    reference: Draft | None = None
+    ahead: Expect | None = (lambda coming: run.states.expect(texts_of(coming))) if served else None
+    column = None
     if settings.selects:
         reference = open_draft(run, run.path(cast(str, settings.reference)), dtype=weights_dtype(trainer.precision))
         reference.model.to(run.device)
+        column = reference_losses(reference, signal, Divergence(settings.divergence), trainer.precision)
 
-    def add_columns(examples: Examples, where: Path | None = None, split: str = "") -> None:
-        if kind != "online" or (served and split not in ("", "train")):  # of those that are read again and again
-            made_by = trainer.attention, served, teacher.arguments
-            key, name = fingerprint(texts, signal.key, made_by), f"{split}-{run.settings.student.kind}"
-            keep_columns(examples, signal.kept, signal.columns, where, name, key, ahead)
-        if reference is not None and split in ("", "train"):
-            made_from = run.draft_record(cast(str, settings.reference)).fingerprint
-            key = fingerprint(texts, signal.key, made_from, settings.divergence, trainer.precision)
-            name, divergence = f"{settings.reference}-{settings.divergence}", Divergence(settings.divergence)
-            streams = ahead if kind == "online" else None
-            keep_reference(reference, signal, examples, divergence, trainer.precision, where, name, key, streams)
+    def add_columns(
+        texts_to_learn: Sequence[Examples], judged: Sequence[Examples] = (), folder: Path | None = None
+    ) -> None:
+        def kept(name: str, shapes: Shapes, *made_from: object) -> Kept:
+            key = fingerprint(texts, trainer.attention, served, teacher.arguments, signal.key, *made_from)
+            return Kept(shapes) if folder is None else Kept.at(folder, name, key, shapes)
 
-    for name, examples in fixed.items():
-        with working(run.console, f"the target's signal ({kind}), {name}"):
-            add_columns(examples, folder, name)
+        stored = [*(texts_to_learn if kind != "online" else ()), *(judged if kind != "online" or served else ())]
+        if stored:  # of an engine whose states are not kept, those that are read again and again
+            states = Kept(signal.columns) if folder is None else signal_store(run, texts, signal)
+            keep_columns(states, stored, signal.kept, ahead)
+        if stored and signal.ids is not None and INSIDE not in signal.columns:
+            inside = kept("inside", {INSIDE: ((2,), "float32")}, signal.ids.tolist())
+            keep_columns(inside, stored, signal.kept_inside, reads={HIDDEN if HIDDEN in signal.columns else FEATURES})
+        if column is not None:
+            made_by = run.draft_record(cast(str, settings.reference)).fingerprint
+            name = f"{settings.reference}-{settings.divergence}"
+            losses = kept(name, column[0], made_by, settings.divergence, trainer.precision)
+            keep_columns(losses, texts_to_learn, column[1], ahead if kind == "online" else None)
+
+    with working(run.console, f"the target's signal ({kind})"):
+        others = [validation] if held is None else [validation, held]
+        add_columns([] if settings.on_policy == 1 else [train], others, run.work / "signals")
     if kind == "topk":
         tail = mean_tail(validation)
         run.line(f"the top {signal.k} ids leave {tail:.2%} to the others: alpha is off by at most that")
     if not settings.on_policy:
-        opened.cache_clear()  # no signal will be computed any more, so the target leaves memory
-        if kind != "online":
-            source.cache_clear()
+        source.cache_clear()  # no signal will be computed any more, so the target leaves memory where it is not online
+        if not here:
+            run.release()
     return DistillData(signal, train, validation, held, add_columns, ahead if kind == "online" else None)
 
 
 def mean_tail(examples: Examples) -> float:
     """Return the mean probability that the kept top ids leave to all others; bounds the error of α."""
-    rows = np.concatenate([examples.columns[TOPK][i] for i in range(len(examples))])
-    log_p = np.ascontiguousarray(rows[:, 1]).view(np.float32)
-    return max(0.0, 1 - float(np.exp(log_p).sum(dtype=np.float64)) / max(1, len(rows)))
+    inside = sum(float(np.exp(_log_p(examples, i)).sum(dtype=np.float64)) for i in range(len(examples)))
+    return max(0.0, 1 - inside / max(1, examples.label_count))
+
+
+def _log_p(examples: Examples, number: int) -> NDArray[np.float32]:
+    return np.ascontiguousarray(examples.columns[TOPK][number][:, 1]).view(np.float32)
 
 
 def distil(run: Run, name: str, key: str) -> StageResult:
@@ -360,16 +383,12 @@ def distil(run: Run, name: str, key: str) -> StageResult:
     module = DistillModule(draft, data.signal, training, steps, settings=settings, seed=seed)
     schedule, texts = Schedule(data.train.lengths, training.batch_size, training.length_bucket, seed * 10 + 2), None
     if settings.on_policy:
-        writer: Writer = partial(write_texts, model)
-        if full.student.is_head:
-            writer = partial(head_texts, model, run.load_target("float32"), full.student.steps)
         parts = run.target_parts()
         texts = OnPolicy(
-            writer, data.train, schedule, steps, full.teacher.responses, settings.on_policy, seed,
+            partial(write_texts, model), data.train, schedule, steps, full.teacher.responses, settings.on_policy, seed,
             full.data.max_length, stop_ids(parts, run.tokenizer), data.add_columns,
         )  # fmt: skip
-    anchors = draft.anchors if isinstance(draft, BlockDraft) else None
-    batches = TrainingBatches(data.train, schedule, steps, texts, full.data.loader_workers, data.expect, anchors)
+    batches = TrainingBatches(data.train, schedule, steps, texts, full.data.loader_workers, data.expect, draft)
     record.seconds = time.monotonic() - started
     _fit(run, name, record, module, batches, data.validation, full.trainer)
     steps = int(record.history[-1]["step"])  # a callback may have ended the training early
@@ -381,21 +400,9 @@ def distil(run: Run, name: str, key: str) -> StageResult:
     counts = steps, steps * training.batch_size, tokens, used, together
     record.account = dict(zip(ACCOUNT, counts, strict=True))
     model = draft.model = module.model.eval()  # under FSDP not the one that was sharded
-    if data.held is not None:
-        calibrate(run, cast(BlockDraft, draft), data.signal, data.held)
-    return StageResult(record, model.cpu() if full.student.is_head else ready_to_save(model, run.tokenizer))
-
-
-def calibrate(run: Run, draft: BlockDraft, signal: Signal, examples: Examples) -> None:
-    """Set a block head's temperatures: one for each position and decoding mode."""
-    device = signal.head.linear.weight.device
-    head = draft.model.to(device)  # Lightning has put it back on the CPU
-    odds, greedy, sampled, counts = block.block_outcomes(draft, signal, examples, device)
-    for field, accepted in (("temperatures", greedy), ("sampled_temperatures", sampled)):
-        values = block.temperatures(odds, accepted, counts)
-        setattr(head, field, values)
-        setattr(head.config, f"confidence_{field}", values)
-        run.line(f"confidence_{field}: {', '.join(f'{t:.2f}' for t in values)}")
+    for line in draft.calibrate(data.signal, data.held) if data.held is not None else ():
+        run.line(line)
+    return StageResult(record, model.cpu() if full.student.draft.head else ready_to_save(model, run.tokenizer))
 
 
 def _fit(

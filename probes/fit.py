@@ -18,7 +18,7 @@ from decode.drafters.probe import KINDS, AcceptanceProbe
 from decode.errors import UserError
 from decode.files import Fields, scratch_folder
 from distill.config import TrainerSettings
-from distill.drafts.block import calibration_error
+from distill.kinds.block import calibration_error
 from distill.training.trainer import quiet
 from probes.features import EXTRAS, Features
 from probes.module import Batch, ProbeModule

@@ -20,9 +20,19 @@ from decode.models.huggingface import context_of
 from decode.models.open import NEUTRAL, described, own_warp, stop_ids
 from distill import ranks
 from distill.config.teacher import ResponseSettings
+from distill.data.chat import ChatFormat
 from distill.data.dataset import Examples
 from distill.files import fingerprint
-from distill.responses.target import Answer, Job, answered_by_engine, answered_here, write_responses
+from distill.kept import TEXT_IDS, Kept
+from distill.responses.target import (
+    Answer,
+    Job,
+    Jobs,
+    answered_by_engine,
+    answered_here,
+    ends_with,
+    write_responses,
+)
 from distill.results.evaluate import Text
 from distill.run import Run
 from probes.settings import ProbeSettings
@@ -93,15 +103,13 @@ def write_mode(run: Run, model: PreTrainedModel, mode: Mode, options: ProbeSetti
         answer: Answer = partial(answered_here, model, mode.warp, how.batch_size, seed, set(ends))
         if engine is not None:
             sampling = replace(how, temperature=mode.warp.temperature, top_p=mode.warp.top_p)
-            answer = partial(answered_by_engine, engine.complete, engine.workers, sampling, seed, ends, ends[0])
-        written = write_responses(
-            run,
-            [Job(i, ids, max(0, min(options.max_new_tokens, limit - len(ids)))) for i, ids in enumerate(prompts)],
-            how,
-            run.work / "probes" / f"{mode.name}-{split}.jsonl",
-            made_from | {"prompts": fingerprint(prompts), "seed": seed},
-            lambda: answer,  # noqa: B023
-            f"{mode.name} texts, {split}",
-            served,
-        )
+            data, form = run.settings.data, run.corpus.chat
+            chat = ChatFormat(run.tokenizer, data.system, data.template_args, ends) if form else None
+            answer = partial(answered_by_engine, engine, sampling, seed, ends, ends_with(run.tokenizer, chat))
+        jobs = [Job(i, ids, max(0, min(options.max_new_tokens, limit - len(ids)))) for i, ids in enumerate(prompts)]
+        about = made_from | {"prompts": fingerprint(prompts), "seed": seed}
+        answers = Kept(TEXT_IDS, run.work / "probes" / f"{mode.name}-{split}-{fingerprint(about)[:16]}")
+        title = f"{mode.name} texts, {split}"
+        write_responses(run, Jobs.of(jobs), answers, how, lambda: answer, title, served)  # noqa: B023
+        written = [answers.text(job.example) if job.budget else [] for job in jobs]
         mode.texts[split] = [([*ids, *text], len(ids)) for ids, text in zip(prompts, written)]

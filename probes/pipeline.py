@@ -50,7 +50,7 @@ def run_probes(settings: ProbesSettings, console: Console | None = None) -> Fiel
         with alone_in(run):
             run.settings = with_formats(settings)
             if first:
-                run.logger = make_logger(settings.tracker, run.folder, settings.name, asdict(settings))
+                run.logger = make_logger(settings.tracker, run.folder, settings.name, asdict(settings), settings.tags)
             try:
                 run_stages(run, only=("target",))
                 run.console.print("[bold]probes[/bold]", highlight=False)

@@ -30,18 +30,18 @@ from decode.options import MethodOptions, split_spec
 from decode.progress import output_console, working
 
 
-def draft_names(given: Sequence[str]) -> dict[str, str]:
+def draft_names(items: Sequence[str]) -> dict[str, str]:
     """Names and paths of ``NAME=PATH`` or of plain paths, which are named by their last part.
 
     Raises:
         UserError: two drafts of one name.
     """
     named = {}
-    for item in given:
+    for item in items:
         name, equals, path = item.partition("=")
         named[name if equals else Path(item).name] = path if equals else item
-    if len(named) < len(given):
-        raise UserError(f"two of the drafts {', '.join(given)} have one name; name them: --draft one=PATH two=PATH")
+    if len(named) < len(items):
+        raise UserError(f"two of the drafts {', '.join(items)} have one name; name them: --draft one=PATH two=PATH")
     return named
 
 
@@ -118,8 +118,8 @@ def bench(pair: Pair, methods: Sequence[str] = (), suite: Sequence[str] = (), **
         UserError: an unknown method, suite or option, a value out of range, prompts that do not fit.
     """
     drafts = {"draft": pair.draft} if pair.draft is not None else {}
-    options, given = {"baselines": not methods} | options, [f"{name}={pair.draft_name}" for name in drafts]
-    settings = api_settings(BenchSettings, pair, options, draft=given, methods=methods, suite=suite)
+    options, names = {"baselines": not methods} | options, [f"{name}={pair.draft_name}" for name in drafts]
+    settings = api_settings(BenchSettings, pair, options, draft=names, methods=methods, suite=suite)
     parts = parts_of(settings, None, corpus=bool(settings.corpus))
     chosen = chosen_methods(settings, [Parts.of_draft(pair.draft, parts.options, datastore=parts.datastore)])
     suites = open_suites(settings, chat=use_chat(settings, pair.tokenizer))

@@ -72,8 +72,8 @@ def use_chat(settings: ChatSettings, tokenizer: PreTrainedTokenizerBase, *, tell
         )
     check_template(tokenizer, settings.system)
     if tell and not settings.chat:
-        said = "prompts are put into the tokenizer's chat template (--chat false continues them as plain text)"
-        print(said, file=sys.stderr)
+        notice = "prompts are put into the tokenizer's chat template (--chat false continues them as plain text)"
+        print(notice, file=sys.stderr)
     return True
 
 
@@ -119,21 +119,21 @@ def open_pair(settings: LoadSettings, draft: str | None = None) -> Pair:
     return load(str(settings.target), draft, **{name: getattr(settings, name) for name in PLACED - {"target"}})
 
 
-def api_settings(settings_class: type[Settings], pair: Pair, options: Fields, **given: Any) -> Settings:
+def api_settings(settings_class: type[Settings], pair: Pair, options: Fields, **fixed: Any) -> Settings:
     """Settings of a command for models that are open already: `options` of the user, and those that are `given`.
 
     Raises:
         UserError: an unknown option, or a value out of range.
     """
-    known = {f.name: f for f in dataclasses.fields(settings_class) if f.name not in PLACED | given.keys()}
+    by_name = {f.name: f for f in dataclasses.fields(settings_class) if f.name not in PLACED | fixed.keys()}
     hints = typing.get_type_hints(settings_class)
     for name in options:
-        choose("option", name, known)
-    given |= {"target": pair.target_name or "the given model", "pack": pair.pack} | options
-    for name, value in given.items():
+        choose("option", name, by_name)
+    fixed |= {"target": pair.target_name or "the given model", "pack": pair.pack} | options
+    for name, value in fixed.items():
         if typing.get_origin(hints[name]) is list:  # one word is no list of its letters
-            given[name] = [value] if isinstance(value, str) else list(value)
-    return settings_class(**given)
+            fixed[name] = [value] if isinstance(value, str) else list(value)
+    return settings_class(**fixed)
 
 
 def recorded_costs(draft: str | None, device: torch.device) -> RoundCosts | None:

@@ -102,6 +102,7 @@ def _parser(settings_class: type, prog: str, description: str) -> jsonargparse.A
     parser = jsonargparse.ArgumentParser(
         prog=prog, usage=f"{prog} [options]", description=description, exit_on_error=False, default_env=False,
         parser_mode=MODE,
+        print_config=None,
     )  # fmt: skip
     parser.add_argument("--config", action="config", help="YAML file to read options from; may be repeated")
     parser.add_class_arguments(settings_class, None)

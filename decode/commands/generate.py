@@ -25,13 +25,13 @@ from decode.commands.checks import (
 )
 from decode.commands.settings import GenerateSettings, required
 from decode.core.draft import Ids
-from decode.core.loop import Method, Text
-from decode.core.loop import run as decode_rounds
 from decode.core.round import FORMULAS, metrics
 from decode.core.sampling import TorchRng
 from decode.errors import UserError
 from decode.files import Fields
 from decode.incoming import read_stdin, whole
+from decode.loop import Method, Text
+from decode.loop import run as decode_rounds
 from decode.measure import machine
 from decode.measure.statistics import plain
 from decode.methods import (
@@ -143,7 +143,7 @@ def generate(
     """
     options |= {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     settings = api_settings(GenerateSettings, pair, options, draft=pair.draft_name, method=method)
-    with machine.using_threads(settings.threads or torch.get_num_threads()):
+    with machine.using_threads(settings.threads):
         return finished(start(settings, prompt, pair))
 
 
@@ -198,7 +198,7 @@ def start(settings: GenerateSettings, prompt: str, pair: Pair | None = None) -> 
     strings = StopStrings(tokenizer, settings.stop) if settings.stop else None
     text = Text(
         pair.runner, system, warp, ids, max_new_tokens=settings.max_new_tokens, stop_ids=ends, stop_strings=strings,
-        rng=TorchRng(seed, pair.runner.device),
+        rng=TorchRng(seed),
     )  # fmt: skip
     return Generation(ids, method, is_lossless(method, settings.rule), seed, text, pair, system)
 
@@ -281,14 +281,14 @@ def compare(settings: GenerateSettings, prompt: str) -> None:
     pair = opened(settings, settings.draft)
     without = replace(settings, draft=None, method="autoregressive", stop_rule=None, rule=None)
     finished(start(replace(settings, max_new_tokens=WARM_UP), prompt, pair))
-    baseline, drafted = texts = [start(some, prompt, pair) for some in (without, settings)]
+    baseline, drafted = texts = [start(each, prompt, pair) for each in (without, settings)]
     with machine.other_load() as load:
         for text in texts:
             stream(text, show=True)
     same = "the same text, token by token" if baseline.ids == drafted.ids else "another text"
     faster = drafted.metrics["tokens_per_second"] / baseline.metrics["tokens_per_second"]
     row = {"speedup": faster, "accepted_length": drafted.metrics["accepted_length"], **load}
-    told = f"{faster:.2f} times as fast as without a draft, of one text ({machine.conditions(load)})"
+    line = f"{faster:.2f} times as fast as without a draft, of one text ({machine.conditions(load)})"
     if why := machine.doubt(row):
-        told = f"how much faster is not said, since {why}"
-    print(f"\n{told}; {same}")
+        line = f"how much faster is not said, since {why}"
+    print(f"\n{line}; {same}")

@@ -3,7 +3,7 @@
 import csv
 from pathlib import Path
 
-from rich.console import Group
+from rich.table import Table
 
 from decode.commands.settings import PaperSettings, bench_settings
 from decode.errors import UserError, choose
@@ -40,7 +40,7 @@ def rows_of(report: Fields) -> list[Fields]:
     return rows or [decoded.get(draft["name"], {}) | draft | texts for draft in report.get("drafts", [])]
 
 
-def table_of(paper: str, rows: list[Fields]) -> Group:
+def table_of(paper: str, rows: list[Fields]) -> Table:
     """The paper's rows and ours, by method."""
     with PUBLISHED[paper].open(newline="", encoding="utf-8") as file:
         published = list(csv.DictReader(file))
@@ -69,8 +69,8 @@ def run(settings: PaperSettings) -> None:
         config = f"configs/papers/{paper}/{settings.scale}.yaml"
         benchmark = bench_settings(["--config", config])
         benchmark.output = str(folder := Path(settings.output or f"runs/papers/{paper}-{settings.scale}"))
-        told = f"{config} is measured now; later, --run {folder} prints its results without measuring"
-        output_console(highlight=False).print(told, soft_wrap=True)
+        line = f"{config} is measured now; later, --run {folder} prints its results without measuring"
+        output_console(highlight=False).print(line, soft_wrap=True)
         bench.run(benchmark)
     rows = rows_of(read_json(folder / "report.json"))
     if not rows:

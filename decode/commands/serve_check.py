@@ -28,14 +28,15 @@ from decode.engines.check import (
     within,
 )
 from decode.engines.server import ENGINES, Engine, check_engine, opened, write_all
-from decode.errors import UserError
+from decode.errors import UserError, choose
 from decode.files import Fields, read_json, scratch_folder, write_json
 from decode.measure import machine
 from decode.measure.report import console_table
 from decode.measure.session import BenchOptions, Item, Session
 from decode.measure.statistics import median_interval, plain
 from decode.models.heads.eagle import DraftHead
-from decode.models.heads.files import SERVED_AS, head_format, unserved
+from decode.models.heads.files import head_format, unserved
+from decode.models.heads.kinds import HEADS
 from decode.models.open import DraftModel
 from decode.progress import output_console
 
@@ -56,6 +57,7 @@ def run(settings: ServeCheckSettings) -> None:
         SystemExit: with status 1, if counts differ for no known cause.
     """
     required(settings, "target", "draft")
+    choose("engine", settings.engine, ENGINES)
     if settings.url is None:
         kind = head_format(read_json(Path(str(settings.draft)) / "config.json"))
         settings.program = check_engine(settings.engine, settings.program, kind)
@@ -74,7 +76,7 @@ def run(settings: ServeCheckSettings) -> None:
             console.print(f"{name}: {note}", soft_wrap=True)
         head = pair.draft if isinstance(pair.draft, DraftHead) else None
         engine = Engine(
-            settings.engine, target, str(draft), SERVED_AS[head.version] if head else "draft_model",
+            settings.engine, target, str(draft), HEADS[head.version].served if head else "draft_model",
             max(len(item.ids) for item in items) + settings.max_new_tokens + max(settings.draft_lengths) + 1,
             str(pair.target.dtype).removeprefix("torch."),  # as in the prediction
             settings.program, settings.url, settings.threads, settings.timeout,
@@ -99,7 +101,7 @@ def run(settings: ServeCheckSettings) -> None:
 
 def check_head(draft: DraftModel, engine: str, lengths: Sequence[int]) -> None:
     """Refuse a head that an engine would run otherwise than it was trained, or longer drafts than it makes."""
-    if isinstance(draft, DraftHead) and draft.version not in SERVED_AS:
+    if isinstance(draft, DraftHead) and not HEADS[draft.version].served:
         raise UserError("serve-check has no engine for next-token layers outside of a target's own files; use bench")
     if isinstance(draft, DraftHead) and (why := unserved(draft).get(engine)):
         raise UserError(f"{engine} does not run this head as it was trained ({why}); check it in another engine")
@@ -174,7 +176,7 @@ def serve_check(
             row |= compared(texts, alone[t], counts(accepted, alone[t], length, None), length)
             if row["identical_share"] < 1:
                 accepted, ours = proposed(texts, length)
-                tokens = sum(1 / max(1, sum(len(text.ids) for text in some)) for some in (texts, alone[t]))
+                tokens = sum(1 / max(1, sum(len(text.ids) for text in each)) for each in (texts, alone[t]))
                 # the error is that of a share of independent observations: of each token, given those before it,
                 # whether it is the target's most probable one
                 row["other_texts"] = abs(ours - share) > 4 * math.sqrt(share * (1 - share) * tokens) + 0.02
@@ -230,8 +232,8 @@ def show(rows: Sequence[Fields], causes: Sequence[Cause]) -> None:
     console.print(console_table("", SERVED, rows), f"[dim]{FORMULA}", "")
     console.print(console_table("Accepted ÷ reached at each position of the draft", POSITIONS, by_position))
     for row in rows:
-        told = f"T = {row['temperature']:g}, {row['draft_length']} drafted: {row['equal_texts']} of {row['texts']}"
-        console.print(f"\n{told} texts have the predicted counts.", style="yellow" if row["unequal"] else "green")
+        line = f"T = {row['temperature']:g}, {row['draft_length']} drafted: {row['equal_texts']} of {row['texts']}"
+        console.print(f"\n{line} texts have the predicted counts.", style="yellow" if row["unequal"] else "green")
         if row["unequal"]:
             console.print(f"  The first other one: {row['unequal']}.", soft_wrap=True)
     for cause in causes:

@@ -251,12 +251,12 @@ def bench_settings(argv: Sequence[str], description: str = "", examples: str = "
     if not (paths := config_paths(argv)):
         return settings
     content = read_config(paths)
-    own = f"{content.get('output_dir', 'runs')}/{content.get('name', 'run')}"
-    run = next(filter(None, settings.runs), own)
+    run_folder = f"{content.get('output_dir', 'runs')}/{content.get('name', 'run')}"
+    run = next(filter(None, settings.runs), run_folder)
     if not (any(item.startswith("--suite") for item in argv) or "suite" in (content.get("bench") or {})):
         settings.suite = default_suites(content.get("data"))
     if not any(re.match("--(target|draft)(=|$)", item) for item in argv):
-        settings.output = settings.output or own
+        settings.output = settings.output or run_folder
     settings.target = settings.target or f"{run}/target"
     settings.draft = settings.draft or [str(f) for f in [Path(run, "export")] if f.is_dir()]
     settings.threads = settings.threads or content.get("threads")
@@ -281,8 +281,8 @@ def default_suites(data: Any) -> list[str]:
 class ServeCheckSettings(SuiteSettings, ChatSettings, PairSettings):
     """Settings of python -m decode serve-check; the draft is a folder as it is to be served."""
 
-    engine: Literal["vllm", "llama.cpp"] = "vllm"
-    """The engine; `make engines` installs both."""
+    engine: str = "vllm"
+    """The engine, vllm or llama.cpp; `make engines` installs both."""
     draft_lengths: list[PositiveInt] = field(default_factory=lambda: [3, 5, 7])
     """Tokens drafted per round; the engine is started once for each."""
     temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])

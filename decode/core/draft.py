@@ -1,13 +1,15 @@
-"""What a drafter hands to the target: a token tree below the pending token."""
+"""What drafters hand to the target: for each text a token tree below its pending token."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Ids = list[int]  # token ids
@@ -16,6 +18,22 @@ Ids = list[int]  # token ids
 def id_tensor(ids: Ids) -> Tensor:
     """Token ids, long ``[n]``, in half of `torch.tensor`'s time."""
     return torch.from_numpy(np.asarray(ids, dtype=np.int64))
+
+
+def upload(values: Any, device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
+    """Numbers from the host on a device; an accelerator is not waited for."""
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def fetch(*tensors: Tensor) -> list[Any]:
+    """The values of tensors on one device, as lists; an accelerator is waited for once."""
+    if tensors[0].is_cpu:
+        return [values.tolist() for values in tensors]
+    packed = torch.cat([values.flatten().double() for values in tensors]).cpu()
+    parts = packed.split([values.numel() for values in tensors])
+    return [part.view(values.shape).to(values.dtype).tolist() for part, values in zip(parts, tensors)]
 
 
 def foreign(ids: Iterable[int], rows: int, held: str = "the prompt holds", whose: str = "the target's") -> str:
@@ -34,61 +52,40 @@ def until_end(ids: Ids, ends: Collection[int | None]) -> Ids:
     return ids[: next((count for count, token in enumerate(ids, 1) if token in ends), None)]
 
 
-@dataclass
 class Draft:
-    """A proposed token tree; a chain is the tree with parents ``-1, 0, 1, …``."""
+    """The tokens proposed for one text, on the host: a tree below the pending token, which never changes.
 
-    tokens: Tensor  # token ids, long ``[n]``; ``n`` may be 0
-    parents: list[int]  # for each node the index of its parent, smaller than its own; -1 is the pending token
-    # float ``[n, vocab]``, the warped distribution that each token was drawn from, the very tensor that was sampled.
-    # ``None`` means that the draft is deterministic.
-    probs: Tensor | None = None
-    logits: Tensor | None = None  # the raw draft logits ``[n, vocab]``, for rules that look at unwarped distributions
-    confidence: list[float] = field(default_factory=list)  # what the stop rule read at each token
+    A chain is the tree with parents ``-1, 0, 1, …``. Numbers are kept in arrays: a trace holds many drafts.
+    """
 
-    @classmethod
-    def chain(
-        cls,
-        tokens: Tensor,
-        probs: Tensor | None = None,
-        logits: Tensor | None = None,
-        confidence: list[float] | None = None,
-    ) -> Draft:
-        """A chain below the pending token."""
-        return cls(tokens, list(range(-1, tokens.shape[0] - 1)), probs, logits, confidence or [])
+    __slots__ = ("_ids", "confidence", "parents")
 
-    @classmethod
-    def tree(cls, tokens: Ids, parents: Sequence[int]) -> Draft:
-        """A deterministic tree. Raises ValueError where a parent does not precede its child."""
-        if len(tokens) != len(parents) or any(not -1 <= p < i for i, p in enumerate(parents)):
+    def __init__(
+        self, ids: Iterable[int], parents: Sequence[int] | None = None, confidence: Sequence[float] = ()
+    ) -> None:
+        self._ids, self.confidence = array("i", ids), confidence  # what the stop rule read at each token
+        chain = range(-1, len(self._ids) - 1)
+        if parents is not None and (
+            len(parents) != len(chain) or any(not -1 <= parent < i for i, parent in enumerate(parents))
+        ):
             raise ValueError(f"parents must precede their children, got {list(parents)}")
-        return cls(id_tensor(tokens), list(parents))
-
-    @classmethod
-    def empty(cls) -> Draft:
-        """Nothing proposed: the round becomes a plain autoregressive step."""
-        return cls(torch.empty(0, dtype=torch.long), [])
-
-    def with_branch(self, tokens: Ids) -> Draft:
-        """This deterministic tree and a chain below the pending token; what both hold is drafted once."""
-        tree = Trie(self)
-        tree.grow(tokens)
-        return tree.draft() if len(tree.tokens) > len(self) else self
+        # of each node the index of its parent, smaller than its own; -1 is the pending token
+        self.parents: Sequence[int] = chain if parents is None or list(parents) == list(chain) else array("i", parents)
 
     def __len__(self) -> int:
-        return len(self.parents)
+        return len(self._ids)
 
-    @cached_property
+    @property
+    def ids(self) -> Ids:
+        """The tokens."""
+        return self._ids.tolist()
+
+    @property
     def is_chain(self) -> bool:
         """Whether every node is the only child of the one before it."""
-        return self.parents == list(range(-1, len(self.parents) - 1))
+        return isinstance(self.parents, range)
 
-    @cached_property
-    def ids(self) -> Ids:
-        """The tokens on the host, fetched once."""
-        return self.tokens.tolist()
-
-    @cached_property
+    @property
     def depth(self) -> int:
         """Length of the longest path; the number of tokens of a chain."""
         return len(self) if self.is_chain else max(self.depths(), default=0)
@@ -100,13 +97,35 @@ class Draft:
             depths.append(1 if p < 0 else depths[p] + 1)
         return depths
 
-    @cached_property
     def children(self) -> list[dict[int, int]]:
         """``children[i + 1][token]`` is the child of node i with that token (index 0: the pending token)."""
         table: list[dict[int, int]] = [{} for _ in range(len(self) + 1)]
-        for node, (token, parent) in enumerate(zip(self.ids, self.parents)):
+        for node, (token, parent) in enumerate(zip(self._ids, self.parents)):
             table[parent + 1].setdefault(token, node)
         return table
+
+    def with_branch(self, tokens: Ids) -> Draft:
+        """This tree and a chain below the pending token; what both hold is drafted once."""
+        tree = Trie(self)
+        tree.grow(tokens)
+        return tree.draft() if len(tree.tokens) > len(self) else self
+
+    def cut(self, ends: Collection[int], depth: int) -> tuple[Draft, list[int | None]]:
+        """The part that a text can hold: no deeper than `depth`, and nothing below a token that ends it.
+
+        Returns:
+            The part, and the place in it of each node.
+        """
+        place: list[int | None] = []
+        kept: list[int] = []
+        over: list[bool] = []  # whether nothing may follow a node
+        for node, (token, parent, deep) in enumerate(zip(self._ids, self.parents, self.depths())):
+            there = deep <= depth and (parent < 0 or (place[parent] is not None and not over[parent]))
+            place.append(len(kept) if there else None)
+            over.append(token in ends)
+            kept += [node] if there else []
+        above = [-1 if self.parents[node] < 0 else place[self.parents[node]] for node in kept]
+        return Draft((self._ids[node] for node in kept), above, self.confidence[: len(kept)]), place  # type: ignore[arg-type]
 
     def visible(self) -> Tensor:
         """bool ``[n + 1, n + 1]`` of the pending token and the nodes: which of them each attends to."""
@@ -116,19 +135,89 @@ class Draft:
             seen[i + 1] |= seen[p + 1]
         return torch.from_numpy(seen)
 
-    def prefixes(self, ids: Ids) -> list[Tensor]:
-        """The text before each row of the target: of the pending token `ids`, of a node also the path down to it."""
-        texts = [id_tensor(ids)]
-        for token, parent in zip(self.tokens.cpu().split(1), self.parents):
-            texts.append(torch.cat([texts[parent + 1], token]))
-        return texts
+    def paths(self) -> list[list[int]]:
+        """For the pending token (0) and each node (its index + 1) the nodes down to it, counted alike."""
+        found: list[list[int]] = [[]]
+        for node, parent in enumerate(self.parents):
+            found.append([*found[parent + 1], node + 1])
+        return found
+
+
+@dataclass
+class Drafts:
+    """What is proposed for the texts of a round, on the target's device.
+
+    Deterministic drafts have no probabilities. Those of drawn tokens are the very tensor that was sampled.
+    """
+
+    tokens: Tensor  # long ``[B, k]``, filled up behind a text's own length; k may be 0
+    lengths: list[int]  # tokens proposed for each text
+    drafts: list[Draft] | None = None  # where the host has them already; trees are among these
+    # the warped distributions that tokens were drawn from, and the raw draft logits, for rules that look at these,
+    # ``[B, k, vocab]`` each
+    probs: Tensor | None = None
+    logits: Tensor | None = None
+    drawn: set[int] = field(default_factory=set)  # the texts whose tokens were drawn
+    confidence: list[list[float]] | None = None  # what the stop rule read at each token
+
+    @classmethod
+    def of(cls, drafts: Sequence[Draft], device: torch.device) -> Drafts:
+        """Deterministic drafts that the host made."""
+        longest = max(map(len, drafts))
+        filled = [draft.ids + [0] * (longest - len(draft)) for draft in drafts]
+        return cls(upload(filled, device).view(len(drafts), longest), list(map(len, drafts)), list(drafts))
+
+    def to(self, device: torch.device) -> Drafts:
+        """On a device."""
+        probs, logits = (None if values is None else values.to(device) for values in (self.probs, self.logits))
+        return replace(self, tokens=self.tokens.to(device), probs=probs, logits=logits)
+
+    def for_texts(self, texts: Sequence[int], others: Sequence[Draft]) -> Drafts:
+        """These drafts as those of some texts of a batch, and where they hold nothing, others that the host made.
+
+        `others` are of all texts of the batch.
+        """
+        held = [i for i, n in enumerate(self.lengths) if n]
+        if len(texts) == len(others) and (len(held) == len(texts) or not any(map(len, others))):
+            return self
+        made, k = Drafts.of(others, self.tokens.device), self.tokens.shape[1]
+        made.tokens = F.pad(made.tokens, (0, max(0, k - made.tokens.shape[1])))
+        rows, places = upload([held, [texts[i] for i in held]], self.tokens.device)
+        confidence: list[list[float]] = [[] for _ in others]
+        for i in held:
+            made.lengths[texts[i]] = self.lengths[i]
+            if self.drafts is not None:
+                made.drafts[texts[i]] = self.drafts[i]  # type: ignore[index]
+            if self.confidence is not None:
+                confidence[texts[i]] = self.confidence[i]
+
+        def placed(into: Tensor, values: Tensor) -> Tensor:
+            into[places, :k] = values[rows].to(into.dtype)
+            return into
+
+        placed(made.tokens, self.tokens)
+        made.confidence = confidence
+        for name in ("probs", "logits"):  # deterministic drafts are certain of their tokens
+            if (values := getattr(self, name)) is not None:
+                shape = (*made.tokens.shape, values.shape[-1])
+                certain = values.new_zeros(shape).scatter_(2, made.tokens[..., None], 1.0)
+                setattr(made, name, placed(certain if name == "probs" else certain.log(), values))
+        made.drawn = {texts[i] for i in self.drawn if self.lengths[i]}
+        return made if self.drafts is not None else replace(made, drafts=None)
+
+    def on_host(self, ids: Sequence[Ids]) -> list[Draft]:
+        """The draft of each text, whose `tokens` have come to the host."""
+        if self.drafts is not None:
+            return self.drafts
+        confidence = self.confidence or [[] for _ in ids]
+        return [Draft(row[:n], None, seen) for row, n, seen in zip(ids, self.lengths, confidence)]
 
 
 class Trie:
     """A token tree under construction; node -1 is the pending token, siblings carry different tokens."""
 
     def __init__(self, draft: Draft | None = None) -> None:
-        self.tokens, self.parents = (list(draft.ids), list(draft.parents)) if draft else ([], [])
+        self.tokens, self.parents = (draft.ids, list(draft.parents)) if draft else ([], [])
         self._index: dict[tuple[int, int], int] = {}
         for node, place in enumerate(zip(self.parents, self.tokens)):
             self._index.setdefault(place, node)
@@ -149,4 +238,4 @@ class Trie:
 
     def draft(self) -> Draft:
         """The deterministic draft of this tree."""
-        return Draft.tree(self.tokens, self.parents)
+        return Draft(self.tokens, self.parents)

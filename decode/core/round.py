@@ -3,32 +3,31 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from decode.core.draft import Draft, Ids
 
-Values = Tensor | list[float]  # one number for each tested position
 SHORT = 128  # texts of fewer tokens are one group
 
 
 @dataclass(frozen=True)
 class Round:
-    """A verified round. It is made once and never changed; the list of a text's rounds is its trace."""
+    """A verified round. It is made once and never changed; the list of a text's rounds is its trace.
 
-    draft: Draft  # what was proposed, without its probabilities
+    It holds what the text can hold: nothing of a draft behind a token, a string or a budget that ends the text counts.
+    """
+
+    draft: Draft  # what was proposed
     path: list[int]  # accepted nodes, root to leaf
     token: int  # the token after the path: a correction, or the bonus token
-    new: Ids  # what the text grew by: the accepted tokens and this one, cut where the text ended
+    new: Ids  # what the text grew by: the accepted tokens and this one, or those up to the text's end
     cut: bool = False  # the draft was shortened by the budget, the context or the text's end
     seconds: tuple[float, float] = (0.0, 0.0)  # drafting and verifying; of texts decoded together, an equal share
     # measured at the tested positions; None where nothing was
-    overlap: Values | None = None  # Σ min(p, q)
-    spent: Values | None = None  # total variation spent by a relaxed rule
-    distance: Values | None = None  # Jensen–Shannon distance, as the acceptance rule measures it
+    overlap: list[float] | None = None  # Σ min(p, q)
+    spent: list[float] | None = None  # total variation spent by a relaxed rule
+    distance: list[float] | None = None  # Jensen–Shannon distance, as the acceptance rule measures it
     length: int = 0  # of the text, prompt included, when it was drafted
 
     @property
@@ -102,15 +101,10 @@ def _numbered(texts: Texts, clusters: Sequence[int]) -> list[tuple[int, Round]]:
     return [(cluster, r) for cluster, rounds in numbered for r in rounds]
 
 
-def _mean(measured: Sequence[tuple[int, Values | None]]) -> tuple[float, float]:
-    """Mean over positions, and its standard error over clusters; one transfer from the device."""
-    parts = [(cluster, torch.as_tensor(part)) for cluster, part in measured if part is not None]
-    if not parts:
-        return math.nan, math.nan
-    device = parts[-1][1].device
-    values = iter(torch.cat([part.flatten().to(device) for _, part in parts]).double().tolist())
-    sums = [sum(islice(values, part.numel())) for _, part in parts]
-    return clustered_ratio(sums, [part.numel() for _, part in parts], [cluster for cluster, _ in parts])
+def _mean(measured: Sequence[tuple[int, list[float] | None]]) -> tuple[float, float]:
+    """Mean over positions, and its standard error over clusters."""
+    parts = [(cluster, part) for cluster, part in measured if part is not None]
+    return clustered_ratio([sum(part) for _, part in parts], [len(part) for _, part in parts], [c for c, _ in parts])
 
 
 def metrics(texts: Texts, clusters: Sequence[int] = ()) -> dict[str, float]:
@@ -129,7 +123,6 @@ def metrics(texts: Texts, clusters: Sequence[int] = ()) -> dict[str, float]:
         "alpha_se": alpha_se,
         "accepted_per_tested": m / t if t else math.nan,
         "accepted_per_drafted": m / k if k else math.nan,
-        # accepted tokens behind the end of a text do not count
         "accepted_length": tokens / len(rounds) if rounds else math.nan,
         "drafted_per_round": k / len(rounds) if rounds else math.nan,
         "tv_spent": 0.0 if math.isnan(spent) else spent,

@@ -1,8 +1,10 @@
-"""Logits to probabilities, the same way for the target and for the draft."""
+"""Logits to probabilities, the same way for the target and for the draft, and the random choices made by them."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, SupportsInt
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -11,16 +13,73 @@ from torch import Tensor
 from transformers.generation.logits_process import (
     LogitsProcessor,
     MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
+from decode.core.draft import upload
 from decode.errors import UserError
 from decode.options import Checked, Share, Temperature
 
-Prefixes = Sequence[Sequence[int] | Tensor]
-"""The tokens before each row of logits."""
+
+class History:
+    """The ids of a text that grows, as warps that look at it read them: see `Prefixes`."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids  # the list that the text grows in
+        self.counted = 0  # ids that `present` holds
+        self.present: Tensor | None = None  # bool ``[vocab]``
+
+
+class Prefixes:
+    """The tokens before each row of logits: the ids of a text, and the drafted tokens from it down to the row.
+
+    Args:
+        texts: what rows belong to.
+        counts: rows of each text.
+        paths: drafted tokens of each row, long ``[rows, d]``; a shorter path is filled up with a token of the text.
+            None: there are none.
+        lengths: of the paths; None: none is filled up.
+    """
+
+    def __init__(
+        self,
+        texts: Sequence[History],
+        counts: Sequence[int] | None = None,
+        paths: Tensor | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> None:
+        self.texts, self.counts, self.paths, self.lengths = texts, counts or [1] * len(texts), paths, lengths
+
+    def __len__(self) -> int:
+        return sum(self.counts)
+
+    def present(self, vocab: int, device: torch.device) -> Tensor:
+        """Which ids occur before each row, bool ``[rows, vocab]``; costs what the texts have grown by since."""
+        texts, blank = self.texts, torch.zeros(vocab, dtype=torch.bool, device=device)
+        held = torch.stack([blank if text.present is None else text.present for text in texts])
+        grown = [text.ids[text.counted :] for text in texts]
+        if any(grown):
+            at = [i for i, new in enumerate(grown) for _ in new], [token for new in grown for token in new]
+            held[tuple(upload(at, device))] = True
+            for text, row in zip(texts, held):
+                text.present, text.counted = row, len(text.ids)
+        if len(self) > len(texts):
+            rows = [i for i, count in enumerate(self.counts) for _ in range(count)]
+            held = held.expand(len(self), -1).clone() if len(texts) == 1 else held.index_select(0, upload(rows, device))
+        elif any(grown) and self.paths is not None:
+            held = held.clone()
+        return held if self.paths is None else held.scatter_(1, self.paths, True)
+
+    def ids(self, device: torch.device) -> Iterator[Tensor]:
+        """The prefix of each row, long ``[n]``; takes time that grows with the texts."""
+        row = 0
+        for text, count in zip(self.texts, self.counts):
+            before = torch.tensor(text.ids, device=device)
+            for _ in range(count):
+                path = before[:0] if self.paths is None else self.paths[row]
+                yield torch.cat([before, path if self.lengths is None else path[: self.lengths[row]]])
+                row += 1
 
 
 @dataclass
@@ -42,9 +101,6 @@ class LogitsWarper(Checked):
         super().__post_init__()
         if self.temperature == float("inf"):
             raise UserError("temperature is inf; expected a finite number, or 0 for greedy decoding")
-        self._context: list[LogitsProcessor] = list(self.processors)
-        if self.repetition_penalty != 1:
-            self._context.insert(0, RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
         self._cut: list[LogitsProcessor] = []
         if self.top_k:
             self._cut.append(TopKLogitsWarper(self.top_k))
@@ -61,13 +117,13 @@ class LogitsWarper(Checked):
     @property
     def needs_prefix(self) -> bool:
         """Whether the probabilities depend on the text before them otherwise than through the model."""
-        return bool(self._context)
+        return bool(self.processors) or self.repetition_penalty != 1
 
-    def top(self, logits: Tensor, prefixes: Prefixes | None = None) -> Tensor:
+    def top(self, logits: Tensor, prefixes: Prefixes | Sequence[Sequence[int]] | None = None) -> Tensor:
         """The most probable token of each row, ``[rows]``; arguments as in a call."""
-        return argmax(self.process(_wide(logits), prefixes) if self._context else logits)
+        return argmax(self.process(_wide(logits), prefixes) if self.needs_prefix else logits)
 
-    def __call__(self, logits: Tensor, prefixes: Prefixes | None = None) -> Tensor:
+    def __call__(self, logits: Tensor, prefixes: Prefixes | Sequence[Sequence[int]] | None = None) -> Tensor:
         """Warp rows of logits.
 
         Args:
@@ -80,7 +136,7 @@ class LogitsWarper(Checked):
         if self.temperature == 0:
             return one_hot(self.top(logits, prefixes), logits)
         logits = _wide(logits)
-        if self._context:
+        if self.needs_prefix:
             logits = self.process(logits, prefixes)
         if self.temperature != 1:
             logits = logits / self.temperature
@@ -88,35 +144,28 @@ class LogitsWarper(Checked):
             logits = cut(None, logits)
         return logits.softmax(-1)
 
-    def process(self, logits: Tensor, prefixes: Prefixes | None) -> Tensor:
-        """Logits ``[rows, vocab]`` after the processors that look at the prefix; neither temperature nor cuts."""
+    def process(self, logits: Tensor, prefixes: Prefixes | Sequence[Sequence[int]] | None) -> Tensor:
+        """Logits ``[rows, vocab]`` after the processors that look at the prefix; neither temperature nor cuts.
+
+        The repetition penalty is transformers' own, by a table of the ids that occur; other processors take time that
+        grows with the text.
+        """
         if prefixes is None or len(prefixes) != len(logits):
             raise ValueError("this warp depends on the prefix: give the tokens before every row")
+        if not isinstance(prefixes, Prefixes):
+            prefixes = Prefixes([History(list(ids)) for ids in prefixes])
+        if self.repetition_penalty != 1:
+            by = self.repetition_penalty
+            penalised = torch.where(logits < 0, logits * by, logits / by)
+            logits = torch.where(prefixes.present(logits.shape[-1], logits.device), penalised, logits)
+        if not self.processors:
+            return logits
         rows = []
-        for row, prefix in zip(logits.split(1), prefixes):
-            ids = torch.as_tensor(prefix, dtype=torch.long, device=logits.device)[None]
-            for process in self._context:
-                row = process(ids, row)
+        for row, ids in zip(logits.split(1), prefixes.ids(logits.device)):
+            for process in self.processors:
+                row = process(ids[None], row)
             rows.append(row)
         return torch.cat(rows)
-
-
-class WarpedRows:
-    """Rows of `LogitsWarper.__call__`, each computed when first read: verification of a tree reads few of them."""
-
-    def __init__(self, warp: LogitsWarper, logits: Tensor, prefixes: Prefixes | None = None) -> None:
-        self._warp, self._logits, self._prefixes = warp, logits, prefixes
-        self._rows: dict[int, Tensor] = {}
-
-    def __getitem__(self, row: int) -> Tensor:
-        if row not in self._rows:
-            prefix = None if self._prefixes is None else self._prefixes[row : row + 1]
-            self._rows[row] = self._warp(self._logits[row : row + 1], prefix)[0]
-        return self._rows[row]
-
-
-Rows = Tensor | WarpedRows
-"""Probabilities ``[rows, vocab]`` of which single rows are read."""
 
 
 class TopP(TopPLogitsWarper):
@@ -164,19 +213,37 @@ def one_hot(tokens: Tensor, like: Tensor) -> Tensor:
     return probs.scatter_(-1, tokens[:, None], 1.0)
 
 
+class Numbers(Protocol):
+    """The random choices of several texts in a round; the choices of a text depend on its own `Rng` alone."""
+
+    def draw(self, weights: Tensor, step: int | Sequence[int] = 0, rows: Sequence[int] | None = None) -> Tensor:
+        """Token ids ``[n]`` (long) from weights ``[n, vocab]``, not negative, normalised or not.
+
+        Args:
+            weights: of the choices.
+            step: number of the choice among those of its text, of all or of each; none is made twice.
+            rows: the texts that choose; None: all, in their order.
+        """
+        ...
+
+    def accepted(self, rates: Tensor, lengths: Sequence[int], step: int = 0) -> Tensor:
+        """How many of each text's first tokens pass ``[n]``, each with its rate ``[n, k]``, up to the first that fails.
+
+        No more than `lengths` of them pass. The choices are those from number `step` on.
+        """
+        ...
+
+
 class Rng(Protocol):
-    """Source of every random choice in decoding."""
+    """Source of every random choice of a text."""
 
-    def draw(self, weights: Tensor) -> Tensor:
-        """Token ids ``[...]`` (long) from non-negative weights ``[..., vocab]``, normalised or not."""
-        ...
-
-    def first_reject(self, accept: Tensor) -> SupportsInt:
-        """Index of the first rejection given acceptance probabilities ``[k]``; k if there is none."""
+    @staticmethod
+    def together(rngs: Sequence[Any], counts: Sequence[int], device: torch.device) -> Numbers:
+        """The next choices of several texts, so many of each."""
         ...
 
 
-BLOCK = 256  # uniform numbers drawn at once on the CPU
+BLOCK = 256  # uniform numbers drawn at once
 
 
 def inverse(weights: Tensor, u: Tensor) -> Tensor:
@@ -196,42 +263,63 @@ def inverse(weights: Tensor, u: Tensor) -> Tensor:
 
 
 class TorchRng:
-    """Inverse-transform sampling in float64; no draw makes the host wait for an accelerator."""
+    """Uniform numbers of a text from torch's generator on the CPU, the same whatever device decodes it."""
 
-    def __init__(self, seed: int | None = None, device: torch.device | str = "cpu"):
-        self.generator = torch.Generator(device=device)
+    def __init__(self, seed: int | None = None) -> None:
+        self.generator = torch.Generator()
         self._ready: list[float] = []
         if seed is None:
             self.generator.seed()
         else:
             self.generator.manual_seed(seed)
 
-    def _uniform(self) -> float:
-        """The next number from [0, 1) of a CPU's generator, which gives a block of them in the time of one."""
-        if not self._ready:
-            self._ready = torch.rand(BLOCK, generator=self.generator, dtype=torch.float64).tolist()
-        return self._ready.pop()
-
     def uniforms(self, count: int) -> list[float]:
-        """The next `count` numbers from [0, 1) of a CPU's generator, as `draw` would take them."""
-        return [self._uniform() for _ in range(count)]
+        """The next `count` numbers from [0, 1)."""
+        while len(self._ready) < count:
+            block = torch.rand(BLOCK, generator=self.generator, dtype=torch.float64).tolist()
+            self._ready = block + self._ready
+        return [self._ready.pop() for _ in range(count)]
 
-    def draw(self, weights: Tensor) -> Tensor:
-        """See `Rng.draw`."""
-        if not weights.is_cpu or weights.dim() > 1:
-            u = torch.rand(
-                (*weights.shape[:-1], 1), generator=self.generator, dtype=torch.float64, device=weights.device
-            )
-            return inverse(weights, u)
+    @staticmethod
+    def together(rngs: Sequence[TorchRng], counts: Sequence[int], device: torch.device) -> Numbers:
+        """See `Rng.together`."""
+        return Uniform([rng.uniforms(count) for rng, count in zip(rngs, counts, strict=True)], device)
+
+
+class Uniform:
+    """Choices by uniform numbers, a list for each text: inverse-transform sampling in float64.
+
+    On an accelerator they are uploaded at once, and no choice makes the host wait.
+    """
+
+    def __init__(self, numbers: Sequence[Sequence[float]], device: torch.device) -> None:
+        self.numbers, self.device = numbers, device
+        if device.type != "cpu":
+            longest = max(map(len, numbers))
+            filled = [[*row, *[0.0] * (longest - len(row))] for row in numbers]
+            self._u = upload(filled, device, torch.float64)
+
+    def draw(self, weights: Tensor, step: int | Sequence[int] = 0, rows: Sequence[int] | None = None) -> Tensor:
+        """See `Numbers.draw`."""
+        texts = range(len(weights)) if rows is None else rows
+        steps = [step] * len(weights) if isinstance(step, int) else step
+        if not weights.is_cpu:
+            if isinstance(step, int) and rows is None:
+                return inverse(weights, self._u[:, step, None])
+            at = upload([[*texts], [*steps]], self.device)
+            return inverse(weights, self._u[at[0], at[1], None])
         # as `inverse`, in half of its time on the host
         cdf = weights.cumsum(-1, dtype=torch.float64).numpy()
-        token = int(cdf.searchsorted(self._uniform() * cdf.item(-1), side="right"))
-        return torch.full((), min(token, len(cdf) - 1))
+        drawn = [row.searchsorted(self.numbers[i][s] * row[-1], "right") for row, i, s in zip(cdf, texts, steps)]
+        return torch.tensor(drawn).clamp_(max=weights.shape[-1] - 1)
 
-    def first_reject(self, accept: Tensor) -> SupportsInt:
-        """See `Rng.first_reject`; accepts where u < a, so that a = 0 is never accepted."""
-        if not accept.is_cpu:
-            u = torch.rand(len(accept), generator=self.generator, dtype=accept.dtype, device=accept.device)
-            return (u < accept).cumprod(0).sum()
-        rates = accept.tolist()
-        return next((i for i, a in enumerate(rates) if not self._uniform() < a), len(rates))
+    def accepted(self, rates: Tensor, lengths: Sequence[int], step: int = 0) -> Tensor:
+        """See `Numbers.accepted`; a token passes where u < rate, so that one of rate 0 never does."""
+        if not rates.is_cpu:
+            passed = self._u[:, step : step + rates.shape[1]] < rates
+            passed &= torch.arange(rates.shape[1], device=self.device) < upload(lengths, self.device)[:, None]
+            return passed.cumprod(1).sum(1)
+        kept = []
+        for u, row, n in zip(self.numbers, rates.tolist(), lengths):
+            kept.append(next((i for i in range(n) if not u[step + i] < row[i]), n))
+        return torch.tensor(kept)

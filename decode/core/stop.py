@@ -7,15 +7,17 @@ reads only the distribution may refuse to draw (`StopRule.refuse`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from decode.core.round import Round
-from decode.core.verify import entropy
+from decode.core.verify import entropy, pick
 from decode.errors import UserError
 
 
@@ -166,41 +168,40 @@ def count(cell: list[float], hit: bool, memory: float) -> None:
 
 
 @dataclass
-class DraftedToken:
-    """A drafted token as stop rules see it."""
+class DraftedTokens:
+    """The next tokens of several drafts, as stop rules see them."""
 
-    probs: Tensor  # warped probabilities ``[vocab]`` that the token is drawn from
-    token: Any  # token id (0-d long), None before it is drawn
-    logits: Tensor  # unwarped logits ``[vocab]``
-    hidden: Tensor  # hidden state ``[width]`` that the logits are computed from
+    probs: Tensor  # warped probabilities ``[n, vocab]`` that the tokens are drawn from
+    logits: Tensor  # unwarped logits ``[n, vocab]``
+    hidden: Tensor  # hidden states ``[n, width]`` that the logits are computed from
+    tokens: Tensor | None = None  # ids ``[n]``, None before they are drawn
     greedy: bool = False  # `probs` is one-hot and carries no confidence
-    accepted: float | None = None  # the draft's own estimate, made without `token`, that the target accepts it
+    accepted: Tensor | None = None  # the draft's own estimates, made without `tokens`, that the target accepts them
 
 
-Confidence = Callable[[DraftedToken], float]
+Confidence = Callable[[DraftedTokens], Tensor]
+"""A number for each token, ``[n]``."""
 
 
-def probability(log_odds: float) -> float:
-    """The logistic function, without overflow."""
-    return 1 / (1 + math.exp(-max(-50.0, min(50.0, log_odds))))
-
-
-def token_probability(drafted: DraftedToken) -> float:
+def token_probability(drafted: DraftedTokens) -> Tensor:
     """q(x) of the drafted token, unwarped (Draft & Verify, AdaSPEED)."""
-    return drafted.logits.float().softmax(-1)[drafted.token].item()
+    assert drafted.tokens is not None
+    return pick(drafted.logits.float().softmax(-1), drafted.tokens)
 
 
-def warped_token_probability(drafted: DraftedToken) -> float:
+def warped_token_probability(drafted: DraftedTokens) -> Tensor:
     """q(x) after warping (Hugging Face); unwarped in greedy decoding."""
-    return token_probability(drafted) if drafted.greedy else drafted.probs[drafted.token].item()
+    if drafted.greedy or drafted.tokens is None:
+        return token_probability(drafted)
+    return pick(drafted.probs, drafted.tokens)
 
 
-def max_probability(drafted: DraftedToken) -> float:
+def max_probability(drafted: DraftedTokens) -> Tensor:
     """Max q, unwarped; reads the distribution only."""
-    return drafted.logits.float().softmax(-1).amax().item()
+    return drafted.logits.float().softmax(-1).amax(-1)
 
 
-def own_estimate(drafted: DraftedToken) -> float:
+def own_estimate(drafted: DraftedTokens) -> Tensor:
     """What a block head's confidence head says; reads no token.
 
     Raises:
@@ -214,9 +215,9 @@ def own_estimate(drafted: DraftedToken) -> float:
     return drafted.accepted
 
 
-def negative_entropy(drafted: DraftedToken) -> float:
+def negative_entropy(drafted: DraftedTokens) -> Tensor:
     """−H(q) in bits, of the unwarped distribution in greedy decoding (AdaSD); reads the distribution only."""
-    return -entropy(drafted.logits.float().softmax(-1) if drafted.greedy else drafted.probs).item()
+    return -entropy(drafted.logits.float().softmax(-1) if drafted.greedy else drafted.probs)
 
 
 @dataclass
@@ -230,10 +231,6 @@ class StopRule:
     refuse: bool = False  # compare before the token is drawn; only for confidences that read the distribution alone
     heuristic: bool = False  # Hugging Face's schedule: window + 2 after a full acceptance, else − 1
 
-    def watch(self) -> Watch:
-        """The rule at the start of a draft."""
-        return Watch(self)
-
     def observe(self, round: Round) -> None:
         """Adapt to a verified round."""
         self.threshold.observe(round)
@@ -241,32 +238,53 @@ class StopRule:
             self.window = self.window + 2 if round.accepted == round.depth else max(1, self.window - 1)
 
 
-@dataclass
 class Watch:
-    """A stop rule that looks at one draft, token by token."""
+    """The stop rules of several texts, of one kind, as they look at their drafts token by token.
 
-    rule: StopRule
-    seen: list[float] = field(default_factory=list)  # the confidence of each token that stays in the draft
-    aggregate: float = 1.0
+    On an accelerator the host takes the confidences that have arrived and never waits before `finish`: a draft may go
+    on for some tokens behind its end, which are cut off.
 
-    def _below(self, drafted: DraftedToken) -> bool:
-        rule = self.rule
-        if rule.confidence is None:
-            return False
-        value = rule.confidence(drafted)
-        if math.isnan(value):
-            raise UserError("the draft's logits are NaN; check its weights, or load it in bfloat16 or float32")
-        score = rule.threshold.calibrate(value)
-        self.aggregate = self.aggregate * score if rule.product else score
-        below = self.aggregate < rule.threshold.value
-        if not (below and rule.refuse):
-            self.seen.append(value)
-        return below
+    Attributes:
+        seen: of each text the confidence of each token that stays in its draft.
+        lengths: of the drafts that have ended, by text.
+    """
 
-    def before(self, drafted: DraftedToken) -> bool:
-        """Whether to stop before drawing from ``drafted.probs``."""
-        return self.rule.refuse and self._below(drafted)
+    def __init__(self, rules: Sequence[StopRule]) -> None:
+        self.rules, self.seen, self.lengths = rules, [list[float]() for _ in rules], dict[int, int]()
+        self._aggregates = [1.0] * len(rules)
+        self._sent: deque[tuple[Sequence[int], Tensor, Any]] = deque()
 
-    def after(self, drafted: DraftedToken) -> bool:
-        """Whether to stop after ``drafted.token``, which stays in the draft."""
-        return not self.rule.refuse and self._below(drafted)
+    def look(self, texts: Sequence[int], drafted: DraftedTokens) -> None:
+        """Read the confidences of the next token of these texts."""
+        confidence, event = self.rules[0].confidence, None
+        assert confidence is not None
+        values = confidence(drafted)
+        if not values.is_cpu:
+            event, values = torch.cuda.Event(), values.to("cpu", non_blocking=True)
+            event.record(torch.cuda.current_stream(drafted.logits.device))
+        self._sent.append((texts, values, event))
+        while self._sent and (self._sent[0][2] is None or self._sent[0][2].query()):
+            self._take()
+
+    def finish(self) -> None:
+        """Take all confidences."""
+        if self._sent:
+            self._sent[-1][2].synchronize()
+        while self._sent:
+            self._take()
+
+    def _take(self) -> None:
+        texts, values, _ = self._sent.popleft()
+        for text, value in zip(texts, values.tolist()):
+            if text in self.lengths:
+                continue
+            if math.isnan(value):
+                raise UserError("the draft's logits are NaN; check its weights, or load it in bfloat16 or float32")
+            rule, seen = self.rules[text], self.seen[text]
+            score = rule.threshold.calibrate(value)
+            self._aggregates[text] = self._aggregates[text] * score if rule.product else score
+            below = self._aggregates[text] < rule.threshold.value
+            if not (below and rule.refuse):
+                seen.append(value)
+            if below:
+                self.lengths[text] = len(seen)

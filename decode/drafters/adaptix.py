@@ -206,9 +206,9 @@ class TrigramDrafter(Drafter):
     learned: Learned = field(default_factory=dict, init=False, repr=False)
 
     def start(self, prompt: Prompt) -> Memory:
-        """A text that stands alone writes the drafter's weights, others their additions to them."""
+        """A text that shares what it learns writes the drafter's weights, others their additions to them."""
         random = Random(self.seed)
-        return Memory(random, self.learned, {}) if prompt.alone else Memory(random, {}, self.learned)
+        return Memory(random, self.learned, {}) if prompt.shares_learning else Memory(random, {}, self.learned)
 
     def draft(self, request: DraftRequest) -> Draft:
         """The most visited nodes of a search, each extended by its likeliest successor; at most ``max_depth`` deep.
@@ -219,7 +219,7 @@ class TrigramDrafter(Drafter):
         state, root, most = request.state, packed(request.ids), request.max_depth
         self.learn(state, request.ids)
         if root is None or most < 1:
-            return Draft.empty()
+            return Draft(())
         learned, shared, known = state.learned, state.shared, self.table.successors
 
         def after(context: int) -> Weighted:

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from decode.core.draft import Draft, Ids
+import torch
+from torch import Tensor
+
+from decode.core.draft import Draft, Drafts, Ids
 from decode.core.round import Round
 from decode.drafters.base import Drafter, DraftRequest, Prompt
 from decode.drafters.lookup import SuffixIndex, commonest, copy_from
@@ -44,25 +47,35 @@ class HybridDrafter(Drafter):
     branch: int = 0  # most tokens copied after a shorter match, as a branch of the head's tree; 0: it drafts chains
 
     def __post_init__(self) -> None:
-        self.capture, self.cache_bytes_per_token = self.head.capture, self.head.cache_bytes_per_token
+        self.runner, self.capture = self.head.runner, self.head.capture
+        self.cache_bytes_per_token = self.head.cache_bytes_per_token
 
     def start(self, prompt: Prompt) -> HybridState:
         """Index the text, and let the head read it."""
         return HybridState(self.head.start(prompt), SuffixIndex(SHORTEST))
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+    def propose(self, requests: Sequence[DraftRequest], device: torch.device) -> Drafts:
         """A copy or the head's draft; the heads that are asked draft together, and the stop rule's window is theirs."""
         matches = list(map(self._match, requests))
-        drafts = [Draft.empty()] * len(requests)
-        for i, (in_text, _, in_store) in enumerate(matches):
-            if max(in_text, in_store) >= self.match:
-                drafts[i] = drafts[i].with_branch(self._copy(requests[i], self.length, *matches[i]))
-        heads = [i for i, request in enumerate(requests) if request.max_depth > 0 and not len(drafts[i])]
-        asked = [replace(requests[i], state=requests[i].state.head) for i in heads]
-        for i, draft in zip(heads, self.head.propose(asked) if asked else ()):
-            most = self.branch if len(draft) else self.length
-            drafts[i] = draft.with_branch(self._copy(requests[i], most, *matches[i]))
-        return drafts
+        copies = [
+            Draft(self._copy(request, self.length, *match) if max(match[0], match[2]) >= self.match else ())
+            for request, match in zip(requests, matches)
+        ]
+        heads = [i for i, request in enumerate(requests) if request.max_depth > 0 and not len(copies[i])]
+        if not heads:
+            return Drafts.of(copies, device)
+        drafts = self.head.propose([self._of_head(requests[i]) for i in heads], device)
+        for i, n in zip(heads, drafts.lengths):
+            copies[i] = Draft(self._copy(requests[i], self.branch if n else self.length, *matches[i]))
+        if drafts.drafts is None:
+            return drafts.for_texts(heads, copies)
+        for i, draft in zip(heads, drafts.drafts):
+            copies[i] = draft.with_branch(copies[i].ids)
+        return Drafts.of(copies, device)
+
+    @staticmethod
+    def _of_head(request: DraftRequest) -> DraftRequest:
+        return replace(request, state=request.state.head)
 
     def _match(self, request: DraftRequest) -> tuple[int, int, int]:
         """Tokens of the text's end found in the text, the position after them, and tokens found in the corpus."""
@@ -83,14 +96,16 @@ class HybridDrafter(Drafter):
         )
         return commonest(rows.tolist(), SUPPORT)[0]
 
-    def update(self, state: HybridState, ids: Ids, round: Round, out: Out) -> None:
+    def feed(self, state: HybridState, prompt: Prompt, captured: Tensor) -> None:
+        """See `Drafter.feed`."""
+        self.head.feed(state.head, prompt, captured)
+
+    def update(
+        self, requests: Sequence[DraftRequest], rounds: Sequence[Round], out: Out, rows: Sequence[Sequence[int]]
+    ) -> None:
         """The head learns from copies too: it drafts on from their features."""
-        self.head.update(state.head, ids, round, out)
+        self.head.update(list(map(self._of_head, requests)), rounds, out, rows)
 
     def close(self, state: HybridState) -> None:
         """See `Drafter.close`."""
         self.head.close(state.head)
-
-    def reserve(self, rows: int) -> None:
-        """See `Drafter.reserve`."""
-        self.head.reserve(rows)

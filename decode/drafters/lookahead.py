@@ -7,11 +7,13 @@ levels is an n-gram for the pool. The window and the pool's candidates form one 
 exact verification may accept any part of it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from decode.core.draft import Draft, Ids, Trie
+from decode.core.draft import Draft, Ids, Trie, upload
 from decode.core.round import Round
+from decode.core.sampling import argmax
 from decode.drafters.base import Drafter, DraftRequest, Prompt
 from decode.models.api import Out
 
@@ -61,15 +63,23 @@ class LookaheadDrafter(Drafter):
             tree.grow(gram[:depth])
         return tree.draft()
 
-    def update(self, state: LookaheadState, ids: Ids, round: Round, out: Out) -> None:
-        """Read the target's answers after the window, pool finished n-grams and move the window on.
+    def update(
+        self, requests: Sequence[DraftRequest], rounds: Sequence[Round], out: Out, rows: Sequence[Sequence[int]]
+    ) -> None:
+        """Read the target's answers after all windows at once, pool finished n-grams and move the windows on.
 
         A window that `max_depth` has cut stays as it is: the text is about to end.
         """
-        bottom = [node for node in state.bottom if node is not None]
-        if not bottom or len(bottom) < len(state.bottom):
-            return
-        answers = out.logits[[node + 1 for node in bottom]].argmax(-1).tolist()
+        whole = [(r.state, of[0] + 1) for r, of in zip(requests, rows) if r.state.bottom and None not in r.state.bottom]
+        if whole:
+            places = [first + node for state, first in whole for node in state.bottom]
+            answers = argmax(out.logits.index_select(0, upload(places, out.logits.device))).tolist()
+            for state, _ in whole:
+                self._move(state, answers[: len(state.bottom)])
+                del answers[: len(state.bottom)]
+
+    def _move(self, state: LookaheadState, answers: Ids) -> None:
+        """Move a window on to these answers."""
         levels = [*state.levels, answers]
         if len(state.levels) < self.level - 1:  # still filling: every level loses the column that the text has passed
             state.levels = [row[1:] for row in levels]

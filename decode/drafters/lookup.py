@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from decode.core.draft import Draft, Ids, id_tensor
+from decode.core.draft import Draft, Ids
 from decode.core.round import Round
 from decode.drafters.base import Drafter, DraftRequest, Prompt
 from decode.models.api import Out
@@ -99,7 +99,7 @@ class LookupDrafter(Drafter):
         """A chain of at most `length`, `max_depth` and the stop rule's window; empty where nothing matches."""
         count = min(self.length, request.max_depth, request.stop.window)
         n, after = request.state.latest(request.ids, self.max_ngram) if count > 0 else (0, 0)
-        return Draft.chain(id_tensor(copy_from(request.ids, after, count) if n else []))
+        return Draft(copy_from(request.ids, after, count) if n else ())
 
 
 @dataclass
@@ -121,7 +121,7 @@ class SuffixDrafter(Drafter):
         """The index of the text, and whether later texts may know it."""
         index = SuffixIndex()
         index.extend(prompt.ids)
-        return index, prompt.alone
+        return index, prompt.shares_learning
 
     def draft(self, request: DraftRequest) -> Draft:
         """A chain of at most `max_depth` tokens and the stop rule's window; empty where nothing matches."""
@@ -140,16 +140,20 @@ class SuffixDrafter(Drafter):
             new, expected = commonest([tokens[at : at + length] for at in reversed(places)], self.least)
             if expected > score:
                 chain, score = new, expected
-        return Draft.chain(id_tensor(chain))
+        return Draft(chain)
 
-    def update(self, state: tuple[SuffixIndex, bool], ids: Ids, round: Round, out: Out) -> None:
-        """Index what the round added to the text."""
-        state[0].extend(ids[len(state[0].tokens) :])
+    def update(
+        self, requests: Sequence[DraftRequest], rounds: Sequence[Round], out: Out, rows: Sequence[Sequence[int]]
+    ) -> None:
+        """Index what the round added to each text."""
+        for request in requests:
+            index = request.state[0]
+            index.extend(request.ids[len(index.tokens) :])
 
     def close(self, state: tuple[SuffixIndex, bool]) -> None:
         """Learn the text for later ones."""
-        index, alone = state
-        if alone:
+        index, shares_learning = state
+        if shares_learning:
             self.earlier.extend([*index.tokens, END])
         if len(self.earlier.tokens) > self.capacity:
             kept, self.earlier = self.earlier.tokens[-self.capacity // 2 :], SuffixIndex(self.earlier.ngram)

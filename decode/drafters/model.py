@@ -1,17 +1,18 @@
 """A smaller language model of the same vocabulary drafts, the target's own first layers, or a head on its states."""
 
 import warnings
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from decode.core.draft import Draft, Ids, id_tensor
+from decode.core.draft import Draft, Drafts, Ids, upload
 from decode.core.round import Round
-from decode.core.sampling import LogitsWarper, argmax
-from decode.core.stop import DraftedToken
+from decode.core.sampling import LogitsWarper, Prefixes
+from decode.core.stop import DraftedTokens, Watch
 from decode.drafters.base import Drafter, DraftRequest, Prompt
 from decode.models.api import PIECE, Model, Out, Read, read_prompt
 from decode.models.fast.forward import FastRunner, self_speculating
@@ -19,8 +20,9 @@ from decode.models.heads.block_runner import BlockRunner
 from decode.models.heads.mtp import MtpRunner
 from decode.models.heads.runner import DraftHeadRunner, in_target
 
-Drafting = Generator[Any, Out, Draft]
-"""Yields what `ModelDrafter.read` is to read next, is sent the output for it, and returns the draft."""
+Step = Callable[[Sequence[int], Tensor | None], Out]
+"""Given the numbers of the sequences that draft on, and the token that each drafted last ``[n]`` (None: none yet), the
+output for the next one, a row of each."""
 
 
 @dataclass
@@ -31,15 +33,27 @@ class ModelState:
     stop_ids: Collection[int]
 
 
+def by_text(steps: Sequence[tuple[Sequence[int], Tensor]], count: int) -> Tensor:
+    """``[count, k, ..]`` from the values that some sequences had at each of k steps; 0 where one had none."""
+    if all(len(texts) == count for texts, _ in steps):
+        return torch.stack([values for _, values in steps], 1)
+    first = steps[0][1]
+    filled = first.new_zeros(count, len(steps), *first.shape[1:])
+    for step, (texts, values) in enumerate(steps):
+        filled[upload(texts, first.device), step] = values
+    return filled
+
+
 class ModelDrafter(Drafter):
     """Draws from q, warped exactly as the target is, until the stop rule or the window ends the draft.
 
-    A drafted token that ends the text is kept and ends the draft.
+    A drafted token that ends the text is kept; on a CPU, where looking at it is free, it ends the draft.
 
     Padded vocabularies of one family differ after the ids they share: a draft row that is longer than the target's
     vocabulary is cut, a shorter one filled with probability 0, which the residual makes up for.
     """
 
+    runner: Model
     sample = True  # draw tokens; else the likeliest are drafted, as they are in greedy decoding
 
     def __init__(self, runner: Model, warp: LogitsWarper, vocab: int) -> None:
@@ -68,90 +82,112 @@ class ModelDrafter(Drafter):
             )
         return min(asked, self.room(request.state, request.ids))
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+    def propose(self, requests: Sequence[DraftRequest], device: torch.device) -> Drafts:
         """See `Drafter.propose`: the draft model reads the next token of all sequences in one forward."""
-        drafts = [Draft.empty()] * len(requests)
-        drafting = [self.drafting(request) for request in requests]
-        results: dict[int, Any] = dict.fromkeys(range(len(requests)))
-        while results:
-            feeds = {}
-            for i, result in results.items():
-                try:
-                    feeds[i] = drafting[i].send(result)
-                except StopIteration as end:
-                    drafts[i] = end.value
-            caches = [requests[i].state.cache for i in feeds]
-            results = dict(zip(feeds, self.read(caches, list(feeds.values())))) if feeds else {}
-        return drafts
+        limits, none = list(map(self.limit, requests)), [Draft(())] * len(requests)
+        texts = [i for i, limit in enumerate(limits) if limit > 0]
+        if not texts:
+            return Drafts.of(none, device)
+        drafts = self.drafts([requests[i] for i in texts], [limits[i] for i in texts])
+        return drafts.to(device).for_texts(texts, none)
 
-    def read(self, caches: list[Any], feeds: list[Any]) -> list[Out]:
-        """The output for the last of the tokens that each sequence feeds, all at the same step of their drafts."""
+    def drafts(self, requests: Sequence[DraftRequest], limits: Sequence[int]) -> Drafts:
+        """Drafts of at most these lengths, which are at least 1."""
+        return self.chains(requests, limits, self.steps(requests))
+
+    def steps(self, requests: Sequence[DraftRequest]) -> Step:
+        """Reads the next token of each sequence, first all that its cache lacks."""
+        device, caches = self.runner.device, [request.state.cache for request in requests]
+
+        def step(texts: Sequence[int], tokens: Tensor | None) -> Out:
+            if tokens is None:
+                unread = list(map(self.unread, requests))
+                return self.read(caches, upload([*chain(*unread)], device).split(list(map(len, unread))))
+            return self.read([caches[i] for i in texts], tokens.split(1))
+
+        return step
+
+    def read(self, caches: Sequence[Any], feeds: Sequence[Tensor]) -> Out:
+        """The output for the last of the tokens that each sequence feeds."""
         return self.runner.forward(list(map(Read, caches, feeds)), last=1)
 
-    def drafting(self, request: DraftRequest) -> Drafting:
-        """One draft, token by token."""
-        state, ids, warp, stop = request.state, request.ids, self.warp, request.stop
-        limit, prefixed = self.limit(request), warp.needs_prefix
-        watch = None if stop.confidence is None else stop.watch()
-        certain = warp.greedy or not self.sample
-        plain = certain and not (watch or prefixed or request.keep_logits)
-        # what follows the end of the text is never used; where nobody waits for the token anyway, looking is free
-        looks = bool(state.stop_ids) and (watch is not None or self.runner.device.type == "cpu")
-        tokens, probs, logits = list[Tensor](), [], []
-        feed = self.unread(request) if limit > 0 else None
-        for _ in range(limit):
-            out = yield feed
+    def chains(self, requests: Sequence[DraftRequest], limits: Sequence[int], step: Step) -> Drafts:
+        """Draft token by token, all sequences at once."""
+        warp, count, stop = self.warp, len(requests), requests[0].stop
+        certain, raw = warp.greedy or not self.sample, requests[0].keep_logits
+        watch = None if stop.confidence is None else Watch([request.stop for request in requests])
+        numbers = None
+        if not certain:
+            rngs = [request.rng for request in requests]
+            numbers = rngs[0].together(rngs, limits, self.runner.device)
+        live, lengths, out = list(range(count)), [0] * count, step(range(count), None)
+        # of each step, the texts that drafted on and what they drafted, or what it was drawn from
+        tokens, probs, logits = (list[tuple[list[int], Tensor]]() for _ in range(3))
+        for at in range(max(limits)):
             row = in_target(out.logits, None, self.vocab)
-            if plain:
-                feed = argmax(row)
-            else:
-                prefix = [ids + [int(token) for token in tokens]] if prefixed else None
-                q = row if certain else warp(row, prefix)
-                drafted = DraftedToken(q[0], None, row[0], out.hidden[-1], certain, out.accepted)
-                if watch and watch.before(drafted):
+            prefixes = None
+            if warp.needs_prefix:
+                path = by_text(tokens, count)[upload(live, row.device)] if tokens else None
+                prefixes = Prefixes([requests[i].history for i in live], None, path)
+            q = row if certain else warp(row, prefixes)
+            drafted = DraftedTokens(q, row, out.hidden, None, certain, out.accepted)
+            if watch is not None and stop.refuse:
+                watch.look(live, drafted)
+                if watch.lengths.keys() >= {*live}:
                     break
-                if certain:  # a deterministic draft: a draw from one-hot weights is their argmax
-                    feed = warp.top(row, prefix)
-                else:
-                    feed = request.rng.draw(q[0]).view(1)
-                    probs.append(q)
-                if request.keep_logits:
-                    logits.append(row)
-            tokens.append(feed)
-            if watch:
-                drafted.token = feed[0]
-                if watch.after(drafted):
-                    break
-            if looks and int(feed) in state.stop_ids:
+            # of a deterministic draft a draw from one-hot weights, which is their argmax
+            picked = drafted.tokens = warp.top(row, prefixes) if numbers is None else numbers.draw(q, at, live)
+            if watch is not None and not stop.refuse:
+                watch.look(live, drafted)
+            tokens.append((live, picked))
+            probs += [] if certain else [(live, q)]
+            logits += [(live, row)] if raw else []
+            for text in live:
+                lengths[text] += 1
+            done = set(watch.lengths) if watch is not None else set()
+            if picked.is_cpu:  # where looking at tokens is free
+                done |= {i for i, token in zip(live, picked.tolist()) if token in requests[i].state.stop_ids}
+            elif not done >= {*live}:  # all go on until none does, so that no result depends on the device's speed
+                done = set()
+            going = [place for place, text in enumerate(live) if limits[text] > at + 1 and text not in done]
+            if not going:
                 break
+            if len(going) < len(live):
+                live, picked = [live[place] for place in going], picked[upload(going, picked.device)]
+            out = step(live, picked)
+        if watch is not None:
+            watch.finish()
+            lengths = [min(n, watch.lengths.get(i, n)) for i, n in enumerate(lengths)]
         if not tokens:
-            return Draft.empty()
-        drawn, raw = (torch.cat(rows) if rows else None for rows in (probs, logits))
-        return Draft.chain(torch.cat(tokens), drawn, raw, watch.seen if watch else None)
+            return Drafts.of([Draft(())] * count, self.runner.device)
+        drawn, unwarped = (by_text(steps, count) if steps else None for steps in (probs, logits))
+        seen = None if watch is None else [values[:n] for values, n in zip(watch.seen, lengths)]
+        return Drafts(
+            by_text(tokens, count), lengths, None, drawn, unwarped, set() if certain else {*range(count)}, seen
+        )
 
     def ids(self, ids: Ids) -> Ids:
         """Ids as the draft reads them; one that only the target knows is read as the draft's last."""
         last = self.runner.vocab_size - 1
         return [min(i, last) for i in ids] if self.vocab > self.runner.vocab_size else ids
 
-    def unread(self, request: DraftRequest) -> Tensor:
+    def unread(self, request: DraftRequest) -> Ids:
         """The tokens that a text's cache lacks, two after a fully accepted round; of many, only the last."""
         cache, ids = request.state.cache, request.ids
         if len(ids) - cache.length > PIECE:  # as a prompt is read
             read_prompt(self.runner, cache, self.ids(ids[cache.length : -1]))
-        return id_tensor(self.ids(ids[cache.length :])).to(self.runner.device)
+        return self.ids(ids[cache.length :])
 
-    def update(self, state: ModelState, ids: Ids, round: Round, out: Out) -> None:
+    def update(
+        self, requests: Sequence[DraftRequest], rounds: Sequence[Round], out: Out, rows: Sequence[Sequence[int]]
+    ) -> None:
         """Drop what was rejected; an unread tail is fed by the next proposal."""
-        state.cache.truncate(len(ids) - 1)
+        for request in requests:
+            request.state.cache.truncate(len(request.ids) - 1)
 
     def close(self, state: ModelState) -> None:
         """See `Drafter.close`."""
         state.cache.close()
-
-    def reserve(self, rows: int) -> None:
-        """See `Drafter.reserve`."""
-        self.runner.reserve(rows)
 
 
 class EarlyExitDrafter(ModelDrafter):
@@ -172,14 +208,16 @@ class EarlyExitDrafter(ModelDrafter):
         self.cache_bytes_per_token = 0  # the drafter has no cache
 
     def start(self, prompt: Prompt) -> ModelState:
-        """The target has read the prompt for both."""
+        """The target reads the prompt for both."""
         return ModelState(prompt.cache, prompt.stop_ids)
 
-    def read(self, caches: list[Any], feeds: list[Any]) -> list[Out]:
+    def read(self, caches: Sequence[Any], feeds: Sequence[Tensor]) -> Out:
         """See `ModelDrafter.read`."""
         return self.runner.forward(list(map(Read, caches, feeds)), last=1, exit_layer=self.exit_layer)
 
-    def update(self, state: ModelState, ids: Ids, round: Round, out: Out) -> None:
+    def update(
+        self, requests: Sequence[DraftRequest], rounds: Sequence[Round], out: Out, rows: Sequence[Sequence[int]]
+    ) -> None:
         """The target has dropped what was rejected for both."""
 
     def close(self, state: ModelState) -> None:
@@ -187,37 +225,47 @@ class EarlyExitDrafter(ModelDrafter):
 
 
 class HeadDrafter(ModelDrafter):
-    """Drafts with a head, which the loop gives the target's hidden states that `capture` names."""
+    """Drafts with a head, which the loop gives the target's hidden states that `capture` names.
+
+    They wait until the head drafts, but no more than those of `PIECE` tokens do.
+    """
 
     def __init__(self, runner: DraftHeadRunner | MtpRunner, target: Model, warp: LogitsWarper) -> None:
         super().__init__(runner, warp, target.vocab_size)
         self.capture = runner.head.captured_layers
 
     def start(self, prompt: Prompt) -> ModelState:
-        """Queue the features that the target's prefill returned, and read them unless that may wait."""
-        state = ModelState(self.runner.new_cache(), prompt.stop_ids)
-        if prompt.captured is not None:
-            self._queue(state, prompt.ids, prompt.captured)
-            if len(state.cache.unread) > 1 and not prompt.defer_prefill:
-                self._read_text(state, prompt.ids)
-        return state
+        """The head has read nothing yet: see `feed`."""
+        return ModelState(self.runner.new_cache(), prompt.stop_ids)
 
-    def _queue(self, state: ModelState, ids: Ids, features: Tensor) -> None:
-        """Queue the target's features of a text's last tokens; in a full context none is ever read again."""
-        if self.runner.remaining(ids) > 0:
-            state.cache.settle(features)
-        else:
-            state.cache.truncate(0)
+    def feed(self, state: ModelState, prompt: Prompt, captured: Tensor) -> None:
+        """Read a piece of the prompt, unless that may wait."""
+        self._queue(state, prompt.ids, captured, at_once=not prompt.defer_prefill)
+
+    def _queue(self, state: ModelState, ids: Ids, features: Tensor, *, at_once: bool = False) -> None:
+        """Queue the target's features of a text's next tokens; in a full context none is ever read again."""
+        cache = state.cache
+        if self.runner.remaining(ids) <= 0:
+            cache.truncate(0)
+            return
+        cache.settle(features)
+        if len(cache.unread) >= (2 if at_once else PIECE):
+            self._read_text(state, ids)
 
     def _read_text(self, state: ModelState, ids: Ids) -> None:
-        """Read a text but for its pending token."""
-        read_prompt(self.runner, state.cache, self.ids(ids[:-1]))
+        """Read the tokens of a text whose features wait, but for the last one."""
+        cache = state.cache
+        known = max(1, cache.length) + len(cache.unread) - 1
+        read_prompt(self.runner, cache, self.ids(ids[cache.length : known]))
 
-    def update(self, state: ModelState, ids: Ids, round: Round, out: Out) -> None:
+    def update(
+        self, requests: Sequence[DraftRequest], rounds: Sequence[Round], out: Out, rows: Sequence[Sequence[int]]
+    ) -> None:
         """Queue the target's features of the token that was pending and of the accepted ones."""
         assert out.captured is not None
-        rows = torch.tensor([0, *(node + 1 for node in round.path)], device=out.captured.device)
-        self._queue(state, ids, out.captured.index_select(0, rows))
+        features = out.captured.index_select(0, upload([*chain(*rows)], out.captured.device))
+        for request, part in zip(requests, features.split(list(map(len, rows)))):
+            self._queue(request.state, request.ids, part)
 
 
 class FeatureDrafter(HeadDrafter):
@@ -249,30 +297,17 @@ class BlockDrafter(HeadDrafter):
     def _read_text(self, state: ModelState, ids: Ids) -> None:
         self.runner.read([state.cache])
 
-    def read(self, caches: list[Any], feeds: list[Any]) -> list[Any]:
-        """The `Block` of each sequence."""
-        return self.runner.draft(caches, *zip(*feeds))
-
-    def unread(self, request: DraftRequest) -> Tensor:
-        """The token that the block follows."""
-        return torch.tensor(request.ids[-1:], device=self.runner.device)
-
-    def drafting(self, request: DraftRequest) -> Drafting:
+    def drafts(self, requests: Sequence[DraftRequest], limits: Sequence[int]) -> Drafts:
         """Tokens are chosen from left to right once the block was computed; all at once where nothing looks at them."""
-        runner, limit, watched = self.runner, self.limit(request), request.stop.confidence is not None
-        if limit < 1:
-            return Draft.empty()
-        out: Any = yield request.ids[-1], limit
-        certain = self.warp.greedy or not self.sample
+        runner, caches = self.runner, [request.state.cache for request in requests]
+        block = runner.draft(caches, [request.ids[-1] for request in requests], limits)
+        certain, watched = self.warp.greedy or not self.sample, requests[0].stop.confidence is not None
         at_once = certain and (not runner.head.conditional or runner.head.candidates > 0)
-        if at_once and not (watched or self.warp.needs_prefix or request.keep_logits):
-            return Draft.chain(runner.likeliest(out))
-        choosing, slot = super().drafting(request), 0
-        made = None
-        while True:
-            try:
-                token = choosing.send(made)  # type: ignore[arg-type]
-            except StopIteration as end:
-                return end.value
-            made = runner.condition(out, slot, token, greedy=certain if watched else None)
-            made.logits, slot = runner.expand(made.logits), slot + 1
+        if at_once and not (watched or self.warp.needs_prefix or requests[0].keep_logits):
+            return Drafts(runner.likeliest(block), list(limits))
+        slots = iter(range(max(limits)))
+
+        def step(texts: Sequence[int], tokens: Tensor | None) -> Out:
+            return runner.condition(block, next(slots), texts, tokens, greedy=certain if watched else None)
+
+        return self.chains(requests, limits, step)

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.core.stop import DraftedToken, probability
-from decode.core.verify import LN2, entropy, pick
+from decode.core.stop import DraftedTokens
+from decode.core.verify import LN2, pick
 from decode.errors import UserError
 from decode.files import Fields, read_model_json, write_json, write_safely
 
@@ -43,7 +43,7 @@ def confidence_features(logits: Tensor, tokens: Tensor) -> Tensor:
     top = known.topk(2, -1).values
     log_q = pick(known, tokens)
     margin = (top[:, 0] - top[:, 1]).clamp_max(-LEAST)
-    return torch.stack([log_q.clamp_min(LEAST), entropy(known.exp()), margin], -1)
+    return torch.stack([log_q.clamp_min(LEAST), -(known.exp() * known).sum(-1) / LN2, margin], -1)
 
 
 @dataclass
@@ -67,18 +67,15 @@ class AcceptanceProbe:
             z = z + features @ self.extra.to(hidden.device)
         return (z + self.bias) / self.temperature
 
-    def __call__(self, drafted: DraftedToken) -> float:
-        """Confidence of a drafted token, for `decode.core.stop.StopRule`."""
-        self.weight = self.weight.to(drafted.hidden.device)  # itself after the first time
-        z = torch.dot(drafted.hidden.float(), self.weight).item() + self.bias
+    def __call__(self, drafted: DraftedTokens) -> Tensor:
+        """Confidence of drafted tokens, for `decode.core.stop.StopRule`."""
+        # themselves after the first time
+        self.weight, self.extra = (x.to(drafted.hidden.device) for x in (self.weight, self.extra))
+        features = None
         if len(self.extra):
-            # `confidence_features` of one row, with as few operations as possible: this runs for every drafted token
-            known = drafted.logits.float().log_softmax(-1).clamp_min_(-1e30)
-            first, second = known.topk(2).values.tolist()
-            bits = -torch.dot(known.exp(), known).item() / LN2
-            u = self.extra.tolist()
-            z += u[0] * max(known[drafted.token].item(), LEAST) + u[1] * bits + u[2] * min(first - second, -LEAST)
-        return probability(z / self.temperature)
+            assert drafted.tokens is not None
+            features = confidence_features(drafted.logits, drafted.tokens)
+        return self.logit(drafted.hidden, features).sigmoid()
 
 
 def weight_sample(model: PreTrainedModel) -> Fields:

@@ -125,7 +125,7 @@ def heaviest_tree(rows: np.ndarray, nodes: int) -> Draft:
     """
     count, length = rows.shape
     if not rows.size:
-        return Draft.empty()
+        return Draft(())
     columns = np.ascontiguousarray(rows.T)
     # Sorted rows make every node a run of its column: a run starts where this column or one above it changes.
     starts = np.ones((length, count), dtype=bool)
@@ -139,7 +139,7 @@ def heaviest_tree(rows: np.ndarray, nodes: int) -> Draft:
     best = real[np.argsort(-weight[real], kind="stable")[:nodes]]  # stable: shallower nodes come first
     above = np.searchsorted(start, start[best] - count, side="right") - 1  # the run one column up; -1 at the top
     place = {node: i for i, node in enumerate(best.tolist())} | {-1: -1}
-    return Draft.tree(token[best].tolist(), [place[node] for node in above.tolist()])
+    return Draft(token[best].tolist(), [place[node] for node in above.tolist()])
 
 
 @dataclass

@@ -4,51 +4,30 @@ Both are functions of the text, so they are verified as deterministic drafts.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from heapq import heappop, heappush
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from decode.core.draft import Draft, Ids
-from decode.core.sampling import LogitsWarper
+from decode.core.draft import Draft, Drafts, fetch, upload
+from decode.core.sampling import LogitsWarper, Prefixes
 from decode.drafters.base import DraftRequest
-from decode.drafters.model import BlockDrafter, Drafting, FeatureDrafter, HeadDrafter
-from decode.models.api import Model, Out
+from decode.drafters.model import BlockDrafter, FeatureDrafter, HeadDrafter
+from decode.models.api import Model
 from decode.models.heads.block_runner import BlockRunner
-from decode.models.heads.runner import HeadRunner, Level
+from decode.models.heads.runner import HeadRunner
+
+Children = tuple[Tensor, Tensor]
+"""Log-probabilities of the likeliest tokens after each node, and these tokens, ``[texts, nodes, width]`` each."""
+Expand = Callable[[int, Tensor, Tensor], Children]
+"""The children of a level's nodes, given the level, the places of its nodes among the children of the level before, and
+their tokens, ``[texts, nodes]`` each."""
 
 
-class Candidates:
-    """Nodes that a tree may have, parents before children; a score is the log-probability of a node with its ancestors.
-
-    They are few numbers, which are kept on the host, where they cost least.
-    """
-
-    def __init__(self, threshold: float) -> None:
-        self.least = math.log(threshold) if threshold else -math.inf
-        self.tokens, self.parents, self.scores = list[int](), list[int](), list[float]()
-
-    def add(self, parent: int, tokens: Ids, log_probs: Sequence[float]) -> range:
-        """Children of a node (-1: the pending token), the likeliest first, but for those below the threshold."""
-        first, above = len(self.tokens), self.scores[parent] if parent >= 0 else 0.0
-        for token, value in zip(tokens, log_probs):
-            if above + value < self.least or above + value == -math.inf:
-                break
-            self.tokens.append(token)
-            self.parents.append(parent)
-            self.scores.append(above + value)
-        return range(first, len(self.tokens))
-
-    def likeliest(self, nodes: Iterable[int], count: int) -> list[int]:
-        """The most probable of these nodes; of equals the first count."""
-        return sorted(nodes, key=self.scores.__getitem__, reverse=True)[:count]
-
-    def draft(self, nodes: Sequence[int]) -> Draft:
-        """The tree of these nodes, parents before children."""
-        place = {node: i for i, node in enumerate(nodes)} | {-1: -1}
-        return Draft.tree([self.tokens[node] for node in nodes], [place[self.parents[node]] for node in nodes])
+def of_parents(values: Tensor, above: Tensor) -> Tensor:
+    """For each node what its parent has: ``[texts, nodes, ..]`` from ``[texts, parents, n]`` by place."""
+    return values.gather(1, above[..., None].expand(-1, -1, values.shape[2]))
 
 
 class TreeDrafter(HeadDrafter):
@@ -73,10 +52,59 @@ class TreeDrafter(HeadDrafter):
         super().__init__(runner, target, warp)
         self.width, self.nodes, self.threshold = width, nodes, threshold
 
-    def _children(self, logits: Tensor, ids: Tensor | None) -> tuple[list[Ids], list[list[float]]]:
+    def children(self, logits: Tensor, ids: Tensor | None) -> Children:
         """The likeliest tokens of each row, by their `ids` in the target, and their log-probabilities."""
         best = logits.float().log_softmax(-1).topk(min(self.width, logits.shape[-1]), -1)
-        return (best.indices if ids is None else ids[best.indices]).tolist(), best.values.tolist()
+        return best.values, best.indices if ids is None else ids[best.indices]
+
+    def grow(self, roots: Children, expand: Expand, limits: Sequence[int], breadth: int) -> list[Draft]:
+        """The trees of the most probable nodes, of equals the first, below the pending tokens of texts.
+
+        A node's score is the log-probability of its tokens from the root on. At most `breadth` nodes of a level are
+        expanded, and none that is already too improbable for the tree. The host waits once, for the finished trees.
+
+        Args:
+            roots: children of the pending tokens.
+            expand: gives the children of a level's nodes.
+            limits: depth of each tree, at least 1.
+            breadth: nodes expanded of a level.
+        """
+        least = math.log(self.threshold) if self.threshold else -math.inf
+        depths = upload(limits, roots[0].device)[:, None]
+
+        def possible(scores: Tensor, depth: int) -> Tensor:
+            scores = scores.masked_fill(scores < least, -torch.inf) if self.threshold else scores
+            return scores if depth <= min(limits) else scores.masked_fill(depths < depth, -torch.inf)
+
+        last, ids = possible(roots[0][:, 0], 1), roots[1][:, 0]
+        scores, tokens, parents, first = [last], [ids], [torch.full_like(ids, -1)], 0
+        for level in range(1, max(limits)):
+            best, at = (x[:, :breadth] for x in last.sort(dim=-1, descending=True, stable=True))
+            known = torch.cat(scores, 1)
+            if known.shape[1] > self.nodes:
+                best = best.masked_fill(best < known.topk(self.nodes).values[:, -1:], -torch.inf)
+            if best.is_cpu:  # where reading is free, only what is possible is expanded
+                count = int((best > -torch.inf).sum(1).max())
+                if not count:
+                    break
+                best, at = best[:, :count], at[:, :count]
+            values, below = expand(level, at, ids.gather(1, at))
+            parents.append((first + at).repeat_interleave(values.shape[-1], 1))
+            first += last.shape[1]
+            last, ids = possible((best[..., None] + values).flatten(1), level + 1), below.flatten(1)
+            scores.append(last)
+            tokens.append(ids)
+        known = torch.cat(scores, 1)
+        best, kept = (x[:, : self.nodes] for x in known.sort(dim=-1, descending=True, stable=True))
+        held = (best > -torch.inf).sum(1)
+        kept = kept.masked_fill(best == -torch.inf, known.shape[1] - 1).sort(-1).values  # parents before children
+        columns = fetch(held, kept, *(torch.cat(part, 1).gather(1, kept) for part in (tokens, parents)))
+        return [self._tree(*rows) for rows in zip(*columns)]
+
+    @staticmethod
+    def _tree(count: int, kept: list[int], tokens: list[int], parents: list[int]) -> Draft:
+        place = {node: i for i, node in enumerate(kept[:count])} | {-1: -1}
+        return Draft(tokens[:count], [place[parent] for parent in parents[:count]])
 
 
 class FeatureTreeDrafter(TreeDrafter, FeatureDrafter):
@@ -84,76 +112,76 @@ class FeatureTreeDrafter(TreeDrafter, FeatureDrafter):
 
     runner: HeadRunner
 
-    def drafting(self, request: DraftRequest) -> Drafting:
-        """See `ModelDrafter.drafting`."""
-        runner, ids, warp, limit = self.runner, request.ids, self.warp, self.limit(request)
-        if limit < 1:
-            return Draft.empty()
-        tree, expanded, slots = Candidates(self.threshold), [-1], dict[int, int]()
-        paths: dict[int, list[int]] = {-1: []}  # the nodes down to each expanded one; slots: their places in the cache
-        out = yield self.unread(request)
-        for level in range(limit):
-            logits, known = out.logits, runner.draft_ids
-            if warp.needs_prefix:
-                prefixes = [ids + [tree.tokens[n] for n in paths[node]] for node in expanded]
-                logits, known = warp.process(runner.expand(logits), prefixes), None
-            # as in EAGLE-2 at temperature 1 and without cuts: neither changes the order of a node's children
-            children = [node for new in map(tree.add, expanded, *self._children(logits, known)) for node in new]
-            above, expanded = expanded, tree.likeliest(children, self.width) if level + 1 < limit else []
-            if not expanded:
-                break
-            seen = torch.zeros(len(expanded), len(slots), dtype=torch.bool)
-            for row, node in enumerate(expanded):
-                paths[node] = [*paths[tree.parents[node]], node]
-                seen[row, [slots[n] for n in paths[node][:-1]]] = True
-            slots |= {node: len(slots) + i for i, node in enumerate(expanded)}
-            rows = torch.tensor([above.index(tree.parents[node]) for node in expanded], device=runner.device)
-            picked = torch.tensor([tree.tokens[node] for node in expanded], device=runner.device)
-            out = yield Level(picked, out.hidden.index_select(0, rows), seen, level)
-        return tree.draft(sorted(tree.likeliest(range(len(tree.tokens)), self.nodes)))
+    def drafts(self, requests: Sequence[DraftRequest], limits: Sequence[int]) -> Drafts:
+        """See `ModelDrafter.drafts`."""
+        runner, warp, count = self.runner, self.warp, len(requests)
+        caches, unread = [request.state.cache for request in requests], list(map(self.unread, requests))
+        feeds = upload([*chain(*unread)], runner.device).split(list(map(len, unread)))
+        out = runner.read_pairs(caches, feeds, 1)
+        # of each node the state that drafts its children, which slots it sees, and the tokens down to it
+        states, paths = out.hidden[:, None], feeds[0].new_empty(count, 1, 0)
+        seen = paths.bool()
 
-    def read(self, caches: list[Any], feeds: list[Any]) -> list[Out]:
-        """Outputs over the head's vocabulary, for the tokens of the sequences or for a level of each."""
-        first = isinstance(feeds[0], Tensor)
-        return self.runner.read_pairs(caches, feeds, 1) if first else self.runner.read_levels(caches, feeds)
+        def children(logits: Tensor) -> Children:
+            # as in EAGLE-2 at temperature 1 and without cuts: neither changes the order of a node's children
+            ids, nodes = runner.draft_ids, len(logits) // count
+            if warp.needs_prefix:
+                histories = [request.history for request in requests]
+                before = Prefixes(histories, [nodes] * count, paths.flatten(0, 1) if paths.shape[2] else None)
+                logits, ids = warp.process(runner.expand(logits), before), None
+            values, tokens = (x.unflatten(0, (count, nodes)) for x in self.children(logits, ids))
+            return values, tokens
+
+        def expand(level: int, at: Tensor, tokens: Tensor) -> Children:
+            nonlocal states, seen, paths
+            above = at // roots[0].shape[-1]
+            own = torch.eye(at.shape[1], dtype=torch.bool, device=at.device).expand(count, -1, -1)
+            seen = torch.cat([of_parents(seen, above), own], 2)
+            paths = torch.cat([of_parents(paths, above), tokens[..., None]], 2)
+            out = runner.read_level(caches, tokens, of_parents(states, above), seen, level - 1)
+            states = out.hidden.unflatten(0, (count, -1))
+            return children(out.logits)
+
+        roots = children(out.logits)
+        return Drafts.of(self.grow(roots, expand, limits, self.width), runner.device)
 
 
 class BlockTreeDrafter(TreeDrafter, BlockDrafter):
-    """DDTree: a best-first search adds the node of the largest cumulative probability.
-
-    Its children are the next slot's likeliest tokens after it.
-    """
+    """DDTree: the nodes of the largest cumulative probability, children being the next slot's likeliest tokens."""
 
     runner: BlockRunner
 
-    def drafting(self, request: DraftRequest) -> Drafting:
-        """See `ModelDrafter.drafting`."""
-        runner, limit = self.runner, self.limit(request)
-        if limit < 1:
-            return Draft.empty()
-        out: Any = yield request.ids[-1], limit
-        tree, heap, kept = Candidates(self.threshold), list[tuple[float, int]](), list[int]()
-        depths = {-1: 0}
-        # without a scorer a slot's tokens are the same whatever stands before them
-        apart = None if runner.head.conditional else self._children(out.logits, runner.draft_ids)
+    def drafts(self, requests: Sequence[DraftRequest], limits: Sequence[int]) -> Drafts:
+        """See `ModelDrafter.drafts`."""
+        runner, head, texts = self.runner, self.runner.head, range(len(requests))
+        block = runner.draft([r.state.cache for r in requests], [r.ids[-1] for r in requests], limits)
+        if not head.conditional:  # a slot's tokens are the same whatever stands before them
+            values, ids = self.children(block.logits, runner.draft_ids)
 
-        def expand(node: int, token: int) -> None:
-            """Add the children of a node."""
-            slot = depths[node]
-            if apart is None:
-                before = torch.tensor(token, device=runner.device)
-                conditioned = runner.condition(out, slot, before)
-                (tokens,), (values,) = self._children(conditioned.logits, runner.draft_ids)
-            else:
-                tokens, values = apart[0][slot], apart[1][slot]
-            for child in tree.add(node, tokens, values):
-                heappush(heap, (-tree.scores[child], child))
-                depths[child] = slot + 1
+            def expand(level: int, at: Tensor, tokens: Tensor) -> Children:
+                places = at.new_full(at.shape, level)
+                return of_parents(values, places), of_parents(ids, places)
 
-        expand(-1, request.ids[-1])
-        while heap and len(kept) < self.nodes:
-            _, node = heappop(heap)
-            kept.append(node)
-            if depths[node] < limit and len(kept) < self.nodes:
-                expand(node, tree.tokens[node])
-        return tree.draft(kept)
+            roots = values[:, :1], ids[:, :1]
+        elif head.candidates:
+            candidates, scores = runner.scores(block)
+            values, picked = self.children(scores, None)
+            last = picked[:, 0, 0]  # the candidates that the last level's children are
+
+            def expand(level: int, at: Tensor, tokens: Tensor) -> Children:
+                nonlocal last
+                above = last.gather(1, at)
+                chosen = of_parents(picked[:, level], above)
+                last = chosen.flatten(1)
+                return of_parents(values[:, level], above), candidates[:, level].gather(1, last).view_as(chosen)
+
+            roots = values[:, 0, :1], candidates[:, 0].gather(1, last)[:, None]
+        else:
+
+            def expand(level: int, at: Tensor, tokens: Tensor) -> Children:
+                found = self.children(runner.condition(block, level, texts, tokens).logits, None)
+                return found[0].unflatten(0, at.shape), found[1].unflatten(0, at.shape)
+
+            found = self.children(runner.condition(block, 0, texts, None).logits, None)
+            roots = found[0][:, None], found[1][:, None]
+        return Drafts.of(self.grow(roots, expand, limits, self.nodes), runner.device)

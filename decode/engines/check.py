@@ -100,17 +100,20 @@ def acceptance(target: PreTrainedModel, draft: DraftModel, texts: Sequence[Text]
     for prompt, new in texts:
         ids = [*prompt, *new]
         if new and len(ids) + depth <= limit:
-            given = torch.tensor([ids], device=target.device)
+            batch = torch.tensor([ids], device=target.device)
             with using_config(target, GenerationConfig(max_new_tokens=depth, do_sample=False, pad_token_id=0)):
-                ids = target.generate(given, attention_mask=torch.ones_like(given))[0].tolist()
+                ids = target.generate(batch, attention_mask=torch.ones_like(batch))[0].tolist()
         read.append((ids, len(prompt)))
     accepted: Accepted = [[[]] for _ in texts]
     right = 0
     for forced in teacher_forced(target, {"": draft}, read, depth=depth):
-        ids, start = read[forced.number]
-        y = torch.tensor(ids[start:], device=forced.p.device)
-        accepted[forced.number] = [(logits.argmax(-1) == y).tolist() for logits in forced.q[""]]
-        right += int((forced.p.argmax(-1) == y)[: len(texts[forced.number][1])].sum())
+        (ids, start), at = read[forced.number], forced.at
+        y = torch.tensor(ids[at], device=forced.p.device)
+        if at.start == start:
+            accepted[forced.number] = [[] for _ in forced.q[""]]
+        for hits, logits in zip(accepted[forced.number], forced.q[""]):
+            hits += (logits.argmax(-1) == y).tolist()
+        right += int((forced.p.argmax(-1) == y)[: max(0, start + len(texts[forced.number][1]) - at.start)].sum())
     return accepted, right / max(1, sum(len(new) for _, new in texts))
 
 
@@ -141,8 +144,8 @@ def predicted_drafts(
     while start < length:
         k, n = min(draft_length, len(accept[0]) - start, budget - start - 1), 0
         while n < k and not (ended and n + 1 < k and start + n == length - 1):
-            known = beyond is None or start + n < length
-            if not (accept[min(n, len(accept) - 1)][start + n] if known else beyond):
+            in_text = beyond is None or start + n < length
+            if not (accept[min(n, len(accept) - 1)][start + n] if in_text else beyond):
                 break
             counted.accepted[n] += 1
             n += 1

@@ -68,15 +68,15 @@ def convert(
     folder, file = Path(folder), Path(file)
     script = find_converter()
 
-    def made_by_converter(made: Path) -> None:
+    def made_by_converter(output: Path) -> None:
         command = [sys.executable, "-c", WITH_SPLIT, split_of(target or folder), str(script), str(folder)]
-        command += ["--outfile", str(made), "--outtype", kind]
+        command += ["--outfile", str(output), "--outtype", kind]
         command += [] if target is None else ["--target-model-dir", str(target)]
         command += [] if write else ["--dry-run"]
         paths = [str(script.parents[1] / "python"), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode or (write and not made.is_file()):
+        if done.returncode or (write and not output.is_file()):
             last = next((line.strip() for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
             raise UserError(
                 f"llama.cpp's converter refuses {folder}: {last}; check that the folder holds config.json and a "

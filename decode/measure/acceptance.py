@@ -14,7 +14,7 @@ from decode.core.round import clustered_ratio
 from decode.core.sampling import LogitsWarper
 from decode.core.verify import overlap
 from decode.measure.statistics import p_value
-from decode.models.heads.block import BlockHead
+from decode.models.heads.eagle import DraftHead
 from decode.models.open import DraftModel
 from decode.models.texts import ForcedText, TeacherForcedLogits, teacher_forced
 
@@ -80,19 +80,20 @@ def offline_alphas(
 ) -> ByDraft:
     """Measure drafts on texts that the target generated, with one forward of the target for all drafts.
 
-    Texts without a response are left out. `seen` is called with the logits of every text.
+    Texts without a response are left out. `seen` is called once for every text, with its last logits.
 
     Returns:
         For each draft the acceptance as first drafted token; of feature heads then as second, third, … up to `depth`,
         and of block heads all, and those of all shorter drafts too.
     """
     texts = [(ids, prompt_length) for ids, prompt_length in texts if len(ids) > prompt_length]
-    longest = max((draft.drafts for draft in drafts.values() if isinstance(draft, BlockHead)), default=0)
+    blocks = [draft for draft in drafts.values() if isinstance(draft, DraftHead) and draft.kind == "block"]
+    longest = max((draft.drafts or 0 for draft in blocks), default=0)
     whole, numbers, found = max(depth, longest), prompt_numbers(texts), defaultdict[int, ByDraft](dict)
     for forced in teacher_forced(target, drafts, texts, depth=whole, shorter=range(1, longest)):
-        place, (ids, start) = forced.number, texts[forced.number]
-        before = prefixes(warp, ids, start)
-        p, written = warp(forced.p, before), torch.tensor([*ids[start:]], device=forced.p.device)[:, None]
+        place, ids, at = forced.number, texts[forced.number][0], forced.at
+        before = [ids[:i] for i in range(at.start, at.stop)] if warp.needs_prefix else None
+        p, written = warp(forced.p, before), torch.tensor([*ids[at]], device=forced.p.device)[:, None]
         for draft, logits in forced.q.items():
             known = found[forced.length]
             if draft not in known:
@@ -100,18 +101,14 @@ def offline_alphas(
             for alpha, row in zip(known[draft], logits):
                 q = warp(row, before)
                 kept = (q.gather(-1, written) / p.gather(-1, written)).nan_to_num_(0.0).clamp_(max=1.0)[:, 0]
-                alpha.texts[place], alpha.kept[place] = overlap(p, q).double().tolist(), kept.double().tolist()
-        if seen is not None and forced.length == whole:
+                alpha.texts[place] += overlap(p, q).double().tolist()
+                alpha.kept[place] += kept.double().tolist()
+        if seen is not None and forced.length == whole and forced.last:
             seen(forced)
     for length in range(1, longest):
         for name, alphas in found[length].items():
             found[whole][name][0].shorter[length] = alphas
     return {name: found[whole].get(name, [OfflineAlpha([])]) for name in drafts}
-
-
-def prefixes(warp: LogitsWarper, ids: Sequence[int], prompt_length: int) -> list[Sequence[int]] | None:
-    """The tokens before each response token, for a warp that reads them; otherwise None."""
-    return [ids[:i] for i in range(prompt_length, len(ids))] if warp.needs_prefix else None
 
 
 def prompt_numbers(texts: Iterable[tuple[Sequence[int], int]]) -> list[int]:

@@ -51,9 +51,9 @@ def problem(seed: int, split: str, index: int, difficulty: int | str) -> Problem
     rng = Random(int.from_bytes(key, "big"))
     while True:
         steps = _choice(rng, size["steps"])
-        made = (_fill_scene if rng.random() < 0.6 else _fill_story)(rng, size, steps)
-        if made is not None and split_of(made[0]) == split:
-            question, solution, answer = made
+        filled = (_fill_scene if rng.random() < 0.6 else _fill_story)(rng, size, steps)
+        if filled is not None and split_of(filled[0]) == split:
+            question, solution, answer = filled
             return Problem(question, f"{solution}\n#### {answer}", answer, steps)
 
 
@@ -116,13 +116,13 @@ def _fill_story(rng: Random, size: Fields, steps: int) -> tuple[str, str, int] |
     opening, closing = _choice(rng, words["openings"]), _choice(rng, words["closings"])
     texts = [[text.format_map(fill) for text in opening]]
     events, people = rng.sample(words["events"], steps), rng.sample(list(words["people"]), steps)
-    for (op, *told, by), person in zip(events, people):
+    for (op, *wordings, by), person in zip(events, people):
         n = _choice(rng, by) if by else _draw(rng, size["small"])
         result = _result(size, op, fill["t"], n)
         if result is None or person == fill["a"]:
             return None
         fill |= {"n": n, "u": result, "b": person}
-        texts.append([text.format_map(fill) for text in told])
+        texts.append([text.format_map(fill) for text in wordings])
         fill["t"] = result
     texts.append([text.format_map(fill) for text in closing])
     questions, solutions = zip(*texts)

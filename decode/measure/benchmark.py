@@ -24,12 +24,12 @@ from typing import NamedTuple
 import numpy as np
 
 from decode.core.draft import Ids
-from decode.core.loop import Method, decode, decode_texts, tree_error
 from decode.core.round import Round, acceptance_by_length, acceptance_by_position, clustered_ratio, metrics
 from decode.core.sampling import TorchRng
 from decode.core.verify import JensenShannon
 from decode.errors import first_line
 from decode.files import Fields
+from decode.loop import Method, decode, decode_texts, tree_error
 from decode.measure import machine
 from decode.measure.acceptance import prompt_numbers
 from decode.measure.baselines import generate
@@ -126,8 +126,8 @@ def plan(
         trees = str(tree_error(target)) if target and not target.supports_trees else ""
         fixed = method in ("generate-assistant", "generate-prompt-lookup")
         fixed |= kind.priced and (stop or METHODS[method][1]) == "length"
-        several = draft_lengths and fixed and "draft_length" not in changes
-        lengths: Sequence[int | None] = draft_lengths if several else [base.draft_length]
+        by_length = draft_lengths and fixed and "draft_length" not in changes
+        lengths: Sequence[int | None] = draft_lengths if by_length else [base.draft_length]
         for draft, length in product(drafts if kind.drafts else [None], lengths):
             model = drafts[draft] if draft else None
             parts = Parts.of_draft(model, base, datastore=True, tree_refusal=trees)
@@ -150,7 +150,6 @@ class Written(NamedTuple):
     seconds: float  # from the prompt on; of texts decoded together, an equal share of each round
     forwards: int  # target forwards that gave the tokens
     rounds: list[Round]  # none of transformers' own generation
-    reading: float = 0.0  # seconds of reading the prompt, among the others; transformers' are not known
 
 
 @dataclass
@@ -165,13 +164,6 @@ class Record:
     def rounds(self) -> list[list[Round]]:
         """The rounds of all texts of each prompt: repeats of a greedy text change no rate and no error."""
         return [[r for text in repeats for r in text.rounds] for repeats in self.texts]
-
-    def plain(self) -> tuple[float, float]:
-        """Seconds of a round without a draft, and of reading all prompts in such rounds, of a record without drafts."""
-        _, seconds, rounds = self.numbers().sum((1, 2)).tolist()
-        read = sum(text.reading for text in chain(*self.texts))
-        plain = (seconds - read) / rounds
-        return plain, read / plain
 
     def numbers(self) -> np.ndarray:
         """Tokens, seconds and forwards: ``[3, prompts, repeats]``."""
@@ -256,24 +248,24 @@ class EntryRun:
     def _decode(self, method: Method, prompts: Sequence[Ids], seeds: Sequence[int], how: Fields) -> list[Written]:
         """The prompts' texts by this project's loop."""
         models = self.session.runner, method, self.warp
-        rngs = [TorchRng(seed, self.session.runner.device) for seed in seeds]
+        rngs = [TorchRng(seed) for seed in seeds]
         if self.batch_size == 1:  # what the method learns it keeps for the next prompt
             outs = [decode(*models, ids, rng=rng, **how) for ids, rng in zip(prompts, rngs)]
         else:
             outs = decode_texts(*models, prompts, rngs=rngs, batch_size=self.batch_size, **how)
-        return [Written(o.new_ids, o.total_seconds, len(o.rounds), o.rounds, o.prefill_seconds) for o in outs]
+        return [Written(o.new_ids, o.total_seconds, len(o.rounds), o.rounds) for o in outs]
 
     def _generate(self, prompts: Sequence[Ids], seeds: Sequence[int], how: Fields) -> list[Written]:
         """The prompts' texts by transformers, those of similar length together."""
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         texts: dict[int, Written] = {}
         draft = self.session.draft_models.get(self.entry.draft or "")
-        while some := order[len(texts) : len(texts) + self.batch_size]:
+        while batch := order[len(texts) : len(texts) + self.batch_size]:
             new, seconds, forwards = generate(
-                self.entry.method, self.session.model, draft, self.warp, [prompts[i] for i in some],
-                seed=seeds[some[0]], draft_length=self.draft_length, **how,
+                self.entry.method, self.session.model, draft, self.warp, [prompts[i] for i in batch],
+                seed=seeds[batch[0]], draft_length=self.draft_length, **how,
             )  # fmt: skip
-            texts |= {i: Written(ids, seconds / len(some), forwards, []) for i, ids in zip(some, new)}
+            texts |= {i: Written(ids, seconds / len(batch), forwards, []) for i, ids in zip(batch, new)}
         return [texts[i] for i in range(len(prompts))]
 
 
@@ -285,9 +277,9 @@ def time_texts(runs: Sequence[EntryRun], groups: Sequence[Sequence[Chat]], name:
     """
     options, work = runs[0].session.options, current()
     for run in runs:
-        some = [chat[:1] for chat in groups[0][: run.batch_size]]
+        warming = [chat[:1] for chat in groups[0][: run.batch_size]]
         try:
-            run.write(some, -1, 0, min(WARM_UP, options.max_new_tokens))
+            run.write(warming, -1, 0, min(WARM_UP, options.max_new_tokens))
         except Exception as error:
             if not run.entry.is_baseline:
                 raise
@@ -361,8 +353,8 @@ class Benchmark:
         if tell and blocks:
             texts = session.options.repeats * sum(len(table) * len([*chain(*groups)]) for *_, table, groups in blocks)
             with machine.using_threads(session.threads):
-                some = blocks[0][3][0][:1]
-                (text,) = EntryRun(session, BenchEntry(BASELINE)).write(some, 0, 0, session.options.max_new_tokens)
+                chats = blocks[0][3][0][:1]
+                (text,) = EntryRun(session, BenchEntry(BASELINE)).write(chats, 0, 0, session.options.max_new_tokens)
             tell(f"{texts:,} texts are written, about {duration(texts * text.seconds)} at the speed without a draft")
         current().update(done=0, total=session.options.repeats * rounds)
         for suite, size, table, groups in blocks:

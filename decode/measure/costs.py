@@ -21,11 +21,11 @@ import numpy as np
 
 from decode.core.draft import Draft, Ids
 from decode.core.lengths import RoundCosts
-from decode.core.loop import Method, Text, run
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.stop import Fixed, StopRule, token_probability
 from decode.drafters.base import Drafter, DraftRequest, NoDrafter
 from decode.files import Fields
+from decode.loop import Method, Text, run
 from decode.measure.acceptance import OfflineAlpha, replayed
 from decode.methods import MethodInputs, build
 from decode.models.api import Model, synchronize
@@ -72,7 +72,7 @@ class Copies(Drafter):
     def draft(self, request: DraftRequest) -> Draft:
         """A chain of copies."""
         n = min(self.count, request.max_depth)
-        return Draft.tree(request.ids[-1:] * n, range(-1, n - 1))
+        return Draft(request.ids[-1:] * n)
 
 
 def time_methods(
@@ -93,7 +93,7 @@ def time_methods(
             budget = (ROUNDS + 1) * (method.stop.window + 2)  # so that no draft is cut
             texts = []
             for i in range(turn * batch, (turn + 1) * batch):
-                rng = TorchRng(turn + i, target.device)
+                rng = TorchRng(turn + i)
                 texts.append(Text(target, method, warp, prompts[i % len(prompts)], max_new_tokens=budget, rng=rng))
             decoded = run(target, method, texts, batch)
             list(islice(decoded, batch))  # one round warms up

@@ -64,22 +64,22 @@ def other_load() -> Iterator[Fields]:
 
     The fields are ``load`` and ``cores``, from the end of the block on.
     """
-    seen, cores, before = Fields(), os.cpu_count() or 1, _times()
+    noted, cores, before = Fields(), os.cpu_count() or 1, _times()
     try:
-        yield seen
+        yield noted
     finally:
-        clock, own, used = (after - start for after, start in zip(_times(), before))
-        load = max(0.0, (used - own) / max(clock, 1e-9))
+        clock, process, used = (after - start for after, start in zip(_times(), before))
+        load = max(0.0, (used - process) / max(clock, 1e-9))
         if used > FULL * cores * clock:  # time in use does not show how many wait for it
             load = max(load, psutil.getloadavg()[0] - torch.get_num_threads())
-        seen |= {"load": load, "cores": cores}
+        noted |= {"load": load, "cores": cores}
 
 
 def conditions(row: Mapping[str, Any]) -> str:
     """What stands beside an interval: the number of timed prompts, and the load of the machine by other programs."""
     prompts, load = row.get("prompts"), row.get("load")
-    said = [] if prompts is None else [f"{prompts} prompt{'s' * (prompts != 1)}"]
-    return ", ".join(said if load is None else [*said, f"load {round(load, 1):g} on {row['cores']} cores"])
+    parts = [] if prompts is None else [f"{prompts} prompt{'s' * (prompts != 1)}"]
+    return ", ".join(parts if load is None else [*parts, f"load {round(load, 1):g} on {row['cores']} cores"])
 
 
 def doubt(row: Mapping[str, Any]) -> str:
@@ -108,14 +108,16 @@ def doubt(row: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def using_threads(count: int) -> Iterator[None]:
-    """Set torch's thread count inside the block."""
+def using_threads(count: int | None) -> Iterator[None]:
+    """Set torch's thread count, which is the process's, inside the block; None: leave it."""
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
     try:
+        if count is not None:
+            torch.set_num_threads(count)
         yield
     finally:
-        torch.set_num_threads(before)
+        if count is not None:
+            torch.set_num_threads(before)
 
 
 @torch.inference_mode()

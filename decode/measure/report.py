@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
-from rich.console import Group
+from rich.table import Table as TerminalTable
 
 from decode.core.round import FORMULAS
 from decode.files import Fields, read_json, write_json, write_text
@@ -85,7 +85,7 @@ def doubts(keys: Iterable[str], rows: Iterable[Row]) -> str:
     return f"?: not a result, since {' | '.join(reasons)}" if reasons else ""
 
 
-def console_table(title: str, keys: Iterable[str], rows: Sequence[Row], below: Iterable[str] = ()) -> Group:
+def console_table(title: str, keys: Iterable[str], rows: Sequence[Row], below: Iterable[str] = ()) -> TerminalTable:
     """A table for a terminal; columns without values are left out, and ``style`` of a row is its style."""
     keys = filled(keys, rows)
     return fitting_table(
@@ -142,8 +142,8 @@ def comma_separated(keys: Iterable[str], rows: Sequence[Row]) -> str:
 def without_constants(keys: Sequence[str], rows: Sequence[Row]) -> tuple[list[str], str]:
     """The keys whose values differ between rows, and the others with their value in words."""
     alike = [key for key in filled(keys, rows) if len(rows) > 1 and len({cell(row, key) for row in rows}) == 1]
-    told = ", ".join(f"{COLUMNS[key].label} {cell(rows[0], key)}" for key in alike)
-    return [key for key in keys if key not in alike], told and f"{told} at every position"
+    listed = ", ".join(f"{COLUMNS[key].label} {cell(rows[0], key)}" for key in alike)
+    return [key for key in keys if key not in alike], listed and f"{listed} at every position"
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def drafting(rows: Iterable[Row]) -> list[Row]:
     return sorted(ours, key=lambda r: -r["speedup"])
 
 
-def console_tables(rows: Sequence[Row]) -> Iterable[Group]:
+def console_tables(rows: Sequence[Row]) -> Iterable[TerminalTable]:
     """The rows of each block for a terminal."""
     for title, block in by_block(rows).items():
         keys = [key for key in keys_of(block) if key not in LONG]

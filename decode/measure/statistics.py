@@ -24,12 +24,12 @@ def median_interval(values: Iterable[float]) -> tuple[float, Interval]:
     The number of values below the true median is binomial, so the interval holds it in 95 % of all cases or more,
     whatever the distribution.
     """
-    known = sorted(value for value in values if finite(value))
-    n = len(known)
+    ordered = sorted(value for value in values if finite(value))
+    n = len(ordered)
     if n < LEAST:
-        return (statistics.median(known) if known else math.nan), None
+        return (statistics.median(ordered) if ordered else math.nan), None
     outside = int(np.flatnonzero(special.bdtr(np.arange(n // 2), n, 0.5) <= 0.025)[-1])  # values left out at each end
-    return statistics.median(known), [known[outside], known[-1 - outside]]
+    return statistics.median(ordered), [ordered[outside], ordered[-1 - outside]]
 
 
 def ratio_interval(clusters: Iterable[int], sums: Iterable[Sequence[float]]) -> tuple[float, Interval]:

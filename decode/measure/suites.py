@@ -26,14 +26,14 @@ from jinja2 import Environment, StrictUndefined, Template, TemplateError
 
 from decode.errors import UserError, unknown
 from decode.files import Fields
-from decode.incoming import PACKED, columnar_row, text_lines, whole_rows
+from decode.incoming import columnar_row, text_lines, whole_rows
 from decode.measure.arithmetic import problems
 
 Row = Fields
 
 # -- rows of files and of the Hub -------------------------------------------------------------------------------------
 
-FORMATS = (".csv", ".json", ".jsonl", ".parquet", ".arrow", ".txt")
+FORMATS = (".csv", ".json", ".jsonl", ".parquet", ".txt")
 """File name suffixes of `iter_rows`. JSON and CSV are not read by ``datasets``, which changes values: in version 5 the
 JSON text "2020-01-01" becomes a datetime, and the CSV text "1.50" becomes 1.5."""
 csv.field_size_limit(2**31 - 1)  # a chat in one field may be long
@@ -42,7 +42,7 @@ csv.field_size_limit(2**31 - 1)  # a chat in one field may be long
 def file_format(path: str | Path) -> str:
     """The suffix among `FORMATS` of a file, which may be compressed (rows.jsonl.gz); empty if it has none of them."""
     suffixes = [suffix.lower() for suffix in Path(path).suffixes]
-    if suffixes and suffixes[-1] in PACKED:
+    if suffixes and suffixes[-1] == ".gz":
         suffixes.pop()
     return suffixes[-1] if suffixes and suffixes[-1] in FORMATS else ""
 
@@ -55,10 +55,6 @@ def _read(path: Path) -> Iterator[Any]:
 
             for batch in pyarrow.parquet.ParquetFile(path).iter_batches():  # ArrowInvalid is a ValueError
                 yield from map(columnar_row, batch.to_pylist())
-        case ".arrow":  # as `datasets` saves them
-            import datasets
-
-            yield from map(columnar_row, datasets.Dataset.from_file(str(path)))
         case ".csv":
             reader = csv.DictReader(text_lines(path, ""), strict=True)
             for row in reader:
@@ -67,22 +63,14 @@ def _read(path: Path) -> Iterator[Any]:
                 yield row
         case ".txt":
             yield from ({"text": line.rstrip("\r\n")} for line in text_lines(path) if line.strip())
-        case ".json":  # a list of rows, or one after another, each on one line or several
-            text, place, decode = "".join(text_lines(path)).strip(), 0, json.JSONDecoder().raw_decode
-            if text.startswith("["):
-                yield from json.loads(text)
-                return
-            while place < len(text):
-                row, place = decode(text, place)
-                yield row
-                while text[place : place + 1].isspace():
-                    place += 1
+        case ".json" if (text := "".join(text_lines(path))).lstrip().startswith("["):  # else as JSON Lines
+            yield from json.loads(text)
         case _:
             yield from map(json.loads, filter(str.strip, text_lines(path)))
 
 
 def iter_rows(path: str | Path) -> Iterator[Row]:
-    """The rows of a local file of one of `FORMATS`; text formats may be compressed with gzip or bz2.
+    """The rows of a local file of one of `FORMATS`; text formats may be compressed with gzip.
 
     Raises:
         UserError: no such file, an unknown suffix, a file that is unreadable or has no rows.
@@ -309,14 +297,14 @@ def load_suite(spec: str, *, limit: int | None = None, seed: int = 0, split: str
         spec = f"prompts={spec}"
     head, _, path = spec.partition("=")
     name, _, option = head.partition(":")
-    if name not in (known := PRESETS | BESIDES):
-        raise UserError(f"{unknown('suite', name, known)}, or give a file's prompts with --suite prompts=PATH")
+    if name not in (presets := PRESETS | BESIDES):
+        raise UserError(f"{unknown('suite', name, presets)}, or give a file's prompts with --suite prompts=PATH")
     if spec in ("prompts", f"{head}="):
         raise UserError(f"the suite {spec!r} names no file: give --suite {name}=PATH")
-    preset = OTHER if file_format(path) == ".txt" else known[name]
+    preset = OTHER if file_format(path) == ".txt" else presets[name]
     if name == "arithmetic" and not path:
-        made = problems(seed, split, limit or DEFAULT_LIMIT, option or 1)
-        rows = [{"question": p.question, "answer": p.solution, "steps": p.steps} for p in made]
+        generated = problems(seed, split, limit or DEFAULT_LIMIT, option or 1)
+        rows = [{"question": p.question, "answer": p.solution, "steps": p.steps} for p in generated]
         name, option = f"{name}/{option or 1}/{seed}/{split}", ""
     else:
         rows = _rows(name, preset, path or SHIPPED.get(name), split)
@@ -365,13 +353,15 @@ def _prompts(name: str, preset: Preset, rows: Sequence[Row], option: str, limit:
     named = [str(row.get(preset.category, "")) for row in rows]
     places = [n for n, category in enumerate(named) if option in ("", category, group.get(category))]
     if not places:
-        known = ", ".join(sorted({*preset.groups, *named}))
-        raise UserError(f"the suite {name!r} has no {preset.category or 'option'} {option!r}: choose one of {known}")
-    named, seen = [group.get(category, category) for category in named], Counter[str]()
+        categories = ", ".join(sorted({*preset.groups, *named}))
+        raise UserError(
+            f"the suite {name!r} has no {preset.category or 'option'} {option!r}: choose one of {categories}"
+        )
+    named, counts = [group.get(category, category) for category in named], Counter[str]()
 
     def turn(place: int) -> int:  # the first of every category, then the second ones, …
-        seen[named[place]] += 1
-        return seen[named[place]]
+        counts[named[place]] += 1
+        return counts[named[place]]
 
     chosen = sorted(sorted(Random(seed).sample(places, len(places)), key=turn)[:limit])
     return [

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import repeat
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from threading import RLock
 from typing import Any
 
 import psutil
@@ -31,20 +32,21 @@ class Read:
 
 @dataclass
 class Out:
-    """What a forward gives for the tokens of one text."""
+    """What a forward gives for the tokens of texts, one text after the other."""
 
     logits: Tensor  # ``[rows, vocab]``
     hidden: Tensor  # ``[rows, width]``, the last hidden states that the output head reads
     captured: Tensor | None = None  # ``[tokens, captured layers · width]`` of all tokens read, if any
-    accepted: float | None = None  # a block head's own estimate that the target accepts the token drawn from `logits`
+    accepted: Tensor | None = None  # a block head's own estimates that the target accepts what is drawn from `logits`
 
-    def split(self, counts: Sequence[int]) -> list[Out]:
-        """The outputs of texts with so many tokens each; rows are of all tokens, or of one or none of each text."""
-        if len(counts) == 1:
-            return [self]
-        captured: Any = repeat(None) if self.captured is None else self.captured.split(list(counts))
-        rows = list(counts) if len(self.logits) == sum(counts) else [len(self.logits) // len(counts)] * len(counts)
-        return [Out(*parts) for parts in zip(self.logits.split(rows), self.hidden.split(rows), captured)]
+    @classmethod
+    def of(cls, outs: Sequence[Out]) -> Out:
+        """The output of several texts, from one of each."""
+        if len(outs) == 1:
+            return outs[0]
+        captured = [out.captured for out in outs if out.captured is not None]
+        logits, hidden = (joined(parts) for parts in zip(*((out.logits, out.hidden) for out in outs)))
+        return cls(logits, hidden, joined(captured) if captured else None)
 
 
 def joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -96,16 +98,17 @@ class Model(ABC):
     packing: str = ""  # how the weights were laid out for the processor; empty where there was nothing to choose
     tree_refusal: str = ""  # why it cannot read token trees; empty where it can
     outgrown: bool = False  # a text that it drafts for was longer than its context, which has been said
+    lock: Any = field(default_factory=RLock)  # held while its caches change; see `locked`
     recurrent: bool = False  # it keeps a state: after a rejection it reads the accepted tokens again
 
     @abstractmethod
     def new_cache(self) -> Any:
         """An empty cache of a sequence; `Cache.close` frees it."""
 
-    def reserve(self, rows: int) -> None:  # noqa: B027 (most models share no memory between texts)
-        """Keep memory for so many texts at once until another number is asked for; 1 gives the rest back."""
+    def reserve(self, rows: int, length: int = 0) -> None:  # noqa: B027 (most models share no memory between texts)
+        """Keep memory for so many texts of this length until other numbers are asked for; 1 and 0 give it back."""
 
-    def forward(self, reads: Sequence[Read], *, capture: Capture = (), last: int | None = None) -> list[Out]:
+    def forward(self, reads: Sequence[Read], *, capture: Capture = (), last: int | None = None) -> Out:
         """Append tokens to texts, each of which occurs once.
 
         Args:
@@ -113,11 +116,16 @@ class Model(ABC):
             capture: see `Capture`.
             last: compute logits of the last `last` tokens of each text (0 or 1 for several texts); None: of all.
         """
-        return [self._read(read, capture, last) for read in reads]
+        return Out.of([self._read(read, capture, last) for read in reads])
 
     def _read(self, read: Read, capture: Capture, last: int | None) -> Out:
         """`forward` of one text, for models that read one at a time."""
         raise NotImplementedError
+
+    def keep(self, caches: Sequence[Any], bases: Sequence[int], paths: Sequence[list[int]]) -> None:
+        """Of each text keep the first `bases` positions and those at the slots of its path: see `Cache.keep`."""
+        for cache, base, slots in zip(caches, bases, paths):
+            cache.keep(base, slots)
 
     def remaining(self, ids: Ids) -> int:
         """How many tokens fit after `ids`; negative if `ids` do not fit."""
@@ -129,22 +137,29 @@ class Model(ABC):
         return not self.tree_refusal
 
 
+def locked(*models: Model | None) -> ExitStack:
+    """Keeps models from other threads until it is left; threads take them in one order, so that none waits forever."""
+    with ExitStack() as stack:
+        for model in sorted(filter(None, models), key=id):
+            stack.enter_context(model.lock)
+        return stack.pop_all()
+
+
 PIECE = 512  # most tokens of a prompt that are read in one forward
 
 
-def read_prompt(model: Model, cache: Any, ids: Ids, *, capture: Capture = ()) -> Tensor | None:
+def read_prompt(
+    model: Model, cache: Any, ids: Ids, *, capture: Capture = (), each: Callable[[Tensor], None] | None = None
+) -> None:
     """Read the start of a text in pieces, so that memory does not grow with the square of its length.
 
-    Returns:
-        The captured states ``[tokens, captured layers · width]`` of all tokens, if any.
+    `each` is given the captured states ``[tokens, captured layers · width]`` of every piece, if any.
     """
-    states = []
     for at in range(0, len(ids), PIECE):
         tokens = id_tensor(ids[at : at + PIECE]).to(model.device)
-        (out,) = model.forward([Read(cache, tokens)], capture=capture, last=0)
-        if out.captured is not None:
-            states.append(out.captured)
-    return joined(states) if states else None
+        out = model.forward([Read(cache, tokens)], capture=capture, last=0)
+        if each is not None and out.captured is not None:
+            each(out.captured)
 
 
 def synchronize(device: torch.device) -> None:
@@ -153,7 +168,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-GROWTH = 2.5  # memory that caches take for a moment while they grow, in caches
+GROWTH = 1.3  # memory that caches take at most, in caches: what is allocated ahead, and a layer that is copied
 
 
 def rows_that_fit(

@@ -1,5 +1,6 @@
 """The choice of a model's runner, and the check of its logits against the model's own."""
 
+import copy
 import math
 import warnings
 from collections.abc import Iterator
@@ -8,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from decode.core.draft import Draft
 from decode.errors import UserError, first_line
@@ -17,11 +18,8 @@ from decode.files import Fields
 from decode.models.api import Model, Read
 from decode.models.fast.forward import FastRunner, fast_runner
 from decode.models.fast.layout import supports
-from decode.models.heads.block import BlockHead
-from decode.models.heads.block_runner import BlockRunner
-from decode.models.heads.eagle import DraftHead, FeatureHead
-from decode.models.heads.mtp import MtpHead, MtpRunner
-from decode.models.heads.runner import HeadRunner
+from decode.models.heads.eagle import DraftHead
+from decode.models.heads.kinds import HEADS
 from decode.models.huggingface import CACHES, HuggingFaceRunner, arguments_of
 from decode.models.sources import decoder_of
 
@@ -106,12 +104,8 @@ def _unserved(model: PreTrainedModel, reason: str) -> UserError:
 
 def open_draft_runner(draft: PreTrainedModel | DraftHead, target: PreTrainedModel, pack: str = "off") -> Model:
     """The runner of a draft model or of a head."""
-    if isinstance(draft, FeatureHead):
-        return HeadRunner(draft, target, pack)
-    if isinstance(draft, BlockHead):
-        return BlockRunner(draft, target, pack)
-    if isinstance(draft, MtpHead):
-        return MtpRunner(draft, target)
+    if isinstance(draft, DraftHead):
+        return HEADS[draft.version].runner(draft, target, pack)
     return open_runner(draft, pack=pack, draft=True)
 
 
@@ -158,15 +152,39 @@ def short_windows(model: PreTrainedModel, runner: Model) -> Iterator[int]:
             fields[name] = value
 
 
+def twin_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights in modules of their own, whose settings may be changed while others use the model.
+
+    A model whose modules were given another forward (accelerate's hooks) is returned as it is.
+    """
+    copies: dict[int, Any] = {}
+
+    def twin(module: nn.Module) -> Any:
+        if id(module) not in copies:
+            copied = copies[id(module)] = copy.copy(module)
+            configs = {name: value for name, value in vars(module).items() if isinstance(value, PreTrainedConfig)}
+            vars(copied).update(copy.deepcopy(configs, copies))
+            parts = module._modules.items()
+            vars(copied)["_modules"] = {name: None if part is None else twin(part) for name, part in parts}
+        return copies[id(module)]
+
+    hooked = any("forward" in vars(module) for module in model.modules())
+    return model if hooked else twin(model)
+
+
 @torch.inference_mode()
 def compare(model: PreTrainedModel, runner: Model) -> Gaps:
     """Read a text in pieces, roll back and read another, then a tree of which a path is kept: against fresh forwards.
 
-    About ten forwards of a few tokens, past the end of attention windows (see `short_windows`).
+    About ten forwards of a few tokens, past the end of attention windows (see `short_windows`) of a twin.
 
     Raises:
         UserError: logits that are not finite.
     """
+    model = twin_of(model)
+    if isinstance(runner, HuggingFaceRunner):
+        runner = copy.copy(runner)
+        runner.model = model
     with short_windows(model, runner) as window:
         start = max(1, min(4 + window, runner.limit - 5))
         end, ids = start + 5, (torch.arange(start + 5, device=runner.device) * 7919 + 1) % runner.vocab_size
@@ -179,7 +197,7 @@ def compare(model: PreTrainedModel, runner: Model) -> Gaps:
         cache, deviation, gaps = runner.new_cache(), fresh.std().clamp_min(1e-6), Gaps()
 
         def gap(expected: Tensor, tokens: Tensor, tree: Draft | None = None, rows: Any = slice(None)) -> float:
-            logits = runner.forward([Read(cache, tokens, tree)])[0].logits[rows].float()
+            logits = runner.forward([Read(cache, tokens, tree)]).logits[rows].float()
             return float((logits - expected).square().mean(-1).sqrt().max() / deviation)
 
         pieces = [(0, 0, start), (0, start, start + 1), (0, start + 1, end), (1, start + 1, end), (1, start + 3, end)]
@@ -192,8 +210,8 @@ def compare(model: PreTrainedModel, runner: Model) -> Gaps:
                 # below the pending token two branches; the one that is kept lies neither first nor in adjacent slots
                 a, b = texts.tolist()
                 nodes = [a[start + 1], b[start + 1], a[start + 2], b[start + 2], b[start + 3]]
-                tree = Draft.tree(nodes, [-1, -1, 0, 1, 3])
-                feed = torch.cat([ids[start : start + 1], tree.tokens.to(runner.device)])
+                tree = Draft(nodes, [-1, -1, 0, 1, 3])
+                feed = torch.cat([ids[start : start + 1], torch.tensor(tree.ids).to(runner.device)])
                 expected = torch.cat([fresh[0, start : start + 3], fresh[1, start + 1 : start + 4]])
                 gaps.tree = gap(expected, feed, tree, [0, 1, 3, 2, 4, 5])
                 cache.keep(start, [start, start + 2, start + 4, start + 5])

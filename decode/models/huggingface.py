@@ -49,7 +49,8 @@ class RollbackLayer(DynamicLayer):
         for i, states in enumerate((key_states, value_states)):
             held = self.memory[i]
             if held is None or held.shape[2] < end:
-                self.memory[i] = states.new_empty(*states.shape[:2], max(end, 2 * start, LEAST), states.shape[3])
+                room = max(end, start + start // 4, LEAST)
+                self.memory[i] = states.new_empty(*states.shape[:2], room, states.shape[3])
                 if start:
                     self.memory[i][:, :, :start] = held[:, :, :start]
             self.memory[i][:, :, start:end] = states
@@ -148,10 +149,12 @@ class RollbackCache(TransformersCache, Cache):
 
     def gather(self, base: int, slots: list[int]) -> None:
         """See `Cache.gather`."""
+        index = torch.tensor(slots)
         for layer in self.layers:
             if isinstance(layer, RollbackLayer) and layer.is_initialized:
+                index = index.to(layer.keys.device)  # layers may stand on several devices
                 for states in (layer.keys, layer.values):
-                    states[:, :, base : base + len(slots)] = states[:, :, slots]
+                    states[:, :, base : base + len(slots)] = states.index_select(2, index)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Positions held in a layer; in one without keys, those that were read."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from threading import RLock
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -138,6 +139,8 @@ def load_model(
                 extra["config"] = config
         if language_config(config) is not config and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
             auto, inside = AutoModelForMultimodalLM, not quantised
+        if device.type != "cpu" and not inside:
+            extra.setdefault("device_map", {"": device})  # straight there: no whole copy in the host's memory
         options = at | {"dtype": DTYPES.get(number_format, number_format), "trust_remote_code": trust_remote_code}
         model = read_weights(auto, folder, name, **options, **({} if inside else extra))
         if inside:
@@ -313,14 +316,26 @@ class Pair:
     draft_name: str | None = None  # the draft's
     pack: str = "auto"  # see `decode.models.check.open_runner`
 
-    @cached_property
+    lock: Any = field(default_factory=RLock, init=False, repr=False)  # held while runners are opened
+
+    @property
     def runner(self) -> Model:
         """The target's forward with its cache."""
+        with self.lock:
+            return self._runner
+
+    @property
+    def draft_runner(self) -> Model | None:
+        """The draft's."""
+        with self.lock:
+            return self._draft_runner
+
+    @cached_property
+    def _runner(self) -> Model:
         return open_runner(self.target, pack=self.pack)
 
     @cached_property
-    def draft_runner(self) -> Model | None:
-        """The draft's."""
+    def _draft_runner(self) -> Model | None:
         return None if self.draft is None else open_draft_runner(self.draft, self.target, self.pack)
 
 

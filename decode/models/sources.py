@@ -1,7 +1,6 @@
 """Where a model is read: a folder, a name on the Hub, a GGUF file; or inside a model that reads images or audio too."""
 
 import copy
-import difflib
 import hashlib
 import os
 import re
@@ -120,7 +119,10 @@ def unreadable(name: Name, what: str, error: Exception) -> UserError:
     elif not path.exists():
         local = str(name).startswith((".", "/", "~", "runs/")) or str(name).count("/") > 1
         if local or (path.parent != Path() and path.parent.is_dir()):
-            return UserError(f"cannot load the {what}: there is no folder {str(name)!r}; {_folders_near(path)}")
+            return UserError(
+                f"cannot load the {what}: there is no folder {str(name)!r}; train it first (make distill), or give the "
+                "path of one"
+            )
         elif hub_offline():
             return UserError(
                 f"cannot load the {what} {str(name)!r}: it is no folder and not in the Hub's cache on this machine, "
@@ -128,19 +130,6 @@ def unreadable(name: Name, what: str, error: Exception) -> UserError:
                 "where there is a network, or give its folder"
             )
     return UserError(f"cannot load the {what} {str(name)!r}: {type(error).__name__}: {first_line(error)}{hint}")
-
-
-def _folders_near(path: Path) -> str:
-    """What to give in place of a folder that does not exist: the nearest of those where it would be, then all."""
-    place = next(parent for parent in path.parents if parent.is_dir())
-    folders = sorted(each.name for each in place.iterdir() if each.is_dir() and not each.name.startswith("."))
-    models = [name for name in folders if (place / name / "config.json").is_file()] or folders
-    if place in (Path(), Path("/")) or not models:
-        return "train it first (make distill), or give the path of one"
-    first, *rest = path.relative_to(place).parts
-    near = [place.joinpath(name, *rest) for name in difflib.get_close_matches(first, models, 1)]
-    meant = "".join(f"did you mean {str(other)!r}? " for other in near if other.is_dir())
-    return f"{meant}{place} has {', '.join(models[:20])}"
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, groupby
+from itertools import chain, groupby, product
 from typing import Any
 
 import numpy as np
@@ -20,13 +20,14 @@ from transformers import DynamicCache, PreTrainedModel
 from decode.core.draft import Ids, foreign
 from decode.core.sampling import LogitsWarper, TorchRng, inverse
 from decode.errors import UserError
-from decode.models.api import Model, Read, read_prompt, rows_that_fit
+from decode.files import Fields
+from decode.models.api import Model, Read, locked, read_prompt, rows_that_fit
 from decode.models.check import fast_if_equal
 from decode.models.fast.forward import FastRunner
 from decode.models.fast.layout import is_small
 from decode.models.fast.weights import FEW
 from decode.models.heads.block import BlockHead
-from decode.models.heads.eagle import DraftHead, FeatureHead, output_head
+from decode.models.heads.eagle import DraftHead, FeatureHead, finish_of, finished, output_head
 from decode.models.heads.mtp import MtpHead
 from decode.models.heads.runner import in_target
 from decode.models.huggingface import arguments_of, cache_argument, facts_of, last_logits, states_of
@@ -97,7 +98,6 @@ class _Writer:
         """By the hand-written forward: the place of a finished text is taken by a waiting one, the longest first."""
         waiting, live, caches = deque(reversed(self.asked)), list[int](), dict[int, Any]()
         prompts, texts = self.prompts, self.texts
-        runner.reserve(rows=rows)
         try:
             while waiting or live:
                 new = 0  # prompts are read along with the others' next tokens, some at a time
@@ -113,7 +113,7 @@ class _Writer:
                 live.sort(key=lambda i: caches[i].row)
                 feeds = [texts[i][-1:] or prompts[i][caches[i].length :] for i in live]
                 reads = [Read(caches[i], torch.tensor(feed, device=runner.device)) for i, feed in zip(live, feeds)]
-                goes_on = self.grow(live, torch.cat([out.logits for out in runner.forward(reads, last=1)]))
+                goes_on = self.grow(live, runner.forward(reads, last=1).logits)
                 for i in [i for i, on in zip(live, goes_on) if not on]:
                     caches.pop(i).close()
                     yield i
@@ -203,9 +203,11 @@ def write_texts(
         rows = rows_that_fit(facts["device"], facts["cache_bytes_per_token"], lengths, batch_size)
         finished = writer.in_batches(model, rows)
         if isinstance(opened, FastRunner):
+            opened.reserve(rows, max(lengths))
             finished = writer.continuously(opened, rows)
-        for _ in finished:
-            tell(1)
+        with locked(opened):
+            for _ in finished:
+                tell(1)
     finally:
         model.train(training)
     return writer.texts
@@ -214,19 +216,23 @@ def write_texts(
 # -- teacher forcing ---------------------------------------------------------------------------------------------------
 
 ForcedText = tuple[Sequence[int], int]  # token ids, and how many of them are the prompt
-TOKENS, LOGITS = 4096, 1 << 25  # most tokens and most logits of a forward, unless one text has more
+TOKENS = 4096  # most tokens of a forward, unless one text has more
+LOGITS = 1 << 25  # most logits of a model that are held at once
+States = tuple[Tensor, Callable[[Tensor], Tensor]]  # that an output head reads  # [batch, time, hidden]; to logits
 
 
 @dataclass
 class TeacherForcedLogits:
-    """What is predicted at the response tokens of a text."""
+    """What is predicted at some response tokens of a text; the pieces of a text follow each other."""
 
     number: int  # of the text
-    p: Tensor  # the target's logits ``[response, vocab]``
-    # of each draft its logits ``[response, vocab]`` as first drafted token; of a feature head then those as second,
-    # third, … drafted token, from its own states before it and the text's true tokens
+    at: slice  # which of its tokens
+    p: Tensor  # the target's logits  # [tokens, vocab]
+    # of each draft its logits as first drafted token; of a head then those as second, third, … drafted token, from its
+    # own states before it and the text's true tokens  # [tokens, vocab] each
     q: dict[str, list[Tensor]]
     length: int  # drafted tokens of a block
+    last: bool  # whether the text has no further ones
 
 
 @torch.no_grad()
@@ -241,67 +247,99 @@ def teacher_forced(
     """Read all texts that have a response with the target and with every draft, those of similar length together.
 
     Texts stand side by side, filled up on the right: attention looks to the left and never sees that. Heads draft
-    `depth` tokens at each position; block heads also as many as `shorter` says, which are other tokens.
+    `depth` tokens at each position; block heads also as many as `shorter` says, which are other tokens. Logits are
+    computed for at most `LOGITS` of a model at once, whatever the length of a text.
 
     Yields:
-        The logits of each text, shortest text first; then those of block heads of a group of texts, by length.
+        The logits of each text, shortest text first, piece by piece; of each piece then those of the `shorter` blocks.
     """
+    shorter, vocab = list(shorter), len(target.get_output_embeddings().weight)
     heads = {name: draft for name, draft in drafts.items() if isinstance(draft, DraftHead)}
-    shared = {n: output_head(target, head.draft_ids()) if head.version == 1 else None for n, head in heads.items()}
-    vocab = len(target.get_output_embeddings().weight)
-    for numbers in _groups(texts, min(TOKENS, LOGITS // vocab)):
-        group = [texts[i] for i in numbers]
-        tokens = pad_sequence([torch.tensor(list(ids)) for ids, _ in group], batch_first=True).to(target.device)
-        p, states = _logits(target, tokens, group, {layer for head in heads.values() for layer in head.captured_layers})
-        for length in (depth, *shorter):
-            q = {}  # by draft, depth and text
-            for name, draft in drafts.items():
-                if isinstance(draft, DraftHead):
-                    if length == depth or (isinstance(draft, BlockHead) and draft.drafts > length):
-                        q[name] = _head_logits(draft, target, shared[name], tokens, states, group, length)
-                elif length == depth:
-                    q[name] = [_logits(draft, tokens, group)[0]]
-            for i, number in enumerate(numbers):
-                by_draft = {name: [rows[i] for rows in depths] for name, depths in q.items()}
-                yield TeacherForcedLogits(number, p[i], by_draft, length)
+    layers = {layer for head in heads.values() for layer in head.captured_layers}
+    for numbers in _groups(texts, TOKENS):
+        tokens = pad_sequence([torch.tensor(list(texts[i][0])) for i in numbers], batch_first=True).to(target.device)
+        (hidden, logits), captured = _states(target, tokens, layers)
+        read: dict[str, list[States]] = {}  # by depth
+        for name, draft in drafts.items():
+            if not isinstance(draft, DraftHead):
+                read[name] = [_states(draft, tokens)[0]]
+            elif not isinstance(draft, BlockHead):
+                read[name] = _unrolled(draft, target, tokens, captured, depth)
+        for i, number in enumerate(numbers):
+            ids, start = texts[number]
+            row, pieces = tokens[i : i + 1, : len(ids)], range(start, len(ids), max(1, LOGITS // vocab))
+            for begin, length in product(pieces, (depth, *shorter)):
+                at, q = slice(begin, min(begin + pieces.step, len(ids))), {}
+                for name, draft in drafts.items():
+                    if isinstance(draft, BlockHead):
+                        if length == depth or draft.drafts > length:
+                            q[name] = _blocks(draft, target, row, captured, i, length, at, vocab)
+                    elif length == depth:
+                        back = 2 if isinstance(draft, DraftHead) else 1
+                        q[name] = [
+                            rows_of(draft, to_logits(states[i][max(0, at.start - n) : max(0, at.stop - n)]), vocab, at)
+                            for n, (states, to_logits) in enumerate(read[name], back)
+                        ]
+                p = logits(hidden[i, at.start - 1 : at.stop - 1])
+                yield TeacherForcedLogits(number, at, p, q, length, at.stop == len(ids))
 
 
-def _head_logits(
-    head: DraftHead, target: PreTrainedModel, shared: Any, tokens: Tensor, states: Sequence[Tensor],
-    group: Sequence[ForcedText], depth: int,
-) -> list[list[Tensor]]:  # fmt: skip
-    """The logits of `depth` drafted tokens at the response positions of texts, by depth and text: see `rows_of`.
+def _states(model: PreTrainedModel, tokens: Tensor, layers: Collection[int] = ()) -> tuple[States, Sequence[Tensor]]:
+    """What a model's output head reads of texts and how it becomes logits, and the hidden states of these layers."""
+    head, known = model.get_output_embeddings(), model.get_input_embeddings().weight.shape[0]
+    tokens = tokens.clamp(max=known - 1)  # a draft of a shorter padded vocabulary reads its last id
+    inputs: Fields = {"input_ids": tokens, "use_cache": False}
+    read: list[Tensor] = []
 
-    `shared` is the target's output head where the head drafts with it, `states` are the target's, by layer.
+    def last_only(module: Any, given: tuple[Tensor]) -> Tensor:
+        read.append(given[0])
+        return given[0][:, -1:]
+
+    hook = head.register_forward_pre_hook(last_only)
+    try:
+        out = model(**inputs, output_hidden_states=states_of(layers))
+    finally:
+        hook.remove()
+    to_logits, (hidden,) = (lambda rows: finished(head(rows), *finish_of(model))), read
+    if not torch.allclose(to_logits(hidden[:, -1:]), out.logits[:, -1:], rtol=1e-3, atol=1e-3):
+        hidden, to_logits = model(**inputs).logits, lambda rows: rows  # more follows this model's head
+    return (hidden, to_logits), out.hidden_states or ()
+
+
+def _unrolled(
+    head: DraftHead, target: PreTrainedModel, tokens: Tensor, captured: Sequence[Tensor], depth: int
+) -> list[States]:
+    """The states of a feature head by depth, of which the first drafts the second token that it reads."""
+    assert isinstance(head, FeatureHead | MtpHead)
+    features = torch.cat([captured[layer] for layer in head.captured_layers], -1)
+    embeds = (head.embed_tokens or target.get_input_embeddings())(tokens[:, 1:])
+    shared = output_head(target, head.draft_ids()) if head.version == 1 else None
+    to_logits = partial(head.logits, target_head=shared)
+    return [(states, to_logits) for states in head.unroll(embeds, features[:, :-1], depth)]
+
+
+def _blocks(
+    head: BlockHead, target: PreTrainedModel, tokens: Tensor, captured: Sequence[Tensor], row: int, depth: int,
+    at: slice, vocab: int,
+) -> list[Tensor]:  # fmt: skip
+    """The logits of a block head by depth: those of each block of `depth` tokens that reaches these tokens of a row."""
+    first, width = max(0, at.start - depth), tokens.shape[1]
+    features = torch.cat([captured[layer][row : row + 1, :width] for layer in head.captured_layers], -1)
+    by_depth = enumerate(head.teacher_forced(target, tokens, features, depth, first, at.stop - 1), first + 1)
+    return [rows_of(head, logits[0, max(0, at.start - n) : max(0, at.stop - n)], vocab, at) for n, logits in by_depth]
+
+
+def rows_of(draft: Any, logits: Tensor, vocab: int, at: slice) -> Tensor:
+    """A draft's logits of the last of these tokens for all of them, a head's in the target's vocabulary.
+
+    Tokens before them get an impossible row: all −inf except the first id.
     """
-    features = torch.cat([states[layer] for layer in head.captured_layers], -1)
-    project: Callable[[Tensor], Tensor] = lambda rows: rows  # noqa: E731
-    if isinstance(head, BlockHead):
-        first = max(0, min(start for _, start in group) - depth)  # the first block that reaches a response
-        by_depth = enumerate(head.teacher_forced(target, tokens, features, depth, first), first + 1)
-    else:  # the first drafted token is the second that a feature head reads
-        assert isinstance(head, FeatureHead | MtpHead)
-        embeds = (head.embed_tokens or target.get_input_embeddings())(tokens[:, 1:])
-        by_depth = enumerate(head.unroll(embeds, features[:, :-1], depth), 2)
-        project = partial(head.logits, target_head=shared)
-    found, vocab = list[list[Tensor]](), len(target.get_output_embeddings().weight)
-    for back, rows in by_depth:
-        spans = [slice(max(0, start - back), max(0, len(ids) - back)) for ids, start in group]
-        found.append([rows_of(head, project(row[span]), vocab, text) for row, span, text in zip(rows, spans, group)])
-    return found
-
-
-def rows_of(head: DraftHead, logits: Tensor, vocab: int, text: ForcedText) -> Tensor:
-    """A head's logits at each response position of a text, ``[response, vocab]`` in the target's vocabulary.
-
-    `logits` are of its last tokens, over the head's vocabulary ``[rows, draft vocab]``; tokens before them get an
-    impossible row: all −inf except the first id.
-    """
-    ids, start = text
-    known = in_target(logits, head.draft_ids(), vocab)
-    missing = known.new_full((len(ids) - start - len(known), vocab), -torch.inf)
+    if not isinstance(draft, DraftHead):
+        return logits
+    found = in_target(logits, draft.draft_ids(), vocab)
+    missing = found.new_full((at.stop - at.start - len(found), vocab), -torch.inf)
     missing[:, 0] = 0.0
-    return torch.cat([missing, known])
+    return torch.cat([missing, found])
 
 
 def _groups(texts: Sequence[ForcedText], most: int) -> Iterator[list[int]]:
@@ -315,15 +353,3 @@ def _groups(texts: Sequence[ForcedText], most: int) -> Iterator[list[int]]:
         group.append(i)
     if group:
         yield group
-
-
-def _logits(
-    model: PreTrainedModel, tokens: Tensor, group: Sequence[ForcedText], layers: Collection[int] = ()
-) -> tuple[list[Tensor], Sequence[Tensor]]:
-    """Logits ``[response, vocab]`` of each text, and the hidden states ``[batch, time, hidden]`` of these layers."""
-    known = model.get_input_embeddings().weight.shape[0]  # a draft of a shorter padded vocabulary reads its last id
-    first = min(start for _, start in group) - 1
-    inputs = {"input_ids": tokens.clamp(max=known - 1), "output_hidden_states": states_of(layers)}
-    out = last_logits(model, tokens.shape[1] - first, use_cache=False, **inputs)
-    rows = [logits[start - 1 - first : len(ids) - 1 - first] for logits, (ids, start) in zip(out.logits, group)]
-    return rows, out.hidden_states or ()

@@ -10,18 +10,9 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveInt
 
 from decode.errors import UserError
 from decode.options import Seed, Share, Temperature, check_numbers
-from distill.config.base import (
-    HEADS,
-    RESERVED,
-    SHARDED,
-    Attention,
-    DivergenceName,
-    Precision,
-    StudentKind,
-    Values,
-    refuse,
-)
+from distill.config.base import RESERVED, SHARDED, Attention, DivergenceName, Precision, Values, refuse
 from distill.config.data import DataSettings
+from distill.config.kinds import KINDS, TARGETS
 from distill.config.models import ModelSettings, StudentSettings, TargetSettings, TrainingSettings
 from distill.config.teacher import TeacherSettings
 
@@ -194,17 +185,18 @@ class Settings:
     @property
     def language_models(self) -> dict[str, ModelSettings]:
         """The target, and the student where it is no head."""
-        return {"target": self.target} | ({} if self.student.is_head else {"student": self.student})
+        return {"target": self.target} | ({} if self.student.draft.head else {"student": self.student})
 
     def validate(self, *, drafts: bool = True) -> None:
         """Refuse what can be judged without models and data; without ``drafts`` not what only their training needs."""
         from lightning import Trainer
 
         check_numbers(self, nested=True)
+        refuse(self, (self.student.kind not in KINDS, "student.kind", f"expected one of {', '.join(KINDS)}"))
         self.data.validate()
         self.trainer.callback_instances()
         target, student, responses = self.target, self.student, self.teacher.responses
-        engine, prompts, head = self.teacher.engine, self.data.from_target, student.is_head
+        engine, prompts, head = self.teacher.engine, self.data.from_target, student.draft.head
         early = target.trained and not (target.layerskip.enabled and target.kind != "scratch")
         strange = not all(re.match("https?://", url) for url in engine.urls)
         decided = {"self", "logger", "max_epochs", "max_steps", "plugins", "val_check_interval"}
@@ -216,14 +208,14 @@ class Settings:
         refuse(
             self,
             (not re.match(r"[^/.][^/]*$", self.name), "name", "expected a plain folder name"),
-            (target.kind in ("cut", *HEADS), "target.kind", "expected scratch, finetune, lora or as_is"),
+            (target.kind not in TARGETS, "target.kind", f"expected one of {', '.join(TARGETS)}"),
             (rounded, "target.round_to", f"for kind as_is, and target.kind is {target.kind}"),
-            (stands and target.placed, "teacher.signal", "and the target stands in an engine: set target.device_map "
-             "and target.quantization to null, and give such options as teacher.engine.arguments"),
+            (stands and target.quantization, "teacher.signal", "and the target stands in an engine: set "
+             "target.quantization to null, and give such options as teacher.engine.arguments"),
             (stands and head and engine.keep == "topk", "teacher.engine.keep", "and heads learn from whole "
              "distributions here: set it to bfloat16 or float8"),
-            (engine.arguments and (engine.urls or not stands), "teacher.engine.arguments", "for an engine that the run "
-             "starts, with teacher.signal vllm and without urls"),
+            (engine.arguments and not (stands or engine.urls), "teacher.engine.arguments", "for servers of the target, "
+             "with teacher.engine.urls"),
             (prompts and self.drafts and not responses.from_target, "data.source", "whose prompts have no answers: set "
              "teacher.responses.source to target"),
             (prompts and early, "target.kind", "which trains it on answers to data.source target that it has yet to "
@@ -269,10 +261,11 @@ class Settings:
                 where=where,
             )
             draft.training_of(self.training, where).validate(f"{where}training" if draft.training else "training")
-        drafts, kind, head = self.drafts.values(), student.kind, student.is_head
+        drafts, kind, head = self.drafts.values(), student.kind, student.draft.head
         on_policy = any(draft.on_policy for draft in drafts)
-        single = any(draft.accepted_only for draft in drafts) and (student.steps == 1 or student.is_block)
-        size = student.block.size
+        single = any(draft.accepted_only for draft in drafts) and (
+            student.steps == 1 or "unroll" not in student.draft.settings
+        )
         uses = {
             "drafts.NAME.on_policy": on_policy,
             "target.layerskip": target.layerskip.enabled,
@@ -283,21 +276,15 @@ class Settings:
         refuse(
             self,
             (not names, "drafts", "expected at least one, such as drafts: {distillspec: {}}"),
+            (self.upload and not (measured and self.tracker == "wandb"), "upload", "which needs tracker wandb and an "
+             "evaluation"),
             (self.export.choose not in ("best", *names), "export.choose", f"expected best or one of {names}"),
-            (head and student.steps < 1, "student.block.size", "which leaves no token to draft: raise it to 2 or more"),
-            (kind == "dflash" and student.block.markov_rank, "student.block.markov_rank", "and a dflash head "
-             "scores no token by those before: set it to null"),
-            (student.is_block and (student.block.window or size) < size, "student.block.window", f"and a block of "
-             f"{size} slots has to fit into it"),
-            (kind == "mtp" and student.draft_vocab, "student.draft_vocab", "and mtp drafts all tokens: set it to null"),
-            (kind == "mtp" and (target.kind != "as_is" or target.round_to), "student.kind", "and reads the target's "
-             "files: set target.kind to as_is, target.round_to to null"),
+            *student.draft.rules(self),
             (single, "student.kind", "and accepted_only needs an EAGLE head of two drafting steps (unroll) or more"),
             (measured and not (measured.temperatures and measured.draft_lengths), "evaluation", "expected at least one "
              "of temperatures and of draft_lengths"),
-            (on_policy and head and (target.placed or self.teacher.in_engine), "student.kind", "and "
-             "drafts.NAME.on_policy needs the target beside a head: choose another teacher.signal, and set "
-             "target.device_map and target.quantization to null"),
+            (on_policy and head, "student.kind", "and heads learn from texts of the target, not of their own: set "
+             "drafts.NAME.on_policy to 0, or teacher.responses.source to target"),
             (unsupported, "trainer.strategy", f"which shards the weights and does not support {unsupported}: set it to "
              "ddp, or change these settings"),
         )  # fmt: skip
@@ -309,7 +296,7 @@ class AblationSettings:
 
     seeds: list[Seed] = field(default_factory=lambda: [1, 2, 3])
     """Seeds of the order of the training examples. Every draft is trained once with each."""
-    kinds: list[StudentKind] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
     """Kinds of drafts (student.kind) to compare, with as many drafted tokens as blocks have. Empty: student.kind."""
 
 

@@ -18,21 +18,14 @@ Precision = Literal[
     "transformer-engine-float16",
 ]  # fmt: skip
 Signal = Literal["auto", "hidden", "topk", "online", "vllm"]
+ENGINES = ("vllm",)
+"""Kinds of signal that a serving engine gives; `distill.engine.PROTOCOLS` has how."""
 Split = Literal["train", "validation", "test"]
-StudentKind = Literal[
-    "scratch", "finetune", "lora", "as_is", "cut", "eagle", "eagle3", "dflash", "dspark", "dflash2", "lilicorr",
-    "mtp",
-]  # fmt: skip
 
-BLOCKS = ("dflash", "dspark", "dflash2", "lilicorr")
-HEADS = ("eagle", "eagle3", *BLOCKS, "mtp")
-"""Kinds of students that are heads on the target's hidden states."""
 SHARDED = ("fsdp",)
 """Strategies that spread a model's weights over devices."""
-START = "undistilled", "untrained", "untuned"
-"""How reports name the student before distillation: a language model, a head, and a target's next-token layers."""
 RESERVED = (
-    "target", "initial", "export", "probes", "work", "wandb", "csv", *START,
+    "target", "initial", "export", "probes", "work", "wandb", "csv", "undistilled", "untrained", "untuned",
     "report", "corpus", "signal", "signals", "responses", "prompts", "original", "ablation", "lock",
 )  # fmt: skip
 """Folders of a run, names in reports and files under ``work/``, which no draft may have as its name."""

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import asdict, dataclass, field, replace
+from glob import glob
 from pathlib import Path
 from typing import Literal
 
@@ -33,10 +34,12 @@ class DataSettings:
     """The corpus: where its rows come from, how they become texts, how many there are and how long they may be."""
 
     source: str = "arithmetic"
-    """`arithmetic` (built in), a preset (gsm8k, alpaca, ...), a file, a folder, a data set on the Hub (name@revision),
-    or `target`: an instruct target writes the prompts. By its columns a row is a pair, a chat or a text."""
+    """`arithmetic` (built in), a preset (gsm8k, alpaca, ...), a file, a pattern such as data/*.parquet, a folder whose
+    files are all training rows, a data set on the Hub (name@revision), or `target`: an instruct target writes the
+    prompts. By its columns a row is a pair, a chat or a text."""
     files: dict[Split, str] = field(default_factory=dict)
-    """Local files of the splits: {train: a.jsonl, test: b.csv}. A missing one is 5 % of the training rows."""
+    """Local files of the splits, or patterns: {train: a-*.jsonl, test: b.csv}. A missing one is 5 % of the training
+    rows."""
     prompts: PromptSettings = field(default_factory=PromptSettings)
     prompt_template: str | None = None
     """Format string over the columns, such as '{question}\\n'. null: the preset's, or the usual columns."""
@@ -63,7 +66,8 @@ class DataSettings:
     tokenizer: str | None = None
     """Folder, Hub name or GGUF file of the tokenizer. null: the target's, or 1,024 ids trained on the texts."""
     loader_workers: NonNegativeInt = 0
-    """Processes that prepare batches ahead of the steps, for slow disks or short steps. Not used with on_policy."""
+    """Processes that prepare batches ahead of the steps, for slow disks or short steps; 0: two where states are read
+    from disk for a GPU. Not used with on_policy."""
 
     @property
     def from_target(self) -> bool:
@@ -102,7 +106,7 @@ class DataSettings:
         self.template()
         paths = {f"files.{split}": path for split, path in self.files.items()} | {"prompts.file": self.prompts.file}
         for key, path in paths.items():
-            if path is not None and not Path(path).is_file():
+            if path is not None and not (Path(path).is_file() or (key != "prompts.file" and glob(path))):
                 raise UserError(f"data.{key}: there is no file {path!r}; check the path (relative to {Path.cwd()})")
         endless = self.from_target or (self.source == "arithmetic" and "train" not in self.files)
         preset = PRESETS.get(self.source)

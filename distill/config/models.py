@@ -3,12 +3,13 @@
 import inspect
 import pkgutil
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from decode.errors import UserError
-from distill.config.base import BLOCKS, HEADS, StudentKind, Values, refuse
+from distill.config.base import Values, refuse
+from distill.config.kinds import kind_of
 
 
 @dataclass
@@ -104,7 +105,7 @@ class LayerSkipSettings:
 class ModelSettings:
     """Where a model comes from and what is done to it before distillation."""
 
-    kind: StudentKind = "scratch"
+    kind: str = "scratch"
     """scratch (random weights, then trained), finetune, lora, as_is, or for the student cut: layers of the target."""
     model: str | None = None
     """Folder, GGUF file or Hub name (Qwen/Qwen3-8B@main: with a branch, tag or commit); not for scratch and cut."""
@@ -130,21 +131,14 @@ class TargetSettings(ModelSettings):
     layerskip: LayerSkipSettings = field(default_factory=LayerSkipSettings)
     round_to: Literal["float16", "bfloat16"] | None = None
     """Round the weights of a target with kind as_is to 16 bits (float16 changes a weight by 0.05 % at most)."""
-    device_map: Literal["auto"] | None = None
-    """auto: spread the frozen target over all GPUs of the machine, for a training in one process. null: the draft's
-    device. A target larger than a machine stands in an engine (teacher.signal vllm)."""
     quantization: Values | None = None
-    """Weights of the frozen target in few bits, in training: {quant_method: bitsandbytes, load_in_4bit: true}."""
-
-    @property
-    def placed(self) -> bool:
-        """Whether the frozen target has another place than the draft."""
-        return bool(self.device_map or self.quantization)
+    """Weights of the frozen target in few bits: {quant_method: bitsandbytes, load_in_4bit: true}. A target larger than
+    a device stands in an engine (teacher.signal vllm)."""
 
 
 @dataclass
 class BlockSettings:
-    """Shape and training of a block head (student.kind dflash, dspark, dflash2 or lilicorr)."""
+    """Shape and training of a block head (student.kind dflash, dspark or dflash2)."""
 
     layers: PositiveInt = 2
     """Decoder layers. Published heads have 5; they are read once a block, so that a few more cost little."""
@@ -155,7 +149,7 @@ class BlockSettings:
     anchors: PositiveInt = 32
     """Blocks of a text that are trained at a step, drawn anew each time. Published: 512 for long texts."""
     markov_rank: PositiveInt | None = None
-    """Rank of what scores tokens by those before, of lilicorr its width. null: 64. Published: 256, of lilicorr 1024."""
+    """Rank of what scores tokens by those before. null: 64. Published: 256."""
     window: PositiveInt | None = None
     """Tokens that a slot sees, itself included, at least a block. null: all. SGLang does not read it."""
     causal: bool = False
@@ -169,10 +163,10 @@ class StudentSettings(ModelSettings):
     Of a head, model names one to start from, ours or a published one: of its kind, or dflash for dspark and dflash2.
     """
 
-    kind: StudentKind = "scratch"
+    kind: str = "scratch"
     """A language model (scratch to cut) or a head: eagle (on the target's last state), eagle3 (on three), dflash
-    (drafts a block), dspark, dflash2, lilicorr (a block whose tokens depend on each other: docs/heads.md), mtp
-    (the target's next-token layers)."""
+    (drafts a block), dspark, dflash2 (a block whose tokens depend on each other: docs/heads.md), mtp (the target's
+    next-token layers)."""
     layers: PositiveInt | list[NonNegativeInt] = 1
     """cut: number of the target's layers that are kept, spread evenly, or a list of layers, from 0."""
     draft_vocab: PositiveInt | None = None
@@ -180,37 +174,18 @@ class StudentSettings(ModelSettings):
     unroll: PositiveInt | None = None
     """Heads: drafting steps trained at once. null: as published, 1 for eagle, 7 for eagle3, 3 for mtp."""
     block: BlockSettings = field(default_factory=BlockSettings)
-    noise: ClassVar[float] = 0.2  # EAGLE-1: width of the uniform noise on the features, times 512 / length
-    ce_weight: ClassVar[float] = 0.1  # EAGLE-1: of the divergence from the target
 
     @property
-    def is_head(self) -> bool:
-        """Whether it is a head."""
-        return self.kind in HEADS
-
-    @property
-    def is_block(self) -> bool:
-        """Whether it is a block head."""
-        return self.kind in BLOCKS
-
-    @property
-    def decay(self) -> float:
-        """Weight of each further drafting step's loss against the one before, as published (EAGLE-3, FastMTP)."""
-        return 0.6 if self.kind == "mtp" else 0.8
-
-    @property
-    def version(self) -> int | str | None:
-        """1 or 3 of EAGLE, else the kind; None of a language model."""
-        return {"eagle": 1, "eagle3": 3}.get(self.kind, self.kind) if self.is_head else None
+    def draft(self) -> Any:
+        """The `distill.kinds.kind.Kind` of the draft."""
+        return kind_of(self.kind)
 
     @property
     def steps(self) -> int:
         """Drafting steps trained at once, of a block head its drafted tokens; 1 of a language model."""
-        if self.is_block:
-            return self.block.size - (self.kind != "dspark")
-        return (self.unroll or {"eagle3": 7, "mtp": 3}.get(self.kind, 1)) if self.is_head else 1
+        return int(self.draft.steps(self))
 
     @property
     def trained(self) -> bool:
         """Whether it is trained on next tokens before it is distilled."""
-        return not self.is_head and super().trained
+        return not self.draft.head and super().trained

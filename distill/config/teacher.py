@@ -6,7 +6,7 @@ from typing import Any, Literal
 from jsonargparse.typing import PositiveInt
 
 from decode.options import Share, Temperature
-from distill.config.base import Signal, Values
+from distill.config.base import ENGINES, Signal, Values
 
 PLACES = ("--tensor-parallel-size", "--pipeline-parallel-size", "--gpu-memory-utilization")
 """Arguments of an engine that change no number but by rounding."""
@@ -18,14 +18,12 @@ class EngineSettings:
 
     urls: list[str] = field(default_factory=list)
     """Addresses such as http://127.0.0.1:8000/v1 of servers of the target that return token ids (key: OPENAI_API_KEY),
-    for answers, and with signal vllm for states (docs/engines.md has their command). Empty: with signal vllm the run
-    starts vLLM itself."""
+    for answers, and with signal vllm for states (python -m distill check-engine prints their command)."""
     arguments: list[str] = field(default_factory=list)
-    """Further arguments of the vLLM that the run starts, such as [--tensor-parallel-size=4]."""
+    """Further arguments of the command that check-engine prints, such as [--quantization=fp8]: the servers are started
+    with them, and what they change is made again."""
     in_flight: PositiveInt = 16
     """Requests in flight at each server. They bound the memory that states take on both sides; 256 answers faster."""
-    folder: str = "/dev/shm"
-    """Folder through which states pass, in memory or on a fast disk, which engine and trainers share."""
     keep: Literal["auto", "float32", "bfloat16", "float8", "topk"] | Literal[False] = "auto"
     """Of signal vllm, what is kept on disk: states in a number format (auto: the target's; float8: a scale for each
     token and layer), or topk: for language models signal_k log-probabilities. false: nothing, asked again each step."""
@@ -80,7 +78,7 @@ class TeacherSettings:
     @property
     def in_engine(self) -> bool:
         """Whether the target stands in an engine, which gives its states."""
-        return self.signal == "vllm"
+        return self.signal in ENGINES
 
     @property
     def served(self) -> bool:

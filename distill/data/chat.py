@@ -158,8 +158,28 @@ def squash(text: str) -> str:
 
 def _writes(written: str, text: str) -> bool:
     """Whether a template has written a text, as it is or as JSON, but for white space."""
-    forms = text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]
-    return text in written or any(squash(form) in squash(written) for form in forms)
+    return text in written or Written(written).holds(text)
+
+
+class Written:
+    """What a template has written, without white space, in which messages are looked for in their order.
+
+    A text is searched behind the one before it, so that all of a chat are found in one pass; elsewhere only where it is
+    not found there.
+    """
+
+    def __init__(self, written: str) -> None:
+        self.text, self.end = squash(written), 0
+
+    def holds(self, text: str, *, in_order: bool = True) -> bool:
+        """Whether a text stands there as it is or as JSON. One that is not ``in_order`` is looked for everywhere."""
+        for form in dict.fromkeys((text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1])):
+            place = self.text.find(wanted := squash(form), self.end)
+            if place >= 0 and in_order:
+                self.end = place + len(wanted)
+            if place >= 0 or wanted in self.text[: self.end + len(wanted)]:
+                return True
+        return False
 
 
 def prompt_part(input_ids: Sequence[int], labels: Sequence[int]) -> Ids:
@@ -219,8 +239,10 @@ class ChatFormat:
             UnusableRow: The template refuses the messages or leaves one out.
         """
         prompt = self.render(messages, ask=True, tools=tools)
+        written = Written(prompt)
         for message in messages:
-            if message["role"] != "assistant" and not _writes(prompt, message["content"]):
+            in_order = message["role"] not in ("system", "developer")  # a template may write it later (Mistral)
+            if message["role"] != "assistant" and not written.holds(message["content"], in_order=in_order):
                 raise UnusableRow("with a turn that the chat template does not write", message["role"])
         return prompt
 

@@ -7,14 +7,17 @@ import os
 import shutil
 import sys
 import tempfile
+from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
+import pyarrow.compute
 import transformers
 from datasets import Dataset, Features, List, Value, concatenate_datasets, load_from_disk
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -32,7 +35,8 @@ from distill.data.chat import IGNORE, ChatFormat, Example, label, prompt_part, r
 from distill.data.dataset import Examples
 from distill.data.messages import UnusableRow
 from distill.data.prompts import PromptWriter, prompt_rows
-from distill.data.sources import SPLITS, LeftOut, SourceRows, load_rows, local_files, sentences
+from distill.data.sources import SPLITS, LeftOut, SourceRows, data_files, load_rows, sentences
+from distill.data.tables import mapped_table
 from distill.files import files_state, fingerprint, sizes
 
 VERSION = 9  # raised when a change of the code changes which examples are made of the same rows, or what is kept
@@ -100,8 +104,7 @@ def load_corpus(
         tokenizer = load_tokenizer(settings.tokenizer)
     if tokenizer is not None and settings.template() is not None:
         tokenizer.chat_template = settings.template()
-    read = (*chain(*local_files(settings.source).values()), settings.prompts.file, settings.tokenizer)
-    read += tuple(settings.files.values())
+    read = (*data_files(settings), settings.prompts.file, settings.tokenizer)
     written = sampler.made_from if sampler is not None and settings.from_target else None
     known = None if tokenizer is None else [_identity(tokenizer), stop_ids(files, tokenizer)]
     key = fingerprint(VERSION, transformers.__version__, settings.key(), files_state(read), known, seed, written)
@@ -145,7 +148,7 @@ def _make(
             written = sampler.samples(form(tokenizer), settings.prompts, seed)
             rows = SourceRows("chat", *prompt_rows(settings, seed, written, sampler.say))
     else:
-        rows = load_rows(settings, seed)
+        rows = load_rows(settings, seed, folder / "rows")
     if tokenizer is None:
         train = rows.splits["train"]
         chosen = Random(seed).sample(range(len(train)), min(len(train), settings.limits["train"] or len(train)))
@@ -170,13 +173,13 @@ def _make(
     highest = 0
     for split, wanted in settings.limits.items():
         limit = wanted or sys.maxsize
-        order = list(range(len(rows.splits[split])))
+        order = array("q", range(len(rows.splits[split])))
         Random(f"{seed}/{split}").shuffle(order)
         ordered, left_out = rows.splits[split].select(order), LeftOut()
         current().update(name=f"tokenising {split}", total=min(limit, len(ordered)), done=0)
         if rows.kind == "text":  # blocks span rows
-            blocks = islice(text_blocks(tokenizer, ordered["text"], settings.max_length), limit)
-            made = Dataset.from_dict(_table(map(_entry, blocks)), features=ENTRIES)
+            blocks = islice(text_blocks(tokenizer, (row["text"] for row in ordered), settings.max_length), limit)
+            made = mapped_table(folder / "tokenised" / f"{split}.arrow", ENTRIES, map(_entry, blocks))
         else:
             tokenised = partial(_tokenised, settings=settings, form=form(tokenizer), chat=chat)
             made, left_out = _examples(ordered, limit, tokenised, folder / "tokenised" / split)
@@ -194,11 +197,13 @@ def _make(
                 "data.max_length, set data.overlong to cut, or give more data"
             )
         examples = Examples.of(made)
-        for values in (examples.ids, examples.labels, examples.offsets) if split != "test" else ():
-            digest.update(values.tobytes())
-        highest = max(highest, int(examples.ids.max()))
+        for numbers in [*examples.ids.chunks, *examples.labels.chunks] if split != "test" else []:
+            digest.update(numbers.tobytes())
+        digest.update(examples.offsets.tobytes() if split != "test" else b"")
+        highest = max(highest, *(int(ids.max(initial=0)) for ids in examples.ids.chunks))
         made.select_columns(list(COLUMNS)).save_to_disk(str(folder / split))
-    shutil.rmtree(folder / "tokenised", ignore_errors=True)
+    for scratch in ("rows", "tokenised"):
+        shutil.rmtree(folder / scratch, ignore_errors=True)
     if files is not None and (unnamed := unnamed_ends(files, tokenizer)):
         rows.notes.append(unnamed)
     about = {"answered": not settings.from_target, "chat": chat, "highest": highest, "notes": rows.notes}
@@ -242,9 +247,10 @@ def _examples(rows: Dataset, limit: int, function: Any, folder: Path) -> tuple[D
             new_fingerprint=f"{folder.name}-{start}",
         )
         start += len(batch)
-        reasons = made["reason"][:]
-        left_out += [told for told in zip(reasons, made["number"][:], made["detail"][:]) if told[0]]
-        parts.append(made.select([place for place, reason in enumerate(reasons) if not reason][:missing]))
+        learned = np.asarray(pyarrow.compute.equal(made.data.column("reason"), ""))
+        told = made.select_columns(["reason", "number", "detail"]).select(np.flatnonzero(~learned))
+        left_out += [(row["reason"], row["number"], row["detail"]) for row in told]
+        parts.append(made.select(np.flatnonzero(learned)[:missing]))
         missing -= len(parts[-1])
         current().advance(len(parts[-1]))
     return concatenate_datasets(parts), left_out

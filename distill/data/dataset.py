@@ -1,18 +1,18 @@
 """Examples as flat arrays, batches of them, the order in which they are trained on, and Lightning's data module."""
 
+import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Protocol
 
 import lightning as L
 import numpy as np
-import pyarrow
 import torch
 from datasets import Dataset
 from numpy.typing import NDArray
-from pyarrow.compute import list_flatten, list_value_length
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, get_worker_info
@@ -20,15 +20,21 @@ from torch.utils.data import Dataset as TorchDataset
 
 from decode.errors import UserError
 from distill.data.chat import IGNORE, Ids, prompt_part
+from distill.files import free_bytes
+from distill.kept import Ints, Kept, Keys
 
-Ints = NDArray[np.int64]
 Batch = dict[str, Any]
-"""Tensors by name; in training also ``weight`` and ``part``, plain numbers (see `TrainingBatches`)."""
+"""Tensors by name; in training also ``weight``, ``part`` and ``examples``, plain numbers (see `TrainingBatches`)."""
+Chance = Sequence[np.random.Generator]
+"""A source of random numbers for each text of a batch."""
+PLACES = "places"
+"""Where the positions whose next token is a label lie among all of a batch's, ascending, ``[label tokens]``. They are
+made on the host, since a device that is asked for them lets the host wait."""
 FEATURES, REFERENCE = "features", "reference_loss"
 """Columns of batches: the target's states that a head reads, ``[batch, time, width]``; and the reference's divergence,
 ``[label tokens, drafting steps]``, 1 step of a language model."""
-Shapes = dict[str, tuple[tuple[int, ...], str]]
-"""Shape of a row and number format of each column, by name."""
+LOADERS, ROOM = 2, 1 << 34
+"""Processes that read states for a GPU where none are asked for, and the bytes of shared memory that they need."""
 STALL = 300.0  # seconds in which a loader's process has to bring a batch
 PER_TOKEN = (FEATURES,)
 """Columns with a row for every token of a text. Those of all other columns are of its label tokens."""
@@ -36,24 +42,39 @@ PER_TOKEN = (FEATURES,)
 
 @dataclass(frozen=True)
 class Column:
-    """Values of examples as lists of an Arrow table, which may be files that are mapped into memory."""
+    """A column of examples in shards."""
 
-    rows: pyarrow.ChunkedArray  # flat values of each example
-    order: Ints  # the number in ``rows`` of each example
-    shape: tuple[int, ...]  # of one row of an example
+    kept: Kept
+    name: str
+    places: Ints  # of each example, see `Kept.find`
 
     def __getitem__(self, example: int) -> NDArray[Any]:
         """The rows of an example, ``[rows, *shape]``."""
-        values: NDArray[Any] = self.rows[int(self.order[example])].values.to_numpy()
-        return values.reshape(-1, *self.shape)
+        return self.kept.rows(self.name, int(self.places[example]))
+
+
+class Flat:
+    """Numbers of all examples, one after the other, in the chunks of a table that may be mapped into memory.
+
+    No example lies in two chunks.
+    """
+
+    def __init__(self, chunks: Sequence[NDArray[np.int32]]) -> None:
+        self.chunks = [np.zeros(0, np.int32), *chunks]
+        self.starts = np.cumsum([0, *map(len, self.chunks[:-1])])
+
+    def __getitem__(self, span: slice) -> NDArray[np.int32]:
+        """The numbers of a slice that lies in one chunk."""
+        chunk = int(np.searchsorted(self.starts, span.start, "right")) - 1
+        return self.chunks[chunk][span.start - self.starts[chunk] : span.stop - self.starts[chunk]]
 
 
 @dataclass
 class Examples:
-    """Texts with labels; example i is ``ids[offsets[i]:offsets[i + 1]]``."""
+    """Texts with labels; example i is ``ids[offsets[i]:offsets[i + 1]]``. They take 16 bytes of memory each."""
 
-    ids: NDArray[np.int32]  # token ids of all examples, one after the other
-    labels: NDArray[np.int32]  # labels of the same length, not shifted; -100 where no loss is taken
+    ids: Flat  # token ids
+    labels: Flat  # labels of the same length, not shifted; -100 where no loss is taken
     offsets: Ints  # where each example starts, ``[examples + 1]``
     # Where each example's label tokens start when all are numbered through, ``[examples + 1]``. A label in first place
     # has nothing to be predicted from and does not count
@@ -63,12 +84,31 @@ class Examples:
     @classmethod
     def of(cls, dataset: Dataset, limit: int | None = None) -> "Examples":
         """The first ``limit`` examples of a data set with the columns ``input_ids`` and ``labels``."""
-        table = dataset.select_columns(["input_ids", "labels"]).with_format("arrow")[:limit]
-        ids, labels = (list_flatten(column).to_numpy().astype(np.int32) for column in table.columns)
-        lengths = list_value_length(table.column(0)).to_numpy()
-        offsets, counted = np.concatenate([[0], np.cumsum(lengths)]), labels != IGNORE
-        counted[offsets[:-1][lengths > 0]] = False
-        return cls(ids, labels, offsets, np.concatenate([[0], np.cumsum(counted)])[offsets])
+        count = len(dataset) if limit is None else min(limit, len(dataset))
+        rows = dataset.select_columns(["input_ids", "labels"]).select(range(count))
+        # a data set of rows that were chosen one by one has no table of its own, and is copied
+        table = rows.data.table if rows._indices is None else rows.with_format("arrow")[:]
+        ids, labels, lengths, counts = [], [], [np.zeros(1, np.int64)], [np.zeros(1, np.int64)]
+        for chunk in table.to_batches():
+            its_ids, its_labels = (column.flatten().to_numpy().astype(np.int32, copy=False) for column in chunk.columns)
+            ends = chunk.column(0).offsets.to_numpy().astype(np.int64)
+            starts, learned = ends[:-1] - ends[0], np.concatenate([[0], np.cumsum(its_labels != IGNORE)])
+            ids.append(its_ids)
+            labels.append(its_labels)
+            lengths.append(np.diff(ends))
+            first = np.minimum(starts + 1, ends[1:] - ends[0])
+            counts.append(learned[ends[1:] - ends[0]] - learned[first])
+        offsets, label_offsets = (np.cumsum(np.concatenate(parts)) for parts in (lengths, counts))
+        return cls(Flat(ids), Flat(labels), offsets, label_offsets)
+
+    @cached_property
+    def keys(self) -> Keys:
+        """A hash of the ids and labels of each example."""
+        hashes = (
+            hashlib.blake2b(self.ids[span].tobytes() + self.labels[span].tobytes(), digest_size=8).digest()
+            for span in map(self.span, range(len(self)))
+        )
+        return np.frombuffer(b"".join(hashes), np.uint64)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -106,14 +146,16 @@ class Examples:
         return [order[start : start + size] for start in range(0, len(order), size)]
 
 
-Expect = Callable[[Examples, Iterable[Ints]], None]
-"""Is told the examples, and those of the batches that will be asked for, in order."""
+Expect = Callable[[Iterable["Picks"]], None]
+"""Is told the examples of the batches that will be asked for, in order."""
 Picks = Sequence[tuple[Examples, int]]
 """Examples of a batch: the set that an example is in, and its number there."""
 
 
-def collate(picks: Picks) -> Batch:
+def collate(picks: Picks, reads: Collection[str] | None = None) -> Batch:
     """A batch of examples, of several sets if need be, padded on the right.
+
+    It carries the columns that ``reads`` names, or all (None).
 
     Causal attention never looks to the right, so no attention mask is needed: padding, by id 0, cannot reach a label.
 
@@ -123,14 +165,17 @@ def collate(picks: Picks) -> Batch:
     """
 
     def padded(parts: Iterable[NDArray[Any]], value: int = 0) -> Tensor:
-        return pad_sequence([torch.tensor(part) for part in parts], batch_first=True, padding_value=value)
+        tensors = [torch.from_numpy(part if part.flags.writeable else part.copy()) for part in parts]
+        return pad_sequence(tensors, batch_first=True, padding_value=value)
 
     spans = [examples.span(number) for examples, number in picks]
     batch: Batch = {
         "input_ids": padded(examples.ids[span] for (examples, _), span in zip(picks, spans)).long(),
         "labels": padded((examples.labels[span] for (examples, _), span in zip(picks, spans)), IGNORE).long(),
     }
-    for name in sorted(set.intersection(*(set(examples.columns) for examples, _ in picks))):
+    batch[PLACES] = places(label_mask(batch["labels"]))
+    shared = set.intersection(*(set(examples.columns) for examples, _ in picks))
+    for name in sorted(shared if reads is None else shared.intersection(reads)):
         parts = [examples.columns[name][number] for examples, number in picks]
         batch[name] = padded(parts) if name in PER_TOKEN else torch.from_numpy(np.concatenate(parts))
     return batch
@@ -143,7 +188,38 @@ def label_mask(labels: Tensor) -> Tensor:
     return mask
 
 
+def places(mask: Tensor) -> Tensor:
+    """Where the positions of a mask lie among all of a batch's, ascending."""
+    return mask.flatten().nonzero()[:, 0]
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with its tensors on a device."""
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+
+def completed(batch: Batch) -> Batch:
+    """A batch of any loader with what `collate` gives: what its ``attention_mask`` hides is moved behind each text."""
+    if PLACES in batch:
+        return batch
+    ids, labels, mask = batch["input_ids"], batch["labels"], batch.get("attention_mask")
+    if mask is not None:
+        order = (mask == 0).sort(dim=1, stable=True).indices
+        ids, labels = ids.gather(1, order), labels.masked_fill(mask == 0, IGNORE).gather(1, order)
+    return batch | {"input_ids": ids, "labels": labels, PLACES: places(label_mask(labels))}
+
+
 # -- the order of training --------------------------------------------------------------------------------------------
+
+
+class Index(Protocol):
+    """Of a draft: which rows a batch has, found on the host. See `distill.kinds.base.Draft`."""
+
+    def index(self, batch: Batch, chance: Chance | None) -> Batch:
+        """What is added to a batch; without ``chance`` nothing is drawn."""
+
+    def share(self, labels: NDArray[Any], chance: np.random.Generator) -> float:
+        """The weight of a text with these labels in the loss of a step."""
 
 
 @dataclass(eq=False)
@@ -186,8 +262,8 @@ class Schedule:
 class TrainingBatches(TorchDataset[Batch]):
     """One rank's micro-batches of all steps: number ``step · micros + micro`` is a function of the seed alone.
 
-    Each batch carries ``weight``, the factor of a mean over its label tokens (or blocks) with which the average over
-    the step's parts is the mean over all of them; and ``part``, its number among these parts.
+    Each batch carries ``weight``, the factor of a mean over its rows with which the average over the step's parts is
+    the mean over all of them; ``part``, its number among these parts; and the numbers of its ``examples``.
     """
 
     examples: Examples  # for training
@@ -198,7 +274,7 @@ class TrainingBatches(TorchDataset[Batch]):
     texts: Any = None
     workers: int = 0  # processes that make batches ahead
     expect: Expect | None = None
-    anchors: int | None = None  # most blocks of a text, where these count instead of its label tokens
+    index: Index | None = None  # finds a batch's rows, and weighs texts by these instead of their label tokens
     rank: int = 0  # whose batches these are, of ``world`` ranks
     world: int = 1
     micros: int = 1  # batches of a rank in a step, between which gradients are summed up
@@ -210,15 +286,26 @@ class TrainingBatches(TorchDataset[Batch]):
         step, micro = divmod(number, self.micros)
         picks: Picks = [(self.examples, int(example)) for example in self.schedule.batch(step)]
         picks = picks if self.texts is None else self.texts(step, picks)
-        labels = [examples.labels_of(example) for examples, example in picks]
-        labels = labels if self.anchors is None else [min(count, self.anchors) for count in labels]
         rows, parts = self.share(micro), self.world * self.micros
-        weight = parts * sum(labels[rows]) / max(1, sum(labels))
+        if self.index is None:
+            shares = [float(examples.labels_of(example)) for examples, example in picks]
+        else:  # of all texts, as every process draws them
+            labels = (examples.labels[examples.span(example)] for examples, example in picks)
+            shares = [self.index.share(*pair) for pair in zip(labels, self.chance(step, len(picks)))]
         batch = collate(picks[rows])
+        if self.index is not None:
+            batch |= self.index.index(batch, self.chance(step, len(picks))[rows])
         if get_worker_info() is not None:
             for tensor in batch.values():
-                tensor.share_memory_()  # here, since a batch that finds no room later is lost without a word
-        return batch | {"weight": weight, "part": self.rank * self.micros + micro}
+                if isinstance(tensor, Tensor):
+                    tensor.share_memory_()  # here, since a batch that finds no room later is lost without a word
+        weight = parts * sum(shares[rows]) / (sum(shares) or 1.0)
+        numbers = [example for _, example in picks[rows]]
+        return batch | {"weight": weight, "part": self.rank * self.micros + micro, "examples": numbers}
+
+    def chance(self, step: int, texts: int) -> Chance:
+        """What each text of a step draws from, wherever it is trained on."""
+        return [np.random.default_rng([self.schedule.seed, 5, step, text]) for text in range(texts)]
 
     def share(self, micro: int) -> slice:
         """This rank's part of a step's examples."""
@@ -228,7 +315,35 @@ class TrainingBatches(TorchDataset[Batch]):
         """Announce the examples of all batches from a number on."""
         if self.expect is not None and self.texts is None:
             steps = (divmod(number, self.micros) for number in range(first, len(self)))
-            self.expect(self.examples, (self.schedule.batch(step)[self.share(micro)] for step, micro in steps))
+            parts = (self.schedule.batch(step)[self.share(micro)] for step, micro in steps)
+            self.expect([(self.examples, int(example)) for example in part] for part in parts)
+
+
+@dataclass(eq=False)
+class ValidationBatches(TorchDataset[Batch]):
+    """One rank's batches of similar length, each made when it is asked for."""
+
+    examples: Examples
+    size: int  # examples of a batch
+    rank: int
+    world: int
+    index: Index | None = None
+
+    def __post_init__(self) -> None:
+        self.share = np.argsort(self.examples.lengths, kind="stable")[self.rank :: self.world]
+
+    def __len__(self) -> int:
+        return math.ceil(math.ceil(len(self.examples) / self.world) / self.size)
+
+    def __getitem__(self, number: int) -> Batch:
+        if number >= len(self):
+            raise IndexError(number)
+        chosen = self.share[number * self.size : (number + 1) * self.size]
+        batch = self.examples.batch(chosen if len(chosen) else np.array([0]))
+        if not len(chosen):  # another rank has one example more: one without labels takes its place
+            batch["labels"].fill_(IGNORE)
+            batch |= {name: batch[name][:0] for name in (PLACES, *self.examples.columns) if name not in PER_TOKEN}
+        return batch if self.index is None else batch | self.index.index(batch, None)
 
 
 @dataclass(frozen=True)
@@ -262,7 +377,8 @@ class DistillDataModule(L.LightningDataModule):
         training, trainer = self.training, self.trainer
         training.rank, training.world = trainer.global_rank, trainer.world_size
         training.micros = trainer.accumulate_grad_batches
-        workers = training.workers if training.texts is None else 0
+        reads = bool(training.examples.columns) and torch.cuda.is_available() and free_bytes(Path("/dev/shm")) > ROOM
+        workers = (training.workers or LOADERS * reads) if training.texts is None else 0
         training.begin(first := trainer.global_step * training.micros)
         return DataLoader(
             training,
@@ -277,18 +393,10 @@ class DistillDataModule(L.LightningDataModule):
 
     def val_dataloader(self) -> DataLoader[Batch]:
         """This rank's validation examples; every rank has as many batches, as sharded weights require."""
-        trainer = self.trainer
+        trainer, index = self.trainer, self.training.index
         rank, world = trainer.global_rank, trainer.world_size
         size = max(1, self.training.schedule.batch_size // (world * trainer.accumulate_grad_batches))
-        share, batches = np.argsort(self.validation.lengths, kind="stable")[rank::world], []
-        for start in range(0, math.ceil(len(self.validation) / world), size):
-            examples = share[start : start + size]
-            batch = self.validation.batch(examples if len(examples) else np.array([0]))
-            if not len(examples):  # of an example without labels
-                batch["labels"].fill_(IGNORE)
-                batch |= {n: batch[n][:0] for n in self.validation.columns if n not in PER_TOKEN}
-            batches.append(batch)
-        return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+        return DataLoader(ValidationBatches(self.validation, size, rank, world, index), batch_size=None)
 
     def state_dict(self) -> dict[str, Any]:
         """The texts that the draft wrote, which depend on its weights at that time, and the number of micro-batches."""

@@ -1,23 +1,22 @@
 """Prompts without answers: those of a file and those that the target writes (Magpie), in three splits."""
 
 import json
-import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
 from unicodedata import category
 
+import numpy as np
 from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
-from decode.files import read_json, write_json
 from decode.incoming import whole_rows
 from decode.measure.suites import Row, iter_rows, messages_of
 from decode.models.texts import GROUP, uniform_draws, write_texts
@@ -29,6 +28,8 @@ from distill.data.chat import ChatFormat, Ids
 from distill.data.messages import Messages, UnusableRow, read_messages
 from distill.data.sources import plain_rows
 from distill.engine.servers import Engine, answer_ids, request_seed
+from distill.files import fingerprint
+from distill.kept import TEXT_IDS, Kept
 
 SHORTEST, LONGEST = 4, 160  # tokens of a prompt
 BYTES = 3  # of a text count as a token at least: a vocabulary may have whole questions in scripts without spaces
@@ -39,53 +40,6 @@ SAMPLING = LogitsWarper(1.0, top_p=0.95)  # Magpie samples broadly, and leaves o
 ORDER = ("test", "validation", "train")  # prompts are dealt out in this order: more training ones change no other split
 MORE = "data.prompts.openings gives other first words, data.prompts.file prompts of your own"
 PROBE = "\ue000prompt\ue001"  # replaces the user's words while their place in a rendered chat is searched; in no text
-
-
-# -- texts on disk ----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class TextFile:
-    """Texts that a model writes, each a JSON line at once, so that a kill costs no more than those being written."""
-
-    path: Path  # the file (``.jsonl``); a manifest beside it (``.json``) names what the texts are made from
-    made_from: Values  # everything that decides what is in it
-    # Token ids by the number of the prompt, with the end token if the text ended before its limit
-    texts: dict[int, Ids] = field(default_factory=dict)
-
-    def read(self) -> dict[int, Ids]:
-        """The texts on disk; none of a file made from something else. A torn last line is not read."""
-        same = self.path.exists() and read_json(self.path.with_suffix(".json")) == self.made_from
-        lines = self.path.read_bytes().split(b"\n")[:-1] if same else []
-        self.texts = {values["example"]: values["ids"] for values in map(json.loads, lines)}
-        return self.texts
-
-    def open(self, say: Callable[[str], None]) -> None:
-        """Reads the file and removes a torn last line. A file made from something else is set aside, and ``say`` so."""
-        manifest = self.path.with_suffix(".json")
-        if (before := read_json(manifest)) != self.made_from:
-            if self.path.exists():  # it may have taken hours
-                names = (self.path.with_suffix(f".old-{number}.jsonl") for number in count(1))
-                old = next(name for name in names if not name.exists())
-                self.path.replace(old)
-                if before:
-                    manifest.replace(old.with_suffix(".json"))
-                other = " and ".join(key for key, value in self.made_from.items() if before.get(key) != value)
-                say(f"{self.path} was written with another {other}: it is kept as {old.name}, and begun anew")
-            write_json(manifest, self.made_from)
-        if self.path.exists():
-            os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
-        self.read()
-
-    def add(self, texts: Iterable[tuple[int, Ids]], tokenizer: PreTrainedTokenizerBase) -> None:
-        """Writes texts that are not there yet."""
-        with self.path.open("a", encoding="utf-8") as file:
-            for example, ids in texts:
-                if example not in self.texts:
-                    values = {"example": example, "ids": ids, "text": tokenizer.decode(ids)}
-                    file.write(json.dumps(values, ensure_ascii=False) + "\n")
-                    file.flush()
-                    self.texts[example] = ids
 
 
 # -- which prompts are kept -------------------------------------------------------------------------------------------
@@ -291,7 +245,7 @@ class PromptWriter:
     """The target, as far as it writes prompts."""
 
     made_from: Values  # the target's files and number format
-    path: Path  # file of the samples
+    path: Path  # folder of the samples
     writer: Callable[[], Continue]  # makes what writes; called once, when a sample is missing
     say: Callable[[str], None]  # called with a line of progress after every batch
     together: int | None  # samples that are asked for together; None: as many as are fastest
@@ -300,22 +254,22 @@ class PromptWriter:
         """Samples number 0, 1, 2, ..., each a function of the seed and its number."""
         (before, ends, markers), tokenizer, write = user_turn(chat), chat.tokenizer, None
         together = self.together or GROUP * BATCH
-        made_from = {"before": before, "ends": sorted(ends), "seed": seed, "openings": settings.openings}
-        file = TextFile(self.path, self.made_from | made_from)
-        file.open(self.say)
+        key = fingerprint(self.made_from, {"before": before, "ends": sorted(ends), "seed": seed}, settings.openings)
+        kept = Kept(TEXT_IDS, self.path / key[:16])
         for start in count(step=together):
             numbers = range(start, start + together)
-            if not all(number in file.texts for number in numbers):
+            if kept.find(np.array(numbers, np.uint64)).min() < 0:
                 if write is None:
                     self.say("the target writes prompts")
                     write = self.writer()
                     current().begin(current().done)
                 beginnings = [written_ids(tokenizer, before + settings.opening(number)) for number in numbers]
-                texts = write(start, beginnings, ends)
-                file.add(zip(numbers, texts), tokenizer)
-                self.say(f"{len(file.texts)} prompts written")
+                for number, ids in zip(numbers, write(start, beginnings, ends)):
+                    kept.put(number, {"ids": np.array(ids, np.int32)})
+                kept.flush()
+                self.say(f"{len(kept)} prompts written")
             for number in numbers:
-                ids = file.texts[number]
+                ids = kept.text(number)
                 ended = bool(ids) and ids[-1] in ends
                 words = ids[:-1] if ended else ids
                 text = str(tokenizer.decode(words, skip_special_tokens=False, clean_up_tokenization_spaces=False))

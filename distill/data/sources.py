@@ -6,26 +6,31 @@ training rows by a hash of the prompt of a pair, of a whole chat or of a text, s
 the order, and equal rows stay together.
 """
 
+import hashlib
 import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from glob import glob
 from itertools import chain, islice
 from pathlib import Path
 from string import Formatter
 
+import numpy as np
 from datasets import Dataset, Features, Value
 
 from decode.errors import UserError
 from decode.files import Fields
-from decode.incoming import HALVED, columnar_row, is_whole
+from decode.incoming import DROPPED, columnar_row, is_whole
 from decode.measure.arithmetic import problems
 from decode.measure.suites import PRESETS, Preset, Row, file_format, held_out, iter_rows, load_hub, messages_of
 from distill.config.data import DataSettings
 from distill.data.messages import UnusableRow, clean_messages, parsed
+from distill.data.tables import mapped_table
+from distill.kept import Keys
 
 SPLITS = ("train", "validation", "test")
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
@@ -38,16 +43,8 @@ TEMPLATES = (
     ("{input}\n", "{output}"),
 )
 """Prompt and response of rows with these columns, where no other template is given."""
-NAMED = {
-    split: re.compile(rf"(^|[-._ \d])({'|'.join(words)})($|[-._ \d])")
-    for split, words in {
-        "train": ["train", "training"],
-        "validation": SPLIT_NAMES["validation"],
-        "test": ["test", "testing", "eval", "evaluation"],
-    }.items()
-}
-"""Names of files and folders of each split."""
-NO_ROWS = ("config", "dataset_info", "dataset_infos", "dataset_dict", "state")  # files of `datasets` about a data set
+ABOUT = "dataset_info.json", "state.json"  # files of `datasets` about a data set
+OTHER_SPLITS = r"(?i)(^|[^a-z])(valid|validation|val|dev|test|eval)([^a-z]|$)"
 CHAT_COLUMNS = "messages", "conversations", "chosen"
 HELD_OUT = 0.05  # share of the training rows that goes to each split that the source lacks
 KEYS = {"pairs": "prompt", "chat": "messages", "text": "text"}
@@ -85,10 +82,11 @@ def sentences(split: str, left_out: LeftOut) -> list[str]:
     return [f"{split}: {count} row{'s' * (count > 1)} {reason} ({first[reason]})" for reason, count in counts.items()]
 
 
-def load_rows(settings: DataSettings, seed: int) -> SourceRows:
+def load_rows(settings: DataSettings, seed: int, folder: Path) -> SourceRows:
     """The rows of train, validation and test; no row of a later split, nor the prompt of a pair, is in an earlier one.
 
-    The seed chooses the sample of a data set of the Hub that has far more rows than needed.
+    They are written to a folder as they are read, and mapped into memory. The seed chooses the sample of a data set of
+    the Hub that has far more rows than needed.
 
     Raises:
         UserError: No such source, missing columns, or a split without rows.
@@ -100,7 +98,9 @@ def load_rows(settings: DataSettings, seed: int) -> SourceRows:
     if unread := [name for row in first[:1] for name in row if name not in columns]:
         rows.notes.append(f"columns that are not read: {', '.join(map(repr, unread[:30]))}")
     for split in SPLITS:
-        rows.splits[split], left_out = _shaped(raw.pop(split, ()), shape)
+        left_out = LeftOut()
+        shaped = _shaped(raw.pop(split, ()), shape, left_out)
+        rows.splits[split] = mapped_table(folder / f"{split}.arrow", PLAIN, shaped)
         rows.notes += sentences(split, left_out)
     _divide(rows)
     if lacking := [split for split in SPLITS if not len(rows.splits[split])]:
@@ -111,49 +111,67 @@ def load_rows(settings: DataSettings, seed: int) -> SourceRows:
     return rows
 
 
-def _shaped(rows: Iterable[Row], shape: Shape) -> tuple[Dataset, LeftOut]:
-    """The rows of a split in their plain shape, and those that are left out."""
-    kept, left_out = [], []
+def _shaped(rows: Iterable[Row], shape: Shape, left_out: LeftOut) -> Iterator[Row]:
+    """The rows of a split in their plain shape; those that do not fit are noted."""
+    empty = dict.fromkeys(PLAIN, "")
     for number, row in enumerate(rows, 1):
         try:
-            made = shape(columnar_row(row) if isinstance(rows, Dataset) else row)
+            shaped = shape(columnar_row(row) if isinstance(rows, Dataset) else row)
         except UnusableRow as error:
             left_out.append((f"{error.reason} dropped", number, error.detail))
             continue
-        if is_whole(made):
-            kept.append(made | {"number": number})
+        if is_whole(shaped):
+            yield empty | shaped | {"number": number}
         else:
-            left_out.append((HALVED, number, ""))
-    return plain_rows(kept), left_out
+            left_out.append((DROPPED, number, ""))
 
 
 def _divide(rows: SourceRows) -> None:
-    """Fills empty splits with their share of the training rows, and takes rows of later splits out of earlier ones."""
-    kept, often = rows.splits, set[str]()
+    """Fills empty splits with their share of the training rows, and takes rows of later splits out of earlier ones.
+
+    What keeps rows in one split is compared by hashes: see `KEYS`; of a pair with a frequent prompt the whole pair.
+    """
+    kept, column = rows.splits, KEYS[rows.kind]
+    keys = {split: _hashes(kept[split], lambda row: row[column]) for split in SPLITS}
+    often = np.zeros(0, np.uint64)
     if rows.kind == "pairs":
-        counts = Counter(prompt for split in SPLITS for prompt in kept[split]["prompt"][:])
-        often = {prompt for prompt, count in counts.items() if count > max(10, HELD_OUT * counts.total())}
-        rows.notes += [f"{counts[text]} rows have the prompt {text[:60]!r}: it is in every split" for text in often]
+        values, counts = np.unique(np.concatenate(list(keys.values())), return_counts=True)
+        frequent = counts > max(10, HELD_OUT * int(counts.sum()))
+        often = values[frequent]
+        for value, count in zip(often, counts[frequent]):
+            split = next(split for split in SPLITS if value in keys[split])
+            prompt = kept[split][int(np.flatnonzero(keys[split] == value)[0])]["prompt"]
+            rows.notes.append(f"{count} rows have the prompt {prompt[:60]!r}: it is in every split")
 
-    def keys(split: str) -> list[str]:
-        """What keeps rows in one split: see `KEYS`; of a pair with a frequent prompt the whole pair."""
-        pairs = zip(kept[split][KEYS[rows.kind]][:], kept[split]["response"][:])
-        return [key + answer * (key in often) for key, answer in pairs]
+    def key(row: Row) -> str:
+        prompt = str(row[column])
+        return prompt + row["response"] if len(often) and _hash(prompt) in often else prompt
 
+    if len(often):
+        keys = {split: _hashes(kept[split], key) for split in SPLITS}
     if empty := [split for split in SPLITS if not len(kept[split])]:
-        given, named = kept["train"], [held_out(key, HELD_OUT) for key in keys("train")]
-        named = [name if name in empty else "train" for name in named]
-        for split in ("train", *empty):
-            kept[split] = given.select([place for place, name in enumerate(named) if name == split])
-    seen = set[str]()
+        names = np.array([held_out(key(row), HELD_OUT) for row in kept["train"]])
+        places = {split: np.flatnonzero(names == split) for split in empty}
+        places["train"] = np.flatnonzero(~np.isin(names, empty))
+        given, its_keys = kept["train"], keys["train"]
+        for split, chosen in places.items():
+            kept[split], keys[split] = given.select(chosen), its_keys[chosen]
+    later = np.zeros(0, np.uint64)
     for split in reversed(SPLITS) if rows.kind != "text" else ():
-        here = keys(split)
-        new = [place for place, key in enumerate(here) if key not in seen]
-        seen.update(here)
-        if lost := len(here) - len(new):
+        new = ~np.isin(keys[split], later)
+        later = np.concatenate([later, keys[split]])
+        if lost := int((~new).sum()):
             what = "their prompts" if rows.kind == "pairs" else "they"
             rows.notes.append(f"{split}: {lost} rows dropped, because {what} are in a later split too")
-            kept[split] = kept[split].select(new)
+            kept[split] = kept[split].select(np.flatnonzero(new))
+
+
+def _hash(text: str) -> np.uint64:
+    return np.uint64(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
+
+
+def _hashes(rows: Dataset, key: Callable[[Row], str]) -> Keys:
+    return np.fromiter((_hash(key(row)) for row in rows), np.uint64, len(rows))
 
 
 # -- shapes -----------------------------------------------------------------------------------------------------------
@@ -240,51 +258,68 @@ def _pairs(source: Preset | tuple[str, str]) -> tuple[Sequence[str], Shape]:
 def _raw_rows(settings: DataSettings, seed: int) -> dict[str, Iterable[Row]]:
     """Rows by split as they are in files, in a data set of the Hub, or made by the built-in task."""
     source, preset, limits = settings.source, PRESETS.get(settings.source), settings.limits
-    files: dict[str, list[str]] = {split: [path] for split, path in settings.files.items()}
+    files: dict[str, list[str]] = {split: local_files(path) for split, path in settings.files.items()}
     if source == "arithmetic" and not files:
         made = {split: problems(seed, split, count) for split, count in limits.items()}
         return {split: [{"question": p.question, "answer": p.solution} for p in some] for split, some in made.items()}
-    if preset is None:  # the name of a preset wins over a path
-        files = local_files(source) | files
-    raw = {} if "train" in files else _from_hub(settings, preset, seed)
+    files = ({"train": local} if (local := source_files(settings)) else {}) | files
+    raw: dict[str, Iterable[Row]] = {} if "train" in files else _from_hub(settings, preset, seed)
     for split, paths in files.items():
         if len(forms := {file_format(path) for path in paths}) > 1:
             raise UserError(f"data.source: {split} rows are in files of the formats {sorted(forms)}: see data.files")
-        raw[split] = list(chain.from_iterable(map(iter_rows, paths)))  # not by datasets, which guesses types of values
+        raw[split] = FileRows(paths)
     if "train" in files and preset and preset.last_keys:  # a file that holds all splits
-        named: dict[str, list[Row]] = {}
-        for row in raw["train"]:
-            named.setdefault(({*preset.columns} <= {*row} and preset.split_of(row)) or "train", []).append(row)
-        raw = named | {split: rows for split, rows in raw.items() if split != "train"}
+
+        def is_of(preset: Preset, split: str, row: Row) -> bool:
+            return (({*preset.columns} <= {*row} and preset.split_of(row)) or "train") == split
+
+        raw = {split: FileRows(files["train"], partial(is_of, preset, split)) for split in SPLITS} | raw
+        raw["train"] = FileRows(files["train"], partial(is_of, preset, "train"))
     return raw
 
 
-def local_files(source: str) -> dict[str, list[str]]:
-    """Files of a source that is a path: one file is the training split, those of a folder go by their names.
+@dataclass(frozen=True)
+class FileRows:
+    """Rows of files, which are read each time they are asked for.
 
-    As on the Hub, a folder in it or a file is named train, validation or test, and a split may have numbered parts.
-    Linked folders are read like others.
+    They are not read by `datasets`, which guesses types of values.
+    """
+
+    paths: Sequence[str]
+    chosen: Callable[[Row], bool] = lambda row: True
+
+    def __iter__(self) -> Iterator[Row]:
+        return filter(self.chosen, chain.from_iterable(map(iter_rows, self.paths)))
+
+
+def data_files(settings: DataSettings) -> list[str]:
+    """The files that rows are read from."""
+    return [*source_files(settings), *chain.from_iterable(map(local_files, settings.files.values()))]
+
+
+def source_files(settings: DataSettings) -> list[str]:
+    """Local files that the source names; the name of a preset wins over a path."""
+    return [] if settings.source in (*PRESETS, "arithmetic", "target") else local_files(settings.source)
+
+
+def local_files(source: str) -> list[str]:
+    """Files of a source that is a path: a file, those that a pattern such as ``data/*.parquet`` names, or a folder's.
+
+    Raises:
+        UserError: A folder without rows, or with files that are named as other splits are, which would be trained on.
     """
     if not Path(source).is_dir():
-        return {"train": [source]} if Path(source).is_file() or file_format(source) else {}
-    inside = {file: file.relative_to(source).parts for file in _below(Path(source), {Path(source).resolve()})}
-    for part in (slice(-1), slice(-1, None)):  # the folders, then the names
-        named = {
-            split: [str(file) for file, parts in inside.items() if any(map(pattern.search, parts[part]))]
-            for split, pattern in NAMED.items()
-        }
-        if any(named.values()):
-            return {split: files for split, files in named.items() if files}
-    return {"train": [str(file) for file in inside]} if inside else {}
-
-
-def _below(folder: Path, above: Set[Path]) -> Iterator[Path]:
-    """Files of rows in a folder and in those below it, which may be links, but not to one that they lie in."""
-    for path in sorted(folder.iterdir()):
-        if path.is_dir() and not path.name.startswith((".", "__")) and (real := path.resolve()) not in above:
-            yield from _below(path, above | {real})
-        elif path.is_file() and not path.name.startswith(".") and file_format(path) and path.stem not in NO_ROWS:
-            yield path
+        return sorted(glob(source)) or ([source] if file_format(source) else [])
+    files = sorted(str(path) for path in Path(source).iterdir() if path.is_file() and file_format(path))
+    files = [path for path in files if Path(path).name not in ABOUT]
+    held = [path for path in files if re.search(OTHER_SPLITS, Path(path).name)]
+    if held or not files:
+        why = f"{held[0]} is named as those of another split" if held else "there are none in it"
+        raise UserError(
+            f"data.source {source!r} is a folder, whose files are all training rows, and {why}: name the files with "
+            "data.files, such as {train: 'DIR/train-*.parquet', test: 'DIR/test-*.parquet'}"
+        )
+    return files
 
 
 def _from_hub(settings: DataSettings, preset: Preset | None, seed: int) -> dict[str, Iterable[Row]]:

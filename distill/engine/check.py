@@ -50,7 +50,7 @@ def check_states(
         UserError: They differ; with the first layer that does, and the known causes.
     """
     answers = [files.ask(number, ids, prompt_logprobs=0) for number, ids in enumerate(texts)]
-    quantised = next((a["kv_transfer_params"].get("quantization") for a, _ in answers), None)
+    quantised = next((files.protocol.quantization(answer) for answer, _ in answers), None)
     if quantised:
         say(f"the engine computes with {quantised} weights, and the draft learns what the engine says")
     limit, name = CLOSE.get(dtype, ROUNDED), str(parts.config.name_or_path)

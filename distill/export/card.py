@@ -16,20 +16,13 @@ from decode.files import read_json, write_json, write_text
 from decode.measure.machine import conditions as beside
 from decode.measure.machine import doubt
 from decode.measure.report import COLUMNS, cell, markdown, without_constants
-from decode.models.heads.block import BlockHead
-from decode.models.heads.eagle import DraftHead, default_captured_layers
+from decode.models.heads.eagle import DraftHead
+from distill.kinds.kind import TOKEN_MAP, of_model
 
 Report = Mapping[str, Any]  # of a run, or a part of it
 Facts = dict[str, Any]
 HERE = Path(__file__).parent
 PROFILE = "speculation_profile.json"
-KINDS: dict[int | str, str] = {1: "eagle", 3: "eagle3", "dflash2": "dflash", "lilicorr": "dflash"}
-KINDS |= {name: name for name in ("dflash", "dspark", "mtp")}
-"""Kinds of heads, by their version, as engines call them: they tell DFlash 2 from DFlash by the architecture."""
-ON_GPU = "vLLM runs it on a GPU only: its CPU build refuses DSpark."
-SECOND = "It is a DFlash 2 head (convolutions, choice among candidates), which vLLM and SGLang run on a GPU only."
-NOTES = {"dspark": [ON_GPU], "dflash2": [SECOND]}
-TOKEN_MAP = "token_map.pt"  # the ids that an EAGLE-1 head of a reduced vocabulary drafts, as SGLang reads them
 MEASURED = (
     "offline_alpha", "alpha", "accepted_length", "accepted_per_drafted", "speedup", "speedup_vs_generate",
 )  # fmt: skip
@@ -149,18 +142,15 @@ def describe(
     }
     if not isinstance(model, DraftHead):
         return facts
-    captured = list(model.captured_layers)
+    captured, kind = list(model.captured_layers), of_model(model)
     return facts | {
-        "kind": KINDS[model.version],
-        "token_map": model.version == 1 and model.reduced,
+        "kind": kind.served,
         "longest": model.drafts,
         "draft_vocabulary": config.draft_vocab_size if model.reduced else None,
         "captured_layers": captured,
-        "unusual_layers": model.version == 3 and captured != list(default_captured_layers(layers)),
         "last_layer": max(captured) == layers,
-        "mask_id": model.mask_id if isinstance(model, BlockHead) else None,
-        "calibrated": isinstance(model, BlockHead) and bool(model.temperatures),
-        "notes": NOTES.get(str(model.version), []),
+        "notes": [*kind.notes],
+        **kind.facts(model, layers),
     }
 
 
@@ -177,8 +167,8 @@ def write_card(folder: Path, facts: Report, length: int, measured: Report | None
         measured: What `export_profile` returns. What is absent is left out.
     """
     measured, before, card = measured or {}, read_json(folder / PROFILE), folder / "README.md"
-    kind = facts["kind"]
-    profile = before | speculation_profile(measured, length, "draft_model" if kind == "draft" else kind)
+    method = "draft_model" if facts["kind"] == "draft" else facts["kind"]
+    profile = before | speculation_profile(measured, length, method)
     profile |= {key: measured[key] for key in ("acceptance", "trained_with") if measured.get(key)}
     weights = before.get("weights") or weight_fingerprints(folder)
     write_json(folder / PROFILE, profile | {"weights": weights, "export": facts})

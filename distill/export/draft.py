@@ -22,15 +22,13 @@ from decode.errors import UserError
 from decode.files import read_model_json, replaced, write_json
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import head_kind, unserved
-from decode.models.heads.mtp import MTP
 from decode.models.open import check_tokenizers, files_of, load_config, load_model, load_tokenizer
 from distill.config import ExportSettings
 from distill.export.card import describe, write_card
 from distill.files import save_tokenizer
+from distill.kinds.kind import Kind
+from distill.kinds.language_model import LANGUAGE_MODEL
 
-# vLLM derives a speculative method from parts of the draft's path, even when the method is given: those that are wrong
-# for a plain draft model, and for an EAGLE-1 head.
-SNIFFED_NAMES: dict[int | str | None, list[str]] = {None: ["eagle-", "eagle3", "dflash", "dspark"], 1: ["eagle3"]}
 DRAFTED = 4  # tokens per round, until the best number is measured
 NEVER = -1e4  # bias of padded ids: below any real logit, within the range of float16
 # Texts that pre-tokenisers and normalisers with the same vocabulary split differently.
@@ -114,13 +112,13 @@ def export_draft(
     return out_dir
 
 
-def check_export_path(out_dir: str | Path, version: int | str | None = None) -> None:
+def check_export_path(out_dir: str | Path, kind: Kind = LANGUAGE_MODEL) -> None:
     """Refuses a destination that vLLM would take for another method, or that holds something other than a model.
 
-    It is cheap, so it is called before training starts. ``version`` is that of a head.
+    It is cheap, so it is called before training starts. ``kind`` is the draft's.
     """
     path = Path(out_dir).resolve()
-    if sniffed := [name for name in SNIFFED_NAMES.get(version, []) if name in str(path).lower()]:
+    if sniffed := [name for name in kind.sniffed if name in str(path).lower()]:
         raise UserError(
             f"The export folder {path} contains '{sniffed[0]}', which vLLM takes for another method. Choose a name of "
             "the run or the folder without it."
@@ -237,21 +235,17 @@ def _check_reload(folder: Path, config: PreTrainedConfig, ids: Tensor, source: T
         )
 
 
-def check_gguf(settings: ExportSettings, head: int | str | DraftHead | None = None) -> None:
+def check_gguf(settings: ExportSettings, kind: Kind = LANGUAGE_MODEL, head: DraftHead | None = None) -> None:
     """Refuses GGUF files that cannot be written; cheap, so it is called before training starts.
-
-    ``head`` is the draft's head, or its version.
 
     Raises:
         UserError: The converter is not installed, or does not support such heads or their layout.
     """
     if settings.gguf:
         find_converter()
-        if head == 1:
-            raise UserError("llama.cpp has no EAGLE-1 heads; train student.kind eagle3, or leave export.gguf empty")
-        if head == MTP:
-            raise UserError("llama.cpp reads next-token layers from the target's own file; leave export.gguf empty")
-        if isinstance(head, DraftHead) and (why := unserved(head).get("llama.cpp")):
+        if kind.no_gguf:
+            raise UserError(kind.no_gguf)
+        if head is not None and (why := unserved(head).get("llama.cpp")):
             raise UserError(f"llama.cpp does not run this head as it is trained ({why}); leave export.gguf empty")
 
 

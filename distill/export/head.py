@@ -23,9 +23,10 @@ from decode.models.heads.eagle import DraftHead, output_head
 from decode.models.heads.files import HEAD, load_head, save_head, unserved
 from decode.models.open import load_tokenizer
 from distill.config import ExportSettings
-from distill.export.card import TOKEN_MAP, describe, write_card
+from distill.export.card import describe, write_card
 from distill.export.draft import DRAFTED, add_legacy_fields, check_export_path, check_gguf
 from distill.files import save_tokenizer
+from distill.kinds.kind import of_model
 from distill.networks.models import hollow_target
 
 NETWORK = ("version", "captured_layers", "drafts", "mask_id", "temperatures", "candidates", "kinds")
@@ -67,8 +68,8 @@ def export_head(
     out_dir = Path(out_dir)
     target = hollow_target(target_dir, trust_remote_code=trust_remote_code)
     head = load_head(head_dir, target)
-    check_export_path(out_dir, head.version)
-    check_gguf(settings, head)
+    check_export_path(out_dir, of_model(head))
+    check_gguf(settings, of_model(head), head)
     length = length or head.drafts or DRAFTED
     length = min(length, head.drafts or length)
     reasons = unserved(head)
@@ -104,22 +105,14 @@ def write_head(
 
     The target is needed for a block head of a reduced vocabulary, which gets a copy of rows of its output head.
     """
-    config, version, shared = head.config, head.version, dict[str, Tensor]()
+    config, shared = head.config, dict[str, Tensor]()
     config.num_assistant_tokens = length
     config.dtype = str(dtype).removeprefix("torch.")
     vars(config).pop("bias", None)
-    if version == 3:
-        captured_layers = list(head.captured_layers)
-        config.eagle_config = {"use_aux_hidden_state": True}
-        # vLLM numbers states by the layer that they enter, SGLang by the layer that they leave
-        config.eagle_aux_hidden_state_layer_ids = captured_layers
-        config.eagle_config["eagle_aux_hidden_state_layer_ids"] = [layer - 1 for layer in captured_layers]
     if isinstance(head, BlockHead) and head.reduced and target is not None:
         shared[HEAD] = output_head(target, head.draft_ids(), block=True).weight.to(dtype)
     save_head(head.to(dtype), folder, shared)
-    ids = head.draft_ids()
-    if version == 1 and ids is not None:
-        torch.save(ids.tolist(), folder / TOKEN_MAP)
+    of_model(head).write(head, folder)
     add_legacy_fields(folder / "config.json")
     save_tokenizer(tokenizer, folder)
 

@@ -43,25 +43,29 @@ class Rows:
         hidden: Last hidden states, ``[rows, width]``.
         head: The output head that they are for.
         target: The target's distributions of the batch's label tokens, over the head's ids.
-        count: Number of rows over which the loss is a mean: the batch's label tokens, of a block head its slots.
+        mass: Sum of weights by which the loss is divided: the batch's label tokens, of a block head its slots' weights.
+        groups: How many rows each drafting step has, in the order of the rows. None: there is one.
         at: The label token that each row predicts, ``[rows]``; by default row i is label token i.
         step: Place of each row in its draft, from 0, ``[rows]``; by default 0.
         weight: Factor of each row's loss, ``[rows]``. None: 1.
         reference: The reference's divergence of each row, ``[rows]``, if tokens are selected.
         distance: Smooth L1 distance of the states from the target's, ``[rows]`` (EAGLE-1).
         confidence: Log-odds that the rows' tokens are accepted, as the draft estimates them, ``[rows]`` (DSpark).
+        blocks: Of a block head the block of each row, ``[rows]``, how many blocks there are, and slots that draft.
     """
 
     hidden: Tensor
     head: LMHead
     target: TargetRows
-    count: int
+    mass: float
+    groups: list[int] | None = None
     at: Tensor = None  # type: ignore[assignment]
     step: Tensor = None  # type: ignore[assignment]
     weight: Tensor | None = None
     reference: Tensor | None = None
     distance: Tensor | None = None
     confidence: Tensor | None = None
+    blocks: tuple[Tensor, int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.at is None:

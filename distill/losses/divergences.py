@@ -249,7 +249,7 @@ def _weighted(*terms: tuple[Weight, Callable[[], Tensor]]) -> Tensor:
 
 
 def _tv_gradient(pair: TokenDistributions) -> Tensor:
-    below = torch.heaviside(pair.p - pair.q, pair.p.new_tensor(0.5))  # where raising q raises α; half at a tie
+    below = torch.heaviside(pair.p - pair.q, pair.p.new_full((), 0.5))  # where raising q raises α; half at a tie
     return pair.q * ((pair.q * below).sum(-1, keepdim=True) - below)
 
 

@@ -5,13 +5,13 @@ official code these are chosen among the tokens of a device's micro-batch.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from distill.losses.chunked import Rows, compare
 from distill.losses.divergences import Divergence
-from distill.networks.lm_head import places
 
 
 def share(k: float, n: int) -> int:
@@ -19,7 +19,7 @@ def share(k: float, n: int) -> int:
     return min(n, math.ceil(round(k * n, 9)))
 
 
-def top_k(delta: Tensor, k: float, step: Tensor | None = None) -> Tensor:
+def top_k(delta: Tensor, k: float, groups: Sequence[int] | None = None) -> Tensor:
     """Returns the indices, ascending, of exactly ⌈k·n⌉ largest ΔL ``[n]``. Of equal values the first ones win.
 
     A threshold (``delta >= quantile``) would select every token where all are equal, as they are at the first step of a
@@ -28,50 +28,56 @@ def top_k(delta: Tensor, k: float, step: Tensor | None = None) -> Tensor:
     Args:
         delta: ΔL of the rows.
         k: Share of the rows that is chosen, in (0, 1].
-        step: Drafting step of each row, ``[n]``: each is ranked by itself. None: all rows together.
+        groups: Numbers of rows that are ranked by themselves, one after the other. None: all rows together.
     """
-    order = torch.sort(delta, descending=True, stable=True).indices
-    if step is None:
-        return order[: share(k, len(order))].sort().values
-    counts = torch.bincount(step, minlength=1).tolist()
-    groups = order[step[order].sort(stable=True).indices].split(counts)
-    return torch.cat([group[: share(k, len(group))] for group in groups]).sort().values
+    chosen, start = [], 0
+    for group in delta.split(list(groups or [len(delta)])):
+        order = torch.sort(group, descending=True, stable=True).indices
+        chosen.append(order[: share(k, len(group))].sort().values + start)
+        start += len(group)
+    return torch.cat(chosen)
 
 
-def reach(alpha: Tensor, slots: Tensor) -> Tensor:
+def reach(alpha: Tensor, rows: Rows) -> Tensor:
     """Returns the probability that each slot of a block is reached, ``[rows]``: the product of its block's α before it.
 
     Args:
         alpha: Acceptance rate of each row.
-        slots: Place of each row in its block; rows are those of one block after the other, each from slot 0 on.
+        rows: Of blocks, each from slot 0 on.
     """
-    block = (slots == 0).cumsum(0) - 1
-    table = alpha.new_ones(int(block[-1]) + 1, int(slots.max()) + 2)
-    table[block, slots + 1] = alpha
-    return table.cumprod(1)[block, slots]
+    assert rows.blocks is not None
+    block, count, slots = rows.blocks
+    table = alpha.new_ones(count, slots + 1)
+    table[block, rows.step + 1] = alpha
+    return table.cumprod(1)[block, rows.step]
 
 
-def by_reach(delta: Tensor, alpha: Tensor, slots: Tensor) -> Tensor:
+def by_reach(delta: Tensor, alpha: Tensor, rows: Rows) -> Tensor:
     """Returns the ranking of a block's slots: ΔL above the batch's smallest, times the probability to be reached.
 
     The product with ΔL itself would rank a slot of negative ΔL the higher the less it is reached.
     """
-    return (delta - delta.min()) * reach(alpha, slots) if len(delta) else delta
+    return (delta - delta.min()) * reach(alpha, rows) if len(delta) else delta
 
 
-def accepted_rows(rows: Rows, place: Tensor, divergence: Divergence) -> Tensor:
-    """Returns the rows, ascending, before which every token of the same draft is accepted, drawn from its α.
+def accepted_rows(rows: Rows, place: Tensor, positions: int, divergence: Divergence) -> Tensor:
+    """Returns 1 for each row before which every token of the same draft is accepted, drawn from its α, else 0.
 
     Args:
         rows: Of a head with several drafting steps.
-        place: Where each label token lies among all tokens of the batch, ``[label tokens]``.
+        place: Where each label token lies among all positions of the batch, ``[label tokens]``.
+        positions: How many these are.
         divergence: Of which `compare` measures the rows.
     """
-    start, alive = place[rows.at] - rows.step, places(rows.step == 0)
-    chosen = [alive]
-    while len(following := places(rows.step == len(chosen))):
-        alpha = compare(rows, divergence, alive).alpha
-        accepted = start[alive[torch.rand_like(alpha) < alpha]]
-        alive = following[torch.isin(start[following], accepted)]
-        chosen.append(alive)
-    return torch.cat(chosen).sort().values
+    start, first, groups = place[rows.at] - rows.step, 0, rows.groups or [len(rows)]
+    alive, parts = torch.ones(positions, device=place.device), []
+    for number, count in enumerate(groups, 1):
+        begun = start[first : first + count]
+        parts.append(alive[begun])
+        if number < len(groups):
+            only = torch.arange(first, first + count, device=place.device)
+            alpha = compare(rows, divergence, only).alpha
+            kept = parts[-1] * (torch.rand_like(alpha) < alpha)
+            alive = torch.zeros_like(alive).index_copy(0, begun, kept)
+        first += count
+    return torch.cat(parts)

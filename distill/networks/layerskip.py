@@ -83,18 +83,18 @@ class LayerSkip:
         """Start a validation batch: no layer is dropped, and some exits are evaluated, always the same ones."""
         self.rates, self.exits = [], list(range(0, self.count - 1, -(-(self.count - 1) // WATCHED)))
 
-    def combine(self, last: Tensor, loss_of: Callable[[Tensor], Tensor], mask: Tensor) -> Tensor:
+    def combine(self, last: Tensor, loss_of: Callable[[Tensor], Tensor], places: Tensor) -> Tensor:
         """Return the weighted sum of the last layer's loss and the exits'.
 
         Args:
             last: Loss of the last layer.
             loss_of: Maps head inputs ``[rows, width]`` to their loss.
-            mask: Positions of the rows, ``[batch, time]``.
+            places: Positions of the rows among all of the batch's, ``[rows]``.
         """
         early, rest = exit_weights(self.settings, len(self.exits))
         total = rest * last
         for layer in self.exits if early else ():
-            total = total + early * loss_of(self.norm(self.states[layer][mask]))
+            total = total + early * loss_of(self.norm(self.states[layer].flatten(0, 1).index_select(0, places)))
         self.states, self.exits = {}, []  # the rates stay: gradient checkpointing drops the same layers again
         return total
 

@@ -1,9 +1,12 @@
 """The output head on gathered rows, so that logits are computed only where a loss needs them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 
 from decode.errors import UserError
 from decode.models.heads.eagle import finish_of, finished, some_outputs
@@ -78,15 +81,23 @@ class LMHead(nn.Module):
         return None if self.scale == 1.0 else self.scale
 
 
-def last_hidden(model: PreTrainedModel, input_ids: Tensor, mask: Tensor) -> Tensor:
-    """Return the last hidden states after the final norm at the positions of a ``mask [batch, time]``."""
-    hidden: Tensor = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-    return hidden.flatten(0, 1).index_select(0, places(mask).to(hidden.device))  # that of the last layer
+@contextmanager
+def one_text_a_row() -> Iterator[None]:
+    """Let transformers not look for several texts in a row: their search lets the host wait for the device."""
+    search = "find_packed_sequence_indices"
+    original = getattr(masking_utils, search, None)
+    setattr(masking_utils, search, lambda position_ids: None)
+    try:
+        yield
+    finally:
+        setattr(masking_utils, search, original)
 
 
-def places(mask: Tensor) -> Tensor:
-    """Return where the positions of a mask lie among all of a batch's, ascending."""
-    return mask.flatten().nonzero()[:, 0]
+def last_hidden(model: PreTrainedModel, input_ids: Tensor, places: Tensor) -> Tensor:
+    """Return the last hidden states after the final norm at some ``places [rows]`` among all of a batch's positions."""
+    with one_text_a_row():
+        hidden: Tensor = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+    return hidden.flatten(0, 1).index_select(0, places)
 
 
 @torch.no_grad()
@@ -100,7 +111,7 @@ def check_head(model: PreTrainedModel, head: LMHead) -> None:
     model.eval()
     ids = probe_ids(model)
     expected = model(input_ids=ids, use_cache=False).logits[0].float()
-    hidden = last_hidden(model, ids, torch.ones_like(ids, dtype=torch.bool))
+    hidden = last_hidden(model, ids, torch.arange(ids.numel(), device=ids.device))
     logits = head(hidden.to(head.linear.weight.device)).float().to(expected.device)
     model.train(was_training)
     if not torch.isfinite(expected).all():

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,17 @@ def config_for(shape: Architecture, vocab: int, tokenizer: PreTrainedTokenizerBa
     except (ValueError, TypeError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(f"architecture.model_type {family!r} cannot be built: {first}") from error
+
+
+@cache
+def room(device: torch.device) -> int:
+    """Return the bytes that a buffer which saves computing something twice may take: of a GPU an eighth of its rest."""
+    return torch.cuda.mem_get_info(device)[0] // 8 if device.type == "cuda" else 1 << 28
+
+
+def rows_at_once(vocab: int, device: torch.device) -> int:
+    """Return of how many rows float32 logits of all ids, and a few results of theirs, may be in memory."""
+    return max(64, room(device) // (16 * vocab))
 
 
 @contextmanager
@@ -272,23 +284,19 @@ def _read(files: dict[str, Path], name: str, like: Tensor) -> Tensor | None:
         return tensors.get_tensor(name).to(torch.float32) if plain else None
 
 
-# -- the frozen target's devices ---------------------------------------------------------------------------------------
+# -- the frozen target -------------------------------------------------------------------------------------------------
 
 
-def open_placed(settings: TargetSettings, path: str | Path, device: torch.device) -> PreTrainedModel:
-    """Return the frozen target: over the machine's devices or quantised if the settings say so, else on the CPU.
-
-    A quantised one without a device map is loaded to ``device``, which is the draft's.
+def open_frozen(settings: TargetSettings, path: str | Path, device: torch.device) -> PreTrainedModel:
+    """Return the frozen target on a device, quantised if the settings say so.
 
     Raises:
         UserError: It cannot be read or placed.
     """
     options: Values = {"dtype": settings.dtype, "trust_remote_code": settings.trust_remote_code}
-    if settings.device_map:
-        options["device_map"] = settings.device_map
     if settings.quantization:
         options["quantization_config"] = AutoQuantizationConfig.from_dict(settings.quantization)
-    return load_model(path, device=device if settings.quantization else "cpu", **options)
+    return load_model(path, device=device, **options)
 
 
 def check_quantization(key: str, wanted: Any, device: str | torch.device, *, packed: bool = False) -> None:
@@ -306,7 +314,7 @@ def check_quantization(key: str, wanted: Any, device: str | torch.device, *, pac
         quantizer.validate_environment(device_map={"": device})
     except (ImportError, ValueError, TypeError, KeyError, AssertionError, RuntimeError) as error:
         why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        instead = "leave it out and set target.dtype to bfloat16 or target.device_map to auto"
+        instead = "leave it out and set target.dtype to bfloat16, or let the target stand in an engine"
         instead = "choose the model's files of 16 bits" if packed else instead
         what = f"holds weights of quantization_config {wanted}" if packed else f"is {wanted}"
         raise UserError(

@@ -10,17 +10,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
-from decode.core.loop import decode
-from decode.core.sampling import LogitsWarper, TorchRng
-from decode.core.verify import Fuzzy
+from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
-from decode.methods import MethodInputs, build
-from decode.models.check import open_draft_runner, open_runner
-from decode.models.heads.eagle import DraftHead
-from decode.models.texts import Draws, uniform_draws
-from decode.options import MethodOptions
+from decode.models.texts import uniform_draws
 from distill import ranks
 from distill.config.base import Values
 from distill.config.teacher import ResponseSettings
@@ -46,7 +39,7 @@ class OnPolicy:
     seed: int  # of the choice and of the texts
     limit: int  # longest prompt and response together
     stop_ids: Collection[int]  # end-of-text tokens
-    add_columns: Callable[[Examples], None]  # puts the columns of frozen models into the examples of the texts
+    add_columns: Callable[[Sequence[Examples]], None]  # puts columns of frozen models into the texts
     label_tokens: int = 0  # labels of the steps so far, over all ranks
     counted: int = -1  # the last step whose labels were counted
     window: int = -1  # number of the rewriting that the texts are of
@@ -88,7 +81,7 @@ class OnPolicy:
         for rank, part in enumerate(places):
             examples = Examples.of(response_rows(prompts[rank], self.texts[rank], self.stop_ids))
             if rank == here:
-                self.add_columns(examples)
+                self.add_columns([examples])
             rows |= {place: (examples, number) for number, place in enumerate(part)}
         return rows
 
@@ -109,39 +102,3 @@ class OnPolicy:
             )
         self.window, self.texts, self.label_tokens = state["window"], state["texts"], state["label_tokens"]
         self.rows = None
-
-
-@torch.inference_mode()
-def head_texts(
-    head: DraftHead,
-    target: PreTrainedModel,
-    depth: int,
-    prompts: Sequence[Ids],
-    warp: LogitsWarper,
-    *,
-    budgets: Sequence[int],
-    stop_ids: Collection[int],
-    draws: Draws,
-    batch_size: int | None = None,
-) -> list[Ids]:
-    """Writes with a head in training: ``depth`` drafted tokens, the target's next one, and so on.
-
-    These are the texts that decoding visits while the head is drafting. The target reads them for its features.
-
-    The arguments after ``depth``, the tokens of a draft, are those of `decode.models.texts.write_texts`; texts are
-    written one at a time.
-    """
-    runner, drafter, texts = open_runner(target), open_draft_runner(head, target), list[Ids]()
-    for number, (prompt, limit) in enumerate(zip(prompts, budgets, strict=True)):
-        if limit < 1:
-            texts.append([])
-            continue
-        method = build(
-            "block" if head.kind == "block" else "eagle",
-            MethodInputs(runner, warp, drafter, options=MethodOptions(draft_length=depth)),
-        )
-        method.rule = Fuzzy(threshold=1.0)  # takes every drafted token: no divergence is larger than ln 2
-        rng = TorchRng(int(draws(number, 1)[0] * 2**53), runner.device)
-        made = decode(runner, method, warp, prompt, max_new_tokens=limit, stop_ids=stop_ids, rng=rng)
-        texts.append(made.new_ids)
-    return texts

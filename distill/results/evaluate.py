@@ -26,7 +26,6 @@ from decode.models.open import DraftModel, described, open_draft, own_warp
 from decode.options import MethodOptions
 from decode.progress import Progress, as_current, current
 from distill.config import EvaluationSettings
-from distill.config.base import START
 from distill.config.models import StudentSettings
 from distill.data.corpus import test_suite
 from distill.export.card import fastest_row
@@ -64,11 +63,11 @@ def evaluate(run: Run) -> Row:
     Returns:
         The run's report but for its name and settings. ``decoding`` are rows of the benchmark; without
         ``evaluation.decode_prompts`` there are none. ``texts`` has the numbers of each text by which runs of the same
-        target are compared: see `distill.ablation.compare`.
+        target are compared: see `distill.ablation.table`.
     """
     settings, measured = run.settings, cast(EvaluationSettings, run.settings.evaluation)
     best, trust = run.chosen(settings.export.choose), settings.student.trust_remote_code
-    target = run.measured_target()
+    target = run.decoding_target()
     models = {
         name: open_draft(path, target, run.tokenizer, trust_remote_code=trust) for name, path in run.drafts.items()
     }
@@ -158,7 +157,7 @@ def _texts(by_draft: ByDraft, student: StudentSettings) -> Row:
     The rounds are by the length of the drafts: that of the reported accepted length, and that of a block.
     """
     (first, *_), *_ = by_draft.values()
-    block = student.steps if student.is_block else student.block.size - 1
+    block = student.draft.longest(student, student.block.size - 1)
     return {
         "counts": first.counts,
         "prompts": first.prompts,
@@ -214,14 +213,14 @@ def _decoded(run: Run, session: Session, suite: Suite, best: str) -> list[Row]:
     Heads draft trees too, as deep as the longest chain, where the target reads them.
     """
     measured, student = cast(EvaluationSettings, run.settings.evaluation), run.settings.student
-    longest = student.steps if student.is_block else max(measured.draft_lengths)  # a block drafts no more
+    longest = student.draft.longest(student, max(measured.draft_lengths))  # a block drafts no more
     lengths = sorted({min(k, longest) for k in measured.draft_lengths})
-    method = "vanilla" if not student.is_head else "block" if student.is_block else "eagle"
+    method, untrained = student.draft.method, () if student.draft.decodable else (run.start,)
     timed = [
         (method, name, MethodOptions(draft_length=k), f"{name} {k}")
-        for name in run.drafts if name != START[1] for k in lengths
+        for name in run.drafts if name not in untrained for k in lengths
     ]  # fmt: skip
-    if student.is_head and student.kind != "mtp" and session.runner.supports_trees:
+    if student.draft.trees and session.runner.supports_trees:
         tree = MethodOptions(draft_length=longest, tree_width=TREE_WIDTH, tree_nodes=TREE_NODES)
         of = dict.fromkeys((run.trained[0], best))
         timed += [(f"{method}-tree", name, tree, f"{name}-tree {TREE_WIDTH}/{TREE_NODES}") for name in of]

@@ -9,13 +9,11 @@ from decode.files import read_json, write_json
 from decode.measure import machine
 from decode.measure.report import console_table
 from decode.measure.statistics import median_interval, plain
-from decode.models.heads.files import SERVED_AS
 from decode.models.open import files_of, stop_ids
 from decode.progress import current
 from distill.config import EvaluationSettings
 from distill.config.base import Values
 from distill.data.dataset import Examples
-from distill.engine.servers import START
 from distill.export.card import PROFILE
 from distill.run import Run
 
@@ -31,18 +29,18 @@ def measure_served(run: Run) -> None:
         UserError: The engine does not start.
     """
     settings, chosen = run.settings, run.chosen(run.settings.export.choose)
-    how, teacher = cast(EvaluationSettings, settings.evaluation), settings.teacher
-    examples = Examples.of(run.corpus.test, how.decode_prompts)
+    how = cast(EvaluationSettings, settings.evaluation)
+    examples = Examples.of(run.corpus.test, max(1, how.decode_prompts))
     prompts = [ids for ids in map(examples.prompt, range(len(examples))) if ids]
     files = files_of(run.target, trust_remote_code=settings.target.trust_remote_code)
     ends = stop_ids(files, run.tokenizer)
-    method = SERVED_AS.get(settings.student.version or "", "draft_model")
-    most = settings.student.steps if settings.student.is_block else max(how.draft_lengths)
+    kind = settings.student.draft
+    method, most = kind.vllm, kind.longest(settings.student, max(how.draft_lengths))
     lengths = sorted({min(k, most) for k in how.draft_lengths})
     room = max(map(len, prompts)) + how.max_new_tokens + max(lengths) + 1
     engine = server.Engine(
         "vllm", str(run.served_folder), str(run.export), method, room, settings.target.dtype, threads=settings.threads,
-        seconds=START, arguments=tuple(teacher.engine.arguments),
+        seconds=3600.0,
     )  # fmt: skip
 
     def written(length: int | None) -> dict[float, list[ServedText]]:

@@ -1,31 +1,30 @@
 """What the frozen target says of a batch: its distributions at label tokens, and the states that a head reads."""
 
-import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decode.models.heads.eagle import DraftHead
-from decode.models.heads.mtp import MTP
-from distill.data.dataset import FEATURES, Batch, Shapes, label_mask
+from distill.data.dataset import FEATURES, PLACES, Batch
+from distill.kept import Shapes
 from distill.losses.divergences import TargetRows, log_probs
-from distill.networks.lm_head import LMHead, last_hidden
+from distill.networks.lm_head import LMHead, last_hidden, one_text_a_row
+from distill.networks.models import rows_at_once
 
 HIDDEN, INSIDE = "target_hidden", "target_inside"
 """Columns of batches: the target's last hidden states ``[label tokens, hidden]``; and ``[label tokens, 2]``, the
 probability that the target gives to the head's ids together, and whether its most probable token is one of them."""
 TOPK = "target_topk"
 """The ids and log-probabilities of the k most probable ids, as int32 ``[label tokens, 2, k]``."""
-SOME_ROWS = 256  # rows whose logits over the whole vocabulary are in memory at a time
 States = tuple[Tensor, Tensor | None]
 """The target's last hidden states after its final norm ``[label tokens, hidden]``, and what a head reads of it
 ``[batch, time, width]``, zeros after the last label."""
 Source = Callable[[Batch], States]
-"""Gives the target's states of a batch: `read_states` by a forward pass here, `distill.signal.vllm` by an engine."""
+"""Gives the target's states of a batch: `read_states` by a forward pass here, `distill.signal.engine` by an engine."""
 BYTES = {"float32": (4, 0), "bfloat16": (2, 0), "float8": (1, 4)}
 """Of a kept number, and of the scale of a layer's state of a token."""
 FORMATS = {"float32": "float32", "bfloat16": "int16", "float8": "uint8"}
@@ -34,15 +33,15 @@ FORMATS = {"float32": "float32", "bfloat16": "int16", "float8": "uint8"}
 
 def read_states(model: PreTrainedModel, layers: Sequence[int], batch: Batch) -> States:
     """The states of a batch by a forward pass of the target; a head reads those that enter ``layers``."""
-    ids, mask = batch["input_ids"].to(model.device), label_mask(batch["labels"]).to(model.device)
+    ids, places = batch["input_ids"].to(model.device), batch[PLACES].to(model.device)
     # not the draft's precision: the target computes in its own
     with torch.autocast(model.device.type, enabled=False), torch.inference_mode(False), torch.no_grad():
         if not layers:
-            return last_hidden(model, ids, mask), None
-        out = model.base_model(input_ids=ids, use_cache=False, output_hidden_states=True)
-        last = out.last_hidden_state
-        features = torch.cat([out.hidden_states[layer].to(last.device) for layer in layers], -1)
-        return last[mask.to(last.device)], features
+            return last_hidden(model, ids, places), None
+        with one_text_a_row():
+            out = model.base_model(input_ids=ids, use_cache=False, output_hidden_states=True)
+        features = torch.cat([out.hidden_states[layer] for layer in layers], -1)
+        return out.last_hidden_state.flatten(0, 1).index_select(0, places), features
 
 
 def packed(states: Tensor, planes: int, dtype: str) -> Tensor:
@@ -66,6 +65,27 @@ def unpacked(values: Tensor, planes: int) -> Tensor:
     return (numbers.view(torch.float8_e4m3fn).float() * scale.view(torch.float32)).flatten(-2)
 
 
+class Reader(Protocol):
+    """What is asked of a head."""
+
+    @property
+    def captured_layers(self) -> tuple[int, ...]:
+        """The layers whose entering states it reads."""
+
+    def draft_ids(self) -> Tensor | None:
+        """The target's ids that it drafts; None: all."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A head before its vocabulary is chosen."""
+
+    captured_layers: tuple[int, ...]
+
+    def draft_ids(self) -> None:
+        """All of the target's ids."""
+
+
 class Signal:
     """The target as a draft sees it in training: `rows` reads it from the batch, or asks for its states.
 
@@ -79,23 +99,21 @@ class Signal:
         vocab: Ids that target and draft share, of a language model. None: all of the target's.
         k: Of ``topk``.
         dtype: Number format in which states are kept (see `FORMATS`).
-        stays: The target has devices to itself; the draft's device gets a copy of its head.
     """
 
     def __init__(
         self,
         target: PreTrainedModel,
         kind: Literal["hidden", "topk", "online"] = "online",
-        reader: DraftHead | None = None,
+        reader: Reader | None = None,
         source: Source | None = None,
         *,
         vocab: int | None = None,
         k: int = 64,
         dtype: str = "float32",
-        stays: bool = False,
     ) -> None:
         target.eval().requires_grad_(False)
-        self.kind, self.stays = kind, stays
+        self.kind = kind
         self.model = target if kind == "online" and source is None else None
         self.all_ids = LMHead(target)
         self.ids = None if reader is None else reader.draft_ids()
@@ -103,39 +121,31 @@ class Signal:
         self.vocab = min(vocab or self.head.vocab, self.head.vocab)
         self.k = min(k, self.vocab)
         self.embedding = nn.Module() if reader is None else target.get_input_embeddings()
-        self.layers: tuple[int, ...] = () if reader is None else reader.captured_layers
-        self.planes = {FEATURES: len(self.layers), HIDDEN: 1}
+        self.layers: tuple[int, ...] = () if reader is None else tuple(reader.captured_layers)
         self.source = partial(read_states, target, self.layers) if source is None else source
         self.dtype, state, (_, scale) = dtype, FORMATS[dtype], BYTES[dtype]
-        self.columns = Shapes()  # of what is kept
-        if reader is not None:
-            self.columns[FEATURES] = (reader.feature_width + scale * len(self.layers),), state
+        self.columns, width = Shapes(), int(self.head.linear.weight.shape[1])  # of what is kept
+        if self.layers:
+            self.columns[FEATURES] = (len(self.layers) * (width + scale),), state
         if kind == "topk":
             self.columns[TOPK] = (2, self.k), "int32"
-        elif reader is None or reader.version not in (1, MTP):  # these read the last hidden state alone
-            self.columns[HIDDEN] = (int(self.head.linear.weight.shape[1]) + scale,), state
-        if self.ids is not None:
-            self.columns[INSIDE] = (2,), "float32"
+            self.columns |= {} if self.ids is None else {INSIDE: ((2,), "float32")}
+        elif self.layers != (target.config.get_text_config().num_hidden_layers,):  # else the features are the same
+            self.columns[HIDDEN] = (width + scale,), state
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What the kept values depend on beside the target and the texts."""
-        ids = None if self.ids is None else self.ids.tolist()
-        return self.kind, self.vocab if self.kind == "topk" else None, self.columns, self.layers, ids
+        ids = self.vocab if self.ids is None else self.ids.tolist()
+        return self.kind, self.dtype, self.columns, self.layers, ids if self.kind == "topk" else None
 
     def to(self, device: torch.device) -> None:
-        """Moves what computes beside the draft there; of a target that stays where it is, a copy."""
-
-        def moved(part: Any) -> Any:
-            elsewhere = self.stays and any(weight.device != device for weight in part.parameters())
-            return (copy.deepcopy(part) if elsewhere else part).to(device)
-
-        self.head, self.embedding = moved(self.head), moved(self.embedding)
+        """Moves what computes beside the draft there, unless it was loaded there."""
+        for part in (self.head, self.embedding, self.all_ids, self.model):
+            if part is not None and any(weight.device != device for weight in part.parameters()):
+                part.to(device)
         if self.ids is not None:
             self.ids = self.ids.to(device)
-            self.all_ids = self.all_ids if self.stays else moved(self.all_ids)
-        if self.model is not None and not self.stays:
-            self.model.to(device)
 
     @torch.no_grad()
     def rows(self, batch: Batch) -> tuple[TargetRows, Any]:
@@ -143,56 +153,74 @@ class Signal:
 
         Both come from the batch's columns, or from the source. Features are in float32 or better; None without a head.
         """
-        mask = label_mask(batch["labels"])
+        places = batch[PLACES]
         if self.columns.keys() - batch.keys():
-            batch = batch | {name: column.to(mask.device) for name, column in self.values(batch).items()}
-        labels = batch["labels"].roll(-1, 1)[mask]
+            batch = batch | {name: column.to(places.device) for name, column in self.values(batch).items()}
+        labels = batch["labels"].flatten().index_select(0, places + 1)
         if self.ids is not None:
             place = torch.searchsorted(self.ids, labels).clamp_max(len(self.ids) - 1)
             labels = place.where(self.ids[place] == labels, -1)
-        features, hidden = (unpacked(batch[n], planes) if n in batch else None for n, planes in self.planes.items())
+        hidden, features = self._states(batch)
         if features is not None:
             features = features.to(torch.promote_types(features.dtype, torch.float32))
         if self.kind == "topk":
             top = batch[TOPK]
             target = TargetRows(top[:, 1].contiguous().view(torch.float32), self.vocab, ids=top[:, 0])
-        else:  # the features may be the last hidden states
-            hidden = features[mask] if hidden is None and features is not None else hidden
+        elif hidden is None and features is not None:
+            hidden = features.flatten(0, 1).index_select(0, places)
+        if self.kind != "topk":
             target = TargetRows(hidden, self.head.vocab, self.head)
         target.labels = labels.where(labels < target.vocab, -1)
-        if INSIDE in batch:
-            target.mass, target.learnable = batch[INSIDE].unbind(1)
+        if self.ids is not None:
+            inside = batch[INSIDE] if INSIDE in batch or hidden is None else self.inside(hidden).to(places.device)
+            target.mass, target.learnable = inside.unbind(1)
         return target, features
 
-    def values(self, batch: Batch) -> dict[str, Tensor]:
-        """The source's states at the label tokens, and for a reader its features and `INSIDE`."""
-        hidden, features = self.source(batch)
-        if features is None:
-            return {HIDDEN: hidden}
-        values = {HIDDEN: hidden, FEATURES: features}
-        if self.ids is None:
-            return values
-        inside, weight = [], self.all_ids.linear.weight
-        for rows in hidden.to(weight.device).split(SOME_ROWS):
+    def _states(self, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
+        """The last hidden states and the features in a batch."""
+        hidden = unpacked(batch[HIDDEN], 1) if HIDDEN in batch else None
+        return hidden, unpacked(batch[FEATURES], len(self.layers)) if FEATURES in batch else None
+
+    def values(self, batch: Batch, states: States | None = None) -> dict[str, Tensor]:
+        """The states (None: the source's) at the label tokens, and for a reader its features."""
+        hidden, features = states or self.source(batch)
+        return {HIDDEN: hidden} | ({} if features is None else {FEATURES: features})
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        """`INSIDE` of last hidden states ``[rows, hidden]``."""
+        inside, weight = [torch.zeros(0, 2, device=hidden.device)], self.all_ids.linear.weight
+        states = hidden.to(weight.device, torch.promote_types(hidden.dtype, weight.dtype))
+        for rows in states.split(rows_at_once(len(weight), weight.device)):
             logits = self.all_ids(rows).float()
-            drafted = logits[:, self.ids.to(logits.device)]
+            drafted = logits if self.ids is None else logits[:, self.ids.to(logits.device)]
             mass = (drafted.logsumexp(-1) - logits.logsumexp(-1)).exp()
-            inside.append(torch.stack([mass, (drafted.amax(-1) == logits.amax(-1)).float()], -1))
-        return values | {INSIDE: torch.cat(inside)}
+            inside.append(torch.stack([mass, (drafted.amax(-1) == logits.amax(-1)).float()], -1).to(hidden.device))
+        return torch.cat(inside)
 
     # -- what is kept -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def kept(self, batch: Batch) -> dict[str, Tensor]:
-        """The columns of a batch as they are kept; `FEATURES` are still padded."""
-        values = self.values(batch)
-        hidden = values[HIDDEN].to(self.head.linear.weight.device)
+    def kept(self, batch: Batch, states: States | None = None) -> dict[str, Tensor]:
+        """The columns of a batch as they are kept, of given states or the source's; `FEATURES` are still padded."""
+        values = self.values(batch, states)
+        hidden: Tensor = values[HIDDEN].to(self.head.linear.weight.device)
         if self.kind == "topk":
-            parts = []
-            for rows in hidden.split(SOME_ROWS):
+            parts = [torch.zeros(0, 2, self.k, dtype=torch.int32, device=hidden.device)]
+            for rows in hidden.split(rows_at_once(self.vocab, hidden.device)):
                 top = log_probs(self.head(rows, self.vocab)).float().topk(self.k, sorted=True)
                 parts.append(torch.stack([top.indices.int(), top.values.view(torch.int32)], 1))
             values[TOPK] = torch.cat(parts)
-        for name in self.planes.keys() & self.columns.keys():
-            values[name] = packed(values[name], self.planes[name], self.dtype)
+            values |= {} if self.ids is None else {INSIDE: self.inside(hidden)}
+        for name, planes in ((FEATURES, len(self.layers)), (HIDDEN, 1)):
+            if name in self.columns:
+                values[name] = packed(values[name], planes, self.dtype)
         return {name: values[name].cpu() for name in self.columns}
+
+    @torch.no_grad()
+    def kept_inside(self, batch: Batch) -> dict[str, Tensor]:
+        """`INSIDE` of a batch with the kept states, which do not depend on the ids that a head drafts."""
+        hidden, features = self._states(batch)
+        if hidden is None:
+            assert features is not None
+            hidden = features.flatten(0, 1).index_select(0, batch[PLACES])
+        return {INSIDE: self.inside(hidden.to(self.all_ids.linear.weight.device)).cpu()}

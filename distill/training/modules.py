@@ -3,30 +3,34 @@
 import math
 import operator
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
+import numpy as np
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
-from torch.nn import functional
 from torchmetrics import MeanMetric
 
 from decode.errors import UserError
+from decode.models.heads.eagle import DraftHead
+from decode.models.open import load_model
 from distill import ranks
 from distill.config import DraftSettings
 from distill.config.base import Values
 from distill.config.models import TrainingSettings
-from distill.data.dataset import Batch, label_mask
-from distill.drafts.block import decay
-from distill.drafts.reference import Draft
+from distill.data.dataset import PLACES, Batch, completed, places
+from distill.kinds.base import GROUPS, Draft
+from distill.kinds.kind import open_draft
 from distill.losses.chunked import Compared, Rows, chunked_loss, compare, next_token_hits, next_token_loss
 from distill.losses.divergences import Divergence
-from distill.losses.selection import accepted_rows, by_reach, share, top_k
+from distill.losses.selection import accepted_rows, share
 from distill.networks.layers import decoder_layers
 from distill.networks.layerskip import LayerSkip
-from distill.networks.lm_head import LMHead, last_hidden, places
+from distill.networks.lm_head import LMHead, last_hidden
 from distill.networks.models import make_optimizer, make_schedule
 from distill.signal.target import Signal
 
@@ -39,10 +43,12 @@ class TrainingModule(L.LightningModule):
 
     A subclass computes what it needs of a batch in `forward`, inside which sharded weights are complete.
 
+    A batch has ``input_ids``, ``labels`` (-100 where none is learned) and perhaps ``attention_mask``, from any loader.
+
     Args:
-        model: The model to train.
-        training: Optimiser and length.
-        steps: Optimiser steps in all.
+        model: The model to train, or its folder or Hub name.
+        training: Optimiser and length, of which checkpoints keep the values.
+        steps: Optimiser steps in all; None: those of ``training``.
         seed: All randomness of step i is drawn from (seed, i, rank), so a resumed run needs no saved state of it.
 
     Attributes:
@@ -56,13 +62,25 @@ class TrainingModule(L.LightningModule):
     model: Any
     selected = 0
 
-    def __init__(self, model: Any, training: TrainingSettings, steps: int, *, seed: int = 0) -> None:
+    def __init__(
+        self, model: Any, training: TrainingSettings | Values, steps: int | None = None, *, seed: int = 0, **kept: Any
+    ) -> None:
         super().__init__()
-        self.model, self.training_settings, self.steps, self.seed = model, training, steps, seed
+        training = TrainingSettings(**training) if isinstance(training, dict) else training
+        if not (steps or training.steps):
+            raise UserError(f"steps is {steps}, as is training.steps: give the optimiser steps in all")
+        self.steps = steps or training.steps_for(0)
+        named = isinstance(model, str | Path)
+        kept |= {"training": asdict(training), "steps": self.steps, "seed": seed}
+        kept |= {"model": str(model)} if named else {}
+        self.save_hyperparameters(kept, logger=False)
+        self.model = load_model(model, device="cpu", dtype="float32").train() if named else model
+        self.training_settings, self.seed = training, seed
         self.history: list[Metrics] = []
         self.metrics: dict[str, MeanMetric] = {}
         self.bad_step = torch.tensor(-1)  # the first whose loss was no number, on the device, so that no step waits
-        self.strict_loading = all(weight.requires_grad for weight in model.parameters())  # Lightning's: all are saved
+        self.examples: dict[int, list[int]] = {}  # of the steps whose losses have yet to be checked
+        self.strict_loading = all(weight.requires_grad for weight in self.model.parameters())  # Lightning's
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The settings' optimiser and its learning-rate schedule."""
@@ -81,6 +99,10 @@ class TrainingModule(L.LightningModule):
             fully_shard(layer, mesh=mesh)
         fully_shard(self, mesh=mesh)
 
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Adds what a batch of any other loader lacks, while it is on the host."""
+        return completed(batch)
+
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Makes dropout a function of (seed, step, part of the step)."""
         seed = self.seed_of(batch)
@@ -98,9 +120,12 @@ class TrainingModule(L.LightningModule):
         every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         return every > 0 and (self.global_step + 1) % every == 0
 
-    def log_step(self, loss: Tensor, values: dict[str, Tensor]) -> None:
+    def log_step(self, batch: Batch, loss: Tensor, values: dict[str, Tensor]) -> None:
         """Logs a step's values if it is to be logged, and notes whether the loss is finite: see `check_finite`."""
-        loss, bad = loss.detach(), self.bad_step.to(loss.device)
+        self.examples.setdefault(self.global_step, []).extend(batch.get("examples", ()))
+        loss, bad = loss.detach(), self.bad_step
+        if bad.device != loss.device:
+            bad = bad.new_full((), -1, device=loss.device)
         self.bad_step = torch.where((bad < 0) & ~loss.isfinite(), self.global_step, bad)
         if self.logs_this_step:
             self.check_finite()
@@ -113,12 +138,12 @@ class TrainingModule(L.LightningModule):
         Raises:
             UserError: One was not, with the step, its examples and the likely cause.
         """
+        seen, self.examples = self.examples, {}
         if (step := int(self.bad_step)) < 0:
             return
-        examples = sorted(self.trainer.datamodule.training.schedule.batch(step).tolist())  # type: ignore[attr-defined]
-        training = self.training_settings
+        numbers, training = ", ".join(map(str, sorted(seen.get(step, []))[:16])), self.training_settings
         raise UserError(
-            f"the loss is NaN or infinite at step {step} (training examples {', '.join(map(str, examples[:16]))}), "
+            f"the loss is NaN or infinite at step {step}{f' (training examples {numbers})' if numbers else ''}, "
             f"precision {self.trainer.precision}: lower the learning rate (its peak is {training.lr:.2g}), raise "
             f"warmup_steps ({training.warmup_steps}), set a smaller gradient_clip_val in trainer.extra, or train "
             "with precision 32-true or bf16-mixed if it is another one"
@@ -199,13 +224,14 @@ class CausalLMModule(TrainingModule):
         The first is the mean cross-entropy over the batch's labels; under LayerSkip together with that of the early
         exits. The last is counted in evaluation only.
         """
-        mask = label_mask(batch["labels"])
-        hidden = last_hidden(self.model, batch["input_ids"], mask)
-        head, labels = LMHead(self.model), batch["labels"].roll(-1, 1)[mask]
+        batch = completed(batch)
+        place = batch[PLACES]
+        hidden = last_hidden(self.model, batch["input_ids"], place)
+        head, labels = LMHead(self.model), batch["labels"].flatten().index_select(0, place + 1)
         loss = next_token_loss(hidden, head, labels)
         total, hits = loss, labels.new_zeros(()) if self.training else next_token_hits(hidden, head, labels)
         if self.layerskip is not None:
-            total = self.layerskip.combine(loss, lambda rows: next_token_loss(rows, head, labels), mask)
+            total = self.layerskip.combine(loss, lambda rows: next_token_loss(rows, head, labels), place)
         return total, loss, hits
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -213,15 +239,16 @@ class CausalLMModule(TrainingModule):
         if self.layerskip is not None:
             self.layerskip.begin(self.global_step)
         total, last, _ = self(batch)
-        self.log_step(total, {} if self.layerskip is None else {"last_layer_loss": last.detach()})
+        self.log_step(batch, total, {} if self.layerskip is None else {"last_layer_loss": last.detach()})
         return total * batch.get("weight", 1.0)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Adds up losses and top-1 hits."""
         if self.layerskip is not None:
             self.layerskip.watch()
+        batch = completed(batch)
         total, loss, hits = self(batch)
-        count = label_mask(batch["labels"]).sum()
+        count = len(batch[PLACES])
         self.measure("loss", loss * count, count)
         self.measure("accuracy", hits, count)
         if self.layerskip is not None:
@@ -231,84 +258,115 @@ class CausalLMModule(TrainingModule):
 class DistillModule(TrainingModule):
     """DistillSpec; with a reference, AdaSPEC. The best checkpoint has the draft's largest ``monitor``.
 
-    The loss is Σ w·D(p, q) over the chosen rows, divided by their number. EAGLE-1 adds the distance of its states from
-    the target's, DSpark the cross-entropy of its confidences, other block heads the losses of their scorers.
+    The loss is Σ w·D(p, q) over the chosen rows, divided by Σ w (see `Rows.mass`). EAGLE-1 adds the distance of its
+    states from the target's, DSpark the cross-entropy of its confidences, DFlash 2 the loss of its choice.
+
+    What is given by name is read again by ``load_from_checkpoint``; what is given as an object has to be given to it.
 
     Args:
-        draft: Makes rows of batches; its model is trained.
-        signal: The target.
-        settings: Divergence and selection. None: forward KL of all tokens.
+        draft: Makes rows of batches; its model is trained. Or its folder or Hub name.
+        signal: The target, or its folder or Hub name.
         arguments: Those of `TrainingModule` after the model.
+        settings: Divergence and selection. None: forward KL of all tokens.
+        reference: Of AdaSPEC, where batches have no ``reference_loss``; or its folder or Hub name.
     """
 
     mode = "max"
 
     def __init__(
-        self, draft: Draft, signal: Signal, *arguments: Any, settings: DraftSettings | None = None, **options: Any
-    ) -> None:
-        super().__init__(draft.model, *arguments, **options)
-        self.draft, self.signal, self.settings = draft, signal, settings or DraftSettings()
-        self.monitor, self.divergence = draft.monitor, Divergence(self.settings.divergence)
+        self, draft: Draft | str, signal: Signal | str, *arguments: Any, settings: DraftSettings | Values | None = None,
+        reference: Draft | str | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        settings = DraftSettings(**settings) if isinstance(settings, dict) else settings or DraftSettings()
+        names = {"draft": draft, "signal": signal, "reference": reference}
+        kept: Values = {name: value for name, value in names.items() if isinstance(value, str)}
+        kept["settings"] = asdict(settings)
+        target = load_model(signal, device="cpu", dtype="float32") if isinstance(signal, str) else None
+        draft = open_draft(draft, target) if isinstance(draft, str) else draft
+        super().__init__(draft.model, *arguments, **(options | kept))
+        if isinstance(signal, str):
+            head = draft.model if isinstance(draft.model, DraftHead) else None
+            signal = Signal(target, reader=head, vocab=None if head else LMHead(draft.model).vocab)
+        self.draft, self.signal, self.settings = draft, signal, settings
+        self.reference = open_draft(reference, target) if isinstance(reference, str) else reference
+        if self.reference is not None:
+            self.reference.model.eval().requires_grad_(False)
+        self.monitor, self.divergence = draft.monitor, Divergence(settings.divergence)
+
+    @classmethod
+    def of(
+        cls, draft: str, target: str, *, reference: str | None = None, k: float = 0.4, divergence: str = "forward_kl",
+        steps: int = 1000, lr: float = 1e-3, seed: int = 0, **training: Any,
+    ) -> "DistillModule":  # fmt: skip
+        """A module from folders or Hub names; ``training`` are further fields of `TrainingSettings`."""
+        values = asdict(TrainingSettings(steps=steps, lr=lr, **training))
+        settings = {"reference": reference and "reference", "k": k, "divergence": divergence}
+        return cls(draft, target, training=values, steps=steps, settings=settings, reference=reference, seed=seed)
 
     def setup(self, stage: str) -> None:
-        """Moves the frozen target, too, to this rank's device: before the first validation."""
+        """Moves frozen models, too, to this rank's device: before the first validation."""
         self.signal.to(self.trainer.strategy.root_device)
+        if self.reference is not None:
+            self.reference.model.to(self.trainer.strategy.root_device)
+
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Adds what a batch of any other loader lacks, while it is on the host."""
+        return self.indexed(batch)
+
+    def indexed(self, batch: Batch) -> Batch:
+        """The batch with its rows; those of a training batch that has none yet are drawn from (seed, step, text)."""
+        if GROUPS in batch:
+            return batch
+        place = [self.seed, 6, self.global_step, int(batch.get("part", 0))] if self.training else []
+        texts = range(len(batch["labels"]))
+        chance = [np.random.default_rng([*place, text]) for text in texts] if self.training else None
+        return self.draft.indexed(completed(batch), chance)
 
     def forward(self, batch: Batch, *, training: bool) -> tuple[Tensor, Rows, Compared]:
         """The loss of a training batch, or the measures of a validation batch with its rows."""
-        rows = self.draft.rows(batch, self.signal, self.seed_of(batch) if training else None)
+        rows = self.draft.rows(batch, self.signal, training=training)
         if not training:
             return rows.hidden.new_zeros(()), rows, compare(rows, self.divergence)
         warm = self.global_step < round(self.settings.kl_first * self.steps)
-        divergence, chosen, compared, count = Divergence() if warm else self.divergence, None, None, rows.count
+        divergence, chosen, compared, mass = Divergence() if warm else self.divergence, None, None, rows.mass
         if self.settings.selects:
-            compared = compare(rows, self.divergence, metrics=self.draft.blocks)
-            chosen, count = self.choose(rows, compared), share(self.settings.k, rows.count)
+            if rows.reference is None and self.reference is not None:
+                with torch.no_grad():
+                    rows.reference = compare(self.reference.rows(batch, self.signal), self.divergence).losses
+            compared = compare(rows, self.divergence, metrics=rows.blocks is not None)
+            chosen = self.draft.chosen(rows, compared, self.settings.k)
+            mass *= share(self.settings.k, len(rows)) / max(1, len(rows))
             self.selected += len(chosen)
         elif self.settings.accepted_only:
-            chosen = accepted_rows(rows, places(label_mask(batch["labels"])), self.divergence)
+            alive = accepted_rows(rows, batch[PLACES], batch["labels"].numel(), self.divergence)
+            rows.weight = alive if rows.weight is None else alive * rows.weight
         metrics, compiled = self.logs_this_step or rows.confidence is not None, rows.hidden.is_cuda
         total, measured = chunked_loss(rows, divergence, chosen, metrics=metrics, compiled=compiled)
-        loss = total / max(1, count)
+        loss = total / (mass or 1.0)
         if rows.distance is not None:
-            loss = loss + rows.distance.sum() / max(1, rows.count)
+            loss = loss + rows.distance.sum() / (rows.mass or 1.0)
         if rows.confidence is not None:
-            loss = loss + self.confidence_loss(rows, measured if compared is None else compared)
+            alpha = (measured if compared is None else compared).alpha
+            loss = loss + self.draft.confidence_loss(rows, alpha)
         return loss, rows, measured
-
-    def choose(self, rows: Rows, compared: Compared) -> Tensor:
-        """AdaSPEC's rows: the share k with the largest ΔL, of each drafting step, or of the slots of all blocks."""
-        assert rows.reference is not None, "batches carry no reference_loss"
-        delta = compared.losses - rows.reference
-        if self.draft.blocks:
-            delta = by_reach(delta, compared.alpha, rows.step)
-        if rows.target.learnable is not None:
-            delta = delta.where(rows.target.learnable[rows.at] > 0, -torch.inf)
-        return top_k(delta, self.settings.k, None if self.draft.blocks else rows.step)
-
-    def confidence_loss(self, rows: Rows, measured: Compared) -> Tensor:
-        """The cross-entropy of the confidence head's estimates against the acceptance rates (DSpark, section 3)."""
-        assert rows.confidence is not None
-        factors = decay(rows.step, self.draft.depth)
-        odds, alpha = rows.confidence.float(), measured.alpha.float()
-        loss = functional.binary_cross_entropy_with_logits(odds, alpha, factors, reduction="sum")
-        return loss / factors.sum().clamp_min(1e-6)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The batch's loss, weighted by its share of the step's labels."""
+        batch = self.indexed(batch)
         loss, rows, measured = self(batch, training=True)
         loss = loss * batch.get("weight", 1.0)
         if self.device_mesh is None and (self.trainer.world_size > 1 or not len(rows)):
             # DDP waits for a gradient of every weight, and AdamW skips one without; FSDP has language models alone
             loss = loss + 0.0 * sum(weight.sum() for weight in self.model.parameters() if weight.requires_grad)
         values = {"alpha": measured.alpha, "chosen_loss": measured.losses} if self.logs_this_step else {}
-        self.log_step(loss, {name: each.mean() for name, each in values.items()})
+        self.log_step(batch, loss, {name: each.mean() for name, each in values.items()})
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Adds up divergence, and alpha and top-1 agreement by position in the draft, whatever the selection."""
+        batch = self.indexed(batch)
         _, rows, measured = self(batch, training=False)
-        place = places(label_mask(batch["labels"]))
+        place = batch[PLACES]
         first = measured.losses[rows.step == 0]
         self.measure("loss", first.sum(), len(first))
         for name, accepted in (("alpha", measured.alpha), ("agreement", measured.agreement)):

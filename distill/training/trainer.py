@@ -8,7 +8,9 @@ bits, on a GPU but for the order in which the backward pass of its attention add
 import copy
 import logging
 import resource
+import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -18,10 +20,11 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar, ThroughputMonitor, Timer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar, Timer
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from rich.console import Console
 from transformers import PreTrainedModel
 
@@ -36,7 +39,7 @@ from distill.training.modules import Metrics, TrainingModule
 
 
 class ProgressLines(Callback):
-    """Shows steps done, the values of a progress bar, and the time left.
+    """Shows steps done, the values of a progress bar, and the time left; and logs the speed, by the host's clock.
 
     Attributes:
         tokens: Read by this process in training, padding included.
@@ -44,12 +47,13 @@ class ProgressLines(Callback):
 
     def __init__(self, name: str, work: Work) -> None:
         self.name, self.work, self.read = name, work, 0.0
-        self.tokens = 0
+        self.tokens, self.logged = 0, (0, 0.0)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Note the step that the run continues from."""
         self.work.update(name=self.name)
         self.work.begin(trainer.global_step, trainer.max_steps)
+        self.logged = self.tokens, time.monotonic()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -57,10 +61,51 @@ class ProgressLines(Callback):
         """Note the step, and now and then the values."""
         self.work.update(done=trainer.global_step)
         self.tokens += batch["input_ids"].numel()
-        if (now := time.monotonic()) - self.read > EVERY / 4:
+        every, now = trainer.log_every_n_steps, time.monotonic()  # type: ignore[attr-defined]
+        if every and trainer.global_step % every == 0 and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            (tokens, began), self.logged = self.logged, (self.tokens, now)
+            for logger in trainer.loggers:
+                speed = (self.tokens - tokens) / max(now - began, 1e-9)
+                logger.log_metrics({"tokens_per_second": speed}, step=trainer.global_step)
+        if now - self.read > EVERY / 4:
             values = trainer.progress_bar_metrics.items()
             self.work.tell(" ".join(f"{name} {float(value):.4f}" for name, value in values))
             self.read = now
+
+
+class SavedStop(Callback):
+    """Lets SIGTERM end the training after the running step, with a checkpoint from which it continues there.
+
+    ``folder`` is that of the checkpoints, and ``every`` the steps between validations, which save one themselves.
+    """
+
+    def __init__(self, folder: Path, every: int) -> None:
+        self.folder, self.every, self.stops, self.before = folder, every, False, None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take the signal over from Lightning, which ends at once, and asks all processes by the device every step."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self.note)  # Lightning's teardown puts back what was there before
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+    def note(self, *_: Any) -> None:
+        """Remember the signal; a second one ends the process."""
+        self.stops = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save and end, once every process has the signal's news; not where a validation comes first.
+
+        Raises:
+            SIGTERMException: The process was asked to end.
+        """
+        if (batch_idx + 1) % trainer.accumulate_grad_batches or trainer.global_step % self.every == 0:
+            return
+        if ranks.anywhere(self.stops) and trainer.global_step < trainer.max_steps:
+            trainer.save_checkpoint(self.folder / f"last-step={trainer.global_step}.ckpt")
+            raise SIGTERMException
 
 
 def peak_memory(device: torch.device) -> int:
@@ -106,7 +151,7 @@ def fit(
         if settings.gradient_checkpointing:
             checkpoint_layers(model)
     sharded = settings.strategy in SHARDED
-    plain = copy.deepcopy(model) if sharded else model
+    plain = _hollow(model) if sharded else model
     best = ModelCheckpoint(
         work, "best-{step}", monitor=module.monitor, mode=module.mode, save_weights_only=True,
         save_on_train_epoch_end=False, enable_version_counter=False,
@@ -134,7 +179,7 @@ def fit(
         "val_check_interval": min(settings.validate_every, steps) * settings.accumulate,
         "num_sanity_val_steps": 0,
         "log_every_n_steps": 20,
-        "logger": logger or False,
+        "logger": logger or DummyLogger(),  # on every rank: callbacks may need one
         "enable_progress_bar": bar,
         "enable_model_summary": False,
         "use_distributed_sampler": False,
@@ -142,9 +187,8 @@ def fit(
     }
     with quiet(), Progress(Console(quiet=True) if bar else console) as shown:
         lines = ProgressLines(name, shown.add(name if last else f"{name}: validation before training"))
-        if logger is not None:
-            further.append(ThroughputMonitor(lambda batch: batch["input_ids"].numel()))
-        options["callbacks"] = [timer, *further, lines, best, resume]
+        stop = SavedStop(work, min(settings.validate_every, steps))
+        options["callbacks"] = [timer, *further, lines, stop, best, resume]
         try:
             trainer = L.Trainer(**options | settings.extra)
         except (ValueError, MisconfigurationException) as error:
@@ -155,8 +199,8 @@ def fit(
             trainer.fit(module, datamodule=data, ckpt_path=last)
             if not module.history or module.history[-1]["step"] != trainer.global_step:
                 trainer.validate(module, datamodule=data, verbose=False)
-        except SystemExit as stop:  # Lightning's way of ending after Ctrl-C
-            raise KeyboardInterrupt from stop
+        except SystemExit as ended:  # Lightning's way of ending after Ctrl-C
+            raise KeyboardInterrupt from ended
         except RuntimeError as error:
             if "DataLoader" not in str(error):
                 raise
@@ -166,6 +210,12 @@ def fit(
             ) from error
         _take_best(module, trainer, plain, work)
     return module.history, timer.time_elapsed("train"), lines.tokens
+
+
+def _hollow(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy of a model without its weights, for those that it ends with: a rank holds them once."""
+    weights = {id(weight): torch.nn.Parameter(weight.to("meta")) for weight in model.parameters()}
+    return copy.deepcopy(model, dict[int, Any](weights))
 
 
 def _take_best(module: TrainingModule, trainer: L.Trainer, plain: torch.nn.Module, work: Path) -> None:
@@ -180,7 +230,12 @@ def _take_best(module: TrainingModule, trainer: L.Trainer, plain: torch.nn.Modul
         weights = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
     weights = {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
     if weights:  # of sharded ones the first process alone has them
-        plain.load_state_dict(weights, strict=module.strict_loading)
+        plain.load_state_dict(weights, strict=module.strict_loading, assign=plain is not module.model)
+    if plain is not module.model:
+        if isinstance(plain, PreTrainedModel):
+            plain.tie_weights()
+        if not weights:
+            plain.to_empty(device="cpu")  # nothing reads the other processes' result
     module.model = plain
 
 

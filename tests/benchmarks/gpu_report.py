@@ -41,9 +41,9 @@ from decode.measure.report import markdown_table
 from decode.models.api import synchronize
 from decode.models.check import open_draft_runner, open_runner
 from distill.config import Settings
-from distill.config.models import Architecture
+from distill.config.models import Architecture, StudentSettings
 from distill.data.corpus import train_tokenizer
-from distill.drafts import eagle
+from distill.kinds.eagle import EAGLE3
 from distill.losses.chunked import Rows, chunked_loss
 from distill.losses.divergences import Divergence, TargetRows
 from distill.networks.lm_head import LMHead
@@ -109,7 +109,7 @@ def head_rows() -> Iterator[Row]:
             run_stages(run)
             record = run.draft_record("draft")
         reads, work = float(settings.student.steps), 6.0 * record.parameters
-        if settings.student.is_block:  # which ends in the target's frozen output head
+        if settings.student.draft.method == "block":  # which ends in the target's frozen output head
             reads *= anchors / settings.data.max_length
             work += 4 * config.vocab_size * config.hidden_size
         work = reads * work + 2 * random_model(MIDDLE, device="meta").num_parameters()
@@ -149,7 +149,7 @@ def loss_rows() -> Iterator[Row]:
 def decoding_rows() -> Iterator[Row]:
     """Measures forwards of a target and of two drafts, and rounds of decoding with them."""
     target, small = random_model(LARGE), random_model(MIDDLE)
-    head = eagle.create(target, 3, None, 0).to(target.device, target.dtype)
+    head = EAGLE3.create(target, None, StudentSettings(kind="eagle3"), 0).to(target.device, target.dtype)
     runner, warp, context = open_runner(target), LogitsWarper(0.0), sized(512, 16)
     for name, draft in ((MIDDLE, small), ("EAGLE-3 head", head.eval())):
         drafter = open_draft_runner(draft, target)

@@ -13,7 +13,9 @@ import json
 import statistics
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,15 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from decode.core.draft import Draft
-from decode.core.loop import Method, Text, decode, run
 from decode.core.round import Round, metrics
 from decode.core.sampling import LogitsWarper
 from decode.core.stop import StopRule
 from decode.drafters.base import NoDrafter
+from decode.loop import Method, Text, decode, run
+from decode.measure.acceptance import offline_alphas
 from decode.models.check import open_runner
+from decode.models.fast.cache import KVCache, NewTokens, Row
+from decode.models.fast.forward import fast_runner
 from decode.models.texts import draws_of_loop, write_texts
 from decode.models.tokens import StopStrings
 
@@ -77,22 +82,14 @@ def prompt(length: int) -> dict[str, float]:
 
 
 def prompt_memory(length: int) -> dict[str, float]:
-    """Peak memory of reading a prompt, above what the opened model takes (Linux)."""
-
-    def megabytes(name: str) -> float:
-        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-        return int(line.split()[1]) / 1024
-
-    runner = open_runner(model())
-    before = megabytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    decode(runner, Method("", NoDrafter(), StopRule()), GREEDY, ids(length), max_new_tokens=1)
-    return {"MB": megabytes("VmHWM") - before}
+    """Peak memory of reading a prompt, above what the opened model takes."""
+    runner, method = open_runner(model()), Method("", NoDrafter(), StopRule())
+    return {"MB": megabytes_more(lambda: decode(runner, method, GREEDY, ids(length), max_new_tokens=1))}
 
 
 def trace(texts: int) -> dict[str, float]:
     """Metrics of so many texts of 60 rounds."""
-    draft = Draft.chain(torch.arange(3))
+    draft = Draft(range(3))
     rounds = [[Round(draft, [0], 5, [0, 5], overlap=[0.9, 0.4]) for _ in range(60)] for _ in range(texts)]
     return {"seconds": seconds(lambda: metrics(rounds))}
 
@@ -128,7 +125,7 @@ class Wide(NoDrafter):
     """Drafts a tree of 60 nodes."""
 
     def draft(self, request: Any) -> Draft:
-        return Draft.tree(list(range(60)), [i - 3 if i > 2 else -1 for i in range(60)])
+        return Draft(list(range(60)), [i - 3 if i > 2 else -1 for i in range(60)])
 
 
 def penalty(length: int) -> dict[str, float]:
@@ -159,9 +156,73 @@ def long_text(length: int) -> dict[str, float]:
     }
 
 
+def megabytes_more(work: Callable[[], Any]) -> float:
+    """Peak memory of some work above what is held before it (Linux)."""
+
+    def megabytes(name: str) -> float:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+        return int(line.split()[1]) / 1024
+
+    before = megabytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    work()
+    return megabytes("VmHWM") - before
+
+
+def cache_growth(length: int) -> dict[str, float]:
+    """Peak memory of a cache while the text of this length is read, in its size at the end."""
+    cache = KVCache(10, 9, 64, torch.empty(0))
+    size = length * cache.bytes_per_token / 2**20
+
+    def fill() -> None:
+        cache.reserve(1, length)
+        for end in range(512, length + 1, 512):
+            cache.grow(1, end)
+            cache.tensor[..., end - 512 : end, :] = 1.0
+
+    return {"of its size": megabytes_more(fill) / size}
+
+
+def batch_mask(length: int) -> dict[str, float]:
+    """Where 6 new tokens of each of 64 texts belong, of which one is that long; one key head for three of queries."""
+    network = fast_runner(model(layers=1, positions=40_000)).network
+    rows = [network.cache.new_row(Row) for _ in range(64)]
+    new = [NewTokens(row, length - 64 * i, 6) for i, row in enumerate(rows)]
+    network.place(new)
+    began = time.process_time()
+    network.place(new)
+    return {"ms of CPU": 1e3 * (time.process_time() - began)}
+
+
+def offline(length: int) -> dict[str, float]:
+    """Peak memory of offline acceptance of a text with so many response tokens and 64,000 ids."""
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=64_000, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+                         num_attention_heads=2, max_position_embeddings=8192)  # fmt: skip
+    target = AutoModelForCausalLM.from_config(config).eval()
+    text = (ids(length + 8, 64_000), 8)
+    return {"MB": megabytes_more(lambda: offline_alphas(target, {"": target}, [text], LogitsWarper(1.0)))}
+
+
+def tree_trace(rounds: int) -> dict[str, float]:
+    """Memory of the rounds of a text, each with a tree of 60 nodes."""
+    runner, method = open_runner(model(layers=1)), Method("", Wide(), StopRule(8))
+    text = Text(runner, method, GREEDY, ids(8), max_new_tokens=60 * rounds)
+    tracemalloc.start()
+    for _ in islice(run(runner, method, [text]), rounds):
+        pass
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return {"KB a round": held / 1024 / rounds}
+
+
 ROWS: dict[str, tuple[Callable[[int], dict[str, float]], tuple[int, int]]] = {
     "prompt": (prompt, (1000, 4000)),
     "prompt-memory": (prompt_memory, (1000, 4000)),
+    "cache-growth": (cache_growth, (1024, 4096)),
+    "batch-mask": (batch_mask, (8000, 32_000)),
+    "offline": (offline, (512, 4096)),
+    "tree-trace": (tree_trace, (50, 200)),
     "trace": (trace, (500, 2000)),
     "stop-strings": (stop_strings, (1000, 8000)),
     "budget": (budget, (64, 16_000)),

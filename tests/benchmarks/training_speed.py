@@ -36,14 +36,15 @@ from distill.__main__ import read_settings
 from distill.config import DraftSettings, Settings
 from distill.data.chat import IGNORE
 from distill.data.dataset import DistillDataModule, Examples, Schedule, TrainingBatches
-from distill.drafts.language_model import LanguageModelDraft
-from distill.drafts.reference import keep_reference
+from distill.kept import Kept
+from distill.kinds.language_model import LanguageModelDraft
+from distill.kinds.reference import reference_losses
 from distill.losses.divergences import Divergence
 from distill.losses.selection import share
 from distill.networks.models import load_or_build, make_optimizer, make_schedule
 from distill.pipeline import with_formats
 from distill.run import Run
-from distill.signal.disk import keep_columns
+from distill.signal.kept import keep_columns
 from distill.signal.target import Signal
 from distill.training.modules import DistillModule
 from distill.training.trainer import fit, peak_memory
@@ -99,7 +100,7 @@ def measure(settings: Settings, steps: int, rounds: int, console: Console) -> di
     """Measures both sides of a run's first draft with a reference, in turn, and prints a table."""
     settings = with_formats(settings)
     settings.validate()
-    if settings.student.is_head or settings.student.kind == "cut" or settings.data.from_target or steps < 2 * WARM:
+    if settings.student.draft.head or settings.student.kind == "cut" or settings.data.from_target or steps < 2 * WARM:
         raise UserError(
             f"student.kind is {settings.student.kind}, data.source {settings.data.source}, --steps {steps}: expected a "
             f"draft model of its own, a data set's texts, and {2 * WARM} steps or more: use configs/quickstart.yaml"
@@ -150,9 +151,10 @@ def measure(settings: Settings, steps: int, rounds: int, console: Console) -> di
             target.to(device), "hidden" if kind == "auto" else kind, vocab=vocab, k=settings.teacher.signal_k
         )
         if signal.kind != "online":
-            keep_columns(kept, signal.kept, signal.columns)
+            keep_columns(Kept(signal.columns), [kept], signal.kept)
         frozen, precision = LanguageModelDraft(reference.to(device), 1), settings.trainer.precision
-        keep_reference(frozen, signal, kept, Divergence(draft.divergence), precision)
+        shapes, losses = reference_losses(frozen, signal, Divergence(draft.divergence), precision)
+        keep_columns(Kept(shapes), [kept], losses)
         prepared = time.perf_counter() - began
         module = DistillModule(
             LanguageModelDraft(student.train(), 1), signal, training, steps, settings=draft, seed=settings.seed

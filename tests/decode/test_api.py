@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
+import torch
 from pairs import save_pair
 
 import decode
@@ -32,6 +36,27 @@ def test_greedy_texts_do_not_depend_on_the_method_and_runners_are_opened_once(pa
     assert pair.runner is runner
     assert texts[0].metrics["tokens"] == len(texts[0].ids)
     assert texts[0].finish_reason in ("length", "eos")
+
+
+def test_threads_that_share_a_pair_write_the_texts_that_each_writes_alone(pair, monkeypatch) -> None:
+    asked = [(PROMPT + " more" * i, method) for i in range(6) for method in ("vanilla", "autoregressive", "layerskip")]
+
+    def write(prompt: str, method: str) -> list[int]:
+        return generate(pair, prompt, method, max_new_tokens=24, chat=False).ids
+
+    alone = [write(*each) for each in asked]
+    shared = load(pair.target_name, pair.draft_name)
+    threads, interval = torch.get_num_threads(), sys.getswitchinterval()
+    changed = []
+    monkeypatch.setattr(torch, "set_num_threads", changed.append)
+    try:
+        sys.setswitchinterval(1e-6)  # threads take turns at every operation
+        with ThreadPoolExecutor(8) as pool:
+            together = list(pool.map(lambda each: generate(shared, *each, max_new_tokens=24, chat=False).ids, asked))
+    finally:
+        sys.setswitchinterval(interval)
+    assert together == alone
+    assert (changed, torch.get_num_threads()) == ([], threads)
 
 
 def test_sampling_follows_the_seed_and_options_are_those_of_the_command(pair) -> None:

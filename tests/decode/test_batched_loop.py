@@ -13,13 +13,14 @@ from greedy import GREEDY, generate, together
 from scripted import corpus_drafters
 from transformers import PreTrainedModel
 
+from decode.core import verify
 from decode.core.lengths import DraftLengths, RoundCosts
-from decode.core.loop import Method, decode, decode_texts
 from decode.core.sampling import LogitsWarper, TorchRng
-from decode.core.stop import StopRule
-from decode.core.verify import AcceptanceRule
+from decode.core.stop import Fixed, StopRule, token_probability
+from decode.core.verify import AcceptanceRule, BlockVerification, Ears, Exact, JensenShannon
 from decode.drafters.base import Drafter, NoDrafter
 from decode.drafters.model import EarlyExitDrafter, ModelDrafter
+from decode.loop import Method, decode, decode_texts
 from decode.methods import RULES, STOPS, MethodInputs
 from decode.models import api
 from decode.models.api import Model
@@ -83,6 +84,42 @@ def test_texts_that_end_at_different_times_and_wait_for_one_another_are_lossless
     system = Method("model", ModelDrafter(draft, SAMPLE, 2), StopRule(2))
     prompts = [[0, 1, 1], [1], [0, 0]]
     assert joint_bias(target, system, SAMPLE, prompts, 2, batch_size=2, stop_ids=stop_ids) < TOLERANCE
+
+
+def unequal() -> tuple[ScriptedRunner, Method]:
+    """A pair whose texts draft one to three tokens each, of different numbers in one round."""
+    target, draft = tables(2)
+    stop = StopRule(3, token_probability, threshold=Fixed(0.45))
+    return target, Method("", ModelDrafter(draft, SAMPLE, 2), stop)
+
+
+@pytest.mark.parametrize("rule", [Exact(), BlockVerification(), Ears(0.0), JensenShannon(threshold=0.0)])
+def test_texts_with_drafts_of_unequal_lengths_are_lossless_together(rule: AcceptanceRule) -> None:
+    target, system = unequal()
+    system.rule = rule
+    assert joint_bias(target, system, SAMPLE, [[0, 1, 1], [1]], 3) < TOLERANCE
+
+
+def of_the_neighbour(values: torch.Tensor) -> torch.Tensor:
+    return values.roll(1, 0)
+
+
+FAULTS = {
+    "a residual at the neighbour's position": ("at", lambda at: lambda rows, m: at(rows, of_the_neighbour(m))),
+    "a residual of the neighbour's rows": ("at", lambda at: lambda rows, m: at(of_the_neighbour(rows), m)),
+    "the neighbour's ratios": ("ratio", lambda ratio: lambda p, q, x: of_the_neighbour(ratio(p, q, x))),
+    "the neighbour's results": (
+        "fetch",
+        lambda fetch: lambda *all: fetch(*(x.roll(1, 0) if x.dim() else x for x in all)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_of_a_batch_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (target, system), (part, changed) = unequal(), FAULTS[name]
+    monkeypatch.setattr(verify, part, changed(getattr(verify, part)))
+    assert joint_bias(target, system, SAMPLE, [[0, 1, 1], [1]], 2) > 1e-3
 
 
 def test_a_relaxed_rule_is_seen_to_be_relaxed_in_texts_together() -> None:
@@ -196,6 +233,16 @@ def test_a_sampled_text_does_not_depend_on_its_neighbours(name: str, methods, ti
     assert texts([4, 0, 6], None) == [alone[4], alone[0], alone[6]]
     first = decode(runner, copy.copy(system), warp, PROMPTS[0], rng=TorchRng(0), max_new_tokens=16, stop_ids={7})
     assert first.new_ids == alone[0]  # a text alone is a batch of one
+    together = TorchRng.together
+    with pytest.MonkeyPatch.context() as patch:  # a neighbour's random numbers
+        patch.setattr(TorchRng, "together", staticmethod(lambda rngs, *given: together([*rngs[1:], rngs[0]], *given)))
+        assert texts(list(range(len(PROMPTS))), 3) != alone
+
+
+def test_every_prompt_has_its_source_of_chance(tiny) -> None:
+    system = Method("none", NoDrafter(), StopRule())
+    with pytest.raises(ValueError, match="shorter"):
+        decode_texts(open_runner(tiny("llama")), system, GREEDY, PROMPTS, rngs=[TorchRng(0)])
 
 
 def test_prompts_that_cannot_be_decoded_do_not_keep_the_others_from_it(tiny) -> None:
@@ -220,9 +267,11 @@ def test_fewer_texts_are_decoded_at_once_where_memory_does_not_hold_them(
     system = Method("model", methods("model", model, runner), StopRule(3))
     prompts, reserved = [[3, 7, 1, 9], [5], [], [40, 2, 7]], []
     both = 2 * (2 * 2 * 2 * 8 * 4)  # target and draft: layers, keys and values, their heads, width, float32
-    monkeypatch.setattr(api, "free_memory", lambda _: 2.5 * both * 2.2 * 12)
+    monkeypatch.setattr(api, "free_memory", lambda _: api.GROWTH * both * 2.2 * 12)
     reserve = type(runner).reserve
-    monkeypatch.setattr(type(runner), "reserve", lambda self, rows: reserved.append(rows) or reserve(self, rows))
+    monkeypatch.setattr(
+        type(runner), "reserve", lambda self, *given: reserved.append(given[0]) or reserve(self, *given)
+    )
     with pytest.warns(UserWarning, match="memory holds 2 texts of 12 tokens; writing 2 instead of 3 at once"):
         texts = together(runner, system, prompts, max_new_tokens=8)
     assert max(reserved) == 2

@@ -12,11 +12,11 @@ from plain_logits import after
 from scripted import RandomTree, corpus_drafters
 from transformers import PreTrainedModel
 
-from decode.core.loop import Method
 from decode.core.sampling import LogitsWarper
 from decode.core.stop import Fixed, MeanOfRejected, StopRule, negative_entropy, token_probability
 from decode.drafters.base import Drafter
 from decode.drafters.model import ModelDrafter
+from decode.loop import Method
 from decode.models.api import Model
 from decode.models.fast import weights as choose_linear
 from decode.models.fast.forward import fast_runner

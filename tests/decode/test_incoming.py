@@ -38,7 +38,7 @@ def test_a_setting_that_is_text_takes_what_was_written(tmp_path: Path, capsys: p
         (tmp_path / "c.yaml").write_text(f"prompt: {quoted}\nstop: [{json.dumps(text + 'x')}]\ndraft: {quoted}\n")
         got = parse(GenerateSettings, ["--config", str(tmp_path / "c.yaml")], "p")
         assert (got.prompt, got.stop, got.draft) == (whole(text), [whole(text) + "x"], whole(text))
-    assert "the option --stop holds half a character at 1 place (a lone" in capsys.readouterr().err
+    assert "the option --stop holds a lone surrogate" in capsys.readouterr().err
 
 
 def test_rows_with_half_a_character_are_dropped_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,14 +49,14 @@ def test_rows_with_half_a_character_are_dropped_and_counted(tmp_path: Path, caps
     assert len(kept) < len(texts) - 30
     assert [prompt.text for prompt in load_suite(str(tmp_path / "s.jsonl")).prompts] == kept
     assert list(read_texts(tmp_path / "s.jsonl")) == kept
-    said = f": {len(texts) - len(kept)} rows with half a character (a lone surrogate) dropped (row 1)\n"
+    said = f": {len(texts) - len(kept)} rows with a lone surrogate dropped (row 1)\n"
     assert capsys.readouterr().err == f"suite prompts{said}{tmp_path}/s.jsonl{said}"
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
 def test_standard_input_is_read_whatever_the_locale(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for text in [*nasty(), "é" * 5_000_000]:
-        text = "ab: " + (text if encoding == "utf-8" else whole(text))  # a NUL at the start would be read as UTF-16
+        text = "ab: " + text
         data = io.BufferedReader(io.BytesIO(text.encode(encoding, "surrogatepass")))
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(data, "ascii"))
         assert read_stdin() == re.sub("[\ud800-\udfff]", "", text)

@@ -12,13 +12,13 @@ from greedy import generate
 from scripted import Oracle, RandomTree
 
 from decode.core.draft import Draft
-from decode.core.loop import Method, Text, decode, run
 from decode.core.round import metrics
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.stop import StopRule
 from decode.drafters.base import NoDrafter
 from decode.drafters.model import ModelDrafter
 from decode.errors import UserError
+from decode.loop import Method, Text, decode, run
 from decode.models import api
 from decode.models.check import open_runner
 
@@ -135,13 +135,13 @@ def test_every_token_knows_its_author_and_what_was_rejected_in_its_place() -> No
         return logits
 
     class Plan(NoDrafter):
-        drafts = (Draft.tree([1, 2, 9], [-1, 0, 1]), Draft.empty(), Draft.tree([7, 5, 6, 7], [-1, -1, 1, 2]))
+        drafts = (Draft([1, 2, 9], [-1, 0, 1]), Draft(()), Draft([7, 5, 6, 7], [-1, -1, 1, 2]))
 
         def start(self, prompt):  # type: ignore[no-untyped-def]
             return list(self.drafts)
 
         def draft(self, request):  # type: ignore[no-untyped-def]
-            return request.state.pop(0) if request.state else Draft.empty()
+            return request.state.pop(0) if request.state else Draft(())
 
     target = ScriptedRunner(successor, 12)
     out = decode(target, Method("", Plan(), StopRule()), LogitsWarper(), [0], max_new_tokens=9)

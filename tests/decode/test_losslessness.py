@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from enumeration import Clock, Experiment, ScriptedRunner, enumerate_runs, joint_bias, random_table
+from enumeration import Clock, EnumerationNumbers, Experiment, ScriptedRunner, enumerate_runs, joint_bias, random_table
 from scripted import RandomTree, corpus_drafters
 from torch import Tensor
 
-from decode.core import loop, verify
+from decode import loop
+from decode.core import verify
 from decode.core.draft import Draft
 from decode.core.lengths import DraftLengths, RoundCosts
-from decode.core.loop import Method
 from decode.core.sampling import LogitsWarper, Rng, TorchRng
 from decode.core.stop import (
     Fixed,
@@ -31,6 +31,7 @@ from decode.drafters.hybrid import HybridDrafter
 from decode.drafters.lookup import LookupDrafter
 from decode.drafters.model import ModelDrafter
 from decode.drafters.probe import KINDS, AcceptanceProbe, save_probes
+from decode.loop import Method
 from decode.methods import STOPS, MethodInputs, build
 from decode.models.fast.forward import fast_runner
 from decode.options import MethodOptions
@@ -255,12 +256,11 @@ def test_trees_of_any_shape_are_lossless(seed: int) -> None:
 class _DropsTheToken(ModelDrafter):
     """Biased: the token that made the rule stop is taken back."""
 
-    def propose(self, requests):  # type: ignore[no-untyped-def]
-        (draft,) = super().propose(requests)
-        if not draft.confidence or draft.confidence[-1] >= requests[0].stop.threshold.value:
-            return [draft]
-        kept = len(draft) - 1
-        return [Draft.chain(draft.tokens[:kept], draft.probs[:kept]) if kept else Draft.empty()]
+    def propose(self, requests, device):  # type: ignore[no-untyped-def]
+        drafts = super().propose(requests, device)
+        if drafts.confidence and drafts.confidence[0][-1] < requests[0].stop.threshold.value:
+            drafts.lengths[0] -= 1
+        return drafts
 
 
 class _CorrectsFromP(Exact):
@@ -270,34 +270,31 @@ class _CorrectsFromP(Exact):
         return p
 
 
-def _draw_per_path(draft: Draft, p: Tensor, rng: Rng) -> tuple[list[int], int]:
+Choose = Callable[[int, list[int]], int]
+
+
+def _draw_per_path(draft: Draft, choose: Choose) -> tuple[list[int], int]:
     """Biased: the longest of independent draws along each path of the tree, then a fresh token (REST's code)."""
     best: list[int] = []
-    tokens = draft.tokens.tolist()
-    for leaf in range(len(draft)):
-        path: list[int] = []
-        node = leaf
-        while node >= 0:
-            path.insert(0, node)
-            node = draft.parents[node]
+    for leaf, path in enumerate(draft.paths()[1:]):
+        nodes = [at - 1 for at in path]
         if leaf in draft.parents:
             continue
         accepted: list[int] = []
-        for node in path:
-            if int(rng.draw(p[draft.parents[node] + 1])) != tokens[node]:
+        for node in nodes:
+            if choose(draft.parents[node] + 1, accepted) != draft.ids[node]:
                 break
-            accepted.append(node)
+            accepted = [*accepted, node]
         best = max(best, accepted, key=len)
-    return best, int(rng.draw(p[best[-1] + 1 if best else 0]))
+    return best, choose(best[-1] + 1 if best else 0, best)
 
 
-def _redraw_from_p(draft: Draft, p: Tensor, rng: Rng) -> tuple[list[int], int]:
+def _redraw_from_p(draft: Draft, choose: Choose) -> tuple[list[int], int]:
     """Biased: a copied token is kept with probability p, and a rejected one drawn anew from the whole of p."""
-    k = len(draft)
-    p = torch.stack([p[row] for row in range(k + 1)])
-    accept = p[torch.arange(k), draft.tokens] if k else p.new_empty(0)
-    m = int(rng.first_reject(accept)) if k else 0
-    return list(range(m)), int(rng.draw(p[m]))
+    kept: list[int] = []
+    while len(kept) < len(draft) and choose(len(kept), kept) == draft.ids[len(kept)]:
+        kept.append(len(kept))
+    return kept, choose(len(kept), kept)
 
 
 def test_biased_rules_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +310,8 @@ def test_biased_rules_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     for system, biased in ((tree, _draw_per_path), (copy, _redraw_from_p)):
         assert experiment.bias(system) < TOLERANCE
         with monkeypatch.context() as patch:
-            patch.setattr(verify, "verify_tree", biased)
+            patch.setattr(verify, "follow", biased)
+            patch.setattr(EnumerationNumbers, "once", lambda *_: None)
             assert experiment.bias(system) > 0.01
 
 
@@ -359,7 +357,7 @@ def test_verification_by_blocks_is_lossless_in_single_precision() -> None:
     for model in (experiment.target, draft):
         model.logits = partial(_single, model.logits)
     assert experiment.bias(blocks(draft)) < 1e-6
-    assert {trace[0].overlap.dtype for trace in experiment.traces} == {torch.float32}  # type: ignore[union-attr]
+    assert experiment.target.logits((0,)).dtype == torch.float32
 
 
 def _single(logits: Callable[[tuple[int, ...]], Tensor], context: tuple[int, ...]) -> Tensor:
@@ -398,29 +396,35 @@ def test_verification_by_blocks_keeps_more_than_that_by_tokens() -> None:
 class _UnscaledResidual(BlockVerification):
     """Biased: what follows is drawn from [p − q]₊, not from [P p − q]₊."""
 
-    def keep(self, p: Tensor, q: Tensor, x: Tensor, accept: Tensor, rng: Rng) -> tuple[int, Tensor]:
-        m, weights = super().keep(p, q, x, accept, rng)
-        return m, weights if m == len(x) else self.residual(p[m], q[m])
+    def _after(self, p, q, m, lengths, scale=None):  # type: ignore[no-untyped-def]
+        return super()._after(p, q, m, lengths)
 
 
-class _StopsAtTheFirstFailure(BlockVerification):
+class _OtherTests(BlockVerification):
+    """Biased: what passes is found by other tests."""
+
+    def tests(self, fail: Tensor, accept: Tensor, lengths: Sequence[int], numbers: Any) -> Tensor:
+        raise NotImplementedError
+
+    def keep(self, p, q, x, accept, lengths, numbers):  # type: ignore[no-untyped-def]
+        def accepted(fail: Tensor, lengths: Sequence[int], step: int) -> Tensor:
+            return self.tests(fail, accept, lengths, numbers)
+
+        return super().keep(p, q, x, accept, lengths, SimpleNamespace(accepted=accepted))  # type: ignore[arg-type]
+
+
+class _StopsAtTheFirstFailure(_OtherTests):
     """Biased: tests are passed from the start until one fails."""
 
-    def keep(self, p: Tensor, q: Tensor, x: Tensor, accept: Tensor, rng: Rng) -> tuple[int, Tensor]:
-        def first_reject(fail: Tensor) -> int:
-            return len(fail) - int(rng.first_reject(1 - fail.flip(0)))
-
-        return super().keep(p, q, x, accept, SimpleNamespace(first_reject=first_reject))  # type: ignore[arg-type]
+    def tests(self, fail, accept, lengths, numbers):  # type: ignore[no-untyped-def]
+        return torch.tensor(lengths) - numbers.accepted(1 - fail.flip(1), lengths, 1)
 
 
-class _LastTestIsTheRatio(BlockVerification):
+class _LastTestIsTheRatio(_OtherTests):
     """Biased: all n pass with min(1, p/q) of the last token, not with P."""
 
-    def keep(self, p: Tensor, q: Tensor, x: Tensor, accept: Tensor, rng: Rng) -> tuple[int, Tensor]:
-        def first_reject(fail: Tensor) -> int:
-            return int(rng.first_reject(torch.cat([1 - accept[-1:], fail[1:]])))
-
-        return super().keep(p, q, x, accept, SimpleNamespace(first_reject=first_reject))  # type: ignore[arg-type]
+    def tests(self, fail, accept, lengths, numbers):  # type: ignore[no-untyped-def]
+        return numbers.accepted(torch.cat([1 - accept[:, -1:], fail[:, 1:]], 1), lengths, 1)
 
 
 @pytest.mark.parametrize("rule", [_UnscaledResidual(), _StopsAtTheFirstFailure(), _LastTestIsTheRatio()])

@@ -9,11 +9,11 @@ from enumeration import Distribution, Experiment, ScriptedRunner, autoregressive
 from scipy.stats import chi2
 from scripted import RandomTree
 
-from decode.core.loop import Method, decode
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.stop import Fixed, StopRule, token_probability
 from decode.core.verify import Ears
 from decode.drafters.model import ModelDrafter
+from decode.loop import Method, decode
 
 
 def p_value(counts: Counter, distribution: Distribution) -> float:
@@ -64,11 +64,11 @@ def test_five_thousand_rounds_have_the_targets_distribution() -> None:
 
 def test_draws_have_the_weights_they_were_given() -> None:
     weights = torch.tensor([0.0, 3.0, 0.5, 0.0, 1.5, 0.0])
-    rng = TorchRng(1)
-    rows = rng.draw(weights.expand(20_000, -1))
+    rngs = [TorchRng(1), TorchRng(2)]
+    numbers = TorchRng.together(rngs, [10_000, 10_000], torch.device("cpu"))
     distribution = {(i,): w / 5 for i, w in enumerate(weights.tolist()) if w}
-    singles = Counter((int(rng.draw(weights)),) for _ in range(4000))
-    for counts in (Counter((int(i),) for i in rows), singles):
+    drawn = [numbers.draw(weights.expand(2, -1), step).tolist() for step in range(10_000)]
+    for counts in (Counter((i,) for i in text) for text in zip(*drawn)):
         assert counts.keys() <= distribution.keys()
         expected = {key: w * sum(counts.values()) for key, w in distribution.items()}
         assert chi2.sf(sum((counts[k] - e) ** 2 / e for k, e in expected.items()), 2) > 1e-4
@@ -76,7 +76,7 @@ def test_draws_have_the_weights_they_were_given() -> None:
 
 def test_first_rejections_are_geometric_in_the_acceptance_probabilities() -> None:
     accept = torch.tensor([0.9, 0.5, 1.0, 0.25])
-    rng = TorchRng(2)
-    counts = Counter((int(rng.first_reject(accept)),) for _ in range(8000))
+    numbers = TorchRng.together([TorchRng(i) for i in range(8000)], [4] * 8000, torch.device("cpu"))
+    counts = Counter((m,) for m in numbers.accepted(accept.expand(8000, -1), [4] * 8000).tolist())
     distribution = {(0,): 0.1, (1,): 0.45, (3,): 0.45 * 0.75, (4,): 0.45 * 0.25}
     assert p_value(counts, distribution) > 1e-4

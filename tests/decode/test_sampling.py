@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from families import VOCAB
+from heads import make_head
 from reading import rounds_of
 from torch import Tensor
 from transformers import (
@@ -12,10 +16,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from decode.core import sampling
 from decode.core.sampling import LogitsWarper, Prefixes, TopP, argmax, one_hot
 from decode.errors import UserError
 from decode.methods import MethodInputs, build
 from decode.models.check import open_runner
+from decode.models.heads.runner import HeadRunner
 
 PROMPT = [3, 7, 1, 9, 3, 7, 22, 3]
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
@@ -60,19 +66,14 @@ def test_probabilities_are_those_of_generate(settings: dict, tiny) -> None:
     assert ((wanted > 0).sum(-1) < VOCAB).any() == bool({"top_k", "top_p", "min_p"} & settings.keys())
 
 
-class Recording(LogitsWarper):
-    """Keeps every row that it is asked for, with its prefix."""
+class Counting(LogitsWarper):
+    """Counts the rows that it is asked for."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.rows: list[tuple[list[int], Tensor]] = []
+    rows = 0
 
-    def __call__(self, logits: Tensor, prefixes: Prefixes | None = None) -> Tensor:
-        probs = super().__call__(logits, prefixes)
-        self.rows += [
-            (torch.as_tensor(prefix).tolist(), row) for prefix, row in zip(prefixes or [[]] * len(probs), probs)
-        ]
-        return probs
+    def __call__(self, logits: Tensor, prefixes: Prefixes | Sequence[Sequence[int]] | None = None) -> Tensor:
+        self.rows += len(logits)
+        return super().__call__(logits, prefixes)
 
 
 def test_low_precision_logits_are_warped_in_float32_and_double_stays_double() -> None:
@@ -125,14 +126,35 @@ def test_of_equally_probable_tokens_the_first_is_taken_in_every_precision(dtype:
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
 def test_of_a_copy_only_the_rows_that_sampling_reaches_are_warped(penalty: float, tiny) -> None:
-    warp = Recording(temperature=0.4, top_p=0.9, repetition_penalty=penalty)
+    warp = Counting(temperature=0.4, top_p=0.9, repetition_penalty=penalty)
     system = build("prompt-lookup", MethodInputs(open_runner(tiny("llama")), warp))
     drafted = 0
     for result in rounds_of(open_runner(tiny("llama")), system, warp, PROMPT * 3, max_new_tokens=30):
-        assert len(warp.rows) == result.accepted + 1
-        warp.rows.clear()
+        assert warp.rows == result.accepted + 1
+        warp.rows = 0
         drafted += result.drafted
     assert drafted > 0
+
+
+@pytest.mark.parametrize("method", ["vanilla", "eagle-tree", "autoregressive"])
+def test_a_repetition_penalty_takes_what_the_text_grew_by(method: str, tiny, monkeypatch) -> None:
+    """After the first round no more ids of a text are looked at than it has written since."""
+    target, looked = tiny("llama"), list[int]()
+    upload = sampling.upload
+
+    def noted(values: Any, *given: Any) -> Tensor:
+        looked.append(len(values[1]) if isinstance(values, tuple) else 0)
+        return upload(values, *given)
+
+    monkeypatch.setattr(sampling, "upload", noted)
+    runner, warp = open_runner(target), LogitsWarper(repetition_penalty=1.3)
+    draft = HeadRunner(make_head(target, 3), target) if method == "eagle-tree" else open_runner(tiny("llama", seed=3))
+    system = build(method, MethodInputs(runner, warp, None if method == "autoregressive" else draft))
+    grown = 3 * len(PROMPT)
+    for result in rounds_of(runner, system, warp, PROMPT * 3, max_new_tokens=20):
+        assert sum(looked) == grown
+        looked.clear()
+        grown = len(result.new)
 
 
 @pytest.mark.parametrize("top_p", [1e-9, 0.05, 0.5, 0.9, 0.999])

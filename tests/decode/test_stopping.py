@@ -16,12 +16,13 @@ from decode.core.round import Round
 from decode.core.sampling import LogitsWarper
 from decode.core.stop import (
     CostOptimal,
-    DraftedToken,
+    DraftedTokens,
     Fixed,
     MeanOfRejected,
     Roc,
     StopRule,
     TargetAcceptance,
+    Watch,
     max_probability,
     negative_entropy,
     token_probability,
@@ -33,14 +34,14 @@ from decode.options import MethodOptions
 
 
 def chain_round(drafted: int, accepted: int, confidence: list[float] | None = None) -> Round:
-    draft = Draft.chain(torch.zeros(drafted, dtype=torch.long), confidence=confidence)
+    draft = Draft([0] * drafted, None, confidence or [])
     return Round(draft, list(range(accepted)), 0, [0] * (accepted + 1))
 
 
-def step(*logits: float, token: int = 0, warp: LogitsWarper | None = None) -> DraftedToken:
+def step(*logits: float, token: int = 0, warp: LogitsWarper | None = None) -> DraftedTokens:
     row = torch.tensor(logits)
     warp = warp or LogitsWarper(temperature=1.0)
-    return DraftedToken(warp(row[None])[0], torch.tensor(token), row, torch.empty(0), warp.greedy)
+    return DraftedTokens(warp(row[None]), row[None], torch.empty(1, 0), torch.tensor([token]), warp.greedy)
 
 
 def log(*probabilities: float) -> list[float]:
@@ -52,29 +53,30 @@ def log(*probabilities: float) -> list[float]:
 
 def test_confidences_read_what_their_papers_say() -> None:
     sampled = step(*log(0.5, 0.25, 0.25), token=1)
-    assert token_probability(sampled) == pytest.approx(0.25)
-    assert warped_token_probability(sampled) == pytest.approx(0.25)
-    assert max_probability(sampled) == pytest.approx(0.5)
-    assert negative_entropy(sampled) == pytest.approx(-1.5)
+    assert token_probability(sampled).item() == pytest.approx(0.25)
+    assert warped_token_probability(sampled).item() == pytest.approx(0.25)
+    assert max_probability(sampled).item() == pytest.approx(0.5)
+    assert negative_entropy(sampled).item() == pytest.approx(-1.5)
 
     cut = step(*log(0.5, 0.25, 0.25), token=0, warp=LogitsWarper(temperature=0.5))
-    assert token_probability(cut) == pytest.approx(0.5)  # Draft & Verify: before warping
-    assert warped_token_probability(cut) == pytest.approx(2 / 3)  # Hugging Face: after it
-    assert negative_entropy(cut) == pytest.approx(-(2 / 3 * math.log2(1.5) + 1 / 3 * math.log2(6)))
+    assert token_probability(cut).item() == pytest.approx(0.5)  # Draft & Verify: before warping
+    assert warped_token_probability(cut).item() == pytest.approx(2 / 3)  # Hugging Face: after it
+    assert negative_entropy(cut).item() == pytest.approx(-(2 / 3 * math.log2(1.5) + 1 / 3 * math.log2(6)))
 
     greedy = step(*log(0.5, 0.25, 0.25), token=0, warp=LogitsWarper())
-    assert warped_token_probability(greedy) == pytest.approx(0.5)
-    assert negative_entropy(greedy) == pytest.approx(-1.5)
+    assert warped_token_probability(greedy).item() == pytest.approx(0.5)
+    assert negative_entropy(greedy).item() == pytest.approx(-1.5)
 
 
 def drafted_by(stop: StopRule, *probabilities: float) -> int:
     """How many tokens of these probabilities are drafted."""
-    watch = stop.watch()
+    watch = Watch([stop])
     for i, p in enumerate(probabilities):
         if i == stop.window:
             return i
-        if watch.after(step(*log(p, 1 - p))):
-            return i + 1
+        watch.look([0], step(*log(p, 1 - p)))
+        if watch.lengths:
+            return watch.lengths[0]
     return len(probabilities)
 
 
@@ -86,16 +88,16 @@ def test_the_token_that_stops_a_draft_stays_in_it() -> None:
     assert drafted_by(product, 0.9, 0.8, 0.8, 0.8, 0.8) == 4  # .9, .72, .576, .4608
     assert drafted_by(product, 0.9, 0.8, 0.8, 0.8, 0.8) == 4  # nothing stays from the round before
     assert drafted_by(StopRule(3, token_probability, threshold=Fixed(0.5)), *[0.9] * 9) == 3
-    assert drafted_by(StopRule(3), *[0.9] * 9) == 3
 
 
 def test_a_refused_token_is_not_part_of_the_draft() -> None:
     stop = StopRule(10, max_probability, threshold=Fixed(0.6), refuse=True)
-    watch = stop.watch()
-    assert not watch.before(step(*log(0.7, 0.3)))
-    assert not watch.after(step(*log(0.7, 0.3)))
-    assert watch.before(step(*log(0.55, 0.45)))
-    assert watch.seen == pytest.approx([0.7])
+    watch = Watch([stop, stop])
+    for second in (0.7, 0.55, 0.9):
+        watch.look([0], step(*log(0.8, 0.2)))
+        watch.look([1], step(*log(second, 1 - second)))
+    assert watch.lengths == {1: 1}
+    assert watch.seen == [pytest.approx([0.8] * 3), pytest.approx([0.7])]
 
 
 # -- thresholds ----------------------------------------------------------------
@@ -135,9 +137,11 @@ def test_adasd_stops_at_the_mean_entropy_of_first_rejected_tokens() -> None:
     assert controller.value == -1.0
     controller.observe(chain_round(2, 0, [-2.0, -0.1]))
     assert controller.value == pytest.approx(-1.5)
-    stop = StopRule(20, negative_entropy, threshold=controller).watch()
-    assert not stop.after(step(0.0, 0.0))  # one bit
-    assert stop.after(step(0.0, 0.0, 0.0, 0.0))  # two bits
+    watch = Watch([StopRule(20, negative_entropy, threshold=controller)])
+    watch.look([0], step(0.0, 0.0))  # one bit
+    assert not watch.lengths
+    watch.look([0], step(0.0, 0.0, 0.0, 0.0))  # two bits
+    assert watch.lengths == {0: 2}
 
 
 @pytest.mark.parametrize("digits", [1, 17])  # with and without confidences that are equal
@@ -184,7 +188,7 @@ def test_hugging_faces_heuristic_schedule_grows_by_two_and_shrinks_by_one() -> N
 
 def test_on_trees_hugging_faces_schedule_and_the_controllers_compare_with_the_depth() -> None:
     """A path as long as the tree is deep is a full acceptance, however many siblings the tree has."""
-    tree = Draft.tree([0, 1, 2, 0, 1], [-1, -1, 0, 1, 2])
+    tree = Draft([0, 1, 2, 0, 1], [-1, -1, 0, 1, 2])
     full = Round(tree, [0, 2, 4], 0, [0] * 4)
     stop, controller = StopRule(4, heuristic=True), TargetAcceptance(alpha=0.4)
     stop.observe(full)
@@ -264,4 +268,4 @@ def test_a_copied_draft_of_which_no_confidence_was_read_leaves_the_roc_curve_alo
 
 def test_a_draft_whose_logits_are_no_numbers_is_named() -> None:
     with pytest.raises(UserError, match="the draft's logits are NaN"):
-        StopRule(4, max_probability).watch().after(step(math.nan, 0.0))
+        Watch([StopRule(4, max_probability)]).look([0], step(math.nan, 0.0))

@@ -13,10 +13,9 @@ from enumeration import Experiment, ScriptedRunner, enumerate_runs, random_table
 from scripted import RandomTree
 from torch import Tensor
 
-from decode.core.draft import Draft
-from decode.core.loop import Method, decode
+from decode.core.draft import Draft, Drafts
 from decode.core.round import Round, metrics
-from decode.core.sampling import LogitsWarper, Rng, TorchRng
+from decode.core.sampling import History, LogitsWarper, Rng, TorchRng
 from decode.core.stop import StopRule
 from decode.core.verify import (
     AcceptanceRule,
@@ -26,11 +25,12 @@ from decode.core.verify import (
     Fuzzy,
     JensenShannon,
     Typical,
+    Verification,
     js_distance,
-    verify,
 )
 from decode.drafters.model import ModelDrafter
 from decode.errors import UserError
+from decode.loop import Method, decode
 from decode.methods import MethodInputs, build, is_lossless
 from decode.models.heads.block_runner import BlockRunner
 
@@ -173,10 +173,10 @@ def test_adasd_thresholds_follow_from_the_mean_distances(variant: str, theta: fl
 
 
 def test_adasd_records_the_accepted_distances_and_the_first_rejected_one() -> None:
-    draft, distance = Draft.chain(torch.tensor([0, 1, 1])), [0.1, 0.4, 0.7]
+    draft, distance = Draft([0, 1, 1]), [0.1, 0.4, 0.7]
 
     def observe(path: list[int]) -> None:
-        rule.observe(Round(draft, path, 0, [0], distance=torch.tensor(distance[: len(path) + 1], dtype=torch.float64)))
+        rule.observe(Round(draft, path, 0, [0], distance=distance[: len(path) + 1]))
 
     rule = JensenShannon()
     rule.start()
@@ -209,7 +209,7 @@ def test_the_loop_reports_what_a_rule_spends(name: str, copied: bool) -> None:
     def run(rng: Rng) -> tuple[int, ...]:
         token = experiment.run(system, rng)[0]
         spent = experiment.traces[-1][0].spent
-        return token, round(torch.as_tensor(spent).mean().item() * 1e15) if spent is not None else 0
+        return token, round(spent[0] * 1e15) if spent is not None else 0
 
     distribution = enumerate_runs(run)
     first = [sum(w for (t, _), w in distribution.items() if t == x) for x in range(4)]
@@ -220,7 +220,7 @@ def test_the_loop_reports_what_a_rule_spends(name: str, copied: bool) -> None:
 
 class _Copy(RandomTree):
     def draft(self, request):  # type: ignore[no-untyped-def]
-        return Draft.tree([self.vocab], [-1]) if request.max_depth else Draft.empty()
+        return Draft([self.vocab], [-1]) if request.max_depth else Draft(())
 
 
 def test_adasd_is_the_exact_rule_until_it_has_seen_both_outcomes() -> None:
@@ -240,12 +240,12 @@ def test_adasd_is_the_exact_rule_until_it_has_seen_both_outcomes() -> None:
 @pytest.mark.parametrize("theta", [None, 0.9])
 def test_adasd_measures_a_copied_draft_against_the_targets_rows(theta: float | None) -> None:
     p = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.7, 0.1], [0.1, 0.1, 0.8]], dtype=torch.float64)
-    draft, rng = Draft.chain(torch.tensor([1, 0])), TorchRng(0)
-    rule = JensenShannon(threshold=theta)
-    path, _, (_, spent, distance) = verify(draft, p, p.log(), rule, rng)
-    wanted = js_distance(p[:2], torch.eye(3, dtype=torch.float64)[[1, 0]])[: min(len(path) + 1, 2)]
-    assert torch.allclose(torch.as_tensor(distance), wanted)
-    assert bool((torch.as_tensor(spent) > 0).any()) == (theta is not None)  # without a threshold the rule is exact
+    drafts, tokens = Drafts.of([Draft([1, 0])], torch.device("cpu")), torch.tensor([2, 1, 0])
+    warp, rule, rngs = LogitsWarper(temperature=1.0), JensenShannon(threshold=theta), [TorchRng(0)]
+    _, (found,) = Verification(drafts, tokens, p.log(), warp, [rule], rngs, [History([2])]).read()
+    wanted = js_distance(p[:2], torch.eye(3, dtype=torch.float64)[[1, 0]])[: min(len(found.path) + 1, 2)]
+    assert found.distance == pytest.approx(wanted.tolist())
+    assert any(spent > 0 for spent in found.spent or ()) == (theta is not None)  # without one the rule is exact
 
 
 def test_greedy_adasd_compares_the_unwarped_distributions() -> None:

@@ -20,7 +20,7 @@ from pairs import make_tokenizer
 from pretended_cuda import Watch
 from tiny_run import given, run_tiny, tiny_settings
 
-from decode.core import loop
+from decode import loop
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.drafters.probe import AcceptanceProbe, save_probes
 from decode.methods import MethodInputs, build
@@ -102,7 +102,7 @@ def count_rounds(
     texts = []
     for number in range(batch):
         prompt = [3, 7, 1, 9, 3, 7, *range(2, 3 + number % 3)]
-        texts.append(loop.Text(runner, system, warp, prompt, rng=TorchRng(number, runner.device), alone=batch == 1))
+        texts.append(loop.Text(runner, system, warp, prompt, rng=TorchRng(number), shares_learning=batch == 1))
     rounds = loop.run(runner, system, texts, batch)
     for _ in range(2 * batch):
         next(rounds)
@@ -172,9 +172,9 @@ def settings_of(kind: str, signal: str, folder: Path) -> Settings:
     settings.teacher.signal = signal  # type: ignore[assignment]
     settings.trainer.validate_every, settings.trainer.extra = 100, {"log_every_n_steps": 100}
     settings.training.steps = STEPS + 2
-    settings.drafts = [DraftSettings(name="draft")]
+    settings.drafts = {"draft": DraftSettings()}
     if kind == "adaspec":
-        settings.drafts = [DraftSettings(name="first"), DraftSettings(name="draft", reference="first")]
+        settings.drafts = {"first": DraftSettings(), "draft": DraftSettings(reference="first")}
     elif kind != "language model":
         block = BlockSettings(size=4, anchors=6, markov_rank=None if kind == "dflash" else 4)
         settings.student = StudentSettings(kind=kind, unroll=3, block=block)  # type: ignore[arg-type]

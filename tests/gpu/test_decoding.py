@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from families import build_tiny, resembling
-from gpu_tests import CI, DEVICE, GPU, HostRng, draft, target, there, with_ci
+from gpu_tests import CI, DEVICE, GPU, draft, target, there, with_ci
 from greedy import generate
 from pairs import make_tokenizer
 from scripted import build_datastore, build_trigram_table
 
-from decode.core.loop import Text, decode, decode_texts
 from decode.core.round import metrics
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.drafters.corpus import tokenizer_fingerprint
 from decode.drafters.probe import KINDS, AcceptanceProbe, save_probes
+from decode.loop import Text, decode, decode_texts
 from decode.methods import MethodInputs, build, is_lossless
 from decode.models.check import open_draft_runner, open_runner
 from decode.models.tokens import StopStrings
@@ -79,7 +79,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def texts(case: Case, warp: LogitsWarper, device: str, stores: Path, rng: Any = HostRng) -> list[Text]:
+def texts(case: Case, warp: LogitsWarper, device: str, stores: Path, rng: Any = TorchRng) -> list[Text]:
     """What the method writes on a device after all prompts at once."""
     own, runner = there(target(), device), None
     if case.draft is not None:
@@ -123,7 +123,7 @@ def test_sampled_texts_with_penalties_are_the_cpus(case: Case, stores: Path) -> 
 @pytest.mark.parametrize("case", [CHAINS[0], *OTHERS[:5]], ids=named)
 def test_a_seed_of_the_device_gives_one_sampled_text(case: Case, stores: Path) -> None:
     def written(first: int) -> list[list[int]]:
-        return [t.ids for t in texts(case, SAMPLED, DEVICE, stores, lambda seed: TorchRng(first + seed, DEVICE))]
+        return [t.ids for t in texts(case, SAMPLED, DEVICE, stores, lambda seed: TorchRng(first + seed))]
 
     assert written(0) == written(0) != written(7)
 
@@ -133,7 +133,7 @@ def test_a_model_accepts_all_that_it_drafts_itself(temperature: float) -> None:
     own, warp = there(target()), LogitsWarper(temperature)
     runner = open_runner(own)
     method = build("vanilla", MethodInputs(runner, warp, open_draft_runner(own, own)))
-    out = decode(runner, method, warp, PROMPTS[0], max_new_tokens=NEW, rng=TorchRng(0, runner.device))
+    out = decode(runner, method, warp, PROMPTS[0], max_new_tokens=NEW, rng=TorchRng(0))
     assert metrics([out.rounds])["alpha"] == pytest.approx(1.0, abs=1e-5)
 
 
@@ -145,7 +145,7 @@ def test_sixteen_bits_write_whole_texts(dtype: torch.dtype, kind: str) -> None:
     head = own if kind == "model" else there(draft(kind)).to(dtype)
     runner, method = open_runner(own), {"model": "vanilla", "eagle3": "eagle", "dspark": "block"}[kind]
     built = build(method, MethodInputs(runner, warp, open_draft_runner(head, own)))
-    out = decode(runner, built, warp, PROMPTS[0], max_new_tokens=NEW, rng=TorchRng(0, runner.device))
+    out = decode(runner, built, warp, PROMPTS[0], max_new_tokens=NEW, rng=TorchRng(0))
     assert len(out.new_ids) == NEW
     assert metrics([out.rounds])["alpha"] > (0.9 if kind == "model" else 0)
 
@@ -176,7 +176,7 @@ def test_stop_ids_and_stop_strings_end_texts_where_they_do_on_a_cpu() -> None:
         small = open_draft_runner(there(draft("model"), device), runner.model)
         method = build("vanilla", MethodInputs(runner, LogitsWarper(), small))
         ends = {"stop_ids": {greedy_texts()[1][-3]}, "stop_strings": StopStrings(tokenizer, strings)}
-        rngs = [HostRng(0)] * len(PROMPTS)
+        rngs = [TorchRng(0)] * len(PROMPTS)
         texts = decode_texts(runner, method, LogitsWarper(), PROMPTS, rngs=rngs, max_new_tokens=NEW, **ends)
         found.append([(text.ids, text.finish) for text in texts])
     assert found[0] == found[1]

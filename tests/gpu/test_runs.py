@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 from families import build_tiny, resembling
-from gpu_tests import CUDA, DEVICE, GPU, REAL, HostRng, settings_in, there, with_ci
+from gpu_tests import CUDA, DEVICE, GPU, REAL, settings_in, there, with_ci
 from greedy import generate
 from rich.console import Console
 from tiny_run import altered, killed, run_tiny
 from transformers import AutoModelForCausalLM
 
-from decode.core.loop import decode
-from decode.core.sampling import LogitsWarper
+from decode.core.sampling import LogitsWarper, TorchRng
 from decode.files import read_json
+from decode.loop import decode
 from decode.methods import MethodInputs, build
 from decode.models.check import open_draft_runner, open_runner
 from decode.models.heads.files import load_head
@@ -147,7 +147,7 @@ def test_texts_of_the_second_gpu_are_the_cpus(temperature: float) -> None:
     for device in ("cuda:1", "cpu"):
         own = there(plain, device)
         inputs = MethodInputs(open_runner(own), warp, open_draft_runner(there(resembling(plain, 0.15), device), own))
-        out = decode(inputs.target, build("vanilla", inputs), warp, [3, 7, 1], max_new_tokens=16, rng=HostRng(0))
+        out = decode(inputs.target, build("vanilla", inputs), warp, [3, 7, 1], max_new_tokens=16, rng=TorchRng(0))
         texts.append(out.ids)
     assert texts[0] == texts[1]
     assert temperature or texts[0] == generate(plain, [3, 7, 1], 16)

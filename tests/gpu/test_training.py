@@ -13,16 +13,16 @@ from families import build_tiny
 from gpu_tests import CUDA, DEVICE, GPU, REAL, there, with_ci
 from heads import check_chain_attention, draft_of
 from rich.console import Console
-from some_rows import attached, everything, some_rows
+from some_rows import add_losses, attached, everything, some_rows
 
 from distill.config import DraftSettings, TrainerSettings
 from distill.config.models import TrainingSettings
 from distill.data.dataset import REFERENCE, DistillDataModule, Examples, Schedule, TrainingBatches
-from distill.drafts.reference import keep_reference
+from distill.kept import Kept
 from distill.losses.divergences import Divergence
 from distill.networks.lm_head import last_hidden
 from distill.networks.models import use_attention
-from distill.signal.disk import keep_columns
+from distill.signal.kept import keep_columns
 from distill.signal.target import Signal
 from distill.training.modules import CausalLMModule, DistillModule
 from distill.training.trainer import fit
@@ -53,14 +53,14 @@ def distillation(kind: str, source: Any, device: str, *, selects: bool = False) 
     examples = [some_rows(16, empty=[3]), some_rows(5, seed=3, empty=[1])]
     settings = DraftSettings(divergence="dspark" if kind == "dspark" else "kl_tv")
     for each in examples if source != "online" else []:
-        keep_columns(each, signal.kept, signal.columns)
+        keep_columns(Kept(signal.columns), [each], signal.kept)
     if selects:
         settings.reference, settings.k = "y", 0.4
         other, _ = draft_of(kind, model)
         with torch.no_grad():
             for weight in other.model.float().to(device).parameters():
                 weight.mul_(0.9)
-        keep_reference(other, signal, examples[0], Divergence("kl_tv"), "32-true")
+        add_losses(other, signal, examples[0], Divergence("kl_tv"), "32-true")
     return DistillModule(draft, signal, SGD, 3, settings=settings, seed=1), examples
 
 
@@ -138,11 +138,11 @@ def test_padded_texts_are_the_texts_by_themselves(attention: str) -> None:
     model = build_tiny("llama", hidden_size=64, num_attention_heads=2, num_key_value_heads=2)
     model = model.to(DEVICE, torch.bfloat16 if flash else torch.float32)
     ids = [torch.randint(2, 40, (1, n), device=DEVICE) for n in LENGTHS]
-    wanted = torch.cat([last_hidden(model, part, torch.ones_like(part, dtype=torch.bool)) for part in ids])
+    wanted = torch.cat([last_hidden(model, part, torch.arange(part.numel(), device=part.device)) for part in ids])
     use_attention(model, attention)  # type: ignore[arg-type]
     padded = torch.nn.utils.rnn.pad_sequence([part[0] for part in ids], batch_first=True)
     mask = torch.arange(max(LENGTHS), device=DEVICE) < torch.tensor(LENGTHS, device=DEVICE)[:, None]
-    states = last_hidden(model, padded, mask)
+    states = last_hidden(model, padded, mask.flatten().nonzero()[:, 0])
     assert torch.allclose(states.float(), wanted.float(), atol=5e-2 if flash else 1e-4)
 
 

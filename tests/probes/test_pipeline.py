@@ -63,14 +63,18 @@ def test_the_target_is_trained_if_it_is_not_there_and_probes_and_rows_are_writte
 
 def test_a_target_is_used_as_it_is_while_its_settings_are_the_same_and_else_trained_anew(finished) -> None:
     run, _ = finished
-    weights, texts = run / "target" / "model.safetensors", run / "work" / "probes" / "greedy-train.jsonl"
-    before, written = weights.read_bytes(), texts.read_text()
-    texts.write_text("".join(written.splitlines(keepends=True)[:-1]))  # as a kill leaves it
+    weights = run / "target" / "model.safetensors"
+
+    def texts() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in (run / "work" / "probes").glob("greedy-train-*/*.safetensors")}
+
+    before, written = weights.read_bytes(), texts()
+    next(iter(written)).unlink()  # as a kill leaves it
     settings = settings_in(run.parent, modes=["greedy"])
     for changed in (False, True):
         settings.target.training.steps += changed
         run_probes(settings, Console(quiet=True))
-        assert (weights.read_bytes() == before, texts.read_text() == written) == (not changed, not changed)
+        assert (weights.read_bytes() == before, texts() == written) == (not changed, not changed)
 
 
 def test_settings_are_those_of_distill_and_of_probes_and_bad_ones_are_refused(tmp_path, monkeypatch) -> None:

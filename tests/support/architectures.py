@@ -14,9 +14,9 @@ from decode.models.api import Model
 from decode.models.check import open_runner
 from decode.models.fast.forward import FastRunner, self_speculating
 from decode.models.heads.eagle import output_head
-from distill.config.models import LayerSkipSettings
-from distill.drafts import eagle
-from distill.drafts.start import check_states, start_from_target
+from distill.config.models import LayerSkipSettings, StudentSettings
+from distill.kinds.eagle import EAGLE3
+from distill.kinds.start import check_states, start_from_target
 from distill.networks.layerskip import LayerSkip
 from distill.networks.lm_head import LMHead, check_head
 
@@ -68,7 +68,7 @@ def refusal(attempt: Callable[[], object]) -> str:
 
 def start(model: PreTrainedModel) -> None:
     check_states(model)
-    start_from_target(eagle.create(model, 3, None, 0), model)
+    start_from_target(EAGLE3.create(model, None, StudentSettings(kind="eagle3"), 0), model)
 
 
 def opened(name: str, model: PreTrainedModel) -> Opened:

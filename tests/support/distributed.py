@@ -27,7 +27,12 @@ from distill.training.modules import DistillModule
 from distill.training.trainer import fit
 
 WAYS = {  # changes of a run's settings
-    "ddp": {"trainer__accumulate": 8, "0__on_policy": 0.5, "trainer__precision": "64-true"},
+    "ddp": {
+        "trainer__accumulate": 8,
+        "0__on_policy": 0.5,
+        "trainer__precision": "64-true",
+        "trainer__callbacks": [{"class_path": "LearningRateMonitor"}],  # which needs a logger on every rank
+    },
     "fsdp": {"trainer__strategy": "fsdp", "teacher__signal": "online"},
     "heads": {"student": StudentSettings(kind="eagle3", unroll=2, draft_vocab=64), "target__architecture__layers": 4},
 }
@@ -73,7 +78,7 @@ def train_part(kind: str, folder: Path, world: int) -> None:
             accelerator="cpu", devices=world, strategy="ddp" if world > 1 else "auto", accumulate=2 // world,
             precision="64-true", validate_every=2,
         )  # fmt: skip
-        data = DistillDataModule(TrainingBatches(examples, schedule, 4), some_rows(5, seed=3, empty=[1]))
+        data = DistillDataModule(TrainingBatches(examples, schedule, 4, index=draft), some_rows(5, seed=3, empty=[1]))
         work = folder / f"checkpoints-{kind}-{k}-{world}"
         history, _, _ = fit(module, data, trainer, work, name=kind, console=Console(quiet=True))
         torch.save((history, module.model.state_dict()), folder / f"{kind}-{k}-{world}-{module.global_rank}.pt")

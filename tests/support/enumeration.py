@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 import random
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from decode.core.loop import Method, decode, decode_texts
 from decode.core.round import Round
 from decode.core.sampling import LogitsWarper, Rng
+from decode.loop import Method, decode, decode_texts
 from decode.models.api import Cache, Model, Out, Read
 
 Distribution = dict[tuple[int, ...], float]
@@ -36,7 +36,7 @@ class EnumerationRng:
         self.asked = 0
         self.weight = 1.0
 
-    def _choose(self, weights: Tensor) -> int:
+    def choose(self, weights: Tensor) -> int:
         values = weights.double()
         assert (values >= 0).all(), weights
         if self.asked == len(self.questions):
@@ -49,14 +49,39 @@ class EnumerationRng:
         self.weight *= probability
         return outcome
 
-    def draw(self, weights: Tensor) -> Tensor:
-        return torch.tensor(self._choose(weights))
+    @staticmethod
+    def together(rngs: Sequence[EnumerationRng], counts: Sequence[int], device: torch.device) -> EnumerationNumbers:
+        return EnumerationNumbers(rngs, counts)
 
-    def first_reject(self, accept: Tensor) -> Tensor:
-        a = accept.double()
-        assert ((a >= 0) & (a <= 1)).all(), accept
-        reach = torch.cat([torch.ones(1, dtype=a.dtype), a.cumprod(0)])
-        return torch.tensor(self._choose(reach * torch.cat([1 - a, torch.ones(1, dtype=a.dtype)])))
+
+class EnumerationNumbers:
+    """The choices of a round; each of those that a text was promised is made once at most."""
+
+    def __init__(self, rngs: Sequence[EnumerationRng], counts: Sequence[int]) -> None:
+        self.rngs, self.counts, self.made = rngs, counts, set[tuple[int, int]]()
+
+    def once(self, text: int, step: int) -> None:
+        assert step < self.counts[text], f"choice {step} of {self.counts[text]}"
+        assert (text, step) not in self.made, f"choice {step} is made twice"
+        self.made.add((text, step))
+
+    def draw(self, weights: Tensor, step: int | Sequence[int] = 0, rows: Sequence[int] | None = None) -> Tensor:
+        texts = range(len(self.rngs)) if rows is None else rows
+        steps = [step] * len(weights) if isinstance(step, int) else step
+        for text, at in zip(texts, steps, strict=True):
+            self.once(text, at)
+        return torch.tensor([self.rngs[text].choose(row) for text, row in zip(texts, weights, strict=True)])
+
+    def accepted(self, rates: Tensor, lengths: Sequence[int], step: int = 0) -> Tensor:
+        found = []
+        for text, (row, n) in enumerate(zip(rates, lengths, strict=True)):
+            a = row[:n].double()
+            assert ((a >= 0) & (a <= 1)).all(), a
+            for at in range(n):
+                self.once(text, step + at)
+            reach = torch.cat([torch.ones(1, dtype=a.dtype), a.cumprod(0)])
+            found.append(self.rngs[text].choose(reach * torch.cat([1 - a, torch.ones(1, dtype=a.dtype)])))
+        return torch.tensor(found)
 
 
 def enumerate_runs(run: Callable[[Rng], tuple[int, ...]]) -> Distribution:
@@ -168,7 +193,7 @@ class ScriptedRunner(Model):
         if read.tree is None:
             contexts = [past + tuple(new[: i + 1]) for i in range(len(new))]
         else:
-            contexts = [tuple(text.tolist()) for text in read.tree.prefixes([*past, new[0]])]
+            contexts = [(*past, new[0], *(new[i] for i in path)) for path in read.tree.paths()]
         read.cache.held += new
         assert self.limit >= max(map(len, contexts)), "read beyond the context"
         self.clock.now += self.cost * (0.9 + 0.1 * len(new))
@@ -183,7 +208,7 @@ class ScriptedRunner(Model):
 def next_logits(runner: Model, text: list[int]) -> Tensor:
     """Logits ``[vocab]`` after a text, which a fresh cache reads whole."""
     cache = runner.new_cache()
-    logits = runner.forward([Read(cache, torch.tensor(text))], last=1)[0].logits[0]
+    logits = runner.forward([Read(cache, torch.tensor(text))], last=1).logits[0]
     cache.close()
     return logits
 

@@ -12,10 +12,9 @@ from devices import DEVICE, PRETENDED
 from families import build_tiny, resembling
 from heads import make_block_head, make_head
 from tiny_run import tiny_settings
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
-from decode.core.sampling import TorchRng
 from distill.config import Settings
 
 CUDA = DEVICE.startswith("cuda")
@@ -67,19 +66,3 @@ def settings_in(folder: Path, **changes: Any) -> Settings:
     evaluation.prompts = evaluation.accuracy_prompts = 4
     evaluation.decode_prompts, evaluation.max_new_tokens, evaluation.draft_lengths = 1, 6, [2]
     return settings
-
-
-class HostRng(TorchRng):
-    """The CPU's random numbers on any device, so that a seed gives one text on all of them."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed, "cpu")
-
-    def draw(self, weights: Tensor) -> Tensor:
-        """Draws for one row after another, on the CPU."""
-        tokens = [super(HostRng, self).draw(row) for row in weights.cpu().view(-1, weights.shape[-1])]
-        return torch.stack(tokens).view(weights.shape[:-1]).to(weights.device)
-
-    def first_reject(self, accept: Tensor) -> Any:
-        """Draws on the CPU."""
-        return super().first_reject(accept.cpu())

@@ -3,8 +3,8 @@
 import torch
 from transformers import PreTrainedModel
 
-from decode.core.loop import Method, Text, decode, decode_texts
 from decode.core.sampling import LogitsWarper, TorchRng
+from decode.loop import Method, Text, decode, decode_texts
 from decode.models.api import Model
 
 GREEDY = LogitsWarper()

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from decode.models.heads.block import BlockHead
 from decode.models.heads.block_config import BLOCK_ARCHITECTURES, block_config
 from decode.models.heads.eagle import FeatureHead, attend, head_config
-from distill.config.models import StudentSettings
-from distill.drafts.block import BlockDraft
-from distill.drafts.eagle import FeatureDraft
-from distill.drafts.language_model import LanguageModelDraft
-from distill.drafts.reference import Draft
+from distill.config.kinds import kind_of
+from distill.kinds.base import Draft
+from distill.kinds.block import BlockDraft
+from distill.kinds.eagle import FeatureDraft
+from distill.kinds.language_model import LanguageModelDraft
 from distill.signal.target import Signal
 
 MASK = 47  # the token in the slots of a block
@@ -66,9 +66,9 @@ def learned_head(
 def make_block_head(target: PreTrainedModel, version: str = "dspark", seed: int = 3, **shape: Any) -> BlockHead:
     """A random head on the target, whose vocabulary is the whole one unless `shape` says otherwise."""
     spark = version == "dspark"
-    rank = {"dflash": 0, "lilicorr": 6}.get(version, 3)
+    rank = 0 if version == "dflash" else 3
     given = {"layers": 2, "block": 4, "mask_id": 0, "markov_rank": rank, "confidence": spark} | shape
-    few = {"dflash2": 3, "lilicorr": 3}.get(version, 0)
+    few = 3 if version == "dflash2" else 0
     other = {"sample_from_anchor": given.pop("from_anchor", spark), "candidates": given.pop("candidates", few)}
     other |= {key: given.pop(key) for key in ("layer_types", "is_causal", "conv_kernel_size") if key in given}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -77,7 +77,7 @@ def make_block_head(target: PreTrainedModel, version: str = "dspark", seed: int 
         config.update(other)
         head = BlockHead(config)
         for name, weight in head.named_parameters():  # norms and the bias by the token before are no identity
-            noise = 1.0 if "markov_w2" in name or "lilicorr" in name else 0.2
+            noise = 1.0 if "markov_w2" in name else 0.2
             weight += noise * torch.randn_like(weight)
         if head.reduced:
             head.set_vocabulary(torch.arange(0, 2 * head.config.draft_vocab_size, 2))
@@ -167,71 +167,16 @@ def plain_block(head: BlockHead, target: PreTrainedModel, ids: list[int], drafts
 @torch.no_grad()
 def plain_scores(head: BlockHead, target: PreTrainedModel, ids: list[int], path: list[int], drafts: int) -> Tensor:
     """Logits ``[len(path) + 1, draft vocab]`` of a block's slots after a text and drafted tokens, −∞ of no candidates."""
-    logits, hidden, context = plain_block(head, target, ids, drafts)
-    text, kept, rows = ids + path, head.draft_ids(), []
+    logits, hidden, _ = plain_block(head, target, ids, drafts)
+    text, rows = ids + path, []
     for slot in range(min(len(path) + 1, drafts)):
         row, before = logits[slot], text[len(ids) - 1 + slot]
         best = row.sort(descending=True, stable=True).indices[: head.candidates or len(row)]
         if head.markov_head is not None:
             markov: Any = head.markov_head
             row = row + markov.markov_w2(markov(hidden[slot], markov.markov_w1(torch.tensor(before))))
-        elif head.lilicorr is not None:
-            ranked = [each.sort(descending=True, stable=True).indices[: head.candidates] for each in logits]
-            scores = _plain_lattice(head.lilicorr, logits, ranked, hidden, context[-1:], target, kept)
-            names = [int(i) if kept is None else int(kept[i]) for i in ranked[slot - 1]]
-            made = scores[slot][names.index(before) if slot else 0]
-            row = row.index_copy(0, best, made)
         rows.append(torch.full_like(row, -torch.inf).index_copy(0, best, row[best]))
     return torch.stack(rows)
-
-
-def _plain_lattice(
-    lattice: Any, logits: Tensor, ranked: list[Tensor], hidden: Tensor, context: Tensor, target: Any, kept: Any
-) -> list[list[Tensor]]:
-    """The scores of a lattice: of each slot, after each candidate of the one before, of all its candidates."""
-    cells, embedding, known = [], target.get_input_embeddings().weight, logits.log_softmax(-1)
-    for slot, ids in enumerate(ranked):
-        for rank, i in enumerate(ids):
-            p = known[slot, i]
-            told = [p, p.exp(), p - known[slot].max(), torch.tensor(rank / (len(ids) - 1)), torch.tensor(rank == 0)]
-            z = lattice.feature_mlp.up_proj(lattice.feature_norm(torch.stack([each.to(p) for each in told])))
-            z = lattice.feature_mlp.down_proj(z * z.sigmoid()) + lattice.pass_hidden_proj(hidden[slot])
-            z = z + lattice.token_proj(embedding[int(i) if kept is None else int(kept[i])])
-            z = z + lattice.slot_embedding[0, 0, slot, 0] + lattice.rank_embedding[0, 0, 0, rank]
-            cells.append((slot, z))
-
-    def norm(z: Tensor, module: Any) -> Tensor:
-        return z / (z.pow(2).mean(-1, keepdim=True) + module.eps).sqrt() * module.weight
-
-    x, apart = torch.stack([z for _, z in cells]), lattice.relative_slot_bias.shape[1] // 2
-    for layer in lattice.layers:
-        heads, y = layer.attn.num_heads, norm(x, layer.attn_norm)
-        q, k, v = (y @ layer.attn.in_proj_weight.T + layer.attn.in_proj_bias).chunk(3, -1)
-        mixed = []
-        for h, (qh, kh, vh) in enumerate(zip(*(part.chunk(heads, -1) for part in (q, k, v)))):
-            bias = [[lattice.relative_slot_bias[h, a - b + apart] + (a == b) * lattice.same_slot_bias[h]
-                     for b, _ in cells] for a, _ in cells]  # fmt: skip
-            bias_of = torch.stack([torch.stack(row) for row in bias])
-            mixed.append((qh @ kh.T / qh.shape[-1] ** 0.5 + bias_of).softmax(-1) @ vh)
-        x = x + layer.attn.out_proj(torch.cat(mixed, -1))
-        inner = layer.mlp.up_proj(norm(x, layer.mlp_norm))
-        x = x + layer.mlp.down_proj(inner * inner.sigmoid())
-    z, anchor = norm(x, lattice.output_norm), torch.zeros_like(x[0])
-    if len(context):
-        anchor = norm(lattice.context_proj(context[0]), lattice.anchor_norm)
-    f = lattice.factor_input_proj(torch.cat([z, anchor.expand_as(z), z * anchor], -1))
-    f = f * f.sigmoid()
-
-    def unit(vectors: Tensor) -> Tensor:
-        return vectors / vectors.norm(dim=-1, keepdim=True).clamp_min(1e-4)
-
-    out, entered, width = unit(lattice.out_head(f)), unit(lattice.in_head(f)), len(ranked[0])
-    first = [8 * (entered[:width] @ unit(lattice.anchor_out_head(anchor)))]
-    scores = [first]
-    for slot in range(1, len(ranked)):
-        here, ago = entered[slot * width : (slot + 1) * width], out[(slot - 1) * width : slot * width]
-        scores.append([8 * (here @ vector) for vector in ago])
-    return scores
 
 
 @torch.no_grad()
@@ -251,9 +196,8 @@ def draft_of(kind: str, target: Any, steps: int = 2, **shape: Any) -> tuple[Draf
     if kind in BLOCK_ARCHITECTURES:
         block: Any = make_block_head(target, kind, **{"layers": 1, "block": 3} | shape)
         return BlockDraft(block.train(), 99), Signal(target, reader=block)  # a block at every label token
-    settings = StudentSettings(kind=kind, unroll=steps)  # type: ignore[arg-type]
-    head = make_head(target, int(settings.version or 0))
-    draft = FeatureDraft(head.train(), settings, 5, settings.decay)
+    head = make_head(target, kind_of(kind).version)
+    draft = FeatureDraft(head.train(), steps, 5, 0.8)
     draft.noise = 0.0
     return draft, Signal(target, reader=head)
 

@@ -57,4 +57,4 @@ def head_logits(head: FeatureHead, target: PreTrainedModel, ids: Sequence[int], 
     shared = output_head(target, head.draft_ids()) if head.version == 1 else None
     vocab = int(target.get_output_embeddings().weight.shape[0])
     rows = head.logits(states[0, max(0, start - 1 - depth) : max(0, len(ids) - 1 - depth)], shared)
-    return rows_of(head, rows, vocab, (ids, start))
+    return rows_of(head, rows, vocab, slice(start, len(ids)))

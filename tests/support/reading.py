@@ -5,12 +5,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from decode.core.draft import Draft
-from decode.core.loop import Method, Text, run
+from decode.core.draft import Draft, Drafts
 from decode.core.round import Round
-from decode.core.sampling import LogitsWarper, TorchRng
+from decode.core.sampling import History, LogitsWarper, TorchRng
 from decode.core.stop import StopRule
 from decode.drafters.base import Drafter, DraftRequest, Prompt
+from decode.loop import Method, Text, run
+from decode.models import api
 from decode.models.api import Model, Out, Read
 from decode.models.texts import Draws, uniform_draws
 
@@ -28,7 +29,7 @@ class Reader:
 
     def read(self, tokens: Tensor | list[int], tree: Draft | None = None, head: int | None = None, **how) -> Tensor:  # type: ignore[no-untyped-def]
         with torch.inference_mode():
-            self.out = self.runner.forward([Read(self.cache, torch.as_tensor(tokens), tree)], last=head, **how)[0]
+            self.out = self.runner.forward([Read(self.cache, torch.as_tensor(tokens), tree)], last=head, **how)
         return self.out.logits
 
     def truncate(self, length: int) -> None:
@@ -38,12 +39,26 @@ class Reader:
 class Drafting:
     """A drafter with its state of one sequence."""
 
-    def __init__(self, drafter: Drafter, ids: list[int], **prompt) -> None:  # type: ignore[no-untyped-def]
-        self.drafter, self.state = drafter, drafter.start(Prompt(ids, **prompt))
+    def __init__(self, drafter: Drafter, ids: list[int], captured: Tensor | None = None, **prompt) -> None:  # type: ignore[no-untyped-def]
+        begun = Prompt(ids, **prompt)
+        self.drafter, self.state = drafter, drafter.start(begun)
+        for piece in () if captured is None else captured.split(api.PIECE):
+            drafter.feed(self.state, begun, piece)
+
+    def request(self, ids: list[int], stop: StopRule | None = None, max_depth: int = 100) -> DraftRequest:
+        return DraftRequest(self.state, ids, stop or StopRule(100), max_depth, TorchRng(0), History(ids))
 
     def propose(self, ids: list[int], stop: StopRule | None = None, max_depth: int = 100) -> Draft:
-        stop = stop or StopRule(100)
-        return self.drafter.propose([DraftRequest(self.state, ids, stop, max_depth, TorchRng(0))])[0]
+        return on_host(self.drafter.propose([self.request(ids, stop, max_depth)], torch.device("cpu")))[0]
+
+    def update(self, ids: list[int], round: Round, out: Out) -> None:
+        rows = [0, *(node + 1 for node in round.path)]
+        self.drafter.update([self.request(ids)], [round], out, [rows])
+
+
+def on_host(drafts: Drafts) -> list[Draft]:
+    """The drafts of all texts."""
+    return drafts.on_host(drafts.tokens.tolist())
 
 
 def draws_named(seed: int) -> Draws:

@@ -11,9 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
+from decode import loop
 from decode.commands.generate import Generation, finished, start
 from decode.commands.settings import GenerateSettings
 from decode.core.round import Round
+from decode.core.verify import Verification
 from decode.measure.suites import load_suite
 
 KINDS = {  # the method, and what the first forward of a draft reads and what the others do
@@ -36,19 +38,20 @@ def watch(generation: Generation) -> Iterable[tuple[Round, Seen]]:
     """Decodes a text; returns its rounds and what was seen of each."""
     text, drafter, seen, reads = generation.decoded, generation.system.drafter, list[Seen](), list[int]()
     text.rule.needs_raw = True  # drafts keep their logits until they are verified
-    read, verify = drafter.read, text.verify
+    read = drafter.read
 
     def counted(caches: Any, feeds: Any) -> Any:
         reads.append(1)
         return read(caches, feeds)
 
-    def watched(draft: Any, out: Any) -> Any:
-        p = out.logits.softmax(-1)
-        seen.append((len(reads), p if draft.logits is None else draft.logits.softmax(-1), p))
-        reads.clear()
-        return verify(draft, out)
+    class Watched(Verification):
+        def __init__(self, drafts: Any, tokens: Tensor, logits: Tensor, *given: Any) -> None:
+            p = logits.softmax(-1)
+            seen.append((max(1, len(reads)), p if drafts.logits is None else drafts.logits[0].softmax(-1), p))
+            reads.clear()
+            super().__init__(drafts, tokens, logits, *given)
 
-    text.verify, drafter.read = watched, counted
+    vars(loop)["Verification"], drafter.read = Watched, counted
     return zip(finished(generation).decoded.rounds, seen)
 
 

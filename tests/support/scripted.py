@@ -36,7 +36,7 @@ class RandomTree(NoDrafter):
                 break
             parents.append(parent)
             depths.append(depth)
-        return Draft.tree([generator.randrange(self.vocab) for _ in parents], parents)
+        return Draft([generator.randrange(self.vocab) for _ in parents], parents)
 
 
 @dataclass
@@ -83,7 +83,7 @@ def _tree(oracle: Oracle, future: list[int], max_depth: int) -> Draft:
         if generator.random() < 0.2:
             break
         above = right
-    return Draft.tree(tokens, parents)
+    return Draft(tokens, parents)
 
 
 WAYS: dict[str, Callable[[Oracle, list[int], int], Draft]] = {
@@ -92,14 +92,14 @@ WAYS: dict[str, Callable[[Oracle, list[int], int], Draft]] = {
     "alternating": lambda oracle, future, depth: _chain(
         [t if i % 3 or oracle.rounds % 2 == 0 else oracle.wrong(t) for i, t in enumerate(future[: min(6, depth)])]
     ),
-    "empty": lambda oracle, future, depth: Draft.empty(),
+    "empty": lambda oracle, future, depth: Draft(()),
     "overlong": lambda oracle, future, depth: _chain((future + [0] * 20)[:12]),  # longer than the budget allows
     "tree": _tree,
 }
 
 
 def _chain(tokens: list[int]) -> Draft:
-    return Draft.tree(tokens, list(range(-1, len(tokens) - 1)))
+    return Draft(tokens, list(range(-1, len(tokens) - 1)))
 
 
 Documents = Iterable[Sequence[int] | np.ndarray]

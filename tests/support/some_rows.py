@@ -5,12 +5,16 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
-import pyarrow
 from datasets import Dataset
 
 from distill.config.models import TrainingSettings
 from distill.data.chat import IGNORE
 from distill.data.dataset import Column, Examples
+from distill.kept import Kept
+from distill.kinds.reference import Draft, reference_losses
+from distill.losses.divergences import Divergence
+from distill.signal.kept import keep_columns
+from distill.signal.target import Signal
 
 Module = TypeVar("Module")
 TRAINING = TrainingSettings(steps=4, batch_size=2, lr=1e-2)
@@ -30,10 +34,17 @@ def some_rows(count: int = 6, seed: int = 0, *, prompt: int = 3, empty: Sequence
 
 def add_column(examples: Examples, name: str, values: np.ndarray) -> Examples:
     """Adds values of the label tokens ``[label tokens, ...]`` as a column that batches carry."""
-    offsets = (examples.label_offsets * int(np.prod(values.shape[1:]))).astype(np.int32)
-    rows = pyarrow.chunked_array([pyarrow.ListArray.from_arrays(offsets, values.reshape(-1))])
-    examples.columns[name] = Column(rows, np.arange(len(examples)), values.shape[1:])
+    kept = Kept({name: (values.shape[1:], str(values.dtype))})
+    for key, part in zip(examples.keys, np.split(values, examples.label_offsets[1:-1])):
+        kept.put(int(key), {name: part})
+    examples.columns[name] = Column(kept, name, kept.join(examples.keys))
     return examples
+
+
+def add_losses(reference: Draft, signal: Signal, examples: Examples, divergence: Divergence, precision: str) -> None:
+    """Adds a reference's losses, as a run of AdaSPEC does."""
+    shapes, compute = reference_losses(reference, signal, divergence, precision)
+    keep_columns(Kept(shapes), [examples], compute)
 
 
 def everything(examples: Examples) -> dict[str, Any]:

@@ -41,25 +41,16 @@ def main(folder: Path, inputs: Path, outputs: Path) -> None:
         load_file(inputs),
     )
     slots, width, made = fields["dflash_config"], fields["hidden_size"], dict[str, Tensor]()
-    from vllm.model_executor.models.lilicorr import LiLiCorrHead
     from vllm.model_executor.models.qwen3_dflash2 import CandidateSelector, DFlashGroupedConv
 
-    if fields["architectures"] == ["LiLiCorrDraftModel"]:
-        head = LiLiCorrHead(
-            model_hidden_size=width, block_size=slots["block_size"], rms_norm_eps=fields["rms_norm_eps"], config=slots
-        )
-        filled(head, state, "lilicorr")
-        names = "token_embeddings", "candidate_log_probs", "pass_hidden", "anchor_hidden", "anchor_valid"
-        made["scores"] = head(**{name: given[name] for name in names})
-    else:
-        sizes = slots["selector_rank"], slots["selector_top_k"]
-        selector = filled(
-            CandidateSelector(width, fields["vocab_size"], *sizes, params_dtype=torch.float32, prefix=""),
-            state,
-            "candidate_selector",
-        )
-        names = "candidate_ids", "unary_logits", "hidden_states", "anchor_token_ids"
-        made["scores"] = selector(*(given[name] for name in names))
+    sizes = slots["selector_rank"], slots["selector_top_k"]
+    selector = filled(
+        CandidateSelector(width, fields["vocab_size"], *sizes, params_dtype=torch.float32, prefix=""),
+        state,
+        "candidate_selector",
+    )
+    names = "candidate_ids", "unary_logits", "hidden_states", "anchor_token_ids"
+    made["scores"] = selector(*(given[name] for name in names))
     taps = slots["conv_kernel_size"], slots["conv_group_size"], given["rows"].shape[1]
     for part in sorted({key.rpartition("_conv.")[0] + "_conv" for key in state if "_conv." in key}):
         conv = filled(DFlashGroupedConv(width, *taps, params_dtype=torch.float32, prefix=""), state, part)

@@ -5,41 +5,50 @@ weight serves all of them. Each text has a row of the cache; neighbouring rows a
 of them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+import mmap
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decode.models.api import Cache, joined
+from decode.models.api import GROWTH, Cache, free_memory, joined
 
 PADDED = 32
 """Most new tokens of a text that is padded with its neighbours, and whose queries of one key head become rows of it; a
 text with more attends alone, with one mask for all heads."""
 LEAST = 256  # positions that a cache has at first
 KEPT = 1 << 26  # most bytes of a cache that are kept when its last text is closed
-
+SPARE = 128  # slots that the nodes of a tree take behind the end of a text
+ALIGNED = 8  # elements that rows of a mask begin at multiples of
 
 Views = tuple[Tensor, Tensor, Tensor]
 Windows = Sequence[int | None]  # positions that attention sees, by kind of layers; None: all
 
 
+def zeros(like: Tensor, *shape: int) -> Tensor:
+    """Zeros, of which a CPU takes memory once they are written to."""
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * like.itemsize), dtype=like.dtype).view(shape)
+
+
 class KVCache:
-    """Keys and values of texts, ``[layers, rows, 2 kv_heads, capacity, width]``, keys before values.
+    """Keys and values of texts in one tensor, keys before values.
 
     Attributes:
-        tensor: the memory.
+        tensor: the memory  # [layers, rows, 2 kv_heads, capacity, width]
         capacity: positions of a row.
-        views: of each layer the whole cache ``[rows, 2 kv_heads, capacity, width]``, its keys and its values.
+        views: of each layer the whole cache, its keys and its values  # [rows, 2 kv_heads or kv_heads, capacity, width]
         rows: the text of each row; None where it was closed.
     """
 
     def __init__(self, layers: int, kv_heads: int, width: int, like: Tensor) -> None:
-        self.kv_heads, self.tensor = kv_heads, like.new_zeros(layers, 1, 2 * kv_heads, 0, width)
+        self.kv_heads, self.capacity, self.tensor = kv_heads, 0, like.new_zeros(layers, 1, 2 * kv_heads, 0, width)
         self.rows: list[Row | None] = []
         self.reserved = 1
         self._allocate(1, LEAST)
@@ -49,27 +58,35 @@ class KVCache:
         """Bytes of a position of a row."""
         return self.tensor.nbytes // self.tensor.shape[1] // self.capacity
 
-    def reserve(self, rows: int) -> None:
-        """Keep memory for so many texts, even while fewer are open."""
+    def reserve(self, rows: int, length: int = 0) -> None:
+        """Keep memory for so many texts, even while fewer are open, of this length if that much is free.
+
+        So texts whose end is known are never copied, which would take their memory twice.
+        """
         self.reserved = rows
-        if rows > 1:
-            self.grow(rows, 0)
-        else:
+        if rows == 1:
             self.compact()
+        count, held = self.tensor.shape[1], self.capacity
+        if length + SPARE > held >= LEAST and length > LEAST:
+            room = int(free_memory(self.tensor.device) / (GROWTH * rows * self.bytes_per_token))
+            held = max(held, min(length + SPARE, room))
+        if rows > count or held > self.capacity:
+            self._allocate(max(rows, count), held)
 
     def grow(self, rows: int, capacity: int) -> None:
         """Allocate at least as many rows and positions, keeping what is held."""
         count, held = self.tensor.shape[1], self.capacity
-        if capacity > held:
-            # the cache of one text doubles; that of many grows in smaller steps, since memory bounds their number
-            capacity = max(capacity, 2 * held if count == 1 else held + held // 4)
+        if capacity > held:  # by doubling while it is small, then in smaller steps
+            capacity = max(capacity, held + (held if self.tensor.nbytes <= KEPT else held // 4))
         if capacity > held or rows > count:
             self._allocate(max(rows, count), max(capacity, held))
 
     def _allocate(self, rows: int, capacity: int) -> None:
         old, heads, self.capacity = self.tensor, self.kv_heads, capacity
-        self.tensor = old.new_zeros(old.shape[0], rows, 2 * heads, capacity, old.shape[4])
-        self.tensor[:, : old.shape[1], :, : old.shape[3]] = old[:, :rows, :, :capacity]
+        self.tensor = zeros(old, old.shape[0], rows, 2 * heads, capacity, old.shape[4])
+        for row in self.rows[: min(rows, old.shape[1])]:
+            if row is not None:
+                self.tensor[:, row.row, :, : row.known] = old[:, row.row, :, : row.known]
         self.views: list[Views] = [(layer, layer[:, :heads], layer[:, heads:]) for layer in self.tensor.unbind(0)]
 
     def new_row(self, kind: Callable[..., Any], *given: Any) -> Any:
@@ -77,6 +94,18 @@ class KVCache:
         at = self.rows.index(None) if None in self.rows else len(self.rows)
         self.rows[at : at + 1] = [kind(self, at, *given)]
         return self.rows[at]
+
+    def gather(self, texts: Sequence[Any], bases: Sequence[int], paths: Sequence[list[int]]) -> None:
+        """Move the entries at the slots of `paths` (ascending) to those from `bases` on, of all texts at once."""
+        moves = [
+            (text.row, slot, base + i)
+            for text, base, slots in zip(texts, bases, paths)
+            for i, slot in enumerate(slots)
+            if slot != base + i
+        ]
+        if moves:
+            rows, old, new = upload(list(zip(*moves)), self.tensor.device)
+            self.tensor[:, rows, :, new] = self.tensor[:, rows, :, old]
 
     def compact(self) -> None:
         """Move the last rows into closed ones, so that neighbours attend together; free memory that is not reserved."""
@@ -117,8 +146,7 @@ class Row(Cache):
 
     def gather(self, base: int, slots: list[int]) -> None:
         """See `Cache.gather`."""
-        held = self.memory.tensor[:, self.row]
-        held[:, :, base : base + len(slots)] = held.index_select(2, torch.tensor(slots, device=held.device))
+        self.memory.gather([self], [base], [slots])
 
     def close(self) -> None:
         """Free the row; memory of several rows, or of a long text, is given back when no other text needs it."""
@@ -136,9 +164,10 @@ class NewTokens:
     cache: Any  # its `Row`
     start: int  # cache slot of the first token
     count: int
-    depths: Sequence[int] | None = None  # where they are no chain: position of each, less `start`
-    # where they are no chain: bool ``[count, m]``, which of the last m slots each token sees; it sees all before these
+    depths: Sequence[int] | None = None  # of a tree: position of each token, less `start`
+    # of a tree: which of the last m slots each token sees, bool; it sees all slots before these  # [count, m]
     seen: Tensor | None = None
+    block: bool = False  # whether the tokens see each other; otherwise, without `seen`, they are a chain
 
     @property
     def end(self) -> int:
@@ -149,86 +178,154 @@ class NewTokens:
         """Positions of the tokens in their text."""
         return range(self.start, self.end) if self.depths is None else [self.start + depth for depth in self.depths]
 
-    def among(self) -> Tensor:
-        """`seen`, also of a chain."""
-        return torch.ones(self.count, self.count, dtype=torch.bool).tril_() if self.seen is None else self.seen
+
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """A copy on a device that the host does not wait for."""
+    pinned = values.pin_memory() if device.type == "cuda" and values.device.type == "cpu" else values
+    return pinned.to(device, non_blocking=True)
 
 
-def attention_mask(
-    new: Sequence[NewTokens], groups: int, window: int | None, like: Tensor
-) -> tuple[int, Tensor | None]:
-    """The first slot that any query sees, and the mask from it on (see `attention`), for texts that attend in one call.
+def upload(lists: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
+    """Lists of integers as tensors on a device, by one copy."""
+    return list(send(torch.tensor(list(chain(*lists))), device).split(list(map(len, lists))))
 
-    Texts with fewer tokens than the widest are padded with copies of their last query. A single text without a window
-    takes a shorter way, with half as many operations. `groups` are query heads of a key head.
+
+def queries(new: Sequence[NewTokens], width: int) -> list[list[int]]:
+    """Of `width` queries of each text, its tokens and copies of the last one, what a forward needs to know.
+
+    Returns:
+        The numbers of the tokens among those of all texts, their slots, the last slots that they see, their positions.
+    """
+    lists: list[list[int]] = [[], [], [], []]
+    first = 0
+    for text in new:
+        positions, chain_like = text.positions(), not text.block and text.seen is None
+        for i in [*range(text.count), *[text.count - 1] * (width - text.count)]:
+            slot = text.start + i
+            for values, value in zip(lists, (first + i, slot, slot if chain_like else text.end - 1, positions[i])):
+                values.append(value)
+        first += text.count
+    return lists
+
+
+Masks = list[tuple[int, Tensor | None]]
+"""Of each kind of layers the first slot that any query sees, and the mask from it on, which `attention` adds; None:
+every query sees every slot."""
+
+
+def attention_masks(
+    new: Sequence[NewTokens], groups: int, windows: Windows, like: Tensor, places: Sequence[Tensor] = ()
+) -> Masks:
+    """The masks of texts that attend in one call, made on the device by comparing slots.
+
+    Texts with fewer tokens than the widest are padded with copies of their last query. A single text whose windows
+    reach its start takes a shorter way, with fewer operations.
+
+    Args:
+        new: the new tokens.
+        groups: query heads of a key head.
+        windows: positions that attention sees, by kind of layers; None: all.
+        like: a tensor of the model's device and number format.
+        places: slots, last slots and positions of the `queries`, if they were uploaded  # [batch · width] each
     """
     width, end = max(text.count for text in new), max(text.end for text in new)
     groups = groups if width <= PADDED else 1
-    first = 0 if window is None else max(0, min(text.start for text in new) + 1 - window)
-    slots = end - first
-    cut = window is not None and slots > window
-    if width == 1 and not cut and all(text.end == end and text.seen is None for text in new):
-        return first, None
-    if len(new) == 1 and not cut:
-        among = new[0].among()
-        if bool(among.all()):  # a block, whose tokens see each other
-            return first, None
-        mask = like.new_zeros(1, 1, groups, width, slots)
-        mask[..., slots - among.shape[1] :].masked_fill_(~among.to(like.device), -torch.inf)
-        return first, mask.view(1, 1, groups * width, slots)
-    allowed = np.zeros((len(new), width, end), dtype=bool)
-    for rows, text in zip(allowed, new):
-        among = text.among()
-        rows[: text.count, : text.end] = True
-        rows[: text.count, text.end - among.shape[1] : text.end] = among.numpy()
-        if window is not None:
-            at = np.array(text.positions())
-            places = np.append(np.arange(text.start), at)
-            rows[: text.count, : text.end] &= at[:, None] - places < window
-        rows[text.count :] = rows[text.count - 1]
-    hidden = ~torch.from_numpy(allowed[..., first:]).to(like.device)
-    mask = like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-    return first, mask.repeat(1, groups, 1)[:, None]
+    firsts = [0 if window is None else max(0, min(text.start for text in new) + 1 - window) for window in windows]
+    cut = [window is not None and end - first > window for window, first in zip(windows, firsts)]
+    open_ = all(text.end == end and (text.block or (width == 1 and text.seen is None)) for text in new)
+    if open_ and not any(cut):
+        return [(first, None) for first in firsts]
+    if len(new) == 1 and not any(cut):
+        (text,) = new
+        mask = empty_mask(like, 1, 1, groups, width, end)
+        if text.seen is None:
+            mask[..., end - width :] = like.new_full((width, width), -torch.inf).triu_(1)
+        else:
+            mask[..., end - text.seen.shape[1] :].masked_fill_(send(~text.seen, like.device), -torch.inf)
+        return [(first, mask[..., first:].view(1, 1, groups * width, end - first)) for first in firsts]
+    places = places or upload(queries(new, width)[1:], like.device)
+    slot, last, at = (index.view(len(new), width) for index in places)
+    slots = torch.arange(end, device=like.device)
+    hidden, positions = slots > last[..., None], slots  # [batch, width, end], [end]
+    if any(text.seen is not None for text in new):
+        seen = [text.seen for text in new if text.seen is not None]
+        most, where = max(x.shape[1] for x in seen), seen[0].device
+        # its first column stands for earlier slots
+        among = torch.zeros(len(new), width, most + 1, dtype=torch.bool, device=where)
+        for rows, text in zip(among, new):
+            if text.seen is not None:
+                rows[: text.count, most + 1 - text.seen.shape[1] :] = ~text.seen
+                rows[text.count :] = rows[text.count - 1]
+        back = (slots - last[:, -1:] + most).clamp_(0, most)  # [batch, end]
+        hidden |= send(among, like.device).gather(2, back[:, None].expand(-1, width, -1))
+        moved = F.pad(at - slot, (1, 0))  # positions of new tokens, less their slots
+        positions = slots + moved.gather(1, (slots - slot[:, :1] + 1).clamp_(0, width))[:, None]  # [batch, 1, end]
+    masks: Masks = []
+    for first, window, far in zip(firsts, windows, cut):
+        if open_ and not far:
+            masks.append((first, None))
+            continue
+        unseen = hidden | (positions <= at[..., None] - window) if far and window is not None else hidden
+        mask = empty_mask(like, len(new), groups, width, end - first)
+        mask.masked_fill_(unseen[:, None, :, first:], -torch.inf)
+        masks.append((first, mask.view(len(new), 1, groups * width, end - first)))
+    return masks
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Attention before its projection, ``[texts · n, heads · width]``, of ``q [texts, heads, n, width]``.
+def empty_mask(like: Tensor, *shape: int) -> Tensor:
+    """A mask of zeros whose rows begin where kernels of GPUs want them, so that they are not copied in every layer."""
+    return like.new_zeros(*shape[:-1], -(-shape[-1] // ALIGNED) * ALIGNED)[..., : shape[-1]]
 
-    Keys and values are ``[texts, kv_heads, slots, width]``. The mask is additive, ``[texts, 1, groups · n, slots]``, or
-    ``[1, 1, n, slots]`` for more than `PADDED` tokens; None: every query sees every key. Scale None is 1/√width.
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, real: Any = None) -> Tensor:
+    """Attention before its projection.
+
+    Args:
+        q: queries  # [batch, heads, n, width]
+        k: keys  # [batch, kv_heads, slots, width]
+        v: values, as keys.
+        mask: added to the scores, ``[1, 1, n, slots]`` for more than `PADDED` tokens  # [batch, 1, groups · n, slots]
+        scale: of the scores; None is 1/√width.
+        real: the text and the query of each token, where texts were padded; None: all queries are tokens.
+
+    Returns:
+        The sums of values  # [tokens, heads · width]
     """
-    texts, heads, n, d = q.shape
+    batch, heads, n, d = q.shape
     kv_heads = k.shape[1]
     grouped, few = heads > kv_heads, n <= PADDED
     if grouped and few:  # the group becomes rows of its key head, so that keys are read once
-        q = q.reshape(texts, kv_heads, -1, d)
+        q = q.reshape(batch, kv_heads, -1, d)
     elif grouped:  # a key head stands for a text, so that all heads share one mask
         q = q[0].unflatten(0, (kv_heads, -1))
         k, v = (x.transpose(0, 1).expand(-1, q.shape[1], -1, -1) for x in (k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     if not grouped:
-        return out.transpose(1, 2).reshape(texts * n, -1)
-    if few:
-        return out.unflatten(2, (-1, n)).permute(0, 3, 1, 2, 4).reshape(texts * n, -1)
-    return out.permute(2, 0, 1, 3).reshape(n, -1)
+        out = out.transpose(1, 2)
+    elif few:
+        out = out.unflatten(2, (-1, n)).permute(0, 3, 1, 2, 4)
+    else:
+        out = out.permute(2, 0, 1, 3)[None]
+    return out.reshape(batch * n, -1) if real is None else out[real].flatten(1)
 
 
 class OneText:
     """Where the tokens of a forward over one text belong.
 
-    `windows` and `rotary` are given for each kind of layers. Rotary factors are given of all positions; the attribute
-    `rotary` keeps those of the tokens.
+    `windows` and `rotary` are of each kind of layers. Rotary factors are of all positions; the attribute `rotary` keeps
+    those of the tokens.
     """
 
     def __init__(
-        self, new: Sequence[NewTokens], groups: int, windows: Windows, rotary: Sequence[Tensor], like: Tensor
-    ) -> None:
+        self, new: Sequence[NewTokens], heads: int, groups: int, windows: Windows, rotary: Sequence[Tensor],
+        like: Tensor,
+    ) -> None:  # fmt: skip
         self.new = text = new[0]
-        self.masks = [attention_mask(new, groups, window, like) for window in windows]
+        self.masks = attention_masks(new, groups, windows, like)
         if text.depths is None:
             self.rotary = [table.narrow(0, text.start, text.count) for table in rotary]
         else:
-            at = torch.tensor(text.positions(), device=like.device)
+            (at,) = upload([text.positions()], like.device)
             self.rotary = [table.index_select(0, at) for table in rotary]
 
     def views(self, cache: KVCache, first: int, last: int) -> list[Views]:
@@ -242,7 +339,15 @@ class OneText:
         return list(zip(added.unbind(0), seen.narrow(2, 0, heads).unbind(0), seen.narrow(2, heads, heads).unbind(0)))
 
     def attend(self, q: Tensor, new: Tensor, views: Views, kind: int, scale: float | None) -> Tensor:
-        """Store keys and values ``new [1, 2 kv_heads, tokens, width]`` in a layer's slots; return `attention`."""
+        """Store keys and values of the tokens in a layer's slots; `attention`.
+
+        Args:
+            q: queries  # [1, heads, tokens, width]
+            new: keys, then values  # [1, 2 kv_heads, tokens, width]
+            views: of the layer.
+            kind: of the layer.
+            scale: see `attention`.
+        """
         slots, k, v = views
         first, mask = self.masks[kind]
         slots.copy_(new)
@@ -255,40 +360,42 @@ class RaggedBatch:
     """Where the tokens of a forward over several texts belong; methods as of `OneText`.
 
     Texts in neighbouring rows, ascending, attend in one call unless they have many new tokens. `last` is the index of
-    the last token of each text, long ``[texts]``.
+    the last token of each text  # [batch]
     """
 
     def __init__(
-        self, new: Sequence[NewTokens], groups: int, windows: Windows, rotary: Sequence[Tensor], like: Tensor
-    ) -> None:
-        def index(values: Iterable[int]) -> Tensor:
-            return torch.tensor(list(values), device=like.device)
-
-        positions = index(at for text in new for at in text.positions())
-        self.rotary = [table.index_select(0, positions) for table in rotary]
-        self.rows = index(text.cache.row for text in new for _ in range(text.count))
-        self.places = index(slot for text in new for slot in range(text.start, text.end))
-        self.last = index(text.count for text in new).cumsum(0) - 1
+        self, new: Sequence[NewTokens], heads: int, groups: int, windows: Windows, rotary: Sequence[Tensor],
+        like: Tensor,
+    ) -> None:  # fmt: skip
         runs = [[new[0]]]
         for before, text in pairwise(new):
             if text.cache.row == before.cache.row + 1 and max(text.count, before.count) <= PADDED:
                 runs[-1].append(text)
             else:
                 runs.append([text])
-        # of each run: rows of the cache, slots in use, width, tokens, queries padded, results not padded, masks by kind
-        self.calls: list[tuple[Any, ...]] = []
-        token = 0
+        tokens = [(text, slot) for text in new for slot in range(text.start, text.end)]
+        # all indices of the forward are one copy to the device
+        lists = [[at for text in new for at in text.positions()], [text.cache.row for text, _ in tokens]]
+        lists += [[slot for _, slot in tokens], [end - 1 for end in accumulate(text.count for text in new)]]
         for run in runs:
-            counts, padded, real = [text.count for text in run], None, None
-            tokens, width = slice(token, token + sum(counts)), max(counts)
-            if min(counts) < width:  # a text's last token stands in for those that it lacks
-                firsts = zip(accumulate(counts, initial=token), counts)
-                padded = index(first + min(i, n - 1) for first, n in firsts for i in range(width))
-                real = index(row * width + i for row, n in enumerate(counts) for i in range(n))
+            lists += queries(run, max(text.count for text in run))
+            lists += map(list, zip(*((row, i) for row, text in enumerate(run) for i in range(text.count))))
+        positions, self.rows, self.slots, self.last, *indices = upload(lists, like.device)
+        self.rotary = [table.index_select(0, positions) for table in rotary]
+        self.heads = torch.arange(heads, device=like.device)[:, None]
+        # of each run: rows of the cache, slots in use, its tokens, where texts are padded the token of each query and
+        # the text and query of each token, masks by kind
+        self.calls: list[tuple[Any, ...]] = []
+        first = 0
+        for i, run in enumerate(runs):
+            token, *places, row, query = indices[6 * i : 6 * i + 6]
+            span, end = slice(first, first + len(row)), max(text.end for text in run)
+            padded = len(token) > len(row)  # a text's last token stands in for those that it lacks
+            tokens_of, real = token.view(len(run), -1), (row, query) if padded else None
             rows = slice(run[0].cache.row, run[-1].cache.row + 1)
-            masks = [attention_mask(run, groups, window, like) for window in windows]
-            self.calls.append((rows, max(text.end for text in run), width, tokens, padded, real, masks))
-            token = tokens.stop
+            masks = attention_masks(run, groups, windows, like, places)
+            self.calls.append((rows, end, span, tokens_of, real, masks))
+            first = span.stop
 
     def views(self, cache: KVCache, first: int, last: int) -> list[Views]:
         """Of layers ``[first, last)`` the whole cache, its keys and its values."""
@@ -297,12 +404,14 @@ class RaggedBatch:
     def attend(self, q: Tensor, new: Tensor, views: Views, kind: int, scale: float | None) -> Tensor:
         """See `OneText.attend`."""
         cache, k, v = views
-        cache[self.rows, :, self.places] = new[0].transpose(0, 1)
+        cache[self.rows, :, self.slots] = new[0].transpose(0, 1)
         results = []
-        for rows, end, width, tokens, padded, real, masks in self.calls:
+        for rows, end, span, tokens, real, masks in self.calls:
             first, mask = masks[kind]
-            queries = q[0, :, tokens] if padded is None else q[0].index_select(1, padded)
-            queries = queries.unflatten(1, (-1, width)).transpose(0, 1)
-            out = attention(queries, k[rows, :, first:end], v[rows, :, first:end], mask, scale)
-            results.append(out if real is None else out.index_select(0, real))
+            of_run = q[0, :, span]
+            if real is None:
+                of_run = of_run.unflatten(1, tokens.shape).transpose(0, 1)
+            else:
+                of_run = of_run[self.heads, tokens[:, None]]
+            results.append(attention(of_run, k[rows, :, first:end], v[rows, :, first:end], mask, scale, real))
         return joined(results)

@@ -12,13 +12,14 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
 from decode.files import Fields
 from decode.models.api import Capture, Model, Out, Read, free_memory, joined
-from decode.models.fast.cache import KVCache, NewTokens, OneText, RaggedBatch, Row, Views
+from decode.models.fast.cache import LEAST, KVCache, NewTokens, OneText, RaggedBatch, Row, Views
 from decode.models.fast.layout import (
     FAMILIES,
     Layer,
@@ -43,15 +44,15 @@ class FastForward:
         cache: keys and values; a row is one text's.
         positions: positions that rotary factors are held for, those of a row of the cache.
         rotary_factors: of each kind of layers, by position: complex factors of a whole row of q, k and v (tuned), or
-            cos and ∓sin, stacked.
+            cos and sin  # [positions, 2, 1, width]; of the tokens of a forward the matrices that rotate their heads
+            # [tokens, width, width]
     """
 
     def __init__(self, weights: Weights, rotary: Any) -> None:
         self.weights, self.shape, self.layers, self.rotary = weights, weights.shape, weights.layers, rotary
         self.device, self.dtype = weights.embedding.device, weights.embedding.dtype
         self.cache = KVCache(len(self.layers), self.shape.kv_heads, self.shape.width, weights.embedding)
-        self.positions = 0
-        self._extend_rotary()
+        self._extend_rotary(LEAST)
 
     @cached_property
     def first_qkv(self) -> Tensor | None:
@@ -66,16 +67,16 @@ class FastForward:
         with torch.inference_mode():
             return layer.qkv(layer.norm1(self.embed(torch.arange(len(table), device=self.device))))
 
-    def _extend_rotary(self) -> None:
-        """Hold rotary factors for all positions of the cache."""
-        if self.positions == self.cache.capacity:
-            return
-        shape, self.positions, self.rotary_factors = self.shape, self.cache.capacity, []
-        half = shape.rotated // 2
+    def _extend_rotary(self, positions: int) -> None:
+        """Hold rotary factors for so many positions."""
+        self.positions = positions
+        shape, half, d = self.shape, self.shape.rotated // 2, self.shape.width
+        self.rotary_factors = []
         for kind in self.weights.kinds:
             cos, sin = cos_and_sin(self.rotary, self.positions, self.dtype, self.device, kind.rope)
             if not shape.tuned:
-                self.rotary_factors.append(torch.stack([cos, torch.cat([-sin[:, :half], sin[:, half:]], -1)], 1))
+                same = F.pad(cos, (0, d - shape.rotated), value=1.0), F.pad(sin, (0, d - shape.rotated))
+                self.rotary_factors.append(torch.stack(same, 1)[:, :, None])
                 continue
             rotation = torch.complex(cos[:, :half], sin[:, :half]).contiguous()
             factors = rotation.new_ones(self.positions, shape.heads + 2 * shape.kv_heads, shape.width // 2)
@@ -85,15 +86,31 @@ class FastForward:
     def place(self, new: Sequence[NewTokens]) -> Placed:
         """Where these tokens belong; allocates their slots."""
         cache = self.cache
-        if len(cache.rows) > 1 or new[0].end > cache.capacity or cache.capacity != self.positions:
+        if len(cache.rows) > 1 or not new[0].end <= self.positions <= cache.capacity:
             if None in cache.rows:
                 cache.compact()
-            cache.grow(len(cache.rows), max(text.end for text in new))
-            self._extend_rotary()
+            end = max(text.end for text in new)
+            cache.grow(len(cache.rows), end)
+            if not end <= self.positions <= cache.capacity:
+                self._extend_rotary(min(max(end, 2 * self.positions), cache.capacity))
         windows, like = [kind.window for kind in self.weights.kinds], self.weights.embedding
         several = len(new) > 1 or cache.tensor.shape[1] > 1
-        groups = self.shape.heads // self.shape.kv_heads
-        return (RaggedBatch if several else OneText)(new, groups, windows, self.rotary_factors, like)
+        heads, groups = self.shape.heads, self.shape.heads // self.shape.kv_heads
+        kind = RaggedBatch if several else OneText
+        placed: Placed = kind(new, heads, groups, windows, self.rotary_factors, like)
+        if not self.shape.tuned:  # one product with a small matrix is one launch, where its parts would be four
+            same, turned = self.half_turn
+            placed.rotary = [torch.addcmul(x[:, 0] * same, x[:, 1], turned) for x in placed.rotary]
+        return placed
+
+    @cached_property
+    def half_turn(self) -> tuple[Tensor, Tensor]:
+        """The matrices by which heads stay as they are, and by which their rotated halves (x, y) become (-y, x)."""
+        same, half = torch.eye(self.shape.width, dtype=self.dtype, device=self.device), self.shape.rotated // 2
+        turned = torch.zeros_like(same)
+        turned[half : 2 * half, :half] = -same[:half, :half]
+        turned[:half, half : 2 * half] = same[:half, :half]
+        return same, turned
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Input states of token ids."""
@@ -147,16 +164,17 @@ class FastForward:
             rows = qkv.view(1, n, heads, 3, d).permute(0, 3, 2, 1, 4).flatten(1, 2)
         else:
             rows = qkv.view(1, n, -1, d).transpose(1, 2)
-        if layer.qk_norm is not None:
-            qk = rows.narrow(1, 0, heads + kv_heads)
-            qk.copy_(layer.qk_norm(qk))
+        qk = rows.narrow(1, 0, heads + kv_heads)
         if shape.tuned:
+            if layer.qk_norm is not None:
+                qk.copy_(layer.qk_norm(qk))
             qkv.view(rotary.dtype).mul_(rotary)
         else:
-            part = rows[:, : heads + kv_heads, :, : shape.rotated]
-            rolled = part.roll(shape.rotated // 2, -1)
-            part.mul_(rotary[:, 0]).add_(rolled.mul_(rotary[:, 1]))
-        q, stored = rows.narrow(1, 0, heads), rows.narrow(1, heads, 2 * kv_heads)
+            by_token = qk[0].transpose(0, 1)
+            turned = torch.bmm(by_token if layer.qk_norm is None else layer.qk_norm(by_token), rotary)
+            qk = turned.transpose(0, 1)[None]
+            rows.narrow(1, heads, kv_heads).copy_(qk.narrow(1, heads, kv_heads))
+        q, stored = qk.narrow(1, 0, heads), rows.narrow(1, heads, 2 * kv_heads)
         return placed.attend(q, stored, views, layer.kind, shape.scale)
 
 
@@ -204,9 +222,15 @@ class RowRunner(Model):
         """See `Model.new_cache`."""
         return self.network.cache.new_row(Row)
 
-    def reserve(self, rows: int) -> None:
+    def reserve(self, rows: int, length: int = 0) -> None:
         """See `Model.reserve`."""
-        self.network.cache.reserve(rows)
+        self.network.cache.reserve(rows, length)
+
+    def keep(self, caches: Sequence[Any], bases: Sequence[int], paths: Sequence[list[int]]) -> None:
+        """See `Model.keep`; what moves does so for all texts at once."""
+        self.network.cache.gather(caches, bases, paths)
+        for cache, base, slots in zip(caches, bases, paths):
+            cache.truncate(base + len(slots))
 
 
 class FastRunner(RowRunner):
@@ -230,7 +254,7 @@ class FastRunner(RowRunner):
         capture: Capture = (),
         last: int | None = None,
         exit_layer: int | None = None,
-    ) -> list[Out]:
+    ) -> Out:
         """See `Model.forward`.
 
         With `exit_layer` the first so many layers read the tokens ahead of the text, and logits are those of the final
@@ -257,7 +281,7 @@ class FastRunner(RowRunner):
         if exit_layer is None:
             for text in new:
                 text.cache.length = text.end
-        return Out(logits, hidden, captured).split([text.count for text in new])
+        return Out(logits, hidden, captured)
 
     def _read_ahead(self, new: Sequence[NewTokens], tokens: Sequence[Tensor], placed: Placed, shared: int) -> Tensor:
         """The states of tokens after the first `shared` layers, which the caches keep for the next whole forward."""

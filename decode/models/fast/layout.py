@@ -114,7 +114,8 @@ class Layer:
     out: Linear  # of attention, from ``heads · width``
     up: Linear  # gate and up projections stacked where the block is gated, else up
     down: Linear  # from the MLP's inner width
-    qk_norm: Function | None = None  # norm of rotated heads ``[.., heads + kv_heads, n, width]``
+    # of rotated heads  # [1, heads + kv_heads, n, width] if tuned, else [n, heads + kv_heads, width]
+    qk_norm: Function | None = None
     kind: int = 0  # which of `Weights.kinds`
 
 
@@ -235,8 +236,7 @@ def decoder_layer(kind: str, block: Any, shape: Shape, make: Linears, *, normed:
     if hasattr(attention, "q_norm"):
         q, k = attention.q_norm, attention.k_norm
         scale = torch.cat([q.weight.detach().expand(shape.heads, -1), k.weight.detach().expand(shape.kv_heads, -1)])
-        scale = _pairs(shape, scale) if shape.tuned else scale
-        qk_norm = norm(q, scale[:, None].contiguous())
+        qk_norm = norm(q, _pairs(shape, scale)[:, None].contiguous() if shape.tuned else scale)
     attended, mapped = make(out.weight, out.bias), make(down.weight, down.bias)
     if normed_twice:
         attended = NormedLinear(attended, norm(block.post_attention_layernorm))

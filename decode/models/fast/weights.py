@@ -274,23 +274,25 @@ class RmsNorm:
 def norm(module: Any, weight: Tensor | None = None) -> Function:
     """A layer norm or an RMS norm without the cost of a module's call; `weight`: another one for an RMS norm.
 
-    In 16 bits it rounds where transformers' does.
+    In 16 bits it is one fused operation, which rounds less often than transformers' own.
     """
     if isinstance(module, nn.LayerNorm):
         weight, bias = module.weight, module.bias
         return partial(F.layer_norm, normalized_shape=weight.shape, weight=weight, bias=bias, eps=module.eps)
-    weight = module.weight if weight is None else weight
+    own, weight = weight is None, module.weight if weight is None else weight
     # Gemma's adds 1 to its weights
     eps, offset = (module.variance_epsilon, 0.0) if hasattr(module, "variance_epsilon") else (module.eps, 1.0)
-    if weight.dtype in WIDE:
+    if weight.dtype in WIDE and weight.device.type == "cpu":
         return RmsNorm(weight.detach() + offset if offset else weight, eps)
+    width = weight.shape[-1:]
+    if own and not offset:
+        return partial(F.rms_norm, normalized_shape=width, weight=weight, eps=eps)
 
-    def narrow(x: Tensor) -> Tensor:
-        y = x.float()
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
-        return (y * (weight.float() + offset)).to(x.dtype) if offset else weight * y.to(x.dtype)
+    def scaled(x: Tensor) -> Tensor:
+        y = F.rms_norm(x, width, eps=eps)
+        return y.addcmul_(y, weight) if offset else y.mul_(weight)  # 1 + a weight would be rounded
 
-    return narrow
+    return scaled
 
 
 class NormedLinear(Linear):

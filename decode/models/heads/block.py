@@ -6,14 +6,12 @@ sliding layers of those within the window. Slot k predicts token p + k + 1 where
 token p + k, and slot 0 predicts nothing. Embedding and output head are the target's own. DSpark adds a low-rank bias by
 the token before (Markov head), and an estimate of each token's acceptance (confidence head). DFlash 2 adds convolutions
 over the slots, and a bias like DSpark's for the likeliest ids of each slot, which alone can be drafted (selector).
-LiLiCorr has another scorer: see `decode.models.heads.block_parts`. Parameters are named as in the published
-checkpoints, but that the selector is a kind of Markov head here.
+Parameters are named as in the published checkpoints, but that the selector is a kind of Markov head here.
 
 `BlockHead.forward` reads many blocks of texts in training; `decode.models.heads.block_runner` one a text in decoding.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -27,14 +25,12 @@ from decode.models.heads.block_config import BLOCK_ARCHITECTURES
 from decode.models.heads.block_parts import (
     BlockConv,
     ConfidenceHead,
-    LatticeHead,
     MarkovHead,
     convolved,
-    top_log_probs,
 )
 from decode.models.heads.eagle import DraftHead, HeadLayer, RMSNorm, Rotation, finish_of, finished, output_head
 
-NAMES = {"dflash": "DFlash", "dspark": "DSpark", "dflash2": "DFlash 2", "lilicorr": "LiLiCorr"}
+NAMES = {"dflash": "DFlash", "dspark": "DSpark", "dflash2": "DFlash 2"}
 
 # -- the network -------------------------------------------------------------------------------------------------------
 
@@ -70,21 +66,6 @@ class BlockLayer(HeadLayer):
         norms: Any = (self.input_layernorm, self.post_attention_layernorm)
         x = x + convolved(self.attention_conv, norms[0](x), slots, attention)
         return x + convolved(self.mlp_conv, norms[1](x), slots, self.mlp)
-
-
-@dataclass
-class Slots:
-    """What the layers make of blocks.
-
-    Attributes:
-        states: of the slots that draft, after the final norm, ``[blocks, drafts, width]``.
-        context: the normed features of the token before each anchor, ``[blocks, width]``.
-        there: whether there is such a token, ``[blocks]``.
-    """
-
-    states: Tensor
-    context: Tensor
-    there: Tensor
 
 
 class BlockHead(DraftHead):
@@ -126,9 +107,7 @@ class BlockHead(DraftHead):
         self.layers, self.kinds = nn.ModuleList(layers), [(layer.window, layer.causal) for layer in layers]
         if (window := config.sliding_window or self.block) < self.block:  # which engines read in different ways
             raise UserError(f"a window of {window} tokens is shorter than a block of {self.block} slots: widen it")
-        self.lilicorr = LatticeHead(config) if self.version == "lilicorr" else None
-        biased = fields.get("markov_rank") and self.lilicorr is None
-        self.markov_head = MarkovHead(config) if biased else None
+        self.markov_head = MarkovHead(config) if fields.get("markov_rank") else None
         self.confidence_head: ConfidenceHead | None = None
         if fields.get("enable_confidence_head"):
             extra = config.markov_rank if fields.get("confidence_head_with_markov") else 0
@@ -139,7 +118,7 @@ class BlockHead(DraftHead):
     @property
     def conditional(self) -> bool:
         """Whether the logits of a slot depend on the tokens before it."""
-        return self.markov_head is not None or self.lilicorr is not None
+        return self.markov_head is not None
 
     def get_output_embeddings(self) -> nn.Module | None:
         """The layer that makes logits, which optimisers treat as they do output heads."""
@@ -155,7 +134,7 @@ class BlockHead(DraftHead):
         """Of the slots of blocks ``[.., slots, width]`` those that draft."""
         return states if self.from_anchor else states[..., 1:, :]
 
-    def forward(self, embeds: Tensor, features: Tensor, anchors: Tensor) -> Slots:
+    def forward(self, embeds: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
         """Blocks at any positions of texts, each as if it were alone.
 
         Args:
@@ -164,7 +143,7 @@ class BlockHead(DraftHead):
             anchors: positions of the blocks, ``[batch, blocks]``; a block sees the features before it.
 
         Returns:
-            Of the blocks of all texts one after the other.
+            States of the slots that draft, after the final norm, ``[batch · blocks, drafts, width]``.
         """
         (batch, blocks, slots), time, device = embeds.shape[:3], features.shape[1], anchors.device
         places = (anchors[..., None] + torch.arange(slots, device=device)).flatten(1)
@@ -174,23 +153,20 @@ class BlockHead(DraftHead):
         attend = {kind: block_attention(anchors, slots, time, *kind) for kind in set(self.kinds)}
         for layer, kind in zip(self.layers, self.kinds):
             x = layer(x, context, rotation, attend[kind], number)
-        text = torch.arange(batch, device=device)[:, None]
-        last = context[text, (anchors - 1).clamp_min(0)].flatten(0, 1)
-        states = self.drafting(self.norm(x).unflatten(1, (blocks, slots)).flatten(0, 1))
-        return Slots(states, last, anchors.flatten() > 0)
+        return self.drafting(self.norm(x).unflatten(1, (blocks, slots)).flatten(0, 1))
 
-    def conditions(self, slots: Slots, before: Tensor) -> tuple[Tensor, Tensor | None]:
+    def conditions(self, states: Tensor, before: Tensor) -> tuple[Tensor, Tensor | None]:
         """What the tokens before add to the states of the slots that draft, by teacher forcing.
 
         Args:
-            slots: of blocks.
+            states: of `forward`.
             before: the token before each drafted one, ``[blocks, drafts]``; the first is the anchor.
 
         Returns:
             The states ``[blocks, drafts, width]``, and behind them m of the Markov head, to be read by `logits`;
             and the confidence's log-odds, ``[blocks, drafts]``, where there is a confidence head.
         """
-        states = inputs = slots.states
+        inputs = states
         if self.markov_head is not None:
             rows = self.markov_head.markov_w1(before)
             inputs = torch.cat([states, rows], -1)
@@ -203,74 +179,31 @@ class BlockHead(DraftHead):
         return weight if self.markov_head is None else torch.cat([weight, self.markov_head.markov_w2.weight], 1)
 
     def logits(
-        self, slots: Slots, before: Tensor, weight: Tensor, table: Tensor, finish: tuple[float, float | None]
+        self, states: Tensor, before: Tensor, weight: Tensor, finish: tuple[float, float | None]
     ) -> tuple[Tensor, Tensor | None]:
         """What is drafted by teacher forcing.
 
         Args:
-            slots: of blocks.
+            states: of `forward`.
             before: see `conditions`.
             weight: of `outputs`.
-            table: the target's embedding.
-            finish: its `decode.models.heads.eagle.finish_of`.
+            finish: the target's `decode.models.heads.eagle.finish_of`.
 
         Returns:
             Logits ``[blocks, drafts, draft vocab]``, −∞ of ids that are no candidates, and the confidence's log-odds.
         """
-        (rows, confidence), width = self.conditions(slots, before), self.config.hidden_size
+        (rows, confidence), width = self.conditions(states, before), self.config.hidden_size
         logits = finished(rows @ weight.T, *finish)
         if not self.candidates:
             return logits, confidence
-        if self.lilicorr is not None:
-            kept, scores = self.walked(logits, slots, before, table)
-        else:
-            kept = (rows[..., :width] @ weight[:, :width].T).topk(self.candidates, -1).indices
-            scores = logits.gather(-1, kept)
-        return torch.full_like(logits, -torch.inf).scatter(-1, kept, scores.to(logits.dtype)), confidence
-
-    def pairs(self, unary: Tensor, slots: Slots, table: Tensor) -> tuple[Tensor, Tensor]:
-        """A lattice's candidates, and their scores given each candidate of the slot before.
-
-        Args:
-            unary: logits of the slots that draft, ``[blocks, drafts, draft vocab]``.
-            slots: of blocks.
-            table: the target's embedding.
-
-        Returns:
-            Ids of the draft vocabulary ``[blocks, drafts, k]``, and scores ``[blocks, drafts, k, k]``.
-        """
-        assert self.lilicorr is not None
-        known, kept = top_log_probs(unary, self.candidates)
-        embeds = F.embedding(self.in_text(kept), table).to(slots.states.dtype)
-        return kept, self.lilicorr(embeds, known, slots.states, slots.context, slots.there)
-
-    def in_text(self, ids: Tensor) -> Tensor:
-        """Ids of the draft vocabulary as the target's."""
-        known = self.draft_ids()
-        return ids if known is None else known[ids]
-
-    def places(self, kept: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of its slot's candidates ``kept [blocks, drafts, k]`` each of ``known [blocks, drafts]`` is.
-
-        Returns:
-            The place, 0 of a token that is none, and whether it is one; both ``[blocks, drafts]``.
-        """
-        match = self.in_text(kept) == known[..., None]
-        return match.int().argmax(-1), match.any(-1)
-
-    def walked(self, unary: Tensor, slots: Slots, before: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-        """A lattice's candidates and their scores by teacher forcing, ``[blocks, drafts, k]``: see `pairs`.
-
-        After a token that was no candidate, which no draft holds, they are those after the likeliest one.
-        """
-        kept, scores = self.pairs(unary, slots, table)
-        at, _ = self.places(kept.roll(1, 1), before)  # of the first all rows are alike
-        return kept, scores.gather(2, at[..., None, None].expand(-1, -1, 1, scores.shape[-1]))[:, :, 0]
+        kept = (rows[..., :width] @ weight[:, :width].T).topk(self.candidates, -1).indices
+        return torch.full_like(logits, -torch.inf).scatter(-1, kept, logits.gather(-1, kept)), confidence
 
     @torch.no_grad()
     def teacher_forced(
-        self, model: PreTrainedModel, tokens: Tensor, features: Tensor, depth: int, first: int = 0
-    ) -> list[Tensor]:
+        self, model: PreTrainedModel, tokens: Tensor, features: Tensor, depth: int, first: int = 0,
+        end: int | None = None,
+    ) -> list[Tensor]:  # fmt: skip
         """Logits of blocks of `depth` drafted tokens at every position of texts, given the text before each token.
 
         Args:
@@ -279,19 +212,20 @@ class BlockHead(DraftHead):
             features: ``[batch, time, feature width]``.
             depth: at most `drafts`; the slots see each other, so that a shorter block drafts other tokens.
             first: position of the first block.
+            end: the position behind that of the last block; None: the texts' end.
 
         Returns:
-            For each drafted token ``[batch, time - first, draft vocab]``; row t of the i-th predicts token
+            For each drafted token ``[batch, end - first, draft vocab]``; row t of the i-th predicts token
             first + t + i + 1.
         """
         depth, table, finish = min(depth, self.drafts), model.get_input_embeddings().weight, finish_of(model)
         weight, parts = self.outputs(output_head(model, self.draft_ids(), block=True)), []
         every = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         before = F.pad(tokens, (0, depth)).unfold(1, depth, 1)[:, :-1]
-        blocks = (x[:, first:].split(64, 1) for x in (every, tokens, before))  # few scores in memory
+        blocks = (x[:, first:end].split(64, 1) for x in (every, tokens, before))  # few scores in memory
         for places, anchors, known in zip(*blocks):
-            slots = self(F.embedding(self.tokens(anchors, depth), table), features, places)
-            logits, _ = self.logits(slots, known.flatten(0, 1), weight, table, finish)
+            states = self(F.embedding(self.tokens(anchors, depth), table), features, places)
+            logits, _ = self.logits(states, known.flatten(0, 1), weight, finish)
             parts.append(logits.unflatten(0, places.shape))
         return list(torch.cat(parts, 1).unbind(2))
 

@@ -13,9 +13,8 @@ BLOCK_ARCHITECTURES = {
     "dflash": "DFlashDraftModel",
     "dspark": "DSparkDraftModel",
     "dflash2": "DFlash2DraftModel",
-    "lilicorr": "LiLiCorrDraftModel",
 }
-CANDIDATES = {"dflash2": 16, "lilicorr": 8}  # as published and served
+CANDIDATES = 16  # of DFlash 2, as published and served
 TAPS, GROUP = 2, 16  # of DFlash 2, as published
 
 
@@ -81,25 +80,17 @@ def block_config(
 
 
 def added(version: str, width: int, markov_rank: int, *, confidence: bool) -> Fields:
-    """The fields of a head's configuration that its version decides, beside those of every block head.
-
-    Of a lattice the rank is its width; its other sizes are as published.
-    """
-    fields: Fields = {
+    """The fields of a head's configuration that its version decides, beside those of every block head."""
+    return {
         "architectures": [BLOCK_ARCHITECTURES[version]],
-        "conv_kernel_size": TAPS if version in ("dflash2", "lilicorr") else 0,
+        "conv_kernel_size": TAPS if version == "dflash2" else 0,
         "conv_group_size": math.gcd(GROUP, width),
-        "candidates": CANDIDATES.get(version, 0),
+        "candidates": CANDIDATES if version == "dflash2" else 0,
         "markov_rank": markov_rank,
         "markov_head_type": "vanilla",
         "enable_confidence_head": confidence,
         "confidence_head_with_markov": confidence and markov_rank > 0,
     }
-    if version == "lilicorr":
-        heads = math.gcd(8, markov_rank)
-        sizes = {"hidden_size": markov_rank, "num_layers": 2, "num_heads": heads, "mlp_ratio": 2.0, "factor_dim": 128}
-        fields |= {f"lilicorr_{name}": size for name, size in sizes.items()}
-    return fields
 
 
 UNUSED_NAMES = ("reserved", "unused", "extra_token", "placeholder", "<|extra", "[mask]", "<mask>", "<|mask")

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.core.draft import upload
 from decode.core.sampling import argmax
-from decode.core.stop import probability
 from decode.models.api import PIECE, Out, joined
 from decode.models.fast.cache import NewTokens, Views
 from decode.models.fast.forward import FastForward, Placed
 from decode.models.fast.layout import Kind, Layer
 from decode.models.fast.weights import Linear, norm
-from decode.models.heads.block import NAMES, BlockHead, Slots
+from decode.models.heads.block import NAMES, BlockHead
 from decode.models.heads.block_parts import convolved
 from decode.models.heads.eagle import finish_of, finished
 from decode.models.heads.runner import DraftHeadRunner, FeatureRow
@@ -26,24 +27,12 @@ from decode.models.heads.runner import DraftHeadRunner, FeatureRow
 
 @dataclass
 class Block(Out):
-    """The output of a text's block: logits ``[drafts, draft vocab]`` before any token is known, and their states.
+    """Blocks of texts: logits ``[texts, drafts, draft vocab]`` before any token is known, states ``[.., width]``.
 
-    Attributes:
-        anchor: the token that the block follows.
-        context: the last token's normed features ``[1, width]``, which a lattice reads; None: there are none.
-        scores: of a selector and a lattice candidates as the target's ids, ``[drafts, k]``, and as the draft's, and the
-            scores given each candidate of the slot before, ``[drafts, k, k]``; made when they are asked for.
+    Slots that a text does not draft are filled up with its last one.
     """
 
-    anchor: int = 0
-    context: Tensor | None = None
-    scores: tuple[Tensor, Tensor, Tensor] | None = None
-
-
-class BlockRow(FeatureRow):
-    """The cache of a block head's sequence, and the last token's normed features ``[1, width]``, once they are read."""
-
-    last: Tensor | None = None
+    anchors: Any = None  # the tokens that the blocks follow, ``[texts]``
 
 
 class BlockRunner(DraftHeadRunner):
@@ -94,16 +83,16 @@ class BlockRunner(DraftHeadRunner):
         weight = conv.kernel_projection.weight * (before.scale if getattr(before, "folded", False) else 1)
         return SimpleNamespace(base_kernel=conv.base_kernel, group=conv.group, kernel_projection=self.make(weight))
 
-    def new_cache(self) -> BlockRow:
+    def new_cache(self) -> FeatureRow:
         """See `Model.new_cache`."""
-        made: BlockRow = self.network.cache.new_row(BlockRow)
-        return made
+        row: FeatureRow = self.network.cache.new_row(FeatureRow)
+        return row
 
     def remaining(self, ids: Sequence[int]) -> int:
         """See `Model.remaining`; no more than a block drafts."""
         return min(self.head.drafts, self.limit - len(ids) + self.head.from_anchor)
 
-    def read(self, caches: Sequence[BlockRow]) -> None:
+    def read(self, caches: Sequence[FeatureRow]) -> None:
         """Read the features that wait, a piece of each sequence at a time."""
         network, shape = self.network, self.shape
         kv_heads, d = shape.kv_heads, shape.width
@@ -119,16 +108,12 @@ class BlockRunner(DraftHeadRunner):
             if shape.tuned:  # the factors of values are 1
                 torch.view_as_complex(made.view(*made.shape[:2], -1, 2)).mul_(factors[:, None, -kv_heads * d :])
             else:
-                rolled = keys.roll(d // 2, -1)
-                cos, sin = factors[:, None, None].unbind(3)
-                keys.mul_(cos).add_(rolled.mul_(sin))
+                keys.copy_(torch.bmm(keys.flatten(1, 2), factors).view_as(keys))
             for text, values in zip(new, made.permute(1, 2, 0, 3).split([text.count for text in new], 2)):
                 network.cache.tensor[:, text.cache.row, :, text.start : text.end] = values
                 text.cache.length = text.end
-            for text, rows in zip(new, context.split([text.count for text in new]) if self.head.lilicorr else ()):
-                text.cache.last = rows[-1:].clone()
 
-    def draft(self, caches: Sequence[BlockRow], pending: Sequence[int], drafts: Sequence[int]) -> list[Block]:
+    def draft(self, caches: Sequence[FeatureRow], pending: Sequence[int], drafts: Sequence[int]) -> Block:
         """Run a block after each sequence, whose pending token is the anchor.
 
         Args:
@@ -137,26 +122,33 @@ class BlockRunner(DraftHeadRunner):
             drafts: tokens to draft of each.
         """
         self.read(caches)
-        network, head = self.network, self.head
-        blocks = [head.tokens(torch.tensor(anchor), count) for anchor, count in zip(pending, drafts)]
-        counts, placed = list(map(len, blocks)), dict[bool, Placed]()
+        network, head, anchors = self.network, self.head, upload(pending, self.device)
+        counts, first = [n + (not head.from_anchor) for n in drafts], int(not head.from_anchor)
+        placed = dict[bool, Placed]()
         for causal in set(self.causal):
-            new = [NewTokens(cache, cache.length, n) for cache, n in zip(caches, counts)]  # seen as in any text: causal
-            for text in () if causal else new:
-                text.seen = torch.ones(text.count, text.count, dtype=torch.bool)
+            new = [NewTokens(cache, cache.length, n, block=not causal) for cache, n in zip(caches, counts)]
             placed[causal] = network.place(new)
-        x = self._run(network.embed(joined(blocks).to(self.device)), placed, counts)
-        logits, hidden = network.project(joined([head.drafting(states) for states in x.split(counts)]))
+        blocks, starts = head.tokens(anchors, max(drafts)), [*accumulate(counts, initial=0)]
+        equal = min(counts) == max(counts)
+        places = [at * max(counts) + i for at, n in enumerate(counts) for i in range(n)]
+        tokens = blocks.flatten() if equal else blocks.flatten().index_select(0, upload(places, self.device))
+        x = self._run(network.embed(tokens), placed, counts)
+        if equal:
+            x = x.unflatten(0, (len(counts), -1))[:, first:]
+        else:
+            rows = [[start + first + min(i, n - 1) for i in range(max(drafts))] for start, n in zip(starts, drafts)]
+            x = x[upload(rows, self.device)]
+        logits, hidden = network.project(x.flatten(0, 1))
         logits = finished(logits, *self.finish) if self.bias is None else logits  # else once the bias is added
-        texts = zip(logits.split(list(drafts)), hidden.split(list(drafts)), pending, caches)
-        return [Block(row, states, anchor=anchor, context=cache.last) for row, states, anchor, cache in texts]
+        logits, hidden = (part.unflatten(0, x.shape[:2]) for part in (logits, hidden))
+        return Block(logits, hidden, anchors=anchors)
 
     def _run(self, x: Tensor, placed: dict[bool, Placed], counts: Sequence[int]) -> Tensor:
         """All layers on the slots of blocks, which see each other as `placed` has it for causal layers and others."""
         network, count, where = self.network, len(self.causal), next(iter(placed.values()))
         if len(placed) == 1 and self.convs[0][0] is None:
             return network.run(x, 0, count, where)
-        slots = None if len(counts) == 1 else torch.tensor([i for n in counts for i in range(n)], device=self.device)
+        slots = None if len(counts) == 1 else upload([i for n in counts for i in range(n)], self.device)
 
         def attention(layer: Layer, causal: bool, views: Views, y: Tensor) -> Tensor:
             return layer.out(network.attention(layer, layer.qkv(y), placed[causal], views))
@@ -171,62 +163,69 @@ class BlockRunner(DraftHeadRunner):
             x = x + convolved(second, layer.norm2(x), slots, partial(mlp, layer))
         return x
 
-    def _scores(self, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-        """A block's `Block.scores`."""
-        head, markov = self.head, self.head.markov_head
-        if block.scores is None and markov is None:
-            states, there = block.hidden[None], torch.tensor([block.context is not None], device=self.device)
-            context = states.new_zeros(1, states.shape[-1]) if block.context is None else block.context
-            kept, scores = head.pairs(block.logits[None], Slots(states, context, there), self.network.weights.embedding)
-            block.scores = self.target_ids(kept[0]), kept[0], scores[0].to(states.dtype)
-        if block.scores is None and markov is not None:  # of all pairs of neighbours at once
-            unary, ids = block.logits.topk(head.candidates)
-            tokens = self.target_ids(ids)
-            anchor = tokens.new_full((1, tokens.shape[1]), block.anchor)
-            m = markov(block.hidden[:, None], markov.markov_w1.weight[torch.cat([anchor, tokens[:-1]])])
-            block.scores = tokens, ids, unary[:, None] + m @ markov.markov_w2.weight[ids].mT
-        assert block.scores is not None
-        return block.scores
+    def scores(self, block: Block) -> tuple[Tensor, Tensor]:
+        """A selector's candidates, the target's ids ``[texts, drafts, c]``, and their scores given each before.
+
+        Scores are ``[texts, drafts, c, c]``, of each candidate (last axis) given each one of the slot before; in the
+        first slot, given the anchor, all are alike.
+        """
+        markov = self.head.markov_head
+        assert markov is not None
+        unary, ids = block.logits.topk(self.head.candidates)
+        tokens = self.target_ids(ids)
+        before = torch.cat([block.anchors[:, None, None].expand_as(tokens[:, :1]), tokens[:, :-1]], 1)
+        m = markov(block.hidden[:, :, None], markov.markov_w1.weight[before])
+        return tokens, finished(unary[:, :, None] + m @ markov.markov_w2.weight[ids].mT, *self.finish)
 
     def likeliest(self, block: Block) -> Tensor:
-        """The likeliest token of each slot after the anchor, ``[drafts]``, given those that were chosen before."""
-        head = self.head
-        if not head.conditional:
+        """The likeliest token of each slot after the anchors, ``[texts, drafts]``, given those chosen before."""
+        if not self.head.conditional:
             return self.target_ids(argmax(block.logits))
-        tokens, _, scores = self._scores(block)
-        best, chosen = scores.argmax(-1).tolist(), [0]
-        for row in best:
-            chosen.append(row[chosen[-1]])
-        return tokens.gather(1, torch.tensor(chosen[1:], device=tokens.device)[:, None])[:, 0]
+        tokens, scores = self.scores(block)
+        best, chosen = scores.argmax(-1), [block.anchors.new_zeros(len(tokens), 1)]
+        for slot in best.unbind(1):
+            chosen.append(slot.gather(1, chosen[-1]))
+        return tokens.gather(2, torch.stack(chosen[1:], 1))[..., 0]
 
-    def condition(self, block: Block, slot: int, token: Tensor, *, greedy: bool | None = None) -> Out:
-        """A slot after the token before it.
+    def condition(
+        self,
+        block: Block,
+        slot: int,
+        texts: Sequence[int],
+        tokens: Tensor | None,
+        *,
+        greedy: bool | None = None,
+    ) -> Out:
+        """A slot of some texts after the tokens before it, with logits over the target's vocabulary.
 
         Args:
-            block: of a text.
+            block: of texts.
             slot: of those that draft.
-            token: before it, of one element; before the first the anchor.
+            texts: their numbers.
+            tokens: before the slot, one of each text or several, ``[n]`` or ``[n, m]``; None: the anchors.
             greedy: whether the confidence head's estimate is calibrated for greedy decoding; None: it is not asked. It
                 does not look at the token that is drafted.
         """
-        head, logits, hidden = self.head, block.logits[slot : slot + 1], block.hidden[slot : slot + 1]
-        inputs, accepted, m, chosen = hidden, None, None, None
-        if head.markov_head is not None:
-            row = head.markov_head.markov_w1.weight.index_select(0, token.view(1))
+        head, logits, hidden, accepted = self.head, block.logits[:, slot], block.hidden[:, slot], None
+        anchors = block.anchors
+        if len(texts) < len(logits):
+            at = upload(texts, self.device)
+            logits, hidden, anchors = (x.index_select(0, at) for x in (logits, hidden, anchors))
+        tokens = anchors if tokens is None else tokens
+        if tokens.dim() > 1:
+            logits, hidden = (x.repeat_interleave(tokens.shape[1], 0) for x in (logits, hidden))
+        inputs = hidden
+        if head.markov_head is not None and self.bias is not None:
+            row = head.markov_head.markov_w1.weight.index_select(0, tokens.flatten())
             m, inputs = head.markov_head(hidden, row), torch.cat([hidden, row], -1)
-        if head.lilicorr is not None:
-            tokens, ids, scores = self._scores(block)
-            at = (tokens[slot - 1] == token).int().argmax() if slot else 0
-            kept, chosen = ids[slot][None], scores[slot, at][None]
-        elif m is not None and self.bias is not None and head.candidates:
-            unary, kept = logits.topk(head.candidates)
-            chosen = finished(unary + m @ self.bias.weight[kept[0]].T, *self.finish)
-        elif m is not None and self.bias is not None:
-            logits = finished(self.bias.add_to(logits, m), *self.finish)
-        if chosen is not None:
-            logits = torch.full_like(logits, -torch.inf).scatter_(1, kept, chosen)
+            if head.candidates:
+                unary, kept = logits.topk(head.candidates)
+                chosen = finished(unary + (self.bias.weight[kept] @ m[..., None])[..., 0], *self.finish)
+                logits = torch.full_like(logits, -torch.inf).scatter_(1, kept, chosen)
+            else:
+                logits = finished(self.bias.add_to(logits, m), *self.finish)
         if greedy is not None and head.confidence_head is not None:
             temperatures = head.temperatures if greedy else head.sampled_temperatures
-            odds = head.confidence_head(inputs).item() / (temperatures[slot] if slot < len(temperatures) else 1.0)
-            accepted = probability(odds)
-        return Out(logits, hidden, accepted=accepted)
+            odds = head.confidence_head(inputs).float()
+            accepted = torch.sigmoid(odds / (temperatures[slot] if slot < len(temperatures) else 1.0))
+        return Out(self.expand(logits), hidden, accepted=accepted)

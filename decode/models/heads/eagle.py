@@ -216,7 +216,7 @@ class FeatureHead(DraftHead):
             embeds: embedding of token t + 1, ``[batch, time, width]``.
             features: feature of token t, ``[batch, time, feature width]``.
             steps: drafting steps; 1 is teacher forcing with true features.
-            rows: the positions to start from, bool ``[batch, time]``; None: all.
+            rows: the positions to start from, among all of the batch's, ascending, ``[rows]``; None: all.
 
         Yields:
             For each step the states ``[rows, hidden]``, or ``[batch, time, hidden]`` without `rows`. Where position t
@@ -225,7 +225,7 @@ class FeatureHead(DraftHead):
         layer, grid, count = self.layer, embeds.shape[:2], embeds.shape[:2].numel()
         embeds, hidden = embeds.flatten(0, 1), self.fuse(features, self.fc).flatten(0, 1)
         every = torch.arange(count, device=embeds.device)
-        wanted = every if rows is None else rows.flatten().nonzero()[:, 0]
+        wanted = every if rows is None else rows
 
         def spread(values: Tensor) -> Tensor:
             """Puts ``values [rows, heads, d]`` at their places in ``[batch, heads, time, d]``, with zeros elsewhere.

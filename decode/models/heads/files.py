@@ -25,8 +25,8 @@ from decode.files import Fields, read_model_json, write_safely, write_text
 from decode.models.fast.layout import ROPE_TYPES
 from decode.models.heads.block import BlockHead
 from decode.models.heads.block_config import BLOCK_ARCHITECTURES
-from decode.models.heads.block_parts import COSINES, LEAST_NORM
 from decode.models.heads.eagle import ARCHITECTURES, DraftHead, FeatureHead, default_captured_layers
+from decode.models.heads.kinds import HEADS
 from decode.models.heads.mtp import MTP, MtpHead, load_mtp
 from decode.models.sources import pinned
 
@@ -43,15 +43,12 @@ UNREAD = re.compile(r"rotary_emb\.inv_freq$|^verifier_")  # tensors that decodin
 SHARED, HEAD = "embed_tokens.weight", "lm_head.weight"
 NEXT = "take another head of this target, or train one (student.kind: eagle3, dflash2, …)"
 
-LATTICE = [f"lilicorr_{name}" for name in ("hidden_size", "num_layers", "num_heads", "mlp_ratio", "factor_dim")]
-"""Sizes of LiLiCorr's scorer."""
-
 # -- config.json -------------------------------------------------------------------------------------------------------
 
 FORMATS: dict[str, int | str | None] = {
     "peagle": "P-EAGLE", "domino": "Domino", "medusa": "Medusa", "mtp": "MTP", "mlpspeculator": "MLPSpeculator",
     "jetspec": "JetSpec", "eagle4": "EAGLE-4", "dflash2beam": "DFlash 2 with beams", "xpress": "XPress",
-    "lilicorr": "lilicorr",
+    "lilicorr": "LiLiCorr",
     "dspark": "dspark", "dflash2": "dflash2", "dflash": "dflash", "eagle25": None, "eagle3": 3, "eagle": 1,
 }  # fmt: skip
 """What a config.json describes whose kinds hold this word, the first of these. Names in capitals are formats of drafts
@@ -69,12 +66,11 @@ KEPT = (
     "hidden_act", "max_position_embeddings", "rms_norm_eps", "bos_token_id", "eos_token_id", "pad_token_id", "dtype",
     "attention_bias", "tie_word_embeddings", "num_assistant_tokens", "fc_norm", "norm_output", "norm_before_residual",
     "norm_before_fc", "block_size", "mask_token_id", "markov_rank", "sample_from_anchor", "confidence_temperatures",
-    "confidence_sampled_temperatures", "conv_kernel_size", "conv_group_size", "candidates", *LATTICE,
+    "confidence_sampled_temperatures", "conv_kernel_size", "conv_group_size", "candidates",
 )  # fmt: skip
 """Keys that mean the same everywhere."""
 SCORERS = {
     "dflash2": {"markov_rank": "selector_rank", "candidates": "selector_top_k"},
-    "lilicorr": {"markov_rank": "lilicorr_hidden_size", "candidates": "lilicorr_candidate_topk"},
 }
 """Our keys of scorers, and those in files."""
 SLIDING = "sliding_attention"
@@ -86,8 +82,6 @@ COMPUTED: dict[str, Sequence[Any]] = {
     "sliding_attention": OFF, "layers of another kind": OFF, "a sliding layer without a window": OFF,
     "rope_type": ROPE_TYPES, "rotation by layer type": OFF, "partial_rotary_factor": (None, 1),
     "is_neox_style": (None, True), "markov_head_type": (None, "vanilla"), "Gemma's norms": OFF,
-    "lilicorr_enabled": (None, True), "lilicorr_vector_eps": (None, LEAST_NORM),
-    "lilicorr_logit_scale": (None, COSINES),
 }  # fmt: skip
 """Keys that change the network, with the values that are computed here."""
 SEEN = "is_causal", "causal", "use_swa", "use_sliding_window", SLIDING  # any value of these is computed in a block head
@@ -105,9 +99,9 @@ def head_format(fields: Fields, names: Iterable[str] = ()) -> int | str | None:
     kinds = [*(fields.get("architectures") or ()), fields.get("model_type"), fields.get("speculators_model_type")]
     kinds += [(fields.get("dflash_config") or {}).get("projector_type")]
     kinds += fields.keys() & {"dflash_config", "dspark_config", "medusa_num_heads"}
-    said = re.sub("[-_]", "", " ".join(map(str, kinds)).lower())
+    words = re.sub("[-_]", "", " ".join(map(str, kinds)).lower())
     for word, format in FORMATS.items():
-        if word in said:
+        if word in words:
             return format
     if fields.get("draft_vocab_size"):  # EAGLE's authors write the architecture of the target
         return 3
@@ -129,17 +123,17 @@ def read_config(
     """
     block, foreign = version in BLOCK_ARCHITECTURES, "speculators_model_type" in fields
     anchor = {"sample_from_anchor": version == "dspark" and not foreign}
-    said: Fields = (anchor if block else {"norm_before_residual": foreign}) | fields
+    merged: Fields = (anchor if block else {"norm_before_residual": foreign}) | fields
     for key in NESTED:
         part = dict(fields.get(key) or {})
         # SGLang's section names the layers that states leave by the key with which vLLM names those that they enter
-        said |= {"left": part.pop(ENTERED, None)} | part if key == "eagle_config" else part
+        merged |= {"left": part.pop(ENTERED, None)} | part if key == "eagle_config" else part
     needed = ("hidden_size", "vocab_size", *(("block_size", "mask_token_id") if block else ()))
-    if lacking := [key for key in needed if said.get(key) is None]:
+    if lacking := [key for key in needed if merged.get(key) is None]:
         raise UserError(f"{name} does not say its {', '.join(lacking)}: {NEXT}")
-    width, vocab, layers = said["hidden_size"], said["vocab_size"], said.get("num_target_layers")
-    of_target, fused = width if block else said.get("target_hidden_size") or width, said.get("use_aux_hidden_state")
-    captured = next(([layer + less for layer in said[key]] for key, less in LAYERS.items() if said.get(key)), [])
+    width, vocab, layers = merged["hidden_size"], merged["vocab_size"], merged.get("num_target_layers")
+    of_target, fused = width if block else merged.get("target_hidden_size") or width, merged.get("use_aux_hidden_state")
+    captured = next(([layer + less for layer in merged[key]] for key, less in LAYERS.items() if merged.get(key)), [])
     final = "captured_layers" in fields  # others mean the state before the final norm, which is not captured here
     if target is not None:
         shape = target.config.get_text_config()
@@ -164,19 +158,19 @@ def read_config(
     if version == 3 and fused is False:
         state["fc.weight"] = torch.eye(width)  # the last hidden state is the feature as it is
     for ours, theirs in SCORERS.get(str(version), {}).items():  # a key of ours is not believed
-        said[ours] = said.get(theirs)
-    types, window = _sliding(said) if block else ([], None)
-    causal = next((said[key] for key in ("is_causal", "causal") if said.get(key) is not None), None)
-    causal = False if causal is None and said.get("sliding_window_non_causal") else causal
-    heads = said["num_attention_heads"]
+        merged[ours] = merged.get(theirs)
+    types, window = _sliding(merged) if block else ([], None)
+    causal = next((merged[key] for key in ("is_causal", "causal") if merged.get(key) is not None), None)
+    causal = False if causal is None and merged.get("sliding_window_non_causal") else causal
+    heads = merged["num_attention_heads"]
     confidence = state.get("confidence_head.proj.weight")
     rows = next((len(state[key]) for key in (HEAD, "d2t") if key in state), vocab)
-    config = {key: said[key] for key in KEPT if said.get(key) is not None} | {
+    config = {key: merged[key] for key in KEPT if merged.get(key) is not None} | {
         "architectures": [(BLOCK_ARCHITECTURES if block else ARCHITECTURES)[version]],  # type: ignore[index]
-        "head_dim": said.get("head_dim") or width // heads,
-        "rope_parameters": _rotation(said, name, block),
+        "head_dim": merged.get("head_dim") or width // heads,
+        "rope_parameters": _rotation(merged, name, block),
         "target_hidden_size": of_target,
-        "draft_vocab_size": said.get("draft_vocab_size") or rows,
+        "draft_vocab_size": merged.get("draft_vocab_size") or rows,
         "captured_layers": captured,
     }
     if not block:
@@ -189,48 +183,44 @@ def read_config(
         use_sliding_window=window is not None,
         is_causal=causal if causal is None and window else bool(causal),
         markov_head_type="vanilla",
-        enable_confidence_head=bool(said.get("enable_confidence_head")) or confidence is not None,
+        enable_confidence_head=bool(merged.get("enable_confidence_head")) or confidence is not None,
         confidence_head_with_markov=confidence is not None and confidence.shape[1] > width,
     )
 
 
-def _sliding(said: Fields) -> tuple[list[str], int | None]:
+def _sliding(merged: Fields) -> tuple[list[str], int | None]:
     """The kind of each layer of a block head, and the window of those that slide."""
-    count, window = said["num_hidden_layers"], said.get("swa_window_size") or said.get("sliding_window")
-    types = list(said.get("layer_types") or ["full_attention"] * count)[:count]
-    if said.get("use_swa") and SLIDING not in types:
+    count, window = merged["num_hidden_layers"], merged.get("swa_window_size") or merged.get("sliding_window")
+    types = list(merged.get("layer_types") or ["full_attention"] * count)[:count]
+    if merged.get("use_swa") and SLIDING not in types:
         types = [SLIDING] * count
     return types, window if SLIDING in types else None
 
 
-def _rotation(said: Fields, name: str, block: bool) -> Fields:
+def _rotation(merged: Fields, name: str, block: bool) -> Fields:
     """The rotation's settings of a head, after a check that its whole network is computed here (`COMPUTED`).
 
     Raises:
         UserError: a head whose network is not, with the settings that are in the way.
     """
-    rope: Fields = said.get("rope_parameters") or said.get("rope_scaling") or {}
-    rope = {"rope_theta": said.get("rope_theta") or 10000.0, "rope_type": "default"} | rope
+    rope: Fields = merged.get("rope_parameters") or merged.get("rope_scaling") or {}
+    rope = {"rope_theta": merged.get("rope_theta") or 10000.0, "rope_type": "default"} | rope
     rope["rope_type"] = "default" if "mrope_section" in rope else rope.get("type") or rope["rope_type"]
-    architecture = (said.get("architectures") or ["none"])[0]
-    seen = said | rope
-    types, window = _sliding(said) if block else (list(said.get("layer_types") or [])[:1], 0)
-    seen[SLIDING] = SLIDING in types
+    architecture = (merged.get("architectures") or ["none"])[0]
+    settings = merged | rope
+    types, window = _sliding(merged) if block else (list(merged.get("layer_types") or [])[:1], 0)
+    settings[SLIDING] = SLIDING in types
     if block:
-        seen |= dict.fromkeys(SEEN)
-        seen["layers of another kind"] = bool({*types} - {"full_attention", SLIDING})
-        slides = SLIDING in types or bool(said.get("use_sliding_window"))
-        seen["a sliding layer without a window"] = slides and not window
-    seen["rotation by layer type"] = any(isinstance(value, dict) for value in rope.values())
-    seen["Gemma's norms"] = "gemma" in architecture.lower()
-    wrong = [f"{key} {seen[key]}" for key, values in COMPUTED.items() if seen.get(key) not in values]
+        settings |= dict.fromkeys(SEEN)
+        settings["layers of another kind"] = bool({*types} - {"full_attention", SLIDING})
+        slides = SLIDING in types or bool(merged.get("use_sliding_window"))
+        settings["a sliding layer without a window"] = slides and not window
+    settings["rotation by layer type"] = any(isinstance(value, dict) for value in rope.values())
+    settings["Gemma's norms"] = "gemma" in architecture.lower()
+    wrong = [f"{key} {settings[key]}" for key, values in COMPUTED.items() if settings.get(key) not in values]
     if wrong:
         raise UserError(f"{name} ({architecture}) has {', '.join(wrong)}, with which heads are not run: {NEXT}")
     return rope
-
-
-SERVED_AS: dict[int | str, str] = {1: "eagle", 3: "eagle3", "dflash": "dflash", "dflash2": "dflash", "dspark": "dspark"}
-"""Engines' names of methods, by the version of a head; vLLM's, which llama.cpp has too."""
 
 
 def unserved(head: DraftHead) -> dict[str, str]:
@@ -242,18 +232,16 @@ def unserved(head: DraftHead) -> dict[str, str]:
         return {}
     markov, every, spark = head.markov_head, ("vllm", "sglang", "llama.cpp"), head.version == "dspark"
     windows, causal = map(set, zip(*head.kinds))
-    lattice, second = head.candidates * (head.candidates + 1), head.version == "dflash2"
-    lattices = head.version == "lilicorr"
+    pairs, second = head.candidates * (head.candidates + 1), head.version == "dflash2"
     joined = head.confidence_head is None or head.config.confidence_head_with_markov
     why: dict[str, tuple[bool, Sequence[str]]] = {
         "its confidence head does not read the Markov head": (not joined, ["llama.cpp"]),
         f"it drafts {head.config.draft_vocab_size:,} of {head.config.vocab_size:,} tokens": (
-            head.reduced, every if second or lattices else ["sglang"] if spark else ["sglang", "llama.cpp"],
+            head.reduced, every if second else ["sglang"] if spark else ["sglang", "llama.cpp"],
         ),
-        f"{head.candidates} candidates need states of {lattice}": (
-            second and lattice > head.config.hidden_size, ["llama.cpp"],
+        f"{head.candidates} candidates need states of {pairs}": (
+            second and pairs > head.config.hidden_size, ["llama.cpp"],
         ),
-        "this kind of head is not known there": (lattices, ["llama.cpp"]),
         "its window is not read there": (windows != {None}, ["sglang"]),
         "its layers differ in what is causal": (len(causal) > 1, ["sglang", "llama.cpp"]),
         "a DSpark head without a Markov head is not known there": (spark and markov is None, every),
@@ -279,8 +267,8 @@ def head_kind(name: str | os.PathLike[str]) -> str:
             repository, revision = pinned(name)
             cached = try_to_load_from_cache(repository, "config.json", **revision)
             if not isinstance(cached, str):
-                told = HfApi().model_info(repository, timeout=5, **revision)
-                return _kind(head_format(told.config or {}))
+                info = HfApi().model_info(repository, timeout=5, **revision)
+                return _kind(head_format(info.config or {}))
             folder = Path(cached).parent
         files = folder.glob("*.safetensors")
         names = [_our_name(key) for file in files for key in safe_open(file, "pt").keys()]  # noqa: SIM118
@@ -290,9 +278,7 @@ def head_kind(name: str | os.PathLike[str]) -> str:
 
 
 def _kind(version: int | str | None) -> str:
-    if version is None:
-        return ""
-    return BlockHead.kind if version in BLOCK_ARCHITECTURES else MTP if version == MTP else FeatureHead.kind
+    return "" if version is None else HEADS[version].network.kind if version in HEADS else FeatureHead.kind
 
 
 def _our_name(name: str) -> str:
@@ -319,9 +305,6 @@ def save_head(head: DraftHead, folder: str | Path, shared: dict[str, Tensor] | N
             told |= {key: fields[key] for key in ("conv_kernel_size", "conv_group_size")}
         if head.version == "dflash2":
             state = {SELECTOR.get(name, name): tensor for name, tensor in state.items()}
-        if head.version == "lilicorr":
-            told |= {key: fields[key] for key in LATTICE} | {"lilicorr_enabled": True}
-            told |= {"lilicorr_vector_eps": LEAST_NORM, "lilicorr_logit_scale": COSINES, "block_size": head.block}
         slots |= told
         if fields["is_causal"] is None:  # readers take a key that is there for an answer
             del fields["is_causal"]
@@ -364,7 +347,7 @@ def load_head(name: str | os.PathLike[str], target: PreTrainedModel | None = Non
             layers = load_mtp(target, folder)
             layers.config.num_assistant_tokens = fields["num_assistant_tokens"]
             return layers
-        if version not in (*ARCHITECTURES, *BLOCK_ARCHITECTURES):
+        if version not in HEADS:
             what = f"a draft in the format of {version}" if version else "no feature head"
             raise UserError(
                 f"{name} holds {what} (architectures {fields.get('architectures')}), which is not run: {NEXT}"
@@ -378,7 +361,7 @@ def load_head(name: str | os.PathLike[str], target: PreTrainedModel | None = Non
         if version != 3:
             state = {re.sub("^midlayer", "layers.0", key): tensor for key, tensor in state.items()}
         config = read_config(fields, state, target, str(name), cast(int | str, version))
-        head = BlockHead(config) if isinstance(config, Qwen3Config) else FeatureHead(config)
+        head = cast(FeatureHead | BlockHead, HEADS[cast(int | str, version)].network(config))
         _fill(head, state, target, str(name), ours="captured_layers" in fields)
     except UserError:
         raise
@@ -397,12 +380,12 @@ def _fill(
     head: FeatureHead | BlockHead, state: dict[str, Tensor], target: PreTrainedModel | None, name: str, *, ours: bool
 ) -> None:
     """Fill a head with the tensors of its files, and with the target's where these leave them to it."""
-    config, ids, block = head.config, None, isinstance(head, BlockHead)
+    config, ids, block = head.config, None, head.kind == "block"
     if "d2t" in state:
         ids = torch.arange(len(state["d2t"])) + state["d2t"]
         times = torch.bincount(ids, minlength=config.vocab_size)  # refuses fractions and negative numbers
-        told = state.get("t2d", times).long() if head.reduced else times
-        if len(times) > config.vocab_size or times.max() > 1 or not times.equal(told):
+        drafted = state.get("t2d", times).long() if head.reduced else times
+        if len(times) > config.vocab_size or times.max() > 1 or not times.equal(drafted):
             raise UserError(
                 f"the table d2t in {name} does not lead, added to 0, 1, …, to {len(ids)} different tokens of "
                 f"{config.vocab_size}, those of t2d; download it again, or {NEXT}"

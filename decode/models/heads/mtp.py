@@ -89,7 +89,7 @@ class MtpHead(DraftHead):
                 attention_mask=mask[None, None],
                 past_key_values=cache,
             )
-            yield hidden if rows is None else hidden[rows]
+            yield hidden if rows is None else hidden.flatten(0, 1).index_select(0, rows)
 
     def tensors(self) -> dict[str, Tensor]:
         """The layers' tensors under the names of the target's files."""

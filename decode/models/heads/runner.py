@@ -1,7 +1,6 @@
 """Heads in decoding: features of the target that wait to be read, caches, and the runner of an EAGLE head."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -149,16 +148,6 @@ class DraftHeadRunner(RowRunner):
         return tokens if self.draft_ids is None else self.draft_ids[tokens]
 
 
-@dataclass
-class Level:
-    """A level of one text's draft tree."""
-
-    tokens: Tensor  # long ``[n]``
-    states: Tensor  # that drafted them, ``[n, hidden]``
-    seen: Tensor  # which of the earlier levels' slots are ancestors of each, bool ``[n, drafted]`` on the host
-    above: int  # number of levels
-
-
 class HeadRunner(DraftHeadRunner):
     """Reads tokens as a draft model does.
 
@@ -186,12 +175,12 @@ class HeadRunner(DraftHeadRunner):
         state = self.network.weights.embedding.new_zeros(1, self.head.config.hidden_size)
         return self.network.cache.new_row(HeadCache, state)
 
-    def forward(self, reads: Sequence[Read], *, capture: Capture = (), last: int | None = None) -> list[Out]:
+    def forward(self, reads: Sequence[Read], *, capture: Capture = (), last: int | None = None) -> Out:
         """See `Model.forward`; with features in the queue, as many as tokens have to be there."""
-        outs = self.read_pairs([read.cache for read in reads], [read.tokens for read in reads], last)
-        return [Out(self.expand(out.logits), out.hidden) for out in outs]
+        out = self.read_pairs([read.cache for read in reads], [read.tokens for read in reads], last)
+        return Out(self.expand(out.logits), out.hidden)
 
-    def read_pairs(self, caches: Sequence[HeadCache], tokens: Sequence[Tensor], last: int | None) -> list[Out]:
+    def read_pairs(self, caches: Sequence[HeadCache], tokens: Sequence[Tensor], last: int | None) -> Out:
         """`forward` with logits over the head's own vocabulary ``[rows, draft vocab]``.
 
         Features wait for all of the texts or for none.
@@ -214,20 +203,26 @@ class HeadRunner(DraftHeadRunner):
                 cache.settled = cache.length
             if last is not None and last < n:
                 ends[i] = ends[i][n - last :]
-        return self._outs(ends)
+        return self._out(joined(ends) if last is not None else every)
 
-    def read_levels(self, caches: Sequence[HeadCache], levels: Sequence[Level]) -> list[Out]:
-        """Read a level of a tree of each text, which follows its pairs; logits as of `read_pairs`."""
-        new = []
-        for cache, level in zip(caches, levels):
-            n, slot = len(level.tokens), cache.length - 1
-            seen = torch.cat([level.seen, torch.eye(n, dtype=torch.bool)], 1)
-            new.append(NewTokens(cache, slot, n, [cache.settled - 1 + level.above - slot] * n, seen))
-        tokens, states = (joined(part) for part in zip(*((level.tokens, level.states) for level in levels)))
-        hidden = self._layer(tokens, states, new)
+    def read_level(self, caches: Sequence[HeadCache], tokens: Tensor, states: Tensor, seen: Tensor, above: int) -> Out:
+        """Read a level of a tree of each text, which follows its pairs; logits as of `read_pairs`.
+
+        Args:
+            caches: of the texts.
+            tokens: of the level, ``[texts, n]``.
+            states: that drafted them, ``[texts, n, hidden]``.
+            seen: which of the earlier levels' slots, and of its own, each sees, bool ``[texts, n, drafted + n]``.
+            above: number of earlier levels.
+        """
+        new, n = [], tokens.shape[1]
+        for cache, mine in zip(caches, seen):
+            slot = cache.length - 1
+            new.append(NewTokens(cache, slot, n, [cache.settled - 1 + above - slot] * n, mine))
+        hidden = self._layer(tokens.flatten(), states.flatten(0, 1), new)
         for text in new:
-            text.cache.length += text.count
-        return self._outs(hidden.split([text.count for text in new]))
+            text.cache.length += n
+        return self._out(hidden)
 
     def _layer(self, tokens: Tensor, x: Tensor, new: Sequence[NewTokens]) -> Tensor:
         """The states of tokens that are paired with states ``x [n, hidden]``."""
@@ -236,7 +231,6 @@ class HeadRunner(DraftHeadRunner):
         x = network.run(x, 0, 1, network.place(new), network.layers[0].qkv(y))
         return x if self._norm is None else self._norm(x)
 
-    def _outs(self, ends: Sequence[Tensor]) -> list[Out]:
-        """The outputs of texts with these states."""
-        hidden = joined(ends)
-        return Out(self.network.project(hidden)[0], hidden).split(list(map(len, ends)))
+    def _out(self, hidden: Tensor) -> Out:
+        """The output of these states."""
+        return Out(self.network.project(hidden)[0], hidden)

@@ -56,6 +56,8 @@ class Outer:
     """Plain data."""
     loud: bool = False
     """A switch."""
+    named: dict[str, Inner] = field(default_factory=dict)
+    """Optimisers by name."""
 
 
 def read(tmp_path: Path, text: str, *overrides: str, foreign: tuple[str, ...] = ()) -> Outer:
@@ -72,6 +74,22 @@ def test_the_command_line_overrides_files_and_later_files_override_earlier_ones(
     assert got.inner == Inner(rate=0.5, kind="sgd")
     assert parse(Outer, [], prog="prog") == read(tmp_path, "") == Outer()
     assert merge({"a": {"b": {"c": 1}, "d": 3}}, {"a": {"b": {}}}) == {"a": {"b": {}, "d": 3}}
+
+
+def test_one_key_of_a_named_section_is_overridden_and_a_file_replaces_all_of_them(tmp_path: Path) -> None:
+    file = "named: {a-b: {rate: 0.5}, c: {kind: sgd}}\n"
+    got = read(tmp_path, file, "--named.a-b.kind", "sgd", "--named.c.rate=1e-3")
+    assert got.named == {"a-b": Inner(0.5, "sgd"), "c": Inner(1e-3, "sgd")}
+    (tmp_path / "d.yaml").write_text("base: c.yaml\nnamed: {d: {}}\n")
+    assert parse(Outer, ["--config", str(tmp_path / "d.yaml")], prog="prog").named == {"d": Inner()}
+    for argv, words in (
+        (["--named.e.rate", "1"], "unknown name in --named.e.rate 'e'"),
+        (["--named.c.rat", "1"], "unknown option '--named.c.rat'; the nearest known key is 'named.NAME.rate'"),
+    ):
+        with pytest.raises(UserError, match=words):
+            read(tmp_path, file, *argv)
+    with pytest.raises(UserError, match=r"'named' is 3, expected sections by name"):
+        read(tmp_path, "named: 3")
 
 
 def test_one_key_of_a_section_that_may_be_off_is_overridden(tmp_path: Path) -> None:

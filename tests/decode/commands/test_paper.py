@@ -39,7 +39,8 @@ def test_our_numbers_stand_beside_the_papers() -> None:
         row("adasd", 75.0, verification_threshold=0.3),
     ]
     table = table_of("adasd", rows_of({"methods": ours}))
-    rows = [dict(zip(table.headings, cells)) for cells, _ in table.rows]
+    columns = {str(column.header): map(str, column.cells) for column in table.columns}
+    rows = [dict(zip(columns, cells)) for cells in zip(*columns.values())]
     shown = {(row["method"], row["setting"]): row for row in rows}
     llama = next(r["setting"] for r in rows if "1B, mmlu" in r["setting"])
     mine = "ours: s, T = 0.6"

@@ -108,7 +108,7 @@ def test_a_difference_without_a_known_cause_fails_the_check(folder: Path, capsys
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        (["--engine", "vlm"], "Expected a typing.Literal['vllm', 'llama.cpp']. Got value: vlm"),
+        (["--engine", "vlm"], "unknown engine 'vlm'; did you mean 'vllm'?"),
         (["--url", "http://127.0.0.1:9"], "drafts one length"),
     ],
 )

@@ -103,7 +103,7 @@ def test_a_text_of_a_batch_reads_what_was_learned_and_keeps_its_own_additions_ap
     propose(drafter, [0, 1, 2, 3, 0, 1, 4, 0, 1, 5], 9)
     before = copy.deepcopy(drafter.learned)
     texts = [[4, 0, 1, 2, 0, 1, 3, 3, 0, 1], [0, 1, 5, 0, 1]]
-    batch = [Drafting(drafter, ids, alone=False) for ids in texts]
+    batch = [Drafting(drafter, ids, shares_learning=False) for ids in texts]
     assert all(not text.state.learned and text.state.shared is drafter.learned for text in batch)
     for ids, text in zip(texts, batch):
         alone = TrigramDrafter(table)

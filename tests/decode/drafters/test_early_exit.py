@@ -8,11 +8,11 @@ from enumeration import Experiment
 from greedy import generate
 from reading import rounds_of
 
-from decode.core.loop import Method, decode
 from decode.core.sampling import LogitsWarper
 from decode.core.stop import Fixed, StopRule, max_probability, token_probability
 from decode.drafters.model import EarlyExitDrafter
 from decode.errors import UserError
+from decode.loop import Method, decode
 from decode.methods import MethodInputs, build
 from decode.models.api import Read
 from decode.models.check import open_runner
@@ -87,7 +87,7 @@ def test_what_was_read_ahead_is_forgotten_with_a_rollback(tiny) -> None:
             runner.forward([Read(held, torch.tensor(PROMPT))])
         runner.forward([Read(cache, torch.tensor([4, 7]))], last=1, exit_layer=2)
         cache.truncate(len(PROMPT))
-        logits, wanted = (runner.forward([Read(held, other)])[0].logits for held in (cache, fresh))
+        logits, wanted = (runner.forward([Read(held, other)]).logits for held in (cache, fresh))
     torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
 
 

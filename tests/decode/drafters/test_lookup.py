@@ -3,14 +3,18 @@
 import random
 from collections import Counter
 
+import torch
 from enumeration import ScriptedRunner, random_table
 from reading import Drafting
 
-from decode.core.loop import Method, decode, decode_texts
+from decode.core.draft import Draft
+from decode.core.round import Round
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.stop import StopRule
 from decode.drafters import lookup
 from decode.drafters.lookup import END, LookupDrafter, SuffixDrafter
+from decode.loop import Method, decode, decode_texts
+from decode.models.api import Out
 
 GREEDY = LogitsWarper()
 
@@ -18,8 +22,7 @@ GREEDY = LogitsWarper()
 def proposed(drafter, ids, max_depth=100, window=100):
     draft = Drafting(drafter, ids).propose(ids, StopRule(window), max_depth)
     assert draft.is_chain
-    assert draft.probs is None
-    return draft.tokens.tolist()
+    return draft.ids
 
 
 def brute_force(ids, length, max_ngram, min_ngram):
@@ -41,7 +44,7 @@ def test_growing_text_gives_what_a_scan_of_the_whole_text_gives() -> None:
         ids = [source.randrange(3) for _ in range(source.randrange(1, 5))]
         drafting = Drafting(LookupDrafter(length=4, max_ngram=high, min_ngram=low), ids)
         for _ in range(10):
-            assert drafting.propose(ids).tokens.tolist() == brute_force(ids, 4, high, low)
+            assert drafting.propose(ids).ids == brute_force(ids, 4, high, low)
             ids = ids + [source.randrange(3) for _ in range(source.randrange(1, 4))]
 
 
@@ -93,9 +96,9 @@ def test_growing_texts_give_what_a_scan_of_all_texts_gives() -> None:
         ids = source.choices(range(3), k=3)
         drafting = Drafting(drafter, ids)
         for _ in range(8):
-            assert drafting.propose(ids, StopRule(5)).tokens.tolist() == scan(ids, texts, ids, 5, 6, 0.2)
+            assert drafting.propose(ids, StopRule(5)).ids == scan(ids, texts, ids, 5, 6, 0.2)
             ids = ids + source.choices(range(3), k=source.randrange(1, 4))
-            drafter.update(drafting.state, ids, None, None)
+            drafting.update(ids, Round(Draft(()), [], 0, []), Out(torch.empty(0), torch.empty(0)))
 
 
 def test_earlier_requests_shorten_later_ones_and_a_batch_teaches_nothing() -> None:

@@ -11,9 +11,8 @@ import pytest
 import torch
 from greedy import generate
 
-from decode.core.loop import decode
 from decode.core.sampling import LogitsWarper
-from decode.core.stop import DraftedToken
+from decode.core.stop import DraftedTokens
 from decode.drafters.probe import (
     KINDS,
     AcceptanceProbe,
@@ -25,6 +24,7 @@ from decode.drafters.probe import (
     weight_sample,
 )
 from decode.errors import UserError
+from decode.loop import decode
 from decode.methods import MethodInputs, build
 from decode.models.check import open_runner
 from decode.options import MethodOptions
@@ -69,9 +69,9 @@ def test_one_step_gets_the_probability_that_a_batch_gets(tiny, kind: str) -> Non
         generator = torch.Generator().manual_seed(seed)
         hidden, scores = torch.randn(32, generator=generator), 9 * torch.randn(20, generator=generator)
         scores[:3] = -torch.inf
-        x = torch.tensor(5 + seed)
-        expected = probe.logit(hidden[None], confidence_features(scores[None], x.view(1))).sigmoid().item()
-        assert probe(DraftedToken(scores.softmax(-1), x, scores, hidden)) == pytest.approx(expected, rel=1e-4)
+        scores, hidden, x = scores[None], hidden[None], torch.tensor([5 + seed])
+        expected = probe.logit(hidden, confidence_features(scores, x)).sigmoid().item()
+        assert probe(DraftedTokens(scores.softmax(-1), scores, hidden, x)).item() == pytest.approx(expected, rel=1e-4)
 
 
 def test_probes_of_another_model_layer_or_nothing_are_refused(tiny, folder: Path, tmp_path: Path) -> None:

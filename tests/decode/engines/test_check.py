@@ -12,7 +12,6 @@ from heads import learned_head
 from pairs import make_pair
 from simulated_engine import SimulatedEngine
 
-from decode.core.loop import decode
 from decode.core.sampling import LogitsWarper
 from decode.engines.check import (
     Drafts,
@@ -24,6 +23,7 @@ from decode.engines.check import (
     predicted_drafts,
     within,
 )
+from decode.loop import decode
 from decode.measure.acceptance import offline_alphas, replayed
 from decode.methods import MethodInputs, build
 from decode.models.check import open_draft_runner, open_runner

@@ -29,8 +29,7 @@ from vllm_cpu import plugin
 from decode.__main__ import main
 from decode.engines.server import ENGINES, Engine, Server, free_port, opened, running
 from decode.errors import UserError
-from decode.models.heads.block import Slots
-from decode.models.heads.block_parts import convolved, top_log_probs
+from decode.models.heads.block_parts import convolved
 from decode.models.heads.block_runner import Block, BlockRunner
 from decode.models.heads.files import save_head
 from distill.export.draft import DRAFTED
@@ -172,36 +171,20 @@ def test_a_planted_fault_is_named(tmp_path: Path) -> None:
 
 
 @needs_vllm
-@pytest.mark.parametrize("version", ["dflash2", "lilicorr"])
-def test_vllms_own_classes_score_the_candidates_of_each_slot_as_we_do(version: str, tiny: Any, tmp_path: Path) -> None:
+def test_vllms_own_classes_score_the_candidates_of_each_slot_as_we_do(tiny: Any, tmp_path: Path) -> None:
     """Of an exported head, whose tensors all have a place in them; the walks over the scores are the same."""
     target = tiny("llama", num_hidden_layers=6)
-    head = filed_head(target, version, candidates=4)
+    head = filed_head(target, "dflash2", candidates=4)
     save_head(head, tmp_path)
     table, (blocks, n, width) = target.get_input_embeddings().weight.detach(), (3, head.drafts, head.config.hidden_size)
-    generator = torch.Generator().manual_seed(0)
-    states, context = (torch.randn(*shape, width, generator=generator) for shape in ((blocks, n + 1), (blocks,)))
-    there, anchors = torch.tensor([True, False, True]), torch.tensor([3, 9, 5])
-    unary = head.drafting(states) @ table.T
-    given = {"hidden_states": head.drafting(states), "anchor_token_ids": anchors, "rows": states}
+    states = torch.randn(blocks, n + 1, width, generator=torch.Generator().manual_seed(0))
+    anchors, drafting = torch.tensor([3, 9, 5]), head.drafting(states)
+    unary = drafting @ table.T
+    best, kept = unary.topk(4)
+    given = {"hidden_states": drafting, "anchor_token_ids": anchors, "rows": states}
+    given |= {"candidate_ids": kept, "unary_logits": best}
     with torch.no_grad():
-        if version == "lilicorr":
-            known, kept = top_log_probs(unary, 4)
-            _, wanted = head.pairs(unary, Slots(head.drafting(states), context * there[:, None], there), table)
-            given |= {
-                "token_embeddings": table[kept],
-                "candidate_log_probs": known,
-                "pass_hidden": head.drafting(states),
-            }
-            given |= {"anchor_hidden": context * there[:, None], "anchor_valid": there}
-        else:
-            best, kept = unary.topk(4)
-            given |= {"candidate_ids": kept, "unary_logits": best}
-            runner, parts = BlockRunner(head, target), list[torch.Tensor]()
-            for block in range(blocks):
-                made = Block(unary[block], head.drafting(states)[block], anchor=int(anchors[block]))
-                parts.append(runner._scores(made)[2])
-            wanted = torch.stack(parts)
+        _, wanted = BlockRunner(head, target).scores(Block(unary, drafting, anchors=anchors))
     save_file({key: value.contiguous() for key, value in given.items()}, tmp_path / "given")
     script = Path(vllm_cpu.__file__).with_name("vllm_classes.py")
     command = [ENGINES["vllm"].installed, str(script), str(tmp_path), str(tmp_path / "given"), str(tmp_path / "made")]

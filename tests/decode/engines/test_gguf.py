@@ -22,6 +22,7 @@ from decode.models.heads.eagle import FeatureHead, head_config
 from distill.config import ExportSettings
 from distill.export.draft import check_gguf, export_gguf
 from distill.export.head import write_head
+from distill.kinds.eagle import EAGLE
 
 
 def tokenizer(folder: Path, *steps: dict, **more: object) -> Path:
@@ -49,7 +50,7 @@ def test_a_missing_converter_is_said_before_training(tmp_path: Path, monkeypatch
     (tmp_path / CONVERTER).parent.mkdir(parents=True)
     (tmp_path / CONVERTER).touch()
     with pytest.raises(UserError, match="no EAGLE-1 heads"):
-        check_gguf(ExportSettings(gguf=["f32"]), 1)
+        check_gguf(ExportSettings(gguf=["f32"]), EAGLE)
 
 
 needs_converter = pytest.mark.skipif(

@@ -297,7 +297,7 @@ def test_every_method_writes_the_same_greedy_texts_at_every_batch_size(models, t
     assert "Speedup by batch size" in files[1].read_text()
     beside = "6 prompts, load 0 on 2 cores"
     titles = [f"toy, greedy, {beside}", f"toy, greedy, batch size 3, {beside}"]
-    assert [table.title for table in console_tables(batches.rows)] == titles
+    assert [str(table.title) for table in console_tables(batches.rows)] == titles
     assert [f"## {title}" for title in titles] == [s for s in files[3].read_text().splitlines() if s.startswith("#")]
     values = list(csv.DictReader(files[2].open(encoding="utf-8")))
     assert [float(row["speedup"]) for row in values] == [row["speedup"] for row in batches.rows]

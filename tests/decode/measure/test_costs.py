@@ -10,8 +10,8 @@ from pairs import make_pair, make_tokenizer
 from plain_logits import offline_alpha
 
 from decode.core.lengths import RoundCosts
-from decode.core.loop import decode
 from decode.core.sampling import LogitsWarper
+from decode.loop import decode
 from decode.measure import acceptance
 from decode.measure import costs as costs_module
 from decode.measure.acceptance import OfflineAlpha, offline_accepted_length, offline_alphas, replay

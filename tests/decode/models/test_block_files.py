@@ -56,12 +56,6 @@ def publish(folder: Path, head: BlockHead, target: PreTrainedModel, format: str)
         ours = "markov_w1.weight", "markov_w2.weight", "hidden_projection.weight"
         state |= {f"candidate_selector.{name}": state.pop(f"markov_head.{key}") for name, key in zip(names, ours)}
         markov = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 3}
-    if head.version == "lilicorr":
-        sizes = {"candidate_topk": 3, "hidden_size": 8, "num_layers": 2, "num_heads": 8, "mlp_ratio": 2.0}
-        sizes |= {"factor_dim": 128, "vector_eps": 1e-4, "logit_scale": 8.0, "enabled": True}
-        markov = {f"lilicorr_{key}": value for key, value in sizes.items()}
-        convolved = config["conv_kernel_size"]  # the keys are there together, or neither is
-        markov |= {"conv_kernel_size": convolved, "conv_group_size": 16} if convolved else {}
     if format == "z-lab":
         slots = {"target_layer_ids": layers, "mask_token_id": MASK} | markov
         name = BLOCK_ARCHITECTURES[head.version]
@@ -108,9 +102,6 @@ HEADS = {
     "reduced vocabulary": {"version": "dflash", "draft_vocab": DRAFTED},
     "DFlash 2": {"version": "dflash2"},
     "DFlash 2, reduced": {"version": "dflash2", "draft_vocab": DRAFTED, "window": 6},
-    "LiLiCorr": {"version": "lilicorr"},
-    "LiLiCorr without convolutions": {"version": "lilicorr", "conv_kernel_size": 0},
-    "LiLiCorr, reduced": {"version": "lilicorr", "draft_vocab": DRAFTED, "causal": True},
     "sliding and causal": {"version": "dflash", "window": 6, "causal": True},
     "mixed": {"version": "dspark", "window": 6, "is_causal": None, "layer_types": [SLIDING, "full_attention"]},
 }
@@ -146,8 +137,6 @@ def test_a_saved_head_drafts_as_before(name: str, target: PreTrainedModel, tmp_p
         ("speculators", "DSpark, fill-in"),
         ("z-lab", "DFlash 2"),
         ("speculators", "DFlash 2"),
-        ("z-lab", "LiLiCorr"),
-        ("z-lab", "LiLiCorr without convolutions"),
     ],
 )
 def test_a_published_head_drafts_as_it_does_there(format: str, name: str, target: PreTrainedModel, tmp_path) -> None:
@@ -162,8 +151,8 @@ def test_a_published_head_drafts_as_it_does_there(format: str, name: str, target
     assert drafted(load_head(tmp_path, target), target).equal(drafted(head, target))
 
 
-def test_a_reduced_vocabulary_may_be_smaller_than_a_lattices_candidates(target, tmp_path: Path) -> None:
-    head = filed_head(target, "lilicorr", draft_vocab=6, candidates=8)
+def test_a_reduced_vocabulary_may_be_smaller_than_a_selectors_candidates(target, tmp_path: Path) -> None:
+    head = filed_head(target, "dflash2", draft_vocab=6, candidates=8)
     save_head(head, tmp_path)
     assert drafted(load_head(tmp_path, target), target).equal(drafted(head, target))
 
@@ -255,8 +244,6 @@ def test_engines_that_would_skip_parts_of_a_head_are_named(target: PreTrainedMod
     assert unserved(make_block_head(target, "dflash2", draft_vocab=24)).keys() == {"vllm", "sglang", "llama.cpp"}
     assert unserved(make_block_head(target, "dflash", window=6)) == {"sglang": "its window is not read there"}
     assert unserved(make_block_head(target, "dflash", causal=True)) == {}
-    assert unserved(make_block_head(target, "lilicorr")).keys() == {"llama.cpp"}
-    assert unserved(make_block_head(target, "lilicorr", draft_vocab=24)).keys() == {"vllm", "sglang", "llama.cpp"}
     mixed = {"window": 6, "is_causal": None, "layer_types": [SLIDING, "full_attention"]}
     assert unserved(make_block_head(target, "dflash", **mixed)).keys() == {"sglang", "llama.cpp"}
     apart = make_block_head(target, "dspark")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -15,17 +14,17 @@ from families import build_architecture
 from greedy import GREEDY, PROMPTS, assert_decodes, generate
 from heads import make_block_head, plain_block, plain_scores, plain_visible
 from plain_logits import after, response_logits
+from reading import on_host
 from torch import Tensor
 from transformers import AddedToken
 
-from decode.core.draft import Draft
-from decode.core.loop import Method, Text, run
+from decode.core.draft import Drafts
 from decode.core.sampling import LogitsWarper, TorchRng, argmax
 from decode.core.stop import CostOptimal, Fixed, StopRule, own_estimate, token_probability
-from decode.drafters.base import DraftRequest
-from decode.drafters.model import BlockDrafter, Drafting
+from decode.drafters.model import BlockDrafter, Step
 from decode.drafters.trees import BlockTreeDrafter
 from decode.errors import UserError
+from decode.loop import Method, Text, run
 from decode.measure.acceptance import offline_alphas
 from decode.methods import MethodInputs, build
 from decode.models.check import open_runner
@@ -41,8 +40,7 @@ KINDS = [("dflash", {}), ("dflash", {"from_anchor": True}), ("dspark", {}),
          ("dspark", {"draft_vocab": SMALL // 2}), ("dflash2", {}),
          ("dflash2", {"layers": 3, "window": 4, "is_causal": None, "conv_kernel_size": 3, "draft_vocab": SMALL // 2,
                       "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
-         ("dflash", {"window": 5}), ("dspark", {"causal": True}),
-         ("lilicorr", {}), ("lilicorr", {"draft_vocab": SMALL // 2, "layers": 1})]  # fmt: skip
+         ("dflash", {"window": 5}), ("dspark", {"causal": True})]  # fmt: skip
 
 
 @pytest.mark.parametrize(("window", "causal"), [(None, False), (3, False), (None, True), (4, True)])
@@ -85,17 +83,21 @@ def test_the_runner_drafts_what_the_plain_twin_says_text_by_text_and_together(
             runner.draft(caches, [0, 0], [1, 2])  # a block leaves nothing in the cache
         drafts = [2, head.drafts]
         outputs = runner.draft(caches, [text[-1] for text in texts], drafts)
-        alone = [(texts[1], n, runner.draft(caches[1:], texts[1][-1:], [n])[0]) for n in (1, head.drafts)]
-    for text, count, out in [*zip(texts, drafts, outputs), *alone]:
+        alone = [(0, texts[1], n, runner.draft(caches[1:], texts[1][-1:], [n])) for n in (1, head.drafts)]
+    ids = slice(None) if head.draft_ids() is None else head.draft_ids()
+    for place, text, count, out in [*((i, *made, outputs) for i, made in enumerate(zip(texts, drafts))), *alone]:
         logits, hidden, *_ = plain_block(head, target, text, count)
-        torch.testing.assert_close(out.logits, logits, **close)
-        torch.testing.assert_close(out.hidden, hidden, **close)
+        torch.testing.assert_close(out.logits[place, :count], logits, **close)
+        torch.testing.assert_close(out.hidden[place, :count], hidden, **close)
         path, rows = list[int](), list[Tensor]()
         with torch.inference_mode():
             for slot in range(count):
-                rows.append(runner.condition(out, slot, torch.tensor([text[-1], *path][-1])).logits)
-                path += runner.target_ids(argmax(rows[-1])).tolist()
-        torch.testing.assert_close(torch.cat(rows), plain_scores(head, target, text, path[:-1], count), **close)
+                before = torch.tensor(path[-1:]) if path else None
+                rows.append(runner.condition(out, slot, [place], before).logits)
+                path += argmax(rows[-1]).tolist()
+        made = torch.cat(rows)
+        assert made.isfinite().sum() == made[:, ids].isfinite().sum()
+        torch.testing.assert_close(made[:, ids], plain_scores(head, target, text, path[:-1], count), **close)
 
 
 def drafted_block(head: BlockHead, target: Any, ids: list[int] = PROMPT) -> tuple[BlockRunner, Block]:
@@ -103,20 +105,18 @@ def drafted_block(head: BlockHead, target: Any, ids: list[int] = PROMPT) -> tupl
     runner, states = BlockRunner(head, target), target(torch.tensor([ids]), output_hidden_states=True).hidden_states
     cache = runner.new_cache()
     cache.settle(torch.cat([states[layer][0] for layer in head.captured_layers], -1)[:-1])
-    return runner, runner.draft([cache], ids[-1:], [head.drafts])[0]
+    return runner, runner.draft([cache], ids[-1:], [head.drafts])
 
 
-@pytest.mark.parametrize("version", ["dflash2", "lilicorr"])
 @torch.inference_mode()
-def test_the_likeliest_tokens_are_those_of_the_slots_one_after_the_other(version: str, tiny) -> None:
+def test_the_likeliest_tokens_are_those_of_the_slots_one_after_the_other(tiny) -> None:
     target = tiny("llama")
-    head = make_block_head(target, version)
+    head = make_block_head(target, "dflash2")
     for start in range(30):
         ids = [(7 * i * i + 5 * start) % 48 for i in range(6)]
         runner, out = drafted_block(head, target, ids)
-        for slot, token in enumerate(runner.likeliest(out).tolist()):
-            logits = runner.condition(out, slot, torch.tensor(ids[-1])).logits
-            assert token == int(runner.target_ids(argmax(logits)))
+        for slot, token in enumerate(runner.likeliest(out)[0].tolist()):
+            assert token == int(argmax(runner.condition(out, slot, [0], torch.tensor(ids[-1:])).logits))
             ids.append(token)
 
 
@@ -133,10 +133,11 @@ def test_a_slots_confidence_is_divided_by_the_temperature_of_its_place_and_of_ho
     assert confidence is not None
     assert markov is not None
     for slot, before in enumerate([PROMPT[-1], 2, 7, 1]):
-        odds = confidence(torch.cat([out.hidden[slot], markov.markov_w1.weight[before]]))
+        odds = confidence(torch.cat([out.hidden[0, slot], markov.markov_w1.weight[before]]))
         temperature = [*(head.temperatures if greedy else head.sampled_temperatures), 1.0, 1.0][slot]
-        accepted = runner.condition(out, slot, torch.tensor(before), greedy=greedy).accepted
-        assert accepted == pytest.approx((odds / temperature).sigmoid().item(), rel=1e-6)
+        accepted = runner.condition(out, slot, [0], torch.tensor([before]), greedy=greedy).accepted
+        assert accepted is not None
+        assert accepted.item() == pytest.approx((odds / temperature).sigmoid().item(), rel=1e-6)
 
 
 @pytest.mark.parametrize(("version", "behind"), [("dflash", 0), ("dspark", 1)])
@@ -177,7 +178,7 @@ def test_block_heads_are_lossless(version: str, shape: dict[str, Any], double) -
                 assert joint_bias(runner, method, warp, [PROMPT, [2, 7]], 2) < 1e-12, name
 
 
-@pytest.mark.parametrize(("version", "shape"), [KINDS[0], KINDS[2], KINDS[4], ("lilicorr", {})])
+@pytest.mark.parametrize(("version", "shape"), [KINDS[0], KINDS[2], KINDS[4]])
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_greedy_text_is_that_of_generate(family: str, version: str, shape: dict[str, Any], tiny) -> None:
     target = tiny(family)
@@ -190,7 +191,7 @@ def test_greedy_text_is_that_of_generate(family: str, version: str, shape: dict[
             assert_decodes(runner, made, generate(target, prompt), prompt)
     wanted = [generate(target, prompt) for prompt in PROMPTS]
     made = build("block", MethodInputs(runner, GREEDY, head))
-    texts = [Text(runner, made, GREEDY, prompt, max_new_tokens=len(text) - len(prompt), alone=False)
+    texts = [Text(runner, made, GREEDY, prompt, max_new_tokens=len(text) - len(prompt), shares_learning=False)
              for prompt, text in zip(PROMPTS, wanted)]  # fmt: skip
     for _ in run(runner, made, texts, 2):
         pass
@@ -207,8 +208,7 @@ WINDOWED = {"window": 5, "is_causal": None, "layer_types": ["sliding_attention",
         ("dspark", {}),
         ("dflash2", WINDOWED),
         ("dflash2", {"draft_vocab": 24}),
-        ("lilicorr", {}),
-        ("lilicorr", WINDOWED | {"draft_vocab": 24}),
+        ("dflash2", WINDOWED | {"draft_vocab": 24}),
     ],
 )
 def test_every_round_drafts_each_slot_given_the_token_before(
@@ -222,26 +222,25 @@ def test_every_round_drafts_each_slot_given_the_token_before(
         "block", MethodInputs(runner, warp, head, options=MethodOptions(draft_length=3, sample_block=sample))
     )
     text, kept = Text(runner, method, warp, ids, max_new_tokens=24, rng=TorchRng(0)), module.draft_ids()
-    propose, proposed = method.drafter.propose, list[Draft]()
+    propose, proposed = method.drafter.propose, list[Drafts]()
 
-    def noted(requests: Any) -> list[Draft]:
-        made = propose(requests)
-        proposed.append(copy(made[0]))  # rounds do not keep q
-        return made
+    def noted(requests: Any, device: Any) -> Drafts:
+        proposed.append(propose(requests, device))  # rounds do not keep q
+        return proposed[-1]
 
     monkeypatch.setattr(method.drafter, "propose", noted)
     for _ in run(runner, method, [text]):
-        draft = proposed[-1]
+        (draft,), q = on_host(proposed[-1]), proposed[-1].probs
         rows = plain_scores(module, target, ids, draft.ids[:-1], draft.depth) if draft.ids else ()
         for slot, (token, row) in enumerate(zip(draft.ids, rows, strict=True)):
             row = row[None]
             if kept is not None:
                 row = row.new_full((1, len(target.lm_head.weight)), -torch.inf).index_copy(1, kept, row)
             if sample:
-                torch.testing.assert_close(draft.probs[slot], warp(row)[0], rtol=1e-4, atol=1e-6)
-                assert not module.candidates or int(draft.probs[slot].count_nonzero()) <= module.candidates
+                torch.testing.assert_close(q[0, slot], warp(row)[0], rtol=1e-4, atol=1e-6)
+                assert not module.candidates or int(q[0, slot].count_nonzero()) <= module.candidates
             else:
-                assert (token, draft.probs) == (int(argmax(row)), None)
+                assert (token, q) == (int(argmax(row)), None)
         ids = list(text.ids)
     assert len(ids) > 24
 
@@ -249,30 +248,32 @@ def test_every_round_drafts_each_slot_given_the_token_before(
 class SaysBase(BlockDrafter):
     """Draws from the selector's q, and says that it drew from the logits without it."""
 
-    def drafting(self, request: DraftRequest) -> Drafting:
-        drafting = super().drafting(request)
-        try:
-            out = yield next(drafting)
-            drafting.send(out)
-        except StopIteration as end:
-            draft = end.value
-            return Draft.chain(draft.tokens, self.warp(out.logits[: len(draft)])) if len(draft) else draft
-        raise AssertionError
+    def chains(self, requests: Any, limits: Any, step: Step) -> Drafts:
+        drafts, (block,) = super().chains(requests, limits, step), self.blocks
+        drafts.probs = self.warp(block.logits[0])[None, : drafts.tokens.shape[1]]
+        return drafts
+
+    def drafts(self, requests: Any, limits: Any) -> Drafts:
+        self.blocks = list[Block]()
+        draft = self.runner.draft
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.runner, "draft", lambda *given: self.blocks.append(draft(*given)) or self.blocks[0])
+            return super().drafts(requests, limits)
 
 
 class SeesItsToken(BlockDrafter):
     """Draws from all ids, and says that it drew from the likeliest ones and the drawn one, renormalised."""
 
-    def drafting(self, request: DraftRequest) -> Drafting:
-        if (limit := self.limit(request)) < 1:
-            return Draft.empty()
-        out, tokens, rows = (yield request.ids[-1], limit), list[Tensor](), list[Tensor]()
-        for row in self.warp(out.logits):
-            tokens.append(request.rng.draw(row).view(1))
+    def drafts(self, requests: Any, limits: Any) -> Drafts:
+        (request,), tokens, rows = requests, list[Tensor](), list[Tensor]()
+        block = self.runner.draft([request.state.cache], request.ids[-1:], limits)
+        numbers = request.rng.together([request.rng], limits, torch.device("cpu"))
+        for slot, row in enumerate(self.warp(block.logits[0])):
+            tokens.append(numbers.draw(row[None], slot))
             kept = row.topk(self.runner.head.candidates - 1).indices
             q = torch.zeros_like(row).index_copy(0, kept, row[kept]).index_copy(0, tokens[-1], row[tokens[-1]])
             rows.append(q / q.sum())
-        return Draft.chain(torch.cat(tokens), torch.stack(rows))
+        return Drafts(torch.stack(tokens, 1), list(limits), None, torch.stack(rows)[None], None, {0})
 
 
 def test_a_selector_that_tells_another_q_than_it_drew_from_is_caught(double) -> None:
@@ -285,7 +286,7 @@ def test_a_selector_that_tells_another_q_than_it_drew_from_is_caught(double) -> 
         assert (bias < 1e-12) if exact else (bias > 1e-3), (drafter.__name__, bias)
 
 
-@pytest.mark.parametrize(("version", "block"), [("dflash", 5), ("dspark", 4), ("dflash2", 5), ("lilicorr", 5)])
+@pytest.mark.parametrize(("version", "block"), [("dflash", 5), ("dspark", 4), ("dflash2", 5)])
 def test_offline_acceptance_of_every_slot_is_that_of_its_own_distribution(version: str, block: int, double) -> None:
     """In blocks of every length, whose slots see each other."""
     target = double("llama", vocab_size=SMALL)
@@ -300,15 +301,12 @@ def test_offline_acceptance_of_every_slot_is_that_of_its_own_distribution(versio
             if anchor < 0:
                 assert alpha.texts[0][row] == 0
                 continue
-            try:
-                rows = plain_scores(head, target, ids[: anchor + 1], ids[anchor + 1 : anchor + 1 + i], count)
-            except ValueError:  # no draft of a lattice holds the token before
-                continue
+            rows = plain_scores(head, target, ids[: anchor + 1], ids[anchor + 1 : anchor + 1 + i], count)
             q = rows[i].softmax(-1)
             assert alpha.texts[0][row] == pytest.approx(torch.minimum(p[row], q).sum().item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("version", ["dflash", "dspark", "dflash2", "lilicorr"])
+@pytest.mark.parametrize("version", ["dflash", "dspark", "dflash2"])
 @pytest.mark.parametrize(
     ("name", "changes", "finish"),
     [
@@ -327,11 +325,10 @@ def test_what_a_target_does_behind_its_output_head_is_done_to_a_block_s_logits(
         states, cache = target(input_ids=tokens, output_hidden_states=True).hidden_states, runner.new_cache()
         features = torch.cat([states[layer] for layer in head.captured_layers], -1)
         cache.settle(features[0, :-1])
-        (out,) = runner.draft([cache], ids[-1:], [head.drafts])
-        drafted = runner.condition(out, 0, tokens[0, -1]).logits
+        out = runner.draft([cache], ids[-1:], [head.drafts])
+        drafted = runner.condition(out, 0, [0], tokens[:, -1]).logits
         forced = head.teacher_forced(target, tokens, features, head.drafts)[0][:, -1]
-    # a lattice's scores read the logits
-    wanted = forced if version == "lilicorr" else torch.where(row.isfinite(), finish(row), row)
+    wanted = torch.where(row.isfinite(), finish(row), row)
     for made in (drafted, forced):
         torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-4)
 

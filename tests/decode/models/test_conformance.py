@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
+from typing import Any
 
 import pytest
 import torch
@@ -28,10 +29,10 @@ from scripted import Oracle, RandomTree
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from decode.core.loop import Method, decode
 from decode.core.stop import StopRule
 from decode.drafters.base import NoDrafter
 from decode.errors import UserError
+from decode.loop import Method, decode
 from decode.methods import MethodInputs, build
 from decode.models import huggingface
 from decode.models.api import Model, Read
@@ -135,7 +136,7 @@ def test_a_forward_interrupted_anywhere_leaves_nothing_behind(name: str) -> None
             runner.forward([Read(text, ids[9:15])])
         hook.remove()
         text.truncate(9)
-        torch.testing.assert_close(runner.forward([Read(text, ids[9:])])[0].logits, wanted[9:], atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(runner.forward([Read(text, ids[9:])]).logits, wanted[9:], atol=1e-3, rtol=1e-3)
 
 
 def test_encoder_decoders_are_refused() -> None:
@@ -188,6 +189,28 @@ def test_the_check_chooses_few_keys_where_rounding_does_not_choose_others(dtype:
     with short_windows(model, HuggingFaceRunner(model)):
         assert [part.index_topk for part in parts] == [chosen]
     assert [part.index_topk for part in parts] == [512]
+
+
+@pytest.mark.parametrize(("name", "fast"), [("Mistral", True), ("Mistral", False), ("DeepSeek-V4", False)])
+def test_opening_leaves_the_settings_of_the_callers_model_alone(name: str, fast: bool, monkeypatch: Any) -> None:
+    model = build_architecture(name, **({"sliding_window": 128} if name == "Mistral" else {"index_topk": 512}))
+
+    def settings() -> list[Any]:
+        parts = [getattr(part, "index_topk", None) for part in model.modules()]
+        return [model.config.to_dict(), model.config.get_text_config().to_dict(), parts]
+
+    before, during = settings(), []
+    forward = type(model).forward
+
+    @wraps(forward)
+    def watched(self: Any, *given: Any, **named: Any) -> Any:
+        during.append((settings() == before, self.config.to_dict() == before[0]))
+        return forward(self, *given, **named)
+
+    monkeypatch.setattr(type(model), "forward", watched)
+    open_runner(model, fast=fast)
+    assert all(same for same, _ in during)
+    assert name != "Mistral" or not any(as_opened for _, as_opened in during)  # the check did shorten a window
 
 
 def test_a_fast_forward_without_its_window_is_not_used() -> None:

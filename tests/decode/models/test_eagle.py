@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from decode.core.draft import Draft
-from decode.core.loop import Method, Text, decode_texts, run
+from decode.core.lengths import DraftLengths, RoundCosts
 from decode.core.round import Round
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.core.stop import MeanOfRejected, StopRule, negative_entropy
@@ -29,6 +29,7 @@ from decode.drafters.hybrid import HybridDrafter
 from decode.drafters.model import BlockDrafter, FeatureDrafter, ModelDrafter
 from decode.drafters.trees import FeatureTreeDrafter
 from decode.errors import UserError
+from decode.loop import Method, Text, decode_texts, run
 from decode.methods import MethodInputs, build
 from decode.models import api
 from decode.models.api import Model, Out
@@ -38,7 +39,7 @@ from decode.models.heads import block_runner
 from decode.models.heads.block_runner import BlockRunner
 from decode.models.heads.eagle import default_captured_layers
 from decode.models.heads.files import head_kind, load_head, save_head
-from decode.models.heads.runner import DraftHeadRunner, HeadRunner, Level
+from decode.models.heads.runner import DraftHeadRunner, HeadRunner
 from decode.models.huggingface import HuggingFaceRunner
 from decode.options import MethodOptions
 
@@ -99,10 +100,11 @@ def test_a_level_of_a_tree_gives_each_path_what_its_chain_would(version: int, pa
         chains.append(torch.cat([head.read([token], head=1) for token in path])[-1])
     restart()
     with torch.inference_mode():
-        cache, states = head.cache, head.out.hidden[-1:].expand(2, -1)
-        (first,) = runner.read_levels([cache], [Level(torch.tensor([4, 9]), states, torch.zeros(2, 0).bool(), 0)])
-        seen = torch.tensor([[True, False], [True, False], [False, True]])
-        (level,) = runner.read_levels([cache], [Level(torch.tensor([5, 6, 5]), first.hidden[[0, 0, 1]], seen, 1)])
+        cache, states = head.cache, head.out.hidden[None, -1:].expand(1, 2, -1)
+        first = runner.read_level([cache], torch.tensor([[4, 9]]), states, torch.eye(2)[None].bool(), 0)
+        above = torch.tensor([[1, 0], [1, 0], [0, 1]])
+        seen = torch.cat([above, torch.eye(3)], 1)[None].bool()
+        level = runner.read_level([cache], torch.tensor([[5, 6, 5]]), first.hidden[None, [0, 0, 1]], seen, 1)
     torch.testing.assert_close(runner.expand(level.logits), torch.stack(chains), rtol=1e-4, atol=1e-4)
 
 
@@ -185,13 +187,13 @@ def test_a_head_that_was_passed_over_for_copies_drafts_what_a_fresh_one_does(tin
     asked = []
 
     class Checked(FeatureDrafter):
-        def propose(self, requests):
-            (draft,), ids = super().propose(requests), requests[0].ids
-            if len(draft):
+        def propose(self, requests, device):
+            drafts, ids = super().propose(requests, device), requests[0].ids
+            if drafts.lengths[0]:
                 fresh = head_logits(head.head, target, [*ids, 0], len(ids))[0]
-                assert int(fresh.argmax()) == int(draft.tokens[0])
+                assert int(fresh.argmax()) == int(drafts.tokens[0, 0])
                 asked.append(len(ids))
-            return [draft]
+            return drafts
 
     prompt = PROMPTS[0] + generate(target, PROMPTS[0])  # so that parts of what follows stood there before
     wanted = generate(target, prompt)
@@ -305,11 +307,27 @@ def test_features_wait_in_the_pieces_that_came_and_are_joined_when_a_draft_reads
             patch.setattr(torch, "cat", None)
             for at in range(1, len(ids) - 1):
                 out = Out(source.out.logits, source.out.hidden, source.out.captured[at : at + 1])
-                drafter.update(drafting.state, ids[: at + 2], Round(Draft.empty(), [], ids[at + 1], ids[at + 1 :]), out)
+                drafting.update(ids[: at + 2], Round(Draft(()), [], ids[at + 1], ids[at + 1 :]), out)
         with torch.inference_mode():
             found = drafting.propose(ids, StopRule(3), 10)
         assert found.ids == wanted.ids, type(head.head).__name__
         assert len(drafting.state.cache.unread) == 0
+
+
+def test_features_that_wait_while_nothing_is_drafted_are_bounded(tiny, monkeypatch) -> None:
+    target, ids = tiny("llama", num_hidden_layers=6), PROMPTS[1] * 5
+    runner = open_runner(target)
+    monkeypatch.setattr(model, "PIECE", 8)
+    monkeypatch.setattr(api, "PIECE", 8)
+    monkeypatch.setattr(block_runner, "PIECE", 8)
+    for head, make in runners(target):
+        costs = RoundCosts({1: {0: 1.0, 1: 9.0, 3: 20.0}})  # nothing but a round now and then is drafted
+        system = Method("", make(head, runner, GREEDY), StopRule(3), lengths=DraftLengths(costs, 3))
+        text, waiting = Text(runner, system, GREEDY, ids, max_new_tokens=12), list[int]()
+        for _, r in run(runner, system, [text]):
+            waiting.append(len(text.state.cache.unread) * (not r.drafted))
+        assert 0 < max(waiting) <= 8 + 1
+        assert text.ids == generate(target, ids, 12)
 
 
 def test_a_long_text_is_read_in_pieces_also_where_the_first_rounds_have_no_draft(tiny, monkeypatch) -> None:

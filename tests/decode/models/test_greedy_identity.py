@@ -10,10 +10,10 @@ from families import CONTEXT, VOCAB, resembling
 from greedy import GREEDY, NEW, PROMPTS, assert_decodes, generate
 from scripted import WAYS, Oracle
 
-from decode.core.loop import Method, decode
 from decode.core.sampling import LogitsWarper
 from decode.core.stop import StopRule
 from decode.drafters.model import ModelDrafter
+from decode.loop import Method, decode
 from decode.models.api import Model
 from decode.models.check import open_runner
 from decode.models.fast.forward import FastRunner

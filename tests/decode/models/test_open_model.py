@@ -82,11 +82,7 @@ def test_files_that_cannot_be_read_are_refused_with_the_reason(folder: Path, tmp
     assert "damaged or cut off" in refusal(target)
     (tmp_path / "empty").mkdir()
     assert "config.json" in refusal(tmp_path / "empty")
-    missing = re.escape(f"no folder '{tmp_path}/targt'; did you mean '{target}'? {tmp_path} has draft, target")
-    assert re.search(missing, refusal(tmp_path / "targt"))
-    (tmp_path / "runs/quickstart/target").mkdir(parents=True)
-    there = re.escape(f"did you mean '{tmp_path}/runs/quickstart/target'? {tmp_path}/runs has quickstart")
-    assert re.search(there, refusal(tmp_path / "runs/quikstart/target"))
+    assert f"there is no folder '{tmp_path}/targt'; train it first" in refusal(tmp_path / "targt")
 
 
 def test_a_hub_that_does_not_answer_is_asked_once_and_nothing_stays_switched_off(monkeypatch) -> None:

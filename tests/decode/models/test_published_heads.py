@@ -18,11 +18,11 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from decode.core.loop import Method
 from decode.core.stop import StopRule
 from decode.drafters.model import FeatureDrafter
 from decode.drafters.trees import FeatureTreeDrafter
 from decode.errors import UserError
+from decode.loop import Method
 from decode.models.check import open_runner
 from decode.models.heads.files import head_kind, load_head
 from decode.models.heads.runner import HeadRunner

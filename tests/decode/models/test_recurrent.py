@@ -37,7 +37,7 @@ def test_a_rollback_to_any_position_gives_the_logits_of_a_fresh_forward(name: st
     pieces = [(3, 0), (5, 4), (5, 3), (1, 0), (6, 5), (7, 2), (9, 1), (2, 1), (9, 9), (4, 12), (6, 1), (1, 1)]
     for piece, back in pieces:
         start = cache.length
-        (out,) = runner.forward([Read(cache, IDS[start : start + piece])], capture=(1,))
+        out = runner.forward([Read(cache, IDS[start : start + piece])], capture=(1,))
         torch.testing.assert_close(out.logits, fresh[start : start + piece], rtol=0.05, atol=0.05)
         torch.testing.assert_close(out.captured, states[start : start + piece], rtol=0.05, atol=0.05)
         cache.truncate(start + piece - back)
@@ -45,7 +45,7 @@ def test_a_rollback_to_any_position_gives_the_logits_of_a_fresh_forward(name: st
     cache.truncate(3 + AGAIN)
     assert len(cache.unread) > AGAIN
     start = cache.length
-    (out,) = runner.forward([Read(cache, IDS[start : start + 2])], capture=(1,), last=1)
+    out = runner.forward([Read(cache, IDS[start : start + 2])], capture=(1,), last=1)
     torch.testing.assert_close(out.logits, fresh[start + 1 : start + 2], rtol=0.05, atol=0.05)
     torch.testing.assert_close(out.captured, states[start : start + 2], rtol=0.05, atol=0.05)
     assert len(out.hidden) == 1

@@ -7,10 +7,11 @@ import math
 import random
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from families import VOCAB
+from families import VOCAB, build_architecture
 from reading import Reader, paths, text_before
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -22,7 +23,7 @@ from decode.models import huggingface
 from decode.models.api import PIECE, read_prompt
 from decode.models.check import TOLERANCE, compare, open_runner
 from decode.models.fast import cache, layout
-from decode.models.fast.forward import FastRunner
+from decode.models.fast.forward import FastRunner, fast_runner
 from decode.models.huggingface import HuggingFaceRunner, RollbackLayer
 
 TEXT = [3, 7, 1, 9, 3, 7, 22, 4, 40, 0, 11]
@@ -41,12 +42,12 @@ def close(seen: Tensor, wanted: Tensor, atol: float = 0.0002) -> bool:
 
 def random_tree(seed: int, nodes: int = 12) -> Draft:
     dice = random.Random(seed)
-    return Draft.tree([dice.randrange(VOCAB) for _ in range(nodes)], [dice.randrange(-1, i) for i in range(nodes)])
+    return Draft([dice.randrange(VOCAB) for _ in range(nodes)], [dice.randrange(-1, i) for i in range(nodes)])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_a_runner_is_used_only_where_it_gives_the_models_own_logits(dtype: torch.dtype, tiny, monkeypatch) -> None:
-    model = copy.deepcopy(tiny("llama")).to(dtype)
+def test_a_runner_is_used_only_where_it_gives_the_models_own_logits(dtype: torch.dtype, monkeypatch) -> None:
+    model = build_architecture("Llama", dtype=dtype)
     assert type(open_runner(model)) is FastRunner
     assert type(open_runner(model, fast=False)) is HuggingFaceRunner
     gaps = compare(model, open_runner(model))
@@ -92,6 +93,26 @@ def test_a_cache_grows_as_needed_and_a_long_texts_memory_is_given_back(tiny, mon
     assert runner.network.positions == 256
 
 
+@torch.inference_mode()
+def test_layers_are_traced_whole_and_not_again_for_every_length(tiny, monkeypatch) -> None:
+    """So that torch.compile can take them where that pays."""
+    model, graphs = tiny("llama"), []
+
+    def counted(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled, plain = fast_runner(model), Reader(fast_runner(model))
+    run = torch.compile(compiled.network.run, dynamic=True, fullgraph=True, backend=counted)
+    monkeypatch.setattr(compiled.network, "run", run)
+    reader, at = Reader(compiled), 0
+    for count in (7, 1, 1, 4, 3, 5, 1):
+        tokens = list(range(at, at + count))
+        torch.testing.assert_close(reader.read(tokens), plain.read(tokens), rtol=0, atol=0)
+        at += count
+    assert len(graphs) <= 3  # the first tokens, one token, several tokens
+
+
 def states(*values: float) -> Tensor:
     """``[batch 1, heads 2, positions, width 3]``, each position filled with its value."""
     return torch.tensor(values)[None, None, :, None].expand(1, 2, -1, 3).clone()
@@ -105,7 +126,7 @@ def test_appending_to_a_rolling_layer_copies_nothing_while_there_is_room(monkeyp
     keys, values = layer.update(states(4, 5), -states(4, 5))
     assert keys[0, 0, :, 0].tolist() == [0, 1, 2, 3, 4, 5]
     assert torch.equal(values, -keys)
-    assert layer.memory[0].shape[2] == 8
+    assert layer.memory[0].shape[2] == 6
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-mha", "llama-tied", "phi", "gpt_neox", "gpt2"])
@@ -150,7 +171,7 @@ def test_a_tree_of_one_thread_is_not_seen_by_another(tiny) -> None:
         assert go_on.wait(20)
 
     model.transformer.h[1].register_forward_hook(pause)
-    feed = torch.cat([torch.tensor(TEXT[-1:]), tree.tokens])
+    feed = torch.cat([torch.tensor(TEXT[-1:]), torch.tensor(tree.ids)])
     thread = threading.Thread(target=lambda: seen.append(reader.read(feed, tree)))
     thread.start()
     assert inside.wait(20)
@@ -164,17 +185,17 @@ def test_a_tree_of_one_thread_is_not_seen_by_another(tiny) -> None:
 
 
 def test_a_tree_knows_its_depths_children_and_texts() -> None:
-    tree = Draft.tree([5, 6, 7, 5], [-1, 0, -1, -1])
+    tree = Draft([5, 6, 7, 5], [-1, 0, -1, -1])
     assert tree.depths() == [1, 2, 1, 1]
-    assert tree.children == [{5: 0, 7: 2}, {6: 1}, {}, {}, {}]  # of equal siblings the first counts
-    assert [text.tolist() for text in tree.prefixes([1, 2])][:3] == [[1, 2], [1, 2, 5], [1, 2, 5, 6]]
-    assert Draft.empty().is_chain
+    assert tree.children() == [{5: 0, 7: 2}, {6: 1}, {}, {}, {}]  # of equal siblings the first counts
+    assert tree.paths()[:3] == [[], [1], [1, 2]]
+    assert Draft(()).is_chain
     with pytest.raises(ValueError, match="precede"):
-        Draft.tree([1, 2], [1, -1])
+        Draft([1, 2], [1, -1])
 
 
 def test_a_branch_joins_a_tree_where_they_agree_and_no_node_twice() -> None:
-    tree = Draft.tree([5, 6, 7, 8], [-1, -1, 0, 2])
+    tree = Draft([5, 6, 7, 8], [-1, -1, 0, 2])
     for branch, new in (
         ([5, 7, 9], [(5, 7, 9)]),
         ([4, 5], [(4,), (4, 5)]),
@@ -183,5 +204,5 @@ def test_a_branch_joins_a_tree_where_they_agree_and_no_node_twice() -> None:
     ):
         joined = tree.with_branch(branch)
         assert set(paths(joined)) == set(paths(tree)) | set(new)
-        assert len(joined) == len(set(paths(joined))) == len(joined.tokens)
+        assert len(joined) == len(set(paths(joined))) == len(joined)
         assert joined.parents[:4] == tree.parents  # the nodes of the tree keep their places

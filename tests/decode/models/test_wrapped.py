@@ -11,12 +11,12 @@ from greedy import PROMPTS, assert_decodes, generate
 from scripted import Oracle
 from transformers import AutoModelForCausalLM, Blip2Config, Blip2ForConditionalGeneration, T5Config
 
-from decode.core.loop import Method
 from decode.core.stop import StopRule
 from decode.errors import UserError
+from decode.loop import Method
 from decode.models.check import open_runner
 from decode.models.open import load_config, load_model
-from distill.drafts.language_model import cut
+from distill.kinds.language_model import cut
 from distill.networks.layers import decoder_layers, final_norm
 
 CPU = {"device": "cpu", "dtype": "float32"}

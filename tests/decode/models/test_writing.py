@@ -12,9 +12,9 @@ from greedy import generate
 from reading import draws_named
 from transformers import MptConfig, PreTrainedModel
 
-from decode.core.loop import decode
 from decode.core.sampling import LogitsWarper, TorchRng
 from decode.errors import UserError
+from decode.loop import decode
 from decode.methods import MethodInputs, build
 from decode.models import api, huggingface, texts
 from decode.models.check import open_runner

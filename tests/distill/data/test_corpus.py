@@ -152,15 +152,6 @@ def test_buckets_put_examples_of_like_length_together() -> None:
     assert padding(20) < padding(1) / 4
 
 
-def test_a_part_of_a_step_weighs_as_much_as_the_blocks_that_begin_in_it() -> None:
-    rows, schedule = examples(), Schedule(np.full(len(examples()), 9), 3, seed=0)
-    for step in range(4):
-        blocks = [min(2, rows.labels_of(example)) for example in schedule.batch(step)]
-        parts = [TrainingBatches(rows, schedule, 4, anchors=2, micros=2)[2 * step + micro] for micro in (0, 1)]
-        wanted = [2 * sum(blocks[micro::2]) / sum(blocks) for micro in (0, 1)]
-        assert [part["weight"] for part in parts] == pytest.approx(wanted)
-
-
 def test_processes_that_make_batches_ahead_make_the_same_from_any_step_on() -> None:
     rows = examples()
     batches = TrainingBatches(rows, Schedule(rows.lengths, 3, seed=0), 6, micros=2)

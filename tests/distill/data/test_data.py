@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import json
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ from decode.measure.suites import PRESETS
 from distill.config.data import DataSettings
 from distill.data.chat import Turn, label, prompt_part
 from distill.data.corpus import load_corpus, train_tokenizer
-from distill.data.sources import _shape, load_rows
+from distill.data.sources import SourceRows, _shape, load_rows
 
 SPLITS = ("train", "validation", "test")
 SMALL = DataSettings(train_examples=60, validation_examples=15, test_examples=15)
@@ -49,7 +50,10 @@ def write(path: Path | str, rows: Sequence[dict[str, Any]]) -> str:
     return path
 
 
-loaded = partial(load_rows, seed=0)
+def loaded(settings: DataSettings, seed: int = 0) -> SourceRows:
+    return load_rows(settings, seed, Path(tempfile.mkdtemp(prefix="rows-")))
+
+
 corpus_of = partial(load_corpus, seed=0, folder=None)
 
 
@@ -80,9 +84,10 @@ def test_a_columnar_file_adds_no_nulls_to_tool_calls(tmp_path, monkeypatch) -> N
         rows.append({"messages": turns, "tools": [{"type": "function", "function": tool}]})
     saved = DatasetDict(train=Dataset.from_list(rows))
     saved.save_to_disk(tmp_path / "saved")
+    folder = str(tmp_path / "saved/train")
     monkeypatch.setattr("distill.data.sources.load_hub", lambda *_: saved)
     sources = [write(tmp_path / name, rows) for name in ("r.jsonl", "r.parquet")]
-    sources += [str(tmp_path / "saved"), "somebody/something"]
+    sources += [folder, "somebody/something"]
     plain, *columnar = ([[*rows] for rows in loaded(DataSettings(source=name)).splits.values()] for name in sources)
     assert sum(map(len, plain)) == 80
     assert columnar == [plain] * 3
@@ -114,40 +119,34 @@ def test_the_prompt_keeps_its_ids_where_the_response_would_merge_with_it() -> No
     assert example.labels[len(alone) :] == example.input_ids[len(alone) :]
 
 
+def test_files_are_named_one_by_one_by_a_pattern_or_as_a_folder_of_one_format(tmp_path) -> None:
+    for place, name in enumerate(["rows/a-1.jsonl", "rows/a-2.jsonl", "test.jsonl", "rows/README.md"]):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / name, PAIRS[10 * place : 10 * place + 10])
+    (tmp_path / "linked").symlink_to(tmp_path / "rows")
+    files = {"train": str(tmp_path / "rows/a-?.jsonl"), "test": str(tmp_path / "test.jsonl")}
+    by_pattern = DataSettings(source=str(tmp_path / "rows/a-*.jsonl"))
+    for settings in (by_pattern, DataSettings(source=str(tmp_path / "linked")), DataSettings(files=files)):
+        settings.validate()
+        rows = loaded(settings).splits
+        assert sum(map(len, rows.values())) == (30 if settings.files else 20)
+        assert not settings.files or len(rows["test"]) == 10
+
+
 @pytest.mark.parametrize(
-    ("names", "sizes"),
+    ("names", "words"),
     [
-        (["train.jsonl", "valid.csv", "test.parquet"], [10, 10, 10]),
-        (["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"], [20]),
-        (["default/train/0000.parquet", "default/train/0001.parquet", "default/validation/0000.parquet"], [20, 10]),
-        (["gsm8k_train.jsonl", "gsm8k_dev.jsonl", "gsm8k_test.jsonl"], [10, 10, 10]),
-        (["rows-1.jsonl", "rows-2.jsonl", "README.md"], [20]),
+        (["train.jsonl", "gsm8k_test.jsonl"], "gsm8k_test.jsonl is named as those of another split: name the files"),
+        (["data/train-00000-of-00001.parquet"], "there are none in it: name the files with data.files"),
+        (["train.jsonl", "train.csv"], r"formats \['.csv', '.jsonl'\]: see data.files"),
     ],
 )
-def test_a_folder_is_read_by_the_names_that_the_hub_knows(tmp_path, names: list[str], sizes: list[int]) -> None:
-    (folder := tmp_path / "rows").mkdir()
-    for place, name in enumerate(names):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        write(folder / name, PAIRS[10 * place : 10 * place + 10])
-    (linked := tmp_path / "linked").mkdir()
-    for path in folder.iterdir():
-        (linked / path.name).symlink_to(path)
-    (linked / "again").symlink_to(linked)
-    for source in (folder, linked):
-        rows = loaded(DataSettings(source=str(source)))
-        assert sum(map(len, rows.splits.values())) == sum(sizes)
-        if len(sizes) == 3:
-            assert [len(rows.splits[split]) for split in SPLITS] == sizes
-
-
-def test_a_folder_that_datasets_saved_is_read_and_one_of_two_formats_a_split_refused(tmp_path) -> None:
-    DatasetDict(train=Dataset.from_list(PAIRS), test=Dataset.from_list(PAIRS[:9])).save_to_disk(tmp_path / "two")
-    assert len(loaded(DataSettings(source=str(tmp_path / "two"))).splits["test"]) == 9
-    (both := tmp_path / "both").mkdir()
-    write(both / "train.jsonl", PAIRS)
-    write(both / "train.csv", PAIRS)
-    with pytest.raises(UserError, match=r"formats \['.csv', '.jsonl'\]: see data.files"):
-        loaded(DataSettings(source=str(both)))
+def test_a_folder_of_several_splits_or_formats_is_refused(tmp_path, names: list[str], words: str) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / name, PAIRS)
+    with pytest.raises(UserError, match=words):
+        loaded(DataSettings(source=str(tmp_path)))
 
 
 ASK, SAY = [{"role": "user", "content": "Why?"}], [{"role": "assistant", "content": "So."}]

@@ -11,7 +11,8 @@ from tokenizers_of_kinds import CHAT_TEMPLATES, byte_level, with_start
 from decode.errors import UserError
 from decode.models.tokens import chat_ids, plain_ids, start_ids, turn_end
 from distill.config.data import DataSettings
-from distill.data.chat import IGNORE, ChatFormat, chat_turns, label, rendered_ids
+from distill.data import chat as chat_module
+from distill.data.chat import IGNORE, ChatFormat, Written, chat_turns, label, rendered_ids
 from distill.data.corpus import Corpus, load_corpus
 from distill.data.messages import UnusableRow, read_messages
 
@@ -379,3 +380,44 @@ def test_pairs_follow_the_chat_template(tmp_path, template: str | None, settings
     assert any("chat template" in note for note in corpus.notes) == prompt.startswith("<")
     with pytest.raises(UserError, match=r"has no chat template.*data\.chat_template"):
         load(tmp_path, [PAIR], None, chat=True)
+
+
+def test_a_chat_of_twice_as_many_turns_has_at_most_four_times_as_many_characters_written_and_searched(
+    monkeypatch,
+) -> None:
+    """In a template that trims its texts, so that none stands in the prompt as it is; counted, not timed."""
+
+    def characters(turns: int) -> int:
+        count = 0
+
+        def counted(text: str, original: Any = chat_module.squash) -> str:
+            nonlocal count
+            count += len(text)
+            return str(original(text))
+
+        def rendered(self: ChatFormat, *given: Any, original: Any = ChatFormat.render, **how: Any) -> str:
+            nonlocal count
+            count += len(text := original(self, *given, **how))
+            return str(text)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(chat_module, "squash", counted)
+            patch.setattr(ChatFormat, "render", rendered)
+            messages = [
+                {"role": ("user", "assistant")[n % 2], "content": f" {n} in words \n"} for n in range(2 * turns)
+            ]
+            assert len(chat_turns(format_of("gemma"), messages)[0]) == turns
+        return count
+
+    counts = [characters(turns) for turns in (20, 40, 80)]
+    assert counts[2] / counts[1] < 4.3
+    assert counts[1] / counts[0] < 4.3
+
+
+@pytest.mark.parametrize(("left_out", "moved"), [(0, False), (3, False), (2, True)])
+def test_a_turn_that_is_not_written_is_noticed_wherever_the_others_stand(left_out: int, moved: bool) -> None:
+    texts = ["alpha", "beta", "gamma beta", "delta"]
+    written = Written(" ".join([*texts[1:], texts[0]] if moved else texts))
+    assert all(written.holds(text, in_order=number > 0 or not moved) for number, text in enumerate(texts))
+    without = Written(" ".join(text for number, text in enumerate(texts) if number != left_out))
+    assert not all(without.holds(text) for text in texts)

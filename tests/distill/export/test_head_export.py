@@ -27,6 +27,7 @@ from distill.export import head as exporting
 from distill.export.card import add_measurements
 from distill.export.draft import check_gguf
 from distill.export.head import export_head, replace_layers
+from distill.kinds.block import DFLASH, DSPARK
 
 LAYER = (
     "input_layernorm", "post_attention_layernorm", "mlp.down_proj", "mlp.gate_proj", "mlp.up_proj", "self_attn.k_norm",
@@ -146,11 +147,11 @@ def test_engines_find_what_they_read_of_a_dspark_head_of_some_tokens(tmp_path) -
 def test_a_gguf_file_of_a_head_that_llama_cpp_would_run_otherwise_is_refused(tiny, monkeypatch) -> None:
     monkeypatch.setattr("distill.export.draft.find_converter", lambda: None)
     target, settings = tiny("llama", num_hidden_layers=6), ExportSettings(gguf=["f32"])
-    check_gguf(settings, filed_head(target, "dspark"))
+    check_gguf(settings, DSPARK, filed_head(target, "dspark"))
     head = filed_head(target, "dflash", from_anchor=True)
     assert unserved(head).keys() == {"vllm", "sglang", "llama.cpp"}
     with pytest.raises(UserError, match=r"leave export\.gguf empty"):
-        check_gguf(settings, head)
+        check_gguf(settings, DFLASH, head)
 
 
 def test_a_head_that_is_read_back_otherwise_is_not_kept(tmp_path, monkeypatch) -> None:

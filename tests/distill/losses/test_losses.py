@@ -61,8 +61,8 @@ def case(kind: str='plain', form: str='hidden', *, dtype: Any=torch.float32, voc
         head,
         target,
         LABELS,
-        torch.randint(0, LABELS, (rows,), generator=generator).sort().values,
-        torch.zeros(rows, dtype=torch.long),
+        at=torch.randint(0, LABELS, (rows,), generator=generator).sort().values,
+        step=torch.zeros(rows, dtype=torch.long),
         weight=torch.rand(rows, generator=generator).to(dtype),
     )
 
@@ -328,27 +328,35 @@ NAN = float("nan")
 )
 def test_the_largest_differences_are_chosen_in_ascending_order_of_place(delta, k: float, wanted) -> None:
     """Their number is the ceiling of k·n, despite binary fractions; each drafting step has a share of its own."""
-    given, steps = torch.tensor(delta), torch.zeros(len(delta), dtype=torch.long)
-    assert top_k(given, k).tolist() == top_k(given, k, steps).tolist() == wanted
-    both = top_k(torch.cat([given, given + 9]), k, torch.cat([steps, steps + 1])).tolist()
+    given = torch.tensor(delta)
+    assert top_k(given, k).tolist() == top_k(given, k, [len(given)]).tolist() == wanted
+    both = top_k(torch.cat([given, given + 9]), k, [len(given)] * 2).tolist()
     assert both == [*wanted, *(len(delta) + place for place in wanted)]
     counts = [(0.07, 100), (0.28, 25), (0.4, 5), (0.4, 6), (0.1, 30), (1.0, 7), (0.001, 3), (0.4, 0)]
     assert [share(k, n) for k, n in counts] == [7, 7, 2, 3, 3, 7, 1, 0]
 
 
+def blocks_of(slots: list[int]) -> Rows:
+    """Rows of blocks of three slots that draft, each from slot 0 on."""
+    step = torch.tensor(slots, dtype=torch.long)
+    block, head = (step == 0).cumsum(0) - 1, LMHead.of(nn.Linear(1, 1))
+    blocks = block, int((step == 0).sum()), 3
+    return Rows(torch.zeros(len(step), 1), head, TargetRows(None, 1), 1.0, step=step, blocks=blocks)
+
+
 def test_a_slot_is_reached_where_those_before_it_in_its_block_are_accepted() -> None:
-    slots = torch.tensor([0, 1, 2, 0, 0, 1])
+    rows = blocks_of([0, 1, 2, 0, 0, 1])
     alpha = torch.tensor([0.5, 0.4, 0.8, 0.9, 0.3, 0.6], dtype=torch.float64)
-    assert reach(alpha, slots).tolist() == pytest.approx([1, 0.5, 0.2, 1, 1, 0.3])
-    assert len(by_reach(alpha[:0], alpha[:0], slots[:0])) == 0
+    assert reach(alpha, rows).tolist() == pytest.approx([1, 0.5, 0.2, 1, 1, 0.3])
+    assert len(by_reach(alpha[:0], alpha[:0], blocks_of([]))) == 0
 
 
 def test_slots_that_are_never_reached_are_not_chosen_before_reached_ones() -> None:
     """ΔL times the chance to be reached would choose −5 at 1e-4 before −0.1 at 0.9."""
-    slots = torch.tensor([0, 1, 2, 0, 1])
+    rows = blocks_of([0, 1, 2, 0, 1])
     alpha = torch.tensor([0.9, 1e-4, 0.5, 0.9, 0.9])
     delta = torch.tensor([0.3, -0.1, -5.0, -0.2, -0.1])
-    assert top_k(by_reach(delta, alpha, slots), 0.8).tolist() == [0, 1, 3, 4]
+    assert top_k(by_reach(delta, alpha, rows), 0.8).tolist() == [0, 1, 3, 4]
 
 
 def unrolled(alphas: list[list[float]], at: list[list[int]]) -> Rows:
@@ -359,7 +367,7 @@ def unrolled(alphas: list[list[float]], at: list[list[int]]) -> Rows:
     nn.init.eye_(linear.weight)
     q = torch.stack([alpha, 1 - alpha, torch.zeros_like(alpha)], 1).clamp_min(1e-30)
     p = torch.tensor([1.0, 1e-30, 1e-30]).log().expand(max(map(max, at)) + 1, 3)
-    return Rows(q.log(), LMHead.of(linear), TargetRows(p, 3), len(p), places, steps)
+    return Rows(q.log(), LMHead.of(linear), TargetRows(p, 3), len(p), [len(step) for step in at], places, steps)
 
 
 def test_a_drafting_step_goes_on_where_every_token_before_it_was_accepted(monkeypatch) -> None:
@@ -368,8 +376,8 @@ def test_a_drafting_step_goes_on_where_every_token_before_it_was_accepted(monkey
     place = torch.tensor([1, 2, 3, 4, 8, 9])
     first, second, third = [0.9, 0.1, 0.9, 0.9, 0.9, 0.9], [0.9, 0.9, 0.2, 0.9], [0.9, 0.9]
     rows = unrolled([first, second, third], [[0, 1, 2, 3, 4, 5], [1, 2, 3, 5], [2, 3]])
-    chosen = accepted_rows(rows, place, Divergence())
+    chosen = accepted_rows(rows, place, 12, Divergence()).nonzero()[:, 0]
     # of the second step: 1 follows 0, 2 follows the rejected 1, 3 follows 2, 5 follows 4; of the third: 2 follows 0, 1
     assert chosen.tolist() == [0, 1, 2, 3, 4, 5, 6, 8, 9, 10]
-    empty = Rows(rows.hidden[:0], rows.head, rows.target, 0, rows.at[:0], rows.step[:0])
-    assert accepted_rows(empty, place[:0], Divergence()).tolist() == []
+    empty = Rows(rows.hidden[:0], rows.head, rows.target, 0, [0, 0], rows.at[:0], rows.step[:0])
+    assert accepted_rows(empty, place[:0], 12, Divergence()).tolist() == []

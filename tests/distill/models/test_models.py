@@ -28,7 +28,7 @@ from distill.networks.models import (
     hollow_target,
     make_optimizer,
     make_schedule,
-    open_placed,
+    open_frozen,
 )
 from distill.training.modules import CausalLMModule
 
@@ -104,13 +104,12 @@ def test_weights_that_are_not_numbers_and_other_output_heads_are_refused() -> No
         check_head(model, LMHead(model))
 
 
-def test_a_device_map_and_quantisation_are_asked_of_transformers(monkeypatch) -> None:
+def test_quantisation_is_asked_of_transformers(monkeypatch) -> None:
     monkeypatch.setattr(models, "load_model", lambda *_, **options: options)
     cpu, eight = torch.device("cpu"), {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    given = open_placed(TargetSettings(quantization=eight), "x", cpu)
+    given = open_frozen(TargetSettings(quantization=eight), "x", cpu)
     assert given["quantization_config"].load_in_8bit
     assert given["device"] == cpu
-    assert open_placed(TargetSettings(device_map="auto"), "x", cpu)["device_map"] == "auto"
     with pytest.raises(UserError, match=r"target\.quantization is .*'nothing'"):
         check_quantization("target.quantization", {"quant_method": "nothing"}, "cpu")
 

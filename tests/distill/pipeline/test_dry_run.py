@@ -130,7 +130,7 @@ def test_no_more_prompts_than_a_batch_are_written(tmp_path, tiny, monkeypatch) -
     assert written == [8, 64]
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash", "dspark", "dflash2", "lilicorr"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash", "dspark", "dflash2"])
 def test_the_recipe_for_ones_own_model_and_file_takes_every_kind_of_head(kind: str, tmp_path, tiny) -> None:
     tokenizer = make_tokenizer(chat=True)
     target = given(tmp_path / "own", tokenizer, tiny("llama", vocab_size=len(tokenizer), eos_token_id=0)).model

@@ -4,10 +4,12 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from datetime import timedelta
 from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from tiny_run import altered, tiny_settings
 
 from decode.errors import UserError
@@ -104,6 +106,25 @@ def test_tasks_of_slurm_take_the_devices_of_their_number(two_gpus, monkeypatch) 
     assert ranks.local_device(trainer) == torch.device("cuda:1")
     with pytest.raises(UserError, match="ablate runs in one process, but 4 were started"):
         ranks.check_alone("ablate")
+
+
+def test_processes_wait_for_each_other_in_a_group_of_their_own_and_collectives_are_given_up_sooner(monkeypatch) -> None:
+    opened, waiting, barrier = Mock(), Mock(), Mock()
+    for name, value in {"init_process_group": opened, "new_group": waiting, "barrier": barrier}.items():
+        monkeypatch.setattr(dist, name, value)
+    monkeypatch.setattr(ranks, "_waiting", None)
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    ranks.start(TrainerSettings(devices=2, accelerator="cpu"))
+    assert opened.call_args.kwargs["timeout"] <= timedelta(hours=1)
+    assert waiting.call_args.kwargs["timeout"] >= timedelta(hours=12)
+    assert waiting.call_args.kwargs["backend"] == "gloo"
+    monkeypatch.setattr(ranks, "world", lambda: 2)
+    ranks.barrier()
+    barrier.assert_called_once_with(waiting.return_value)
 
 
 def test_the_command_trains_in_two_processes_on_the_cpu(tmp_path) -> None:

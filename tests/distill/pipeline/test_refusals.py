@@ -30,6 +30,7 @@ Usage = namedtuple("Usage", "total used free")
         ({"1__training": {"epoch": 2}}, r"drafts.adaspec.training is {'epoch': 2}, expected keys"),
         ({"drafts": {"export": DraftSettings()}}, r"'export', which is a file or folder of every run"),
         ({"drafts": {}}, r"drafts is {}, expected at least one"),
+        ({"upload": True}, r"upload is True, which needs tracker wandb and an evaluation"),
         ({"export__choose": "adaspek"}, r"export.choose is 'adaspek'.*adaspec"),
         ({"target__training__steps": None}, r"target.training.steps is None, .*give exactly one"),
         ({"target__kind": "finetune"}, r"target.model is None, and kind is finetune"),
@@ -43,12 +44,12 @@ Usage = namedtuple("Usage", "total used free")
         ({"trainer__attention": "flash_attention_2"}, r"is flash_attention_2, which \w+ cannot use here"),
         ({"trainer__accumulate": 5}, r"target.training.batch_size is 4, expected at least 5"),
         ({"training__batch_size": 21}, r"drafts.distillspec.training.batch_size is 21, .*at most 20"),
-        ({"teacher__signal": "vllm", "target__device_map": "auto"}, r"signal is 'vllm', and the target stands"),
+        ({"teacher__signal": "vllm", "target__quantization": {"x": 1}}, r"signal is 'vllm', and the target stands"),
+        ({"student__kind": "eagle", "0__on_policy": 0.5}, r"kind is 'eagle', and heads learn from texts of the target"),
         (
             {"teacher__signal": "vllm", "teacher__engine__keep": "topk", "student__kind": "eagle3"},
             r"keep is 'topk', and h",
         ),
-        ({"teacher__engine__arguments": ["--x"]}, r"for an engine that the run starts"),
         ({"teacher__engine__urls": ["127.0.0.1"], "teacher__signal": "vllm"}, r"expected addresses such as"),
         ({"student": StudentSettings(kind="mtp")}, r"set target.kind to as_is"),
         ({"student__kind": "dflash", "student__block__markov_rank": 8}, r"markov_rank is 8, and a dflash head scores"),
@@ -138,7 +139,10 @@ def test_servers_of_which_none_answers(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"teacher__engine__folder": "/dev/null/x"}, r"teacher.engine.folder: .*'/dev/null/x': Not a directory"),
+        (
+            {},
+            r"teacher.engine.urls is empty.*start a server with the command that python -m distill check-engine prints",
+        ),
         ({"data__max_length": 300}, r"max_length is 300, and the target reads texts of 256 tokens: set .* to 256 at m"),
     ],
 )

@@ -24,13 +24,14 @@ from distill.checks import check_engine
 from distill.config import Settings
 from distill.config.data import DataSettings
 from distill.config.teacher import EngineSettings, ResponseSettings
-from distill.data.chat import IGNORE
+from distill.data.chat import IGNORE, ChatFormat
 from distill.data.dataset import Examples, Picks, Schedule
-from distill.data.prompts import TextFile
 from distill.engine.servers import Engine
+from distill.kept import TEXT_IDS, Kept
 from distill.responses import target as target_module
 from distill.responses.on_policy import OnPolicy
-from distill.responses.target import Job, answered_by_engine, answered_texts
+from distill.responses.target import Job, answered_by_engine, answered_texts, ends_with
+from distill.run import Run
 from distill.stages import run_stages
 
 
@@ -40,48 +41,39 @@ def test_nothing_after_the_first_end_token_is_learned_whichever_of_several_it_is
     assert until_end([4, 5], {1}) == [4, 5]  # cut by the budget: no end is learned
 
 
-def test_responses_made_from_something_else_are_set_aside_under_names_of_their_own(tmp_path) -> None:
-    path, said = tmp_path / "train.jsonl", list[str]()
-    for number in range(3):
-        file = TextFile(path, {"split": "train", "temperature": number})
-        file.open(said.append)
-        assert not file.texts
-        file.add(((i, [i + 3, 0]) for i in range(3 - number)), with_start())
-        assert [*file.texts] == [*range(3 - number)]
-    kept = [path.with_suffix(f".old-{number}.jsonl").read_text() for number in (1, 2)]
-    assert [len(text.splitlines()) for text in kept] == [3, 2]
-    assert said == [
-        f"{path} was written with another temperature: it is kept as train.old-{number}.jsonl, and begun anew"
-        for number in (1, 2)
-    ]
-
-
 def answering(folder: Path, **responses: Any) -> Settings:
     settings = tiny_settings(folder)
     settings.teacher.responses = ResponseSettings(source="target", batch_size=8, **responses)
     return settings
 
 
+def answers_in(run: Run, split: str = "train") -> dict[int, list[int]]:
+    """The answers that a run keeps, by their numbers."""
+    (folder,) = (run.work / "responses").glob(f"{split}-*")
+    kept = Kept(TEXT_IDS, folder)
+    _ = kept.find(kept.keys)
+    return {int(key): kept.text(int(key)) for key in kept.keys}
+
+
 def test_several_processes_write_what_a_single_one_does(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(target_module, "GROUP", 1)
-    settings, folder = begun(answering(tmp_path, max_new_tokens=4)), tmp_path / "tiny/work/responses"
-
-    def lines() -> set[str]:
-        return {line for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()}
-
-    alone, wanted = answered_texts(bench(settings)[0])[0][:], lines()
-    shutil.rmtree(folder)
+    settings = begun(answering(tmp_path, max_new_tokens=4))
+    run = bench(settings)[0]
+    alone, wanted = answered_texts(run)[0][:], answers_in(run)
+    shutil.rmtree(run.work / "responses")
     run = bench(settings)[0]
     _ = run.corpus  # before there are two processes
     monkeypatch.setattr(ranks, "world", lambda: 2)
     monkeypatch.setattr(ranks, "barrier", lambda: None)
+    monkeypatch.setattr(ranks, "exchange", lambda value: [value] * 2)
     monkeypatch.setattr(ranks, "rank", lambda: 1)
-    with pytest.raises(KeyError):  # process 0 has yet to write
+    with pytest.raises(UserError, match="not seen alike"):  # process 0 has yet to write
         answered_texts(run)
+    assert len(answers_in(run)) == 8  # the second of the groups of 8, 8 and 4
     monkeypatch.setattr(ranks, "rank", lambda: 0)
+    monkeypatch.setattr(ranks, "world", lambda: 1)
     assert answered_texts(run)[0][:] == alone
-    assert len((folder / "train-1.jsonl").read_text().splitlines()) == 8  # the second of the groups of 8, 8 and 4
-    assert lines() == wanted
+    assert answers_in(run) == wanted
 
 
 # -- every turn of a chat ---------------------------------------------------------------------------------------------
@@ -115,8 +107,7 @@ def test_every_turn_of_a_chat_is_answered_behind_the_others(tmp_path, tiny, hist
     train, _, _ = answered_texts(run)
     texts = [run.tokenizer.decode(row["input_ids"]) for row in train]
     assert not any("theirs" in text for text in texts)
-    file = run.work / "responses/train.jsonl"
-    written = {line["example"]: line["ids"] for line in map(json.loads, file.read_text().splitlines())}
+    written = answers_in(run)
     assert len(written) == 3 * 12
     assert len(train) == (12 if history == "as it was" else 36)
     labels = [token for row in train for token in row["labels"] if token != IGNORE]
@@ -125,9 +116,8 @@ def test_every_turn_of_a_chat_is_answered_behind_the_others(tmp_path, tiny, hist
         first, second = (run.tokenizer.decode([i for i in written[number + turn] if i]) for turn in (0, 12))
         assert f"{first}</s><user>and?" in text
         assert f"{second}</s><user>then?" in text
-    before = file.read_bytes()
     assert answered_texts(bench(run.settings)[0])[0][:] == train[:]
-    assert file.read_bytes() == before
+    assert answers_in(run) == written
 
 
 def test_chats_that_lose_turns_are_counted_with_the_reason(tmp_path, tiny) -> None:
@@ -162,7 +152,7 @@ def test_servers_share_the_prompts_as_ids_with_many_requests_in_flight() -> None
     with serving(slow) as (first, asked), serving(slow) as (second, others):
         engine = Engine([first, second], EngineSettings(in_flight=3))
         settings = ResponseSettings(source="target", temperature=0.7, top_p=0.9)
-        texts = dict(answered_by_engine(engine.complete, engine.workers, settings, 5, [1, 2], 2, jobs))
+        texts = dict(answered_by_engine(engine, settings, 5, [1, 2], 2, jobs))
     assert texts == {i: [7, 7, 7, 2] for i in range(12)}  # an end that a server leaves out is put back
     assert (len(asked), len(others)) == (6, 6)
     bodies = [*asked, *others]
@@ -170,6 +160,14 @@ def test_servers_share_the_prompts_as_ids_with_many_requests_in_flight() -> None
     sampling = {(b["path"], b["temperature"], b["top_p"], b["max_tokens"], b["return_token_ids"]) for b in bodies}
     assert sampling == {("/v1/completions", 0.7, 0.9, 8, True)}
     assert len({body["seed"] for body in bodies}) == 12
+
+
+def test_an_answer_ends_as_the_template_ends_it_where_a_server_leaves_the_stop_token_out() -> None:
+    tokenizer = with_start(adds=False)
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<s>{% endfor %}{{ '[assistant]' if add_generation_prompt }}"
+    ends = [tokenizer.eos_token_id, tokenizer.bos_token_id]  # as <|end_of_text|> and <|eot_id|> of Llama 3
+    assert ends_with(tokenizer, ChatFormat(tokenizer, ends=ends)) == tokenizer.bos_token_id
+    assert ends_with(tokenizer, None) == tokenizer.eos_token_id
 
 
 def test_servers_that_are_not_there_or_return_text_alone_are_refused_before_the_first_stage(tmp_path) -> None:
@@ -194,7 +192,7 @@ def test_a_run_goes_on_with_what_a_server_had_given_and_stops_where_most_is_empt
         server.urls = [url]
         with pytest.raises(UserError, match=r"failed: status 500: .*What is finished is kept"):
             run_tiny(begun(settings))
-    assert len((tmp_path / "tiny/work/responses/train.jsonl").read_text().splitlines()) == 7
+    assert len(answers_in(Run(settings))) == 7
     with serving(good) as (url, bodies):
         server.urls = [url]
         assert "train: 20, 13 of them written now" in run_tiny(settings)[2]

@@ -26,22 +26,23 @@ from transformers import PreTrainedModel
 
 from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
-from decode.files import write_text
 from decode.models.heads.eagle import FeatureHead, head_config
 from distill.checks import check_engine
 from distill.config import Settings
 from distill.config.teacher import EngineSettings, ResponseSettings
 from distill.data.dataset import FEATURES, Expect, label_mask
-from distill.engine import servers
 from distill.engine.check import Difference, check_samples, refuse_differences
-from distill.engine.servers import CONNECTOR, Engine
+from distill.engine.servers import Engine
 from distill.engine.states import StateFiles, layers_for
+from distill.engine.vllm import CONNECTOR, VLLM
+from distill.kept import Kept
 from distill.networks import models
 from distill.networks.lm_head import LMHead
+from distill.responses.target import answered_texts
 from distill.run import Run
-from distill.signal.disk import keep_columns
+from distill.signal.engine import EngineStates, Packed, texts_of
+from distill.signal.kept import keep_columns
 from distill.signal.target import HIDDEN, INSIDE, TOPK, Signal, packed, unpacked
-from distill.signal.vllm import EngineStates, texts_of
 
 NORMS = (
     "Llama", "Llama, tied head", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3-MoE", "Gemma", "Gemma 2", "Gemma 3",
@@ -54,7 +55,7 @@ NORMS = (
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch) -> None:
     monkeypatch.setattr("distill.engine.servers.PAUSE", 0.005)
-    monkeypatch.setattr("distill.engine.states.WAIT", 60)
+    monkeypatch.setattr("distill.engine.vllm.WAIT", 60)
 
 
 @contextmanager
@@ -65,13 +66,13 @@ def states_of(
     layers = layers_for(captured, model.config.get_text_config().num_hidden_layers)
     server = StatesServer(model, layers, folder, **options)
     with serving(server) as (url, bodies):
-        files = StateFiles(Engine([url], EngineSettings(in_flight=3)), layers, folder / "kept")
+        files = StateFiles(Engine([url], EngineSettings(in_flight=3)), layers, VLLM())
         yield EngineStates(files, parts or model, captured, torch.device("cpu")), server, bodies
         files.close()
 
 
 def expecting(source: EngineStates) -> Expect:
-    return lambda *coming: source.files.expect(texts_of(*coming))
+    return lambda coming: source.files.expect(texts_of(coming))
 
 
 @pytest.mark.parametrize("family", NORMS)
@@ -97,7 +98,7 @@ def test_the_engines_states_are_kept_as_those_of_a_forward_pass(tiny, tmp_path, 
     with states_of(model, captured, tmp_path) as (source, _, _):
         for each, its in zip(examples, (None, source)):
             signal = Signal(model, "topk" if kind == "topk" else "hidden", head, its, k=6)
-            keep_columns(each, signal.kept, signal.columns, expect=expecting(its) if its else None)
+            keep_columns(Kept(signal.columns), [each], signal.kept, expecting(its) if its else None)
     ours, theirs = (everything(each) for each in examples)
     names = {HIDDEN, TOPK, FEATURES, INSIDE}
     assert names & ours.keys() == names & theirs.keys()
@@ -156,7 +157,7 @@ WORDS = {
 def test_a_sample_that_fails_is_asked_for_again_and_in_the_end_named(tiny, tmp_path, fault: str, monkeypatch) -> None:
     model, batch = tiny("llama"), everything(some_rows(4))
     if fault == "no file":
-        monkeypatch.setattr("distill.engine.states.WAIT", 0.5)
+        monkeypatch.setattr("distill.engine.vllm.WAIT", 0.5)
     wanted = Signal(model).source(batch)[0]
     with states_of(model, [], tmp_path, spoil=spoiled(fault, 2)) as (source, _, bodies):
         assert torch.allclose(source(batch)[0], wanted, atol=1e-4)
@@ -182,7 +183,7 @@ def test_no_more_files_wait_than_requests_are_in_flight(tiny, tmp_path) -> None:
     examples = some_rows(60)
     with states_of(tiny("llama"), [], tmp_path) as (source, server, bodies):
         signal = Signal(tiny("llama"), "hidden", None, source)
-        keep_columns(examples, signal.kept, signal.columns, expect=expecting(source))
+        keep_columns(Kept(signal.columns), [examples], signal.kept, expecting(source))
         assert len(bodies) == 60
         assert 0 < server.most <= 3
 
@@ -201,7 +202,7 @@ def without_target(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any, **__: Any) -> None:
         raise AssertionError("the target is in the process")
 
-    monkeypatch.setattr("distill.run.open_placed", refused)
+    monkeypatch.setattr("distill.run.open_frozen", refused)
     monkeypatch.setattr("distill.run.holds", lambda *_: False)
 
 
@@ -227,21 +228,33 @@ def test_a_run_learns_from_an_engine_what_it_learns_from_the_target(here, tmp_pa
     assert not list(tmp_path.glob("*.safetensors"))
 
 
-def test_an_answer_and_its_states_come_from_one_pass(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("keep", ["topk", "float8", "float32"])
+def test_states_of_answers_are_packed_as_they_come_and_no_text_is_read_twice(tmp_path, monkeypatch, keep: str) -> None:
     target = bench(begun(tiny_settings(tmp_path / "first")))[0].load_target().eval()
-    server = StatesServer(target, [2], tmp_path)
+    server, lying = StatesServer(target, [2], tmp_path), []
     without_target(monkeypatch)
     with serving(server) as (url, bodies):
-        settings = standing(tmp_path, url)
+        settings = standing(tmp_path, url, keep=keep)
         settings.teacher.responses = ResponseSettings(source="target", max_new_tokens=6, temperature=0.0)
-        of_another = Run(settings).work / "states" / "of-another-target" / "x.safetensors"
-        write_text(of_another, "")
+        put = Packed.put
+
+        def counted(self: Packed, example: Any, states: Any) -> None:
+            lying.append(len(list(tmp_path.rglob("[0-9].safetensors"))) + len(list(tmp_path.rglob("??.safetensors"))))
+            put(self, example, states)
+
+        monkeypatch.setattr(Packed, "put", counted)
         _, run, printed = run_tiny(begun(settings))
     answers = [body for body in bodies if body["kv_transfer_params"]["include_output_tokens"]]
-    assert len(answers) == 20 + 8
+    assert len(answers) == len(lying) == 20 + 8
+    assert max(lying) <= 4  # raw states of no more texts than requests are in flight
     assert len(bodies) == 20 + 8 + 8  # the last 8 are those of the check
     assert "log-probabilities from the engine's last state" in printed
-    assert not [path for path in (run.work / "states").rglob("*") if path.is_file()]
+    width = int(target.config.hidden_size)
+    (folder,) = (run.work / "signals").glob(f"{settings.student.kind}-*")
+    a_label = {"topk": 8 * settings.teacher.signal_k, "float8": width + 4, "float32": 4 * width}[keep]
+    kept = sum(path.stat().st_size for path in folder.iterdir())
+    labels = sum(len([i for i in row["labels"] if i >= 0]) for row in answered_texts(run)[0])
+    assert kept < 1.5 * labels * a_label + 20_000
 
 
 def test_a_server_with_too_short_a_context_is_refused_before_the_training(tmp_path) -> None:
@@ -295,7 +308,7 @@ def test_answers_that_are_no_samples_of_the_target_are_refused(tiny, tmp_path, t
         cold.get_output_embeddings().weight.div_(0.7 if sound else 1.0)
     server = StatesServer(cold, [2], tmp_path)
     with serving(server) as (url, _):
-        files = StateFiles(Engine([url], EngineSettings()), [2], tmp_path / "kept")
+        files = StateFiles(Engine([url], EngineSettings()), [2], VLLM())
         warp = LogitsWarper(temperature)
         prompts = [[3 + i, 7, 9] for i in range(8)]
         if sound:
@@ -366,27 +379,3 @@ def test_the_connector_writes_whole_files_marks_failures_and_clears_what_nobody_
         write({"hidden_states": "no tensor"}, filename=str(tmp_path / "b.safetensors"))
     assert (tmp_path / "b.safetensors.failed").exists()
     assert not list(tmp_path.glob(".*"))
-
-
-def test_of_the_processes_of_a_machine_one_starts_the_engine(tmp_path, monkeypatch) -> None:
-    starts = list[str]()
-    with serving(lambda body, number: (200, {})) as (url, _):
-
-        def started(
-            stack: Any, settings: Any, target: Any, model: Any, layers: Any, length: Any, folder: Path, *_: Any
-        ) -> Any:
-            starts.append(str(folder))
-            return url, tmp_path / "log"
-
-        monkeypatch.setattr(servers, "_started", started)
-        settings, target = EngineSettings(folder=str(tmp_path / "shm")), tiny_settings(tmp_path).target
-        run = Run(tiny_settings(tmp_path))
-        place = target, tmp_path, [1, 4], 64, run.work
-        with servers.opened(settings, *place) as first, servers.opened(settings, *place) as second:
-            assert (first.log, second.log) == (tmp_path / "log", None)
-            assert len(starts) == 1
-        assert not list((tmp_path / "shm").iterdir())
-        blocked = EngineSettings(folder=str(tmp_path / "log"))
-        (tmp_path / "log").touch()
-        with pytest.raises(UserError, match="where nothing can be written"), servers.opened(blocked, *place):
-            pass

@@ -29,6 +29,7 @@ class Event:
         watch.heard("event", "Event.synchronize")
 
     def query(self) -> bool:
+        kernels.settle(self.copies)  # the device is as fast as can be
         return True
 
     def wait(self, stream: Any = None) -> None:

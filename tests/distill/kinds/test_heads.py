@@ -9,7 +9,7 @@ import torch
 from families import NEEDED, in_double, with_layers
 from heads import draft_of, drafted, filed_head, make_head, plain_block, plain_scores
 from plain_logits import head_logits
-from some_rows import TRAINING, attached, everything, from_lists, some_rows
+from some_rows import TRAINING, add_losses, attached, everything, from_lists, some_rows
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -23,14 +23,14 @@ from decode.models.heads.mtp import load_mtp
 from distill.config import DraftSettings
 from distill.config.models import BlockSettings, StudentSettings
 from distill.data.dataset import label_mask
-from distill.drafts import block
-from distill.drafts.block import IMPOSSIBLE, anchors_of, calibration_error, decay, temperatures
-from distill.drafts.eagle import FeatureDraft
-from distill.drafts.reference import keep_reference
-from distill.drafts.start import frequent, start_from_head, start_from_target
+from distill.kept import Kept
+from distill.kinds import block
+from distill.kinds.block import anchors_of, calibration_error, gamma, temperatures
+from distill.kinds.eagle import FeatureDraft
+from distill.kinds.start import frequent, start_from_head, start_from_target
 from distill.losses.chunked import compare
 from distill.losses.divergences import Divergence
-from distill.signal.disk import keep_columns
+from distill.signal.kept import keep_columns
 from distill.signal.target import Signal
 from distill.training.modules import DistillModule
 
@@ -47,11 +47,10 @@ def make(tiny, tmp_path, monkeypatch) -> Any:
         if not kind.startswith("mtp"):
             opened = target or in_double(tiny("llama", num_hidden_layers=4, dtype=torch.float64))
             return opened, *draft_of(kind, opened, steps, **shape)
-        settings = StudentSettings(kind="mtp", unroll=steps)
         layers = 2 if "two" in kind else 1
         opened = with_layers(tmp_path, monkeypatch, "DeepSeek-V3" if layers > 1 else "Mellum", layers)
         head = load_mtp(opened)
-        return opened, FeatureDraft(head.train(), settings, 5, settings.decay), Signal(opened, reader=head)
+        return opened, FeatureDraft(head.train(), steps, 5, 0.6), Signal(opened, reader=head)
 
     return made
 
@@ -69,8 +68,9 @@ def test_rows_are_what_the_head_drafts_when_each_step_is_read_after_the_other(ma
     target, draft, signal = make(kind)
     head, examples = draft.model, some_rows(4, empty=[2])
     batch = everything(examples)
-    rows, mask = draft.rows(batch, signal), label_mask(batch["labels"])
-    assert rows.count == int(mask.sum())
+    rows, mask = draft.rows(draft.indexed(batch), signal), label_mask(batch["labels"])
+    assert rows.mass == int(mask.sum())
+    assert rows.groups == rows.step.bincount().tolist()
     rows.weight = rows.weight / (0.1 if kind == "eagle" else 1.0)
     exact = rows.hidden.dtype == torch.float64
     close = {"rtol": 1e-6, "atol": 1e-8} if exact else {"rtol": 1e-4, "atol": 1e-5}
@@ -111,9 +111,7 @@ def test_rows_are_what_the_head_drafts_when_each_step_is_read_after_the_other(ma
         ("dspark", {"window": 3, "causal": True}),
         ("dflash2", {"block": 4}),
         ("dflash2 measured", {"is_causal": None, "window": 3}),
-        ("lilicorr", {"block": 4, "candidates": 8}),
-        ("lilicorr measured", {"block": 4}),
-        ("lilicorr measured", {"block": 4, "candidates": 20}),  # texts' tokens are often among them
+        ("dflash2 measured", {"block": 4, "candidates": 20}),  # texts' tokens are often among them
     ],
 )
 @pytest.mark.parametrize("vocab", [None, 24])
@@ -123,7 +121,7 @@ def test_rows_are_those_of_every_block_read_alone(make, kind: str, shape, vocab:
     batch, head = everything(texts()), draft.model
     chooses = bool(head.candidates)
     head.train(not kind.endswith("measured"))
-    rows = draft.rows(batch, signal)
+    rows = draft.rows(draft.indexed(batch), signal)
     choices = list[float]()
     mask, ids = label_mask(batch["labels"]), head.draft_ids()
     logits, measured, number = rows.head(rows.hidden), compare(rows, Divergence("kl_tv")), 0
@@ -132,18 +130,14 @@ def test_rows_are_those_of_every_block_read_alone(make, kind: str, shape, vocab:
         tokens = batch["input_ids"][text].tolist()
         p = target(input_ids=torch.tensor([tokens])).logits[0].softmax(-1).detach()
         for anchor in mask[text].nonzero()[:, 0].tolist():
-            wanted, whole = plain_block(head, target, tokens[: anchor + 1], head.drafts)[0], True
+            wanted = plain_block(head, target, tokens[: anchor + 1], head.drafts)[0]
             for slot in range(head.drafts):
                 at = anchor + slot
                 if at >= mask.shape[1] or not mask[text, anchor : at + 1].all():
                     break
                 plain = wanted[slot]
-                try:
-                    path = tokens[anchor + 1 : at + 1]
-                    scored = plain_scores(head, target, tokens[: anchor + 1], path, head.drafts)[slot].detach()
-                except ValueError:  # the token before is no candidate of a lattice, and what is measured not drafted
-                    scored = logits[number].detach().where(logits[number] > -IMPOSSIBLE / 2, -torch.inf)
-                    whole = False
+                path = tokens[anchor + 1 : at + 1]
+                scored = plain_scores(head, target, tokens[: anchor + 1], path, head.drafts)[slot].detach()
                 plain = plain if chooses and head.training else scored
                 drafted = plain.isfinite()
                 torch.testing.assert_close(logits[number][drafted], plain[drafted], rtol=1e-5, atol=1e-6)
@@ -155,41 +149,30 @@ def test_rows_are_those_of_every_block_read_alone(make, kind: str, shape, vocab:
                     m = head.markov_head(plain_block(head, target, tokens[: anchor + 1], head.drafts)[1][slot], before)
                     scores = (wanted[slot] + head.markov_head.markov_w2(m))[order].detach()
                     choices.append(float(scores.logsumexp(0) - scores[order.index(best)]))
-                if kind.startswith("lilicorr"):  # as far as the text's tokens are candidates
-                    row = torch.full_like(p[at], -torch.inf)
-                    row = scored if ids is None else row.index_copy(0, ids, scored)
-                    truth = tokens[at + 1]
-                    whole = whole and bool(row[truth].isfinite())
-                    less = (p[at][truth].log() - p[at].log()).relu()
-                    loss = row.logsumexp(0) - row[truth] + (row.softmax(0) * less).sum()
-                    choices.append(0.25 * float(loss) if whole else 0.0)
                 if ids is not None:  # the head drafts every second id
                     q, learnable[number] = torch.zeros_like(p[at]).index_copy(0, ids, q), 1 - p[at].argmax() % 2
                 overlap = torch.minimum(p[at], q).sum().detach()
                 torch.testing.assert_close(measured.alpha[number], overlap, rtol=1e-5, atol=1e-6)
                 assert (rows.step[number], rows.at[number]) == (slot, mask[:text].sum() + mask[text, :at].sum())
                 number += 1
-    assert number == len(rows) == rows.count > 10
+    assert number == len(rows) > 10
     if chooses and head.training:
         chosen = rows.distance / rows.weight.where(rows.weight > 0, 1.0)
         torch.testing.assert_close(chosen.detach(), torch.tensor(choices).to(chosen) * (rows.weight > 0))
     else:
         assert rows.distance is None
-    weights = decay(rows.step, 3)
-    # what cannot be drafted is not learnt
-    torch.testing.assert_close(rows.weight, weights / weights.mean() * learnable)
+    weights = torch.exp(-rows.step / 4)
+    assert rows.mass == pytest.approx(float(weights.sum()))
+    torch.testing.assert_close(rows.weight, weights * learnable)  # what cannot be drafted is not learnt
     labels = following if ids is None else torch.where(following % 2 == 0, following // 2, -1)
     assert rows.target.labels[rows.at].tolist() == labels.tolist()
 
 
-@pytest.mark.parametrize("kind", ["dflash2", "lilicorr"])
-@pytest.mark.parametrize("measured", [False, True])
-def test_how_many_rows_logits_are_in_memory_changes_nothing(make, kind: str, measured: bool, monkeypatch) -> None:
-    _, draft, signal = make(kind, block=4, candidates=20)
-    draft.model.train(not measured)
-    batch, made = everything(some_rows(8)), list[list[Tensor]]()
+def test_how_many_rows_logits_are_in_memory_changes_nothing(make, monkeypatch) -> None:
+    _, draft, signal = make("dflash2", block=4, candidates=20)
+    batch, made = draft.indexed(everything(some_rows(8))), list[list[Tensor]]()
     for count in (1000, 3):
-        monkeypatch.setattr(block, "rows_at_once", lambda _, count=count: count)
+        monkeypatch.setattr(block, "rows_at_once", lambda *_, count=count: count)
         rows = draft.rows(batch, signal)
         assert len(rows) > 8 * draft.depth
         made.append([values.detach() for values in (rows.hidden, rows.distance) if values is not None])
@@ -210,58 +193,57 @@ def test_every_row_in_parts_is_every_row_at_once(make, monkeypatch) -> None:
     monkeypatch.setattr(functional, "scaled_dot_product_attention", counted)
     for most in (1 << 26, 4 * 2 * 3 * (8 + 6) - 1):
         cells.clear()
-        monkeypatch.setattr(block, "CELLS", most)
+        monkeypatch.setattr(block, "room", lambda _, most=most: 4 * most)
         reads.clear()
-        keep_reference(draft, signal, made := texts(), Divergence("kl_tv"), "64-true")
+        add_losses(draft, signal, made := texts(), Divergence("kl_tv"), "64-true")
         kept.append(np.concatenate([made.columns["reference_loss"][i] for i in range(4)]))
     assert max(cells) <= most
     assert len(reads) == 1  # of the target, however many parts there are
     assert len(cells) > 2
     assert np.allclose(*kept, rtol=1e-6)
-    rows = draft.rows(everything(texts()), signal)
+    rows = draft.rows(draft.indexed(everything(texts())), signal)
     assert np.allclose(kept[0][rows.at, rows.step], compare(rows, Divergence("kl_tv")).losses.numpy(), rtol=1e-6)
 
 
 def test_blocks_begin_before_labels_each_once_and_weights_fall_along_them_as_published() -> None:
-    mask = torch.tensor([[0, 1, 1, 0, 1, 1], [1, 0, 0, 0, 0, 0], [0] * 6]).bool()
-    assert anchors_of(mask, None, None)[0][0].tolist() == [1, 2, 4, 5]
+    labels = [np.array(row) for row in ([9, -100, 1, 2, -100, 3, 4], [-100, 5, *[-100] * 5], [9, *[-100] * 6])]
+    assert anchors_of(labels[0], None, None).tolist() == [1, 2, 4, 5]
+    assert anchors_of(labels[0], 2, None).tolist() == [1, 4]
     drawn = []
     for seed in (1, 1, 2, 3, 4):
-        at, real = anchors_of(mask, 3, torch.Generator().manual_seed(seed))
-        drawn.append([at[row][real[row]].tolist() for row in range(3)])
+        drawn.append([anchors_of(row, 3, np.random.default_rng(seed)).tolist() for row in labels])
         assert [len(set(places)) for places in drawn[-1]] == [3, 1, 0] == [len(places) for places in drawn[-1]]
-        assert all(mask[row, places].all() for row, places in enumerate(drawn[-1]))
+        assert all((row[np.array(places, dtype=int) + 1] >= 0).all() for row, places in zip(labels, drawn[-1]))
     assert drawn[0] == drawn[1]  # of the seed alone
     assert len(set(map(str, drawn))) > 1
-    for drafts, gamma in {7: 4, 8: 4, 9: 5, 15: 7, 16: 7}.items():
-        assert decay(torch.arange(3), drafts).log().tolist() == pytest.approx([0, -1 / gamma, -2 / gamma])
+    assert [gamma(drafts) for drafts in (7, 8, 9, 15, 16)] == [4, 4, 5, 7, 7]
 
 
 def test_noise_is_a_function_of_the_seed_and_absent_without_one(make, monkeypatch) -> None:
     """ΔL is ranked under the noise that is trained: the rows are made once."""
     _, draft, signal = make("eagle")
-    draft.noise, batch = 0.2, everything(some_rows(3))
+    draft.noise, batch = 0.2, draft.indexed(everything(some_rows(3)))
     torch.manual_seed(1)
-    first = draft.rows(batch, signal, 7)
+    first = draft.rows(batch, signal, training=True)
     torch.manual_seed(1)
-    assert torch.equal(draft.rows(batch, signal, 7).hidden, first.hidden)
+    assert torch.equal(draft.rows(batch, signal, training=True).hidden, first.hidden)
     plain = draft.rows(batch, signal).hidden
     assert torch.equal(plain, draft.rows(batch, signal).hidden)
     assert not torch.equal(first.hidden, plain)
     settings = DraftSettings(reference="y", k=0.4)
     module = attached(DistillModule(draft, signal, TRAINING, 1, settings=settings))
-    batch["reference_loss"], ranked, choose = torch.zeros(first.count, 3), [], module.choose
-    monkeypatch.setattr(module, "choose", lambda rows, compared: ranked.append(rows) or choose(rows, compared))
+    batch["reference_loss"], ranked, choose = torch.zeros(int(first.mass), 3), [], draft.chosen
+    monkeypatch.setattr(draft, "chosen", lambda rows, *rest: ranked.append(rows) or choose(rows, *rest))
     assert module(batch, training=True)[1] is ranked[0]
 
 
-@pytest.mark.parametrize("kind", ["dspark", "dflash2", "lilicorr", *UNROLLED])
+@pytest.mark.parametrize("kind", ["dspark", "dflash2", *UNROLLED])
 def test_every_weight_learns_and_one_gradient_of_the_output_head_is_kept_for_all_steps(make, kind: str) -> None:
     """Seven copies of it are 17 GB for a vocabulary of 150,000 ids. The target learns nothing."""
-    batch, eagle3 = everything(some_rows(8)), kind == "eagle3"
+    eagle3 = kind == "eagle3"
     for steps in (1, 4):
-        # texts' tokens are among most of the candidates
-        target, draft, signal = make(kind, steps, **({"candidates": 40} if kind == "lilicorr" else {}))
+        target, draft, signal = make(kind, steps)
+        batch = draft.indexed(everything(some_rows(8)))
         module = attached(DistillModule(draft, signal, TRAINING, 1))
         weight, sizes = draft.rows(batch, signal).head.linear.weight, {}
 
@@ -296,7 +278,7 @@ def test_a_part_without_a_label_leaves_a_zero_and_a_whole_graph(make, kind: str,
     assert loss.item() == 0.0
     loss.backward()
     assert all(weight.grad is not None and not weight.grad.any() for weight in module.parameters())
-    module(batch, training=False)
+    module(draft.indexed(batch), training=False)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
@@ -305,10 +287,10 @@ def test_kept_signals_give_the_rows_of_the_target_beside_the_head(make, kind: st
     target = tiny("llama", num_hidden_layers=4)
     _, draft, online = make(kind, target=target)
     examples, kept = some_rows(5), Signal(target, form, draft.model, k=99)
-    keep_reference(draft, online, examples, Divergence("tv"), "32-true")
-    wanted = draft.rows(everything(examples), online)
-    keep_columns(examples, kept.kept, kept.columns)
-    found = draft.rows(everything(examples), kept)
+    add_losses(draft, online, examples, Divergence("tv"), "32-true")
+    wanted = draft.rows(draft.indexed(everything(examples)), online)
+    keep_columns(Kept(kept.columns), [examples], kept.kept)
+    found = draft.rows(draft.indexed(everything(examples)), kept)
     for name in ("hidden", "at", "step", "weight", "reference", "target.mass", "target.learnable", "distance"):
         ours, theirs = (attrgetter(name)(rows) for rows in (found, wanted))
         assert (ours is None and theirs is None) or torch.allclose(ours, theirs, atol=1e-5), name
@@ -380,7 +362,6 @@ STARTS = {
     "dspark from dflash": ("dflash", {"draft_vocab": 24}, {"draft_vocab": 24}),
     "dspark from dflash, in slot 0": ("dflash", {"from_anchor": True, "causal": True}, {"causal": True}),
     "dflash2": ("dflash2", {"candidates": 5}, {"markov_rank": 8}),
-    "lilicorr": ("lilicorr", {}, {"markov_rank": 8}),
     "dflash2 from dflash": ("dflash", {"window": 6, "is_causal": None}, {"window": 6, "causal": True}),
 }
 

@@ -1,44 +1,38 @@
 """Draft models: language models of their own, or some of the target's layers."""
 
 import copy
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from typing_extensions import override
 
 from decode.errors import UserError
+from decode.measure.acceptance import DEPTH
 from decode.models.sources import language_model
-from distill.data.dataset import REFERENCE, Batch, label_mask
+from distill.data.dataset import PLACES, REFERENCE, Batch, Chance
+from distill.kinds.base import GROUPS, Draft
+from distill.kinds.kind import Kind
 from distill.losses.chunked import Rows
 from distill.networks.layers import check_structure, decoder_layers
-from distill.networks.lm_head import LMHead, last_hidden
+from distill.networks.lm_head import LMHead, check_head, last_hidden
 from distill.signal.target import Signal
 
 
-class LanguageModelDraft:
-    """A language model as a draft: one row for each label token.
-
-    Attributes:
-        model: Is trained.
-        monitor: The validation metric by which checkpoints are compared.
-        depth: Positions of a draft at which validation measures acceptance.
-    """
+class LanguageModelDraft(Draft):
+    """A language model as a draft: one row for each label token."""
 
     monitor = "validation_alpha"
-    blocks = False
 
-    def __init__(self, model: PreTrainedModel, depth: int) -> None:
-        self.model, self.depth = model, depth
+    @override
+    def index(self, batch: Batch, chance: Chance | None) -> Batch:
+        return {GROUPS: [len(batch[PLACES])]}
 
-    def rows(self, batch: Batch, signal: Signal, seed: int | None = None) -> Rows:
-        """The batch's rows.
-
-        ``seed`` is of what is drawn in training; None: nothing is drawn.
-        """
-        hidden = last_hidden(self.model, batch["input_ids"], label_mask(batch["labels"]))
-        rows = Rows(hidden, LMHead(self.model), signal.rows(batch)[0], len(hidden))
-        if REFERENCE in batch:
-            rows.reference = batch[REFERENCE][:, 0]
-        return rows
+    @override
+    def rows(self, batch: Batch, signal: Signal, *, training: bool = False) -> Rows:
+        hidden = last_hidden(self.model, batch["input_ids"], batch[PLACES])
+        reference = batch[REFERENCE][:, 0] if REFERENCE in batch else None
+        return Rows(hidden, LMHead(self.model), signal.rows(batch)[0], len(hidden), reference=reference)
 
 
 def kept_layers(layers: int | list[int], total: int) -> list[int]:
@@ -108,3 +102,36 @@ def cut(target: PreTrainedModel, layers: int | list[int]) -> PreTrainedModel:
     draft.load_state_dict(copied)
     draft.generation_config = copy.deepcopy(target.generation_config)
     return draft.train(target.training)
+
+
+class LanguageModel(Kind):
+    """Language models of their own, and some of the target's layers."""
+
+    name, version, head, start, decodable = "scratch", None, False, "undistilled", True
+    method, trees, served, settings = "vanilla", False, "draft", ()
+    sniffed = ("eagle-", "eagle3", "dflash", "dspark")
+
+    @property
+    @override
+    def vllm(self) -> str:
+        return "draft_model"
+
+    @override
+    def steps(self, student: Any) -> int:
+        return 1
+
+    @override
+    def captured(self, student: Any, config: Any) -> list[int]:
+        return []
+
+    @override
+    def shrink(self, student: Any) -> None:
+        student.layers = [1]  # the last of two, without which Gemma 4 cannot be cut
+
+    @override
+    def draft(self, model: Any, student: Any, *, accepted_only: bool = False) -> LanguageModelDraft:
+        check_head(model, LMHead(model))
+        return LanguageModelDraft(model, DEPTH)
+
+
+LANGUAGE_MODEL = LanguageModel()

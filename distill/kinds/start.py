@@ -1,6 +1,5 @@
 """How a head begins: with weights of the target's layers or of another head, and for the most frequent tokens alone."""
 
-import copy
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -13,17 +12,12 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
-from decode.models.heads.block import BlockHead
-from decode.models.heads.block_config import added, default_layers
 from decode.models.heads.eagle import DraftHead, FeatureHead, RMSNorm
 from decode.models.heads.files import load_head
 from distill.config.models import StudentSettings
 from distill.data.dataset import Examples
-from distill.drafts import block
+from distill.kinds.kind import of_model
 from distill.networks.layers import decoder_layers, final_norm
-from distill.networks.models import seeded
-
-GROWN = ("dspark", "dflash2")  # kinds that a DFlash head can become
 
 
 def frequent(rows: Examples, count: int, vocab: int) -> tuple[Tensor, float]:
@@ -31,7 +25,9 @@ def frequent(rows: Examples, count: int, vocab: int) -> tuple[Tensor, float]:
 
     Ties are broken by the ids, as is the order of tokens that never occur.
     """
-    counts = np.bincount(rows.labels[rows.labels >= 0], minlength=vocab)
+    counts = np.zeros(vocab, np.int64)
+    for labels in rows.labels.chunks:
+        counts += np.bincount(labels[labels >= 0], minlength=vocab)
     ids = np.sort(np.argsort(-counts, kind="stable")[:count])
     return torch.from_numpy(ids), float(counts[ids].sum() / max(1, counts.sum()))
 
@@ -81,37 +77,19 @@ def start_from_head(
         UserError: The given head is of a kind that does not fit, or of another shape than the settings say.
     """
     given = load_head(str(settings.model), target).float()
-    kind, name, shape, has = settings.kind, f"the head in {settings.model}", settings.block, vars(given.config)
-    if given.version != settings.version and not (given.version == "dflash" and kind in GROWN):
-        its = f"eagle{given.version}".removesuffix("1") if isinstance(given, FeatureHead) else given.version
+    kind, name, its = settings.draft, f"the head in {settings.model}", of_model(given).name
+    if its not in (kind.name, *kind.grown):
+        also = f", also one of kind {', '.join(kind.grown)}" if kind.grown else ""
         raise UserError(
-            f"{name} is of kind {its}, from which student.kind {kind} cannot be started: that takes a head of the same "
-            f"kind, {', '.join(GROWN)} also one of kind dflash"
+            f"{name} is of kind {its}, from which student.kind {kind.name} cannot be started: that takes a head of the "
+            f"same kind{also}"
         )
-    told: dict[str, tuple[Any, Any]] = {}
-    if settings.kind != "mtp":
-        told["draft_vocab"] = settings.draft_vocab, has["draft_vocab_size"] if given.reduced else None
-    if isinstance(given, BlockHead):
-        layers = shape.target_layers or list(default_layers(int(has["num_target_layers"]), max(3, shape.layers)))
-        told |= {"block.layers": (shape.layers, len(given.layers)), "block.size": (shape.size, given.block)}
-        told["block.target_layers"] = layers, [layer - 1 for layer in given.captured_layers]
-        if len(set(given.kinds)) == 1:  # settings cannot say a mixture
-            told["block.window"], told["block.causal"] = zip((shape.window, shape.causal), given.kinds[0])
-        if given.version == kind != "dflash" and shape.markov_rank is not None:
-            told["block.markov_rank"] = shape.markov_rank, has["markov_rank"]
-    for key, (said, its) in told.items():
-        if said != its:
-            raise UserError(f"student.{key} is {said}, and {name} has {its}: set it to {its}")
+    for key, (wanted, present) in kind.check_given(given, settings).items():
+        if wanted != present:
+            raise UserError(f"student.{key} is {wanted}, and {name} has {present}: set it to {present}")
     if list(given.captured_layers) != list(captured):
         raise UserError(f"{name} reads the states that enter layers {given.captured_layers}, and a run {captured}")
-    if given.version == settings.version:
-        return given, []
-    config = copy.deepcopy(given.config)
-    config.update(added(kind, has["hidden_size"], **block.parts(settings)))
-    with torch.enable_grad(), seeded(seed):
-        head = BlockHead(config)
-    lacking = head.load_state_dict(given.state_dict(), strict=False).missing_keys
-    return head, sorted({part for key in lacking for part in key.split(".") if part.endswith(("_head", "_conv"))})
+    return (given, []) if its == kind.name else kind.grow(given, settings, seed)
 
 
 @torch.no_grad()

@@ -6,24 +6,26 @@ target's cache holds one position less than the text: the last token is pending,
 """
 
 import copy
-import math
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from decode.core.draft import Draft, Ids, foreign
+from decode.core.draft import Draft, Drafts, Ids, foreign, upload
 from decode.core.lengths import DraftLengths
 from decode.core.round import Round
-from decode.core.sampling import LogitsWarper, Rng, Rows, TorchRng, WarpedRows, argmax
+from decode.core.sampling import History, LogitsWarper, Rng, TorchRng
 from decode.core.stop import StopRule
-from decode.core.verify import AcceptanceRule, Exact, Measured, verify, verify_greedy
+from decode.core.verify import AcceptanceRule, Exact, NotFiniteError, Verification, Verified
 from decode.drafters.base import Drafter, DraftRequest, Prompt
 from decode.errors import UserError
-from decode.models.api import Model, Out, Read, read_prompt, rows_that_fit, synchronize
+from decode.models.api import Model, Read, locked, read_prompt, rows_that_fit, synchronize
 from decode.models.tokens import StopStrings
 
 
@@ -59,8 +61,8 @@ class Text:
         stop_ids: tokens that end the text; the ending token is part of it.
         stop_strings: strings that end the text; the token that completes one is its last.
         rng: source of every random choice; seeded from entropy if not given.
-        alone: True: later texts reuse what the method learns here. False: the text starts from the method's current
-            state and discards what it learns.
+        shares_learning: True: later texts reuse what the method learns here. False: the text starts from the method's
+            current state and discards what it learns.
 
     Attributes:
         ids: prompt and generated tokens.
@@ -80,16 +82,16 @@ class Text:
         stop_ids: Collection[int] = (),
         stop_strings: StopStrings | None = None,
         rng: Rng | None = None,
-        alone: bool = True,
+        shares_learning: bool = True,
     ) -> None:
         self.warp, self.ids, self.stop_ids, self.prompt_length = warp, list(prompt), stop_ids, len(prompt)
-        self.alone, self.stop_strings = alone, stop_strings
-        self.stop, self.rule = method.stop, method.rule if alone else copy.deepcopy(method.rule)
-        if not alone and method.lengths is None:  # with `lengths` the texts depend on one another already
+        self.shares_learning, self.stop_strings = shares_learning, stop_strings
+        self.stop, self.rule = method.stop, method.rule if shares_learning else copy.deepcopy(method.rule)
+        if not shares_learning and method.lengths is None:  # with `lengths` the texts depend on one another already
             self.stop = copy.copy(method.stop)
             self.stop.threshold = copy.deepcopy(self.stop.threshold)
-        self.rng = rng or TorchRng(device=target.device)
-        self.compares_tokens = warp.greedy and self.rule.exact
+        self.rng = rng or TorchRng()
+        self.history = History(self.ids)
         self.budget = len(prompt) + max_new_tokens
         # the last generated token is never read, so the text may be one longer than the context
         self.end = min(self.budget, target.limit + 1)
@@ -125,11 +127,13 @@ class Text:
         """
         if self.error is not None:
             raise self.error
-        drafter, ids, began = method.drafter, self.ids, time.perf_counter()
+        drafter, began = method.drafter, time.perf_counter()
         self.cache = target.new_cache()
-        captured = read_prompt(target, self.cache, ids[:-1], capture=drafter.capture)
         deferred = method.lengths is not None and not method.lengths.chosen
-        self.state = drafter.start(Prompt(ids, self.cache, captured, self.stop_ids, deferred, self.alone))
+        prompt = Prompt(self.ids, self.cache, self.stop_ids, deferred, self.shares_learning)
+        self.state = drafter.start(prompt)
+        feed = partial(drafter.feed, self.state, prompt)
+        read_prompt(target, self.cache, self.ids[:-1], capture=drafter.capture, each=feed)
         self.rule.start()
         synchronize(target.device)
         self.prefill_seconds = time.perf_counter() - began
@@ -142,36 +146,6 @@ class Text:
         if self.cache is not None:
             self.cache.close()
         self.state = self.cache = None
-
-    def verify(self, draft: Draft, out: Out) -> tuple[Ids, int, Measured]:
-        """Keep a path of the draft, choose the token that follows it, and roll the target's cache back to the path.
-
-        Args:
-            draft: of n tokens.
-            out: of the target, row 0 after the pending token and row i + 1 after node i.
-
-        Raises:
-            UserError: logits of NaN or +inf.
-        """
-        warp, logits = self.warp, out.logits
-        top = argmax(logits)
-        if not math.isfinite(logits.gather(-1, top[:, None]).sum(dtype=torch.float32).item()):
-            raise UserError(
-                f"the target's logits are NaN or +inf after {len(self.ids)} tokens; check its weights, or load it in "
-                "bfloat16 or float32"
-            )
-        prefixes = draft.prefixes(self.ids) if warp.needs_prefix else None
-        if self.compares_tokens:
-            path, token, agreed = verify_greedy(draft, top if prefixes is None else warp.top(logits, prefixes))
-            measured: Measured = (agreed or None, None, None)
-        else:
-            # of a deterministic draft on a CPU, rows are warped where verification goes
-            few = draft.probs is None and self.rule.exact and logits.is_cpu
-            p: Rows = WarpedRows(warp, logits, prefixes) if few else warp(logits, prefixes)
-            path, token, measured = verify(draft, p, logits, self.rule, self.rng)
-        base = self.cache.length - len(draft) - 1
-        self.cache.keep(base, [base, *(base + 1 + i for i in path)])
-        return path, token, measured
 
     def accept(self, emitted: Ids) -> Ids:
         """Grow by these tokens up to the text's end: a stop id, a stop string, the budget or the context.
@@ -192,20 +166,35 @@ class Text:
             self.finish = "length" if self.end == self.budget else "context"
         return new
 
-    def learn(self, drafter: Drafter, r: Round, out: Out) -> None:
-        """Add the round to the trace; every adaptive part learns from it."""
-        if len(r.new) <= len(r.path):
-            self.cache.truncate(len(self.ids) - 1)
+    def grow(self, draft: Draft, verified: Verified, seconds: tuple[float, float]) -> Round:
+        """Grow by the kept tokens and the one after them, and add the round to the trace.
+
+        What stands in the draft behind a token that ends a text, and all of it behind the place where this one ends,
+        is no part of the round.
+        """
+        v, ids, length = verified, draft.ids, len(self.ids)
+        cut = draft.depth >= self.remaining
+        new = self.accept([*(ids[i] for i in v.path), v.token])
+        ends = [token for token in ids if token in self.stop_ids]
+        kept = draft.depth if len(new) > len(v.path) else len(new)
+        if ends or kept < draft.depth:
+            draft, place = draft.cut(ends, kept)
+            path = [at for node in v.path if (at := place[node]) is not None]
+            tested = len(path) + ((path[-1] if path else -1) in draft.parents)
+            measured = [None if part is None else part[:tested] for part in (v.overlap, v.spent, v.distance)]
+            v, cut = Verified(path, v.token, *measured), cut or bool(ends)
+        r = Round(draft, v.path, v.token, new, cut, seconds, v.overlap, v.spent, v.distance, length)
         self.rounds.append(r)
         self.stop.observe(r)
         self.rule.observe(r)
-        drafter.update(self.state, self.ids, r, out)
+        return r
 
 
 def step(target: Model, method: Method, texts: Sequence[Text]) -> list[Round]:
     """Decode one round of every text: a draft each, one forward of the target over all of them, verification.
 
-    Seconds that the texts spend together count in equal parts for each.
+    The host waits for an accelerator once, for the result; besides, some drafters do once. Seconds that the texts spend
+    together count in equal parts for each.
 
     Raises:
         UserError: a target that gives logits of NaN or +inf, or reads no trees.
@@ -218,32 +207,50 @@ def step(target: Model, method: Method, texts: Sequence[Text]) -> list[Round]:
         if lengths is not None:
             text.stop.threshold.price(lengths.token_cost, lengths.block_cost)
         most = text.remaining if limit is None else min(limit, text.remaining)
-        requests.append(DraftRequest(text.state, text.ids, text.stop, most, text.rng, text.rule.needs_raw))
-    drafts = drafter.propose(requests) if limit != 0 else [Draft.empty() for _ in texts]
+        requests.append(
+            DraftRequest(text.state, text.ids, text.stop, most, text.rng, text.history, text.rule.needs_raw)
+        )
+    nothing = limit == 0
+    drafts = Drafts.of([Draft(())] * len(texts), device) if nothing else drafter.propose(requests, device)
     t1 = _mark(device)
+    tokens = _with_pending(texts, drafts)
     reads = []
-    for text, draft in zip(texts, drafts):
-        pending = torch.full((1,), text.ids[-1], device=device)
-        tokens = torch.cat([pending, draft.tokens.to(device)]) if len(draft) else pending
-        reads.append(Read(text.cache, tokens, None if draft.is_chain else draft))
+    for i, (text, part) in enumerate(zip(texts, tokens.split([n + 1 for n in drafts.lengths]))):
+        tree = None if drafts.drafts is None or drafts.drafts[i].is_chain else drafts.drafts[i]
+        reads.append(Read(text.cache, part, tree))
     if not target.supports_trees and any(read.tree is not None for read in reads):
         raise tree_error(target)
-    outs = target.forward(reads, capture=drafter.capture)
-    verified = [text.verify(draft, out) for text, draft, out in zip(texts, drafts, outs)]
+    out = target.forward(reads, capture=drafter.capture)
+    rules, rngs, histories = zip(*((text.rule, text.rng, text.history) for text in texts))
+    verification = Verification(drafts, tokens, out.logits, texts[0].warp, rules, rngs, histories)
     t2 = _mark(device)
-    seconds = share * _seconds(t0, t1), share * _seconds(t1, t2)
-    ended = [any(token in text.stop_ids for token in draft.ids) for text, draft in zip(texts, drafts)]
-    rounds = []
-    for text, draft, out, end, (path, token, measured) in zip(texts, drafts, outs, ended, verified):
-        draft.probs = draft.logits = None  # a trace of whole distributions would fill the memory
-        cut = draft.depth >= text.remaining or end
-        length, new = len(text.ids), text.accept([*(draft.ids[i] for i in path), token])
-        r = Round(draft, path, token, new, cut, seconds, *measured, length=length)
-        rounds.append(r)
-        text.learn(drafter, r, out)
+    try:
+        proposed, verified = verification.read()
+    except NotFiniteError as error:
+        raise UserError(
+            f"the target's logits are NaN or +inf after {len(texts[error.text].ids)} tokens; check its weights, or "
+            "load it in bfloat16 or float32"
+        ) from None
+    seconds = share * _seconds(t0, t1), share * _seconds(t1, _mark(device) if device.type == "cpu" else t2)
+    bases = [text.cache.length - n - 1 for text, n in zip(texts, drafts.lengths)]
+    target.keep(
+        [text.cache for text in texts],
+        bases,
+        [[base, *(base + 1 + node for node in v.path)] for base, v in zip(bases, verified)],
+    )
+    rounds, starts = [], accumulate((n + 1 for n in drafts.lengths), initial=0)
+    rows = [[start, *(start + 1 + node for node in v.path)] for start, v in zip(starts, verified)]
+    for text, draft, v in zip(texts, proposed, verified):
+        rounds.append(text.grow(draft, v, seconds))
+        if len(text.ids) - 1 < text.cache.length:
+            text.cache.truncate(len(text.ids) - 1)
+    drafter.update(requests, rounds, out, [of[: len(r.new)] for of, r in zip(rows, rounds)])
     if lengths is not None and limit:
         # a draft that a stop id ended could not have been longer
-        longest = [len(d) if end else asked.max_depth for d, end, asked in zip(drafts, ended, requests)]
+        longest = [
+            r.drafted if any(token in text.stop_ids for token in r.draft.ids) else asked.max_depth
+            for text, r, asked in zip(texts, rounds, requests)
+        ]
         lengths.observe(zip(rounds, longest))
     spent = share * (time.perf_counter() - began)
     for text in texts:
@@ -251,38 +258,54 @@ def step(target: Model, method: Method, texts: Sequence[Text]) -> list[Round]:
     return rounds
 
 
+def _with_pending(texts: Sequence[Text], drafts: Drafts) -> Tensor:
+    """Of each text the pending token and its draft, one text after the other, long ``[rows]``."""
+    pending = upload([text.ids[-1:] for text in texts], drafts.tokens.device)
+    tokens, longest = torch.cat([pending, drafts.tokens], 1), drafts.tokens.shape[1] + 1
+    counts = [n + 1 for n in drafts.lengths]
+    if min(counts) == longest:
+        return tokens.flatten()
+    places = [at * longest + i for at, n in enumerate(counts) for i in range(n)]
+    return tokens.flatten().index_select(0, upload(places, tokens.device))
+
+
 @torch.inference_mode()
 def run(target: Model, method: Method, texts: Iterable[Text], rows: int = 1) -> Iterator[tuple[Text, Round]]:
     """Decode texts to their ends, at most `rows` at once; a waiting one begins when another one has ended.
 
+    Other threads may decode with the same models: each round of a thread keeps the others waiting.
+
     Yields:
         After every round, each text that took part, and its record.
     """
-    waiting, live = deque(texts), list[Text]()
+    waiting, live, models = deque(texts), list[Text](), (target, method.drafter.runner)
 
-    def reserve(rows: int) -> None:
-        target.reserve(rows)
-        method.drafter.reserve(rows)
+    def reserve(rows: int, length: int = 0) -> None:
+        target.reserve(rows, length)
+        method.drafter.reserve(rows, length)
 
-    if rows > 1:
-        reserve(rows)
+    with locked(*models):
+        reserve(rows, max((text.end for text in waiting), default=0))
     try:
         while waiting or live:
-            while waiting and len(live) < rows:
-                live.append(waiting.popleft())
-                live[-1].start(target, method)
-            if rows > 1 and not waiting:  # from now on texts that end give their memory back
-                reserve(1)
-            live.sort(key=lambda text: text.cache.row)
-            yield from zip(live, step(target, method, live))
-            for text in live:
-                if text.finish:
-                    text.close(method.drafter)
+            with locked(*models):
+                while waiting and len(live) < rows:
+                    live.append(waiting.popleft())
+                    live[-1].start(target, method)
+                if rows > 1 and not waiting:  # from now on texts that end give their memory back
+                    reserve(1)
+                live.sort(key=lambda text: text.cache.row)
+                rounds = step(target, method, live)
+            yield from zip(live, rounds)
+            with locked(*models):
+                for text in live:
+                    if text.finish:
+                        text.close(method.drafter)
             live = [text for text in live if not text.finish]
     finally:
-        for text in live:
-            text.close(method.drafter)
-        if rows > 1:
+        with locked(*models):
+            for text in live:
+                text.close(method.drafter)
             reserve(1)
 
 
@@ -313,7 +336,7 @@ def decode_texts(
     Every text begins with what the method has learned so far and keeps what it learns to itself, so that it depends on
     its prompt and its `Rng` alone, not on its neighbours (in exact arithmetic; rounding may decide ties otherwise).
     With `Method.lengths` all texts, and later ones too, share what it and the stop rule learn: exact rules stay exact,
-    but a sampled text then depends on its neighbours.
+    but a text that is sampled, or verified by a relaxed rule, then depends on its neighbours.
 
     Args:
         target: the model to decode from.
@@ -330,7 +353,10 @@ def decode_texts(
     Raises:
         UserError: logits of NaN or +inf.
     """
-    texts = [Text(target, method, warp, p, rng=rng, alone=False, **options) for p, rng in zip(prompts, rngs)]
+    texts = [
+        Text(target, method, warp, prompt, rng=rng, shares_learning=False, **options)
+        for prompt, rng in zip(prompts, rngs, strict=True)
+    ]
     waiting = [text for text in texts if text.error is None]
     bytes_per_token = target.cache_bytes_per_token + method.drafter.cache_bytes_per_token
     rows = rows_that_fit(target.device, bytes_per_token, [min(text.end, target.limit) for text in waiting], batch_size)
@@ -349,8 +375,7 @@ def _mark(device: torch.device) -> Any:
 
 
 def _seconds(begin: Any, end: Any) -> float:
-    """Time between two marks, of which the last has passed."""
+    """Time between two marks, both of which have passed."""
     if isinstance(end, float):
         return end - begin
-    end.synchronize()
     return 1e-3 * float(begin.elapsed_time(end))

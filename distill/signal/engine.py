@@ -5,15 +5,22 @@ own norm and output head, read from its files, turn into its distributions.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from threading import Lock
 
+import numpy as np
 import torch
+from datasets import Dataset
+from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from distill.data.dataset import Batch, Examples, Ints, label_mask
+from distill.data.chat import Example
+from distill.data.dataset import Batch, Examples, Picks, collate, label_mask
 from distill.engine.states import Ids, StateFiles
+from distill.kept import Kept
 from distill.networks.layers import final_norm
-from distill.signal.target import States
+from distill.signal.kept import values_of
+from distill.signal.target import Signal, States
 
 
 class EngineStates:
@@ -32,9 +39,13 @@ class EngineStates:
     @torch.no_grad()
     def __call__(self, batch: Batch) -> States:
         """The last hidden states at the label tokens, and the features of a head, of a batch."""
-        mask, like = label_mask(batch["labels"]).to(self.like.device), self.like
         texts = read_texts(batch)
-        states = iter(self.files.take([ids for ids in texts if ids]))
+        return self.of(batch, texts, self.files.take([ids for ids in texts if ids]))
+
+    @torch.no_grad()
+    def of(self, batch: Batch, texts: Sequence[Ids], given: Sequence[Tensor]) -> States:
+        """The same of given states ``[tokens, layers, width]`` of the texts that are not empty."""
+        mask, like, states = label_mask(batch["labels"]).to(self.like.device), self.like, iter(given)
         hidden, features = [like], []
         for ids, labels in zip(texts, mask):
             part = next(states).to(like) if ids else like[:, None].expand(0, self.last + 1, -1)
@@ -48,6 +59,32 @@ class EngineStates:
         return torch.cat(hidden), torch.stack(features) if features else None
 
 
+class Packed:
+    """Keeps the states of texts as they come out of the engine, each packed at once.
+
+    Args:
+        signal: Says what is kept of a text.
+        source: Turns what an engine gives into states.
+        kept: Where they are kept.
+    """
+
+    def __init__(self, signal: Signal, source: EngineStates, kept: Kept) -> None:
+        self.signal, self.source, self.kept, self.lock = signal, source, kept, Lock()
+
+    def put(self, example: Example, states: Tensor) -> None:
+        """Take the states of all tokens of an example but the last. Threads may call it at once."""
+        rows = Examples.of(Dataset.from_dict({"input_ids": [example.input_ids], "labels": [example.labels]}))
+        batch = rows.batch(np.array([0]))
+        with self.lock:  # so that one text at a time is on the device
+            columns = self.signal.kept(batch, self.source.of(batch, [example.input_ids[:-1]], [states]))
+        (values,) = values_of(columns, [(rows, 0)])
+        self.kept.put(int(rows.keys[0]), values)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self.kept.flush()
+
+
 def read_texts(batch: Batch) -> list[Ids]:
     """The tokens of each text of a batch whose states are needed: all that precede its last label."""
     mask = label_mask(batch["labels"])
@@ -55,6 +92,6 @@ def read_texts(batch: Batch) -> list[Ids]:
     return [ids[:count].tolist() for ids, count in zip(batch["input_ids"], counts)]
 
 
-def texts_of(examples: Examples, numbers: Iterable[Ints]) -> Iterator[Ids]:
-    """The texts of batches of examples whose states will be asked for, in order."""
-    return (ids for batch in numbers for ids in read_texts(examples.batch(batch)) if ids)
+def texts_of(batches: Iterable[Picks]) -> Iterator[Ids]:
+    """The texts of batches whose states will be asked for, in order."""
+    return (ids for picks in batches for ids in read_texts(collate(picks)) if ids)

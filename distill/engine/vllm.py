@@ -1,0 +1,101 @@
+"""Hidden states out of vLLM, which writes them to files through a connector of ours."""
+
+import json
+import shlex
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from decode.errors import UserError
+from distill.engine.servers import Answer, Retry
+
+WAIT, POLL = 120.0, 0.002  # seconds until a file has to be there after its answer, and between two looks for it
+CONNECTOR = Path(__file__).with_name("connector")
+CLASS = {"kv_connector": "DraftsmithConnector", "kv_connector_module_path": "draftsmith_connector"}
+FOLDER = "/dev/shm/states"
+"""Through which states pass; a fast disk does as well."""
+
+
+class VLLM:
+    """See `distill.engine.states.Protocol`."""
+
+    def options(self, layers: Sequence[int], folder: str = FOLDER) -> list[str]:
+        """The options of vLLM for states that pass through a folder; `CONNECTOR` has to be in its PYTHONPATH."""
+        aux = {"eagle_aux_hidden_state_layer_ids": list(layers)}
+        how = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": {"hf_config": aux}}
+        where = CLASS | {"kv_role": "kv_producer", "kv_connector_extra_config": {"shared_storage_path": folder}}
+        return ["--speculative-config", json.dumps(how), "--kv-transfer-config", json.dumps(where)]
+
+    def command(self, model: Path, layers: Sequence[int], length: int, arguments: Sequence[str]) -> str:
+        """The command of a server."""
+        options = ["--max-model-len", str(length), "--generation-config", "vllm", *self.options(layers), *arguments]
+        return f"PYTHONPATH={CONNECTOR} vllm serve {model} {shlex.join(options)}"
+
+    def request(self, *, several: bool) -> dict[str, Any]:
+        """Ask the connector for a file."""
+        return {"kv_transfer_params": {"include_output_tokens": several}}
+
+    def take(self, answer: Answer, ids: Sequence[int], layers: Sequence[int]) -> Tensor:
+        """The states of the file that an answer names, which is deleted."""
+        told = answer.get("kv_transfer_params") or {}
+        if not (path := told.get("hidden_states_path")):
+            raise UserError(
+                "the engine names no file of hidden states: start vLLM with the command that python -m distill "
+                "check-engine prints, without a proxy that drops kv_transfer_params. SGLang gives no states of the "
+                "last layer away, so that it can only answer (teacher.signal hidden, topk or online)"
+            )
+        if (given := told.get("layers", list(layers))) != list(layers):
+            with suppress(Retry, UserError):
+                take_file(Path(path), ids, given)  # which deletes it
+            raise UserError(
+                f"the engine gives the states of layers {given} away, and {list(layers)} are needed, ascending and "
+                "each once: start it with the command that python -m distill check-engine prints"
+            )
+        return take_file(Path(path), ids, layers)
+
+    def quantization(self, answer: Answer) -> str | None:
+        """How the engine is quantised."""
+        name: str | None = answer["kv_transfer_params"].get("quantization")
+        return name
+
+
+def take_file(path: Path, ids: Sequence[int], layers: Sequence[int]) -> Tensor:
+    """The states ``[tokens, layers, width]`` of a file that is being written, which is deleted.
+
+    Raises:
+        Retry: It was not written, or is not of these tokens.
+        UserError: It has other layers.
+    """
+    problems = {
+        "full": f"found no space in {path.parent}: lower teacher.engine.in_flight, or give another folder",
+        "failed": f"could not write {path}: see its log",
+    }
+    end = time.monotonic() + WAIT
+    while not path.exists():
+        for kind, words in problems.items():
+            with suppress(FileNotFoundError):
+                path.with_name(f"{path.name}.{kind}").unlink()
+                raise Retry(words)
+        if time.monotonic() > end:
+            raise Retry(f"wrote no {path} within {WAIT:.0f} s, or it is on another machine")
+        time.sleep(POLL)
+    try:
+        tensors = load_file(path)
+    finally:
+        path.unlink(missing_ok=True)
+    states, written = tensors["hidden_states"], tensors["token_ids"].tolist()
+    if written != list(ids):
+        raise Retry(f"wrote states of {len(written)} tokens that are not the {len(ids)} of the request")
+    if states.shape[1] != len(layers):
+        raise UserError(f"the engine gives {states.shape[1]} layers away, and {list(layers)} are needed: start it anew")
+    if len(states) != len(ids):
+        raise Retry(f"wrote {len(states)} states of {len(ids)} tokens: start it with --no-enable-prefix-caching")
+    if not torch.isfinite(states).all():
+        raise Retry("wrote states that are not finite: give it another --dtype")
+    return states

@@ -1,0 +1,425 @@
+"""Block heads in training: the drafted tokens of many blocks of each text, all at once; and their calibration."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from decode.models.heads.block import BlockHead
+from decode.models.heads.block_config import added, block_config, default_layers, mask_token
+from decode.models.heads.eagle import output_head
+from distill.config.base import Values, change
+from distill.data.chat import IGNORE
+from distill.data.dataset import Batch, Chance, Examples, Ints, on_device
+from distill.kinds.base import GROUPS, Draft, delta, head_rows
+from distill.kinds.kind import Differences, Kind, Rules
+from distill.kinds.start import check_states, start_from_target
+from distill.losses.chunked import Compared, Rows, compare
+from distill.losses.divergences import Divergence, TargetRows
+from distill.losses.selection import by_reach, top_k
+from distill.networks.lm_head import LMHead
+from distill.networks.models import room, rows_at_once, seeded
+from distill.signal.target import Signal
+
+RANK = 64  # of a scorer, unless the settings say another one
+IMPOSSIBLE = 40.0  # what logits of other ids are lowered by where q is measured, so that divergences stay finite
+
+
+class CandidateHead(LMHead):
+    """An output head for measuring a choice among candidates: other ids are not drafted."""
+
+    count: int  # of candidates
+
+    @override
+    def products(self, hidden: Tensor, vocab: int) -> Tensor:
+        assert self.markov is not None
+        width = self.linear.in_features
+        unary, scores = LMHead.of(self.linear).products(hidden[:, :width], vocab), hidden[:, width:]
+        best, kept = unary.topk(min(self.count, vocab), -1)
+        scores = best + (self.markov[kept].to(scores.dtype) @ scores[..., None])[..., 0]
+        return (unary - IMPOSSIBLE).scatter(1, kept, scores.to(unary.dtype))
+
+
+class BlockDraft(Draft):
+    """A block head: a row for each slot of blocks that begin at some label tokens.
+
+    A block ends before the first token that is no label. The last token that was drafted is the text's own. The loss is
+    a mean with the weights exp(−i/γ) of the slots. A selector is trained beside the divergence, which is that of the
+    head without it, by a loss of its choice among the candidates; validation measures what is drafted with it.
+
+    Attributes:
+        anchors: Blocks of a text, drawn anew at each step, in validation spread evenly.
+        depth: Tokens that a block drafts.
+    """
+
+    model: BlockHead
+
+    def __init__(self, model: BlockHead, anchors: int) -> None:
+        super().__init__(model, model.drafts, model.drafts)
+        self.anchors, self.calibrated = anchors, model.confidence_head is not None
+        self.weights = np.exp(-np.arange(self.depth) / gamma(self.depth))
+
+    @override
+    def index(self, batch: Batch, chance: Chance | None) -> Batch:
+        labels = batch["labels"].numpy()
+        parts = [anchors_of(row, self.anchors, chance[i] if chance else None) for i, row in enumerate(labels)]
+        return self.blocks_at(labels, parts)
+
+    @override
+    def share(self, labels: NDArray[Any], chance: np.random.Generator) -> float:
+        anchors = anchors_of(labels, self.anchors, chance)
+        return float(np.concatenate([[0.0], self.weights.cumsum()])[self.lengths(labels)[anchors]].sum())
+
+    def lengths(self, labels: NDArray[Any]) -> Ints:
+        """How many tokens a block at each position drafts: the labels that follow it without a gap, ``[time]``."""
+        ends = np.flatnonzero(np.append(labels[1:] == IGNORE, True))
+        position = np.arange(len(labels))
+        return np.minimum(ends[np.searchsorted(ends, position)] - position, self.depth)
+
+    def blocks_at(self, labels: NDArray[Any], parts: list[Ints]) -> Batch:
+        """The index of blocks at these positions of each of the texts ``labels [texts, time]``.
+
+        Returns:
+            ``anchors`` ``[texts, blocks]``, filled up with 0; of each row its place ``kept`` in ``[texts, blocks,
+            drafts]``, its label token ``at`` and its ``step``; and ``mass``, the sum of their weights.
+        """
+        blocks = max(1, *map(len, parts))  # attention needs a block, also where there is no label
+        anchors = np.zeros((len(labels), blocks), np.int64)
+        kept, at, before = [], [], 0
+        for text, (row, chosen) in enumerate(zip(labels, parts)):
+            anchors[text, : len(chosen)] = chosen
+            live = np.arange(self.depth) < self.lengths(row)[chosen][:, None]
+            block, step = np.nonzero(live)
+            kept.append((text * blocks + block) * self.depth + step)
+            number = np.cumsum(np.append(row[1:] != IGNORE, False)) - 1  # of each label token in its text
+            at.append(before + number[chosen[block] + step])
+            before += int(number[-1]) + 1
+        index: Batch = {"anchors": torch.from_numpy(anchors)}
+        index["kept"], index["at"] = (torch.from_numpy(np.concatenate(part).astype(np.int64)) for part in (kept, at))
+        index["step"] = index["kept"] % self.depth
+        return index | {"mass": float(self.weights[index["step"].numpy()].sum()), GROUPS: [len(index["at"])]}
+
+    @override
+    def every_row(self, batch: Batch, signal: Signal) -> Iterator[Rows]:
+        """The rows of blocks at every label token, in parts whose attention masks stay small."""
+        labels = batch["labels"].cpu().numpy()
+        every = [anchors_of(row, None, None) for row in labels]
+        (texts, time), slots, blocks = labels.shape, self.model.block, 1
+        device = batch["labels"].device
+        while texts * 2 * blocks * slots * (time + 2 * blocks * slots) * 4 <= room(device):
+            blocks *= 2
+        target = signal.rows(batch)
+        for start in range(0, max(1, *map(len, every)), blocks):
+            index = self.blocks_at(labels, [anchors[start : start + blocks] for anchors in every])
+            yield self._rows(batch | on_device(index, device), signal, target)
+
+    @override
+    def rows(self, batch: Batch, signal: Signal, *, training: bool = False) -> Rows:
+        selected = not (training or self.model.training)
+        return self._rows(batch, signal, signal.rows(batch), selected=selected)
+
+    def _rows(self, batch: Batch, signal: Signal, read: tuple[TargetRows, Tensor], *, selected: bool = False) -> Rows:
+        """The rows of a batch with the index of some blocks, by what the target says of it.
+
+        ``selected``: the rows are what a selector makes of them.
+        """
+        head, ids, anchors, kept, at = self.model, batch["input_ids"], batch["anchors"], batch["kept"], batch["at"]
+        (target, features), time, drafts = read, ids.shape[1], head.drafts
+        after = anchors[..., None] + torch.arange(drafts, device=ids.device)  # the position that each token follows
+        place = torch.arange(len(ids), device=ids.device)[:, None, None], after.clamp_max(time - 1)
+        features = features.to(head.fc.weight.dtype)
+        table = cast(Tensor, signal.embedding.weight)
+        embeds = functional.embedding(head.tokens(ids.gather(1, anchors), drafts), table)
+        slots, before = head(embeds.detach().to(features.dtype), features, anchors), ids[place].flatten(0, 1)
+        states, confidence = head.conditions(slots, before)
+        states = states.flatten(0, 1).index_select(0, kept)
+        hidden, output, chooses = states, signal.head, head.candidates > 0
+        if chooses and not selected:
+            hidden = states[:, : head.config.hidden_size]
+        elif head.markov_head is not None:
+            kind = CandidateHead if chooses else LMHead
+            output = kind.of(output.linear, output.scale, output.cap, head.markov_head.markov_w2.weight)
+            if isinstance(output, CandidateHead):
+                output.count = head.candidates
+        if confidence is not None:
+            confidence = confidence.flatten().index_select(0, kept)
+        step, blocks = batch["step"], (kept // drafts, anchors.numel(), drafts)
+        weight, beside = torch.exp(-step / gamma(drafts)), {"confidence": confidence, "blocks": blocks}
+        rows = head_rows(hidden, output, target, batch, batch["mass"], at, step, weight, **beside)
+        if chooses and torch.is_grad_enabled() and not selected:
+            assert rows.weight is not None
+            rows.distance = selector_loss(head, states, signal.head, rows.target, at) * rows.weight
+        return rows
+
+    @override
+    def chosen(self, rows: Rows, compared: Compared, k: float) -> Tensor:
+        """AdaSPEC's rows among the slots of all blocks, by ΔL and the probability that they are reached."""
+        return top_k(by_reach(delta(rows, compared), compared.alpha, rows), k)
+
+    @override
+    def confidence_loss(self, rows: Rows, alpha: Tensor) -> Tensor:
+        """The cross-entropy of the confidence head's estimates against the acceptance rates (DSpark, section 3)."""
+        assert rows.confidence is not None
+        odds, factors = rows.confidence.float(), torch.exp(-rows.step / gamma(self.depth))
+        loss = functional.binary_cross_entropy_with_logits(odds, alpha.float(), factors, reduction="sum")
+        return loss / (rows.mass or 1.0)
+
+    @override
+    def calibrate(self, signal: Signal, examples: Examples) -> list[str]:
+        """Sets the confidence's temperatures: one for each position and decoding mode."""
+        odds, greedy, sampled, counts = block_outcomes(self, signal, examples)
+        lines = []
+        for field, accepted in (("temperatures", greedy), ("sampled_temperatures", sampled)):
+            values = temperatures(odds, accepted, counts)
+            setattr(self.model, field, values)
+            setattr(self.model.config, f"confidence_{field}", values)
+            lines.append(f"confidence_{field}: {', '.join(f'{t:.2f}' for t in values)}")
+        return lines
+
+
+def selector_loss(head: BlockHead, states: Tensor, output: LMHead, target: TargetRows, at: Tensor) -> Tensor:
+    """Returns −log of the selector's probability of the target's likeliest token among its candidates, ``[rows]``.
+
+    That token stands in for the last candidate where it is none. Only the candidates' scores have a gradient.
+
+    Args:
+        head: The head.
+        states: What `BlockHead.conditions` returns, ``[rows, ..]``.
+        output: The target's output head, of the ids that are drafted.
+        target: The target's distributions of the batch's label tokens.
+        at: The label token of each row.
+    """
+    assert head.markov_head is not None
+    vocab, losses, second = min(output.vocab, target.vocab), list[Tensor](), head.markov_head.markov_w2.weight
+    frozen, bias = output.linear.weight.detach(), output.linear.bias
+
+    def loss(states: Tensor, ids: Tensor, label: Tensor) -> Tensor:
+        weight = torch.cat([frozen[ids].to(second.dtype), second[ids]], -1)
+        scores = (weight @ states[..., None].to(second.dtype))[..., 0]
+        scores = output.finish(scores if bias is None else scores + bias[ids]).float()
+        return functional.cross_entropy(scores, label, reduction="none")
+
+    for some, place in zip(*(rows.split(rows_at_once(vocab, states.device)) for rows in (states, at))):
+        with torch.no_grad():
+            wanted, hidden = target.at(place), some[:, : frozen.shape[1]].to(frozen.dtype)
+            best = wanted.log_probs(vocab).argmax(-1) if wanted.ids is None else wanted.ids[:, 0].long()
+            ids = output(hidden, vocab).topk(min(head.candidates, vocab)).indices
+            there = ids == best[:, None]
+            label = torch.where(there.any(1), there.int().argmax(1), ids.shape[1] - 1)
+            ids.scatter_(1, label[:, None], best[:, None])
+        # rows of the weights are gathered again in the backward pass, not kept for it
+        part = checkpoint(loss, some, ids, label, use_reentrant=False, preserve_rng_state=False)
+        losses.append(cast(Tensor, part))
+    return torch.cat(losses)
+
+
+def anchors_of(labels: NDArray[Any], count: int | None, chance: np.random.Generator | None) -> Ints:
+    """Chooses positions of a text whose next token is a label, ascending.
+
+    Args:
+        labels: The text's, ``[time]``.
+        count: Positions; None: all.
+        chance: Draws them. None: they are spread evenly, for validation.
+    """
+    every = np.flatnonzero(labels[1:] != IGNORE)
+    if count is None or len(every) <= count:
+        return every
+    if chance is None:
+        return every[np.arange(count) * len(every) // count]
+    return np.sort(chance.choice(every, count, replace=False))
+
+
+def gamma(drafts: int) -> float:
+    """Returns γ of the weights exp(−i/γ) of a block's slots, as published: 7 for blocks of 16, 5 of 10, 4 of 8."""
+    return 7.0 if drafts >= 15 else 5.0 if drafts >= 9 else 4.0
+
+
+# -- the confidence head's calibration --------------------------------------------------------------------------------
+
+BINS = 15  # of the calibration error
+GRID = torch.logspace(-2, 2, 81, base=2.0)  # temperatures that are tried
+
+
+def calibration_error(probability: Tensor, outcome: Tensor) -> float:
+    """Returns the expected calibration error of probabilities ``[n]`` against outcomes in [0, 1], in equal bins."""
+    place = (probability * BINS).long().clamp_max(BINS - 1)
+    gaps = torch.zeros(BINS, dtype=torch.float64).index_add_(0, place, (probability - outcome).double())
+    return float(gaps.abs().sum()) / max(1, len(outcome))
+
+
+@torch.no_grad()
+def block_outcomes(draft: BlockDraft, signal: Signal, examples: Examples) -> tuple[Tensor, ...]:
+    """Returns how the tokens of a block at every label token fare.
+
+    Returns:
+        The confidences' log-odds, greedy agreement and acceptance rates, each ``[blocks, drafts]``; and how many of a
+        block's tokens lie within its text, ``[blocks]``.
+    """
+    parts, device = list[tuple[Tensor, ...]](), signal.head.linear.weight.device
+    draft.model.to(device)
+    for numbers in examples.batches(8):
+        batch = on_device(examples.batch(numbers), device)
+        for rows in draft.every_row(batch, signal):
+            measured = compare(rows, Divergence())
+            assert rows.confidence is not None
+            block, step = ((rows.step == 0).cumsum(0) - 1).cpu(), rows.step.cpu()
+            filled = torch.zeros(3, int(block[-1:].sum()) + 1, draft.depth)
+            for table, values in zip(filled, (rows.confidence, measured.agreement, measured.alpha)):
+                table[block, step] = values.float().cpu()
+            parts.append((*filled, torch.bincount(block, minlength=1)))
+    return tuple(map(torch.cat, zip(*parts)))
+
+
+def temperatures(odds: Tensor, accepted: Tensor, counts: Tensor) -> list[float]:
+    """Returns a temperature for each position of a block, from left to right (STS; DSpark, section 3).
+
+    Each one minimises the calibration error of the product of the confidences up to its position, which is the
+    probability that the draft is accepted that far.
+
+    Args:
+        odds: The confidences' log-odds, ``[blocks, drafts]``.
+        accepted: Whether the tokens are accepted, or at which rate.
+        counts: Tokens of each block.
+    """
+    chosen, before, so_far = list[float](), torch.ones(len(odds)), accepted.cumprod(1)
+    for slot in range(odds.shape[1]):
+        there = counts > slot
+        if not there.any():
+            chosen.append(1.0)
+            continue
+        tried = [calibration_error((before * (odds[:, slot] / t).sigmoid())[there], so_far[there, slot]) for t in GRID]
+        chosen.append(float(GRID[min(range(len(GRID)), key=tried.__getitem__)]))
+        before = before * (odds[:, slot] / chosen[-1]).sigmoid()
+    return chosen
+
+
+# -- the kinds --------------------------------------------------------------------------------------------------------
+
+
+class Block(Kind):
+    """Kinds of block heads."""
+
+    method, settings = "block", ("block",)
+
+    def __init__(
+        self, name: str, *, rank: int = RANK, confidence: bool = False, served: str = "dflash", **fields: Any
+    ) -> None:
+        self.name = self.version = name
+        self.rank, self.confidence, self.served = rank, confidence, served
+        vars(self).update(fields)
+
+    @override
+    def rules(self, settings: Any) -> Rules:
+        student, block = settings.student, settings.student.block
+        return [
+            (not self.rank and block.markov_rank, "student.block.markov_rank", f"and a {self.name} head scores no "
+             "token by those before: set it to null"),
+            ((block.window or block.size) < block.size, "student.block.window", f"and a block of {block.size} slots "
+             "has to fit into it"),
+            (self.steps(student) < 1, "student.block.size", "which leaves no token to draft: raise it to 2 or more"),
+        ]  # fmt: skip
+
+    @override
+    def steps(self, student: Any) -> int:
+        return int(student.block.size) - (not self.confidence)
+
+    @override
+    def longest(self, student: Any, wanted: int) -> int:
+        return self.steps(student)
+
+    def config(self, target: Any, student: Any, mask_id: int) -> Any:
+        """The configuration of a head for a target of this one."""
+        block = student.block
+        return block_config(
+            target, self.name, layers=block.layers, block=block.size, mask_id=mask_id,
+            target_layers=block.target_layers, draft_vocab=student.draft_vocab, window=block.window,
+            causal=block.causal, **self.parts(student),
+        )  # fmt: skip
+
+    def parts(self, student: Any) -> Values:
+        """What it has beside its layers: arguments of `decode.models.heads.block_config.added`."""
+        return {"markov_rank": student.block.markov_rank or self.rank, "confidence": self.confidence}
+
+    @override
+    def captured(self, student: Any, config: Any) -> list[int]:
+        return list(self.config(config, student, 0).captured_layers)
+
+    @override
+    def layers(self, student: Any) -> int:
+        return int(student.block.layers)
+
+    @override
+    def check_target(self, target: PreTrainedModel) -> None:
+        check_states(target)
+        output_head(target, block=True)
+
+    @override
+    def shrink(self, student: Any) -> None:
+        super().shrink(student)
+        change(student.block, layers=1, target_layers=[], markov_rank=8 if self.rank else None)
+
+    @override
+    def alike(self, student: Any) -> None:
+        change(student.block, size=student.block.size - self.confidence)
+        if not self.rank:
+            student.block.markov_rank = None
+
+    @override
+    def create(self, target: PreTrainedModel, tokenizer: Any, student: Any, seed: int) -> BlockHead:
+        mask_id = mask_token(tokenizer, target.get_input_embeddings().num_embeddings)
+        config = self.config(target.config.get_text_config(), student, mask_id)
+        with seeded(seed):
+            return BlockHead(config)
+
+    @override
+    def begin(self, model: BlockHead, target: PreTrainedModel) -> list[str] | None:
+        return start_from_target(model, target)
+
+    @override
+    def check_given(self, model: BlockHead, student: Any) -> Differences:
+        shape, has, told = student.block, vars(model.config), super().check_given(model, student)
+        layers = shape.target_layers or list(default_layers(int(has["num_target_layers"]), max(3, shape.layers)))
+        told |= {"block.layers": (shape.layers, len(model.layers)), "block.size": (shape.size, model.block)}
+        told["block.target_layers"] = layers, [layer - 1 for layer in model.captured_layers]
+        if len(set(model.kinds)) == 1:  # settings cannot say a mixture
+            told["block.window"], told["block.causal"] = zip((shape.window, shape.causal), model.kinds[0])
+        if model.version == self.version and self.rank and shape.markov_rank is not None:
+            told["block.markov_rank"] = shape.markov_rank, has["markov_rank"]
+        return told
+
+    @override
+    def grow(self, model: BlockHead, student: Any, seed: int) -> tuple[BlockHead, list[str]]:
+        """What is added changes nothing at first, but that a DFlash 2 head drafts among its candidates alone."""
+        config = copy.deepcopy(model.config)
+        config.update(added(self.name, config.hidden_size, **self.parts(student)))
+        with torch.enable_grad(), seeded(seed):
+            head = BlockHead(config)
+        lacking = head.load_state_dict(model.state_dict(), strict=False).missing_keys
+        return head, sorted({part for key in lacking for part in key.split(".") if part.endswith(("_head", "_conv"))})
+
+    @override
+    def draft(self, model: Any, student: Any, *, accepted_only: bool = False) -> BlockDraft:
+        return BlockDraft(model, student.block.anchors)
+
+    @override
+    def facts(self, model: BlockHead, layers: int) -> Values:
+        return {"mask_id": model.mask_id, "calibrated": bool(model.temperatures)}
+
+
+DFLASH = Block("dflash", rank=0)
+DSPARK = Block(
+    "dspark", confidence=True, served="dspark", grown=("dflash",),
+    notes=["vLLM runs it on a GPU only: its CPU build refuses DSpark."],
+)  # fmt: skip
+DFLASH2 = Block(
+    "dflash2", grown=("dflash",),
+    notes=["It is a DFlash 2 head (convolutions, choice among candidates), which vLLM and SGLang run on a GPU only."],
+)  # fmt: skip
