@@ -148,7 +148,7 @@ class BlockRunner(DraftHeadRunner):
         network, count, where = self.network, len(self.causal), next(iter(placed.values()))
         if len(placed) == 1 and self.convs[0][0] is None:
             return network.run(x, 0, count, where)
-        slots = None if len(counts) == 1 else torch.tensor([i for n in counts for i in range(n)], device=self.device)
+        slots = None if len(counts) == 1 else upload([i for n in counts for i in range(n)], self.device)
 
         def attention(layer: Layer, causal: bool, views: Views, y: Tensor) -> Tensor:
             return layer.out(network.attention(layer, layer.qkv(y), placed[causal], views))

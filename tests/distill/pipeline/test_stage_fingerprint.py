@@ -50,7 +50,8 @@ def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def other(name: str, value: Any) -> Any:
     """Another value of a setting."""
     special = {
-        "data.files": {"train": "x"}, "trainer.devices": 2, "trainer.callbacks": [{"class_path": "EarlyStopping"}],
+        "data.files": {"train": "x"}, "student.kind": "eagle3", "target.kind": "as_is",
+        "trainer.devices": 2, "trainer.callbacks": [{"class_path": "EarlyStopping"}],
         "teacher.signal": "topk" if value != "topk" else "hidden", "trainer.extra": {"gradient_clip_val": 0.5},
         "data.chat_template": "{{ x }}", "drafts.NAME.training": {"lr": 0.5}, "student.draft_vocab": 9,
     }  # fmt: skip
