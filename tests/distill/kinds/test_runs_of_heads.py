@@ -95,7 +95,8 @@ def test_confidences_are_calibrated_by_one_example_where_there_are_few(tmp_path,
     """After the last step: the whole training would be lost."""
     settings = settings_of("dspark", tmp_path)
     settings.trainer.validation_examples, settings.teacher.signal = count, signal
-    settings.training.steps, settings.trainer.validate_every, settings.drafts = 2, 2, settings.drafts[:1]
+    settings.training.steps, settings.trainer.validate_every = 2, 2
+    settings.drafts = dict([*settings.drafts.items()][:1])
     _, made, _ = run_tiny(begun(settings))
     head: Any = load_head(made.path("distillspec"))
     assert len(head.temperatures) == len(head.sampled_temperatures) == 3
