@@ -445,7 +445,12 @@ class Verification:
         self._masses_at = self._add(pick(before, tokens))
         if measures:
             q, logits = one_hot(tokens, p), self._rows(texts, self.logits).index_select(0, upload(above, device))
-            self._distances_at = self._add(self.rules[0].distance(before, q, (logits, q.log())))
+            raw = q.log()
+            if self.drafts.logits is not None:
+                k = self.drafts.tokens.shape[1]
+                nodes = [i * k + node for i in texts for node in range(self.lengths[i])]
+                raw = self.drafts.logits.flatten(0, 1).index_select(0, upload(nodes, device))
+            self._distances_at = self._add(self.rules[0].distance(before, q, (logits, raw)))
 
     def _draft(self, text: int) -> Draft:
         """The shape of a text's draft; of a chain on the device without its tokens."""

@@ -66,6 +66,8 @@ class HybridDrafter(Drafter):
             return Drafts.of(copies, device)
         drafts = self.head.propose([self._of_head(requests[i]) for i in heads], device)
         for i, n in zip(heads, drafts.lengths):
+            if not n:  # on an accelerator the head may have read what it refused, and a copy puts something else there
+                requests[i].state.head.cache.truncate(len(requests[i].ids))
             copies[i] = Draft(self._copy(requests[i], self.branch if n else self.length, *matches[i]))
         if drafts.drafts is None:
             return drafts.for_texts(heads, copies)

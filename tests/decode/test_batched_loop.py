@@ -20,7 +20,7 @@ from decode.core.stop import Fixed, StopRule, token_probability
 from decode.core.verify import AcceptanceRule, BlockVerification, Ears, Exact, JensenShannon
 from decode.drafters.base import Drafter, NoDrafter
 from decode.drafters.model import EarlyExitDrafter, ModelDrafter
-from decode.loop import Method, decode, decode_texts
+from decode.loop import Method, Text, decode, decode_texts, run
 from decode.methods import RULES, STOPS, MethodInputs
 from decode.models import api
 from decode.models.api import Model
@@ -292,3 +292,19 @@ def test_finished_texts_hold_no_caches_and_strings_end_texts_of_a_batch(methods,
     assert [text.ids for text in texts] == [text[: len(prompt) + 3] for text, prompt in zip(wanted, PROMPTS)]
     assert {text.finish for text in texts} == {"stop"}
     assert all(text.cache is None and text.state is None for text in texts)
+
+
+def test_a_text_ends_while_the_draft_has_read_nothing_of_another(tiny) -> None:
+    model = tiny("llama")
+    target, draft = open_runner(model), open_runner(resembling(model, 0.15))
+    rounds = []
+    for new in (3, 20):  # as two threads do; drafting never pays, so that the draft reads no prompt
+        lengths = DraftLengths(RoundCosts({1: {0: 1.0, 1: 9.0}}), 4)
+        system = Method("", ModelDrafter(draft, GREEDY, VOCAB), StopRule(4), lengths=lengths)
+        text = Text(target, system, GREEDY, PROMPTS[0], max_new_tokens=new)
+        rounds.append((text, run(target, system, [text])))
+        next(rounds[-1][1])
+    for text, others in rounds:
+        for _ in others:
+            pass
+        assert text.ids == generate(model, PROMPTS[0], len(text.ids) - len(PROMPTS[0]))

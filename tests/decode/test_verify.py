@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from enumeration import Experiment, ScriptedRunner, enumerate_runs, random_table
+from enumeration import Experiment, ScriptedRunner, enumerate_runs, next_logits, random_table
 from scripted import RandomTree
 from torch import Tensor
 
@@ -256,6 +256,20 @@ def test_greedy_adasd_compares_the_unwarped_distributions() -> None:
     for theta, kept in ((distance + 1e-4, 1), (distance - 1e-4, 0)):
         rule = JensenShannon(threshold=theta, unwarped=True)
         assert rule.accept_prob(p, q, torch.tensor([1]), rule.distance(p, q, raw)).item() == kept
+
+
+def test_greedy_adasd_learns_from_the_unwarped_distributions_before_its_first_threshold() -> None:
+    target, draft = (ScriptedRunner(random_table(seed, 5, zeros=0.0), 5) for seed in (1, 2))
+    system = Method("", ModelDrafter(draft, LogitsWarper(), 5), StopRule(3), JensenShannon(unwarped=True))
+    text = decode(target, system, LogitsWarper(), [0], max_new_tokens=12)
+    assert len(text.rounds) > 2
+    for r in text.rounds:
+        texts = [text.ids[: r.length] + r.draft.ids[:i] for i in range(r.tested)]
+        wanted = [
+            js_distance(*(next_logits(runner, ids).float().softmax(-1) for runner in (target, draft))).item()
+            for ids in texts
+        ]
+        assert (r.distance or []) == pytest.approx(wanted, abs=1e-5)
 
 
 @pytest.mark.parametrize("warp", [LogitsWarper(), LogitsWarper(repetition_penalty=1.6)], ids=["greedy", "penalty"])

@@ -16,9 +16,12 @@ from scripted import build_datastore, build_trigram_table
 
 from decode.core.round import metrics
 from decode.core.sampling import LogitsWarper, TorchRng
+from decode.core.stop import Fixed, StopRule, max_probability
 from decode.drafters.corpus import tokenizer_fingerprint
+from decode.drafters.hybrid import HybridDrafter
+from decode.drafters.model import ModelDrafter
 from decode.drafters.probe import KINDS, AcceptanceProbe, save_probes
-from decode.loop import Text, decode, decode_texts
+from decode.loop import Method, Text, decode, decode_texts
 from decode.methods import MethodInputs, build, is_lossless
 from decode.models.check import open_draft_runner, open_runner
 from decode.models.tokens import StopStrings
@@ -181,3 +184,16 @@ def test_stop_ids_and_stop_strings_end_texts_where_they_do_on_a_cpu() -> None:
         found.append([(text.ids, text.finish) for text in texts])
     assert found[0] == found[1]
     assert {"stop", "eos"} <= {finish for _, finish in found[0]}
+
+
+def test_a_copy_after_a_refused_draft_leaves_nothing_of_it_in_the_drafts_cache() -> None:
+    traces = []
+    for device in ("cpu", DEVICE):
+        runner, head = open_runner(there(target(), device)), open_draft_runner(there(draft("model"), device), target())
+        warp = LogitsWarper()
+        drafter = HybridDrafter(ModelDrafter(head, warp, runner.vocab_size), match=6, length=6)
+        stop = StopRule(6, max_probability, True, Fixed(0.5), refuse=True)
+        rngs = [TorchRng(i) for i in range(3)]
+        texts = decode_texts(runner, Method("hybrid", drafter, stop), warp, PROMPTS, rngs=rngs, max_new_tokens=50)
+        traces.append([[(r.draft.ids, r.path) for r in text.rounds] for text in texts])
+    assert traces[0] == traces[1]

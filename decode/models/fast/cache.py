@@ -113,7 +113,8 @@ class KVCache:
             last = self.rows.pop()
             if last is not None:
                 to = self.rows.index(None)
-                self.tensor[:, to, :, : last.known] = self.tensor[:, last.row, :, : last.known]
+                if last.known:  # the row of a text of which nothing was read may not be allocated yet
+                    self.tensor[:, to, :, : last.known] = self.tensor[:, last.row, :, : last.known]
                 last.row, self.rows[to] = to, last
         if self.reserved > 1 or len(self.rows) > 1:
             return

@@ -173,7 +173,7 @@ class MtpCache(Cache):
 
     def truncate(self, length: int) -> None:
         """Know the first `length` tokens only; 0 forgets the queued features too."""
-        self._drop(length)
+        self._drop(min(length, self.length))
         if not length:
             self.settled, self.recent = 0, self.recent[:0]
             self.unread.clear()

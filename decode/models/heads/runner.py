@@ -77,6 +77,11 @@ class HeadCache(FeatureRow):
         super().__init__(memory, row)
         self.state, self.settled = state, 0
 
+    @property
+    def known(self) -> int:
+        """See `Row.known`; the first token takes no slot."""
+        return max(0, self.length - 1)
+
     def settle(self, features: Tensor) -> None:
         """Drop all pairs with estimated features, and queue these features of the target."""
         self.length = self.settled

@@ -349,3 +349,11 @@ def test_a_long_text_is_read_in_pieces_also_where_the_first_rounds_have_no_draft
             for defer in (False, True):
                 assert begin(drafter, runner, ids, defer_prefill=defer).propose(ids, StopRule(3), 10).ids == wanted.ids
         assert max(counts[head.network]) == 8
+
+
+@pytest.mark.parametrize("length", [237, 247])
+def test_a_tree_whose_level_fills_the_cache_to_its_last_slot_goes_on(length: int, tiny) -> None:
+    target = tiny("llama", max_position_embeddings=512)
+    runner, prompt = open_runner(target), [(7 * i + i // 9) % 40 for i in range(length)]
+    method = build("eagle-tree", MethodInputs(runner, GREEDY, as_runner(target, 3)))
+    assert_decodes(runner, method, generate(target, prompt, 256 - length), prompt, 256 - length)
