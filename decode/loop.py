@@ -207,9 +207,7 @@ def step(target: Model, method: Method, texts: Sequence[Text]) -> list[Round]:
         if lengths is not None:
             text.stop.threshold.price(lengths.token_cost, lengths.block_cost)
         most = text.remaining if limit is None else min(limit, text.remaining)
-        requests.append(
-            DraftRequest(text.state, text.ids, text.stop, most, text.rng, text.history, text.rule.needs_raw)
-        )
+        requests.append(DraftRequest(text.state, text.ids, text.stop, most, text.rng, text.history, text.rule.unwarped))
     nothing = limit == 0
     drafts = Drafts.of([Draft(())] * len(texts), device) if nothing else drafter.propose(requests, device)
     t1 = _mark(device)

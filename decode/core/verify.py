@@ -68,7 +68,6 @@ class AcceptanceRule:
     """
 
     exact: bool = False  # the output has the target's distribution
-    needs_raw: bool = False  # `distance` may look at the unwarped logits
     unwarped: bool = False  # `distance` compares the distributions before warping, which greedy decoding needs
     corrects_from_p: bool = False  # a rejected token is replaced by one from p, not from the residual
 
@@ -209,7 +208,6 @@ class JensenShannon(AcceptanceRule):
     accepted: list[float] = field(default_factory=lambda: [0.0, 0.0])
     rejected: list[float] = field(default_factory=lambda: [0.0, 0.0])
     sequences: list[int] = field(default_factory=lambda: [0, 0])
-    needs_raw = True
 
     def __post_init__(self) -> None:
         self._seen = [False, False]
@@ -263,7 +261,7 @@ class Fuzzy(AcceptanceRule):
     """
 
     threshold: float = 0.4  # T; the divergence is the Jensen–Shannon divergence in nats (FSD's example for js: 0.4)
-    needs_raw = unwarped = corrects_from_p = True
+    unwarped = corrects_from_p = True
 
     def accept_prob(self, p: Tensor, q: Tensor, x: Tensor, distance: Tensor) -> Tensor:
         """1 where JSD(p, q) <= T, else 0."""

@@ -272,6 +272,23 @@ def test_greedy_adasd_learns_from_the_unwarped_distributions_before_its_first_th
         assert (r.distance or []) == pytest.approx(wanted, abs=1e-5)
 
 
+@pytest.mark.parametrize("unwarped", [False, True])
+def test_drafts_keep_their_logits_only_for_a_rule_that_compares_them(unwarped: bool) -> None:
+    kept: list[bool] = []
+
+    class Watched(ModelDrafter):
+        def propose(self, requests, device):
+            drafts = super().propose(requests, device)
+            kept.append(drafts.logits is not None)
+            return drafts
+
+    target, draft = (ScriptedRunner(random_table(seed, 5), 5) for seed in (1, 2))
+    warp = LogitsWarper(temperature=1.0)
+    system = Method("", Watched(draft, warp, 5), StopRule(3), JensenShannon(unwarped=unwarped))
+    decode(target, system, warp, [0], max_new_tokens=3, rng=TorchRng(0))
+    assert kept[0] == unwarped
+
+
 @pytest.mark.parametrize("warp", [LogitsWarper(), LogitsWarper(repetition_penalty=1.6)], ids=["greedy", "penalty"])
 def test_greedy_verification_by_blocks_is_bit_identical_with_that_by_tokens(warp: LogitsWarper) -> None:
     target, draft = (ScriptedRunner(random_table(seed, 5), 5) for seed in (1, 2))

@@ -37,7 +37,7 @@ Seen = tuple[int, Tensor, Tensor]  # forwards of the draft, and the rows of q an
 def watch(generation: Generation) -> Iterable[tuple[Round, Seen]]:
     """Decodes a text; returns its rounds and what was seen of each."""
     text, drafter, seen, reads = generation.decoded, generation.system.drafter, list[Seen](), list[int]()
-    text.rule.needs_raw = True  # drafts keep their logits until they are verified
+    text.rule.unwarped = True  # drafts keep their logits until they are verified
     read = drafter.read
 
     def counted(caches: Any, feeds: Any) -> Any:
