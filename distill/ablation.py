@@ -18,7 +18,7 @@ from rich.console import Console
 
 from decode.core.round import clustered_ratio
 from decode.errors import UserError
-from decode.files import read_json, write_json, write_text
+from decode.files import read_json, replaced, write_json, write_text
 from decode.measure import machine
 from decode.measure.report import COLUMNS, comma_separated, console_table, latex, markdown
 from decode.measure.suites import Row
@@ -69,7 +69,8 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
     for (kind, each), work in zip(runs.items(), texts):
         for source in (texts[0] / part for part in WRITTEN):
             if source.is_dir() and not (work / source.name).exists():
-                shutil.copytree(source, work / source.name)
+                with replaced(work / source.name) as aside:  # whole or not at all
+                    shutil.copytree(source, aside)
         reports[kind] = read_json(run_pipeline(each, console).folder / "report.json")
         drafts = {
             f"{kind}{name}": [f"{name}-seed{seed}" for seed in seeds] if seeds[1:] else [name]

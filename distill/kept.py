@@ -7,6 +7,7 @@ by the files alone, so that neither a kill nor another number of processes repea
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from hashlib import blake2b
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -127,7 +128,8 @@ class Kept:
             if self.folder is None:
                 self._add(shard, keys)
             else:
-                path = self.folder / f"{keys[0]:016x}.safetensors"
+                # of all its texts: another shard may begin with a text that is in both
+                path = self.folder / f"{blake2b(keys.tobytes(), digest_size=8).hexdigest()}.safetensors"
                 write_safely(path, lambda file: save_file(shard, file))
                 self._add(path, keys)
             self._waiting = []

@@ -70,12 +70,6 @@ def world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def local_world() -> int:
-    """Number of processes on this machine."""
-    per_machine = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE")
-    return int(per_machine) if per_machine and environment().world_size() > 1 else 1
-
-
 def is_first() -> bool:
     """Whether this process is the one that writes files."""
     return rank() == 0

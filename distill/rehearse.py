@@ -157,7 +157,7 @@ def _shrink_data(small: Settings, console: Console) -> None:
     """Let word problems replace rows that would have to be downloaded, or prompts that the target would write."""
     data = small.data
     if data.from_target and data.prompts.file is not None:
-        prompts = sum(prompt_of(row) is not None for row in iter_rows(data.prompts.file))
+        prompts = sum(bool(prompt_of(row)) for row in iter_rows(data.prompts.file))
         if prompts >= sum(ROWS.values()) or not prompts:  # without any the run refuses it in its own words
             return
     elif not data.from_target and (data.source == "arithmetic" or "train" in data.files or Path(data.source).exists()):

@@ -8,7 +8,7 @@ from the same inputs, and whose files have the sizes that they were written with
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -234,11 +234,11 @@ class Run:
 
     def decoding_target(self) -> PreTrainedModel:
         """The target as it decodes: in float32 on a CPU, with the attention that it is loaded with."""
-        wide = self.device.type == "cpu" and self.settings.target.dtype != "float32"
-        if not wide and self.settings.trainer.attention == "auto":
-            return self.frozen
-        self.release()
-        return self.load_target("float32" if wide else None)
+        target = self.settings.target
+        wide = self.device.type == "cpu" and target.dtype != "float32"
+        if wide or self.settings.trainer.attention != "auto":
+            self.release()
+        return open_frozen(replace(target, dtype="float32"), self.target, self.device) if wide else self.frozen
 
     def load_target(self, dtype: str | None = None, device: str | torch.device | None = None) -> PreTrainedModel:
         """A target of one's own, not quantised; None: in its number format, where this process trains."""

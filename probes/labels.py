@@ -23,6 +23,7 @@ from distill.config.teacher import ResponseSettings
 from distill.data.chat import ChatFormat
 from distill.data.dataset import Examples
 from distill.files import fingerprint
+from distill.fingerprints import inputs
 from distill.kept import TEXT_IDS, Kept
 from distill.responses.target import (
     Answer,
@@ -91,7 +92,7 @@ def write_mode(run: Run, model: PreTrainedModel, mode: Mode, options: ProbeSetti
     made_from = {"target": target.fingerprint, "budget": options.max_new_tokens, "also": described(model, mode.warp)}
     served = run.settings.teacher.in_engine
     engine = run.engine if served and ranks.is_first() else None
-    made_from |= {"served": True} if served else {}
+    made_from |= {"served": served, "frozen": inputs(run.settings, ["frozen"])}
     made_from |= {name: getattr(mode.warp, name) for name in ("temperature", *NEUTRAL)}
     counts = {"train": options.prompts, "validation": options.validation_prompts, "test": options.test_prompts}
     for number, (split, count) in enumerate(counts.items()):

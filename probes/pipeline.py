@@ -20,8 +20,9 @@ from decode.models.open import DTYPES
 from decode.progress import working
 from distill import ranks
 from distill.files import fingerprint
+from distill.fingerprints import inputs
 from distill.pipeline import with_formats
-from distill.results.tracking import finish, for_stage, make_logger
+from distill.results.tracking import finish, for_stage, make_logger, tried
 from distill.run import Run, alone_in
 from distill.stages import run_stages
 from probes.exit_search import best_settings, fastest_options
@@ -52,6 +53,7 @@ def run_probes(settings: ProbesSettings, console: Console | None = None) -> Fiel
             if first:
                 run.logger = make_logger(settings.tracker, run.folder, settings.name, asdict(settings), settings.tags)
             try:
+                run.logger = tried(run.logger, run.line)
                 run_stages(run, only=("target",))
                 run.console.print("[bold]probes[/bold]", highlight=False)
                 served = settings.teacher.in_engine
@@ -123,7 +125,8 @@ def fitted(
             split: collect(model, texts, mode, exits, seed=seed + i, sample=split != "validation", read=read)
             for i, (split, texts) in enumerate(mode.texts.items())
         }
-    made_from = fingerprint([run.record("target"), mode.texts, mode.label, exits, options.l2])
+    read_by = inputs(settings, ["frozen", "seed"]), settings.teacher.in_engine
+    made_from = fingerprint([run.record("target"), read_by, mode.texts, mode.label, exits, options.l2])
     logger = for_stage(run.logger, f"probes-{mode.name}")
     with working(run.console, f"probes, {mode.name}, label {mode.label}"):
         probes = train_probes(

@@ -94,4 +94,4 @@ def read_texts(batch: Batch) -> list[Ids]:
 
 def texts_of(batches: Iterable[Picks]) -> Iterator[Ids]:
     """The texts of batches whose states will be asked for, in order."""
-    return (ids for picks in batches for ids in read_texts(collate(picks)) if ids)
+    return (ids for picks in batches for ids in read_texts(collate(picks, ())) if ids)

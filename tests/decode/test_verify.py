@@ -10,6 +10,7 @@ from fractions import Fraction
 import pytest
 import torch
 from enumeration import Experiment, ScriptedRunner, enumerate_runs, next_logits, random_table
+from heads import make_block_head
 from scripted import RandomTree
 from torch import Tensor
 
@@ -32,7 +33,7 @@ from decode.drafters.model import ModelDrafter
 from decode.errors import UserError
 from decode.loop import Method, decode
 from decode.methods import MethodInputs, build, is_lossless
-from decode.models.heads.block_runner import BlockRunner
+from decode.models.check import open_draft_runner, open_runner
 
 Probs = list[Fraction]
 
@@ -301,15 +302,18 @@ def test_greedy_verification_by_blocks_is_bit_identical_with_that_by_tokens(warp
 
 
 @pytest.mark.parametrize("method", ["lookahead", "prompt-lookup", "autoregressive", "block"])
-def test_verification_by_blocks_is_refused_where_it_would_change_nothing(method: str) -> None:
+def test_verification_by_blocks_is_refused_where_it_would_change_nothing(method: str, tiny) -> None:
     target, draft = (ScriptedRunner(random_table(seed, 5), 5) for seed in (1, 2))
     inputs = MethodInputs(target, LogitsWarper(temperature=1.0), draft)
     for chain in ("vanilla", "hybrid", "hf-dynamic"):
         assert isinstance(build(chain, inputs, rule="block-verification").rule, BlockVerification)
     if method == "block":  # which drafts the likeliest tokens by default
-        inputs.draft = BlockRunner.__new__(BlockRunner)
-    instead = "--sample-block true" if method == "block" else "vanilla, eagle, layerskip"
-    with pytest.raises(UserError, match=f"and {method} drafts none; use exact, or {instead}"):
+        model = tiny("llama", num_hidden_layers=4)
+        target, draft = open_runner(model), open_draft_runner(make_block_head(model, "dflash"), model)
+        inputs = MethodInputs(target, LogitsWarper(temperature=1.0), draft)
+    instead = "use exact, or --sample-block true" if method == "block" else "use exact, or vanilla, eagle, layerskip"
+    instead = "give --draft D, or leave it out" if method == "autoregressive" else instead
+    with pytest.raises(UserError, match=f"and {method} drafts none; {instead}"):
         build(method, inputs, rule="block-verification")
     assert is_lossless("vanilla", "block-verification")
 

@@ -22,6 +22,7 @@ from decode.core.verify import overlap
 from decode.engines.check import serving_facts
 from decode.files import read_json
 from distill.config import DraftSettings, EvaluationSettings, Settings
+from distill.config.models import StudentSettings
 from distill.export.card import export_profile
 from distill.pipeline import measure
 from distill.results.evaluate import acceptance, by_position
@@ -186,13 +187,13 @@ def test_every_draft_is_decoded_at_every_length_beside_the_exported_one(tmp_path
     assert profile["trained_with"] == report["trained_with"] == trained
 
 
-@pytest.mark.parametrize(("start", "kept"), [("undistilled", 1), ("untrained", 2)])
-def test_acceptance_by_position_is_that_of_the_weights_that_were_kept(start: str, kept: int) -> None:
+@pytest.mark.parametrize(("kind", "kept"), [("scratch", 1), ("eagle3", 2)])
+def test_acceptance_by_position_is_that_of_the_weights_that_were_kept(kind: str, kept: int) -> None:
     """Language models are kept by α, heads by accepted length."""
-    run = Run(Settings(drafts={"head": DraftSettings()}))
+    run = Run(Settings(drafts={"head": DraftSettings()}, student=StudentSettings(kind=kind)))
     values = [(0.5, 0.6, 0.5, 1.9), (0.7, 0.8, 0.6, 2.0), (0.6, 0.9, 0.8, 2.1)]
     history = [dict(zip(("alpha", "agreement", "agreement_2", "accepted_length"), value)) for value in values]
-    run.start, run.draft_record = start, lambda name: SimpleNamespace(history=history)
+    run.draft_record = lambda name: SimpleNamespace(history=history)
     assert run.best("head")[0] == history[kept]
     made = by_position([0.75, 0.5], run.best("head")[0], [{"conditional": share} for share in (0.7, 0.4, 0.3)])
     rows = [(row["position"], row["validation"], row["offline"], row["decoded"]) for row in made]

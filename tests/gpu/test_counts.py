@@ -25,6 +25,7 @@ from decode.core.sampling import LogitsWarper, TorchRng
 from decode.drafters.probe import AcceptanceProbe, save_probes
 from decode.methods import MethodInputs, build
 from decode.models.check import open_draft_runner, open_runner
+from decode.models.fast.forward import fast_runner
 from decode.options import MethodOptions
 from distill.config import DraftSettings, Settings
 from distill.config.models import BlockSettings, StudentSettings
@@ -96,7 +97,8 @@ def count_rounds(
     **options: Any,
 ) -> Watch:
     """The events of some rounds in which no text begins or ends."""
-    runner, warp = open_runner(target), LogitsWarper(temperature)
+    # the fast forward of 16 bits is not compared with transformers' first: these weights make much of every rounding
+    runner, warp = (fast_runner if target.dtype == torch.bfloat16 else open_runner)(target), LogitsWarper(temperature)
     drafter = None if draft is None else open_draft_runner(draft.to("cuda"), runner.model)
     system = build(method, MethodInputs(runner, warp, drafter, options=MethodOptions(**options)))
     texts = []

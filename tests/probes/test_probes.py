@@ -93,9 +93,9 @@ def test_features_are_those_that_decoding_shows_to_the_stop_rule(tiny) -> None:
     runner = open_runner(model)
     expected = collect(model, texts_of(model, PROMPTS[:1], LogitsWarper(), 6), GREEDY_MODE, [2])
 
-    def watch(step) -> float:
-        seen.append(torch.cat([step.hidden[None], confidence_features(step.logits[None], step.token.view(1))], -1)[0])
-        return 1.0
+    def watch(step) -> torch.Tensor:
+        seen.append(torch.cat([step.hidden, confidence_features(step.logits, step.tokens)], -1)[0])
+        return torch.ones(1)
 
     options = MethodOptions(exit_layer=2, draft_length=1)
     system = build("layerskip", MethodInputs(runner, LogitsWarper(), options=options))

@@ -274,19 +274,18 @@ class RmsNorm:
 def norm(module: Any, weight: Tensor | None = None) -> Function:
     """A layer norm or an RMS norm without the cost of a module's call; `weight`: another one for an RMS norm.
 
-    In 16 bits it is one fused operation, which rounds less often than transformers' own.
+    In 16 bits the weights are multiplied in 16 bits, as transformers does: in one operation with the norm they move the
+    logits of SmolLM2-135M in bfloat16 by 0.27 standard deviations from its own, so by 0.06.
     """
     if isinstance(module, nn.LayerNorm):
         weight, bias = module.weight, module.bias
         return partial(F.layer_norm, normalized_shape=weight.shape, weight=weight, bias=bias, eps=module.eps)
-    own, weight = weight is None, module.weight if weight is None else weight
+    weight = module.weight if weight is None else weight
     # Gemma's adds 1 to its weights
     eps, offset = (module.variance_epsilon, 0.0) if hasattr(module, "variance_epsilon") else (module.eps, 1.0)
     if weight.dtype in WIDE and weight.device.type == "cpu":
         return RmsNorm(weight.detach() + offset if offset else weight, eps)
     width = weight.shape[-1:]
-    if own and not offset:
-        return partial(F.rms_norm, normalized_shape=width, weight=weight, eps=eps)
 
     def scaled(x: Tensor) -> Tensor:
         y = F.rms_norm(x, width, eps=eps)

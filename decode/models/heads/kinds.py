@@ -27,7 +27,6 @@ HEADS: dict[int | str, HeadKind] = {
     "dflash": HeadKind(BlockHead, BlockRunner, "dflash"),
     "dspark": HeadKind(BlockHead, BlockRunner, "dspark"),
     "dflash2": HeadKind(BlockHead, BlockRunner, "dflash"),
-    "lilicorr": HeadKind(BlockHead, BlockRunner, "dflash"),
     MTP: HeadKind(MtpHead, lambda head, target, pack: MtpRunner(head, target)),
 }
 """Kinds by the version of a head (`DraftHead.version`)."""

@@ -65,9 +65,10 @@ def test_texts_longer_than_the_first_allocation_are_read_right(family: str, way:
     reader = Reader(open_runner(model, **WAYS[way]))
     ids = torch.arange(PIECE + 300) * 7919 % VOCAB
     wanted = logits_of(model, ids.tolist())
-    captured = read_prompt(reader.runner, reader.cache, ids[:-200].tolist(), capture=(1,))
-    assert captured is not None
-    assert len(captured) == reader.length == PIECE + 100
+    captured: list[torch.Tensor] = []
+    read_prompt(reader.runner, reader.cache, ids[:-200].tolist(), capture=(1,), each=captured.append)
+    assert [len(piece) for piece in captured] == [PIECE, 100]
+    assert reader.length == PIECE + 100
     assert close(torch.cat([reader.read(ids[-200:-180]), reader.read(ids[-180:])]), wanted[-200:], atol=1e-3)
     reader.truncate(100)
     assert close(reader.read(ids[100:400]), wanted[100:400], atol=1e-3)

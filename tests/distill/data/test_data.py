@@ -82,15 +82,12 @@ def test_a_columnar_file_adds_no_nulls_to_tool_calls(tmp_path, monkeypatch) -> N
         tool = {"name": name, "parameters": {"type": "object", "properties": {key: {"type": "string"}}}}
         turns = [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "tool_calls": [{"function": call}]}]
         rows.append({"messages": turns, "tools": [{"type": "function", "function": tool}]})
-    saved = DatasetDict(train=Dataset.from_list(rows))
-    saved.save_to_disk(tmp_path / "saved")
-    folder = str(tmp_path / "saved/train")
-    monkeypatch.setattr("distill.data.sources.load_hub", lambda *_: saved)
-    sources = [write(tmp_path / name, rows) for name in ("r.jsonl", "r.parquet")]
-    sources += [folder, "somebody/something"]
+    hub = DatasetDict(train=Dataset.from_list(rows))
+    monkeypatch.setattr("distill.data.sources.load_hub", lambda *_: hub)
+    sources = [*(write(tmp_path / name, rows) for name in ("r.jsonl", "r.parquet")), "somebody/something"]
     plain, *columnar = ([[*rows] for rows in loaded(DataSettings(source=name)).splits.values()] for name in sources)
     assert sum(map(len, plain)) == 80
-    assert columnar == [plain] * 3
+    assert columnar == [plain] * 2
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "txt"])

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from some_rows import everything, some_rows
+from some_rows import everything, from_lists, some_rows
 from torch import Tensor
 
 from decode.errors import UserError
@@ -64,6 +64,16 @@ def check(examples: Examples) -> None:
     wanted = Counted()(batch)
     assert torch.equal(batch[FEATURES], wanted[FEATURES])
     assert torch.equal(batch["sums"], wanted["sums"])
+
+
+def test_a_text_of_two_sets_may_begin_a_shard_of_each(tmp_path) -> None:
+    """The second shard would take the place of the first one, and other texts' values that of the first one's."""
+    longest = list(range(2, 14))
+    sets = [from_lists(ids, ids) for ids in ([longest, [14] * 5, [15] * 4], [longest, [16] * 6])]
+    for _ in range(2):
+        keep_columns(Kept(SHAPES, tmp_path), sets, Counted())
+        for examples in sets:
+            check(examples)
 
 
 def as_one_of(monkeypatch: pytest.MonkeyPatch, rank: int, world: int) -> None:

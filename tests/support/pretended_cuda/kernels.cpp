@@ -18,6 +18,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <numeric>
 #include <unordered_set>
 
 using at::Tensor;
@@ -522,6 +523,35 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
           back(at::matmul(weights.mT(), by_out), value), by_bias};
 }
 
+// ---- RMS norms in one launch ----------------------------------------------------------------------------------------
+
+std::tuple<Tensor, Tensor> rms_norm(const Tensor& self, at::IntArrayRef shape, const OptionalTensor& weight,
+                                    std::optional<double> eps) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  tell("launch", "aten::_fused_rms_norm");
+  const Tensor x = on_host(self).to(at::kFloat);
+  std::vector<int64_t> axes(shape.size());
+  std::iota(axes.begin(), axes.end(), -static_cast<int64_t>(shape.size()));
+  const Tensor scale = (x.square().mean(axes, true) + eps.value_or(1.1920929e-07)).rsqrt();
+  Tensor out = x * scale;
+  if (weight) out = out * on_host(*weight).to(at::kFloat);
+  return {on_device(out.to(self.scalar_type()), self.device()), on_device(scale, self.device())};
+}
+
+std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& gradient, const Tensor& self, at::IntArrayRef shape,
+                                             const Tensor& scale, const OptionalTensor& weight, std::array<bool, 2>) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  tell("launch", "aten::_fused_rms_norm_backward");
+  const Tensor x = on_host(self).to(at::kFloat), r = on_host(scale), g = on_host(gradient).to(at::kFloat);
+  const Tensor scaled = weight ? g * on_host(*weight).to(at::kFloat) : g;
+  std::vector<int64_t> axes(shape.size());
+  std::iota(axes.begin(), axes.end(), -static_cast<int64_t>(shape.size()));
+  const Tensor by_x = r * (scaled - x * r.square() * (scaled * x).mean(axes, true));
+  Tensor by_weight;
+  if (weight) by_weight = on_device(at::sum_to(g * x * r, shape).to(weight->scalar_type()), self.device());
+  return {on_device(by_x.to(self.scalar_type()), self.device()), by_weight};
+}
+
 // ---- operators that CUDA has and the host has not -------------------------------------------------------------------
 
 Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& low, const at::Scalar& high) {  // of integers too
@@ -558,6 +588,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
   m.impl("_scaled_dot_product_efficient_attention", &attention);
   m.impl("_scaled_dot_product_efficient_attention_backward", &attention_backward);
+  m.impl("_fused_rms_norm", &rms_norm);
+  m.impl("_fused_rms_norm_backward", &rms_norm_backward);
   m.impl("histc", &histc);
   m.impl("_conv_depthwise2d", &conv_depthwise2d);
 }
