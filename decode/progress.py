@@ -60,13 +60,18 @@ def fitting_table(
 
 
 class _Bar(tqdm):
-    """A bar that is a line where it cannot be drawn over."""
+    """A bar that is a line where it cannot be drawn over; of work of unknown size the name alone."""
+
+    _line = ""
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
         if self.fp.isatty():
             super().display(msg, pos)
-        else:
-            print(str(self).strip("\r"), file=self.fp, flush=True)
+            return
+        line = self.desc if self.total is None else str(self).strip("\r")
+        if line != self._line:
+            print(line, file=self.fp, flush=True)
+        self._line = line
 
 
 class Work:
