@@ -101,11 +101,12 @@ class Work:
     def update(self, *, done: float | None = None, total: float | None = None, name: str | None = None) -> None:
         """Sets what is given."""
         name, total, done = name or self.name, total or self.total, self.done if done is None else done
-        more, another = done - self.done, (name, total) != (self.name, self.total)
+        more, another = done - self.done, total != self.total
         self.name, self.total, self.done = name, total, done
         if another or more < 0:
             self._open()
         elif self._bar is not None:
+            self._bar.set_description_str(f"  {name}", refresh=False)
             self._bar.update(more)
 
     def begin(self, done: float, total: float | None = None) -> None:

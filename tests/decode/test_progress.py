@@ -68,3 +68,13 @@ def test_durations_are_short_words() -> None:
     assert [duration(s) for s in (0.4, 40, 99, 130, 3540, 3900, 7260)] == [
         "0 s", "40 s", "99 s", "2 min", "59 min", "1 h 05 min", "2 h 01 min",
     ]  # fmt: skip
+
+
+def test_without_a_terminal_pieces_with_new_names_add_no_lines() -> None:
+    out = io.StringIO()
+    with working(Console(file=out), "evaluation") as work:
+        for number in range(9):
+            work.update(name=f"prompt {number}", total=9)
+            work.advance()
+    lines = [line.split("(")[0].strip() for line in out.getvalue().splitlines()]
+    assert lines == ["evaluation", "prompt 0 0/9", "prompt 8 9/9"]
