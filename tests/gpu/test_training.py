@@ -64,6 +64,12 @@ def distillation(kind: str, source: Any, device: str, *, selects: bool = False) 
     return DistillModule(draft, signal, SGD, 3, settings=settings, seed=1), examples
 
 
+def moved(module: DistillModule, examples: Examples, device: str) -> dict[str, Any]:
+    """A batch of all examples with its rows, on the device."""
+    batch = module.on_before_batch_transfer(everything(examples), 0)
+    return {name: values.to(device) if torch.is_tensor(values) else values for name, values in batch.items()}
+
+
 SOURCES = "online", "hidden", "topk"
 STEPS = [(kind, source) for kind in KINDS for source in SOURCES]
 
@@ -75,11 +81,10 @@ def test_a_step_of_every_kind_with_every_signal_is_the_cpus(step: tuple[str, str
     for device in (DEVICE, "cpu"):
         module, (examples, _) = distillation(kind, source, device)
         attached(module).to(device)
-        batch = {name: values.to(device) for name, values in everything(examples).items()}
-        loss = module.training_step(batch, 0)
+        loss = module.train().training_step(moved(module, examples, device), 0)
         loss.backward()
         with torch.no_grad():
-            _, _, measured = module(batch, training=False)
+            _, _, measured = module.eval()(moved(module, examples, device), training=False)
         gradients = {n: p.grad.cpu() for n, p in module.model.named_parameters() if p.grad is not None}
         found.append((loss.item(), measured.alpha.mean().item(), gradients))
     (loss, alpha, gradients), (plain, other, wanted) = found
