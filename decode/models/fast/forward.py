@@ -206,7 +206,7 @@ def fast_runner(model: PreTrainedModel, *, pack: str = "off", draft: bool = Fals
     kept = pack != "off" and not draft and all(in_half)
     if large_auto:
         pack = "on" if kept else "off"
-    make = Linears(pack, config.num_hidden_layers, copies=tuned, half=kept or (draft and pack == "auto"))
+    make = Linears(pack, copies=tuned, half=kept or (draft and pack == "auto"))
     network = FastForward(model_weights(model, rotated, make, tuned=tuned, folded=not kept), rotary)
     saved = make.bytes["in float16"]
     facts |= {"packing": make.sentence(), "weight_bytes": facts["weight_bytes"] - saved}

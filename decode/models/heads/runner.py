@@ -116,7 +116,7 @@ class DraftHeadRunner(RowRunner):
         final = hasattr(head, "norm") and not getattr(head, "normed_states", False)
         tuned, heads, d = tunable(head), config.num_attention_heads, config.head_dim
         self.shape = Shape(heads, config.num_key_value_heads, d, d, tuned=tuned, folded=tuned)
-        self.make = make = Linears(pack, len(layers), copies=tuned, half=pack == "auto")
+        self.make = make = Linears(pack, copies=tuned, half=pack == "auto")
         self.network = FastForward(
             Weights(
                 self.shape,
