@@ -158,6 +158,11 @@ class FastForward:
 
     def attention(self, layer: Layer, qkv: Tensor, placed: Placed, views: Views) -> Tensor:
         """Attention before its projection, ``[n, heads · width]``; queries and keys in `qkv` are rotated in place."""
+        q, stored = self.rotated(layer, qkv, placed)
+        return placed.attend(q, stored, views, layer.kind, self.shape.scale)
+
+    def rotated(self, layer: Layer, qkv: Tensor, placed: Placed) -> tuple[Tensor, Tensor]:
+        """Queries ``[1, heads, n, width]``, and keys, then values, ``[1, 2 kv_heads, n, width]``, rotated in place."""
         shape, n, rotary = self.shape, qkv.shape[0], placed.rotary[layer.kind]
         heads, kv_heads, d = shape.heads, shape.kv_heads, shape.width
         if shape.interleaved and not shape.tuned:
@@ -174,8 +179,7 @@ class FastForward:
             turned = torch.bmm(by_token if layer.qk_norm is None else layer.qk_norm(by_token), rotary)
             qk = turned.transpose(0, 1)[None]
             rows.narrow(1, heads, kv_heads).copy_(qk.narrow(1, heads, kv_heads))
-        q, stored = qk.narrow(1, 0, heads), rows.narrow(1, heads, 2 * kv_heads)
-        return placed.attend(q, stored, views, layer.kind, shape.scale)
+        return qk.narrow(1, 0, heads), rows.narrow(1, heads, 2 * kv_heads)
 
 
 def cos_and_sin(
