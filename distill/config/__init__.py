@@ -303,3 +303,18 @@ class AblateSettings(Settings):
 
     ablation: AblationSettings = field(default_factory=AblationSettings)
     """The seeds."""
+
+    def validate(self, *, drafts: bool = True) -> None:
+        """Refuse a comparison of the same seed or kind, and a target that each kind would train anew."""
+        super().validate(drafts=drafts)
+        seeds, kinds = self.ablation.seeds, self.ablation.kinds
+        refuse(
+            self,
+            (not seeds or len(set(seeds)) < len(seeds), "ablation.seeds", "expected different numbers from 0 up"),
+            (len(set(kinds)) < len(kinds), "ablation.kinds", "expected different kinds"),
+            (
+                kinds and self.target.trained,
+                "target.kind",
+                "and kinds are compared for a finished one: take as_is",
+            ),
+        )

@@ -4,13 +4,12 @@ import os
 from collections import namedtuple
 from dataclasses import asdict
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 from pairs import make_pair, make_tokenizer
 from rich.console import Console
-from tiny_run import altered, begun, bench, given, tiny_settings
+from tiny_run import altered, bench, given, tiny_settings
 
 from decode.errors import UserError
 from decode.options import check
@@ -165,21 +164,3 @@ def test_servers_of_which_none_answers(tmp_path) -> None:
 def test_what_an_engine_would_refuse_once_the_target_is_trained(tmp_path, values: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         check_inputs(bench(altered(tiny_settings(tmp_path), teacher__signal="vllm", **values))[0])
-
-
-@pytest.mark.parametrize("place", ["distill.results.evaluate.evaluate", "distill.pipeline.export_draft"])
-def test_what_refuses_at_the_end_does_so_before_the_drafts_are_trained(tmp_path, place: str, monkeypatch) -> None:
-    monkeypatch.setattr(place, Mock(side_effect=UserError("it cannot be")))
-    with pytest.raises(UserError, match="it cannot be"):
-        run_pipeline(begun(tiny_settings(tmp_path)), Console(quiet=True))
-    assert {path.name for path in (tmp_path / "tiny").iterdir()} == {"initial", "target", "work"}
-
-
-@pytest.mark.parametrize("kind", ["scratch", "eagle3"])
-def test_a_disk_that_will_not_hold_the_signal(tmp_path, monkeypatch, kind) -> None:
-    settings = altered(tiny_settings(tmp_path), target__architecture__layers=4, student__kind=kind)
-    run, _ = bench(settings)
-    check_inputs(run)
-    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(1 << 50, 0, 1000))
-    with pytest.raises(UserError, match=r"signal \(hidden\) will take .* GB, and 0.00 GB are free in .*auto"):
-        check_inputs(run)
