@@ -282,13 +282,6 @@ class Run:
         return layers_for(self.captured_layers, int(self.target_config.num_hidden_layers))
 
     @property
-    def bytes_in_flight(self) -> int:
-        """The most that files of states take in the folder through which they pass."""
-        settings, width = self.settings, int(self.target_config.hidden_size)
-        tokens = settings.teacher.engine.in_flight * settings.data.max_length
-        return tokens * len(self.engine_layers) * width * DTYPES[settings.target.dtype].itemsize
-
-    @property
     def as_it_is(self) -> bool:
         """Whether the target is the folder that the settings name, so that it is there before its stage."""
         target = self.settings.target
