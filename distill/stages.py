@@ -361,7 +361,7 @@ def mean_tail(examples: Examples) -> float:
 
 
 def _log_p(examples: Examples, number: int) -> NDArray[np.float32]:
-    return np.ascontiguousarray(examples.columns[TOPK][number][:, 1]).view(np.float32)
+    return np.ascontiguousarray(examples.values(TOPK, number)[:, 1]).view(np.float32)
 
 
 def distil(run: Run, name: str, key: str) -> StageResult:
