@@ -107,7 +107,7 @@ class BlockRunner(DraftHeadRunner):
             placed[causal] = network.place(new)
         # among the rows of all texts those of features and those of slots; the slots that are read, their places in
         # their blocks, and those that draft
-        reads, slots, used, numbers, drafting = [], [], [], [], []
+        reads, slots, used, numbers, drafting = (list[int]() for _ in range(5))
         for i, (k, n) in enumerate(zip(waiting, counts)):
             start, slot = len(reads) + len(slots), len(slots)
             reads += range(start, start + k)

@@ -153,7 +153,7 @@ class DraftHead(nn.Module):
 
     def fields(self) -> Fields:
         """The head's config.json, as vLLM and SGLang read it."""
-        return self.config.to_dict()  # type: ignore[no-any-return]
+        return self.config.to_dict()
 
 
 class FeatureHead(DraftHead):
