@@ -218,13 +218,14 @@ def fast_runner(model: PreTrainedModel, *, pack: str = "off", draft: bool = Fals
 
 
 class RowRunner(Model):
-    """A runner whose texts are rows of the cache of `network`."""
+    """A runner whose texts are rows of the cache of `network`, each of them a `row`."""
 
     network: FastForward
+    row: type[Row] = Row
 
     def new_cache(self) -> Any:
         """See `Model.new_cache`."""
-        return self.network.cache.new_row(Row)
+        return self.network.cache.new_row(self.row)
 
     def reserve(self, rows: int, length: int = 0) -> None:
         """See `Model.reserve`."""
