@@ -137,7 +137,7 @@ def fuse(linears: Sequence[nn.Linear], *, in_place: bool) -> tuple[Tensor, Tenso
 def _fused(parameters: Sequence[Any], in_place: bool) -> Tensor:
     first, sizes = parameters[0], [len(p) for p in parameters]
     if len(parameters) < 2:
-        return first  # type: ignore[no-any-return]
+        return first
     fused: Tensor | None = getattr(first, "fused", None)  # by another runner
     if fused is not None and all(p.data_ptr() == x.data_ptr() for p, x in zip(parameters, fused.split(sizes))):
         return fused
