@@ -74,12 +74,6 @@ class LMHead(nn.Module):
         """Apply multiplier and soft-capping to the linear layer's output."""
         return finished(products, self.scale, self.cap)
 
-    def slope(self, logits: Tensor) -> Tensor | float | None:
-        """Return the derivative of `finish` where it gave these logits: one per logit, a number, or None for 1."""
-        if self.cap:
-            return self.scale * (1 - (logits / self.cap).square())
-        return None if self.scale == 1.0 else self.scale
-
 
 @contextmanager
 def one_text_a_row() -> Iterator[None]:

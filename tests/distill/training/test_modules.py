@@ -29,7 +29,7 @@ from distill.config import DraftSettings, TrainerSettings
 from distill.data.dataset import IGNORE, PLACES, DistillDataModule, Examples, Schedule, TrainingBatches, label_mask
 from distill.kinds.language_model import LanguageModelDraft
 from distill.losses.chunked import Compared, Rows, compare
-from distill.losses.divergences import Divergence, TargetRows, TokenDistributions
+from distill.losses.divergences import Divergence, TargetRows
 from distill.losses.selection import by_reach, share, top_k
 from distill.networks.layers import decoder_layers
 from distill.networks.lm_head import LMHead, last_hidden
@@ -65,7 +65,7 @@ def distilling(draft: PreTrainedModel, target: PreTrainedModel | Signal, **setti
 def differences(draft: PreTrainedModel, target: PreTrainedModel, batch: dict[str, Any]) -> Tensor:
     mask = label_mask(batch["labels"])
     p, q = (model(batch["input_ids"]).logits[mask].log_softmax(-1) for model in (target, draft))
-    return Divergence().loss(TokenDistributions(p.detach(), q))
+    return functional.kl_div(q, p.detach(), reduction="none", log_target=True).sum(-1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
