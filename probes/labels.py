@@ -86,31 +86,32 @@ def write_mode(run: Run, model: PreTrainedModel, mode: Mode, options: ProbeSetti
     Raises:
         UserError: A split has no prompt.
     """
-    target, how = run.record("target"), ResponseSettings(batch_size=run.settings.teacher.responses.batch_size)
+    target, settings = run.record("target"), run.settings
     assert target is not None
-    limit = context_of(model.config.get_text_config())
-    made_from = {"target": target.fingerprint, "budget": options.max_new_tokens, "also": described(model, mode.warp)}
-    served = run.settings.teacher.in_engine
-    engine = run.engine if served and ranks.is_first() else None
-    made_from |= {"served": served, "frozen": inputs(run.settings, ["frozen"])}
-    made_from |= {name: getattr(mode.warp, name) for name in ("temperature", *NEUTRAL)}
+    how = ResponseSettings(batch_size=settings.teacher.responses.batch_size)
+    served, limit = settings.teacher.in_engine, context_of(model.config.get_text_config())
+    made_from = {
+        "target": target.fingerprint, "budget": options.max_new_tokens, "also": described(model, mode.warp),
+        "served": served, "frozen": inputs(settings, ["frozen"]),
+        **{name: getattr(mode.warp, name) for name in ("temperature", *NEUTRAL)},
+    }  # fmt: skip
+    ends = sorted(stop_ids(model, run.tokenizer))
     counts = {"train": options.prompts, "validation": options.validation_prompts, "test": options.test_prompts}
     for number, (split, count) in enumerate(counts.items()):
-        rows, seed = Examples.of(getattr(run.corpus, split), count), run.settings.seed + number
+        rows, seed = Examples.of(getattr(run.corpus, split), count), settings.seed + number
         prompts = [ids for ids in map(rows.prompt, range(len(rows))) if ids]
         if not prompts:
             raise UserError(f"the {split} split has no prompts; plain texts need a longer data.max_length")
-        ends = sorted(stop_ids(model, run.tokenizer))
         answer: Answer = partial(answered_here, model, mode.warp, how.batch_size, seed, set(ends))
-        if engine is not None:
+        if served and ranks.is_first():
             sampling = replace(how, temperature=mode.warp.temperature, top_p=mode.warp.top_p)
-            data, form = run.settings.data, run.corpus.chat
-            chat = ChatFormat(run.tokenizer, data.system, data.template_args, ends) if form else None
-            answer = partial(answered_by_engine, engine, sampling, seed, ends, ends_with(run.tokenizer, chat))
+            data, chat = settings.data, None
+            if run.corpus.chat:
+                chat = ChatFormat(run.tokenizer, data.system, data.template_args, ends)
+            answer = partial(answered_by_engine, run.engine, sampling, seed, ends, ends_with(run.tokenizer, chat))
         jobs = [Job(i, ids, max(0, min(options.max_new_tokens, limit - len(ids)))) for i, ids in enumerate(prompts)]
         about = made_from | {"prompts": fingerprint(prompts), "seed": seed}
         answers = Kept(TEXT_IDS, run.work / "probes" / f"{mode.name}-{split}-{fingerprint(about)[:16]}")
-        title = f"{mode.name} texts, {split}"
-        write_responses(run, Jobs.of(jobs), answers, how, lambda: answer, title, served)  # noqa: B023
+        write_responses(run, Jobs.of(jobs), answers, how, lambda: answer, f"{mode.name} texts, {split}", served)  # noqa: B023
         written = [answers.text(job.example) if job.budget else [] for job in jobs]
         mode.texts[split] = [([*ids, *text], len(ids)) for ids, text in zip(prompts, written)]

@@ -203,9 +203,7 @@ def _label_rows(hidden: Tensor, head: LMHead, labels: Tensor) -> Rows:
 # -- a chunk ----------------------------------------------------------------------------------------------------------
 
 
-def _chunk(
-    products: Tensor, target: TargetRows, head: LMHead, divergence: Divergence, metrics: bool
-) -> list[Tensor]:
+def _chunk(products: Tensor, target: TargetRows, head: LMHead, divergence: Divergence, metrics: bool) -> list[Tensor]:
     """Returns losses, with metrics alpha and agreement, each ``[rows]``, of the linear layer's ``products``."""
     logits = head.finish(products)
     pair = target.compare(logits.to(torch.promote_types(logits.dtype, torch.float32)))

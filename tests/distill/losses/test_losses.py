@@ -301,7 +301,10 @@ def test_alpha_and_agreement_by_hand() -> None:
     rows = target.compare(torch.tensor(p).log())
     assert rows.accepted().tolist() == pytest.approx([0.7, 0.5], abs=1e-5)
     assert rows.agreement().tolist() == [1.0, 0.0]
-    target.mass, target.learnable = torch.tensor([0.5, 1.0]), torch.tensor([0.0, 1.0])  # the head drafts a part of the ids
+    target.mass, target.learnable = (
+        torch.tensor([0.5, 1.0]),
+        torch.tensor([0.0, 1.0]),
+    )  # the head drafts a part of the ids
     assert rows.accepted().tolist() == pytest.approx([0.45, 0.5], abs=1e-5)
     assert rows.agreement().tolist() == [0.0, 0.0]
 
