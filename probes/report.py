@@ -45,14 +45,13 @@ def answer(added: Row, mode: str) -> str:
         return f"{mode}: no method was run."
     if why := doubt(best):
         return f"{mode}: no speedup is given, since {why}."
-    alphas = {
-        row["layer"]: f"α {row['alpha']:.3f}, " for row in added["probes"] if row["mode"] == mode and "alpha" in row
-    }
+    rows = [row for row in added["probes"] if row["mode"] == mode and "alpha" in row]
+    alphas = {row["layer"]: f"α {row['alpha']:.3f}, " for row in rows}
     speeds = fastest_by_exit(added, mode)[best["method"]]
     facts = [f"exit layer {layer}: {alphas.get(layer, '')}{speed:.2f}" for layer, speed in speeds]
     return (
-        f"{mode}: {best['title']} with exit layer {best['exit_layer']} is fastest, {cell(best, 'speedup')} times decoding "
-        f"without a draft, {conditions(best)}. Its speedup by exit, on validation prompts: {'; '.join(facts)}."
+        f"{mode}: {best['title']} with exit layer {best['exit_layer']} is fastest, {cell(best, 'speedup')} times "
+        f"decoding without a draft, {conditions(best)}. Its speedup by exit, on validation prompts: {'; '.join(facts)}."
     )
 
 

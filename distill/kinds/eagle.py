@@ -17,7 +17,7 @@ from distill.config.base import Values
 from distill.data.dataset import PLACES, Batch, Chance, places
 from distill.kinds.base import GROUPS, Draft, head_rows
 from distill.kinds.kind import TOKEN_MAP, Differences, Kind, Rules
-from distill.kinds.start import check_states, start_from_target
+from distill.kinds.start import check_states
 from distill.losses.chunked import Rows
 from distill.networks.lm_head import LMHead
 from distill.networks.models import seeded
@@ -111,10 +111,6 @@ class Eagle(Kind):
             return FeatureHead(config)
 
     @override
-    def begin(self, model: FeatureHead, target: PreTrainedModel) -> list[str] | None:
-        return start_from_target(model, target) if self.version == 3 else None
-
-    @override
     def draft(self, model: Any, student: Any, *, accepted_only: bool = False) -> FeatureDraft:
         return FeatureDraft(model, self.steps(student), DEPTH, 1.0 if accepted_only else 0.8)
 
@@ -177,5 +173,5 @@ EAGLE = Eagle(
     "eagle", 1, 1, sniffed=["eagle3"],
     no_gguf="llama.cpp has no EAGLE-1 heads; train student.kind eagle3, or leave export.gguf empty",
 )  # fmt: skip
-EAGLE3 = Eagle("eagle3", 3, 7)
+EAGLE3 = Eagle("eagle3", 3, 7, from_target=True)
 NEXT_LAYERS = NextLayers()

@@ -33,12 +33,13 @@ class Kind:
         decodable: Whether it can draft before its training.
         method: Of decode, that drafts chains with it.
         trees: Whether it can draft trees.
-        served: What serving engines call it, and ``vllm`` vLLM's method.
+        served: What serving engines call it; of vLLM its method.
         sniffed: Parts of a path from which vLLM derives another method.
         notes: Of the model card.
         no_gguf: Why llama.cpp reads no file of it.
         settings: Sections of the settings of a student that decide its shape.
         of_target: Whether its layers are the target's own.
+        from_target: Whether a new one begins as the target's last layers.
         grown: Names of kinds from whose heads it can start too.
     """
 
@@ -54,13 +55,8 @@ class Kind:
     notes: Sequence[str] = ()
     no_gguf = ""
     settings: Sequence[str] = ("unroll",)
-    of_target = False
+    of_target = from_target = False
     grown: Sequence[str] = ()
-
-    @property
-    def vllm(self) -> str:
-        """vLLM's name of the method."""
-        return self.served
 
     def rules(self, settings: Any) -> Rules:
         """What the settings of a run must not be with it."""
@@ -95,10 +91,6 @@ class Kind:
     def create(self, target: PreTrainedModel, tokenizer: Any, student: Any, seed: int) -> Any:
         """A new model for a target; its random weights depend on the seed alone."""
         raise NotImplementedError
-
-    def begin(self, model: Any, target: PreTrainedModel) -> list[str] | None:
-        """Copies weights of the target into a new model; returns the parts that are not its, None: it has none."""
-        return None
 
     def check_given(self, model: Any, student: Any) -> Differences:
         """The settings that a given head has to agree with: what they say, and what it has."""

@@ -108,13 +108,8 @@ class LanguageModel(Kind):
     """Language models of their own, and some of the target's layers."""
 
     name, version, head, start, decodable = "scratch", None, False, "undistilled", True
-    method, trees, served, settings = "vanilla", False, "draft", ()
+    method, trees, served, settings = "vanilla", False, "draft_model", ()
     sniffed = ("eagle-", "eagle3", "dflash", "dspark")
-
-    @property
-    @override
-    def vllm(self) -> str:
-        return "draft_model"
 
     @override
     def steps(self, student: Any) -> int:

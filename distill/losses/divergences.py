@@ -147,10 +147,11 @@ class TokenDistributions:
     def agreement(self) -> Tensor:
         """Returns 1 where the draft's most probable token is the target's, ``[rows]``."""
         target = self.target
-        best = target.labels if target.values is None else self.log_p.argmax(-1)
-        if target.ids is not None:
-            best = target.ids[:, 0]
-        same = (best == self.logits.argmax(-1)).to(self.log_q.dtype)
+        best = self.log_p.argmax(-1) if target.ids is None else target.ids[:, 0]
+        if target.values is None:
+            assert target.labels is not None
+            best = target.labels
+        same = best.eq(self.logits.argmax(-1)).to(self.log_q.dtype)
         return same if target.learnable is None else same * target.learnable
 
     def accepted(self) -> Tensor:

@@ -35,7 +35,7 @@ def measure_served(run: Run) -> None:
     files = files_of(run.target, trust_remote_code=settings.target.trust_remote_code)
     ends = stop_ids(files, run.tokenizer)
     kind = settings.student.draft
-    method, most = kind.vllm, kind.longest(settings.student, max(how.draft_lengths))
+    method, most = kind.served, kind.longest(settings.student, max(how.draft_lengths))
     lengths = sorted({min(k, most) for k in how.draft_lengths})
     room = max(map(len, prompts)) + how.max_new_tokens + max(lengths) + 1
     engine = server.Engine(

@@ -264,10 +264,10 @@ def fitted(module: TrainingModule, folder: Path, *callbacks: Callback, size: int
     examples = examples or some_rows()
     batches = TrainingBatches(examples, Schedule(examples.lengths, size), module.steps, workers=workers)
     chosen = TrainerSettings(**{"accelerator": "cpu", "validate_every": 3} | settings)
-    return fit(
-        module, DistillDataModule(batches, some_rows(4)), chosen, folder / "work", name="x",
-        console=Console(quiet=True), callbacks=callbacks, logger=logger,
-    )[0]  # fmt: skip
+    configured = chosen.callback_instances()
+    chosen.callback_instances = lambda: [*configured, *callbacks]  # type: ignore[method-assign]
+    data = DistillDataModule(batches, some_rows(4))
+    return fit(module, data, chosen, folder / "work", name="x", console=Console(quiet=True), logger=logger)[0]
 
 
 def next_tokens(tiny: Any, steps: int = 9) -> CausalLMModule:
