@@ -1,7 +1,8 @@
 """Block heads in training: the drafted tokens of many blocks of each text, all at once; and their calibration."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -289,17 +290,17 @@ def temperatures(odds: Tensor, accepted: Tensor, counts: Tensor) -> list[float]:
 # -- the kinds --------------------------------------------------------------------------------------------------------
 
 
+@dataclass(kw_only=True, frozen=True)
 class Block(Kind):
-    """Kinds of block heads."""
+    """Kinds of block heads, with the ``rank`` of what scores tokens by those before, and ``confidence`` or not."""
 
-    method, settings, from_target = "block", ("block",), True
-
-    def __init__(
-        self, name: str, *, rank: int = RANK, confidence: bool = False, served: str = "dflash", **fields: Any
-    ) -> None:
-        self.name = self.version = name
-        self.rank, self.confidence, self.served = rank, confidence, served
-        vars(self).update(fields)
+    version: str
+    rank: int = RANK
+    confidence: bool = False
+    served: str = "dflash"
+    method: str = "block"
+    settings: Sequence[str] = ("block",)
+    from_target: bool = True
 
     @override
     def rules(self, settings: Any) -> Rules:
@@ -395,12 +396,12 @@ class Block(Kind):
         return {"mask_id": model.mask_id, "calibrated": bool(model.temperatures)}
 
 
-DFLASH = Block("dflash", rank=0)
+DFLASH = Block(name="dflash", version="dflash", rank=0)
 DSPARK = Block(
-    "dspark", confidence=True, served="dspark", grown=("dflash",),
+    name="dspark", version="dspark", confidence=True, served="dspark", grown=("dflash",),
     notes=["vLLM runs it on a GPU only: its CPU build refuses DSpark."],
 )  # fmt: skip
 DFLASH2 = Block(
-    "dflash2", grown=("dflash",),
+    name="dflash2", version="dflash2", grown=("dflash",),
     notes=["It is a DFlash 2 head (convolutions, choice among candidates), which vLLM and SGLang run on a GPU only."],
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """EAGLE-1, EAGLE-3 and a target's own next-token layers (MTP) in training, unrolled over several drafting steps."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,18 +82,27 @@ class FeatureDraft(Draft):
         return head_rows(head.output(state), output, target, batch, len(place), at, step, weight, distance=distance)
 
 
-class Eagle(Kind):
-    """EAGLE (on the target's last state) and EAGLE-3 (on three)."""
+@dataclass(kw_only=True, frozen=True)
+class Unrolled(Kind):
+    """Heads that are unrolled: ``usual`` steps, the loss of each further one weighed by ``decay``."""
 
-    version: int
-
-    def __init__(self, name: str, version: int, steps: int, **fields: Any) -> None:
-        self.name, self.version, self.usual, self.served = name, version, steps, name
-        vars(self).update(fields)
+    usual: int
+    decay: float = 0.8
 
     @override
     def steps(self, student: Any) -> int:
         return int(student.unroll or self.usual)
+
+    @override
+    def draft(self, model: Any, student: Any, *, accepted_only: bool = False) -> FeatureDraft:
+        return FeatureDraft(model, self.steps(student), DEPTH, 1.0 if accepted_only else self.decay)
+
+
+@dataclass(kw_only=True, frozen=True)
+class Eagle(Unrolled):
+    """EAGLE (on the target's last state) and EAGLE-3 (on three)."""
+
+    version: int
 
     @override
     def captured(self, student: Any, config: Any) -> list[int]:
@@ -109,10 +119,6 @@ class Eagle(Kind):
         config = head_config(target.config.get_text_config(), self.version, draft_vocab=student.draft_vocab)
         with seeded(seed):
             return FeatureHead(config)
-
-    @override
-    def draft(self, model: Any, student: Any, *, accepted_only: bool = False) -> FeatureDraft:
-        return FeatureDraft(model, self.steps(student), DEPTH, 1.0 if accepted_only else 0.8)
 
     @override
     def write(self, model: FeatureHead, folder: Path) -> None:
@@ -136,12 +142,8 @@ class Eagle(Kind):
         }
 
 
-class NextLayers(Kind):
+class NextLayers(Unrolled):
     """A target's own next-token layers (MTP), as FastMTP tunes them."""
-
-    name = version = served = MTP
-    start, decodable, of_target, trees = "untuned", True, True, False
-    no_gguf = "llama.cpp reads next-token layers from the target's own file; leave export.gguf empty"
 
     @override
     def rules(self, settings: Any) -> Rules:
@@ -153,10 +155,6 @@ class NextLayers(Kind):
         ]  # fmt: skip
 
     @override
-    def steps(self, student: Any) -> int:
-        return int(student.unroll or 3)
-
-    @override
     def create(self, target: PreTrainedModel, tokenizer: Any, student: Any, seed: int) -> Any:
         return load_mtp(target)
 
@@ -164,14 +162,13 @@ class NextLayers(Kind):
     def check_given(self, model: Any, student: Any) -> Differences:
         return {}
 
-    @override
-    def draft(self, model: Any, student: Any, *, accepted_only: bool = False) -> FeatureDraft:
-        return FeatureDraft(model, self.steps(student), DEPTH, 1.0 if accepted_only else 0.6)
-
 
 EAGLE = Eagle(
-    "eagle", 1, 1, sniffed=["eagle3"],
+    name="eagle", version=1, served="eagle", usual=1, sniffed=["eagle3"],
     no_gguf="llama.cpp has no EAGLE-1 heads; train student.kind eagle3, or leave export.gguf empty",
 )  # fmt: skip
-EAGLE3 = Eagle("eagle3", 3, 7, from_target=True)
-NEXT_LAYERS = NextLayers()
+EAGLE3 = Eagle(name="eagle3", version=3, served="eagle3", usual=7, from_target=True)
+NEXT_LAYERS = NextLayers(
+    name=MTP, version=MTP, served=MTP, usual=3, decay=0.6, start="untuned", decodable=True, of_target=True, trees=False,
+    no_gguf="llama.cpp reads next-token layers from the target's own file; leave export.gguf empty",
+)  # fmt: skip

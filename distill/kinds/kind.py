@@ -1,6 +1,7 @@
 """What the rest of distill asks of a kind of draft: everything by which the kinds differ, in one object of one file."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ Differences = dict[str, tuple[Any, Any]]
 """Settings of a student: what they say, and what a head has."""
 
 
+@dataclass(kw_only=True, frozen=True)
 class Kind:
     """A kind of draft; this one is of heads that read the target's hidden states.
 
@@ -45,17 +47,18 @@ class Kind:
 
     name: str
     version: int | str | None
-    head = True
-    start = "untrained"
-    decodable = False
-    method = "eagle"
-    trees = True
     served: str
+    head: bool = True
+    start: str = "untrained"
+    decodable: bool = False
+    method: str = "eagle"
+    trees: bool = True
     sniffed: Sequence[str] = ()
     notes: Sequence[str] = ()
-    no_gguf = ""
+    no_gguf: str = ""
     settings: Sequence[str] = ("unroll",)
-    of_target = from_target = False
+    of_target: bool = False
+    from_target: bool = False
     grown: Sequence[str] = ()
 
     def rules(self, settings: Any) -> Rules:

@@ -47,7 +47,7 @@ class TrainingModule(L.LightningModule):
     Args:
         model: The model to train, or its folder or Hub name.
         training: Optimiser and length, of which checkpoints keep the values.
-        steps: Optimiser steps in all; None: those of ``training``.
+        steps: Optimiser steps in all.
         seed: All randomness of step i is drawn from (seed, i, rank), so a resumed run needs no saved state of it.
 
     Attributes:
@@ -62,19 +62,16 @@ class TrainingModule(L.LightningModule):
     selected = 0
 
     def __init__(
-        self, model: Any, training: TrainingSettings | Values, steps: int | None = None, *, seed: int = 0, **kept: Any
+        self, model: Any, training: TrainingSettings | Values, steps: int, *, seed: int = 0, **kept: Any
     ) -> None:
         super().__init__()
         training = TrainingSettings(**training) if isinstance(training, dict) else training
-        if not (steps or training.steps):
-            raise UserError(f"steps is {steps}, as is training.steps: give the optimiser steps in all")
-        self.steps = steps or training.steps_for(0)
-        named = isinstance(model, str | Path)
-        kept |= {"training": asdict(training), "steps": self.steps, "seed": seed}
-        kept |= {"model": str(model)} if named else {}
+        kept |= {"training": asdict(training), "steps": steps, "seed": seed}
+        if isinstance(model, str | Path):
+            kept["model"] = str(model)
+            model = load_model(model, device="cpu", dtype="float32").train()
         self.save_hyperparameters(kept, logger=False)
-        self.model = load_model(model, device="cpu", dtype="float32").train() if named else model
-        self.training_settings, self.seed = training, seed
+        self.model, self.training_settings, self.steps, self.seed = model, training, steps, seed
         self.history: list[Metrics] = []
         self.sums: dict[str, Tensor] = {}  # of a validation's metrics: sum and count
         self.bad_step = torch.tensor(-1)  # the first whose loss was no number, on the device, so that no step waits

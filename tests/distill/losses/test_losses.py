@@ -169,12 +169,11 @@ def test_an_ablation_may_need_more_kernels_than_pytorch_compiles_of_a_function(m
     )
     torch.compiler.reset()
     rows = case("plain")
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch._dynamo.config.patch(recompile_limit=1):
         warnings.simplefilter("error", UserWarning)
-        for name in ("forward_kl", "reverse_kl", "tv", "kl_tv", "jsd"):
-            for metrics in (True, False):
-                total, _ = chunked_loss(rows, Divergence(name), compiled=True, metrics=metrics)
-                assert total.item() == pytest.approx(plain_loss(rows, Divergence(name))[0].item(), rel=1e-6)
+        for name in ("forward_kl", "tv", "jsd"):
+            total, _ = chunked_loss(rows, Divergence(name), compiled=True, metrics=False)
+            assert total.item() == pytest.approx(plain_loss(rows, Divergence(name))[0].item(), rel=1e-6)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")

@@ -355,14 +355,14 @@ def full(*_: Any) -> None:
     ("act", "words"),
     [
         (full, "No space left on device"),
-        (lambda _: os._exit(1), "exited unexpectedly|timed out after 9 s"),  # the latter where it died at once
+        (lambda _: os._exit(1), "exited unexpectedly|timed out after 2 s"),  # the latter where it died at once
         (lambda _: threading.Event().wait(), "timed out after 1 s"),
     ],
 )
 def test_a_loader_s_process_that_dies_or_stalls_ends_the_training_with_its_words(
     act, words: str, tiny, monkeypatch, tmp_path
 ) -> None:
-    monkeypatch.setattr("distill.data.dataset.STALL", 9 if "exited" in words else 1 if "timed" in words else 600)
+    monkeypatch.setattr("distill.data.dataset.STALL", 2 if "exited" in words else 1 if "timed" in words else 600)
     monkeypatch.setattr(torch.Tensor, "share_memory_", act)
     with pytest.raises(
         UserError, match=rf"data.loader_workers failed \(.*({words}).*set it to 0, or make /dev/shm larger"
