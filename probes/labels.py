@@ -6,9 +6,10 @@ the target's top-p set (AdaSPEED, section 3.2). p and q are warped as decoding w
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -18,22 +19,15 @@ from decode.core.verify import pick, ratio
 from decode.errors import UserError
 from decode.models.huggingface import context_of
 from decode.models.open import NEUTRAL, described, own_warp, stop_ids
+from decode.models.texts import GROUP
 from distill import ranks
-from distill.config.teacher import ResponseSettings
 from distill.data.chat import ChatFormat
 from distill.data.dataset import Examples
+from distill.data.writing import Job, Write, written_by, written_here
 from distill.files import fingerprint
 from distill.fingerprints import inputs
 from distill.kept import TEXT_IDS, Kept
-from distill.responses.target import (
-    Answer,
-    Job,
-    Jobs,
-    answered_by_engine,
-    answered_here,
-    ends_with,
-    write_responses,
-)
+from distill.responses.target import ends_with, write_answers
 from distill.results.evaluate import Text
 from distill.run import Run
 from probes.settings import ProbeSettings
@@ -86,32 +80,34 @@ def write_mode(run: Run, model: PreTrainedModel, mode: Mode, options: ProbeSetti
     Raises:
         UserError: A split has no prompt.
     """
-    target, settings = run.record("target"), run.settings
+    target, batch_size = run.record("target"), run.settings.teacher.responses.batch_size
     assert target is not None
-    how = ResponseSettings(batch_size=settings.teacher.responses.batch_size)
-    served, limit = settings.teacher.in_engine, context_of(model.config.get_text_config())
+    served, limit = run.settings.teacher.in_engine, context_of(model.config.get_text_config())
+    engine = run.engine if served and ranks.is_first() else None
     made_from = {
         "target": target.fingerprint, "budget": options.max_new_tokens, "also": described(model, mode.warp),
-        "served": served, "frozen": inputs(settings, ["frozen"]),
+        "served": served, "frozen": inputs(run.settings, ["frozen"]),
         **{name: getattr(mode.warp, name) for name in ("temperature", *NEUTRAL)},
     }  # fmt: skip
-    ends = sorted(stop_ids(model, run.tokenizer))
     counts = {"train": options.prompts, "validation": options.validation_prompts, "test": options.test_prompts}
     for number, (split, count) in enumerate(counts.items()):
-        rows, seed = Examples.of(getattr(run.corpus, split), count), settings.seed + number
+        rows, seed = Examples.of(getattr(run.corpus, split), count), run.settings.seed + number
         prompts = [ids for ids in map(rows.prompt, range(len(rows))) if ids]
         if not prompts:
             raise UserError(f"the {split} split has no prompts; plain texts need a longer data.max_length")
-        answer: Answer = partial(answered_here, model, mode.warp, how.batch_size, seed, set(ends))
-        if served and ranks.is_first():
-            sampling = replace(how, temperature=mode.warp.temperature, top_p=mode.warp.top_p)
-            data, chat = settings.data, None
-            if run.corpus.chat:
-                chat = ChatFormat(run.tokenizer, data.system, data.template_args, ends)
-            answer = partial(answered_by_engine, run.engine, sampling, seed, ends, ends_with(run.tokenizer, chat))
+        ends = sorted(stop_ids(model, run.tokenizer))
+        write: Write = partial(written_here, model, mode.warp, ends, (seed, 0), batch_size)
+        if engine is not None:
+            data, form = run.settings.data, run.corpus.chat
+            chat = ChatFormat(run.tokenizer, data.system, data.template_args, ends) if form else None
+            write = partial(written_by, engine, mode.warp, ends, ends_with(run.tokenizer, chat), seed)
         jobs = [Job(i, ids, max(0, min(options.max_new_tokens, limit - len(ids)))) for i, ids in enumerate(prompts)]
         about = made_from | {"prompts": fingerprint(prompts), "seed": seed}
         answers = Kept(TEXT_IDS, run.work / "probes" / f"{mode.name}-{split}-{fingerprint(about)[:16]}")
-        write_responses(run, Jobs.of(jobs), answers, how, lambda: answer, f"{mode.name} texts, {split}", served)  # noqa: B023
-        written = [answers.text(job.example) if job.budget else [] for job in jobs]
+        title = f"{mode.name} texts, {split}"
+        asked = [job for job in jobs if job.budget]
+        numbers, lengths = np.array([(job.number, len(job.ids)) for job in asked], np.int64).reshape(-1, 2).T
+        size = None if served else GROUP * batch_size
+        write_answers(run, answers, numbers, lengths, asked.__getitem__, lambda: write, title, size)  # noqa: B023
+        written = [answers.get("ids", job.number).tolist() if job.budget else [] for job in jobs]
         mode.texts[split] = [([*ids, *text], len(ids)) for ids, text in zip(prompts, written)]

@@ -1,7 +1,6 @@
 """Settings are checked before anything is loaded, and converted to warpers, method options, stores and suites."""
 
 import dataclasses
-import json
 import sys
 import typing
 from collections.abc import Iterable
@@ -22,20 +21,20 @@ from decode.core.lengths import RoundCosts
 from decode.core.sampling import LogitsWarper
 from decode.drafters.probe import describe_probes
 from decode.errors import UserError, choose
-from decode.files import Fields
+from decode.files import Fields, read_model_json
 from decode.measure import machine
 from decode.methods import Parts
 from decode.models.heads.files import head_kind
 from decode.models.huggingface import facts_of
 from decode.models.open import NEUTRAL, Pair, load, own_warp
 from decode.models.tokens import check_template
-from decode.options import Checked, MethodOptions
+from decode.options import build
 
 if TYPE_CHECKING:
+    from decode.measure.session import BenchOptions
     from decode.measure.suites import Suite
 
 Settings = TypeVar("Settings", bound=LoadSettings)
-Options = TypeVar("Options")
 
 PLACED = {f.name for f in dataclasses.fields(LoadSettings)} - {"threads"}
 """Settings that are fixed once the models are open."""
@@ -53,7 +52,7 @@ def parts_of(settings: MethodSettings, draft: str | None, *, corpus: bool = Fals
         again = "build one with python -m decode datastore build"
         raise UserError(f"there is no datastore folder {settings.datastore!r}; {again}")
     kind, stores = "" if draft is None else head_kind(draft) or "model", corpus or settings.datastore is not None
-    return Parts(picked(MethodOptions, settings), kind, str(draft), datastore=stores)
+    return Parts(settings, kind, str(draft), datastore=stores)
 
 
 def use_chat(settings: ChatSettings, tokenizer: PreTrainedTokenizerBase, *, tell: bool = False) -> bool:
@@ -89,10 +88,16 @@ def make_warp(settings: SamplingSettings, target: PreTrainedModel, temperature: 
     return own_warp(target, temperature, {name: getattr(settings, name) for name in NEUTRAL})
 
 
-def picked(kind: type[Options], settings: Checked, **more: Any) -> Options:
-    """A dataclass from the settings of the same names, and from `more`."""
-    shared = {f.name for f in dataclasses.fields(kind)} & vars(settings).keys()  # type: ignore[arg-type]
-    return kind(**{name: getattr(settings, name) for name in shared} | more)
+def session_options(settings: ChatSettings, pair: Pair) -> "BenchOptions":
+    """How a pair is measured with these settings; without sampling settings from the target's whole distribution."""
+    from decode.measure.session import BenchOptions
+
+    names = {f.name for f in dataclasses.fields(BenchOptions)} & vars(settings).keys()
+    options = BenchOptions(**{name: getattr(settings, name) for name in names})
+    options.chat = use_chat(settings, pair.tokenizer)
+    if isinstance(settings, SamplingSettings):
+        options.warp = make_warp(settings, pair.target)
+    return options
 
 
 def open_suites(settings: SuiteSettings, *, chat: bool) -> "list[Suite]":
@@ -125,15 +130,15 @@ def api_settings(settings_class: type[Settings], pair: Pair, options: Fields, **
     Raises:
         UserError: an unknown option, or a value out of range.
     """
-    by_name = {f.name: f for f in dataclasses.fields(settings_class) if f.name not in PLACED | fixed.keys()}
     hints = typing.get_type_hints(settings_class)
+    free = {name: hint for name, hint in hints.items() if name not in PLACED | fixed.keys()}
     for name in options:
-        choose("option", name, by_name)
-    fixed |= {"target": pair.target_name or "the given model", "pack": pair.pack} | options
-    for name, value in fixed.items():
+        choose("option", name, free)
+    values = {"target": pair.target_name or "the given model", "pack": pair.pack} | fixed | options
+    for name, value in values.items():
         if typing.get_origin(hints[name]) is list:  # one word is no list of its letters
-            fixed[name] = [value] if isinstance(value, str) else list(value)
-    return settings_class(**fixed)
+            values[name] = [value] if isinstance(value, str) else list(value)
+    return build(settings_class, values)
 
 
 def recorded_costs(draft: str | None, device: torch.device) -> RoundCosts | None:
@@ -142,19 +147,14 @@ def recorded_costs(draft: str | None, device: torch.device) -> RoundCosts | None
     Raises:
         UserError: the file is damaged.
     """
-    path = Path(draft or "") / "speculation_profile.json"
-    if draft is None or not path.is_file():
+    profile = read_model_json(Path(draft or "") / "speculation_profile.json")
+    if "round_costs" not in profile:
         return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        costs = RoundCosts.from_dict(content["round_costs"]) if "round_costs" in content else None
-        there = content.get("batch_size_conditions") or {}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); export the draft again") from error
-    here = machine.describe(device)
-    other = [f"{there.get(key)}, not {here.get(key)}" for key in machine.HARDWARE if there.get(key) != here.get(key)]
-    if costs is None or not other:
-        return costs
-    again = "measure them here with python -m decode profile --batch-sizes"
-    print(f"the costs in {path} are not used: they were measured on {other[0]}; {again}", file=sys.stderr)
-    return None
+    there, here = profile.get("batch_size_conditions", {}), machine.describe(device)
+    for key in machine.HARDWARE:
+        if there.get(key) != here.get(key):
+            again = "measure them here with python -m decode profile --batch-sizes"
+            measured = f"they were measured on {there.get(key)}, not {here.get(key)}; {again}"
+            print(f"the costs in the profile of {draft} are not used: {measured}", file=sys.stderr)
+            return None
+    return RoundCosts.from_dict(profile["round_costs"])

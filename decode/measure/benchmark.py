@@ -14,7 +14,7 @@
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import chain, groupby, islice, product
@@ -27,7 +27,7 @@ from decode.core.draft import Ids
 from decode.core.round import Round, acceptance_by_length, acceptance_by_position, clustered_ratio, metrics
 from decode.core.sampling import TorchRng
 from decode.core.verify import JensenShannon
-from decode.errors import first_line
+from decode.errors import UserError, first_line
 from decode.files import Fields
 from decode.loop import Method, decode, decode_texts, tree_error
 from decode.measure import machine
@@ -52,7 +52,7 @@ from decode.models.api import Model
 from decode.models.open import DraftModel
 from decode.models.sources import quiet
 from decode.options import MethodOptions, split_spec
-from decode.progress import current, duration
+from decode.progress import current
 
 BASELINE = "autoregressive"  # the loop without a drafter, the baseline of `speedup`
 REFERENCE = "generate"  # the method of `speedup_vs_generate`, whose texts greedy ones have to equal
@@ -111,13 +111,17 @@ def plan(
     stop: str | None = None,
     rule: str | None = None,
     target: Model | None = None,
+    needed: Iterable[str] = (),
 ) -> list[BenchEntry]:
     """Entries for all combinations that drafts and target allow (see `refusal`), with unique names.
 
     Methods may carry options of their own (`split_spec`). Methods of a fixed length get one entry for each of
     `draft_lengths`; without any, the length that the draft was exported with, or the method's own.
+
+    Raises:
+        UserError: one of the methods `needed` has no entry.
     """
-    entries = []
+    entries, planned, refused = [], set[str](), dict[str, str]()
     for temperature, spec in product(temperatures, methods):
         method, changes = split_spec(spec)
         base, kind = replace(options or MethodOptions(), **changes), kind_of(method)
@@ -131,12 +135,17 @@ def plan(
         for draft, length in product(drafts if kind.drafts else [None], lengths):
             model = drafts[draft] if draft else None
             parts = Parts.of_draft(model, base, datastore=True, tree_refusal=trees)
-            if refusal(method, parts, stop=entry.stop, rule=entry.rule):
+            if why := refusal(method, parts, stop=entry.stop, rule=entry.rule):
+                refused.setdefault(spec, why)
                 continue
             name = spec.replace(":", " ") + (f" k={length}" if len(lengths) > 1 else "")
             name += f" ({draft})" if draft and len(drafts) > 1 else ""
             length = length or (exported_length(model) if model is not None and fixed else None)
             entries.append(replace(entry, draft=draft, options=replace(base, draft_length=length), name=name))
+            planned.add(spec)
+    for spec in needed:
+        if spec in refused and spec not in planned:
+            raise UserError(refused[spec])
     return entries
 
 
@@ -317,13 +326,11 @@ class Benchmark:
         entries: Iterable[BenchEntry],
         *,
         batch_sizes: Iterable[int] = (1,),
-        tell: Callable[[str], object] | None = None,
     ) -> list[Fields]:
         """Measure all entries on all suites at all batch sizes; the baselines are added at every temperature.
 
         A batch that needs more prompts takes them again from the start. Of transformers' methods only ``generate``
-        decodes batches. Returns `rows`, in which entries keep their order. `tell` is given a line on how many texts are
-        written, and about how long that takes, before they are.
+        decodes batches. Returns `rows`, in which entries keep their order.
 
         Raises:
             UserError: a store is missing, or no prompt fits the context.
@@ -350,12 +357,6 @@ class Benchmark:
             table.sort(key=lambda e: (e.method not in (BASELINE, REFERENCE), e.method == REFERENCE))
             blocks.append((suite, size, table, groups))
         rounds = sum(len(table) * len(groups) for *_, table, groups in blocks)
-        if tell and blocks:
-            texts = session.options.repeats * sum(len(table) * len([*chain(*groups)]) for *_, table, groups in blocks)
-            with machine.using_threads(session.threads):
-                chats = blocks[0][3][0][:1]
-                (text,) = EntryRun(session, BenchEntry(BASELINE)).write(chats, 0, 0, session.options.max_new_tokens)
-            tell(f"{texts:,} texts are written, about {duration(texts * text.seconds)} at the speed without a draft")
         current().update(done=0, total=session.options.repeats * rounds)
         for suite, size, table, groups in blocks:
             runs = [EntryRun(session, entry, size) for entry in table]

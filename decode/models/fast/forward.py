@@ -158,6 +158,11 @@ class FastForward:
 
     def attention(self, layer: Layer, qkv: Tensor, placed: Placed, views: Views) -> Tensor:
         """Attention before its projection, ``[n, heads · width]``; queries and keys in `qkv` are rotated in place."""
+        q, stored = self.rotated(layer, qkv, placed)
+        return placed.attend(q, stored, views, layer.kind, self.shape.scale)
+
+    def rotated(self, layer: Layer, qkv: Tensor, placed: Placed) -> tuple[Tensor, Tensor]:
+        """Queries ``[1, heads, n, width]``, and keys, then values, ``[1, 2 kv_heads, n, width]``, rotated in place."""
         shape, n, rotary = self.shape, qkv.shape[0], placed.rotary[layer.kind]
         heads, kv_heads, d = shape.heads, shape.kv_heads, shape.width
         if shape.interleaved and not shape.tuned:
@@ -174,8 +179,7 @@ class FastForward:
             turned = torch.bmm(by_token if layer.qk_norm is None else layer.qk_norm(by_token), rotary)
             qk = turned.transpose(0, 1)[None]
             rows.narrow(1, heads, kv_heads).copy_(qk.narrow(1, heads, kv_heads))
-        q, stored = qk.narrow(1, 0, heads), rows.narrow(1, heads, 2 * kv_heads)
-        return placed.attend(q, stored, views, layer.kind, shape.scale)
+        return qk.narrow(1, 0, heads), rows.narrow(1, heads, 2 * kv_heads)
 
 
 def cos_and_sin(
@@ -198,15 +202,15 @@ def fast_runner(model: PreTrainedModel, *, pack: str = "off", draft: bool = Fals
     """
     facts, rotary, config = facts_of(model), model.base_model.rotary_emb, model.config.get_text_config()
     rotated = cos_and_sin(rotary, 1, facts["dtype"], facts["device"], layer_kinds(config)[0][0].rope)[0].shape[-1]
-    tuned, large_auto = tunable(model), pack == "auto" and not is_small(model)
-    if large_auto and free_memory(model.device) <= ROOM * facts["weight_bytes"]:
+    tuned, large = tunable(model), pack == "auto" and not is_small(model)
+    if large and free_memory(model.device) <= ROOM * facts["weight_bytes"]:
         pack = "off"
     # as those of a checkpoint in 16 bits that was loaded in float32
     in_half = (half_scale(p) is not None for p in model.parameters() if p.dim() == 2)
     kept = pack != "off" and not draft and all(in_half)
-    if large_auto:
-        pack = "on" if kept else "off"
-    make = Linears(pack, config.num_hidden_layers, copies=tuned, half=kept or (draft and pack == "auto"))
+    if large and not kept:
+        pack = "off"
+    make = Linears(pack, copies=tuned, half=kept or (draft and pack == "auto"))
     network = FastForward(model_weights(model, rotated, make, tuned=tuned, folded=not kept), rotary)
     saved = make.bytes["in float16"]
     facts |= {"packing": make.sentence(), "weight_bytes": facts["weight_bytes"] - saved}
@@ -214,13 +218,14 @@ def fast_runner(model: PreTrainedModel, *, pack: str = "off", draft: bool = Fals
 
 
 class RowRunner(Model):
-    """A runner whose texts are rows of the cache of `network`."""
+    """A runner whose texts are rows of the cache of `network`, each of them a `row`."""
 
     network: FastForward
+    row: type[Row] = Row
 
     def new_cache(self) -> Any:
         """See `Model.new_cache`."""
-        return self.network.cache.new_row(Row)
+        return self.network.cache.new_row(self.row)
 
     def reserve(self, rows: int, length: int = 0) -> None:
         """See `Model.reserve`."""
