@@ -5,12 +5,11 @@ Both are functions of the text, so they are verified as deterministic drafts.
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor
 
-from decode.core.draft import Draft, Drafts, fetch, upload
+from decode.core.draft import Draft, Drafts, fetch, upload, upload_all
 from decode.core.sampling import LogitsWarper, Prefixes
 from decode.drafters.base import DraftRequest
 from decode.drafters.model import BlockDrafter, FeatureDrafter, HeadDrafter
@@ -115,8 +114,8 @@ class FeatureTreeDrafter(TreeDrafter, FeatureDrafter):
     def drafts(self, requests: Sequence[DraftRequest], limits: Sequence[int]) -> Drafts:
         """See `ModelDrafter.drafts`."""
         runner, warp, count = self.runner, self.warp, len(requests)
-        caches, unread = [request.state.cache for request in requests], list(map(self.unread, requests))
-        feeds = upload([*chain(*unread)], runner.device).split(list(map(len, unread)))
+        caches = [request.state.cache for request in requests]
+        feeds = upload_all(list(map(self.unread, requests)), runner.device)
         out = runner.read_pairs(caches, feeds, 1)
         # of each node the state that drafts its children, which slots it sees, and the tokens down to it
         states, paths = out.hidden[:, None], feeds[0].new_empty(count, 1, 0)

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decode.core.round import clustered_ratio
-from decode.core.sampling import LogitsWarper
+from decode.core.sampling import LogitsWarper, Prefixes
 from decode.core.verify import overlap
 from decode.measure.statistics import p_value
 from decode.models.heads.eagle import DraftHead
@@ -92,7 +92,7 @@ def offline_alphas(
     whole, numbers, found = max(depth, longest), prompt_numbers(texts), defaultdict[int, ByDraft](dict)
     for forced in teacher_forced(target, drafts, texts, depth=whole, shorter=range(1, longest)):
         place, ids, at = forced.number, texts[forced.number][0], forced.at
-        before = [ids[:i] for i in range(at.start, at.stop)] if warp.needs_prefix else None
+        before = Prefixes.of(ids[:i] for i in range(at.start, at.stop)) if warp.needs_prefix else None
         p, written = warp(forced.p, before), torch.tensor([*ids[at]], device=forced.p.device)[:, None]
         for draft, logits in forced.q.items():
             known = found[forced.length]

@@ -214,7 +214,7 @@ def compare(model: PreTrainedModel, runner: Model) -> Gaps:
                 feed = torch.cat([ids[start : start + 1], torch.tensor(tree.ids).to(runner.device)])
                 expected = torch.cat([fresh[0, start : start + 3], fresh[1, start + 1 : start + 4]])
                 gaps.tree = gap(expected, feed, tree, [0, 1, 3, 2, 4, 5])
-                cache.keep(start, [start, start + 2, start + 4, start + 5])
+                runner.keep([cache], [start], [[start, start + 2, start + 4, start + 5]])
                 gaps.tree = max(gaps.tree, gap(fresh[1, start + 4 :], texts[1, start + 4 :]))
             except Exception as error:  # a family's forward may not be made for trees in many ways
                 gaps.tree = torch.inf

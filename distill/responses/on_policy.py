@@ -13,7 +13,7 @@ import torch
 
 from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
-from decode.models.texts import uniform_draws
+from decode.writing import uniform_draws
 from distill import ranks
 from distill.config.base import Values
 from distill.config.teacher import ResponseSettings
@@ -22,7 +22,7 @@ from distill.data.dataset import Examples, Picks, Schedule
 from distill.responses.target import response_rows
 
 Writer = Callable[..., list[Ids]]
-"""Continues prompts with the draft's weights of the moment; called as `decode.models.texts.write_texts`."""
+"""Continues prompts with the draft's weights of the moment; called as `decode.writing.write_texts`."""
 Place = tuple[int, int]  # a step, and the place of an example in it
 
 

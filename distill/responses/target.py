@@ -19,9 +19,9 @@ from decode.core.sampling import LogitsWarper
 from decode.errors import UserError
 from decode.measure.suites import Row
 from decode.models.open import files_of, stop_ids
-from decode.models.texts import GROUP, uniform_draws, write_texts
 from decode.models.tokens import REASONING, end_token, plain_ids
 from decode.progress import current, working
+from decode.writing import GROUP, uniform_draws, write_texts
 from distill import ranks
 from distill.config.base import Values
 from distill.config.teacher import ResponseSettings
