@@ -1,18 +1,17 @@
 """The options that decoding methods leave open, defined once for Python, the command line and configurations.
 
 `MethodOptions` is what a method gets; the settings of ``generate`` and ``bench`` extend it, and a method of a
-benchmark may have options of its own, ``ears:beta=0.2`` (`split_spec`). Ranges are part of the types and are checked on
-construction. This module imports neither torch nor transformers, so that ``--help`` answers at once.
+benchmark may have options of its own, ``ears:beta=0.2`` (`split_spec`). Ranges are part of the types, and are checked
+where settings are read (`build`). This module imports neither torch nor transformers, so that ``--help`` answers at
+once.
 """
 
-import difflib
 import json
-import typing
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from jsonargparse import ArgumentError, ArgumentParser, set_loader
+from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_loader
 from jsonargparse.typing import (
     ClosedUnitInterval,
     NonNegativeFloat,
@@ -38,8 +37,9 @@ else:
     Share = restricted_number_type("Share", float, [(">", 0), ("<=", 1)])
     Temperature = restricted_number_type("Temperature", float, [("==", 0), (">=", COLDEST)], join="or")
 
+Settings = TypeVar("Settings")
 
-MODE = "draftsmith"  # how jsonargparse reads values, see `_load`
+MODE = "draftsmith"  # how jsonargparse reads values that are texts, see `_load`
 
 
 def _load(text: str) -> Any:
@@ -54,66 +54,53 @@ def _load(text: str) -> Any:
 set_loader(MODE, _load, exceptions=(ValueError,))
 
 
-class Checked:
-    """Base of settings whose numbers, switches and choices are checked on construction (`check_numbers`)."""
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
-
-
-def check_numbers(settings: Any, where: str = "", *, nested: bool = False) -> None:
-    """Check the fields whose type is a constrained number, a `Literal` or a bool; numbers become plain ones.
-
-    `where` is put before their names in errors; `nested` checks the dataclasses in them too, under dotted names.
-
-    Raises:
-        UserError: with the option, its value and the values allowed.
-    """
-    for name, hint in _hints(settings.__class__).items():
-        value, is_list = getattr(settings, name), typing.get_origin(hint) is list
-        args = () if typing.get_origin(hint) is Literal else typing.get_args(hint)
-        kinds = [kind for kind in args or (hint,) if kind is not type(None)]
-        if len(kinds) == 1 and (value is not None or not (is_list or type(None) in args)):
-            items = [_checked(where + name, item, kinds[0]) for item in (value if is_list else [value])]
-            setattr(settings, name, items if is_list else items[0])
-        sections = {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
-        for place, item in sections.items():
-            if nested and is_dataclass(item):
-                check_numbers(item, f"{where}{place}.", nested=True)
-
-
-def _checked(name: str, value: Any, kind: Any) -> Any:
-    """The value if its type takes it; of a constrained number as a plain int or float."""
-    choices = (False, True) if kind is bool else typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
-    if choices and value not in choices:
-        near = [f"; did you mean {text!r}?" for text in difflib.get_close_matches(str(value), map(str, choices), 1)]
-        raise UserError(f"{name} is {value!r}, expected {' or '.join(map(str, choices))}{''.join(near)}")
-    plain = next((number for number in (int, float) if isinstance(kind, type) and issubclass(kind, number)), None)
-    if plain in (None, kind) or kind is bool:
-        return value
-    try:
-        return plain(kind(value))
-    except (ValueError, TypeError, OverflowError) as error:  # jsonargparse's, with the value and the restriction
-        number = "a whole number" if plain is int else "a number"
-        limits = str(error).partition("restriction ")[2].replace("v", "")  # such as >=0 and <4294967296
-        raise UserError(f"{name} is {value!r}, expected {number} {limits}") from None
-
-
-@cache
-def _hints(settings_class: Any) -> Fields:
-    return typing.get_type_hints(settings_class)
-
-
 @cache
 def parser_of(settings_class: Any) -> ArgumentParser:
-    """A parser of a dataclass's fields as options, without help."""
+    """A parser of a dataclass's fields, sections included."""
     parser = ArgumentParser(exit_on_error=False, default_env=False, parser_mode=MODE)
     parser.add_class_arguments(settings_class, None)
     return parser
 
 
+def check(settings_class: Any, values: Fields, source: str = "") -> Namespace:
+    """The fields of a dataclass of settings as jsonargparse reads them, which checks their types and ranges.
+
+    `source` is put before errors.
+
+    Raises:
+        UserError: an unknown key or a wrong value, with the type or range expected.
+    """
+    try:
+        return parser_of(settings_class).parse_object(dict(values))
+    except UserError:
+        raise
+    except (ArgumentError, ValueError, TypeError) as error:
+        message = " ".join(str(error).split())
+        raise UserError(f"{source}: {message}" if source else message) from error
+
+
+def build(settings_class: type[Settings], values: Fields, source: str = "") -> Settings:
+    """An instance of a dataclass of settings from plain data, sections included; raises as `check` does."""
+    kind: Any = settings_class
+    return _with_plain_numbers(kind(**vars(parser_of(kind).instantiate(check(kind, values, source)))))
+
+
+def _with_plain_numbers(value: Any) -> Any:
+    """The value, in whose sections numbers of restricted types have become plain ones, which YAML files can hold."""
+    if is_dataclass(value):
+        for field in fields(value):
+            setattr(value, field.name, _with_plain_numbers(getattr(value, field.name)))
+    elif isinstance(value, dict):
+        return {key: _with_plain_numbers(item) for key, item in value.items()}
+    elif isinstance(value, list):
+        return [_with_plain_numbers(item) for item in value]
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        return int(value) if isinstance(value, int) else float(value)
+    return value
+
+
 @dataclass
-class MethodOptions(Checked):
+class MethodOptions:
     """What a method leaves open; null takes the paper's value."""
 
     draft_length: PositiveInt | None = None
@@ -175,12 +162,9 @@ def split_spec(spec: str) -> tuple[str, Fields]:
         UserError: an unknown option, or a value that the option does not take.
     """
     method, *options = spec.split(":")
-    keys = [item.partition("=")[0] for item in options]
-    for key in keys:
-        choose("option", key, _hints(MethodOptions))
-    try:
-        values = parser_of(MethodOptions).parse_args([f"--{item}" for item in options])
-        parsed = MethodOptions(**vars(values))
-    except (ArgumentError, ValueError) as error:
-        raise UserError(f"{spec!r}: {' '.join(str(error).split())}") from None
-    return method, {key: getattr(parsed, key) for key in keys}
+    values = {key: value for key, _, value in (option.partition("=") for option in options)}
+    by_name = vars(MethodOptions())
+    for key in values:
+        choose("option", key, by_name)
+    parsed = build(MethodOptions, dict(values), repr(spec))
+    return method, {key: getattr(parsed, key) for key in values}

@@ -6,6 +6,7 @@ run = train("configs/quickstart.yaml", "--name", "mine", "--drafts.adaspec.k", "
 print(run.export)
 """
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,9 +25,12 @@ def train(settings: "Settings | str | Path", *options: str) -> "Run":
     Raises:
         decode.errors.UserError: Settings, data or models that cannot be used.
     """
+    from decode.options import check
     from distill.__main__ import read_settings
     from distill.pipeline import run_pipeline
 
     if isinstance(settings, (str, Path)):
         settings = read_settings(["--config", str(settings), *options])
+    else:
+        check(type(settings), asdict(settings))
     return run_pipeline(settings)

@@ -41,36 +41,26 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("give a configuration, such as --config configs/quickstart.yaml; --help explains every key")
     if argv[0] == "ablate":
         return _ablate(argv[1:])
-    checks = argv[0] == "check-engine"
-    argv = argv[checks:]
-    flags = {flag: take_flag(argv, flag) for flag in ("--dry-run", "--estimate", "--show-example")}
+    modes = [argv.pop(0)] if argv[0] == "check-engine" else []
+    modes += [flag for flag in ("--dry-run", "--estimate", "--show-example") if take_flag(argv, flag)]
     settings = read_settings(argv)
-    from distill import ranks
+    from distill import pipeline, ranks, rehearse
 
-    for flag in [*["check-engine"] * checks, *(flag for flag, taken in flags.items() if taken)]:
-        ranks.check_alone(f"python -m distill {flag}")
+    for mode in modes:
+        ranks.check_alone(f"python -m distill {mode}")
     settings.validate()
-    if checks:
-        from distill.pipeline import check_command, with_formats
-        from distill.run import Run
-
-        return check_command(Run(with_formats(settings), output_console()))
-    if flags["--estimate"]:
-        from distill.rehearse import estimate
-
-        estimate(settings, output_console())
+    if "check-engine" in modes:
+        return pipeline.check_command(settings, output_console())
+    if "--estimate" in modes:
+        rehearse.estimate(settings, output_console())
         return None
-    from distill.pipeline import run_pipeline, show_example
-
-    if flags["--dry-run"]:
-        from distill.rehearse import shrink
-
-        settings = shrink(settings)
-    if flags["--show-example"]:
-        return show_example(settings)
+    if "--dry-run" in modes:
+        settings = rehearse.shrink(settings)
+    if "--show-example" in modes:
+        return pipeline.show_example(settings)
     ranks.restart(settings.trainer, "distill", argv)
-    run_pipeline(settings)
-    if flags["--dry-run"]:
+    pipeline.run_pipeline(settings)
+    if "--dry-run" in modes:
         command = f"python -m distill {shlex.join(argv)}"
         print(f"\nthe dry run is through, and its figures are of random models; to train: {command}")
     return None

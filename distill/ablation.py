@@ -1,13 +1,11 @@
 """``python -m distill ablate``: the drafts of a configuration, each trained with several seeds, compared in one table.
 
-Every draft is trained with each of the seeds, which decide the order of the training examples, from one target, one
-student and one reference, by a run for each kind of draft. Acceptance is measured on the same texts of the target, so
-that runs are compared text by text (`table`). Nothing is decoded. A killed run continues.
+It is a run whose drafts have these seeds, which decide the order of the training examples (one run for each kind of
+draft), and a comparison of the runs' reports on the same texts of the target, text by text (`table`). Nothing is
+decoded. A killed run continues.
 """
 
-import math
 import shutil
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -17,10 +15,10 @@ import numpy as np
 from rich.console import Console
 
 from decode.core.round import clustered_ratio
-from decode.errors import UserError
 from decode.files import read_json, replaced, write_json, write_text
 from decode.measure import machine
 from decode.measure.report import COLUMNS, comma_separated, console_table, latex, markdown
+from decode.measure.statistics import plain
 from decode.measure.suites import Row
 from decode.progress import output_console
 from distill.config import AblateSettings, EvaluationSettings, ExportSettings
@@ -28,17 +26,11 @@ from distill.pipeline import run_pipeline
 
 GAINS = {"gain": ("sampled", "sums"), "greedy_gain": ("greedy", "sums"), "length_gain": ("sampled", "rounds")}
 """Columns that compare a draft with the first one on the same texts, by decoding mode and what each text has."""
+LENGTHS = {"offline_accepted_length": "sampled", "greedy_accepted_length": "greedy"}
 WRITTEN = ("corpus", "prompts", "responses")  # folders of a run's work that do not depend on the student
-TABLE = (
-    "name",
-    "seeds",
-    "offline_alpha",
-    "offline_accepted_length",
-    "greedy_accepted_length",
-    *GAINS,
-    "teacher_tokens",
-    "seconds",
-)
+TABLE = ("name", "seeds", "offline_alpha", *LENGTHS, *GAINS, "teacher_tokens", "seconds")
+Line = tuple[Row, Sequence[str]]
+"""A run's report, and the names of a draft's seeds in it, in the same order for all drafts."""
 
 
 def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
@@ -48,38 +40,25 @@ def ablate(settings: AblateSettings, console: Console | None = None) -> Path:
     """
     settings.validate()
     seeds, kinds, console = settings.ablation.seeds, settings.ablation.kinds, console or output_console()
-    if not seeds or len(set(seeds)) < len(seeds):
-        raise UserError(f"ablation.seeds is {seeds}, expected different numbers from 0 up, such as [1, 2, 3]")
-    if kinds and (len(set(kinds)) < len(kinds) or settings.target.trained):
-        raise UserError(
-            f"ablation.kinds is {kinds}, expected different kinds for a finished target (target.kind as_is; it is "
-            f"{settings.target.kind})"
-        )
-    variants = {name: d if d.selects else replace(d, reference=None) for name, d in settings.drafts.items()}
-    full = replace(
-        settings,
-        drafts={name: replace(draft, seeds=seeds) for name, draft in variants.items()},
-        export=ExportSettings(),
-        evaluation=replace(settings.evaluation or EvaluationSettings(), decode_prompts=0, accuracy_prompts=1),
-        trainer=replace(settings.trainer, devices=1, num_nodes=1, strategy="auto"),
-    )
-    folder, reports = Path(full.output_dir) / full.name, dict[str, Row]()
+    names = {name: [f"{name}-seed{seed}" for seed in seeds] if seeds[1:] else [name] for name in settings.drafts}
+    drafts = {
+        name: replace(draft, seeds=seeds, reference=draft.reference if draft.selects else None)
+        for name, draft in settings.drafts.items()
+    }
+    evaluation = replace(settings.evaluation or EvaluationSettings(), decode_prompts=0, accuracy_prompts=1)
+    alone = replace(settings.trainer, devices=1, num_nodes=1, strategy="auto")
+    full = replace(settings, drafts=drafts, export=ExportSettings(), evaluation=evaluation, trainer=alone)
+    folder, lines = Path(full.output_dir) / full.name, dict[str, Line]()
     runs = {f"{kind} ": _of_kind(full, kind) for kind in kinds} or {"": full}
-    texts = [Path(each.output_dir) / each.name / "work" for each in runs.values()]
-    for (kind, each), work in zip(runs.items(), texts):
-        for source in (texts[0] / part for part in WRITTEN):
-            if source.is_dir() and not (work / source.name).exists():
-                with replaced(work / source.name) as aside:  # whole or not at all
-                    shutil.copytree(source, aside)
-        reports[kind] = read_json(run_pipeline(each, console).folder / "report.json")
-        drafts = {
-            f"{kind}{name}": [f"{name}-seed{seed}" for seed in seeds] if seeds[1:] else [name]
-            for kind in reports
-            for name in variants
-        }
-        owners = {f"{kind}{name}": report for kind, report in reports.items() for name in variants}
-        length = full.student.block.size - 1 if kinds else None
-        write_table(folder / "ablation.md", table(owners, drafts, length), console)
+    works = [Path(each.output_dir) / each.name / "work" for each in runs.values()]
+    for (kind, each), work in zip(runs.items(), works):
+        for part in WRITTEN:
+            if (works[0] / part).is_dir() and not (work / part).exists():
+                with replaced(work / part) as aside:  # whole or not at all
+                    shutil.copytree(works[0] / part, aside)
+        report = read_json(run_pipeline(each, console).folder / "report.json")
+        lines |= {f"{kind}{name}": (report, seeded) for name, seeded in names.items()}
+        write_table(folder / "ablation.md", table(lines, full.student.block.size - 1 if kinds else None), console)
     return folder
 
 
@@ -87,39 +66,33 @@ def _of_kind(settings: AblateSettings, kind: str) -> AblateSettings:
     """Returns the settings with another kind of student, in a folder of its own; all blocks draft as many tokens."""
     student = replace(settings.student, kind=kind, block=replace(settings.student.block))
     student.draft.alike(student)
-    made = replace(settings, student=student, output_dir=str(Path(settings.output_dir) / settings.name), name=kind)
-    made.validate()
-    return made
+    changed = replace(settings, student=student, output_dir=str(Path(settings.output_dir) / settings.name), name=kind)
+    changed.validate()
+    return changed
 
 
-def table(reports: Mapping[str, Row], drafts: Mapping[str, Sequence[str]], length: int | None = None) -> list[Row]:
+def table(lines: Mapping[str, Line], length: int | None = None) -> list[Row]:
     """Returns a row for each line of the table: α, gains over the first line, and what the training of a seed took.
 
-    Args:
-        reports: Content of the run's report.json of each line.
-        drafts: The names of each line's drafts there, in the same order of seeds.
-        length: Drafted tokens of the accepted lengths; None: as the runs report them.
+    ``length`` is that of the drafts of the accepted lengths; None: as the runs report them.
     """
     rows, first = list[Row](), dict[str, np.ndarray]()
-    for label, names in drafts.items():
-        report = reports[label]
-        trained = [next(row for row in report["drafts"] if row["name"] == name) for name in names]
-        row = trained[0] | {"name": label, "seeds": len(names)}
-        for key in ("optimiser_steps", "teacher_tokens", "seconds", "offline_alpha"):
-            row[key] = statistics.fmean(each[key] for each in trained)
-        row["alpha_by_position"] = np.mean([each["alpha_by_position"] for each in trained], 0).tolist()
-        for mode, key in (("sampled", "offline_accepted_length"), ("greedy", "greedy_accepted_length")):
+    for label, (report, names) in lines.items():
+        seeds = [next(row for row in report["drafts"] if row["name"] == name) for name in names]
+        row = seeds[0] | {"name": label, "seeds": len(names)}
+        for key in ("optimiser_steps", "teacher_tokens", "seconds", "offline_alpha", "alpha_by_position"):
+            row[key] = np.mean([each[key] for each in seeds], 0)
+        for key, mode in LENGTHS.items():
             rounds = _by_text(report, mode, "rounds", names, length)
-            row[key] = float(np.mean(sum(report["texts"][mode]["counts"]) / rounds.sum(1)))
-        texts, sums = report["texts"]["sampled"], _by_text(report, "sampled", "sums", names)
-        error = clustered_ratio(sums.mean(0), texts["counts"], texts["prompts"])[1]
-        row["offline_alpha_se"] = None if math.isnan(error) else error
+            row[key] = np.mean(sum(report["texts"][mode]["counts"]) / rounds.sum(1))
         for gain, (mode, what) in GAINS.items():
-            values = _by_text(report, mode, what, names, length)
-            base = first.setdefault(gain, values)
-            if base is not values:
-                row |= _gain(gain, base, values, report["texts"][mode])
-        rows.append(row)
+            values, texts = _by_text(report, mode, what, names, length), report["texts"][mode]
+            if gain == "gain":
+                row["offline_alpha_se"] = clustered_ratio(values.mean(0), texts["counts"], texts["prompts"])[1]
+            if gain in first:
+                row |= _gain(gain, first[gain], values, texts)
+            first.setdefault(gain, values)
+        rows.append(plain(row))
     return rows
 
 
@@ -138,13 +111,9 @@ def _gain(name: str, base: np.ndarray, values: np.ndarray, texts: Row) -> Row:
     if name == "length_gain":  # tokens / rounds change by the rounds per token, times both lengths
         lengths = whole / base.sum(1), whole / values.sum(1)
         by_seed, scale = lengths[1] - lengths[0], float(np.mean(lengths[0] * lengths[1]))
-    se_texts = scale * clustered_ratio(change.mean(0), texts["counts"], texts["prompts"])[1]
-    se_seeds = float(np.std(by_seed, ddof=1)) / math.sqrt(len(by_seed)) if len(by_seed) > 1 else 0.0
-    return {
-        name: float(by_seed.mean()),
-        f"{name}_se": math.hypot(se_seeds, se_texts),
-        f"{name}_by_seed": by_seed.tolist(),
-    }
+    of_seeds = np.std(by_seed, ddof=1) / len(by_seed) ** 0.5 if len(by_seed) > 1 else 0.0
+    of_texts = scale * clustered_ratio(change.mean(0), texts["counts"], texts["prompts"])[1]
+    return {name: by_seed.mean(), f"{name}_se": np.hypot(of_seeds, of_texts), f"{name}_by_seed": by_seed}
 
 
 def write_table(path: Path, rows: Sequence[Row], console: Console) -> None:

@@ -1,4 +1,4 @@
-"""What is refused before the first training: settings, data, models and a machine that do not fit each other."""
+"""What is refused before the first training because a rehearsal would not show it, or the run only hours later."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,9 +7,9 @@ import torch
 
 from decode.errors import UserError
 from distill import ranks
+from distill.config.base import refuse
 from distill.data.dataset import Examples
 from distill.engine.servers import answer_ids
-from distill.files import free_bytes
 from distill.kinds.language_model import kept_layers
 from distill.kinds.start import start_from_head
 from distill.networks.models import (
@@ -18,7 +18,6 @@ from distill.networks.models import (
     empty_model,
     hollow_target,
     multiplies_bfloat16,
-    use_attention,
 )
 from distill.results.tracking import tried
 from distill.run import Run
@@ -32,7 +31,7 @@ def check_inputs(run: Run) -> None:
         UserError: With the key, the value seen, and what was expected.
     """
     check_given(run)
-    for check in (_check_machine, _check_batches, _check_models, _check_disk):
+    for check in (_check_machine, _check_batches, _check_models):
         check(run)
     run.logger = tried(run.logger, run.line)
 
@@ -114,31 +113,27 @@ def check_length(run: Run) -> None:
 def _check_batches(run: Run) -> None:
     """Refuse batches that the processes cannot divide among them, or that the examples do not fill."""
     settings, parts = run.settings, run.settings.trainer.accumulate * ranks.process_count(run.settings.trainer)
-    models = settings.language_models.items()
-    trainings = {name: (model.training, len(run.corpus.train)) for name, model in models if model.trained}
-    for name, draft in settings.drafts.items():
-        trainings[f"drafts.{name}"] = draft.training_of(settings.training), len(run.examples)
-    for name, (training, examples) in trainings.items():
-        if not parts <= training.batch_size <= examples:
-            raise UserError(
-                f"{name}.training.batch_size is {training.batch_size}, expected at least {parts} (trainer.accumulate "
-                f"times the processes) and at most {examples} (the training examples)"
-            )
+    models, shared = settings.language_models.items(), settings.training
+    trainings = [(name, model.training, run.corpus.train) for name, model in models if model.trained]
+    trainings += [(f"drafts.{name}", each.training_of(shared), run.examples) for name, each in settings.drafts.items()]
+    for name, training, rows in trainings:
+        few = f"at least {parts} (trainer.accumulate times the processes)"
+        wrong = not parts <= training.batch_size <= len(rows)
+        expected = f"expected {few} and at most {len(rows)} (the training examples)"
+        refuse(training, (wrong, "batch_size", expected), where=f"{name}.training.")
 
 
 def _check_models(run: Run) -> None:
-    """Refuse too long texts, an attention that a model lacks, a draft that is not smaller, a head that does not fit."""
+    """Refuse too long texts, a draft that is not smaller, and a head that does not fit."""
     settings, corpus, longest = run.settings, run.corpus, run.settings.data.max_length
-    vocab, attention = len(corpus.tokenizer), settings.trainer.attention
+    vocab = len(corpus.tokenizer)
     if not (settings.teacher.responses.from_target or any(draft.on_policy for draft in settings.drafts.values())):
         longest = max(int(Examples.of(split).lengths.max()) for split in (corpus.train, corpus.validation))
     for name, model in settings.language_models.items():
         if model.kind == "cut":
             continue
-        config = config_of(model, vocab)
-        if attention != "auto":
-            use_attention(empty_model(model, vocab), attention)
-        positions = getattr(config.get_text_config(), "max_position_embeddings", None) or longest
+        text_config = config_of(model, vocab).get_text_config()
+        positions = getattr(text_config, "max_position_embeddings", None) or longest
         if positions < longest:
             key = f"{name}.architecture.positions" if model.kind == "scratch" else f"the context of {name}.model"
             raise UserError(
@@ -171,22 +166,3 @@ def signal_sizes(run: Run) -> dict[str, float]:
     # the states that EAGLE-1 and next-token layers read are those that logits are made of
     hidden = 0 if run.captured_layers == [int(run.target_config.num_hidden_layers)] else state * labels
     return {"hidden": read + hidden, "topk": read + 8 * teacher.signal_k * labels, "online": 0}
-
-
-def _check_disk(run: Run) -> None:
-    """Refuse a kind of signal that was asked for by name and that the disk has no room for."""
-    teacher, known = run.settings.teacher, run.corpus.answered and not run.settings.teacher.responses.from_target
-    kind = teacher.kept
-    if teacher.in_engine:
-        keep, most = teacher.engine.keep, "" if known else " at most"
-        what = "nothing" if keep is False else teacher.number_format(run.settings.target.dtype)
-        what = f"the top {teacher.signal_k} ids" if keep == "topk" else what
-        run.line(f"kept of the engine's states: {what},{most} {signal_sizes(run)[kind] / 1e9:.2f} GB")
-    if kind not in ("hidden", "topk") or not known or (run.work / "signals").exists():
-        return
-    if (size := signal_sizes(run)[kind]) > (free := free_bytes(run.work)):
-        raise UserError(
-            f"the target's signal ({kind}) will take {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free in "
-            f"{run.work}: set teacher.signal to auto (of an engine teacher.engine.keep to float8 or false), use fewer "
-            "teacher.examples, or another output_dir"
-        )

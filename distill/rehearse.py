@@ -1,10 +1,11 @@
-"""What a run will do, from a run of a few examples and steps: ``--dry-run`` and ``--estimate``.
+"""A rehearsal: the whole run on few examples and for few steps (`few`), as ``--dry-run`` or ``--estimate``.
 
-- `shrink`: the whole run with tiny random models of the same families, without network, in a minute or two. Every stage
-  takes the path of the real run (from scratch, fine-tuning, LoRA, as it is; the data's template; precision; selection).
-  What is on this machine is used or checked: files of data and prompts, the tokenizer, a head to start from. Word
-  problems stand for rows that would have to be downloaded, and for prompts that the target has yet to write.
-- `estimate`: a few steps of every part with the run's own models and data, whose times, memory and files are scaled up.
+- `shrink` also replaces the models by tiny random ones of the same families, so that the run needs no network and takes
+  a minute or two. Every stage takes the path of the real run (from scratch, fine-tuning, LoRA, as it is; the data's
+  template; precision; selection). What is on this machine is used or checked: files of data and prompts, the tokenizer,
+  a head to start from. Word problems stand for rows that would have to be downloaded, and for prompts that the target
+  has yet to write.
+- `estimate` takes the run's own models and data, and scales up times, memory and files.
 """
 
 import copy
@@ -35,55 +36,61 @@ from distill.data.dataset import Examples
 from distill.data.prompts import prompt_of
 from distill.files import sizes
 from distill.networks.models import build_model
-from distill.pipeline import with_formats
+from distill.pipeline import measure, with_formats
 from distill.responses.target import answered_texts
 from distill.run import Run
-from distill.signal.target import BYTES
 from distill.stages import run_stages
 from distill.training.trainer import peak_memory
 
-ALONE = {"trainer__devices": 1, "trainer__num_nodes": 1, "trainer__strategy": "auto"} | {
-    "tracker": "none",
-    "upload": False,
-}
+STEPS, TIMED = 4, 8  # of every training, with tiny models and the run's own
+ROWS = {"train_examples": 48, "validation_examples": 8, "test_examples": 8}  # made or written for a rehearsal
+FEW: Values = {
+    "trainer__devices": 1, "trainer__num_nodes": 1, "trainer__strategy": "auto", "tracker": "none", "upload": False,
+    "trainer__validate_every": 10**6, "trainer__validation_examples": 8,
+}  # fmt: skip
 """Settings of every rehearsal; ``__`` stands for a dot."""
+MEASURED: Values = {"prompts": 4, "accuracy_prompts": 4, "decode_prompts": 2, "max_new_tokens": 8}
+"""Its evaluation."""
 
 
-def shorten(settings: Settings, **values: Any) -> None:
-    """Give every training these values of the section ``training``, in place of those that it has."""
-    for section in (settings.target.training, settings.student.training, settings.training):
+def few(settings: Settings, **training: Any) -> Settings:
+    """Return settings of the run on few examples, in one process and untracked.
+
+    Every training has these values of the section ``training`` in place of those that it has.
+    """
+    small = copy.deepcopy(settings)
+    change(small, **FEW)
+    for section in (small.target.training, small.student.training, small.training):
         if section.steps != section.epochs:  # both are null where a model is not trained
-            change(section, **values)
-    for draft in settings.drafts.values():
-        draft.training = {key: value for key, value in draft.training.items() if key not in values}
+            change(section, **training)
+    for draft in small.drafts.values():
+        draft.training = {key: value for key, value in draft.training.items() if key not in training}
+    if small.evaluation:
+        change(small.evaluation, **MEASURED, draft_lengths=sorted(small.evaluation.draft_lengths)[:2])
+    return small
 
 
 # -- in miniature -----------------------------------------------------------------------------------------------------
 
-STEPS = 4
-ROWS = {"train": 48, "validation": 8, "test": 8}
 PLAIN_CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 """Chat template where the target's is not on this machine; pairs stay plain there."""
 SMALL: Values = {
-    **{f"data__{split}_examples": count for split, count in ROWS.items()},
+    **{f"data__{key}": count for key, count in ROWS.items()},
     "data__max_length": 512, "data__overlong": "cut", "target__quantization": None,
     "target__trust_remote_code": False, "student__trust_remote_code": False,  # models made here need no foreign code
     "teacher__examples": 16, "teacher__engine__urls": [], "teacher__engine__arguments": [],
     "teacher__responses__batch_size": 8, "teacher__responses__max_new_tokens": 8,
     "teacher__responses__refresh_every": STEPS // 2,
-    "trainer__validate_every": STEPS // 2, "trainer__validation_examples": 8,
+    "trainer__validate_every": STEPS // 2,
 }  # fmt: skip
 """Settings of every dry run."""
 
 
-def shrink(settings: Settings, console: Console | None = None, *, untie: bool = False) -> Settings:
+def shrink(settings: Settings, console: Console | None = None) -> Settings:
     """Return settings of the same run in miniature; its models are written under ``<name>-dry-run``.
-
-    ``untie`` gives the target an output head apart from its embedding: random models with a tied one repeat the last
-    token at every layer.
 
     Raises:
         UserError: The settings are refused as they are.
@@ -91,14 +98,14 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
     settings.validate()
     if settings.student.draft.of_target:
         raise UserError("student.kind is mtp, and a target made for a dry run has no next-token layers: use --estimate")
-    console, small = console or output_console(), copy.deepcopy(settings)
+    console, small = console or output_console(), few(settings, steps=STEPS, epochs=None, batch_size=4, warmup_steps=1)
     hf_logging.disable_progress_bar()
     small.name = f"{settings.name}-dry-run"
     folder = Path(small.output_dir) / small.name
     shutil.rmtree(folder, ignore_errors=True)
     console.print(f"dry run of {settings.name}, in {folder}", highlight=False)
     check_given(Run(settings, console), _here)
-    change(small, **copy.deepcopy(SMALL | ALONE))
+    change(small, **copy.deepcopy(SMALL))
     small.student.draft.shrink(small.student)
     if settings.teacher.in_engine or settings.teacher.engine.urls:
         console.print("  the target made here stands in no engine: it answers and gives states itself", highlight=False)
@@ -113,19 +120,9 @@ def shrink(settings: Settings, console: Console | None = None, *, untie: bool = 
     tokenizer = tokenizer or load_corpus(data, seed=small.seed, folder=None).tokenizer
     _shrink_model(small.target, folder / "models/target", tokenizer, console, width=64, layers=2)
     _shrink_model(small.student, folder / "models/student", tokenizer, console, width=32, layers=1)
-    shorten(small, steps=STEPS, epochs=None, batch_size=4, warmup_steps=1)
-    for training in (small.target.training, small.student.training, small.training):
-        if not torch.cuda.is_available() and "bitsandbytes" in str(training.optimizer):
-            training.optimizer = "adamw"
-    if untie:
-        small.target.architecture.extra["tie_word_embeddings"] = False
     small.trainer.accumulate = min(2, small.trainer.accumulate)
     if not torch.cuda.is_available():
         change(small.trainer, accelerator="cpu", attention="auto")
-    if small.evaluation:
-        lengths = sorted(small.evaluation.draft_lengths)[:2]
-        few = {"prompts": 4, "accuracy_prompts": 4, "decode_prompts": 2, "max_new_tokens": 8}
-        change(small.evaluation, **few, draft_lengths=lengths)
     return small
 
 
@@ -136,10 +133,8 @@ def _shrink_model(
     shape = model.architecture
     grouped = "num_key_value_heads" in shape.extra
     if model.model is not None:
-        shape.model_type, grouped, note = _family_of(model.model)
+        shape.model_type, grouped = _family_of(model.model, console)
         shape.extra = {}
-        if note:
-            console.print(f"  {note}", highlight=False)
         if shape.model_type.startswith(("gemma3n", "gemma4")):
             shape.extra["vocab_size_per_layer_input"] = len(tokenizer)
     change(shape, hidden_size=width, layers=layers, heads=4, intermediate_size=None, positions=2048)
@@ -179,26 +174,21 @@ def _here(model: str) -> bool:
         return False
 
 
-def _family_of(model: str) -> tuple[str, bool, str]:
-    """The family of a model by its configuration, where that is on this machine; else Llama's.
-
-    Returns:
-        ``model_type``, whether several query heads share a key head, and a note where the model is not here.
-    """
+def _family_of(model: str, console: Console) -> tuple[str, bool]:
+    """The family of a model, and whether several query heads share a key head; Llama's where it is not here."""
     try:
         folder, at = located(model)
         config = AutoConfig.from_pretrained(folder, **at | {"local_files_only": True})
     except (OSError, ValueError):
-        return "llama", True, f"{model} is not on this machine; a tiny llama stands for it"
+        console.print(f"  {model} is not on this machine; a tiny llama stands for it", highlight=False)
+        return "llama", True
     layer = language_config(config).per_layer_config[0]
     heads = int(layer.num_attention_heads)
-    return str(layer.model_type), heads > int(getattr(layer, "num_key_value_heads", None) or heads), ""
+    return str(layer.model_type), heads > int(getattr(layer, "num_key_value_heads", None) or heads)
 
 
 # -- with the run's models ---------------------------------------------------------------------------------------------
 
-TIMED = 8  # steps of every training; the first one is not counted
-PROMPTS, FEW = 48, 4  # that the target writes, in one batch: for training, and for validation and test
 ADAM = 4  # copies of the weights that training holds and a checkpoint has: with gradients or the best ones, and moments
 
 
@@ -222,8 +212,8 @@ def estimate(settings: Settings, console: Console) -> dict[str, tuple[float, flo
     hf_logging.disable_progress_bar()
     full, parts = with_formats(settings), {}
     with scratch_folder() as folder:
-        run, whole = Run(_few(full, str(folder)), Console(quiet=True)), Run(full, console)
-        run.prompts_together = PROMPTS + 4 * FEW
+        run, whole = Run(_timed(full, str(folder)), Console(quiet=True)), Run(full, console)
+        run.prompts_together = sum(ROWS.values())
         began, written = time.perf_counter(), full.data.from_target
         if not written:
             run.corpus = whole.corpus
@@ -235,32 +225,24 @@ def estimate(settings: Settings, console: Console) -> dict[str, tuple[float, flo
         trainings |= {name: (draft.training_of(full.training), count) for name, draft in full.drafts.items()}
         for stage, (training, examples) in trainings.items():
             if stage == "initial" and full.teacher.responses.from_target:  # which may be trained on the answers
-                target = None if full.teacher.served else run.frozen
-                began = time.perf_counter()
-                with working(console, "one batch of answers"):
-                    rows = Examples.of(answered_texts(run, target)[0])
-                del target
-                more = count / len(rows)
-                parts["answers"] = (time.perf_counter() - began) * more, more * float(rows.lengths.sum())
+                parts["answers"] = _answers(run, count, console)
             StepTimes.ends.clear()
             with working(console, f"a few steps of {stage}"):
                 run_stages(run, (stage,), check=stage == "initial")
             if len(StepTimes.ends) > 1:
-                (first, *_), (last, *_) = StepTimes.ends[0], StepTimes.ends[-1]
+                (first, _), (last, _) = StepTimes.ends[0], StepTimes.ends[-1]  # the first step is not counted
                 batches = training.steps_for(examples) * full.trainer.accumulate / (len(StepTimes.ends) - 1)
                 parts[stage] = (last - first) * batches, sum(size for _, size in StepTimes.ends[1:]) * batches
+        with working(console, "export and evaluation"):
+            measure(run)
         whole.corpus = run.corpus
-        made = (run.path(stage) for stage in trainings)
-        models = [sum(sizes(path).values()) for path in made if not path.is_symlink()]
-        number, scale = BYTES[full.teacher.number_format(full.target.dtype)]
-        token = len(run.engine_layers) * (int(run.target_config.hidden_size) * number + scale)
+        models = [sum(sizes(run.path(stage)).values()) for stage in trainings if not run.path(stage).is_symlink()]
         kind = "hidden" if full.teacher.kept == "auto" else full.teacher.kept
         signals = signal_sizes(whole)[kind] * (count / len(whole.examples) if written else 1)
     for part, (seconds, tokens) in parts.items():
         console.print(f"{part:<20} {tokens / 1e6:10.2f} M tokens {duration(seconds):>12}", highlight=False)
     memory, host = (peak_memory(torch.device(device)) / 1e9 for device in (run.device, "cpu"))
-    disk = {f"signals ({kind}, {token:,} bytes a token's states) at most": signals, "models": sum(models)}
-    disk["checkpoints"] = ADAM * max(models, default=0)
+    disk = {f"signals ({kind}) at most": signals, "models": sum(models), "checkpoints": ADAM * max(models, default=0)}
     each = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in disk.items())
     for line in (
         f"total {duration(sum(seconds for seconds, _ in parts.values()))}, without signals, validations and evaluation",
@@ -271,18 +253,24 @@ def estimate(settings: Settings, console: Console) -> dict[str, tuple[float, flo
     return parts
 
 
-def _few(full: Settings, folder: str) -> Settings:
-    """Return the settings of a run of a few steps on a few texts, in one process."""
-    small, signal, given = copy.deepcopy(full), full.teacher.signal, full.trainer.callbacks
-    callback = {"class_path": "distill.rehearse.StepTimes"}
-    shorten(small, steps=TIMED, epochs=None)
+def _answers(run: Run, count: int, console: Console) -> tuple[float, float]:
+    """The seconds and tokens of so many answers of the target, after those of a few."""
+    target, began = None if run.settings.teacher.served else run.frozen, time.perf_counter()
+    with working(console, "one batch of answers"):
+        rows = Examples.of(answered_texts(run, target)[0])
+    more = count / len(rows)
+    return (time.perf_counter() - began) * more, more * float(rows.lengths.sum())
+
+
+def _timed(full: Settings, folder: str) -> Settings:
+    """Return settings of a rehearsal with the run's own models, whose steps are timed."""
+    small, signal = few(full, steps=TIMED, epochs=None), full.teacher.signal
     if small.data.from_target:
-        change(small.data, train_examples=PROMPTS, validation_examples=FEW, test_examples=FEW)
+        change(small.data, **ROWS)
     largest = max(draft.training_of(small.training).batch_size for draft in small.drafts.values())
     change(
-        small, **ALONE, output_dir=folder,
-        trainer__validate_every=10**6, trainer__validation_examples=FEW, trainer__callbacks=[*given, callback],
-        teacher__signal="hidden" if signal == "auto" else signal,
+        small, output_dir=folder, export__gguf=[], teacher__signal="hidden" if signal == "auto" else signal,
         teacher__examples=max(full.teacher.responses.batch_size, 2 * largest),
+        trainer__callbacks=[*full.trainer.callbacks, {"class_path": "distill.rehearse.StepTimes"}],
     )  # fmt: skip
     return small

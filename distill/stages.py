@@ -55,8 +55,6 @@ from distill.signal.target import HIDDEN, INSIDE, TOPK, Captured, Signal, Source
 from distill.training.modules import CausalLMModule, DistillModule, TrainingModule
 from distill.training.trainer import fit
 
-Rehearsal = Callable[[Run], None] | None
-
 
 @dataclass
 class StageResult:
@@ -77,26 +75,23 @@ class StageResult:
         save_tokenizer(tokenizer, folder)
 
 
-def run_stages(
-    run: Run, only: Collection[str] | None = None, *, check: bool = True, rehearse: Rehearsal = None
-) -> list[str]:
+def run_stages(run: Run, only: Collection[str] | None = None, *, check: bool = True) -> list[str]:
     """Run the stages that are not up to date.
 
-    Data and models are checked before the first training, unless the target alone is wanted. ``rehearse`` is called by
-    the first process before the first draft is trained.
+    Data and models are checked before the first training, unless the target alone is wanted.
 
     Returns:
         The names of the stages that were made.
     """
     try:
-        made = _run_stages(run, only, check, rehearse)
+        made = _run_stages(run, only, check)
         ranks.barrier()  # another process may still ask the engine that this one started
     finally:
         run.close()
     return made
 
 
-def _run_stages(run: Run, only: Collection[str] | None, check: bool, rehearse: Rehearsal) -> list[str]:
+def _run_stages(run: Run, only: Collection[str] | None, check: bool) -> list[str]:
     settings, console, made = run.settings, run.console, list[str]()
     for stage, key in stage_fingerprints(settings).items():
         if only is not None and stage not in only:
@@ -115,9 +110,6 @@ def _run_stages(run: Run, only: Collection[str] | None, check: bool, rehearse: R
         if check and not made and only != ("target",):
             with working(console, "checking data and models", bars=False):
                 check_inputs(run)
-        if stage in run.trained and rehearse and ranks.is_first():
-            rehearse(run)
-            rehearse = None
         started = time.monotonic()
         with working(console, title, bars=False):
             if stage == "initial" and settings.student.draft.head:
@@ -369,7 +361,7 @@ def mean_tail(examples: Examples) -> float:
 
 
 def _log_p(examples: Examples, number: int) -> NDArray[np.float32]:
-    return np.ascontiguousarray(examples.columns[TOPK][number][:, 1]).view(np.float32)
+    return np.ascontiguousarray(examples.values(TOPK, number)[:, 1]).view(np.float32)
 
 
 def distil(run: Run, name: str, key: str) -> StageResult:

@@ -69,8 +69,10 @@ def shrink(settings: ProbesSettings, console: Console | None = None) -> ProbesSe
     """Return settings of the same experiment in miniature, under ``<name>-dry-run``: see `distill.rehearse.shrink`."""
     from distill import rehearse
 
-    small = rehearse.shrink(settings, console, untie=True)
+    small = rehearse.shrink(settings, console)
     assert isinstance(small, ProbesSettings)
+    # a tied output head of a random model repeats the last token at every layer
+    small.target.architecture.extra["tie_word_embeddings"] = False
     probes = small.probes
     probes.layers = []  # those of the tiny target
     probes.prompts, probes.validation_prompts, probes.test_prompts = 16, 8, 8

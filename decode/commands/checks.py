@@ -29,13 +29,13 @@ from decode.models.heads.files import head_kind
 from decode.models.huggingface import facts_of
 from decode.models.open import NEUTRAL, Pair, load, own_warp
 from decode.models.tokens import check_template
-from decode.options import Checked, MethodOptions
+from decode.options import build
 
 if TYPE_CHECKING:
+    from decode.measure.session import BenchOptions
     from decode.measure.suites import Suite
 
 Settings = TypeVar("Settings", bound=LoadSettings)
-Options = TypeVar("Options")
 
 PLACED = {f.name for f in dataclasses.fields(LoadSettings)} - {"threads"}
 """Settings that are fixed once the models are open."""
@@ -53,7 +53,7 @@ def parts_of(settings: MethodSettings, draft: str | None, *, corpus: bool = Fals
         again = "build one with python -m decode datastore build"
         raise UserError(f"there is no datastore folder {settings.datastore!r}; {again}")
     kind, stores = "" if draft is None else head_kind(draft) or "model", corpus or settings.datastore is not None
-    return Parts(picked(MethodOptions, settings), kind, str(draft), datastore=stores)
+    return Parts(settings, kind, str(draft), datastore=stores)
 
 
 def use_chat(settings: ChatSettings, tokenizer: PreTrainedTokenizerBase, *, tell: bool = False) -> bool:
@@ -89,10 +89,16 @@ def make_warp(settings: SamplingSettings, target: PreTrainedModel, temperature: 
     return own_warp(target, temperature, {name: getattr(settings, name) for name in NEUTRAL})
 
 
-def picked(kind: type[Options], settings: Checked, **more: Any) -> Options:
-    """A dataclass from the settings of the same names, and from `more`."""
-    shared = {f.name for f in dataclasses.fields(kind)} & vars(settings).keys()  # type: ignore[arg-type]
-    return kind(**{name: getattr(settings, name) for name in shared} | more)
+def session_options(settings: ChatSettings, pair: Pair) -> "BenchOptions":
+    """How a pair is measured with these settings; without sampling settings from the target's whole distribution."""
+    from decode.measure.session import BenchOptions
+
+    names = {f.name for f in dataclasses.fields(BenchOptions)} & vars(settings).keys()
+    options = BenchOptions(**{name: getattr(settings, name) for name in names})
+    options.chat = use_chat(settings, pair.tokenizer)
+    if isinstance(settings, SamplingSettings):
+        options.warp = make_warp(settings, pair.target)
+    return options
 
 
 def open_suites(settings: SuiteSettings, *, chat: bool) -> "list[Suite]":
@@ -125,15 +131,15 @@ def api_settings(settings_class: type[Settings], pair: Pair, options: Fields, **
     Raises:
         UserError: an unknown option, or a value out of range.
     """
-    by_name = {f.name: f for f in dataclasses.fields(settings_class) if f.name not in PLACED | fixed.keys()}
     hints = typing.get_type_hints(settings_class)
+    free = {name: hint for name, hint in hints.items() if name not in PLACED | fixed.keys()}
     for name in options:
-        choose("option", name, by_name)
-    fixed |= {"target": pair.target_name or "the given model", "pack": pair.pack} | options
-    for name, value in fixed.items():
+        choose("option", name, free)
+    values = {"target": pair.target_name or "the given model", "pack": pair.pack} | fixed | options
+    for name, value in values.items():
         if typing.get_origin(hints[name]) is list:  # one word is no list of its letters
-            fixed[name] = [value] if isinstance(value, str) else list(value)
-    return settings_class(**fixed)
+            values[name] = [value] if isinstance(value, str) else list(value)
+    return build(settings_class, values)
 
 
 def recorded_costs(draft: str | None, device: torch.device) -> RoundCosts | None:

@@ -10,7 +10,6 @@ import difflib
 import functools
 import io
 import itertools
-import json
 import os
 import re
 import signal
@@ -20,16 +19,14 @@ import typing
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn
 
 import jsonargparse
 
 from decode.errors import UserError, choose
 from decode.files import FULL, Fields, writing_error
 from decode.incoming import read_yaml, text_lines, whole
-from decode.options import MODE
-
-Settings = TypeVar("Settings")
+from decode.options import MODE, Settings, build
 
 NAME = "NAME"  # stands for every name of a mapping from names to sections
 PROSE = {"stop", "input", "data.prompts.openings"}  # lists of texts that are not split at commas
@@ -66,47 +63,37 @@ def parse(
         UserError: A missing file, malformed YAML, an unknown key, a wrong value, or a refusal by ``__post_init__``.
     """
     kind: Any = settings_class
-    parser = _parser(kind, prog, description)
-    if {"-h", "--help"} & set(argv):  # also beside arguments that are wrong
-        text = re.sub(r", --\S+\+ \S+", "", parser.format_help())  # jsonargparse's options that extend a list
-        text = re.sub(r"--[\w.]+", lambda name: name[0].replace("_", "-"), text)
-        print(text + (f"\nexamples:\n{examples}" if examples else ""))
-        raise SystemExit(0)
-    for word in argv:
-        if word.startswith("--") and word.endswith(".help"):  # of a section
-            sys.argv[0] = f"{prog} {word}"  # which jsonargparse names
-            parser.parse_args(["--" + word[2:].replace("-", "_")])
+    helps = [word for word in argv if word.startswith("--") and word.endswith(".help")]
+    if helps or {"-h", "--help"} & set(argv):  # also beside arguments that are wrong
+        _show_help(kind, prog, description, examples, helps)
     paths, keys = config_paths(argv), known_keys(kind)
-    options, content = _options(keys, argv, prog), read_config(paths, keys)
-    source = " and ".join([*map(str, paths), *(["the command line"] if options else [])])
+    options, content = read_options(argv, keys, prog), read_config(paths, keys)
+    source = " and ".join([*map(str, paths), *(["the command line"] if options else [])]) or prog
     if section is not None:
         if near := difflib.get_close_matches(section, content.keys() - {section}, 1, 0.75):
             raise UserError(f"{source}: unknown key '{near[0]}'; the nearest known key is '{section}'")
         content, source = content.get(section) or {}, f"{source}, section {section}"
     content = {key: value for key, value in content.items() if key not in foreign}
+    for key, value in options.items():
+        _put(content, key, value, keys)
     _check_keys(content, keys, "", source)
-    _check_names(content, options, keys)
-    try:
-        file = whole(json.dumps(content, ensure_ascii=False), "the configuration")
-        values = parser.parse_args(["--config", file, *options])
-        return settings_class(**{key: value for key, value in vars(parser.instantiate(values)).items() if key in keys})
-    except UserError:
-        raise
-    except (jsonargparse.ArgumentError, ValueError, TypeError) as error:
-        raise UserError(f"{source or prog}: {' '.join(str(error).split())}") from error
+    return build(settings_class, content, source)
 
 
-@functools.cache
-def _parser(settings_class: type, prog: str, description: str) -> jsonargparse.ArgumentParser:
+def _show_help(kind: Any, prog: str, description: str, examples: str, sections: Sequence[str]) -> NoReturn:
+    """Print the options, or those of one section, and exit."""
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = jsonargparse.ArgumentParser(
-        prog=prog, usage=f"{prog} [options]", description=description, exit_on_error=False, default_env=False,
-        parser_mode=MODE,
-        print_config=None,
-    )  # fmt: skip
-    parser.add_argument("--config", action="config", help="YAML file to read options from; may be repeated")
-    parser.add_class_arguments(settings_class, None)
-    return parser
+    usage = " ".join([prog, *sections, "[options]"])
+    parser = jsonargparse.ArgumentParser(prog, usage, description, default_env=False, parser_mode=MODE)
+    parser.add_argument("--config", help="YAML file to read options from; may be repeated")
+    parser.add_class_arguments(kind, None)
+    if sections:
+        sys.argv[0] = f"{prog} {sections[0]}"  # which jsonargparse names
+        parser.parse_args(["--" + sections[0][2:].replace("-", "_")])
+    text = re.sub(r", --\S+\+ \S+", "", parser.format_help())  # jsonargparse's options that extend a list
+    text = re.sub(r"--[\w.]+", lambda name: name[0].replace("_", "-"), text)
+    print(text + (f"\nexamples:\n{examples}" if examples else ""))
+    raise SystemExit(0)
 
 
 # -- configuration files -----------------------------------------------------------------------------------------------
@@ -190,6 +177,10 @@ def _as_known(name: str, keys: Collection[str]) -> str:
     return ".".join([section, NAME, *rest[1:]]) if rest and f"{section}.{NAME}" in keys else name
 
 
+def _is_section(name: str, keys: Collection[str]) -> bool:
+    return any(other.startswith(f"{name}.") for other in keys)
+
+
 def _check_keys(content: Fields, keys: Fields, prefix: str, source: str) -> None:
     """Refuse the first key of nested mappings that is not known, and a value in place of a section."""
     for key, value in content.items():
@@ -197,7 +188,7 @@ def _check_keys(content: Fields, keys: Fields, prefix: str, source: str) -> None
         name = _as_known(shown, keys)
         if name not in keys:
             raise UserError(f"{source}: unknown key '{shown}'; {_nearest(shown, keys)}")
-        if any(other.startswith(f"{name}.") for other in keys):
+        if _is_section(name, keys):
             if isinstance(value, dict):
                 _check_keys(value, keys, f"{shown}.", source)
             elif value and f"{name}.{NAME}" in keys:
@@ -206,17 +197,16 @@ def _check_keys(content: Fields, keys: Fields, prefix: str, source: str) -> None
                 raise UserError(f"{source}: '{shown}' is {value!r}, expected a section of 'key: value' lines")
 
 
-def _check_names(content: Fields, options: Sequence[str], keys: Fields) -> None:
-    """Refuse options of a name that a mapping does not have."""
-    for option in options:
-        key, _, text = option[2:].partition("=")
-        section, *rest = key.split(".")
-        if f"{section}.{NAME}" in keys and not rest:
-            value = read_yaml(text)
-            _check_keys({section: value}, keys, "", "the command line")
-            content = content | {section: value}
-        elif f"{section}.{NAME}" in keys and len(rest) > 1:
-            choose(f"name in --{key}", rest[0], content.get(section) or {})
+def _put(content: Fields, key: str, value: Any, keys: Fields) -> None:
+    """Set the value of a dotted key, in a section that is made if need be, but for names that a mapping lacks."""
+    *sections, name = key.split(".")
+    if f"{sections[0] if sections else ''}.{NAME}" in keys and len(sections) > 1:
+        choose(f"name in --{key}", sections[1], content.get(sections[0]) or {})
+    for section in sections:
+        if not isinstance(content.get(section), dict):
+            content[section] = {}
+        content = content[section]
+    content[name] = value
 
 
 def _nearest(key: str, keys: Collection[str]) -> str:
@@ -225,8 +215,12 @@ def _nearest(key: str, keys: Collection[str]) -> str:
     return f"the nearest known key is '{close[0]}'" if close else f"known keys are {', '.join(list(keys)[:40])}"
 
 
-def _options(keys: Fields, argv: Sequence[str], prog: str) -> list[str]:
-    """The options but ``--config`` as jsonargparse takes them, ``--key.subkey=value``."""
+def read_options(argv: Sequence[str], keys: Fields, prog: str) -> Fields:
+    """The values of the options but ``--config`` by dotted key, as texts and lists of texts.
+
+    Raises:
+        UserError: an option without a value or with several, or that is not among `keys`.
+    """
     groups: list[tuple[str, list[str]]] = []  # options with their values
     for word in argv:
         if re.match("--[^-\\s]", word) or not groups:
@@ -234,7 +228,7 @@ def _options(keys: Fields, argv: Sequence[str], prog: str) -> list[str]:
             groups.append((option, [whole(text, f"the option {option}")] if equals else []))
         else:
             groups[-1][1].append(whole(word, f"the option {groups[-1][0]}"))
-    options, lists = Fields(), dict[str, list[str]]()
+    options = Fields()
     for option, texts in groups:
         key = option.lstrip("-").replace("-", "_")
         if key.startswith("no_") and keys.get(key[3:]) in SWITCHES:
@@ -242,24 +236,24 @@ def _options(keys: Fields, argv: Sequence[str], prog: str) -> list[str]:
         section, *rest = option[2:].split(".")
         if f"{section}.{NAME}" in keys and rest:  # whose names may have hyphens
             key = ".".join([section, rest[0], *key.split(".")[2:]])
-        if not option.startswith("--") or _as_known(key, keys) not in {*keys, "config"}:
+        name = _as_known(key, keys)
+        if not option.startswith("--") or name not in {*keys, "config"}:
             raise UserError(f"unknown option {option!r}; {_nearest(key, keys)}. `{prog} --help` lists them all")
-        hint = keys.get(_as_known(key, keys))
-        if not texts and hint in SWITCHES:
+        if not texts and keys.get(name) in SWITCHES:
             texts = ["true"]
-        of_list = next((inner for inner in _types(hint) if typing.get_origin(inner) is list), None)
-        if not texts or (len(texts) > 1 and of_list is None):
+        is_list = any(typing.get_origin(hint) is list for hint in _types(keys.get(name)))
+        if not texts or (len(texts) > 1 and not is_list):
             raise UserError(f"{option} has the values {texts}, expected one; `{prog} --help` explains it")
         joined = " ".join(texts)
-        if of_list is not None and (key in PROSE or not re.fullmatch(r"null|\[.*\]", joined, re.DOTALL)):
+        if _is_section(name, keys):
+            options[key] = read_yaml(joined)
+        elif not is_list or (key not in PROSE and re.fullmatch(r"null|\[.*\]", joined, re.DOTALL)):
+            options[key] = joined
+        else:
             parts = texts if key in PROSE else [part.strip() for text in texts for part in text.split(",")]
-            lists[key] = [*lists.get(key, []), *filter(None, parts)]
-            (element,) = typing.get_args(of_list)
-            is_text = element is str or typing.get_origin(element) is typing.Literal
-            joined = json.dumps(lists[key]) if is_text else f"[{', '.join(lists[key])}]"
-        options[key] = f"--{key}={joined}"
+            options[key] = [*options.get(key, []), *filter(None, parts)]
     options.pop("config", None)
-    return list(options.values())
+    return options
 
 
 def take_flag(argv: list[str], flag: str) -> bool:

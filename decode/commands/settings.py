@@ -10,11 +10,11 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveFloa
 
 from decode.commands.cli import config_paths, parse, read_config
 from decode.errors import UserError
-from decode.options import Checked, MethodOptions, Seed, Share, Temperature
+from decode.options import MethodOptions, Seed, Share, Temperature
 
 
 @dataclass
-class LoadSettings(Checked):
+class LoadSettings:
     """Which models, and where they run."""
 
     target: str | None = None
@@ -60,7 +60,7 @@ class MethodSettings(MethodOptions):
 
 
 @dataclass
-class SamplingSettings(Checked):
+class SamplingSettings:
     """Sampling settings of target and draft."""
 
     top_k: NonNegativeInt | None = None
@@ -83,7 +83,7 @@ class OneTemperature(SamplingSettings):
 
 
 @dataclass
-class ChatSettings(Checked):
+class ChatSettings:
     """Whether prompts are put into the chat template."""
 
     chat: bool | None = None
@@ -93,13 +93,12 @@ class ChatSettings(Checked):
     """System message of the chats; null: the template's default."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.system is not None and self.chat is False:
             raise UserError("a system message belongs to a chat; give --system without --chat false")
 
 
 @dataclass
-class SuiteSettings(Checked):
+class SuiteSettings:
     """Prompts of a measurement."""
 
     suite: list[str] = field(default_factory=list)
@@ -159,7 +158,7 @@ class ProfileSettings(SuiteSettings, ChatSettings, OneTemperature, PairSettings)
 
 
 @dataclass
-class StoreSettings(Checked):
+class StoreSettings:
     """Settings of python -m decode datastore build."""
 
     tokenizer: str | None = None
@@ -300,7 +299,7 @@ class ServeCheckSettings(SuiteSettings, ChatSettings, PairSettings):
 
 
 @dataclass
-class PaperSettings(Checked):
+class PaperSettings:
     """Settings of python -m decode paper."""
 
     paper: str | None = None

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from decode.core.draft import upload
 from decode.errors import UserError
-from decode.options import Checked, Share, Temperature
+from decode.options import Share, Temperature, check
 
 
 class History:
@@ -89,7 +89,7 @@ class Prefixes:
 
 
 @dataclass
-class LogitsWarper(Checked):
+class LogitsWarper:
     """Processors, then temperature, top-k, top-p and min-p: what transformers computes, in its own order.
 
     At temperature 0 the result is one-hot at the argmax, so that greedy decoding is no special case anywhere.
@@ -104,7 +104,7 @@ class LogitsWarper(Checked):
     processors: list[LogitsProcessor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check(LogitsWarper, vars(self))
         if self.temperature == float("inf"):
             raise UserError("temperature is inf; expected a finite number, or 0 for greedy decoding")
         self._cut: list[LogitsProcessor] = []

@@ -3,13 +3,13 @@
 import copy
 import inspect
 import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeInt, PositiveInt
 
 from decode.errors import UserError
-from decode.options import Seed, Share, Temperature, check_numbers
+from decode.options import Seed, Share, Temperature, build
 from distill.config.base import RESERVED, SHARDED, Attention, DivergenceName, Precision, Values, refuse
 from distill.config.data import DataSettings
 from distill.config.kinds import KINDS, TARGETS
@@ -55,9 +55,7 @@ class DraftSettings:
         if not self.training:
             return shared
         length: Values = {"steps": None, "epochs": None} if self.training.keys() & {"steps", "epochs"} else {}
-        changed = replace(shared, **(length | self.training))
-        check_numbers(changed, f"{where}training.")
-        return changed
+        return build(TrainingSettings, asdict(shared) | length | self.training, f"{where}training")
 
 
 def seeded(drafts: dict[str, DraftSettings]) -> dict[str, DraftSettings]:
@@ -191,7 +189,6 @@ class Settings:
         """Refuse what can be judged without models and data; without ``drafts`` not what only their training needs."""
         from lightning import Trainer
 
-        check_numbers(self, nested=True)
         refuse(self, (self.student.kind not in KINDS, "student.kind", f"expected one of {', '.join(KINDS)}"))
         self.data.validate()
         self.trainer.callback_instances()
@@ -306,3 +303,18 @@ class AblateSettings(Settings):
 
     ablation: AblationSettings = field(default_factory=AblationSettings)
     """The seeds."""
+
+    def validate(self, *, drafts: bool = True) -> None:
+        """Refuse a comparison of the same seed or kind, and a target that each kind would train anew."""
+        super().validate(drafts=drafts)
+        seeds, kinds = self.ablation.seeds, self.ablation.kinds
+        refuse(
+            self,
+            (not seeds or len(set(seeds)) < len(seeds), "ablation.seeds", "expected different numbers from 0 up"),
+            (len(set(kinds)) < len(kinds), "ablation.kinds", "expected different kinds"),
+            (
+                kinds and self.target.trained,
+                "target.kind",
+                "and kinds are compared for a finished one: take as_is",
+            ),
+        )

@@ -11,7 +11,6 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 from decode.errors import UserError
 from decode.incoming import text_lines
 from decode.measure.suites import PRESETS
-from decode.options import check_numbers
 from distill.config.base import Split, Values, refuse
 
 
@@ -102,7 +101,6 @@ class DataSettings:
 
     def validate(self) -> None:
         """Check every value that can be judged without reading data."""
-        check_numbers(self, "data.")
         self.template()
         paths = {f"files.{split}": path for split, path in self.files.items()} | {"prompts.file": self.prompts.file}
         for key, path in paths.items():

@@ -51,9 +51,8 @@ def export_profile(report: Report, draft: str) -> Facts:
         ``best_draft_length`` is absent if decoding was not measured.
     """
     row: Facts = next((row for row in report["drafts"] if row["name"] == draft), {})
-    analysis = report.get("analysis") or {}
-    profile = {key: row.get(key) for key in ("offline_alpha", "offline_alpha_se")}
-    profile |= {"trained_with": report.get("trained_with"), "acceptance": (analysis.get("acceptance") or {}).get(draft)}
+    profile = {key: row.get(key) for key in ("offline_alpha", "offline_alpha_se", "acceptance")}
+    profile["trained_with"] = report.get("trained_with")
     if not (best := fastest_row(report, draft)):
         return profile
     machine = {name: fact for name, fact in (report.get("machine") or {}).items() if name != "note"}
@@ -67,7 +66,7 @@ def export_profile(report: Report, draft: str) -> Facts:
         "doubt": why,
         "beside": beside(best),
         "best_draft_length": best["draft_length"],
-        "acceptance_by_position": analysis.get("acceptance_by_position", {}).get(draft),
+        "acceptance_by_position": best.get("acceptance_by_position"),
         "conditions": conditions | {"acceptance_rule": "exact"} | machine,
     }
 

@@ -104,11 +104,10 @@ def evaluate(run: Run) -> Row:
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "target": {"parameters": target.num_parameters(), "accuracy": accuracy},
-        "drafts": [_draft(run, name, models[name], alphas) for name in models],
+        "drafts": [_draft(run, name, models[name], alphas, decoding) for name in models],
         "paired": _pairs(run, best, alphas),
         "decoding": decoding,
         "profile": {"draft": best},
-        "analysis": _analysis(run, alphas["greedy"], decoding),
         "texts": {mode: _texts(by_draft, settings.student) for mode, by_draft in alphas.items()},
         "machine": session.facts() | {"dtype": str(target.dtype).removeprefix("torch.")},
         "trained_with": serving_facts(target, run.target, run.tokenizer, chat=run.corpus.chat),
@@ -118,8 +117,10 @@ def evaluate(run: Run) -> Row:
 # -- acceptance -------------------------------------------------------------------------------------------------------
 
 
-def _draft(run: Run, name: str, model: DraftModel, alphas: Mapping[str, ByDraft]) -> Row:
-    record, (best, _), (sampled, greedy) = run.draft_record(name), run.best(name), (alphas[m][name] for m in MODES)
+def _draft(run: Run, name: str, model: DraftModel, alphas: Mapping[str, ByDraft], decoding: Sequence[Row]) -> Row:
+    record, (best, _) = run.draft_record(name), run.best(name)
+    sampled, greedy = alphas["sampled"][name], alphas["greedy"][name]
+    fastest = fastest_row({"decoding": [row for row in decoding if row["temperature"] == 0]}, name)
     return {
         "name": name,
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -133,6 +134,8 @@ def _draft(run: Run, name: str, model: DraftModel, alphas: Mapping[str, ByDraft]
         **{f"validation_{key}": best.get(key) for key in ("alpha", "accepted_length")},
         **record.account,
         "seconds": record.seconds,
+        "acceptance": by_position([alpha.mean for alpha in greedy], best, fastest.get("acceptance_by_position") or []),
+        "curve": [[row["step"], row["alpha"]] for row in record.history if "alpha" in row],
     }
 
 
@@ -170,22 +173,6 @@ def _texts(by_draft: ByDraft, student: StudentSettings) -> Row:
                 },
             }
             for name, alphas in by_draft.items()
-        },
-    }
-
-
-def _analysis(run: Run, greedy: ByDraft, decoding: Sequence[Row]) -> Row:
-    """Returns curves of the training, and greedy acceptance by position: in validation, offline, and decoded."""
-    curves = {name: [row for row in run.draft_record(name).history if "alpha" in row] for name in run.drafts}
-    report = {"decoding": [row for row in decoding if row["temperature"] == 0]}
-    fastest = {name: fastest_row(report, name) for form in ("", "-tree") for name in (each + form for each in greedy)}
-    decoded = {name: row["acceptance_by_position"] for name, row in fastest.items() if row}
-    return {
-        "curves": {name: [[row["step"], row["alpha"]] for row in rows] for name, rows in curves.items() if rows},
-        "acceptance_by_position": decoded,
-        "acceptance": {
-            name: by_position([alpha.mean for alpha in depths], run.best(name)[0], decoded.get(name, []))
-            for name, depths in greedy.items()
         },
     }
 
@@ -229,14 +216,14 @@ def _decoded(run: Run, session: Session, suite: Suite, best: str) -> list[Row]:
         BenchEntry(method, name, options, temperature=temperature, name=label)
         for temperature in measured.temperatures for method, name, options, label in timed
     ])  # fmt: skip
+    measurements = list(zip(rows, benchmark.records.values()))
     for row in rows:
-        row["draft"] = (row["draft"] or row["name"]) + "-tree" * row["method"].endswith("-tree")
-    records = {(row["temperature"], row["name"]): record for row, record in zip(rows, benchmark.records.values())}
-    for row in rows:  # beside the exported draft at its fastest, prompt by prompt
-        alike = [other for other in rows if other["temperature"] == row["temperature"]]
-        base = fastest_row({"decoding": alike}, best, f"{best}-tree")
-        record = records[row["temperature"], row["name"]]
-        if base and record.texts:
-            ratios = paired_ratios(record, records[base["temperature"], base["name"]])
-            row["speedup_vs_exported"], row["speedup_vs_exported_ci95"] = median_interval(ratios)
+        row["draft"] = (row["draft"] or row["name"]) + ("-tree" if row["method"].endswith("-tree") else "")
+    for temperature in measured.temperatures:  # beside the exported draft at its fastest, prompt by prompt
+        alike = [(row, record) for row, record in measurements if row["temperature"] == temperature]
+        fastest = fastest_row({"decoding": [row for row, _ in alike]}, best, f"{best}-tree")
+        for base in (record for row, record in alike if row is fastest):
+            for row, record in alike:
+                ratios = paired_ratios(record, base) if record.texts else []
+                row["speedup_vs_exported"], row["speedup_vs_exported_ci95"] = median_interval(ratios)
     return rows

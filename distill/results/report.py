@@ -30,13 +30,16 @@ Drafts cannot be told apart in speed where the interval beside `vs exported` hol
 SAME: dict[Any, str] = {True: "✓ Output identical to the target's.", False: "✗ Output differs from the target's."}
 
 
-def write_report(run_dir: str | Path, report: Row) -> None:
+def write_report(run_dir: str | Path, report: Row) -> Row:
     """Writes ``report.json`` and ``report.html``, each replaced only when complete.
 
     Args:
         run_dir: The run's folder.
         report: What `distill.results.evaluate.evaluate` returns, with ``name``, ``settings``, ``commands`` and
             optionally ``exported`` (see `exported_facts`); None for what was not measured.
+
+    Returns:
+        The report as it is in the file.
     """
     folder = Path(run_dir)
     content = json.dumps(plain(dict(report)), indent=2, ensure_ascii=False, allow_nan=False, default=str)
@@ -46,6 +49,7 @@ def write_report(run_dir: str | Path, report: Row) -> None:
     first = Section(text=same, cards=cards)
     title = f"{report['name']}: draft model report"
     write_page(folder / "report.html", title, text, [first, *sections(report, folder)])
+    return report
 
 
 def console_tables(report: Row) -> Group:
@@ -98,38 +102,31 @@ def opening(report: Row) -> tuple[str, list[tuple[str, str]], str]:
 
 def sections(report: Row, run_dir: Path) -> Iterable[Section]:
     """Returns the page of a report below its opening; parts that were not measured are left out."""
-    drafts, drawn = draft_rows(report), curves(report)
+    drafts, best = draft_rows(report), exported(report)
     text = "Offline α is measured on texts of the target for held-out prompts, speed at the fastest draft length k."
     tables = [Table(DRAFTS, drafts, note=LEGEND), Table(TRAINING, drafts, "Account of the training", True)]
-    for of, positions in acceptance(report, run_dir).items():
+    for draft in drafts:
+        served = served_rates(run_dir) if draft["name"] == best else {}
+        positions = [row | {"served": served.get(row["position"])} for row in draft.get("acceptance") or []]
         keys, alike = without_constants(ACCEPTANCE, positions)
-        title = f"{of}: greedy α by position (accepted ÷ reached)" + (alike and f"; {alike}")
-        tables.append(Table(keys, positions, title, True))
-    yield Section("Training", text, tables=tables, figures=[(drawn, "")] if drawn else [])
+        title = f"{draft['name']}: greedy α by position (accepted ÷ reached)" + (alike and f"; {alike}")
+        tables += [Table(keys, positions, title, True)] if positions else []
+    curves = {draft["name"]: draft["curve"] for draft in drafts if draft.get("curve")}
+    axes = "Learning curves", "optimiser step", "α = mean Σ min(p, q), validation"
+    yield Section("Training", text, tables=tables, figures=[(plots.lines(curves, *axes), "")] if curves else [])
     reproduce = {"settings": report["commands"], "costs": {}, "notes": {}}
     yield from decoding.sections(report["decoding"], report["machine"], reproduce)
     if report.get("exported"):
-        draft = str(run_dir / "export")
-        lines = {title: text for title, _, text in card.commands(str(run_dir / "target"), draft, report["exported"])}
-        yield Section("Use", f"The export is in `{draft}`.", code=lines)
+        folder = str(run_dir / "export")
+        lines = {title: text for title, _, text in card.commands(str(run_dir / "target"), folder, report["exported"])}
+        yield Section("Use", f"The export is in `{folder}`.", code=lines)
     facts = {f"target's {name}": value for name, value in report["target"].items()} | {"created": report["created"]}
     code = {"Settings": json.dumps(report["settings"], indent=2, ensure_ascii=False)}
     yield Section("Provenance", facts=facts, code=code, folded=True)
 
 
-def acceptance(report: Row, run_dir: Path) -> dict[str, list[Row]]:
-    """Returns the positions of each draft; of the exported one with what serve-check noted in its profile, greedy."""
+def served_rates(run_dir: Path) -> dict[int, float]:
+    """Returns the greedy acceptance of the exported draft by position that serve-check noted in its profile."""
     checks = read_json(run_dir / "export" / card.PROFILE).get("served") or []
     counted = [row["positions"] for check in checks for row in check["rows"] if row["temperature"] == 0]
-    served = {row["position"]: row.get("served") for row in max(counted, key=len, default=[])}
-    return {
-        name: [row | {"served": served.get(row["position"]) if name == exported(report) else None} for row in positions]
-        for name, positions in report["analysis"].get("acceptance", {}).items()
-    }
-
-
-def curves(report: Row) -> str:
-    """Returns the learning curves as SVG; empty without any."""
-    axes = "Learning curves", "optimiser step", "α = mean Σ min(p, q), validation"
-    points = report["analysis"].get("curves")
-    return plots.lines(points, *axes) if points else ""
+    return {row["position"]: row["served"] for row in max(counted, key=len, default=[])}

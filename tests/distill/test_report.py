@@ -60,7 +60,7 @@ def test_a_full_report_has_every_part_and_the_served_acceptance_beside_the_train
     rows = [{"temperature": t, "positions": [{"position": 1, "served": at}]} for t, at in ((1.0, 0.1), (0.0, 0.37))]
     profile = {"served": [{"engine": "vllm", "rows": rows}]}
     (tmp_path / "export" / "speculation_profile.json").write_text(json.dumps(profile))
-    page = written(tmp_path, changed(analysis=FULL["analysis"] | {"acceptance": {"adaspec": known}}))
+    page = written(tmp_path, changed(drafts=[*FULL["drafts"][:2], FULL["drafts"][2] | {"acceptance": known}]))
     for part in (
         "Training", "Account of the training", "Learning curves", "Speedup over no draft", "Machine and settings",
         "vLLM", "SGLang", "assistant_model=draft", "Some CPU", "python -m distill --config", "Definitions",
@@ -132,7 +132,7 @@ def test_a_speedup_that_is_no_result_stands_in_no_sentence_of_page_console_and_c
 
 
 def test_what_was_not_measured_is_left_out_and_the_json_is_strict(tmp_path) -> None:
-    page = written(tmp_path, changed(paired=[], analysis={}, exported=None))
+    page = written(tmp_path, changed(paired=[], drafts=FULL["drafts"][:2], exported=None))
     for part in ("-0.0019", "Learning curves", "Samples", "The export is in"):
         assert part not in page
     unmeasured = {**draft("undistilled", None), "offline_alpha_se": None}
@@ -145,7 +145,6 @@ def test_what_was_not_measured_is_left_out_and_the_json_is_strict(tmp_path) -> N
             "costs": np.array([1.0, np.inf]),
             "folder": tmp_path,
         },
-        analysis={},
     )
     write_report(tmp_path, report)
     data = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"), parse_constant=int)  # NaN is no integer
@@ -178,8 +177,9 @@ def test_every_draft_is_decoded_at_every_length_beside_the_exported_one(tmp_path
     assert others <= {pair["b"] for pair in report["paired"] if pair["a"] == name}
     assert {row["name"] for row in draft_rows(report) if row.get("significance")} == others
     profile = read_json(run.export / "speculation_profile.json")
-    assert profile["acceptance"] == report["analysis"]["acceptance"][name]
-    (offline,) = (row["offline_alpha_greedy"] for row in report["drafts"] if row["name"] == name)
+    (row,) = (row for row in report["drafts"] if row["name"] == name)
+    assert profile["acceptance"] == row["acceptance"]
+    offline = row["offline_alpha_greedy"]
     first, *later = profile["acceptance"]
     assert (first["offline"], first["validation"]) == (offline, run.best(name)[0]["agreement"])
     assert all(row["offline"] == offline for row in later)

@@ -84,9 +84,9 @@ def test_settings_are_those_of_distill_and_of_probes_and_bad_ones_are_refused(tm
     assert seen[0].probes.layers == [1, 2]
     assert (seen[0].name, seen[0].tracker) == ("short", "none")
     assert shrink(settings_in(tmp_path, layers=[20]), Console(quiet=True)).probes.layers == []
-    for name, value in {"prompts": 0, "top_p": 0.0, "temperature": 0.0, "l2": [], "modes": []}.items():
-        with pytest.raises(UserError, match=rf"probes\.{name}"):
-            settings_in(tmp_path, **{name: value}).validate()
+    for name, value in {"prompts": "0", "top-p": "0", "temperature": "0", "l2": "[]", "modes": "[]"}.items():
+        with pytest.raises(UserError, match=rf"probes\.{name.replace('-', '_')}"):
+            main(["--target.training.steps", "1", f"--probes.{name}", value])
     with pytest.raises(UserError, match=r"nearest known key is 'probes\.temperature'"):
         main(["--probes.temprature", "1"])
     settings = settings_in(tmp_path)  # a folder in which another process works is left alone

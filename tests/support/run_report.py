@@ -31,6 +31,10 @@ POSITIONS = [
     dict(zip(FIELDS, (1, 100, 100, 0.9, 0.04, 0.9, 0.05))),
     dict(zip(FIELDS, (2, 100, 90, 0.8, 0.04, 0.72, 0.05))),
 ]
+TRAINED = {
+    "acceptance": [{"position": 1, "validation": 0.91, "offline": 0.92}],
+    "curve": [[0, 0.87], [100, 0.94]],
+}
 FULL = {
     "name": "quickstart",
     "created": "2025-11-21 09:40 UTC",
@@ -44,21 +48,16 @@ FULL = {
     },
     "settings": {"seed": 7},
     "target": {"parameters": 1_938_432, "accuracy": 0.64},
-    "drafts": [draft("undistilled", 0.8751), draft("distillspec", 0.9461), draft("adaspec", 0.9480)],
+    "drafts": [draft("undistilled", 0.8751), draft("distillspec", 0.9461), draft("adaspec", 0.9480) | TRAINED],
     "paired": [pair("adaspec", "distillspec", 0.0019, 2e-6), pair("adaspec", "distillspec", 0.5, 0.9, "greedy")],
     "decoding": [
         {**decoding("autoregressive", 0.0, None, 1.0), "speedup_ci95": None, "alpha": None},
         decoding("distillspec", 0.0, 4, 1.50),
         decoding("adaspec", 0.0, 4, 1.55),
-        decoding("adaspec", 0.0, 2, 1.62),
+        decoding("adaspec", 0.0, 2, 1.62) | {"acceptance_by_position": POSITIONS},
         decoding("adaspec", 1.0, 4, 1.40, same=None),
     ],
     "profile": {"draft": "adaspec", "cost_ratio": 0.14, "best_draft_length": 2, "break_even_alpha": 0.41},
-    "analysis": {
-        "acceptance_by_position": {"adaspec": POSITIONS},
-        "acceptance": {"adaspec": [{"position": 1, "validation": 0.91, "offline": 0.92}]},
-        "curves": {"adaspec": [[0, 0.87], [100, 0.94]]},
-    },
     "exported": {"length": 3, "kind": "draft", "token_map": False, "gguf_type": "q8_0", "unserved": {}},
     "commands": {"reproduce": "python -m distill --config configs/quickstart.yaml"},
 }

@@ -212,7 +212,7 @@ def test_two_processes_cannot_work_in_one_folder(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.parametrize("signal", ["hidden", "topk", "online"])
 def test_a_run_holds_one_target_and_frees_it_where_it_is_not_needed(signal, monkeypatch, tmp_path) -> None:
-    """Counted without a garbage collection, which may not come for hours: rehearsal, drafts and evaluation share it."""
+    """Counted without a garbage collection, which may not come for hours: drafts and evaluation share it."""
     settings = begun(altered(tiny_settings(tmp_path), teacher__signal=signal))
     settings.drafts["third"] = DraftSettings()
     opened, present, train = [], [], stages.fit
@@ -232,10 +232,10 @@ def test_a_run_holds_one_target_and_frees_it_where_it_is_not_needed(signal, monk
     monkeypatch.setattr(stages, "fit", fit)
     change(settings.evaluation, prompts=2, accuracy_prompts=2, decode_prompts=1, max_new_tokens=4, draft_lengths=[2])
     run, printed = bench(settings)
-    run_stages(run, rehearse=pipeline.rehearse)
+    run_stages(run)
     measure(run)
     assert present == [int(signal == "online")] * 3
-    assert len(opened) == (1 if signal == "online" else 2)  # for the rehearsal and the signal, and for the evaluation
+    assert len(opened) == (1 if signal == "online" else 2)  # for the signal, and for the evaluation
     assert ("alpha is off by at most" in printed.getvalue()) == (signal == "topk")
 
 

@@ -2,16 +2,18 @@
 
 import os
 from collections import namedtuple
+from dataclasses import asdict
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 from pairs import make_pair, make_tokenizer
 from rich.console import Console
-from tiny_run import altered, begun, bench, given, tiny_settings
+from tiny_run import altered, bench, given, tiny_settings
 
 from decode.errors import UserError
+from decode.options import check
+from distill import train
 from distill.checks import check_inputs
 from distill.config import DraftSettings
 from distill.config.models import StudentSettings
@@ -24,7 +26,6 @@ Usage = namedtuple("Usage", "total used free")
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"1__k": 0.0}, r"drafts.adaspec.k is 0.0, expected a number >0 and <=1"),
         ({"1__kl_first": 1.0}, r"drafts.adaspec.kl_first is 1.0"),
         ({"1__reference": "b"}, r"reference is 'b', expected an earlier draft, one of \['distillspec'\]"),
         ({"1__training": {"epoch": 2}}, r"drafts.adaspec.training is {'epoch': 2}, expected keys"),
@@ -39,7 +40,6 @@ Usage = namedtuple("Usage", "total used free")
         ({"training__optimizer": {"class_path": "torch.optim.Mu"}}, r"has no attribute 'Mu'"),
         ({"trainer__extra": {"max_steps": 3}}, r"trainer.extra is {'max_steps': 3}, .*gradient_clip_val"),
         ({"trainer__strategy": "fsdp", "student__kind": "eagle"}, r"does not support \['student.kind eagle'\]"),
-        ({"trainer__accelerator": "mps"}, r"trainer.accelerator is 'mps', expected auto or cpu"),
         ({"trainer__accelerator": "cuda"}, r"is cuda and PyTorch finds no GPU: set it to auto or cpu"),
         ({"trainer__attention": "flash_attention_2"}, r"is flash_attention_2, which \w+ cannot use here"),
         ({"trainer__accumulate": 5}, r"target.training.batch_size is 4, expected at least 5"),
@@ -79,6 +79,21 @@ def test_settings_that_cannot_work_are_refused_at_once(tmp_path, values: dict[st
     with pytest.raises(UserError, match=words):
         run_pipeline(altered(tiny_settings(tmp_path), **values), Console(quiet=True))
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"1__k": 0.0}, r'"drafts".*"k": .*0\.0 does not conform to restriction v>0 and v<=1'),
+        ({"trainer__accelerator": "mps"}, r"trainer.accelerator.*Expected a typing.Literal.*Got value: mps"),
+        ({"1__training": {"epochs": -2}}, r"drafts.adaspec.training: .*epochs.* -2"),
+    ],
+)
+def test_settings_of_python_have_the_ranges_of_the_command_line(tmp_path, values: dict[str, Any], words: str) -> None:
+    settings = tiny_settings(tmp_path)
+    check(type(settings), asdict(settings))
+    with pytest.raises(UserError, match=words):
+        train(altered(settings, **values))
 
 
 def test_a_run_whose_data_are_refused_leaves_no_folder(tmp_path, monkeypatch) -> None:
@@ -149,21 +164,3 @@ def test_servers_of_which_none_answers(tmp_path) -> None:
 def test_what_an_engine_would_refuse_once_the_target_is_trained(tmp_path, values: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         check_inputs(bench(altered(tiny_settings(tmp_path), teacher__signal="vllm", **values))[0])
-
-
-@pytest.mark.parametrize("place", ["distill.results.evaluate.evaluate", "distill.pipeline.export_draft"])
-def test_what_refuses_at_the_end_does_so_before_the_drafts_are_trained(tmp_path, place: str, monkeypatch) -> None:
-    monkeypatch.setattr(place, Mock(side_effect=UserError("it cannot be")))
-    with pytest.raises(UserError, match="it cannot be"):
-        run_pipeline(begun(tiny_settings(tmp_path)), Console(quiet=True))
-    assert {path.name for path in (tmp_path / "tiny").iterdir()} == {"initial", "target", "work"}
-
-
-@pytest.mark.parametrize("kind", ["scratch", "eagle3"])
-def test_a_disk_that_will_not_hold_the_signal(tmp_path, monkeypatch, kind) -> None:
-    settings = altered(tiny_settings(tmp_path), target__architecture__layers=4, student__kind=kind)
-    run, _ = bench(settings)
-    check_inputs(run)
-    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(1 << 50, 0, 1000))
-    with pytest.raises(UserError, match=r"signal \(hidden\) will take .* GB, and 0.00 GB are free in .*auto"):
-        check_inputs(run)
