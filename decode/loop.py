@@ -41,14 +41,6 @@ class Method:
     lengths: DraftLengths | None = None
 
 
-def tree_error(target: Model) -> UserError:
-    """The error for a method that drafts trees on a target that verifies chains only."""
-    return UserError(
-        f"{target.name} cannot verify token trees: {target.tree_refusal}; use a method that drafts chains (vanilla, "
-        "eagle, prompt-lookup, layerskip)"
-    )
-
-
 class Text:
     """A text that is decoded: its ids, caches, random numbers and rounds.
 
@@ -212,9 +204,9 @@ def step(target: Model, method: Method, texts: Sequence[Text]) -> list[Round]:
     drafts = drafter.propose(requests, device)
     t1 = _mark(device)
     tokens, counts = _with_pending(texts, drafts), [n + 1 for n in drafts.lengths]
-    trees = [None if draft.is_chain else draft for draft in drafts.drafts or ()] or [None] * len(texts)
-    if not target.supports_trees and any(trees):
-        raise tree_error(target)
+    trees = [None if tree.is_chain else tree for tree in drafts.trees or ()] or [None] * len(texts)
+    if target.tree_refusal and any(trees):
+        raise UserError(target.tree_error)
     caches = [text.cache for text in texts]
     out = target.forward(list(map(Read, caches, tokens.split(counts), trees)), capture=drafter.capture)
     rules, rngs, histories = zip(*((text.rule, text.rng, text.history) for text in texts))

@@ -5,7 +5,9 @@ depends neither on its neighbours nor on when it is written, and a run that was 
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import chain, groupby
+from itertools import groupby
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import torch
@@ -13,11 +15,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
-from decode.core.draft import Ids, foreign
-from decode.core.sampling import LogitsWarper, Prefixes, TorchRng, inverse
+from decode.core.draft import Ids
+from decode.core.sampling import LogitsWarper, Prefixes, TorchRng
 from decode.core.stop import StopRule
 from decode.drafters.base import NoDrafter
-from decode.errors import UserError
 from decode.loop import Method, Text, run
 from decode.models.api import Model, rows_that_fit
 from decode.models.check import fast_if_equal
@@ -95,86 +96,74 @@ def write_texts(
     """
     opened = target if isinstance(target, Model) else None
     model = target.model if isinstance(target, Model) else target
-    facts, limits = facts_of(model), [budgets] * len(prompts) if isinstance(budgets, int) else budgets
-    limits = [min(limit, facts["limit"] + 1 - len(ids)) for limit, ids in zip(limits, prompts)]
-    asked, tell = [i for i, limit in enumerate(limits) if limit > 0], progress or (lambda count: None)
-    if unknown := foreign(chain(*prompts), model.get_input_embeddings().weight.shape[0]):
-        raise UserError(unknown)
-    texts: list[Ids] = [[] for _ in prompts]
-    tell(len(prompts) - len(asked))
-    if not asked:
-        return texts
+    facts, tell, texts = facts_of(model), progress or (lambda count: None), dict[int, Text]()
+    facts["vocab_size"] = len(model.get_input_embeddings().weight)
+    method, of_model = Method("", NoDrafter(), StopRule()), cast(Model, SimpleNamespace(**facts))
+    for i, (prompt, limit) in enumerate(
+        zip(prompts, [budgets] * len(prompts) if isinstance(budgets, int) else budgets)
+    ):
+        if (limit := min(limit, facts["limit"] + 1 - len(prompt))) > 0:
+            rng = ListedRng(() if warp.greedy else draws(i, limit))
+            text = Text(of_model, method, warp, prompt, max_new_tokens=limit, stop_ids=stop_ids, rng=rng)
+            if text.error:
+                raise text.error
+            texts[i] = text
+    tell(len(prompts) - len(texts))
+    asked, training = list(texts.values()), model.training
     if batch_size:
-        asked.sort(key=lambda i: len(prompts[i]))
-    training = model.training
+        asked.sort(key=lambda text: text.prompt_length)
     model.eval()
     try:
-        if opened is None:
+        if opened is None and asked:
             # weights are packed for products of several rows; large models are not held twice
             several = min(batch_size or len(asked), len(asked)) >= FEW
             packed = several and sum(p.numel() for p in model.parameters()) >= PACKED and is_small(model)
             opened = fast_if_equal(model, "on" if packed else "off")
-        lengths = [len(prompts[i]) + limits[i] for i in asked]
-        rows = rows_that_fit(facts["device"], facts["cache_bytes_per_token"], lengths, batch_size)
-        rngs = {i: ListedRng(() if warp.greedy else draws(i, limits[i])) for i in asked}
+        ends = [text.end for text in asked]
+        rows = rows_that_fit(facts["device"], facts["cache_bytes_per_token"], ends, batch_size)
         if isinstance(opened, FastRunner):
-            method, began = Method("", NoDrafter(), StopRule()), {}
-            for i in reversed(asked):  # the longest first
-                began[i] = Text(
-                    opened, method, warp, prompts[i], max_new_tokens=limits[i], stop_ids=stop_ids, rng=rngs[i]
-                )
-            for grown, _ in run(opened, method, began.values(), rows):
-                tell(bool(grown.finish))
-            for i, written in began.items():
-                texts[i] = written.new_ids
+            for text, _ in run(opened, method, reversed(asked), rows):  # the longest first
+                tell(bool(text.finish))
         else:
-            writer = _in_batches(model, asked, prompts, limits, warp, stop_ids, rngs, rows)
-            for i, text in writer:
-                texts[i] = text
-                tell(1)
+            for ended in _in_batches(model, asked, warp, rows):
+                tell(ended)
     finally:
         model.train(training)
-    return texts
+    return [texts[i].new_ids if i in texts else [] for i in range(len(prompts))]
 
 
 @torch.no_grad()
-def _in_batches(
-    model: PreTrainedModel,
-    asked: Sequence[int],
-    prompts: Sequence[Ids],
-    limits: Sequence[int],
-    warp: LogitsWarper,
-    stop_ids: Collection[int],
-    rngs: dict[int, ListedRng],
-    rows: int,
-) -> Iterator[tuple[int, Ids]]:
-    """The texts of `asked` prompts by a model's own forward: in batches, in which finished texts leave places empty."""
+def _in_batches(model: PreTrainedModel, texts: list[Text], warp: LogitsWarper, rows: int) -> Iterator[int]:
+    """Write texts by a model's own forward, in batches, in which finished texts leave places empty.
+
+    Yields:
+        After each token the number of texts that it ended.
+    """
     unpadded = "position_ids" not in arguments_of(model) or model.config.model_type in UNPADDED
-    by_length = groupby(asked, lambda i: len(prompts[i]))
-    groups = [list(numbers) for _, numbers in by_length] if unpadded else [asked]
+    by_length = groupby(texts, lambda text: text.prompt_length)
+    groups = [list(group) for _, group in by_length] if unpadded else [texts]
     cache_name, device = cache_argument(model), model.get_input_embeddings().weight.device
     for live in (group[at : at + rows] for group in groups for at in range(0, len(group), rows)):
-        cache, texts = DynamicCache(config=model.config), {i: list(prompts[i]) for i in live}
-        feed, mask = side_by_side([prompts[i] for i in live], device)
+        cache = DynamicCache(config=model.config)
+        feed, mask = side_by_side([text.ids for text in live], device)
         positions = (mask.cumsum(-1) - 1).clamp_min(0)
         while live:
             inputs = {"input_ids": feed, "attention_mask": mask, "position_ids": positions}
             logits = last_logits(model, 1, **inputs, **{cache_name: cache}, use_cache=True).logits[:, -1]
-            prefixes = Prefixes.of(texts[i] for i in live) if warp.needs_prefix else None
+            prefixes = Prefixes([text.history for text in live]) if warp.needs_prefix else None
             if warp.greedy:
                 tokens = warp.top(logits, prefixes)
             else:
-                numbers = torch.tensor([rngs[i].uniforms(1) for i in live], dtype=torch.float64, device=device)
-                tokens = inverse(warp(logits, prefixes), numbers)
-            ended = []
-            for i, token in zip(live, tokens.tolist()):
-                texts[i].append(token)
-                ended.append(token in stop_ids or len(texts[i]) - len(prompts[i]) >= limits[i])
-            yield from ((i, texts[i][len(prompts[i]) :]) for i, over in zip(live, ended) if over)
-            live = [i for i, over in zip(live, ended) if not over]
-            kept = torch.tensor(ended, device=device).logical_not().nonzero()[:, 0]
-            if live and any(ended):
-                cache.reorder_cache(kept)  # recurrent layers have no batch_select_indices
-                mask, positions = mask[kept], positions[kept]
-            feed = torch.tensor([texts[i][-1:] for i in live], device=device)
+                numbers = live[0].rng.together([text.rng for text in live], [1] * len(live), device)
+                tokens = numbers.draw(warp(logits, prefixes))
+            for text, token in zip(live, tokens.tolist()):
+                text.accept([token])
+            kept = [at for at, text in enumerate(live) if not text.finish]
+            yield len(live) - len(kept)
+            if 0 < len(kept) < len(live):
+                places = torch.tensor(kept, device=device)
+                cache.reorder_cache(places)  # recurrent layers have no batch_select_indices
+                mask, positions = mask[places], positions[places]
+            live = [live[at] for at in kept]
+            feed = torch.tensor([text.ids[-1:] for text in live], device=device)
             positions, mask = positions[:, -1:] + 1, torch.cat([mask, mask.new_ones(len(mask), 1)], 1)

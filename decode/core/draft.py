@@ -148,7 +148,7 @@ class Drafts:
 
     tokens: Tensor  # long ``[B, k]``, filled up behind a text's own length; k may be 0
     lengths: list[int]  # tokens proposed for each text
-    drafts: list[Draft] | None = None  # where the host has them already; trees are among these
+    trees: list[Draft] | None = None  # the drafts of a drafter of trees, which the host has; None: all are chains
     # the warped distributions that tokens were drawn from, and the raw draft logits, for rules that look at these,
     # ``[B, k, vocab]`` each
     probs: Tensor | None = None
@@ -157,11 +157,18 @@ class Drafts:
     confidence: list[Sequence[float]] | None = None  # what the stop rule read at each token
 
     @classmethod
-    def of(cls, drafts: Sequence[Draft], device: torch.device) -> Drafts:
-        """Deterministic drafts that the host made."""
+    def of(cls, drafts: Sequence[Draft], device: torch.device, *, trees: bool = False) -> Drafts:
+        """Deterministic drafts that the host made.
+
+        Raises:
+            ValueError: one is a tree, and the drafter does not say that it drafts trees.
+        """
+        if not trees and not all(draft.is_chain for draft in drafts):
+            raise ValueError("a drafter of trees has to say so by its attribute `trees`")
         longest = max(map(len, drafts))
         filled = [draft.ids + [0] * (longest - len(draft)) for draft in drafts]
-        return cls(upload(filled, device).view(len(drafts), longest), list(map(len, drafts)), list(drafts))
+        tokens = upload(filled, device).view(len(drafts), longest)
+        return cls(tokens, list(map(len, drafts)), list(drafts) if trees else None)
 
     def to(self, device: torch.device) -> Drafts:
         """On a device."""
@@ -182,14 +189,14 @@ class Drafts:
             return None if values is None else [by_text.get(i, empty) for i in range(count)]
 
         tokens, probs, logits = (among(values) for values in (self.tokens, self.probs, self.logits))
-        drafts, confidence = listed(self.drafts, Draft(())), listed(self.confidence, ())
-        return Drafts(tokens, listed(self.lengths, 0), drafts, probs, logits, confidence=confidence)  # type: ignore[arg-type]
+        trees, confidence = listed(self.trees, Draft(())), listed(self.confidence, ())
+        return Drafts(tokens, listed(self.lengths, 0), trees, probs, logits, confidence=confidence)  # type: ignore[arg-type]
 
     def with_copies(self, copies: Sequence[Ids]) -> Drafts:
         """These drafts with copies in the place of chains, or as branches of trees; an empty copy changes nothing."""
         device, longest = self.tokens.device, max(map(len, copies))
-        if self.drafts is not None:
-            return Drafts.of([draft.with_branch(copy) for draft, copy in zip(self.drafts, copies)], device)
+        if self.trees is not None:
+            return Drafts.of([tree.with_branch(copy) for tree, copy in zip(self.trees, copies)], device, trees=True)
         copied = [i for i, copy in enumerate(copies) if copy]
         if not copied:
             return self
@@ -203,8 +210,8 @@ class Drafts:
 
     def on_host(self, ids: Sequence[Ids]) -> list[Draft]:
         """The draft of each text, whose `tokens` have come to the host."""
-        if self.drafts is not None:
-            return self.drafts
+        if self.trees is not None:
+            return self.trees
         confidence = self.confidence or [()] * len(self.lengths)
         return [Draft(row[:n], None, seen) for row, n, seen in zip(ids, self.lengths, confidence)]
 

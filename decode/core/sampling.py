@@ -303,10 +303,11 @@ class Uniform(Numbers):
 
     @override
     def draw(self, weights: Tensor, step: int | Sequence[int] = 0, rows: Sequence[int] | None = None) -> Tensor:
-        if isinstance(step, int) and len(weights) == len(self._u):
+        count = weights.shape[0]
+        if isinstance(step, int) and count == self._u.shape[0]:
             return inverse(weights, self._u[:, step, None])
-        steps = [step] * len(weights) if isinstance(step, int) else step
-        texts, choices = upload([list(range(len(weights)) if rows is None else rows), list(steps)], weights.device)
+        steps = [step] * count if isinstance(step, int) else step
+        texts, choices = upload([list(range(count) if rows is None else rows), list(steps)], weights.device)
         return inverse(weights, self._u[texts, choices, None])
 
     @override

@@ -29,8 +29,6 @@ def pick(rows: Tensor, tokens: Tensor) -> Tensor:
 
 def at(rows: Tensor, index: Tensor) -> Tensor:
     """The row of each text at its own index ``[n]``: ``[n, ..]`` from ``[n, k, ..]``."""
-    if len(rows) == 1 and rows.is_cpu:
-        return rows[:, int(index)]
     return rows[torch.arange(len(rows), device=rows.device), index]
 
 
@@ -316,8 +314,8 @@ def follow(draft: Draft, choose: Callable[[int, Ids], int]) -> tuple[Ids, int]:
 class Verification:
     """The verification of a round's drafts, launched for all texts at once; the host reads its result once (`read`).
 
-    Chains are verified by `AcceptanceRule.keep`. In a tree, and in a greedy draft that has to be exact, the target's
-    own choice after the pending token is followed from node to node; the choice that leaves the draft is emitted. Each
+    Chains are verified by `AcceptanceRule.keep`. In trees, and in greedy drafts that have to be exact, the target's own
+    choice after the pending token is followed from node to node; the choice that leaves the draft is emitted. Each
     emitted token is a draw from its own row of p, so the output has the target's distribution whatever the tree.
 
     Args:
@@ -341,128 +339,103 @@ class Verification:
         histories: Sequence[History],
     ) -> None:
         self.drafts, self.tokens, self.logits, self.warp = drafts, tokens, logits, warp
-        self.rules, self.histories, self.lengths = rules, histories, drafts.lengths
+        self.rules, self.rngs, self.histories, self.lengths = rules, rngs, histories, drafts.lengths
         self.starts = [0, *accumulate(n + 1 for n in self.lengths)]
-        trees = [i for i, draft in enumerate(drafts.drafts or ()) if not draft.is_chain]
-        self.walks = list(range(len(rules))) if warp.greedy and rules[0].exact else trees
-        self.chains = [i for i in range(len(rules)) if i not in {*self.walks}]
-        # what the host reads
-        self._results: dict[str, Tensor] = {} if drafts.drafts else {"ids": drafts.tokens}
-        if self.walks:
-            self._launch_walks([rngs[i] for i in self.walks])
-        if self.chains:
-            self._launch_chains([rngs[i] for i in self.chains])
-        top = self._results.get("choices") if warp.greedy and not (self.chains or warp.needs_prefix) else None
-        self._results["largest"] = logits.amax(-1) if top is None else pick(logits, top)
+        self._results: dict[str, Tensor] = {}  # what the host reads
+        if drafts.trees is None and drafts.tokens.shape[1]:
+            self._results["ids"] = drafts.tokens
+        if warp.greedy and rules[0].exact:
+            self._results["choices"] = top = warp.top(logits, self._prefixes())
+            self._results["largest"] = pick(logits, top)
+            return
+        self._results["largest"] = logits.amax(-1)
+        self._numbers = rngs[0].together(rngs, [n + 1 for n in self.lengths], logits.device)
+        p = warp(logits, self._prefixes())
+        if drafts.trees is None:
+            self._launch_chains(p)
+        else:
+            self._launch_trees(p, drafts.trees)
 
-    def _rows(self, texts: Sequence[int]) -> Tensor:
-        """The logits of these texts."""
-        if len(texts) == len(self.rules):
-            return self.logits
-        rows = [row for i in texts for row in range(self.starts[i], self.starts[i + 1])]
-        return self.logits.index_select(0, upload(rows, self.logits.device))
-
-    def _prefixes(self, texts: Sequence[int]) -> Prefixes | None:
-        """The tokens before each row of these texts."""
+    def _prefixes(self) -> Prefixes | None:
+        """The tokens before each row."""
         if not self.warp.needs_prefix:
             return None
         places, lengths, longest = list[list[int]](), list[int](), max(self.lengths)
-        for i in texts:
-            draft, start = self.drafts.drafts[i] if self.drafts.drafts else Draft([0] * self.lengths[i]), self.starts[i]
+        for start, draft in zip(self.starts, self.drafts.trees or [Draft([0] * n) for n in self.lengths]):
             for path in draft.paths():  # filled up with the pending token
                 places.append([start + at for at in path] + [start] * (longest - len(path)))
                 lengths.append(len(path))
         paths = self.tokens[upload(places, self.tokens.device)]
-        return Prefixes([self.histories[i] for i in texts], [self.lengths[i] + 1 for i in texts], paths, lengths)
+        return Prefixes(self.histories, [n + 1 for n in self.lengths], paths, lengths)
 
-    def _launch_walks(self, rngs: Sequence[Any]) -> None:
-        """Choose the target's token after every row; on a CPU a draw waits until its row is reached."""
-        texts, logits, prefixes = self.walks, self._rows(self.walks), self._prefixes(self.walks)
-        if self.warp.greedy:
-            self._results["choices"] = self.warp.top(logits, prefixes)
-            return
-        self._p = self.warp(logits, prefixes)
-        (above, nodes, owners, depths), trees = (list[int]() for _ in range(4)), [self.drafts.drafts[i] for i in texts]  # type: ignore[index]
-        for owner, (i, tree) in enumerate(zip(texts, trees)):
-            above += [len(owners) + parent + 1 for parent in tree.parents]
-            nodes += range(self.starts[i] + 1, self.starts[i + 1])
-            owners += [owner] * (len(tree) + 1)
-            depths += [0, *tree.depths()]
-        parents, places = upload([above, nodes], logits.device)
-        self._results["masses"] = self._p[parents, self.tokens[places]]
-        self._numbers = rngs[0].together(rngs, [tree.depth + 1 for tree in trees], logits.device)
-        if not logits.is_cpu:
-            self._results["choices"] = self._numbers.draw(self._p, depths, owners)
+    def _launch_trees(self, p: Tensor, trees: Sequence[Draft]) -> None:
+        """Draw the target's token after every row; on a CPU a draw waits until its row is reached."""
+        self._p = p
+        owners = [text for text, n in enumerate(self.lengths) for _ in range(n + 1)]
+        parents = [start + parent + 1 for start, tree in zip(self.starts, trees) for parent in tree.parents]
+        nodes = [start + 1 + node for start, n in zip(self.starts, self.lengths) for node in range(n)]
+        above, places = upload([parents, nodes], p.device)
+        self._results["masses"] = p[above, self.tokens[places]]
+        if not p.is_cpu:
+            depths = [depth for tree in trees for depth in [0, *tree.depths()]]
+            self._results["choices"] = self._numbers.draw(p, depths, owners)
 
-    def _read_walks(self, drafts: Sequence[Draft], results: dict[str, Any]) -> list[Verified]:
+    def _followed(self, drafts: Sequence[Draft], results: dict[str, Any]) -> list[Verified]:
         """Follow the choices through the drafts."""
-        found, choices, first, first_node = list[Verified](), results.get("choices"), 0, 0
-        for owner, i in enumerate(self.walks):
+        found, choices, masses = list[Verified](), results.get("choices"), results.get("masses", [])
+        for text, (draft, start) in enumerate(zip(drafts, self.starts)):
 
             def choose(row: int, path: Ids) -> int:
+                at = start + row  # noqa: B023
                 if choices is not None:
-                    return choices[first + row]  # noqa: B023
-                at = first + row  # noqa: B023
-                return int(self._numbers.draw(self._p[at : at + 1], len(path), [owner]))  # noqa: B023
+                    return choices[at]
+                return int(self._numbers.draw(self._p[at : at + 1], len(path), [text]))  # noqa: B023
 
-            draft = drafts[i]
             path, token = follow(draft, choose)
             if self.warp.greedy:
                 shared = [1.0] * len(path) + [0.0] * ((path[-1] if path else -1) in draft.parents)
             else:  # under a one-hot q, Σ min(p, q) is p of all tokens drafted at a position
-                masses = results["masses"][first_node:]
-                tested = [draft.children()[node + 1].values() for node in (-1, *path)]
-                shared = [sum(masses[node] for node in nodes) for nodes in tested if nodes]
+                tested, first = [draft.children()[node + 1].values() for node in (-1, *path)], start - text
+                shared = [sum(masses[first + node] for node in nodes) for nodes in tested if nodes]
             found.append(Verified(path, token, shared or None))
-            first, first_node = first + len(draft) + 1, first_node + len(draft)
         return found
 
-    def _launch_chains(self, rngs: Sequence[Any]) -> None:
+    def _launch_chains(self, p: Tensor) -> None:
         """Decide how much of each chain is kept, and draw the token after it."""
-        texts, lengths, device = self.chains, [self.lengths[i] for i in self.chains], self.logits.device
-        numbers, k = rngs[0].together(rngs, [n + 1 for n in lengths], device), max(lengths)
-        p = self._padded(self.warp(self._rows(texts), self._prefixes(texts)), lengths)
-        if not k:
-            self._results |= {"kept": upload(lengths, device), "token": numbers.draw(p[:, 0])}
+        drafts, x, device = self.drafts, self.drafts.tokens, p.device
+        if not x.shape[1]:
+            self._results |= {"kept": upload(self.lengths, device), "token": self._numbers.draw(p)}
             return
-        rule, x = self.rules[0].of_texts([self.rules[i] for i in texts], device), self._of_chains(self.drafts.tokens, k)
-        copied = upload([[i in self.drafts.copied] for i in texts], device, torch.bool)[..., None]
-        q = one_hot(x.flatten(), p).unflatten(0, x.shape)
-        raw = None if rule.exact else q.log()
-        if self.drafts.probs is not None:
-            q = torch.where(copied, q, self._of_chains(self.drafts.probs, k))
-        if self.drafts.logits is not None and raw is not None:
-            raw = torch.where(copied, raw, self._of_chains(self.drafts.logits, k))
-        before, distance = p[:, :k], p[:, :k, 0]
-        if raw is not None:
-            distance = rule.distance(before, q, (self._padded(self._rows(texts), lengths)[:, :k], raw))
+        p, rule = self._padded(p), self.rules[0].of_texts(self.rules, device)
+        before, q = p[:, :-1], one_hot(x.flatten(), p).unflatten(0, x.shape)
+        copied = upload([[i in drafts.copied] for i in range(len(x))], device, torch.bool)[..., None]
+        raw, distance = q, before[..., 0]
+        if not rule.exact:
+            raw = q.log() if drafts.logits is None else torch.where(copied, q.log(), drafts.logits)
+        if drafts.probs is not None:
+            q = torch.where(copied, q, drafts.probs)
+        if not rule.exact:
+            distance = rule.distance(before, q, (self._padded(self.logits)[:, :-1], raw))
         accept = rule.accept_prob(before, q, x, distance)
-        kept, weights = rule.keep(p, q, x, accept, lengths, numbers)
-        self._results |= {"kept": kept, "token": numbers.draw(weights), "overlap": overlap(before, q)}
-        if raw is not None:
+        kept, weights = rule.keep(p, q, x, accept, self.lengths, self._numbers)
+        self._results |= {"kept": kept, "token": self._numbers.draw(weights), "overlap": overlap(before, q)}
+        if not rule.exact:
             self._results |= {"spent": rule.tv_spent(before, q, x, accept), "distance": distance}
 
-    def _padded(self, rows: Tensor, lengths: Sequence[int]) -> Tensor:
-        """``[n, k + 1, ..]`` from the rows of n texts; those that a text lacks are its last one."""
-        k, firsts = max(lengths), accumulate((n + 1 for n in lengths), initial=0)
-        if min(lengths) == k:
-            return rows.unflatten(0, (len(lengths), k + 1))
-        return rows[upload([[at + min(i, n) for i in range(k + 1)] for at, n in zip(firsts, lengths)], rows.device)]
+    def _padded(self, rows: Tensor) -> Tensor:
+        """``[B, k + 1, ..]`` from the rows of all texts; those that a text lacks are its last one."""
+        k = self.drafts.tokens.shape[1]
+        if min(self.lengths) == k:
+            return rows.unflatten(0, (len(self.lengths), k + 1))
+        places = [[start + min(i, n) for i in range(k + 1)] for start, n in zip(self.starts, self.lengths)]
+        return rows[upload(places, rows.device)]
 
-    def _of_chains(self, values: Tensor, k: int) -> Tensor:
-        """Of ``values [B, ..]`` the first k of the texts whose drafts are verified as chains."""
-        if len(self.chains) < len(values):
-            values = values.index_select(0, upload(self.chains, values.device))
-        return values[:, :k]
-
-    def _read_chains(self, results: dict[str, Any]) -> list[Verified]:
-        """Hand out what was decided."""
+    def _decided(self, results: dict[str, Any]) -> list[Verified]:
+        """Hand out what was decided of chains."""
         found = []
-        for at, i in enumerate(self.chains):
-            m = results["kept"][at]
-            tested = min(m + 1, self.lengths[i])
-            measured = [results[name][at][:tested] if name in results else None for name in MEASURED]
-            found.append(Verified(list(range(m)), results["token"][at], *(values or None for values in measured)))
+        for i, (m, token, n) in enumerate(zip(results["kept"], results["token"], self.lengths)):
+            measured = [results[name][i][: min(m + 1, n)] or None if name in results else None for name in MEASURED]
+            found.append(Verified(list(range(m)), token, *measured))
         return found
 
     def read(self) -> tuple[list[Draft], list[Verified]]:
@@ -479,7 +452,5 @@ class Verification:
                 f"the target's logits are NaN or +inf after {len(text.ids)} tokens; check its weights, or load it in "
                 "bfloat16 or float32"
             )
-        drafts = self.drafts.on_host(results.get("ids", ()))
-        walked, kept = self._read_walks(drafts, results), self._read_chains(results)
-        by_text = dict(zip([*self.walks, *self.chains], [*walked, *kept]))
-        return drafts, [by_text[i] for i in range(len(drafts))]
+        drafts = self.drafts.on_host(results.get("ids", [[]] * len(self.lengths)))
+        return drafts, self._decided(results) if "kept" in results else self._followed(drafts, results)

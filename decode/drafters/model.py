@@ -99,7 +99,7 @@ class ModelDrafter(Drafter):
         limits = list(map(self.limit, requests))
         texts = [i for i, limit in enumerate(limits) if limit > 0]
         if not texts:
-            return Drafts.of([Draft(())] * len(requests), device)
+            return Drafts.of([Draft(())] * len(requests), device, trees=self.trees)
         drafts = self.drafts([requests[i] for i in texts], [limits[i] for i in texts])
         return drafts.to(device).spread(texts, len(requests))
 

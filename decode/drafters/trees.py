@@ -38,6 +38,8 @@ class TreeDrafter(HeadDrafter):
         threshold: least cumulative probability of a node (EAGLE-2: 0).
     """
 
+    trees = True
+
     def __init__(
         self,
         runner: HeadRunner | BlockRunner,
@@ -142,7 +144,7 @@ class FeatureTreeDrafter(TreeDrafter, FeatureDrafter):
             return children(out.logits)
 
         roots = children(out.logits)
-        return Drafts.of(self.grow(roots, expand, limits, self.width), runner.device)
+        return Drafts.of(self.grow(roots, expand, limits, self.width), runner.device, trees=True)
 
 
 class BlockTreeDrafter(TreeDrafter, BlockDrafter):
@@ -183,4 +185,4 @@ class BlockTreeDrafter(TreeDrafter, BlockDrafter):
 
             found = self.children(runner.condition(block, 0, texts, None).logits, None)
             roots = found[0][:, None], found[1][:, None]
-        return Drafts.of(self.grow(roots, expand, limits, self.nodes), runner.device)
+        return Drafts.of(self.grow(roots, expand, limits, self.nodes), runner.device, trees=True)

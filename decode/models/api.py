@@ -131,9 +131,14 @@ class Model(ABC):
         return self.limit - len(ids)
 
     @property
-    def supports_trees(self) -> bool:
-        """Whether `forward` takes token trees."""
-        return not self.tree_refusal
+    def tree_error(self) -> str:
+        """What is wrong with a method that drafts trees for this target; empty where it reads them."""
+        if not self.tree_refusal:
+            return ""
+        return (
+            f"{self.name} cannot verify token trees: {self.tree_refusal}; use a method that drafts chains (vanilla, "
+            "eagle, prompt-lookup, layerskip)"
+        )
 
 
 PIECE = 512  # most tokens of a prompt that are read in one forward

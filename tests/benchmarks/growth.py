@@ -124,6 +124,8 @@ def budget(tokens: int) -> dict[str, float]:
 class Wide(NoDrafter):
     """Drafts a tree of 60 nodes."""
 
+    trees = True
+
     def draft(self, request: Any) -> Draft:
         return Draft(list(range(60)), [i - 3 if i > 2 else -1 for i in range(60)])
 

@@ -220,6 +220,8 @@ def test_the_loop_reports_what_a_rule_spends(name: str, copied: bool) -> None:
 
 
 class _Copy(RandomTree):
+    trees = False
+
     def draft(self, request):  # type: ignore[no-untyped-def]
         return Draft([self.vocab], [-1]) if request.max_depth else Draft(())
 
