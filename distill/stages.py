@@ -1,7 +1,7 @@
 """The stages of a run in order: the target and the student are prepared, then each draft is distilled."""
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from distill import ranks
 from distill.checks import check_inputs
 from distill.config import DraftSettings, TrainerSettings
 from distill.config.models import ModelSettings, StudentSettings, TargetSettings
-from distill.data.dataset import FEATURES, DistillDataModule, Examples, Expect, Schedule, TrainingBatches
+from distill.data.dataset import FEATURES, Batch, DistillDataModule, Examples, Expect, Schedule, TrainingBatches
 from distill.files import fingerprint, link, remove, save_tokenizer
 from distill.fingerprints import stage_fingerprints
 from distill.kept import Kept, Shapes
@@ -51,7 +51,7 @@ from distill.results.tracking import for_stage
 from distill.run import ACCOUNT, Run, StageRecord
 from distill.signal.engine import EngineStates, Packed, texts_of
 from distill.signal.kept import keep_columns
-from distill.signal.target import HIDDEN, INSIDE, TOPK, Captured, Signal, Source, read_states
+from distill.signal.target import HIDDEN, INSIDE, TOPK, Signal, Source, read_states
 from distill.training.modules import CausalLMModule, DistillModule, TrainingModule
 from distill.training.trainer import fit
 
@@ -238,10 +238,10 @@ class DistillData:
     """Examples with the columns of frozen models."""
 
     signal: Signal  # the target's distributions, and the features that a head reads
-    train: Examples  # if the draft writes all texts itself, their prompts alone, without columns
+    train: Examples  # if the draft writes texts itself, without columns
     validation: Examples  # for comparing checkpoints
     held: Examples | None  # others, by which a confidence head is calibrated
-    add_columns: Callable[[Sequence[Examples]], None]  # puts the same columns into texts that were just written
+    complete: Callable[[Batch], Batch]  # computes the same columns of a batch with texts that were just written
     expect: Expect | None  # is told which batches will be trained on, where their states are asked for meanwhile
 
 
@@ -250,12 +250,12 @@ def texts_of_run(run: Run) -> tuple[Dataset, Dataset, str]:
     teacher, student, target = run.settings.teacher, run.settings.student, run.settings.target
 
     def arrivals(texts: str) -> Packed:
-        parts, reader = run.target_parts().to(DTYPES[target.dtype]), Captured(tuple(run.captured_layers))
+        parts = run.target_parts().to(DTYPES[target.dtype])
         named = student.model is not None and not student.draft.head
         vocab = config_of(student, 0).get_text_config().vocab_size if named else None
         source = EngineStates(run.states, parts, run.captured_layers, run.device)
         signal = Signal(
-            parts, teacher.kept, reader if student.draft.head else None, source, vocab=vocab, k=teacher.signal_k,
+            parts, teacher.kept, None, source, layers=run.captured_layers, vocab=vocab, k=teacher.signal_k,
             dtype=teacher.number_format(target.dtype),
         )  # fmt: skip
         signal.to(run.device)
@@ -321,29 +321,28 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
         reference.model.to(run.device)
         column = reference_losses(reference, signal, Divergence(settings.divergence), trainer.precision)
 
-    def add_columns(
-        texts_to_learn: Sequence[Examples], judged: Sequence[Examples] = (), folder: Path | None = None
-    ) -> None:
-        def kept(name: str, shapes: Shapes, *made_from: object) -> Kept:
-            key = fingerprint(texts, trainer.attention, served, teacher.arguments, signal.key, *made_from)
-            return Kept(shapes) if folder is None else Kept.at(folder, name, key, shapes)
+    def kept(name: str, shapes: Shapes, *made_from: object) -> Kept:
+        key = fingerprint(texts, trainer.attention, served, teacher.arguments, signal.key, *made_from)
+        return Kept.at(run.work / "signals", name, key, shapes)
 
-        stored = [*(texts_to_learn if kind != "online" else ()), *(judged if kind != "online" or served else ())]
-        if stored:  # of an engine whose states are not kept, those that are read again and again
-            states = Kept(signal.columns) if folder is None else signal_store(run, texts, signal)
-            keep_columns(states, stored, signal.kept, ahead)
+    def complete(batch: Batch) -> Batch:
+        batch = batch if kind == "online" else batch | signal.kept(batch)
+        return batch if column is None else batch | column[1](batch)
+
+    learned, judged = [] if settings.on_policy else [train], [validation] if held is None else [validation, held]
+    with working(run.console, f"the target's signal ({kind})"):
+        # of an engine whose states are not kept, those that are read again and again
+        stored = [*(learned if kind != "online" else ()), *(judged if kind != "online" or served else ())]
+        if stored:
+            keep_columns(signal_store(run, texts, signal), stored, signal.kept, ahead)
         if stored and signal.ids is not None and INSIDE not in signal.columns:
             inside = kept("inside", {INSIDE: ((2,), "float32")}, signal.ids.tolist())
             keep_columns(inside, stored, signal.kept_inside, reads={HIDDEN if HIDDEN in signal.columns else FEATURES})
-        if column is not None:
+        if column is not None and learned:
             made_by = run.draft_record(cast(str, settings.reference)).fingerprint
             name = f"{settings.reference}-{settings.divergence}"
             losses = kept(name, column[0], made_by, settings.divergence, trainer.precision)
-            keep_columns(losses, texts_to_learn, column[1], ahead if kind == "online" else None)
-
-    with working(run.console, f"the target's signal ({kind})"):
-        others = [validation] if held is None else [validation, held]
-        add_columns([] if settings.on_policy == 1 else [train], others, run.work / "signals")
+            keep_columns(losses, learned, column[1], ahead if kind == "online" else None)
     if kind == "topk":
         tail = mean_tail(validation)
         run.line(f"the top {signal.k} ids leave {tail:.2%} to the others: alpha is off by at most that")
@@ -351,7 +350,7 @@ def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
         source.cache_clear()  # no signal will be computed any more, so the target leaves memory where it is not online
         if not here:
             run.release()
-    return DistillData(signal, train, validation, held, add_columns, ahead if kind == "online" else None)
+    return DistillData(signal, train, validation, held, complete, ahead if kind == "online" else None)
 
 
 def mean_tail(examples: Examples) -> float:
@@ -378,7 +377,7 @@ def distil(run: Run, name: str, key: str) -> StageResult:
         parts = run.target_parts()
         texts = OnPolicy(
             partial(write_texts, model), data.train, schedule, steps, full.teacher.responses, settings.on_policy, seed,
-            full.data.max_length, stop_ids(parts, run.tokenizer), data.add_columns,
+            full.data.max_length, stop_ids(parts, run.tokenizer), data.complete,
         )  # fmt: skip
     batches = TrainingBatches(data.train, schedule, steps, texts, full.data.loader_workers, data.expect, draft)
     record.seconds = time.monotonic() - started

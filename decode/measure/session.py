@@ -68,11 +68,10 @@ class Session:
     ) -> None:
         self.options, self.model, self.tokenizer = options, model, tokenizer
         self.draft_models = dict(drafts or {})
-        self.threads, reason = machine.choose_threads(model, self.options.threads)
         pack = self.options.pack
-        with machine.using_threads(self.threads):  # layouts of weights are chosen by measurement
-            self.runner = open_runner(model, pack=pack)
-            self.drafts = {name: open_draft_runner(draft, model, pack) for name, draft in self.draft_models.items()}
+        self.runner = open_runner(model, pack=pack)
+        self.threads, reason = machine.choose_threads(self.runner, self.options.threads)
+        self.drafts = {name: open_draft_runner(draft, model, pack) for name, draft in self.draft_models.items()}
         opened = {"target": self.runner} | self.drafts
         self.how = [reason, *(f"{name}: {runner.packing}" for name, runner in opened.items() if runner.packing)]
         self.stop_ids = stop_ids(model, tokenizer)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -55,15 +54,8 @@ class BlockRunner(DraftHeadRunner):
         self.bias: Linear | None = None
         if head.markov_head is not None:  # of which a selector reads single rows
             self.bias = (Linear if head.candidates else make)(head.markov_head.markov_w2.weight)
-        self.convs = [(self._conv(layer.attention_conv), self._conv(layer.mlp_conv)) for layer in layers]
+        self.convs = [(layer.attention_conv, layer.mlp_conv) for layer in layers]
         self.packing = make.sentence()
-
-    def _conv(self, conv: Any) -> Any:
-        """A convolution as `convolved` reads it."""
-        if conv is None:
-            return None
-        kernel = self.make(conv.kernel_projection.weight)
-        return SimpleNamespace(base_kernel=conv.base_kernel, group=conv.group, kernel_projection=kernel)
 
     def remaining(self, ids: Sequence[int]) -> int:
         """See `Model.remaining`; no more than a block drafts."""
