@@ -19,8 +19,8 @@ from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import save_head
 from decode.models.open import DTYPES, check_tokenizers, load_model, load_tokenizer, stop_ids
 from decode.models.sources import gguf_file
-from decode.models.texts import write_texts
 from decode.progress import working
+from decode.writing import write_texts
 from distill import ranks
 from distill.checks import check_inputs
 from distill.config import DraftSettings, TrainerSettings

@@ -15,12 +15,12 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.core.sampling import LogitsWarper
+from decode.core.sampling import LogitsWarper, Prefixes
 from decode.core.verify import pick, ratio
 from decode.errors import UserError
 from decode.models.huggingface import context_of
 from decode.models.open import NEUTRAL, described, own_warp, stop_ids
-from decode.models.texts import GROUP
+from decode.writing import GROUP
 from distill import ranks
 from distill.data.chat import ChatFormat
 from distill.data.dataset import Examples
@@ -45,7 +45,7 @@ class Mode:
 
     def probabilities(self, logits: Tensor, places: Sequence[tuple[Text, int]]) -> Tensor:
         """Return warped probabilities ``[n, vocab]``; places are texts with the last position read."""
-        prefixes = [ids[: at + 1] for (ids, _), at in places] if self.warp.needs_prefix else None
+        prefixes = Prefixes.of(ids[: at + 1] for (ids, _), at in places) if self.warp.needs_prefix else None
         return self.warp(logits, prefixes)
 
 

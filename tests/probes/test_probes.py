@@ -21,8 +21,8 @@ from decode.errors import UserError
 from decode.measure.benchmark import Record
 from decode.methods import MethodInputs, build
 from decode.models.check import open_runner
-from decode.models.texts import write_texts
 from decode.options import MethodOptions
+from decode.writing import write_texts
 from distill.config import TrainerSettings
 from probes import exit_search, features
 from probes.exit_search import METHODS, WINDOW, best_settings, fastest_options
