@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.core.draft import upload_all
 from decode.core.sampling import argmax
 from decode.models.api import PIECE, Out, joined
-from decode.models.fast.cache import NewTokens, Views, upload
+from decode.models.fast.cache import NewTokens, Views
 from decode.models.fast.forward import Placed
 from decode.models.fast.layout import Layer
 from decode.models.fast.weights import Linear, norm
@@ -103,7 +104,7 @@ class BlockRunner(DraftHeadRunner):
             used += range(i * (most + first), i * (most + first) + n)
             numbers += range(n)
             drafting += [slot + min(first + j, n - 1) for j in range(most)]
-        lists = upload([pending, reads, slots, used, numbers, drafting], self.device)
+        lists = upload_all([pending, reads, slots, used, numbers, drafting], self.device)
         anchors, of_features, of_slots, places, in_block, drawn = lists
         x = network.embed(head.tokens(anchors, most).flatten().index_select(0, places))
         y = x.new_empty(len(reads) + len(slots), x.shape[1])
@@ -177,7 +178,7 @@ class BlockRunner(DraftHeadRunner):
         head, logits, hidden, accepted = self.head, block.logits[:, slot], block.hidden[:, slot], None
         anchors = block.anchors
         if len(texts) < len(logits):
-            (at,) = upload([texts], self.device)
+            (at,) = upload_all([texts], self.device)
             logits, hidden, anchors = (x.index_select(0, at) for x in (logits, hidden, anchors))
         tokens = anchors if tokens is None else tokens
         if tokens.dim() > 1:

@@ -272,7 +272,7 @@ class SeesItsToken(BlockDrafter):
             kept = row.topk(self.runner.head.candidates - 1).indices
             q = torch.zeros_like(row).index_copy(0, kept, row[kept]).index_copy(0, tokens[-1], row[tokens[-1]])
             rows.append(q / q.sum())
-        return Drafts(torch.stack(tokens, 1), list(limits), None, torch.stack(rows)[None], None, {0})
+        return Drafts(torch.stack(tokens, 1), list(limits), None, torch.stack(rows)[None])
 
 
 def test_a_selector_that_tells_another_q_than_it_drew_from_is_caught(double) -> None:
