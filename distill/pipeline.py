@@ -190,8 +190,8 @@ def measure(run: Run) -> Values:
         log_report(run.logger, report, run.folder, upload=settings.upload)
     elif settings.evaluation:
         run.line(
-            "this process has no memory for the target, so that nothing is measured: see python -m decode serve-check "
-            f"--target {run.target} --draft {run.export} --engine vllm"
+            "this process has no memory for the target, so that nothing is measured; on a machine that has: "
+            f"python -m decode serve-check --target {run.target} --draft {run.export} --engine vllm"
         )
     write_json(note, {"fingerprint": key, "target": target, "export": sizes(run.export)})
     run.line(f"{path if report else run.export} [dim]{time.monotonic() - began:.1f} s[/dim]")

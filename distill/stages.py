@@ -10,10 +10,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 from datasets import Dataset
-from numpy.typing import NDArray
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from decode.errors import UserError
 from decode.files import read_json
 from decode.models.heads.eagle import DraftHead
 from decode.models.heads.files import save_head
@@ -25,7 +23,7 @@ from distill import ranks
 from distill.checks import check_inputs
 from distill.config import DraftSettings, TrainerSettings
 from distill.config.models import ModelSettings, StudentSettings, TargetSettings
-from distill.data.dataset import FEATURES, DistillDataModule, Examples, Expect, Schedule, TrainingBatches
+from distill.data.dataset import FEATURES, Batch, DistillDataModule, Examples, Expect, Schedule, TrainingBatches
 from distill.files import fingerprint, link, remove, save_tokenizer
 from distill.fingerprints import stage_fingerprints
 from distill.kept import Kept, Shapes
@@ -42,7 +40,6 @@ from distill.networks.models import (
     load_or_build,
     ready_to_save,
     source_folder,
-    use_attention,
     weights_dtype,
 )
 from distill.responses.on_policy import OnPolicy
@@ -50,8 +47,8 @@ from distill.responses.target import answered_texts
 from distill.results.tracking import for_stage
 from distill.run import ACCOUNT, Run, StageRecord
 from distill.signal.engine import EngineStates, Packed, texts_of
-from distill.signal.kept import keep_columns
-from distill.signal.target import HIDDEN, INSIDE, TOPK, Captured, Signal, Source, read_states
+from distill.signal.kept import Compute, keep_columns
+from distill.signal.target import HIDDEN, INSIDE, TOPK, Captured, Reader, Signal, States, read_states
 from distill.training.modules import CausalLMModule, DistillModule, TrainingModule
 from distill.training.trainer import fit
 
@@ -83,45 +80,53 @@ def run_stages(run: Run, only: Collection[str] | None = None, *, check: bool = T
     Returns:
         The names of the stages that were made.
     """
+    created = list[str]()
     try:
-        made = _run_stages(run, only, check)
-        ranks.barrier()  # another process may still ask the engine that this one started
+        for stage, key in stage_fingerprints(run.settings).items():
+            if (only is None or stage in only) and not _up_to_date(run, stage, key):
+                if check and not created and only != ("target",):
+                    with working(run.console, "checking data and models", bars=False):
+                        check_inputs(run)
+                _make(run, stage, key)
+                created.append(stage)
+        ranks.barrier()  # another process may still ask the engine
     finally:
         run.close()
-    return made
+    return created
 
 
-def _run_stages(run: Run, only: Collection[str] | None, check: bool) -> list[str]:
-    settings, console, made = run.settings, run.console, list[str]()
-    for stage, key in stage_fingerprints(settings).items():
-        if only is not None and stage not in only:
-            continue
-        kinds = {"target": f"target ({settings.target.kind})", "initial": f"student ({settings.student.kind})"}
-        title = kinds.get(stage, f"draft {stage}")
-        console.print(f"[bold]{title}[/bold] ({run.progress(stage)})", highlight=False, soft_wrap=True)
-        if run.record(stage, key) is not None:
-            run.line(f"up to date: {run.path(stage)}")
-            if ranks.is_first():
-                remove(run.work / f"checkpoints-{stage}")  # a kill may have left them
-            continue
-        if before := read_json(run.work / f"{stage}.json").get("fingerprint"):
-            why = "is not as it was written" if before == key else "was made from other settings or files"
-            run.line(f"{run.path(stage)} {why}, and is made again")
-        if check and not made and only != ("target",):
-            with working(console, "checking data and models", bars=False):
-                check_inputs(run)
-        started = time.monotonic()
-        with working(console, title, bars=False):
-            if stage == "initial" and settings.student.draft.head:
-                result = untrained_head(run, key)
-            elif stage in ("target", "initial"):
-                result = language_model(run, stage, key)
-            else:
-                result = distil(run, stage, key)
-            run.put(stage, result.record, partial(result.save, run.tokenizer))
-        made.append(stage)
-        run.line(f"{run.path(stage)} [dim]{time.monotonic() - started:.1f} s[/dim]")
-    return made
+def _title(run: Run, stage: str) -> str:
+    kinds = {"target": f"target ({run.settings.target.kind})", "initial": f"student ({run.settings.student.kind})"}
+    return kinds.get(stage, f"draft {stage}")
+
+
+def _up_to_date(run: Run, stage: str, key: str) -> bool:
+    """Print the title of a stage, and whether it has to be made."""
+    title = f"[bold]{_title(run, stage)}[/bold] ({run.progress(stage)})"
+    run.console.print(title, highlight=False, soft_wrap=True)
+    if run.record(stage, key) is not None:
+        run.line(f"up to date: {run.path(stage)}")
+        if ranks.is_first():
+            remove(run.work / f"checkpoints-{stage}")  # a kill may have left them
+        return True
+    if before := read_json(run.work / f"{stage}.json").get("fingerprint"):
+        why = "is not as it was written" if before == key else "was made from other settings or files"
+        run.line(f"{run.path(stage)} {why}, and is made again")
+    return False
+
+
+def _make(run: Run, stage: str, key: str) -> None:
+    """Make a stage, and put its result in its place."""
+    started = time.monotonic()
+    with working(run.console, _title(run, stage), bars=False):
+        if stage == "initial" and run.settings.student.draft.head:
+            result = untrained_head(run, key)
+        elif stage in ("target", "initial"):
+            result = language_model(run, stage, key)
+        else:
+            result = distil(run, stage, key)
+        run.put(stage, result.record, partial(result.save, run.tokenizer))
+    run.line(f"{run.path(stage)} [dim]{time.monotonic() - started:.1f} s[/dim]")
 
 
 # -- the target and the student ---------------------------------------------------------------------------------------
@@ -210,13 +215,7 @@ def untrained_head(run: Run, key: str) -> StageResult:
         run.line(f"{len(ids):,} tokens drafted, {share:.1%} of the training labels")
     if (left := settings.draft.begin(head, target)) is not None:
         run.line("starts from the target's last layer" + (f", but for {', '.join(left)}" if left else ""))
-    record = new_record(run, key, head)
-    if record.parameters >= target.num_parameters() and not settings.draft.of_target:
-        raise UserError(
-            f"the head has {record.parameters:,} parameters and the target {target.num_parameters():,}: a draft has to "
-            "be smaller; lower student.draft_vocab or student.block.markov_rank"
-        )
-    return StageResult(record, head)
+    return StageResult(new_record(run, key, head), head)
 
 
 # -- drafts -----------------------------------------------------------------------------------------------------------
@@ -233,135 +232,141 @@ def open_draft(run: Run, path: Path, *, accepted_only: bool = False, dtype: str 
     return opened
 
 
-@dataclass
-class DistillData:
-    """Examples with the columns of frozen models."""
-
-    signal: Signal  # the target's distributions, and the features that a head reads
-    train: Examples  # if the draft writes all texts itself, their prompts alone, without columns
-    validation: Examples  # for comparing checkpoints
-    held: Examples | None  # others, by which a confidence head is calibrated
-    add_columns: Callable[[Sequence[Examples]], None]  # puts the same columns into texts that were just written
-    expect: Expect | None  # is told which batches will be trained on, where their states are asked for meanwhile
-
-
 def texts_of_run(run: Run) -> tuple[Dataset, Dataset, str]:
     """Return what `answered_texts` does; an engine's states of its answers are kept as they come."""
-    teacher, student, target = run.settings.teacher, run.settings.student, run.settings.target
+    teacher, student = run.settings.teacher, run.settings.student
 
     def arrivals(texts: str) -> Packed:
-        parts, reader = run.target_parts().to(DTYPES[target.dtype]), Captured(tuple(run.captured_layers))
-        named = student.model is not None and not student.draft.head
-        vocab = config_of(student, 0).get_text_config().vocab_size if named else None
-        source = EngineStates(run.states, parts, run.captured_layers, run.device)
-        signal = Signal(
-            parts, teacher.kept, reader if student.draft.head else None, source, vocab=vocab, k=teacher.signal_k,
-            dtype=teacher.number_format(target.dtype),
-        )  # fmt: skip
-        signal.to(run.device)
-        return Packed(signal, source, signal_store(run, texts, signal))
+        signal, states = target_signal(run, Captured(tuple(run.captured_layers)) if student.draft.head else None)
+        return Packed(signal, states(), Columns(run, signal, texts).kept(student.kind, signal.columns))
 
     keeps = teacher.served and teacher.in_engine and teacher.engine.keep
     return answered_texts(run, arrivals=arrivals if keeps else None)
 
 
-def signal_store(run: Run, texts: str, signal: Signal) -> Kept:
-    """Return where the target's signals of texts with a fingerprint are kept."""
-    teacher = run.settings.teacher
-    key = fingerprint(texts, run.settings.trainer.attention, teacher.in_engine, teacher.arguments, signal.key)
-    return Kept.at(run.work / "signals", run.settings.student.kind, key, signal.columns)
+def target_signal(run: Run, reader: Reader | None) -> tuple[Signal, Callable[[], EngineStates]]:
+    """Return the target's signal for a head (None: a language model), and what opens the states of an engine.
+
+    The target of this process, or the engine, is opened at the first batch of which states are asked for, but with
+    ``teacher.signal`` online at once.
+    """
+    teacher, student, dtype, layers = (
+        run.settings.teacher,
+        run.settings.student,
+        run.settings.target.dtype,
+        run.captured_layers,
+    )
+    beside = teacher.kept == "online" and not teacher.in_engine
+    parts = run.frozen if beside else run.target_parts().to(DTYPES[dtype])
+
+    @cache
+    def opened() -> EngineStates:
+        return EngineStates(run.states, parts, layers, run.device)
+
+    def source(batch: Batch) -> States:
+        return opened()(batch) if teacher.in_engine else read_states(run.frozen, layers, batch)
+
+    named = student.model is not None and reader is None
+    vocab = int(config_of(student, 0).get_text_config().vocab_size) if named else None
+    states, number_format = None if beside else source, teacher.number_format(dtype)
+    signal = Signal(parts, teacher.kept, reader, states, vocab=vocab, k=teacher.signal_k, dtype=number_format)
+    signal.to(run.device)
+    return signal, opened
+
+
+@dataclass
+class Columns:
+    """Puts what frozen models say into texts: the target its signal, a reference its losses.
+
+    Attributes:
+        texts: Fingerprint of the run's texts.
+        expect: Is told which batches' states will be asked for, of an engine.
+        reference: The reference's column, and what computes it; None: there is no reference.
+        compared: Name of that column, and what it is made from.
+    """
+
+    run: Run
+    signal: Signal
+    texts: str
+    expect: Expect | None = None
+    reference: tuple[Shapes, Compute] | None = None
+    compared: Sequence[str] = ()
+
+    def kept(self, name: str, shapes: Shapes, *made_from: object) -> Kept:
+        """Return where columns of the run's texts are kept."""
+        teacher, attention = self.run.settings.teacher, self.run.settings.trainer.attention
+        key = fingerprint(self.texts, attention, teacher.in_engine, teacher.arguments, self.signal.key, *made_from)
+        return Kept.at(self.run.work / "signals", name, key, shapes)
+
+    def add(self, learned: Sequence[Examples], judged: Sequence[Examples] = (), *, on_disk: bool = False) -> None:
+        """Add the columns to texts to learn and to judge by; they stay in memory, but those of the run's texts."""
+        signal, settings = self.signal, self.run.settings
+        kept = self.kept if on_disk else lambda _, shapes, *__: Kept(shapes)
+        online = signal.kind == "online"  # of an engine then those are kept that are read again and again
+        texts = [*(() if online else learned), *(() if online and not settings.teacher.in_engine else judged)]
+        if texts:
+            keep_columns(kept(settings.student.kind, signal.columns), texts, signal.kept, self.expect)
+        if texts and signal.ids is not None and INSIDE not in signal.columns:
+            inside = kept("inside", {INSIDE: ((2,), "float32")}, signal.ids.tolist())
+            keep_columns(inside, texts, signal.kept_inside, reads={HIDDEN if HIDDEN in signal.columns else FEATURES})
+        if self.reference is not None:
+            shapes, compute = self.reference
+            keep_columns(
+                kept(self.compared[0], shapes, *self.compared), learned, compute, self.expect if online else None
+            )
+
+
+@dataclass
+class DistillData:
+    """Examples with the columns of frozen models."""
+
+    columns: Columns
+    train: Examples  # if the draft writes all texts itself, their prompts alone, without columns
+    validation: Examples  # for comparing checkpoints
+    held: Examples | None  # others, by which a confidence head is calibrated
 
 
 def prepare(run: Run, draft: Draft, settings: DraftSettings) -> DistillData:
     """Return the target's signal, and examples with the columns that a distillation needs.
 
-    The target itself is opened where a column is missing, and with ``teacher.signal`` online. It leaves memory before
-    the training where no text is written during it.
+    The target leaves memory before the training where no text is written during it and ``teacher.signal`` is not
+    online.
     """
-    teacher, target, trainer = run.settings.teacher, run.settings.target, run.settings.trainer
-    kind, held = teacher.kept, None
+    served, on_policy = run.settings.teacher.in_engine, settings.on_policy
     train_rows, validation_rows, texts = texts_of_run(run)
+    train, validation, held = Examples.of(train_rows), Examples.of(validation_rows), None
     if draft.calibrated:
         count = len(validation_rows)
         first = min(3, count - 1)  # every fourth is held, and one where there are fewer
         held = Examples.of(validation_rows.select(range(first, count, 4)))
         if count > 1:  # else the only one serves both
-            validation_rows = validation_rows.select(i for i in range(count) if i % 4 != first)
-    train, validation = Examples.of(train_rows), Examples.of(validation_rows)
-
-    def opened() -> PreTrainedModel:
-        use_attention(run.frozen, trainer.attention)
-        check_head(run.frozen, LMHead(run.frozen))
-        return run.frozen
-
-    head, served = draft.model if isinstance(draft.model, DraftHead) else None, teacher.in_engine
-    here = kind == "online" and not served
-    parts = opened() if here else run.target_parts().to(DTYPES[target.dtype])
-
-    @cache
-    def source() -> Source:
-        if served:
-            return EngineStates(run.states, parts, run.captured_layers, run.device)
-        return partial(read_states, opened(), signal.layers)
-
-    signal = Signal(
-        parts,
-        kind,
-        head,
-        None if here else lambda batch: source()(batch),
-        vocab=None if head is not None else int(draft.model.config.get_text_config().vocab_size),
-        k=teacher.signal_k,
-        dtype=teacher.number_format(target.dtype),
-    )
-    signal.to(run.device)
-    ahead: Expect | None = (lambda coming: run.states.expect(texts_of(coming))) if served else None
-    column = None
+            validation = Examples.of(validation_rows.select(i for i in range(count) if i % 4 != first))
+    signal, _ = target_signal(run, draft.model if isinstance(draft.model, DraftHead) else None)
+    columns = Columns(run, signal, texts, (lambda coming: run.states.expect(texts_of(coming))) if served else None)
     if settings.selects:
-        reference = open_draft(run, run.path(cast(str, settings.reference)), dtype=weights_dtype(trainer.precision))
+        name, precision = cast(str, settings.reference), run.settings.trainer.precision
+        reference = open_draft(run, run.path(name), dtype=weights_dtype(precision))
         reference.model.to(run.device)
-        column = reference_losses(reference, signal, Divergence(settings.divergence), trainer.precision)
-
-    def add_columns(
-        texts_to_learn: Sequence[Examples], judged: Sequence[Examples] = (), folder: Path | None = None
-    ) -> None:
-        def kept(name: str, shapes: Shapes, *made_from: object) -> Kept:
-            key = fingerprint(texts, trainer.attention, served, teacher.arguments, signal.key, *made_from)
-            return Kept(shapes) if folder is None else Kept.at(folder, name, key, shapes)
-
-        stored = [*(texts_to_learn if kind != "online" else ()), *(judged if kind != "online" or served else ())]
-        if stored:  # of an engine whose states are not kept, those that are read again and again
-            states = Kept(signal.columns) if folder is None else signal_store(run, texts, signal)
-            keep_columns(states, stored, signal.kept, ahead)
-        if stored and signal.ids is not None and INSIDE not in signal.columns:
-            inside = kept("inside", {INSIDE: ((2,), "float32")}, signal.ids.tolist())
-            keep_columns(inside, stored, signal.kept_inside, reads={HIDDEN if HIDDEN in signal.columns else FEATURES})
-        if column is not None:
-            made_by = run.draft_record(cast(str, settings.reference)).fingerprint
-            name = f"{settings.reference}-{settings.divergence}"
-            losses = kept(name, column[0], made_by, settings.divergence, trainer.precision)
-            keep_columns(losses, texts_to_learn, column[1], ahead if kind == "online" else None)
-
-    with working(run.console, f"the target's signal ({kind})"):
+        columns.reference = reference_losses(reference, signal, Divergence(settings.divergence), precision)
+        columns.compared = f"{name}-{settings.divergence}", run.draft_record(name).fingerprint, precision
+    with working(run.console, f"the target's signal ({signal.kind})"):
         others = [validation] if held is None else [validation, held]
-        add_columns([] if settings.on_policy == 1 else [train], others, run.work / "signals")
-    if kind == "topk":
+        columns.add([] if on_policy == 1 else [train], others, on_disk=True)
+    if signal.kind == "topk":
         tail = mean_tail(validation)
         run.line(f"the top {signal.k} ids leave {tail:.2%} to the others: alpha is off by at most that")
-    if not settings.on_policy:
-        source.cache_clear()  # no signal will be computed any more, so the target leaves memory where it is not online
-        if not here:
-            run.release()
-    return DistillData(signal, train, validation, held, add_columns, ahead if kind == "online" else None)
+    if not on_policy and (served or signal.kind != "online"):
+        run.release()  # no signal will be computed any more
+    return DistillData(columns, train, validation, held)
 
 
 def mean_tail(examples: Examples) -> float:
     """Return the mean probability that the kept top ids leave to all others; bounds the error of α."""
-    inside = sum(float(np.exp(_log_p(examples, i)).sum(dtype=np.float64)) for i in range(len(examples)))
+    inside = 0.0
+    for number in range(len(examples)):
+        log_p = np.ascontiguousarray(examples.columns[TOPK][number][:, 1]).view(np.float32)
+        inside += float(np.exp(log_p).sum(dtype=np.float64))
     return max(0.0, 1 - inside / max(1, examples.label_count))
-
-
-def _log_p(examples: Examples, number: int) -> NDArray[np.float32]:
-    return np.ascontiguousarray(examples.columns[TOPK][number][:, 1]).view(np.float32)
 
 
 def distil(run: Run, name: str, key: str) -> StageResult:
@@ -370,17 +375,19 @@ def distil(run: Run, name: str, key: str) -> StageResult:
     training, seed = settings.training_of(full.training), [*settings.seeds, full.seed][0]
     draft = open_draft(run, run.path("initial"), accepted_only=settings.accepted_only)
     data, model = prepare(run, draft, settings), draft.model
+    signal, online = data.columns.signal, data.columns.signal.kind == "online"
     steps = training.steps_for(len(data.train))
     record = new_record(run, key, model)
-    module = DistillModule(draft, data.signal, training, steps, settings=settings, seed=seed)
+    module = DistillModule(draft, signal, training, steps, settings=settings, seed=seed)
     schedule, texts = Schedule(data.train.lengths, training.batch_size, training.length_bucket, seed * 10 + 2), None
     if settings.on_policy:
         parts = run.target_parts()
         texts = OnPolicy(
             partial(write_texts, model), data.train, schedule, steps, full.teacher.responses, settings.on_policy, seed,
-            full.data.max_length, stop_ids(parts, run.tokenizer), data.add_columns,
+            full.data.max_length, stop_ids(parts, run.tokenizer), data.columns.add,
         )  # fmt: skip
-    batches = TrainingBatches(data.train, schedule, steps, texts, full.data.loader_workers, data.expect, draft)
+    expect = data.columns.expect if online else None
+    batches = TrainingBatches(data.train, schedule, steps, texts, full.data.loader_workers, expect, draft)
     record.seconds = time.monotonic() - started
     _fit(run, name, record, module, batches, data.validation, full.trainer)
     steps = int(record.history[-1]["step"])  # a callback may have ended the training early
@@ -392,7 +399,7 @@ def distil(run: Run, name: str, key: str) -> StageResult:
     counts = steps, steps * training.batch_size, tokens, used, together
     record.account = dict(zip(ACCOUNT, counts, strict=True))
     model = draft.model = module.model.eval()  # under FSDP not the one that was sharded
-    for line in draft.calibrate(data.signal, data.held) if data.held is not None else ():
+    for line in draft.calibrate(signal, data.held) if data.held is not None else ():
         run.line(line)
     return StageResult(record, model.cpu() if full.student.draft.head else ready_to_save(model, run.tokenizer))
 

@@ -2,8 +2,6 @@
 
 import re
 from dataclasses import asdict, dataclass, field, replace
-from glob import glob
-from pathlib import Path
 from typing import Literal
 
 from jsonargparse.typing import NonNegativeInt, PositiveInt
@@ -102,10 +100,6 @@ class DataSettings:
     def validate(self) -> None:
         """Check every value that can be judged without reading data."""
         self.template()
-        paths = {f"files.{split}": path for split, path in self.files.items()} | {"prompts.file": self.prompts.file}
-        for key, path in paths.items():
-            if path is not None and not (Path(path).is_file() or (key != "prompts.file" and glob(path))):
-                raise UserError(f"data.{key}: there is no file {path!r}; check the path (relative to {Path.cwd()})")
         endless = self.from_target or (self.source == "arithmetic" and "train" not in self.files)
         preset = PRESETS.get(self.source)
         untrained = preset is not None and "train" not in preset.splits and "train" not in self.files
